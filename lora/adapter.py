@@ -78,11 +78,13 @@ def merge(model: nn.Module) -> None:
     """Fold every LoRA update into its weight; the forward pass stays the same up to rounding. Idempotent.
 
     The original weights are kept in main memory until `unmerge`: 4 GB for the decoder of 3B in bf16. Raises UserError,
-    and merges nothing, where a second branch of the attention is built on the same base weight: it would see the first
-    branch's update.
+    and merges nothing, for quantized weights, and where a second branch of the attention is built on the same base
+    weight: it would see the first branch's update.
     """
     layers = lora_layers(model)
-    for path in layers:
+    for path, layer in layers.items():
+        if not layer.base_layer.weight.is_floating_point():
+            raise UserError(f"{path}: its weights are quantized: open the base as it is, load the adapter, merge there")
         attention = model.get_submodule(path.rpartition(".")[0])
         if path.endswith(("q_proj", "k_proj")) and not getattr(attention, "mergeable", True):
             raise UserError(
@@ -125,8 +127,11 @@ def fingerprint(model: nn.Module) -> str:
     """A short hash of the weights below the adapter: names, shapes, and 64 values of each tensor, in bf16.
 
     It is the same for a checkpoint opened in fp32 and in bf16 (fp16 rounds differently), whether merged or not, and
-    another one after any training of the base, or a merge into it. What a graft replaced is not part of it.
+    another one after any training of the base, or a merge into it. What a graft replaced is not part of it. A quantized
+    model has that of its base.
     """
+    if (known := getattr(model, "base_fingerprint", None)) is not None:
+        return known
     adapter = set(adapter_parameters(model).values())
     merged = {layer.base_layer.weight: layer.original for layer in lora_layers(model).values() if layer.merged}
     base = {

@@ -32,10 +32,12 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def atomic_path(path: str | Path) -> Iterator[Path]:
+def atomic_path(path: str | Path, durable: bool = True) -> Iterator[Path]:
     """A temporary path beside `path`, flushed to disk and renamed onto it if the block ends well, else removed.
 
     >>> with atomic_path("loss.png") as temporary: image.save(temporary)
+
+    What is not `durable` is not flushed: a power cut may leave it broken, which its reader must notice.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,10 +48,12 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     try:
         yield temporary
         temporary.chmod(0o666 & ~_umask())
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        if durable:
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
         temporary.replace(path)
-        sync_folder(path.parent)
+        if durable:
+            sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 

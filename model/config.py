@@ -121,16 +121,7 @@ class PaliGemmaConfig:
     @classmethod
     def from_file(cls, path: str | Path) -> "PaliGemmaConfig":
         """Read config.json at `path`. Raises UserError if it is absent, not JSON, or not a PaliGemma."""
-        path = Path(path)
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UserError(f"{path}: not found: a model folder holds config.json beside its tensors") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"{path}: not valid JSON ({error}): download the file again") from None
-        if not isinstance(raw, dict):
-            raise UserError(f"{path}: holds a JSON {type(raw).__name__}, expected an object: download the file again")
-        return cls.from_dict(raw, str(path))
+        return cls.from_dict(read_json(path), str(path))
 
     def to_dict(self) -> dict:
         """The config.json that transformers reads back to the same model."""
@@ -186,6 +177,19 @@ class PaliGemmaConfig:
             problems.append(f"hidden_activation is {t.hidden_activation!r}, expected 'gelu_pytorch_tanh' or 'silu'")
         if problems:
             raise UserError(f"{where}: " + "; ".join(problems) + ": correct the file or download it again")
+
+
+def read_json(path: str | Path) -> dict:
+    """The contents of a config.json. Raises UserError if it is absent or no JSON object."""
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: not found: a model folder holds config.json beside its tensors") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid JSON ({error}): download the file again") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: holds a JSON {type(raw).__name__}, expected an object: download the file again")
+    return raw
 
 
 def _first(*values):

@@ -13,7 +13,6 @@ from model.attention import Attention, LayerCache, Rope, attention_mask
 from model.config import TextConfig
 from model.linear import Linear, linear
 
-CHUNK = 1 << 25  # logits that the loss holds at a time: 130 rows of PaliGemma's vocabulary
 ACTIVATIONS = {"gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
 
 
@@ -138,20 +137,3 @@ class Gemma(nn.Module):
         if self.config.final_logit_softcapping is not None:
             logits = torch.tanh(logits / self.config.final_logit_softcapping) * self.config.final_logit_softcapping
         return logits.float()
-
-    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The sum of cross-entropies, in nats, of the head at hidden states (…, H) against targets (…); −100 is none.
-
-        Rows beyond what gives `CHUNK` logits go in chunks that are computed again in the backward pass: one of 257,152
-        logits takes a megabyte in fp32, and cross-entropy keeps several.
-        """
-
-        def of_rows(hidden, targets):
-            return F.cross_entropy(self.head(hidden), targets, ignore_index=-100, reduction="sum")
-
-        hidden, targets = hidden.flatten(0, -2), targets.flatten()
-        rows = max(1, CHUNK // self.config.vocab_size)
-        if len(hidden) <= rows:
-            return of_rows(hidden, targets)
-        chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
-        return sum(checkpoint(of_rows, *chunk, use_reentrant=False) for chunk in chunks)

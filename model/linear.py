@@ -30,16 +30,20 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     `torch.backends.mkldnn.flags(enabled=False)` switches it off.
     """
     # the compiler chooses for itself, and must not remember sizes
-    if torch.compiler.is_compiling() or x.numel() * weight.shape[0] < LARGE or not _by_onednn(x, weight):
+    if torch.compiler.is_compiling() or not onednn_is_faster(x, weight):
         return F.linear(x, weight, bias)
+    if not (weight.is_contiguous() or weight.T.is_contiguous()):  # where a view leaves gaps, oneDNN is very slow
+        weight = weight.contiguous()
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         return _Linear.apply(x, weight, bias)
     return _product(x, weight, bias, "none", [], "")
 
 
-def _by_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def onednn_is_faster(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether oneDNN multiplies x (…, in) by weight (…, out, in) faster than F.linear."""
     return (
-        x.device.type == "cpu"
+        x.numel() * weight.shape[-2] >= LARGE
+        and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and _product is not None
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -61,5 +65,8 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
         grad_x = None if weight is None else linear(grad, weight.T)
-        grad_weight = None if x is None else linear(rows.T, x.flatten(0, -2).T)
+        grad_weight = None
+        if x is not None:  # the first operand is copied when it is transposed: the narrower one comes first
+            x = x.flatten(0, -2)
+            grad_weight = linear(x.T, rows.T).T if x.shape[1] < rows.shape[1] else linear(rows.T, x.T)
         return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None

@@ -4,8 +4,12 @@ In: a batch of `model/processor.py`: input_ids (B, S) with I image tokens a pict
 token_type_ids and attention_mask (B, S). Out: float32 logits (B, S, V). Next: `model/gemma.py`, `model/generate.py`.
 """
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from model.attention import LayerCache
 from model.common import UserError
@@ -13,6 +17,8 @@ from model.config import PaliGemmaConfig
 from model.gemma import Gemma, RMSNorm
 from model.linear import Linear
 from model.siglip import Siglip
+
+CHUNK = 1 << 25  # logits that the loss holds at a time: 130 rows of PaliGemma's vocabulary
 
 
 class Projector(nn.Module):
@@ -58,7 +64,7 @@ class PaliGemma(nn.Module):
         image_features (pictures, I, H): what `encode_images` returned, in place of pixel_values. image_index (slots,):
         which picture fills which image slot of the batch, so that one is encoded once for many questions; None means
         one picture a slot, in order. With a `cache`, token_type_ids and attention_mask cover the cached positions too.
-        targets: the token that must follow each kept position, −100 for none; see `Gemma.loss`.
+        targets: the token that must follow each kept position, −100 for none; see `summed_loss`.
         """
         if attention_mask is None:
             attention_mask = torch.ones_like(token_type_ids)
@@ -68,7 +74,8 @@ class PaliGemma(nn.Module):
             image_features = image_features[image_index]
         embeddings = self.merge(input_ids, image_features)
         hidden = self.language_model(embeddings, attention_mask.bool(), token_type_ids, cache, positions_to_keep)
-        return self.language_model.head(hidden) if targets is None else self.language_model.loss(hidden, targets)
+        head = self.language_model.head
+        return head(hidden) if targets is None else summed_loss(head, self.config.text.vocab_size, hidden, targets)
 
     def encode_images(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """pixel_values (pictures, 3, R, R) in [-1, 1] to features (pictures, I, H) of the decoder's width."""
@@ -99,6 +106,26 @@ class PaliGemma(nn.Module):
     def new_cache(self, capacity: int) -> list[LayerCache]:
         """An empty cache of `capacity` positions for each decoder layer."""
         return [LayerCache(capacity) for _ in self.language_model.layers]
+
+
+def summed_loss(
+    head: Callable[[torch.Tensor], torch.Tensor], vocab_size: int, hidden: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """The sum of cross-entropies, in nats, of `head` at hidden states (…, H) against targets (…); −100 is none.
+
+    More than CHUNK logits are made in chunks, and again in the backward pass: one row of 257,152 takes a megabyte in
+    fp32, and cross-entropy keeps several copies.
+    """
+
+    def of_rows(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(head(hidden), targets, ignore_index=-100, reduction="sum")
+
+    hidden, targets = hidden.flatten(0, -2), targets.flatten()
+    rows = max(1, CHUNK // vocab_size)
+    if len(hidden) <= rows:
+        return of_rows(hidden, targets)
+    chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
+    return sum(checkpoint(of_rows, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks)
 
 
 @torch.no_grad()

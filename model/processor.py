@@ -22,6 +22,7 @@ from PIL import Image, ImageOps
 
 from model.common import UserError
 from model.config import PRESETS, PaliGemmaConfig
+from model.families import read_config
 from model.source import EMBEDDED, resolve
 
 Picture = Image.Image | np.ndarray | str | os.PathLike | BinaryIO
@@ -185,7 +186,7 @@ class Processor:
         """
         preset = None if Path(source).expanduser().is_dir() else PRESETS.get(str(source))
         folder = resolve(source if preset is None else EMBEDDED, ["config.json", "tokenizer.model"], revision)
-        config = preset or PaliGemmaConfig.from_file(folder / "config.json")
+        config = preset or read_config(folder / "config.json")
         tokenizer = load_tokenizer(folder / "tokenizer.model")
         # <image> is the first id after the tokenizer's pieces, here as in PaliGemma
         if preset is not None and preset.image_token_id != tokenizer.vocab_size():

@@ -21,6 +21,7 @@ base, data, version), so an interrupted comparison goes on, and a changed one do
 
 import argparse
 import dataclasses
+import importlib
 import json
 import shutil
 import sys
@@ -28,7 +29,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from hashlib import sha256
 from math import nan
 from pathlib import Path
 
@@ -46,6 +46,7 @@ from model.common import UserError, run_command, write_text
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from train import data, finetune
+from train.cells import digest
 from train.data import Record
 from train.distributed import World, join_world
 from train.optim import count, trainable
@@ -158,6 +159,10 @@ GROUPS: dict[str, tuple[Row, ...]] = {
 }
 
 
+# What `--rows` takes alone: comparisons of other systems, each a module with a `main` and flags of its own.
+STUDIES = {"wings": "train.study_wings", "qmamba": "train.study_qmamba", "text": "train.study_text"}
+
+
 def pick_rows(names: str) -> list[Row]:
     """The rows that `--rows` names, comma-separated, each once. Raises UserError for an unknown name."""
     by_name = {row.name: row for rows in GROUPS.values() for row in rows}
@@ -262,10 +267,6 @@ def make_measures(settings: Settings, split: str, limit: int, args: argparse.Nam
 # ---------------------------------------------------------------------------------------------------------------------
 # Cells
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def digest(*parts) -> str:
-    return sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def training_records(bench: Bench, settings: Settings) -> tuple[list[Record], str]:
@@ -634,6 +635,7 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Sett
         f"--recipe, --samples, --r or --device, with its defaults but for --samples {SAMPLES}.",
     )  # fmt: skip
     names = "; ".join(f"{group}: {', '.join(row.name for row in rows)}" for group, rows in GROUPS.items())
+    names += f"; or one of {', '.join(STUDIES)}, whose own flags --rows NAME --help shows"
     parser.add_argument("--rows", default="attention", metavar="NAME,…",
                         help=f"rows, or groups of them ({names}) (default: %(default)s)")  # fmt: skip
     parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="runs of a row (default: %(default)s)")
@@ -666,7 +668,18 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Sett
     return args, replace(settings, **PLAIN)
 
 
+def named_study(argv: Sequence[str]) -> str | None:
+    """The module of the study that --rows names, if it names one."""
+    chosen = [value for flag, value in zip(argv, argv[1:], strict=False) if flag == "--rows"]
+    chosen += [flag.removeprefix("--rows=") for flag in argv if flag.startswith("--rows=")]
+    return STUDIES.get(chosen[-1]) if chosen else None
+
+
 def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    if study := named_study(argv):
+        importlib.import_module(study).main(argv)
+        return
     args, base = read_arguments(argv)
     rows, started = pick_rows(args.rows), time.perf_counter()
     world = join_world(base.device)

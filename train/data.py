@@ -22,6 +22,7 @@ from eval import scenes
 from eval.datasets import find_image, read_annotations, read_examples, read_questions
 from model.common import UserError
 from model.processor import Batch, Processor, load_image
+from train.features import FeatureCache
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,8 @@ class MicroBatch:
     """What one forward and backward pass reads. Pictures are there once; `image_index` (rows,) says whose is whose.
 
     positions (B, T) and targets (B, T): where the head runs, and which token must come next there; −100 fills up.
+    With a cache of features, `features` (pictures, I, H) has what it knows, and zeros at the `unseen` ones, whose
+    pixels alone are in the batch, under their `keys`.
     """
 
     batch: Batch
@@ -178,15 +181,20 @@ class MicroBatch:
     tokens: int  # supervised ones: what the loss is normalised by
     names: tuple[str, ...]
     bad: tuple[str, ...] = field(default=())  # one line for each record that had to be left out
+    features: torch.Tensor | None = None
+    unseen: torch.Tensor | None = None
+    keys: tuple[str, ...] = ()
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> "MicroBatch":
-        tensors = {name: getattr(self, name).to(device, non_blocking=True)
-                   for name in ("image_index", "positions", "targets")}  # fmt: skip
+        tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in self._tensors()}
         return replace(self, batch=self.batch.to(device, dtype), **tensors)
 
     def pin_memory(self) -> "MicroBatch":
-        tensors = {name: getattr(self, name).pin_memory() for name in ("image_index", "positions", "targets")}
+        tensors = {name: tensor.pin_memory() for name, tensor in self._tensors()}
         return replace(self, batch=self.batch.pin_memory(), **tensors)
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)]
 
 
 def supervised(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,7 +210,9 @@ def supervised(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return positions * kept, labels[:, 1:].gather(1, positions).masked_fill(~kept, -100)
 
 
-def collate(records: Sequence[Record | UserError], processor: Processor) -> MicroBatch | list[str]:
+def collate(
+    records: Sequence[Record | UserError], processor: Processor, cache: FeatureCache | None = None
+) -> MicroBatch | list[str]:
     """Open, prepare and lay out. A picture or text that cannot be used is left out and named; if none is left, the
     list of their names."""
     pictures: dict[str, Image.Image] = {}
@@ -225,9 +235,24 @@ def collate(records: Sequence[Record | UserError], processor: Processor) -> Micr
     batch = processor([pictures[r.key] for r in good], [r.prefix for r in good], [r.suffix for r in good])
     first, image_index = batch.image_index.unique(return_inverse=True)
     positions, targets = supervised(batch.labels)
-    return MicroBatch(
+    micro = MicroBatch(
         replace(batch, pixel_values=batch.pixel_values[first]), image_index, positions, targets,
         int((targets != -100).sum()), tuple(r.name for r in good), tuple(bad),
+    )  # fmt: skip
+    return micro if cache is None else look_up(micro, cache)
+
+
+def look_up(micro: MicroBatch, cache: FeatureCache) -> MicroBatch:
+    """The micro-batch with the features of its pictures that `cache` has."""
+    pixels = micro.batch.pixel_values
+    keys = [cache.key(picture) for picture in pixels]
+    found = [cache.load(key) for key in keys]
+    unseen = [number for number, known in enumerate(found) if known is None]
+    blank = torch.zeros(cache.shape, dtype=torch.bfloat16)
+    return replace(
+        micro, batch=replace(micro.batch, pixel_values=pixels[unseen]), unseen=torch.tensor(unseen, dtype=torch.int64),
+        features=torch.stack([blank if known is None else known for known in found]),
+        keys=tuple(keys[number] for number in unseen),
     )  # fmt: skip
 
 
@@ -264,13 +289,14 @@ def load_batches(
     workers: int = 0,
     pin: bool = False,
     epoch_seed: str = "",
+    cache: FeatureCache | None = None,
 ) -> Iterator[MicroBatch | list[str]]:
     """The micro-batches of a plan, in its order, decoded by `workers` processes."""
     return iter(
         DataLoader(
             _Indexed(records, epoch_seed),
             batch_sampler=plan,
-            collate_fn=partial(collate, processor=processor),
+            collate_fn=partial(collate, processor=processor, cache=cache),
             num_workers=workers,
             pin_memory=pin,
             generator=torch.Generator(),  # its own: drawing from the global one would change what dropout draws
@@ -289,8 +315,9 @@ class Order:
     def __init__(
         self, records: Sequence[Record], processor: Processor, *, batch_size: int, accumulate: int = 1, epochs: int = 1,
         steps: int | None = None, seed: int = 0, per_picture: int = 1, rank: int = 0, world_size: int = 1,
+        cache: FeatureCache | None = None,
     ):  # fmt: skip
-        self.records, self.processor = records, processor
+        self.records, self.processor, self.cache = records, processor, cache
         self.accumulate, self.rank, self.world_size, self.seed = accumulate, rank, world_size, seed
         if hasattr(records, "plan"):
             self.plan = partial(records.plan, batch_size, seed, per_picture=per_picture)
@@ -318,7 +345,7 @@ class Order:
             epoch, done = divmod(step, self.steps_per_epoch)
             plan = self.plan(epoch=epoch, first=done * self.accumulate * self.world_size)
             own = islice(plan, self.rank, None, self.world_size)
-            batches = load_batches(self.records, own, self.processor, workers, pin, f"{self.seed}/{epoch}")
+            batches = load_batches(self.records, own, self.processor, workers, pin, f"{self.seed}/{epoch}", self.cache)
             batches = chain(batches, [[]] if 0 < over <= self.rank else [])
             for _ in range(min(self.steps_per_epoch - done, self.total - step)):
                 yield list(islice(batches, self.accumulate))

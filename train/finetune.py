@@ -16,30 +16,32 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
 from eval import figures, needle, scenes, vqa
 from lora import adapter
+from lora.quantize import quantize
 from model.common import UserError, run_command, write_text
 from model.differential import graft, lambdas, map_distance
 from model.paligemma import PaliGemma
-from model.processor import Processor
+from model.processor import Processor, load_tokenizer
 from train import data
 from train.checkpoint import checkpoints, load_checkpoint, load_weights, read_state, save_checkpoint
 from train.data import MicroBatch, Order, Record, idle
 from train.distributed import World, ask_together, join_world, leave_world, set_gradient_sync, spread
+from train.features import FeatureCache
 from train.optim import (
     Rule,
     count,
     make_adamw,
+    make_radam,
     parameter_groups,
     rate_factor,
     reconnect,
@@ -47,6 +49,7 @@ from train.optim import (
     trainable,
 )
 from train.settings import DTYPES, SCALARS, Settings, new_run, parse
+from train.stages import open_stage, stage_tokenizer
 from train.tar import Shards
 from weights.export import companions, export_model
 from weights.load import load_model
@@ -75,16 +78,34 @@ def read_records(settings: Settings, split: str = "train") -> Sequence[Record]:
     return records
 
 
+def base_dtype(settings: Settings, world: World) -> torch.dtype:
+    on_gpu = world.device.type == "cuda"
+    return DTYPES["bf16" if on_gpu else "fp32"] if settings.dtype == "auto" else DTYPES[settings.dtype]
+
+
 def load_base(settings: Settings, world: World) -> PaliGemma:
     """The base as it is, in its dtype and on its device."""
-    on_gpu = world.device.type == "cuda"
-    dtype = DTYPES["bf16" if on_gpu else "fp32"] if settings.dtype == "auto" else DTYPES[settings.dtype]
-    return load_model(settings.base, dtype=dtype, device=world.device)
+    return load_model(settings.base, dtype=base_dtype(settings, world), device=world.device)
 
 
 def open_model(settings: Settings, world: World) -> tuple[PaliGemma, torch.optim.Optimizer]:
-    """The base, grafted and adapted, with an optimizer over what learns."""
-    model = load_base(settings, world)
+    """The base, grafted and adapted, or the model of a stage, with an optimizer over what learns."""
+    if settings.stage is not None:
+        model, rules = open_stage(settings, base_dtype(settings, world), world.device)
+    else:
+        model = load_base(settings, world)
+        rules = adapt(model, settings)
+    model.language_model.checkpointing = settings.checkpointing
+    if settings.quantize:
+        if settings.writes_model or settings.shard:
+            raise UserError("--quantize holds frozen weights in 8 bits: leave --full, --stage and --shard out")
+        quantize(model)
+    make = {"adamw": make_adamw, "radam": make_radam}[settings.optimizer]
+    return model, make(parameter_groups(model, rules), (0.9, settings.beta2))
+
+
+def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
+    """Graft and adapt `model` in place; returns what of it learns."""
     options = {"seed": settings.seed, "feed_forward": settings.feed_forward, "where": settings.diff_in}
     options |= dict(map(read_option, settings.option))
     if settings.attention in ("twin", "v2"):  # the second branch is an adapter like the first
@@ -95,15 +116,21 @@ def open_model(settings: Settings, world: World) -> tuple[PaliGemma, torch.optim
     if settings.full:
         if hasattr(model, "grafts"):
             raise UserError("--full trains plain weights: leave --attention softmax and --feed-forward mlp")
-        rules = [Rule(".*", settings.lr, settings.weight_decay)]
-    else:
-        torch.manual_seed(settings.seed)  # LoRA's A is drawn here
-        adapter.inject(model, settings.targets, settings.r, settings.alpha, settings.dropout)
-        learns = "|".join(trainable(model)).replace(".", r"\.")
-        rules = [scalar] if any(map(re.compile(SCALARS).fullmatch, trainable(model))) else []
-        rules.append(Rule(learns, settings.lr, settings.weight_decay))
-    model.language_model.checkpointing = settings.checkpointing
-    return model, make_adamw(parameter_groups(model, rules), (0.9, settings.beta2))
+        return [Rule(".*", settings.lr, settings.weight_decay)]
+    torch.manual_seed(settings.seed)  # LoRA's A is drawn here
+    adapter.inject(model, settings.targets, settings.r, settings.alpha, settings.dropout)
+    learns = "|".join(trainable(model)).replace(".", r"\.")
+    rules = [scalar] if any(map(re.compile(SCALARS).fullmatch, trainable(model))) else []
+    return [*rules, Rule(learns, settings.lr, settings.weight_decay)]
+
+
+def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, list[Path]]:
+    """What prepares pictures and text for `model`, and the files that belong to it."""
+    draft = not settings.data.startswith("embedded")
+    if settings.stage is None:
+        return Processor.from_source(settings.base, draft=draft), companions(settings.base)
+    tokenizer = stage_tokenizer(settings)
+    return Processor(model.config, load_tokenizer(tokenizer), draft=draft), [tokenizer]
 
 
 def read_option(text: str) -> tuple[str, object]:
@@ -147,11 +174,44 @@ def evaluate(model: PaliGemma, processor: Processor, settings: Settings, title: 
 def supervised_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
     """The sum of cross-entropies over the supervised tokens; the head runs at their positions alone."""
     batch = micro.batch
-    logits = model(
+    return model(
         batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask,
-        positions_to_keep=micro.positions, image_index=micro.image_index,
+        positions_to_keep=micro.positions, image_features=micro.features, image_index=micro.image_index,
+        targets=micro.targets,
     )  # fmt: skip
-    return F.cross_entropy(logits.flatten(0, 1).float(), micro.targets.flatten(), ignore_index=-100, reduction="sum")
+
+
+def open_cache(model: PaliGemma, settings: Settings, world: World) -> FeatureCache | None:
+    """The features that `--cache-features` keeps. Raises UserError where the vision tower learns or is sharded."""
+    if settings.cache_features is None:
+        return None
+    if settings.shard and world.size > 1:
+        raise UserError("--cache-features: with --shard no process holds a whole vision tower: leave one of them out")
+    return FeatureCache.open(settings.cache_features, model)
+
+
+@torch.no_grad()
+def with_features(model: PaliGemma, micro: MicroBatch, cache: FeatureCache | None) -> MicroBatch:
+    """The micro-batch with all its features: pictures that the cache did not know are encoded, and made known.
+
+    All are rounded to bf16, those too: a run learns the same whether the cache was empty or full.
+    """
+    if cache is None or not micro.keys:
+        return micro
+    new = model.encode_images(micro.batch.pixel_values).to(torch.bfloat16)
+    for key, features in zip(micro.keys, new, strict=True):
+        cache.save(key, features)
+    return replace(micro, features=micro.features.index_copy(0, micro.unseen, new))
+
+
+def free_sizes(micro: MicroBatch) -> None:
+    """Tell torch.compile which sizes change from batch to batch, lest it compile anew for every length."""
+    batch = micro.batch
+    for tensor in (batch.input_ids, batch.token_type_ids, batch.attention_mask, micro.positions, micro.targets):
+        torch._dynamo.maybe_mark_dynamic(tensor, (0, 1))
+    for tensor in (batch.pixel_values, micro.features, micro.image_index):
+        if tensor is not None:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
@@ -165,21 +225,26 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
 
 def train(
     model: PaliGemma, optimizer: torch.optim.Optimizer, processor: Processor, settings: Settings, run: Path,
-    world: World, before: dict | None, records: Sequence[Record] | None = None,
+    world: World, before: dict | None = None, records: Sequence[Record] | None = None, order: Order | None = None,
+    loss_of: Callable[[nn.Module, MicroBatch], torch.Tensor] | None = None,
 ) -> dict:  # fmt: skip
     """Train `model` in place, from the newest checkpoint of `run` if it has one; returns the loop's own progress.
 
-    records: what to learn from (None: the train split of `settings.data`). Raises Diverged for a loss that is not
+    records: what to learn from (None: the train split of `settings.data`). What are no questions about pictures brings
+    its own `order`, with `total`, `steps` and micro-batches like those of `train/data.py`, and `loss_of` one of them,
+    summed over its tokens (None: `supervised_loss`). Raises Diverged for a loss that is not
     finite, naming the batch, and UserError for too many unusable records. SIGTERM and Ctrl-C end it after the running
     step, with a checkpoint, as `Interrupted`.
     """
     found = checkpoints(run)
     # a run that goes on with another number of processes keeps the micro-batches of its steps
     processes = read_state(found[-1])["progress"].get("processes", world.size) if found else world.size
-    order = Order(
+    cache = open_cache(model, settings, world)
+    order = order or Order(
         read_records(settings) if records is None else records, processor, batch_size=settings.batch_size,
         accumulate=world.share(settings.accumulate * processes), epochs=settings.epochs, steps=settings.steps,
         seed=settings.seed, per_picture=settings.per_picture, rank=world.rank, world_size=world.size,
+        cache=cache,
     )  # fmt: skip
     autocast_dtype = {"auto": "bf16" if world.device.type == "cuda" else "none"}.get(
         settings.autocast, settings.autocast
@@ -234,7 +299,10 @@ def train(
                 micro = last = micro.to(world.device)
                 set_gradient_sync(called, number == len(micros) - 1)
                 with autocast:
-                    loss = supervised_loss(called, micro)
+                    micro = last = with_features(model, micro, cache)
+                    if settings.compile:
+                        free_sizes(micro)
+                    loss = (loss_of or supervised_loss)(called, micro)
                 if not torch.isfinite(loss):
                     raise Diverged(
                         f"step {step}: the loss is {loss.item()} on {', '.join(micro.names)}: lower --lr, or look at "
@@ -275,7 +343,7 @@ def measure(model: PaliGemma, micro: MicroBatch) -> dict:
     model.eval()
     distance = map_distance(
         model, input_ids=batch.input_ids, pixel_values=batch.pixel_values, token_type_ids=batch.token_type_ids,
-        attention_mask=batch.attention_mask, image_index=micro.image_index,
+        attention_mask=batch.attention_mask, image_features=micro.features, image_index=micro.image_index,
     )  # fmt: skip
     model.train()
     record = {"lambda": {path: value.tolist() for path, value in lambdas(model).items()},
@@ -352,8 +420,8 @@ class Metrics:
 
 def fine_tune(settings: Settings, run: Path, world: World) -> None:
     """The whole job: measure, train, measure again, write down."""
-    processor = Processor.from_source(settings.base, draft=not settings.data.startswith("embedded"))
     model, optimizer = open_model(settings, world)
+    processor, files = open_processor(settings, model)
     learning = count(trainable(model).values())
     if world.is_first:
         total = count(model.parameters())
@@ -367,18 +435,20 @@ def fine_tune(settings: Settings, run: Path, world: World) -> None:
         before = evaluate(model, processor, settings, "before", world)
     progress = train(model, optimizer, processor, settings, run, world, before)
     is_spread = settings.shard and world.size > 1
-    if not settings.full:
+    if not settings.writes_model:
         adapter.save(model, run, base=settings.base)  # every process: a sharded tensor is gathered by all
     elif world.is_first:
         if is_spread:  # no process holds the model: it is put together from the last checkpoint
-            model = load_model(settings.base, dtype=next(model.parameters()).dtype)
+            dtype, cpu = next(model.parameters()).dtype, torch.device("cpu")
+            staged = settings.stage is not None
+            model = open_stage(settings, dtype, cpu)[0] if staged else load_model(settings.base, dtype=dtype)
             load_weights(checkpoints(run)[-1], model)
-        export_model(model, run / "model", companions=companions(settings.base))
+        export_model(model, run / "model", companions=files)
     world.barrier()
     if is_spread and settings.evaluate:
         del model, optimizer
-        model = load_base(replace(settings, base=str(run / "model")) if settings.full else settings, world)
-        if not settings.full:
+        model = load_base(replace(settings, base=str(run / "model")) if settings.writes_model else settings, world)
+        if not settings.writes_model:
             adapter.load(model, run)
     after = evaluate(model, processor, settings, "after", world) if settings.evaluate else None
     if not world.is_first:
@@ -432,10 +502,11 @@ def print_summary(summary: dict, settings: Settings, run: Path) -> None:
     if summary["left_out"]:
         print(f"left out {len(summary['left_out'])} records: {summary['left_out'][0]} …")
     print(f"\n{summary['samples']:,} samples in {summary['seconds']:.0f} s; in {run}: " + (
-        "model/" if settings.full else "adapter_model.safetensors, adapter_config.json") +
+        "model/" if settings.writes_model else "adapter_model.safetensors, adapter_config.json") +
         ", metrics.jsonl, loss.png, summary.json, checkpoints/")  # fmt: skip
-    print(f"next: python -m eval.vqa --adapter {run}; python -m eval.needle --adapter {run}; "
-          f"python -m eval.ask --adapter {run} --image FILE --prompt 'answer en Where is the dog?'")  # fmt: skip
+    what = f"--model {run / 'model'}" if settings.writes_model else f"--adapter {run}"
+    print(f"next: python -m eval.vqa {what}; python -m eval.needle {what}; "
+          f"python -m eval.ask {what} --image FILE --prompt 'answer en Where is the dog?'")  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -50,6 +50,11 @@ def make_adamw(groups: list[dict], betas: tuple[float, float], eps: float = 1e-8
     return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=on_gpu)
 
 
+def make_radam(groups: list[dict], betas: tuple[float, float], eps: float = 1e-8) -> torch.optim.RAdam:
+    """RAdam (Liu et al. 2020) over `groups`, with decoupled weight decay."""
+    return torch.optim.RAdam(groups, betas=betas, eps=eps, decoupled_weight_decay=True)
+
+
 def reconnect(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Point the groups of a fresh optimizer to the model's parameters by name: FSDP2 has put others in their place."""
     parameters = dict(model.named_parameters())

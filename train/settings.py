@@ -15,6 +15,7 @@ import torch
 
 from model.common import UserError, write_text
 from model.differential import FEED_FORWARDS, KINDS
+from train.stages import ARCHITECTURES, stage_defaults
 
 DECODER = r"language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 # λ, μ and the norms of a graft: scalars and gains, which decay would pull towards values that mean nothing
@@ -33,6 +34,9 @@ class Settings:
     base: str = flag("embedded", "model: a folder, a hub id, or `embedded`")
     data: str = flag("embedded", "embedded, vqav2:DIR (official files), jsonl:FILE (image, prefix, suffix), or tar "
                      "shards of train.shard, shards:'NAME-{000..127}.tar'")  # fmt: skip
+    arch: str = flag("paligemma", f"what to train: paligemma, or a system with stages ({', '.join(ARCHITECTURES)})")
+    stage: int | None = flag(None, "its stage; a later one starts from the model that the one before has written, "
+                             "--base RUN/model (default: none)")  # fmt: skip
     attention: str = flag("twin", "differential attention to graft", choices=list(KINDS))
     diff_in: str = flag("decoder", "where to graft it", choices=["decoder", "vision", "both"])
     feed_forward: str = flag("mlp", "feed-forward of the decoder", choices=list(FEED_FORWARDS))
@@ -44,6 +48,7 @@ class Settings:
     dropout: float = flag(0.0, "LoRA dropout")
     lr: float = flag(3e-3, "peak learning rate")
     scalar_lr: float | None = flag(None, "peak rate of λ, μ and norms (default: as --lr)")
+    optimizer: str = flag("adamw", "how the gradient is followed", choices=["adamw", "radam"])
     weight_decay: float = flag(1e-9, "AdamW weight decay; none on λ, μ and norms")
     beta2: float = flag(0.98, "AdamW's second momentum")
     schedule: str = flag("cosine", "decay after warm-up", choices=["linear", "cosine", "constant"])
@@ -63,11 +68,17 @@ class Settings:
     shuffle_buffer: int = flag(10000, "records of tar shards that are shuffled together")
     max_bad: int = flag(20, "unusable records to leave out before the run stops")
     workers: int = flag(0, "processes that decode pictures")
+    cache_features: str | None = flag(
+        None, "folder to keep the features of a frozen vision tower in, for later epochs and runs (default: none)"
+    )
     dtype: str = flag("auto", "dtype of the base (default: bf16 on CUDA, else fp32)", choices=["auto", *DTYPES])
     autocast: str = flag(
         "auto", "autocast dtype (default: bf16 on CUDA, else none)", choices=["auto", "none", "bf16", "fp16"]
     )
     device: str = flag("auto", "cuda, cpu, … (default: cuda if there is one)")
+    quantize: str | None = flag(
+        None, "hold the frozen weights in 8 bits, for memory (default: as --dtype)", choices=["int8"]
+    )
     checkpointing: bool = flag(False, "recompute the decoder's activations in the backward pass, for memory")
     shard: bool = flag(False, "with torchrun: FSDP2 instead of DDP")
     compile: bool = flag(False, "torch.compile the model")
@@ -77,6 +88,11 @@ class Settings:
     checkpoint_every: int = flag(200, "steps between checkpoints")
     keep: int = flag(2, "checkpoints to keep")
     seed: int = flag(0, "of initialisation, order and dropout")
+
+    @property
+    def writes_model(self) -> bool:
+        """Whether the run writes a whole model instead of an adapter."""
+        return self.full or self.stage is not None
 
 
 # The paper's Table 1 (its section 4) and the transfer recipe of PaliGemma's authors (Beyer et al. 2024, appendix J)
@@ -119,8 +135,11 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
         elif kind is tuple:
             parser.add_argument(name, action="append", metavar="NAME=VALUE", **common)
         else:
-            kind = {"scalar_lr": float, "steps": int, "warmup": float}.get(setting.name, kind)
+            kind = {"scalar_lr": float, "steps": int, "stage": int, "warmup": float}.get(setting.name, kind)
+            kind = str if kind is type(None) else kind
             parser.add_argument(name, type=kind, choices=setting.metadata["choices"], **common)
+    parser.add_argument("--wings", dest="arch", action="store_const", const="wings", default=argparse.SUPPRESS,
+                        help="the same as --arch wings")  # fmt: skip
     given = vars(parser.parse_args(argv))
     out, resume, recipe = (given.pop(name) for name in ("out", "resume", "recipe"))
     if resume is not None:
@@ -128,7 +147,7 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
             raise UserError("--resume goes on with the run's own settings: leave the other flags out")
         return read_settings(resume), None, resume
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    settings = Settings(**(RECIPES.get(recipe, {}) | given))
+    settings = Settings(**(stage_defaults(given.get("arch"), given.get("stage")) | RECIPES.get(recipe, {}) | given))
     check(settings)
     return settings, out, None
 
@@ -144,6 +163,11 @@ def check(settings: Settings) -> None:
     for name in ("fraction", "validation", "dropout"):
         if not 0 <= getattr(settings, name) <= 1:
             raise UserError(f"--{name} is {getattr(settings, name)}, expected a share from 0 to 1")
+    if settings.arch not in ("paligemma", *ARCHITECTURES):
+        raise UserError(f"--arch {settings.arch}: expected one of paligemma, {', '.join(ARCHITECTURES)}")
+    if (settings.arch == "paligemma") != (settings.stage is None):
+        raise UserError(f"--arch {settings.arch} --stage {settings.stage}: a system with stages needs one, PaliGemma "
+                        "has none")  # fmt: skip
     if settings.steps is not None and settings.steps < 1:
         raise UserError(f"--steps is {settings.steps}, expected at least 1")
 

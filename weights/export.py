@@ -19,10 +19,11 @@ from torch import nn
 
 from model.common import UserError, run_command, sync_folder, write_text
 from model.config import PRESETS
+from model.families import is_published
 from model.paligemma import PaliGemma
 from model.source import EMBEDDED, resolve
 from weights.load import empty_model, examine, load_model
-from weights.mapping import DIALECTS, dialect_names
+from weights.mapping import DIALECTS, OWN, dialect_names
 from weights.streaming import CHUNK_BYTES, DTYPES, byte_size, write_checkpoint
 
 DTYPE_FLAGS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,8 +45,9 @@ def export_model(
 ) -> None:
     """Write `model` to `folder`, which appears when everything is in it.
 
-    dialect: a key of `weights.mapping.DIALECTS`. dtype: of all tensors; None keeps the model's. max_shard_gb: size of
-    a file in 10⁹ bytes. companions: files to copy. Merged LoRA is written as the plain weights that it amounts to.
+    dialect: a key of `weights.mapping.DIALECTS`, for a PaliGemma; other models have our own names. dtype: of all
+    tensors; None keeps the model's. max_shard_gb: size of a file in 10⁹ bytes. companions: files to copy. Merged LoRA
+    is written as the plain weights that it amounts to.
     Raises UserError for a folder that exists and is not empty, a disk too small, a value that fp16 cannot hold, and a
     model that the published format cannot express: unmerged adapters and attention or feed-forward of another kind.
     """
@@ -57,7 +59,7 @@ def export_model(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists and is not empty: give a new folder")
     tensors = plain_tensors(model)
-    names = dialect_names(tensors, dialect)
+    names = dialect_names(tensors, dialect if is_published(model.config) else OWN)
     specs = {name: (dtype or tensors[ours].dtype, tuple(tensors[ours].shape)) for name, ours in names.items()}
 
     def chunks(name: str) -> Iterator[torch.Tensor]:
@@ -101,7 +103,7 @@ def plain_tensors(model: PaliGemma) -> dict[str, torch.Tensor]:
     layers = lora_layers(model)
     if unmerged := [path for path, layer in layers.items() if not layer.merged]:
         raise UserError(f"{unmerged[0]}: carries an unmerged adapter: merge it first (lora.adapter.merge, or --merge)")
-    if (layer := model.config.vision.feature_layer) is not None:
+    if (layer := model.config.vision.feature_layer) is not None and is_published(model.config):
         raise UserError(f"feature_layer is {layer}: the published format reads the last layer of the tower")
     plain = empty_model(model.config)
     kinds = {path: kind for path, kind in _kinds(model).items() if not path.startswith(tuple(f"{p}." for p in layers))}

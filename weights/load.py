@@ -1,8 +1,9 @@
 """A checkpoint into a model: found, examined whole, and only then read.
 
-In: a folder, a hub id, the bundled base, a preset's name, or a big_vision .npz. Out: `PaliGemma` in eval mode, in the
-dtype and on the device asked for, in no more memory than its weights. Needs config.json and the tensors, no tokenizer.
-Only safetensors and .npz without pickles are ever opened. Next: `model/generate.py`, `lora/adapter.py`.
+In: a folder, a hub id, the bundled base, a preset's name, or a big_vision .npz. Out: `PaliGemma`, or another model of
+`model/families.py`, in eval mode, in the dtype and on the device asked for, in no more memory than its weights. Needs
+config.json and the tensors, no tokenizer. Only safetensors and .npz without pickles are ever opened.
+Next: `model/generate.py`, `lora/adapter.py`.
 """
 
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from model.common import UserError
 from model.config import PRESETS, PaliGemmaConfig
+from model.families import build, is_published, read_config
 from model.paligemma import PaliGemma, initialize
 from model.source import resolve
-from weights.mapping import DIALECTS, EMBEDDING, HEADS, detect_dialect, dialect_names
+from weights.mapping import DIALECTS, EMBEDDING, HEADS, OWN, detect_dialect, dialect_names
 from weights.npz import NPZ, compare_npz, read_npz, stream_npz_into
 from weights.streaming import (
     INDEX_FILE,
@@ -72,7 +74,7 @@ class _SkipInit(TorchFunctionMode):
 def empty_model(config: PaliGemmaConfig, dtype: torch.dtype = torch.float32) -> PaliGemma:
     """The model on the meta device: names, shapes and dtype without memory."""
     with torch.device("meta"), _SkipInit():
-        return PaliGemma(config).to(dtype).eval()
+        return build(config).to(dtype).eval()
 
 
 @dataclass
@@ -109,6 +111,11 @@ def examine(source: str | Path, revision: str | None = None) -> Checkpoint:
     if not names and not problems:
         problems.append(f"{folder / SINGLE_FILE}: holds no tensors: download it again")
     if not wanted or not names:
+        return checkpoint
+    if not is_published(checkpoint.config):
+        checkpoint.dialect = OWN
+        checkpoint.comparison = compare(entries, unreadable, dialect_names(wanted, OWN), wanted)
+        problems += checkpoint.comparison.problems(folder, entries)
         return checkpoint
     checkpoint.dialect = detect_dialect(names, wanted)
     if checkpoint.dialect is None:
@@ -151,7 +158,7 @@ def _read_config(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     """Set the config of `checkpoint` and return the shapes that it asks for, or note why there are none."""
     path = checkpoint.folder / "config.json"
     try:
-        checkpoint.config = PaliGemmaConfig.from_file(path)
+        checkpoint.config = read_config(path)
         return _shapes(checkpoint.config)
     except UserError as error:
         checkpoint.problems.insert(0, str(error))

@@ -36,6 +36,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "vision_tower.": "vision_tower.",
     },
 }
+OWN = "own"  # our own names, for models that nobody else has
 EMBEDDING = "language_model.embed_tokens.weight"
 # the tied head, which any dialect may store besides the embedding or in its place
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
@@ -43,6 +44,8 @@ HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 def dialect_names(ours: Iterable[str], dialect: str) -> dict[str, str]:
     """{the dialect's name: our name} of each of our parameters."""
+    if dialect == OWN:
+        return {name: name for name in ours}
     names = {}
     for name in ours:
         prefix = name[: name.index(".") + 1]
