@@ -45,7 +45,7 @@ QUESTIONS_FILE = "v2_OpenEnded_mscoco_train2014_questions.json"
 ANNOTATIONS_FILE = "v2_mscoco_train2014_annotations.json"
 
 # the embedded task mix, in turn: the needles of two objects are hard, and lean on those of one
-EMBEDDED_TASKS = ("vqa", "n2o1", "n2o2", "n2o1")
+EMBEDDED_TASKS = ("vqa", "n2o1", "vqa", "n2o2")
 
 
 def embedded_records(tasks: Sequence[str] = EMBEDDED_TASKS, split: str = "train", count: int = 12000, seed: int = 0):

@@ -46,7 +46,7 @@ class Settings:
     r: int = flag(16, "LoRA rank, also of a variant's second branch")
     alpha: float = flag(32.0, "LoRA alpha: updates are scaled by alpha / r")
     dropout: float = flag(0.0, "LoRA dropout")
-    lr: float = flag(3e-3, "peak learning rate")
+    lr: float = flag(1.5e-3, "peak learning rate")
     scalar_lr: float | None = flag(None, "peak rate of λ, μ and norms (default: as --lr)")
     optimizer: str = flag("adamw", "how the gradient is followed", choices=["adamw", "radam"])
     weight_decay: float = flag(1e-9, "AdamW weight decay; none on λ, μ and norms")
