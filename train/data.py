@@ -44,7 +44,7 @@ class Record:
 QUESTIONS_FILE = "v2_OpenEnded_mscoco_train2014_questions.json"
 ANNOTATIONS_FILE = "v2_mscoco_train2014_annotations.json"
 
-# the embedded task mix, in turn: half of it questions, lest they be forgotten; needles of two objects lean on those of one
+# the embedded task mix, in turn. Half of it questions, lest they be forgotten; two objects a needle lean on one
 EMBEDDED_TASKS = ("vqa", "n2o1", "vqa", "n2o2")
 
 
