@@ -57,15 +57,17 @@ def _put_back(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
 def quantize(model: nn.Module) -> int:
     """Turn every linear layer of `model` that does not learn into an `Int8Linear`, in place; returns how many.
 
-    Before, the model's fingerprint is taken: an adapter trained here belongs to the whole base, and opens on it.
+    Before, the model's fingerprint is taken: an adapter trained here belongs to the whole base, and opens on it. Where
+    nothing is to learn, switch off `requires_grad` first.
     """
     model.base_fingerprint = fingerprint(model)
     own = set(adapter_parameters(model).values())
     frozen = [
         (path, module)
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not module.weight.requires_grad and module.weight not in own
-    ]
+        if isinstance(module, nn.Linear) and not isinstance(module, Int8Linear)
+        and not module.weight.requires_grad and module.weight not in own
+    ]  # fmt: skip
     for path, module in frozen:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, Int8Linear(module).train(module.training))

@@ -4,14 +4,15 @@ In: hidden states (B, S, H), a `Rope`, a boolean mask (B, 1, S, Sk). Out: hidden
 Both towers use this class; `model/differential.py` holds its siblings. Next: `model/gemma.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from model.common import UserError
-from model.linear import Linear
+from model.linear import Linear, linear, onednn_is_faster
 
 
 class Rope:
@@ -32,17 +33,21 @@ class Rope:
         return x * cos + torch.cat((-second, first), dim=-1) * sin
 
     def _table(self, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        if (width, dtype) not in self._tables:
-            even = torch.arange(0, width, 2, dtype=torch.float32, device=self.positions.device)
-            angles = self.positions[:, None, :, None].float() * (1.0 / self.theta ** (even / width))
-            angles = torch.cat((angles, angles), dim=-1)  # (B, 1, S, D)
-            self._tables[width, dtype] = angles.cos().to(dtype), angles.sin().to(dtype)
-        return self._tables[width, dtype]
+        if (width, dtype) in self._tables:
+            return self._tables[width, dtype]
+        even = torch.arange(0, width, 2, dtype=torch.float32, device=self.positions.device)
+        angles = self.positions[:, None, :, None].float() * (1.0 / self.theta ** (even / width))
+        angles = torch.cat((angles, angles), dim=-1)  # (B, 1, S, D)
+        table = angles.cos().to(dtype), angles.sin().to(dtype)
+        if not torch.compiler.is_compiling():  # a compiled, checkpointed layer may leave nothing behind
+            self._tables[width, dtype] = table
+        return table
 
 
 def attention_mask(
-    valid: torch.Tensor, types: torch.Tensor, queries: int | torch.Tensor | None = None, window: int | None = None
-) -> torch.Tensor:
+    valid: torch.Tensor, types: torch.Tensor, queries: int | torch.Tensor | None = None, window: int | None = None,
+    documents: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Who may see whom: a boolean mask (B, 1, Sq, Sk), True where query i may attend to key j.
 
     valid (B, Sk) is False at padding; types (B, Sk) is 0 for image and prefix, 1 for the causal suffix; `queries` is
@@ -56,6 +61,7 @@ def attention_mask(
                                 1: x x x x x
 
     With a sliding `window` W (Gemma 2), looking back reaches i − j < W; the prefix block stays whole.
+    `documents` (B, Sk) numbers the documents that are packed into a row: none sees another.
     Every position sees itself, so that no row is empty, padding included: what padding computes, nobody reads.
     """
     query = key = torch.arange(valid.shape[1], device=valid.device)
@@ -67,6 +73,8 @@ def attention_mask(
     prefix = types == 0
     block = prefix[:, query, None] & prefix[:, None, :]
     seen = (back | block) & valid[:, None, :].bool()
+    if documents is not None:
+        seen &= documents[:, query, None] == documents[:, None, :]
     return (seen | (key[None, :] == query[:, None]))[:, None]
 
 
@@ -150,18 +158,24 @@ class Attention(nn.Module):
         """(B, S, n·D) to (B, n, S, D)."""
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
+    @property
+    def fused(self) -> bool:
+        """Whether the weights may stay inside a kernel, since nobody looks at them."""
+        return self.backend == "sdpa" and self.softcap is None and self.tap is None
+
     def softmax_attention(self, q, k, v, mask, scale: float | None = None) -> torch.Tensor:
         """softmax(qkᵀ·scale)·v for any number of query heads that is a multiple of the key heads."""
-        scale = self.scale if scale is None else scale
-        groups, fused = q.shape[1] // k.shape[1], self.backend == "sdpa" and self.softcap is None and self.tap is None
-        if fused and q.shape[2] == 1:  # the heads of a lone query become the queries of their key head
-            q = q[:, :, 0].unflatten(1, (-1, groups))  # (B, K, N/K, D)
-            return F.scaled_dot_product_attention(q, k, v, mask, scale=scale).flatten(1, 2)[:, :, None]
-        if fused and (groups == 1 or mask is None or not q.is_cuda):
+        scale, groups = self.scale if scale is None else scale, q.shape[1] // k.shape[1]
+        if self.fused:
+            if rows_are_faster(q, k):
+                return row_attention([(q, k)], v, mask, scale)
+            if q.shape[2] == 1:  # the heads of a lone query become the queries of their key head
+                q = q[:, :, 0].unflatten(1, (-1, groups))  # (B, K, N/K, D)
+                return F.scaled_dot_product_attention(q, k, v, mask, scale=scale).flatten(1, 2)[:, :, None]
+            if groups > 1 and mask is not None and q.is_cuda:  # CUDA's kernels take a mask or shared heads, not both
+                k, v, groups = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), 1
             return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=groups > 1)
         k, v = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (k, v))
-        if fused:  # CUDA's kernels take a mask or shared key heads, not both
-            return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
         logits = torch.matmul(q, k.transpose(2, 3)) * scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
@@ -171,6 +185,102 @@ class Attention(nn.Module):
         if self.tap is not None:
             self.tap(weights)
         return torch.matmul(weights, v)
+
+
+MOST_WEIGHTS = 1 << 18  # of a head: 512 queries and keys. `row_attention` holds them all
+
+
+def rows_are_faster(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether to compute by `row_attention`, from queries (B, N, S, D) and keys (B, K, Sk, D)."""
+    if torch.compiler.is_compiling() or q.shape[2] == 1 or q.shape[2] * k.shape[2] > MOST_WEIGHTS:
+        return False
+    return onednn_is_faster(q[0, : q.shape[1] // k.shape[1]], k[0])
+
+
+def row_attention(
+    maps: Sequence[tuple[torch.Tensor, torch.Tensor]], v: torch.Tensor, mask: torch.Tensor | None, scale: float,
+    factor: torch.Tensor | None = None, apart: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """softmax(qkᵀ·scale)·v by one product after the other, key head by key head: where `linear` is faster than what
+    the fused CPU kernel multiplies with, so is this.
+
+    Of two maps, (q, k) each, `blend` makes one before the product with v. factor: (B, N, S or 1, 1).
+    """
+    (rows, heads, queries, _), keys = maps[0][0].shape, v.shape[1]
+
+    def parts(t: torch.Tensor) -> torch.Tensor:
+        """(B, n, S, D) as (B·K, n/K, S, D)."""
+        return t.unflatten(1, (keys, -1)).flatten(0, 1)
+
+    bias = None if mask is None else torch.zeros_like(mask, dtype=v.dtype).masked_fill_(~mask, -torch.inf)
+    q = [parts(q).flatten(1, 2) for q, _ in maps]
+    k = [k.flatten(0, 1) for _, k in maps]
+    out = _RowAttention.apply(v.flatten(0, 1), None if factor is None else parts(factor), bias, scale, apart, *q, *k)
+    return out.view(rows, heads, queries, -1)
+
+
+def blend(first: torch.Tensor, second: torch.Tensor, factor: torch.Tensor, apart: bool) -> torch.Tensor:
+    """first − factor · second, or `apart`, first + factor · (first − second): exactly `first` where both are equal."""
+    return torch.addcmul(first, factor, first - second if apart else second, value=1 if apart else -1)
+
+
+class _RowAttention(torch.autograd.Function):
+    """For each of P parts, a key head of a row: products of queries (P, R, D), keys (P, Sk, D) and values (P, Sk, D).
+
+    The gradients are written out: autograd would pass over each map, R × Sk, a dozen times more, and keep the blend.
+    """
+
+    @staticmethod
+    def forward(ctx, v, factor, bias, scale, apart, *sides):
+        q, k = sides[: len(sides) // 2], sides[len(sides) // 2 :]
+        keep = any(ctx.needs_input_grad)
+        out, kept = v.new_empty(*q[0].shape[:2], v.shape[-1]), []
+        for part in range(len(v)):
+            maps = []
+            for queries, keys in zip(q, k, strict=True):
+                logits = linear(queries[part] * scale, keys[part])
+                if bias is not None:
+                    mask = bias[part * len(bias) // len(v)]  # (1, S, Sk), of every head
+                    logits.view(-1, *mask.shape[1:]).add_(mask)
+                maps.append(logits.softmax(-1))
+            out[part] = linear(_blend_rows(maps, factor, part, apart), v[part].T)
+            kept += maps if keep else []
+        ctx.save_for_backward(v, factor, *sides, *kept)
+        ctx.scale, ctx.apart, ctx.count = scale, apart, len(q)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (v, factor, *rest), count = ctx.saved_tensors, ctx.count
+        q, k, kept = rest[:count], rest[count : 2 * count], rest[2 * count :]
+        grad_v, grad_q, grad_k = torch.empty_like(v), *([torch.empty_like(t) for t in side] for side in (q, k))
+        grad_factor = None if factor is None else torch.empty_like(factor)
+        for part in range(len(v)):
+            maps, of_rows = kept[part * count :][:count], grad[part].contiguous()
+            of_whole = linear(of_rows, v[part])
+            whole = _blend_rows(maps, factor, part, ctx.apart)
+            grad_v[part] = linear(of_rows.T, whole.T).T  # oneDNN copies a transposed first operand: the narrow one
+            weights = [1.0]  # of each map in the whole one
+            if factor is not None:
+                by_head = factor[part].expand(-1, len(of_rows) // len(factor[part]), -1)
+                weights = [1 + by_head.reshape(-1, 1) if ctx.apart else 1.0, -by_head.reshape(-1, 1)]
+                other = maps[0] - maps[1] if ctx.apart else -maps[1]
+                grad_factor[part] = other.mul_(of_whole).sum(-1).view_as(by_head).sum_to_size(factor[part].shape)
+            for n, weight in enumerate(weights):
+                of_logits = torch._softmax_backward_data(of_whole, maps[n], -1, v.dtype)
+                weight = weight * ctx.scale
+                grad_q[n][part] = linear(of_logits, k[n][part].T) * weight
+                grad_k[n][part] = linear((q[n][part] * weight).T, of_logits.T).T
+        return grad_v, grad_factor, None, None, None, *grad_q, *grad_k
+
+
+def _blend_rows(maps: list[torch.Tensor], factor: torch.Tensor | None, part: int, apart: bool) -> torch.Tensor:
+    """`blend` of maps (R, Sk), R rows of all heads, with the factors (N/K, S or 1, 1) of this part."""
+    if factor is None:
+        return maps[0]
+    heads = len(factor[part])
+    return blend(*(m.unflatten(0, (heads, -1)) for m in maps), factor[part], apart).flatten(0, 1)
 
 
 def attention_modules(model: nn.Module) -> dict[str, Attention]:

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.attention import Attention, Rope, attention_modules
+from model.attention import Attention, Rope, attention_modules, blend, row_attention, rows_are_faster
 from model.common import UserError
 from model.linear import Linear
 from model.lowrank import LowRank
@@ -52,6 +52,17 @@ class Differential(Attention):
         with torch.device("meta"):
             super().__init__(**sizes(plain))
         hand_over(plain, self)
+
+    def blended(self, maps, v, mask, factor: torch.Tensor, apart=False, scale: float | None = None) -> torch.Tensor:
+        """blend(A₁·V, A₂·V, factor, apart) (B, N, S, D) in fp32, of two maps (q, k); factor spreads to (B, N, S, 1).
+
+        `blend` is linear in the maps, so it may as well blend these, and V is multiplied once.
+        """
+        if self.fused and rows_are_faster(*maps[0]):
+            factor = factor.expand(*maps[0][0].shape[:2], -1, 1)
+            return row_attention(maps, v, mask, self.scale if scale is None else scale, factor, apart)
+        first, second = (self.softmax_attention(q, k, v, mask, scale).float() for q, k in maps)
+        return blend(first, second, factor, apart)
 
     def coefficient(self) -> torch.Tensor | None:
         """What weighs the second map, λ (1,) or λ or μ by head (N,), in fp32; None where nothing does."""
@@ -147,11 +158,9 @@ class Split(Reparametrised):
 
     def mix(self, x, q, k, v, mask) -> torch.Tensor:
         scale = self.scale * 2**0.5  # 1/√(D/2) where plain attention has 1/√D
-        first, second = (
-            self.softmax_attention(q_half, k_half, v, mask, scale)
-            for q_half, k_half in zip(self.halves(q), self.halves(k), strict=True)
-        )
-        return self.normalise(first.float() - self.coefficient() * second.float()).to(first.dtype)
+        maps = list(zip(self.halves(q), self.halves(k), strict=True))
+        heads = self.blended(maps, v, mask, self.coefficient()[:, None, None], scale=scale)
+        return self.normalise(heads).to(v.dtype)
 
     def halves(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Two (…, D/2) of x (…, D). CUDA's fused kernels want widths in 8s: SigLIP's 36 is filled up with zeros."""
@@ -199,12 +208,8 @@ class Twin(Differential):
 
     def mix(self, x, q, k, v, mask) -> torch.Tensor:
         # two calls, each the plain one: as fast as one of 2N heads, and no kernel can tell the first from the base
-        first, second = (
-            self.softmax_attention(q_branch, k_branch, v, mask)
-            for q_branch, k_branch in zip(q.chunk(2, dim=1), k.chunk(2, dim=1), strict=True)
-        )
-        difference = first.float() - second.float()
-        return (first.float() + self.mu.float()[:, None, None] * difference).to(first.dtype)
+        maps = list(zip(q.chunk(2, dim=1), k.chunk(2, dim=1), strict=True))
+        return self.blended(maps, v, mask, self.mu.float()[:, None, None], apart=True).to(v.dtype)
 
     def coefficient(self) -> torch.Tensor:
         """μ (N,); λ is μ/(1 + μ)."""
@@ -236,11 +241,10 @@ class V2(Differential):
         return (q, k, v) if rope is None else (rope(q), rope(k), v)
 
     def mix(self, x, q, k, v, mask) -> torch.Tensor:
-        first, second = (self.softmax_attention(branch, k, v, mask) for branch in q.chunk(2, dim=1))
         with torch.autocast(x.device.type, enabled=False):  # λ stays fp32 up to the multiplication
             weight, bias = self.lambda_proj.weight.float(), self.lambda_proj.bias.float()
             by_head = torch.sigmoid(F.linear(x.float(), weight, bias)).transpose(1, 2)[..., None]  # (B, N, S, 1)
-        return (first.float() - by_head * second.float()).to(first.dtype)
+        return self.blended([(branch, k) for branch in q.chunk(2, dim=1)], v, mask, by_head).to(v.dtype)
 
     def coefficient(self) -> torch.Tensor:
         """σ(b) (N,): λ where w·x is 0, as everywhere at step 0."""
@@ -358,6 +362,8 @@ def graft(
     for path, layer in layers.items():
         if isinstance(layer.self_attn, Differential):
             raise UserError(f"{path} has {layer.self_attn.kind!r} attention already: graft a freshly loaded model")
+        if type(layer.self_attn) is not Attention:
+            raise UserError(f"{path} is {type(layer.self_attn).__name__}: a graft replaces plain attention alone")
 
     before = {name for name, _ in model.named_parameters()}
     device = model.language_model.embed_tokens.weight.device

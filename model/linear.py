@@ -32,10 +32,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     # the compiler chooses for itself, and must not remember sizes
     if torch.compiler.is_compiling() or not onednn_is_faster(x, weight):
         return F.linear(x, weight, bias)
-    if not (weight.is_contiguous() or weight.T.is_contiguous()):  # where a view leaves gaps, oneDNN is very slow
-        weight = weight.contiguous()
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         return _Linear.apply(x, weight, bias)
+    if not (weight.is_contiguous() or weight.T.is_contiguous()):  # where a view leaves gaps, oneDNN is very slow
+        weight = weight.contiguous()
     return _product(x, weight, bias, "none", [], "")
 
 

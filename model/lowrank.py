@@ -39,7 +39,7 @@ class LowRank(nn.Module):
         h = nn.functional.dropout(x, self.dropout, self.training)
         if not torch.is_autocast_enabled(x.device.type):
             h = h.to(self.lora_A.weight.dtype)
-        return (self.lora_B(self.lora_A(h)) * self.scaling).to(x.dtype)
+        return self.lora_B(self.lora_A(h) * self.scaling).to(x.dtype)  # scaled where it is narrow
 
     def delta_weight(self) -> torch.Tensor:
         """ΔW (out_features, in_features) in fp32."""

@@ -23,7 +23,7 @@ from model.paligemma import PaliGemma
 from tests.reference import batch, hf_forward, hf_model, ours, relative_error
 
 EXACT = 1e-6
-ROUNDED = 2e-5  # fp32 rounding of every weight by itself, amplified by the reference model's sharp attention
+ROUNDED = 2e-5  # fp32 rounding of weights or updates by themselves, amplified by the reference's sharp attention
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 DECODER_LAYER = "language_model.layers.0."
 
@@ -85,7 +85,9 @@ def model(hf):
     return ours(hf)
 
 
+# PEFT scales an update behind B, we between A and B: the same to the bit where alpha / r is a power of two
 PEFT_CONFIGS = {
+    "the paper's scale": {"target_modules": SEVEN, "lora_alpha": 8},
     "list of endings, which reaches both towers": {"target_modules": ["q_proj", "v_proj", "fc1"]},
     "regular expression": {"target_modules": r".*language_model.*\.(self_attn|mlp)\.\w+_proj"},
     "whole paths": {
@@ -115,7 +117,8 @@ def test_what_peft_saved_computes_the_same_here(tmp_path, generation, name):
     assert {"model." + path for path in paths} == wrapped
     logits, reference = mine(**inputs), peft_forward(theirs, inputs)
     assert relative_error(valid(reference, inputs), valid(hf_forward(hf, inputs), inputs)) > 1e-2
-    assert relative_error(valid(logits, inputs), valid(reference, inputs)) <= EXACT
+    bound = EXACT if name == "the paper's scale" else ROUNDED
+    assert relative_error(valid(logits, inputs), valid(reference, inputs)) <= bound
 
     for _, parameter in theirs.named_parameters():
         parameter.requires_grad_("lora_" in _)
@@ -125,7 +128,7 @@ def test_what_peft_saved_computes_the_same_here(tmp_path, generation, name):
     parameters = adapter.adapter_parameters(mine)
     assert parameters.keys() == gradients.keys()
     for key, parameter in parameters.items():
-        assert relative_error(parameter.grad, gradients[key]) <= 1e-5, key
+        assert relative_error(parameter.grad, gradients[key]) <= ROUNDED, key
 
 
 @pytest.mark.parametrize("generation", [1, 2])
@@ -142,7 +145,7 @@ def test_what_is_saved_here_computes_the_same_in_peft(tmp_path, generation):
         theirs = peft.PeftModel.from_pretrained(copy.deepcopy(hf), str(tmp_path)).eval()
     wrapped = [path for path, module in theirs.base_model.model.named_modules() if isinstance(module, PeftLinear)]
     assert sorted(wrapped) == sorted("model." + path for path in lora_layers(mine))
-    assert relative_error(valid(mine(**inputs), inputs), valid(peft_forward(theirs, inputs), inputs)) <= EXACT
+    assert relative_error(valid(mine(**inputs), inputs), valid(peft_forward(theirs, inputs), inputs)) <= ROUNDED
     config = theirs.peft_config["default"]
     assert config.base_model_name_or_path == "google/paligemma-3b-pt-224" and config.lora_dropout == 0.1
 
@@ -177,7 +180,7 @@ def test_files_of_older_transformers(tmp_path, hf, inputs, model, rename):
 
     edit_tensors(tmp_path, older)
     load(model, tmp_path)
-    assert relative_error(valid(model(**inputs), inputs), valid(peft_forward(theirs, inputs), inputs)) <= EXACT
+    assert relative_error(valid(model(**inputs), inputs), valid(peft_forward(theirs, inputs), inputs)) <= ROUNDED
 
 
 def test_one_layer_is_pefts_with_dropout_too():
@@ -463,7 +466,7 @@ def test_peft_says_that_it_ignores_a_graft(tmp_path, hf, inputs, model):
     save(model, tmp_path)
     with pytest.warns(UserWarning, match="differential"):
         theirs = peft.PeftModel.from_pretrained(copy.deepcopy(hf), str(tmp_path)).eval()
-    assert relative_error(valid(model(**inputs), inputs), valid(peft_forward(theirs, inputs), inputs)) <= EXACT
+    assert relative_error(valid(model(**inputs), inputs), valid(peft_forward(theirs, inputs), inputs)) <= ROUNDED
 
 
 def test_fingerprint_names_the_base_and_nothing_else(hf, model):
