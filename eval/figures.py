@@ -227,8 +227,10 @@ class _Axis:
 def line_chart(
     series: Mapping[str, Iterable[Point]], title: str = "", x_label: str = "", y_label: str = "", *,
     pale: Collection[str] = (), log_x: bool = False, log_y: bool = False, width: float = 680, height: float = 400,
+    intervals: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
 ) -> Image.Image:  # fmt: skip
     """Named series of (x, y) as lines, a lone point as a dot; those named in `pale`, such as raw values, are thin.
+    `intervals`: for a series, (x, low, high) to draw as upright bars.
 
     Points that are not finite, or not positive on a log axis, break the line. Raises UserError if no point is left.
     """
@@ -244,7 +246,9 @@ def line_chart(
     left, right, top, bottom = 66, width - 22 - legend, 46 if title else 18, height - 52
     sheet = Canvas(width, height)
     x_axis = _Axis([x for x, _ in shown], left, right, log_x)
-    y_axis = _Axis([y for _, y in shown], bottom, top, log_y)
+    bars = intervals or {}
+    ends = [end for of_series in bars.values() for _, *both in of_series for end in both]
+    y_axis = _Axis([y for _, y in shown] + ends, bottom, top, log_y)
     if title:
         sheet.text((left + right) / 2, 22, title, 16, anchor="mm")
     for mark in y_axis.marks:
@@ -270,6 +274,11 @@ def line_chart(
             elif run:
                 sheet.dot(*run[0], 3, color)
             run = []
+        for x, low, high in bars.get(name, ()):
+            x = x_axis.to(x) + 2 * number  # side by side
+            sheet.line([(x, y_axis.to(low)), (x, y_axis.to(high))], color)
+            for end in (low, high):
+                sheet.line([(x - 3, y_axis.to(end)), (x + 3, y_axis.to(end))], color)
         if legend:
             y = top + 10 + 20 * number
             sheet.line([(right + 14, y), (right + 34, y)], color, 2.5)

@@ -266,13 +266,22 @@ def log_likelihoods(
         positions_to_keep=last_valid(batch.attention_mask), image_features=image_features, image_index=image_index,
     )  # fmt: skip
     for layer in cache:
-        layer.keys, layer.values = layer.keys[owner], layer.values[owner]
+        pick_rows(layer, owner)
     rest = model(
         read.clamp(min=0), None, torch.cat((batch.token_type_ids[owner], torch.ones_like(read)), dim=1),
         torch.cat((batch.attention_mask[owner], (read != -100).long()), dim=1), cache=cache,
     )  # fmt: skip
     each = torch.cat((first[owner], rest), dim=1).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     return list(each.masked_fill(targets == -100, 0).sum(1).split([len(of_row) for of_row in choices]))
+
+
+def pick_rows(memory, rows: torch.Tensor) -> None:
+    """Keep `rows`, in their order, of every tensor that a layer's cache holds, of whatever kind the cache is."""
+    for name, value in vars(memory).items():
+        if isinstance(value, torch.Tensor):
+            setattr(memory, name, value[rows])
+        elif hasattr(value, "__dict__"):  # WINGS: caches within
+            pick_rows(value, rows)
 
 
 @torch.no_grad()

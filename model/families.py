@@ -9,11 +9,15 @@ from pathlib import Path
 from model.config import PaliGemmaConfig, read_json
 from model.paligemma import PaliGemma
 from model.qmamba import QMamba, QMambaConfig
+from model.text import TextModel, TextModelConfig
+from model.wings import Wings, WingsConfig
 
 # by config.json's model_type; each configuration has `from_dict`, `to_dict` and what `PaliGemma` reads of one
 MODEL_TYPES = {
     "paligemma": (PaliGemmaConfig, PaliGemma),
     "qmamba": (QMambaConfig, QMamba),
+    "diff-transformer": (TextModelConfig, TextModel),
+    "wings": (WingsConfig, Wings),
 }
 
 
@@ -26,7 +30,7 @@ def read_config(path: str | Path) -> PaliGemmaConfig | QMambaConfig:
 
 def is_published(config) -> bool:
     """Whether transformers has this model; of the others the names of the parameters are our own."""
-    return isinstance(config, PaliGemmaConfig)
+    return type(config) is PaliGemmaConfig
 
 
 def build(config) -> PaliGemma:

@@ -104,24 +104,15 @@ class Gemma(nn.Module):
 
     def forward(
         self, x: torch.Tensor, valid: torch.Tensor, types: torch.Tensor, cache: list[LayerCache] | None = None,
-        positions_to_keep: int | torch.Tensor | None = None,
+        positions_to_keep: int | torch.Tensor | None = None, documents: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """x (B, S, H), the last S of the Sk positions that valid (B, Sk) and types (B, Sk) describe, to (B, S, H).
 
         Or to the positions asked for, as in `keep_positions`: behind the last attention the others are dropped. With
-        a `cache` whose `position` is set, x is one token, and nothing after it is valid.
+        a `cache` whose `position` is set, x is one token, and nothing after it is valid. `documents` (B, Sk) are kept
+        apart by the mask alone: positions count on through a row, since RoPE knows differences only.
         """
-        queries = x.shape[1]
-        positions = valid.long().cumsum(-1)[:, -queries:]  # valid tokens count from 1, wherever the padding is
-        rope = Rope(positions, self.config.rope_theta)
-        if cache is not None and cache[0].position is not None:
-            queries = cache[0].position
-        full = attention_mask(valid, types, queries)
-        sliding = full
-        if self.config.sliding_window is not None and valid.shape[1] > self.config.sliding_window:
-            sliding = attention_mask(valid, types, queries, self.config.sliding_window)
-        if x.device.type == "cpu" and not torch.compiler.is_compiling():  # a GPU would have to be waited for
-            full, sliding = (None if bool(mask.all()) else mask for mask in (full, sliding))
+        rope, full, sliding = self.geometry(x, valid, types, cache, documents)
         for index, layer in enumerate(self.layers):
             mask = full if self.config.window(index) is None else sliding
             keep = positions_to_keep if index + 1 == len(self.layers) else None
@@ -130,6 +121,24 @@ class Gemma(nn.Module):
             else:
                 x = layer(x, rope, mask, None if cache is None else cache[index], keep)
         return self.norm(x)
+
+    def geometry(
+        self, x: torch.Tensor, valid: torch.Tensor, types: torch.Tensor, cache: list[LayerCache] | None = None,
+        documents: torch.Tensor | None = None,
+    ) -> tuple[Rope, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        """What all layers share, from the arguments of `forward`: positions, and the full and the sliding mask."""
+        queries = x.shape[1]
+        positions = valid.long().cumsum(-1)[:, -queries:]  # valid tokens count from 1, wherever the padding is
+        rope = Rope(positions, self.config.rope_theta)
+        if cache is not None and cache[0].position is not None:
+            queries = cache[0].position
+        full = attention_mask(valid, types, queries, documents=documents)
+        sliding = full
+        if self.config.sliding_window is not None and valid.shape[1] > self.config.sliding_window:
+            sliding = attention_mask(valid, types, queries, self.config.sliding_window, documents)
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():  # a GPU would have to be waited for
+            full, sliding = (None if bool(mask.all()) else mask for mask in (full, sliding))
+        return rope, full, sliding
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states (…, H) to float32 logits (…, V), soft-capped in Gemma 2."""

@@ -4,7 +4,7 @@ In: a batch of `model/processor.py`: input_ids (B, S) with I image tokens a pict
 token_type_ids and attention_mask (B, S). Out: float32 logits (B, S, V). Next: `model/gemma.py`, `model/generate.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -85,20 +85,22 @@ class PaliGemma(nn.Module):
                 f"pixel_values are {tuple(pixel_values.shape)}, expected (pictures, 3, {side}, {side}): prepare the "
                 "pictures with this model's own processor"
             )
+        if len(pixel_values) == 0:  # text alone: the parameters take part all the same, as processes that train
+            return self.encode_images(pixel_values.new_zeros(1, 3, side, side))[:0]  # together must have the same ones
         return self.multi_modal_projector(self.vision_tower(pixel_values))
 
     def merge(self, input_ids: torch.Tensor, image_features: torch.Tensor | None) -> torch.Tensor:
-        """Embeddings (B, S, H): text scaled by √H, and picture rows, unscaled, at the image tokens in order."""
+        """Embeddings (B, S, H): text scaled by √H, and picture rows, unscaled, at the image tokens in order.
+
+        The slots of a row may be anywhere in it: PaliGemma's place before the text is the processor's choice. Raises
+        UserError, naming the row, for a slot without a picture and for pictures without a slot.
+        """
         is_image = input_ids == self.config.image_token_id
         # some checkpoints have no embedding row for the image token; its value is overwritten anyway
         embeddings = self.language_model.embed(input_ids.masked_fill(is_image, self.config.pad_token_id))
         if not input_ids.is_cuda and not torch.compiler.is_compiling():  # on a GPU the count would stall the stream
-            slots, rows = int(is_image.sum()), 0 if image_features is None else image_features[..., 0].numel()
-            if slots != rows:
-                raise UserError(
-                    f"input_ids hold {slots} image tokens, but the pictures give {rows}: pass one picture "
-                    f"for each block of {self.config.num_image_tokens}"
-                )
+            check_slots(is_image.sum(1).tolist(), 0 if image_features is None else len(image_features),
+                        self.config.num_image_tokens)  # fmt: skip
         if image_features is None:
             return embeddings
         return embeddings.masked_scatter(is_image[..., None], image_features.to(embeddings.dtype))
@@ -106,6 +108,20 @@ class PaliGemma(nn.Module):
     def new_cache(self, capacity: int) -> list[LayerCache]:
         """An empty cache of `capacity` positions for each decoder layer."""
         return [LayerCache(capacity) for _ in self.language_model.layers]
+
+
+def check_slots(tokens: Sequence[int], pictures: int, length: int) -> None:
+    """Raise UserError unless rows of so many image `tokens` each are whole slots of `length`, one for each picture."""
+    remedy = f"give every row one picture for each block of {length} image tokens"
+    slots = 0
+    for row, count in enumerate(tokens):
+        slots += count // length
+        if count % length:
+            raise UserError(f"row {row} has {count} image tokens, which make no whole number of slots: {remedy}")
+        if slots > pictures:
+            raise UserError(f"row {row} has an image slot that none of the {pictures} pictures is left for: {remedy}")
+    if slots < pictures:
+        raise UserError(f"rows 0 to {len(tokens) - 1} have {slots} image slots for {pictures} pictures: {remedy}")
 
 
 def summed_loss(

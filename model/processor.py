@@ -5,7 +5,8 @@ out as PaliGemma was trained: `<image>` × I, bos, prompt and newline, then the 
 `decode` and `parse_boxes` turn tokens into text and boxes. Next: `model/siglip.py` takes the pixels.
 
 Equal to transformers' PaliGemmaProcessor with its Pillow backend, ids and pixels, except that EXIF orientation is
-applied, 16-bit pictures keep their contrast, and a prompt cannot spell control tokens.
+applied, 16-bit pictures keep their contrast, a prompt cannot spell control tokens, and bos stands where text begins,
+also if a picture follows (`<image>` within the prompt, as models of `model/wings.py` read it).
 """
 
 import os
@@ -20,12 +21,16 @@ import sentencepiece
 import torch
 from PIL import Image, ImageOps
 
+from model.bpe import BytePairTokenizer, load_bpe
 from model.common import UserError
 from model.config import PRESETS, PaliGemmaConfig
 from model.families import read_config
+from model.qmamba import QMambaConfig
 from model.source import EMBEDDED, resolve
 
 Picture = Image.Image | np.ndarray | str | os.PathLike | BinaryIO
+
+SLOT = "<image>"  # the word for a picture's place in a prompt
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pictures
@@ -175,19 +180,22 @@ class Processor:
         self.max_length, self.padding_side, self.draft = max_length, padding_side, draft
         control = (config.pad_token_id, config.eos_token_id, config.bos_token_id, tokenizer.unk_id())
         self._not_text = {*control, config.image_token_id}
-        self._reserved = ["<image>", *(tokenizer.id_to_piece(i) for i in control)]
+        self._reserved = [SLOT, *(tokenizer.id_to_piece(i) for i in control)]
 
     @classmethod
     def from_source(cls, source: str | Path, *, revision: str | None = None, **options) -> "Processor":
         """The processor of a model: a folder, `embedded`, a hub id, or a preset of the embedded model's vocabulary.
 
-        Needs config.json and tokenizer.model, and fetches nothing else; the options are the constructor's. Raises
-        UserError.
+        Needs config.json and tokenizer.model (of a Q-Mamba, either that or tokenizer.json), and fetches nothing else;
+        the options are the constructor's. Raises UserError.
         """
         preset = None if Path(source).expanduser().is_dir() else PRESETS.get(str(source))
         folder = resolve(source if preset is None else EMBEDDED, ["config.json", "tokenizer.model"], revision)
         config = preset or read_config(folder / "config.json")
-        tokenizer = load_tokenizer(folder / "tokenizer.model")
+        file = "tokenizer.model"
+        if isinstance(config, QMambaConfig) and not (folder / file).exists():  # the published Mambas have none
+            folder, file = resolve(source, ["tokenizer.json"], revision), "tokenizer.json"
+        tokenizer = load_tokenizer(folder / file)
         # <image> is the first id after the tokenizer's pieces, here as in PaliGemma
         if preset is not None and preset.image_token_id != tokenizer.vocab_size():
             raise UserError(
@@ -218,13 +226,27 @@ class Processor:
         return self._pad(rows, pixel_values, image_index)
 
     def layout(self, n_images: int, prefix: str, suffix: str | None = None) -> tuple[list[int], list[int]]:
-        """One row: its token ids, and their types, 0 for what is given and 1 for what is to be answered."""
+        """One row: its token ids, and their types, 0 for what is given and 1 for what is to be answered.
+
+        `<image>` in the prefix is the place of a picture, as many times as there are pictures. Without it they come
+        first, as in PaliGemma. Raises UserError for other numbers, and for text that cannot be laid out.
+        """
         for name, text in (("prefix", prefix), ("suffix", suffix)):
             if not (isinstance(text, str) and text.strip() or name == "suffix" and text is None):
                 raise UserError(f"the {name} is {text!r}, expected a text that is not empty")
-        given = [self.config.image_token_id] * (self.config.num_image_tokens * n_images)
         # the newline is encoded with the prompt: a prompt that ends in one makes a single piece "\n\n" with it
-        given += [self.config.bos_token_id, *self.encode(prefix + "\n")]
+        parts = (prefix + "\n").split(SLOT)
+        if len(parts) == 1:
+            parts = [""] * n_images + parts
+        elif len(parts) - 1 != n_images:
+            raise UserError(f"{len(parts) - 1} {SLOT} in the prefix, but {n_images} picture(s): give one for each, or "
+                            f"leave {SLOT} out, which puts pictures first ({prefix[:40]!r}…)")  # fmt: skip
+        given, slot = [], [self.config.image_token_id] * self.config.num_image_tokens
+        for number, part in enumerate(parts):
+            given += slot if number else []
+            if part and self.config.bos_token_id not in given:  # it stands where the text begins
+                given.append(self.config.bos_token_id)
+            given += self.encode(part)
         answer = [] if suffix is None else [*self.encode(suffix), self.config.eos_token_id]
         length = len(given) + len(answer)
         if self.max_length is not None and length > self.max_length:
@@ -301,9 +323,11 @@ class Processor:
         return Batch(input_ids, pixel_values, token_type_ids, attention_mask, labels, image_index)
 
 
-def load_tokenizer(path: str | Path) -> sentencepiece.SentencePieceProcessor:
-    """The sentencepiece model at `path`. Raises UserError if it is absent or no such model."""
+def load_tokenizer(path: str | Path) -> sentencepiece.SentencePieceProcessor | BytePairTokenizer:
+    """The sentencepiece model at `path`, or a tokenizer.json. Raises UserError if it is absent or no such file."""
     path = Path(path)
+    if path.suffix == ".json":
+        return load_bpe(path)
     if not path.is_file():
         raise UserError(
             f"{path}: not found: the processor needs the sentencepiece model, which tokenizer.json does not replace: "

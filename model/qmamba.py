@@ -274,16 +274,22 @@ def fill_from_mamba(projector: QMambaProjector, source: Mamba) -> None:
 
 
 @torch.no_grad()
-def initialize_qmamba(model: QMamba, seed: int = 0) -> QMamba:
-    """Fill a model with random weights: Mamba layers as Mamba starts, queries of std 0.02, the rest as PaliGemma."""
-    initialize(model, seed)
-    initialize_mamba(model.language_model, seed)
+def initialize_projector(projector: QMambaProjector, seed: int = 0) -> None:
+    """Fill a projector with random weights: Mamba layers as Mamba's start, queries of std 0.02, the rest as usual."""
+    initialize(projector, seed)
     generator = torch.Generator().manual_seed(seed)
-    projector = model.multi_modal_projector
-    projector.queries.copy_(torch.randn(projector.queries.shape, generator=generator) * 0.02)
     for block in projector.blocks:
         initialize_mixer(block.mixer, len(projector.blocks), generator)
     if isinstance(projector.connector, Connector):
         for mixer in (projector.connector.forward_mixer, projector.connector.backward_mixer):
             initialize_mixer(mixer, 1, generator)
+    # last, so that projectors of unequally many are alike in all else
+    projector.queries.copy_(torch.randn(projector.queries.shape, generator=generator) * 0.02)
+
+
+def initialize_qmamba(model: QMamba, seed: int = 0) -> QMamba:
+    """Fill a whole model with random weights."""
+    initialize(model, seed)
+    initialize_mamba(model.language_model, seed)
+    initialize_projector(model.multi_modal_projector, seed)
     return model

@@ -123,7 +123,7 @@ def test_bad_records_are_left_out_and_named(processor, tmp_path):
     broken.write_bytes(b"not a picture")
     good = records(2)
     bad = Record("q7", "broken", broken, "caption en", "a dog")
-    control = Record("q8", "p0", good[0].picture, "say <image>", "a dog")
+    control = Record("q8", "p0", good[0].picture, "say <bos>", "a dog")
     micro = collate([good[0], bad, control, good[1]], processor)
     assert micro.names == ("r0", "r1")
     assert [line.split(":")[0] for line in micro.bad] == ["q7", "q8"] and "broken.jpg" in micro.bad[0]

@@ -1,15 +1,29 @@
 """The scan equals a loop in fp64, the language model equals transformers, and its state is all that it remembers."""
 
+import importlib.util
 import math
+import sys
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
 from model.generate import generate
-from model.mamba import BLOCK, MAMBA_PRESETS, Mamba, MambaConfig, MambaLM, initialize_mamba, selective_scan
+from model.mamba import (
+    BLOCK,
+    MAMBA_PRESETS,
+    Mamba,
+    MambaConfig,
+    MambaLM,
+    _kernel_scan,
+    initialize_mamba,
+    selective_scan,
+    use_kernel,
+)
 from tests.reference import relative_error
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -88,6 +102,50 @@ def test_either_output_alone_has_a_gradient(output):
     exact = run_with_gradients(lambda *args: loop(*args)[output : output + 1], inputs, torch.float64)
     for a, b in zip(mine, exact, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_large_batch_is_read_by_rows(monkeypatch):
+    """Breaks when the rows that share a cache are put together in another order, or lose a part of A's gradient."""
+    inputs = scan_inputs(20, batch=5)
+    exact = run_with_gradients(loop, inputs, torch.float64)
+    monkeypatch.setattr("model.mamba.CACHED", 2 * BLOCK * 6 * 5)  # two rows at a time
+    for a, b in zip(run_with_gradients(selective_scan, inputs, torch.float64), exact, strict=True):
+        assert relative_error(a, b) <= 1e-12
+
+
+def test_the_kernel_is_called_as_it_wants(monkeypatch):
+    """Breaks when sequences or states are handed to mamba_ssm's scan in another layout than it takes and returns."""
+    interface = types.ModuleType("mamba_ssm.ops.selective_scan_interface")
+    interface.selective_scan_fn = mamba_selective_scan  # transformers' stand-in for it, of the same signature
+    monkeypatch.setitem(sys.modules, "mamba_ssm", types.ModuleType("mamba_ssm"))
+    monkeypatch.setitem(sys.modules, "mamba_ssm.ops", types.ModuleType("mamba_ssm.ops"))
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    inputs = [tensor.float() for tensor in scan_inputs(20)[:5]]
+    for a, b in zip(_kernel_scan(*inputs), selective_scan(*inputs), strict=True):
+        assert relative_error(a, b) <= 1e-5
+
+
+def test_an_absent_kernel_is_told():
+    """Breaks when a machine without the package learns of it in the middle of a run."""
+    if importlib.util.find_spec("mamba_ssm"):
+        pytest.skip("mamba_ssm is installed")
+    with pytest.raises(ValueError, match="pip install mamba-ssm"):
+        use_kernel()
+
+
+@pytest.mark.gpu
+def test_the_kernel_equals_the_scan():
+    """Breaks when mamba_ssm computes another recurrence, or its gradients differ."""
+    pytest.importorskip("mamba_ssm")
+    inputs = [tensor.float().cuda() for tensor in scan_inputs(100)[:5]]
+    mine = run_with_gradients(lambda *args: selective_scan(*args)[:1], inputs, torch.float32)
+    use_kernel()
+    try:
+        theirs = run_with_gradients(lambda *args: selective_scan(*args)[:1], inputs, torch.float32)
+    finally:
+        use_kernel(False)
+    for a, b in zip(theirs, mine, strict=True):
+        assert relative_error(a, b) <= 1e-4
 
 
 def test_scan_goes_on_from_its_state():
@@ -265,6 +323,27 @@ def test_a_padded_prompt_is_read_in_parts(parts):
             seen += part.shape[1]
             read.append(model(part, inputs["attention_mask"][:, :seen], cache=cache))
         assert relative_error(torch.cat(read, dim=1)[valid], model(**inputs)[valid]) <= 1e-6
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+def test_padding_within_what_follows_changes_nothing(side):
+    """Breaks when a state fades over the padding of a later part, or the last inputs before it are lost."""
+    model, lengths = ours(hf_mamba()), (5, 2, 1, 4)
+    generator = torch.Generator().manual_seed(5)
+    first, last = (torch.randint(0, 60, (4, width), generator=generator) for width in (6, 3))
+    second = [torch.randint(0, 60, (length,), generator=generator) for length in lengths]
+    place = {"left": lambda n: range(6 - n, 6), "right": range, "middle": lambda n: [*range(n - 1), 5]}[side]
+    ids, mask, cache = torch.full((4, 6), 9), torch.zeros(4, 6, dtype=torch.long), model.new_cache()
+    for row, text in enumerate(second):
+        ids[row, list(place(len(text)))], mask[row, list(place(len(text)))] = text, 1
+    with torch.no_grad():
+        model(first, cache=cache)
+        read = model(ids, torch.cat((torch.ones_like(first), mask), dim=1), cache=cache)
+        after = model(last, cache=cache)
+        for row, text in enumerate(second):
+            whole = model(torch.cat((first[row], text, last[row]))[None])[0, 6:]
+            assert relative_error(read[row, mask[row].bool()], whole[: len(text)]) <= 1e-6
+            assert relative_error(after[row], whole[len(text) :]) <= 1e-6
 
 
 def test_padding_changes_nothing_on_either_side():

@@ -15,6 +15,7 @@ import struct
 import threading
 import zlib
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -145,6 +146,14 @@ def test_rows_of_several_pictures_equal_transformers(processor, hf):
     assert len(batch.pixel_values) == 3
 
 
+def test_a_slot_before_the_text_is_that_of_transformers(processor, hf):
+    """Breaks when `<image>` at the start of a prompt, which transformers asks for, is laid out otherwise than there."""
+    prompts = [f"<image>{text}" for text in TEXTS[:2]]
+    images = [picture(seed=0), picture(seed=1)]
+    expected = hf(images=images, text=prompts, suffix=["left", "a cow"], padding="longest", return_tensors="pt")
+    assert_same_batch(processor(images, prompts, ["left", "a cow"]), expected)
+
+
 def test_layout_by_hand(processor):
     """Breaks when a part of the sequence moves: image, bos, prompt and newline | answer, eos."""
     encode, config = processor.tokenizer.encode, processor.config
@@ -184,8 +193,9 @@ def test_decode_drops_control_tokens(processor):
     assert processor.decode([]) == processor.decode([1, *ids]) == ""
 
 
-@pytest.mark.parametrize("piece", ["<image>", "<bos>", "<eos>", "<pad>", "<unk>"])
-@pytest.mark.parametrize("where", ["prefix", "suffix"])
+@pytest.mark.parametrize(("where", "piece"), [
+    *product(("prefix", "suffix"), ("<bos>", "<eos>", "<pad>", "<unk>")), ("suffix", "<image>"),
+])  # fmt: skip
 def test_text_cannot_spell_control_tokens(processor, piece, where):
     """Breaks when a user's text ends a sequence or adds a picture unnoticed."""
     text = {"prefix": "what", "suffix": "that"} | {where: f"read {piece} here"}

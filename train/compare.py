@@ -614,7 +614,7 @@ def stack(pictures: Sequence[Image.Image]) -> Image.Image:
 # The command
 # ---------------------------------------------------------------------------------------------------------------------
 
-DECIDED = ("attention", "feed-forward", "option", "lr", "seed", "full", "resume", "evaluate", "eval-limit")
+DECIDED = ("attention", "feed-forward", "option", "tasks", "lr", "seed", "full", "resume", "evaluate", "eval-limit")
 
 
 def read_rates(text: str) -> list[float]:

@@ -27,11 +27,12 @@ from train.features import FeatureCache
 
 @dataclass(frozen=True)
 class Record:
-    """One thing to learn. `picture` is a path, or draws or opens itself; records with the same `key` share it."""
+    """One thing to learn. `picture` is a path, or draws or opens itself, or is None where there is text alone; records
+    with the same `key` share it."""
 
     name: str
     key: str
-    picture: Path | Callable[[], Image.Image | BinaryIO]
+    picture: Path | Callable[[], Image.Image | BinaryIO] | None
     prefix: str
     suffix: str
     choices: tuple[str, ...] = ()  # answers to draw one from, anew each epoch, in place of `suffix`
@@ -167,7 +168,7 @@ def plan_epoch(
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward and backward pass reads. Pictures are there once; `image_index` (rows,) says whose is whose.
+    """What one forward and backward pass reads. Pictures are there once; `image_index` (slots,) says whose is whose.
 
     positions (B, T) and targets (B, T): where the head runs, and which token must come next there; −100 fills up.
     With a cache of features, `features` (pictures, I, H) has what it knows, and zeros at the `unseen` ones, whose
@@ -223,16 +224,17 @@ def collate(
             bad.append(str(record))
             continue
         try:
-            if record.key not in pictures:
+            if record.picture is not None and record.key not in pictures:
                 picture = record.picture() if callable(record.picture) else record.picture
                 pictures[record.key] = load_image(picture, draft)
-            processor.layout(1, record.prefix, record.suffix)
+            processor.layout(int(record.picture is not None), record.prefix, record.suffix)
             good.append(record)
         except UserError as error:
             bad.append(f"{record.name}: {error}")
     if not good:
         return bad
-    batch = processor([pictures[r.key] for r in good], [r.prefix for r in good], [r.suffix for r in good])
+    of_rows = [None if r.picture is None else pictures[r.key] for r in good]
+    batch = processor(of_rows, [r.prefix for r in good], [r.suffix for r in good])
     first, image_index = batch.image_index.unique(return_inverse=True)
     positions, targets = supervised(batch.labels)
     micro = MicroBatch(
@@ -251,7 +253,7 @@ def look_up(micro: MicroBatch, cache: FeatureCache) -> MicroBatch:
     blank = torch.zeros(cache.shape, dtype=torch.bfloat16)
     return replace(
         micro, batch=replace(micro.batch, pixel_values=pixels[unseen]), unseen=torch.tensor(unseen, dtype=torch.int64),
-        features=torch.stack([blank if known is None else known for known in found]),
+        features=torch.stack([blank if known is None else known for known in found] or [blank])[: len(found)],
         keys=tuple(keys[number] for number in unseen),
     )  # fmt: skip
 

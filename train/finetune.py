@@ -64,7 +64,7 @@ def read_records(settings: Settings, split: str = "train") -> Sequence[Record]:
     kind, _, path = settings.data.partition(":")
     share = {"split": split, "fraction": settings.fraction, "validation": settings.validation, "seed": settings.seed}
     if settings.data == "embedded":
-        return data.embedded_records(split=split, count=settings.samples, seed=settings.seed)
+        return data.embedded_records(settings.tasks.split(","), split, settings.samples, settings.seed)
     if kind == "vqav2" and path:
         records = data.vqav2_records(Path(path), settings.prompt, sampled=settings.answers == "sampled", **share)
     elif kind == "jsonl" and path:
@@ -107,7 +107,7 @@ def open_model(settings: Settings, world: World) -> tuple[PaliGemma, torch.optim
 def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
     """Graft and adapt `model` in place; returns what of it learns."""
     options = {"seed": settings.seed, "feed_forward": settings.feed_forward, "where": settings.diff_in}
-    options |= dict(map(read_option, settings.option))
+    options |= settings.options
     if settings.attention in ("twin", "v2"):  # the second branch is an adapter like the first
         options = {"r": settings.r, "alpha": settings.alpha, "dropout": settings.dropout} | options
     if settings.attention != "softmax" or settings.feed_forward != "mlp":
@@ -133,16 +133,6 @@ def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, lis
     return Processor(model.config, load_tokenizer(tokenizer), draft=draft), [tokenizer]
 
 
-def read_option(text: str) -> tuple[str, object]:
-    """NAME=VALUE with a JSON value; what is not JSON is a string."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise UserError(f"--option {text}: expected NAME=VALUE")
-    with contextlib.suppress(json.JSONDecodeError):
-        return name, json.loads(value)
-    return name, value
-
-
 def evaluate(model: PaliGemma, processor: Processor, settings: Settings, title: str, world: World) -> dict:
     """Accuracies in percent on held-out data: {"vqa", "needle"} and their details; None where the data has no such.
 
@@ -157,8 +147,8 @@ def evaluate(model: PaliGemma, processor: Processor, settings: Settings, title: 
         )
         tests = {kind: needle.evaluate_embedded(model, processor, kind, settings.eval_limit // 2, f"{kind}, {title}",
                                                 ask_all=ask_all)
-                 for kind in dict.fromkeys(data.EMBEDDED_TASKS) if kind in scenes.NEEDLES}  # fmt: skip
-        result |= {"vqa": result["vqa_details"]["overall"], "needle": tests["n2o1"], "needle_details": tests}
+                 for kind in dict.fromkeys(settings.tasks.split(",")) if kind in scenes.NEEDLES}  # fmt: skip
+        result |= {"vqa": result["vqa_details"]["overall"], "needle": tests.get("n2o1"), "needle_details": tests}
     elif settings.data.startswith("vqav2:"):
         folder = Path(settings.data.partition(":")[2])
         held_out = {record.name for record in read_records(settings, "validation")}
@@ -205,7 +195,10 @@ def with_features(model: PaliGemma, micro: MicroBatch, cache: FeatureCache | Non
 
 
 def free_sizes(micro: MicroBatch) -> None:
-    """Tell torch.compile which sizes change from batch to batch, lest it compile anew for every length."""
+    """Tell torch.compile which sizes change from batch to batch, lest it compile anew for every length.
+
+    It takes sizes of 1 apart: a batch of a single row or picture is compiled by itself.
+    """
     batch = micro.batch
     for tensor in (batch.input_ids, batch.token_type_ids, batch.attention_mask, micro.positions, micro.targets):
         torch._dynamo.maybe_mark_dynamic(tensor, (0, 1))
@@ -425,9 +418,11 @@ def fine_tune(settings: Settings, run: Path, world: World) -> None:
     learning = count(trainable(model).values())
     if world.is_first:
         total = count(model.parameters())
+        staged = settings.stage is not None
+        kind = f"{settings.arch}, stage {settings.stage}" if staged else f"attention {settings.attention}"
         print(
             f"{settings.base}: {total:,} parameters, {learning:,} of them trainable "
-            f"({100 * learning / total:.2f} %), attention {settings.attention}, on {world.device}",
+            f"({100 * learning / total:.2f} %), {kind}, on {world.device}",
             flush=True,
         )
     before = None
@@ -492,10 +487,11 @@ def print_summary(summary: dict, settings: Settings, run: Path) -> None:
         for kind in after["vqa_details"]["per_answer_type"]:
             values = [result["vqa_details"]["per_answer_type"][kind] for result in (before, after)]
             row(f"  {kind}", *values, blind.get(kind))
-        words = {"n2o1": "needle, 2×2, one object each", "n2o2": "needle, 2×2, two objects each"}
-        for kind, title in words.items():
-            row(title, before["needle_details"][kind], after["needle_details"][kind], 25.0)
-        if before["needle"] < 25:
+        words = {"n2o1": "needle, 2×2, one object each", "n2o2": "needle, 2×2, two objects each",
+                 "n4o1": "needle, 4×4, one object each"}  # fmt: skip
+        for kind, accuracy in after["needle_details"].items():
+            row(words[kind], before["needle_details"][kind], accuracy, 100 / scenes.NEEDLES[kind][0] ** 2)
+        if before["needle"] is not None and before["needle"] < 25:
             print("A needle score below chance before training mostly means that its question was never seen.")
     elif settings.evaluate:
         row("VQA", before["vqa"], after["vqa"], None)

@@ -4,6 +4,7 @@ In: a command line. Out: `Settings`, frozen, and the run's folder. Next: `train/
 """
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -15,6 +16,7 @@ import torch
 
 from model.common import UserError, write_text
 from model.differential import FEED_FORWARDS, KINDS
+from train.data import EMBEDDED_TASKS
 from train.stages import ARCHITECTURES, stage_defaults
 
 DECODER = r"language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
@@ -59,6 +61,7 @@ class Settings:
     epochs: int = flag(1, "passes over the data")
     steps: int | None = flag(None, "stop after so many steps (default: all epochs)")
     samples: int = flag(16000, "size of an epoch of the embedded data")
+    tasks: str = flag(",".join(EMBEDDED_TASKS), "tasks of the embedded data, in turn, see eval/scenes.py")
     fraction: float = flag(1.0, "share of the training pictures to use (the paper's Part 1: 0.4)")
     validation: float = flag(0.02, "share of the pictures held out, for data on disk")
     prompt: str = flag("answer {question}", "prompt of a VQAv2 question")
@@ -90,6 +93,11 @@ class Settings:
     seed: int = flag(0, "of initialisation, order and dropout")
 
     @property
+    def options(self) -> dict[str, object]:
+        """What `option` holds, by name. Raises UserError for what is no NAME=VALUE."""
+        return dict(map(read_option, self.option))
+
+    @property
     def writes_model(self) -> bool:
         """Whether the run writes a whole model instead of an adapter."""
         return self.full or self.stage is not None
@@ -117,7 +125,8 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
         prog="python -m train.finetune", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--out", type=Path, help="run folder to make (default: runs/BASE-ATTENTION-1, or the next number)"
+        "--out", type=Path,
+        help="run folder to make (default: runs/BASE-ATTENTION-1 or runs/ARCH-stageN-1, or the next number)",
     )
     parser.add_argument(
         "--resume", type=Path, metavar="RUN", help="go on with an interrupted run, with its own settings"
@@ -147,9 +156,20 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
             raise UserError("--resume goes on with the run's own settings: leave the other flags out")
         return read_settings(resume), None, resume
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    settings = Settings(**(stage_defaults(given.get("arch"), given.get("stage")) | RECIPES.get(recipe, {}) | given))
+    defaults = stage_defaults(given.get("arch"), given.get("stage"), given.get("data", Settings.data))
+    settings = Settings(**(defaults | RECIPES.get(recipe, {}) | given))
     check(settings)
     return settings, out, None
+
+
+def read_option(text: str) -> tuple[str, object]:
+    """NAME=VALUE with a JSON value; what is not JSON is a string."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UserError(f"--option {text}: expected NAME=VALUE")
+    with contextlib.suppress(json.JSONDecodeError):
+        return name, json.loads(value)
+    return name, value
 
 
 def check(settings: Settings) -> None:
@@ -187,6 +207,8 @@ def new_run(settings: Settings, out: Path | None) -> Path:
     """Make the run folder, with the settings in it. Raises UserError if `out` holds something already."""
     if out is None:
         stem = f"{Path(settings.base).name}-{settings.attention}"
+        if settings.stage is not None:
+            stem = f"{settings.arch}-stage{settings.stage}"
         out = next(path for n in itertools.count(1) if not (path := Path("runs", f"{stem}-{n}")).exists())
     elif out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out}: not empty: choose another folder, or --resume it")

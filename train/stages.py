@@ -13,8 +13,11 @@ import torch
 
 from model.common import UserError
 from model.paligemma import PaliGemma
+from model.wings import Wings, attach, route
+from train import qmamba
 from train.optim import Rule
 from weights.export import companions
+from weights.load import load_model
 
 if TYPE_CHECKING:
     from train.settings import Settings
@@ -24,11 +27,13 @@ if TYPE_CHECKING:
 class Stage:
     """What learns in a stage: patterns of whole parameter names, and each one's factor of `--lr`.
 
-    defaults: of the settings, for this stage; what the command line gives goes before.
+    defaults: of the settings, for this stage; what the command line gives goes before. embedded: those that the
+    embedded scenes take instead, where parts a thousand times smaller learn from a hundred times fewer pictures.
     """
 
     rates: Mapping[str, float]
     defaults: Mapping[str, object] = field(default_factory=dict)
+    embedded: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,41 @@ class Architecture:
     tokenizer: Callable[["Settings"], Path] = lambda settings: find_tokenizer(settings.base)
 
 
-ARCHITECTURES: dict[str, Architecture] = {}
+def open_wings(settings: "Settings", dtype: torch.dtype, device: torch.device) -> Wings:
+    """Stage 1: a base with visual learners. Stage 2: what stage 1 made of it, with textual ones and routers."""
+    base = load_model(settings.base, dtype=dtype, device=device)
+    if settings.stage == 1:
+        return attach(base, settings.r, seed=settings.seed)
+    if type(base) is not Wings or base.config.routed:
+        raise UserError(
+            f"--stage 2: {settings.base} is no model of stage 1: train one with --wings --stage 1, and give --base "
+            "RUN/model"
+        )
+    return route(base, settings.seed)
+
+
+# WINGS: the rates and decays of the paper's two stages, each of one epoch. It gives a range for the first rate.
+_WINGS = {"r": 64, "epochs": 1, "schedule": "cosine", "warmup": 0.03, "clip": 1.0, "batch_size": 16, "beta2": 0.999}
+# Q-Mamba: the paper's rates and batches, one epoch a stage; weights in fp32, products in bf16 on a GPU
+_QMAMBA = {"optimizer": "radam", "epochs": 1, "schedule": "cosine", "warmup": 0.03, "clip": 1.0, "batch_size": 16,
+           "beta2": 0.999, "weight_decay": 0.0, "dtype": "fp32"}  # fmt: skip
+_TINY = {"batch_size": 32, "accumulate": 1, "tasks": "vqa,locate,count,exist"}
+ARCHITECTURES: dict[str, Architecture] = {
+    "wings": Architecture(open_wings, {
+        1: Stage({r"multi_modal_projector\..*|.*\.visual\..*": 1.0},
+                 _WINGS | {"lr": 2e-4, "weight_decay": 1e-9, "accumulate": 16},
+                 {"batch_size": 32, "accumulate": 1, "r": 16, "lr": 3e-3, "samples": 3200}),
+        2: Stage({r"multi_modal_projector\..*": 5.0, r"language_model\..*": 1.0},
+                 _WINGS | {"lr": 2e-6, "weight_decay": 1e-8, "accumulate": 4},
+                 {"batch_size": 32, "accumulate": 1, "lr": 5e-4, "samples": 9600}),
+    }),
+    "qmamba": Architecture(qmamba.open_qmamba, {
+        1: Stage({r"multi_modal_projector\..*": 1.0}, _QMAMBA | {"lr": 1e-4, "accumulate": 16},
+                 _TINY | {"lr": 1e-2, "samples": 2000}),
+        2: Stage({r"multi_modal_projector\..*|language_model\..*": 1.0}, _QMAMBA | {"lr": 2e-5, "accumulate": 8},
+                 _TINY | {"lr": 6e-3, "samples": 10000}),
+    }, lambda settings: find_tokenizer(qmamba.language_model(settings))),
+}  # fmt: skip
 
 
 def find_tokenizer(source: str) -> Path:
@@ -58,10 +97,12 @@ def stage_tokenizer(settings: "Settings") -> Path:
     return ARCHITECTURES[settings.arch].tokenizer(settings)
 
 
-def stage_defaults(arch: str | None, stage: int | None) -> Mapping[str, object]:
-    """The settings that a stage starts from; none without one, or for one that is not there."""
+def stage_defaults(arch: str | None, stage: int | None, data: str) -> Mapping[str, object]:
+    """The settings that a stage starts from on `data`; none without one, or for one that is not there."""
     stages = ARCHITECTURES[arch].stages if arch in ARCHITECTURES else {}
-    return stages[stage].defaults if stage in stages else {}
+    if stage not in stages:
+        return {}
+    return stages[stage].defaults | (stages[stage].embedded if data == "embedded" else {})
 
 
 def open_stage(

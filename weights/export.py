@@ -103,7 +103,7 @@ def plain_tensors(model: PaliGemma) -> dict[str, torch.Tensor]:
     layers = lora_layers(model)
     if unmerged := [path for path, layer in layers.items() if not layer.merged]:
         raise UserError(f"{unmerged[0]}: carries an unmerged adapter: merge it first (lora.adapter.merge, or --merge)")
-    if (layer := model.config.vision.feature_layer) is not None and is_published(model.config):
+    if is_published(model.config) and (layer := model.config.vision.feature_layer) is not None:
         raise UserError(f"feature_layer is {layer}: the published format reads the last layer of the tower")
     plain = empty_model(model.config)
     kinds = {path: kind for path, kind in _kinds(model).items() if not path.startswith(tuple(f"{p}." for p in layers))}

@@ -10,8 +10,9 @@ from collections import Counter
 from math import prod
 
 from model.common import UserError, run_command
+from model.families import is_published
 from weights.load import Checkpoint, examine
-from weights.mapping import EMBEDDING, HEADS
+from weights.mapping import EMBEDDING, HEADS, OWN
 from weights.npz import NPZ
 from weights.streaming import in_one_line
 
@@ -25,8 +26,8 @@ def describe(checkpoint: Checkpoint) -> dict:
     entries, config, comparison = checkpoint.entries, checkpoint.config, checkpoint.comparison
     facts = {
         "folder": str(checkpoint.folder),
-        "model": None if config is None else f"PaliGemma {2 if config.text.is_gemma2 else 1}",
-        "image_size": None if config is None else config.vision.image_size,
+        "model": None if config is None else _title(config),
+        "image_size": config.vision.image_size if hasattr(config, "vision") else None,
         "dialect": checkpoint.dialect,
         "files": sorted({entry.path.name for entry in entries.values()}),
         "tensors": len(entries),
@@ -40,7 +41,7 @@ def describe(checkpoint: Checkpoint) -> dict:
     parameters, stored = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
     counted = set()  # a head is a second copy of the embedding
     for name, ours in comparison.name_map.items():
-        part = next(part for part, prefix in PARTS.items() if ours.startswith(prefix))
+        part = next((part for part, prefix in PARTS.items() if ours.startswith(prefix)), "decoder")
         parameters[part] += prod(entries[name].shape) * (ours not in counted)
         stored[part] += entries[name].end - entries[name].start
         counted.add(ours)
@@ -51,10 +52,17 @@ def describe(checkpoint: Checkpoint) -> dict:
     }
 
 
+def _title(config) -> str:
+    """What a model is called."""
+    return f"PaliGemma {2 if config.text.is_gemma2 else 1}" if is_published(config) else config.to_dict()["model_type"]
+
+
 def as_text(facts: dict) -> str:
     """The facts as a short page."""
-    model = f"{facts['model']}, {facts['image_size']} px" if facts["model"] else "no readable config.json"
-    dialect = "big_vision's arrays" if facts["dialect"] == NPZ else f"dialect {facts['dialect'] or 'unknown'}"
+    model = facts["model"] or "no readable config.json"
+    model += f", {facts['image_size']} px" if facts["image_size"] else ""
+    known = {NPZ: "big_vision's arrays", OWN: "our own names"}
+    dialect = known.get(facts["dialect"]) or f"dialect {facts['dialect'] or 'unknown'}"
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in facts["dtypes"].items())
     lines = [f"{facts['folder']}: {model}, {dialect}"]
     if facts["tensors"]:

@@ -17,6 +17,7 @@ from model.config import PRESETS, PaliGemmaConfig
 from model.families import build, is_published, read_config
 from model.paligemma import PaliGemma, initialize
 from model.source import resolve
+from weights.mamba import load_mamba as load_mamba  # the loader of text alone
 from weights.mapping import DIALECTS, EMBEDDING, HEADS, OWN, detect_dialect, dialect_names
 from weights.npz import NPZ, compare_npz, read_npz, stream_npz_into
 from weights.streaming import (

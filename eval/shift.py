@@ -1,0 +1,169 @@
+"""Attention shift: does a picture in the middle of a text turn the attention on what stands before it?
+
+    python -m eval.shift --model runs/wings-2/model
+    python -m eval.shift --model embedded --slot inside --data examples.jsonl
+
+In: a model, and prompts with a picture each. Out: LAWS by layer for the text before the picture, the picture and the
+text after it; the attention shift with its 95 % interval; shift.json, and shift.png with the three curves.
+Next: nothing; this is for the reader.
+
+LAWS (Zhang et al., "Wings: Learning Multimodal LLMs without Text-only Forgetting", NeurIPS 2024): the attention weights
+of a layer, mean over heads, summed over all queries and over the keys of a group. Each query's weights sum to 1, so the
+three add up to the number of queries; bos is text. The shift is 1 − E[ρ(before, after)], ρ Pearson's correlation of two
+LAWS over the layers: 0 where both texts are looked at in the same layers, 2 where they are in opposite ones. The paper
+finds it larger in models that forget more of what they knew about text.
+
+PaliGemma puts the picture first: nothing stands before it, and the shift is not defined. `--slot inside` puts the
+picture into the middle of the prompt's words, where models of WINGS are asked by default.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from eval import figures, scenes
+from eval.attention import look
+from eval.datasets import read_examples
+from eval.run import add_model_flags, open_model, positive
+from eval.statistics import Interval, bootstrap
+from model.common import UserError, run_command, write_text
+from model.paligemma import PaliGemma
+from model.processor import SLOT, Processor
+from model.wings import WingsConfig
+
+GROUPS = ("text before", "picture", "text after")
+
+
+@dataclass(frozen=True)
+class Shift:
+    """laws (examples, layers, 3): LAWS of each of GROUPS in one example; `queries` (examples,): what they add up to."""
+
+    laws: np.ndarray
+    queries: np.ndarray
+
+    @property
+    def shares(self) -> np.ndarray:
+        """(layers, 3): mean over examples of LAWS, in percent of the queries."""
+        return 100 * (self.laws / self.queries[:, None, None]).mean(axis=0)
+
+    @property
+    def each(self) -> np.ndarray:
+        """1 − ρ of each example; NaN where a curve is flat, such as that of no text at all."""
+        before, after = (curve - curve.mean(axis=1, keepdims=True) for curve in (self.laws[..., 0], self.laws[..., 2]))
+        scale = np.sqrt((before**2).sum(axis=1) * (after**2).sum(axis=1))
+        return 1 - np.divide((before * after).sum(axis=1), scale, out=np.full(len(scale), np.nan), where=scale > 1e-9)
+
+    @property
+    def interval(self) -> Interval | None:
+        """The attention shift; None where no example has one."""
+        defined = self.each[~np.isnan(self.each)]
+        return bootstrap(defined) if len(defined) else None
+
+
+def put_slot(prompt: str, share: float = 0.5) -> str:
+    """`prompt` with a picture's slot after that share of its words, but never before the first nor after the last.
+
+    It stands before the space, so that the words around it are cut into the same pieces as without it. A prompt of one
+    word gets it behind that; one that has a slot keeps it.
+    """
+    words = prompt.split(" ")
+    if SLOT in prompt:
+        return prompt
+    place = min(max(1, round(share * len(words))), max(1, len(words) - 1))
+    return " ".join(words[:place]) + SLOT + "".join(f" {word}" for word in words[place:])
+
+
+def measure(
+    model: PaliGemma, processor: Processor, examples: Sequence[tuple[Callable | Path | Image.Image, str]],
+    causal: bool = False,
+) -> Shift:  # fmt: skip
+    """LAWS of (picture, prompt) pairs, one picture each; `model` must be in eval mode.
+
+    causal: no token sees a later one, as always in WINGS; else PaliGemma's prompts are read both ways. Raises UserError
+    for a prompt with several slots, and for what the processor refuses.
+    """
+    laws, queries = [], []
+    device = next(model.parameters()).device
+    for picture, prompt in examples:
+        batch = processor([picture() if callable(picture) else picture], [prompt]).to(device)
+        types = torch.ones_like(batch.token_type_ids) if causal else batch.token_type_ids
+        maps = look(model, input_ids=batch.input_ids, pixel_values=batch.pixel_values, token_type_ids=types)
+        is_picture = (batch.input_ids[0] == processor.config.image_token_id).cpu()
+        after = is_picture.long().cumsum(0) > 0
+        groups = (~after, is_picture, after & ~is_picture)
+        # of a differential attention the first map: both have rows that sum to 1, their difference has not
+        laws.append([[float(layer[0].received[group].sum()) for group in groups] for layer in maps])
+        queries.append(len(is_picture))
+    return Shift(np.array(laws), np.array(queries))
+
+
+def embedded_examples(count: int, split: str = "test") -> list[tuple[Callable, str]]:
+    """Questions of the embedded scenes, a picture each."""
+    of_picture = len(scenes.QUESTIONS)
+    samples = [scenes.sample("vqa", split, number * of_picture + number % of_picture) for number in range(count)]
+    return [(lambda sample=sample: sample.image, sample.prefix) for sample in samples]
+
+
+def file_examples(path: str, count: int) -> list[tuple[Path, str]]:
+    """The first of a JSONL file of {"image", "prefix", "suffix"}."""
+    return [(example.image, example.prefix) for example in read_examples(path)[:count]]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.shift", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model_flags(parser)
+    parser.add_argument("--data", default="embedded", metavar="SRC",
+                        help="embedded, or a JSONL file of image, prefix, suffix (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--slot", choices=("auto", "first", "inside"), default="auto",
+                        help=f"where the picture stands in prompts that have no {SLOT}: before them, in the middle of "
+                             "their words, or inside for WINGS and else first (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--limit", type=positive, default=100, metavar="N", help="prompts (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the files (default: runs/eval/MODEL/shift)")
+    parser.add_argument("--json", action=argparse.BooleanOptionalAction, default=False,
+                        help="print JSON only (default: a table)")  # fmt: skip
+    args = parser.parse_args(argv)
+    examples = embedded_examples(args.limit) if args.data == "embedded" else file_examples(args.data, args.limit)
+    model, processor, title = open_model(args)
+    if not hasattr(model.config.text, "num_attention_heads"):
+        raise UserError(f"{title}: has no attention in its decoder, and no LAWS: take a PaliGemma or a model of WINGS")
+    slot = args.slot if args.slot != "auto" else "inside" if isinstance(model.config, WingsConfig) else "first"
+    if slot == "inside":
+        examples = [(picture, put_slot(prompt)) for picture, prompt in examples]
+    shift = measure(model, processor, examples)
+
+    out, interval, shares = args.out or Path("runs", "eval", title, "shift"), shift.interval, shift.shares
+    undefined = int(np.isnan(shift.each).sum())
+    result = {
+        "model": title, "data": args.data, "slot": slot, "prompts": len(examples),
+        "laws_percent": [dict(zip(GROUPS, map(float, layer), strict=True)) for layer in shares],
+        "attention_shift": interval and interval._asdict(), "undefined": undefined,
+    }  # fmt: skip
+    write_text(out / "shift.json", json.dumps(result, indent=1) + "\n")
+    lines = {name: list(enumerate(curve, start=1)) for name, curve in zip(GROUPS, shares.T, strict=True) if curve.any()}
+    chart = figures.line_chart(lines, f"{title}: LAWS", "layer", "% of the attention of all queries")
+    figures.save(chart, out / "shift.png")
+    if args.json:
+        print(json.dumps(result))
+        return
+    print(f"LAWS of {title}, % of the attention of all queries, mean of {len(examples)} prompts, picture {slot}")
+    print("layer" + "".join(f"{name:>13}" for name in GROUPS))
+    for number, layer in enumerate(shares, start=1):
+        print(f"{number:5}" + "".join(f"{share:13.2f}" for share in layer))
+    if interval is None:
+        print("attention shift: not defined, since nothing stands before the picture; --slot inside puts text there")
+    else:
+        left_out = f", {undefined} prompts without one left out" if undefined else ""
+        print(f"attention shift {interval.mean:.3f} [{interval.low:.3f}, {interval.high:.3f}], from 0 to 2{left_out}")
+    print(f"in {out}: shift.json, shift.png")
+
+
+if __name__ == "__main__":
+    run_command(main)

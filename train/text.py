@@ -1,0 +1,304 @@
+"""Train a language model from nothing on plain text: the Differential Transformer, or its plain twin.
+
+    python -m train.text                             the source of Python's standard library, minutes on two cores
+    python -m train.text --text FILE… --attention plain
+    python -m train.text --resume runs/text-differential-1
+    python -m train.text --preset small --device cuda --tokens 2e9 --text DIR
+
+In: text (`eval/text_corpus.py`) and two tasks (`eval/text_tasks.py`), mixed. Out: a run folder with the corpus and its
+tokenizer, metrics, a picture of the loss, checkpoints to resume from, and `model/`. The loop is that of
+`train/finetune.py`. Next: `eval/text.py` measures the model, `train/study_text.py` compares it with its twin.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import random
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from eval.text import device_of
+from eval.text_corpus import BOS, Corpus, open_corpus, read_texts
+from eval.text_tasks import WORDS, Tasks
+from model.common import UserError, run_command, write_text
+from model.text import TEXT_PRESETS, TextModel, new_model
+from train.distributed import World, join_world
+from train.finetune import Interrupted, draw_loss, train
+from train.optim import Rule, count, make_adamw, parameter_groups
+from train.settings import SCALARS, Settings, flag
+from weights.export import export_model
+
+SHORTEST = 64  # positions that a task document is given at least
+MOST_NEEDLES = 8
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """All that decides a run. Each is a flag of the same name; the help text is its metadata."""
+
+    text: tuple[str, ...] = flag((), "files or folders of plain text (default: Python's standard library)")
+    corpus: str = flag("", "folder of the prepared corpus (default: RUN/corpus)")
+    attention: str = flag("differential", "what attends", choices=["differential", "plain"])
+    preset: str = flag("tiny", "size of the model", choices=list(TEXT_PRESETS))
+    length: int = flag(512, "positions of a row: the longest context")
+    batch_size: int = flag(4, "rows of a micro-batch")
+    accumulate: int = flag(1, "micro-batches of a step")
+    tokens: float = flag(2e6, "tokens to learn from")
+    needles: float = flag(0.4, "share of needle documents among those drawn")
+    examples: float = flag(0.2, "share of documents of examples")
+    lr: float = flag(3e-3, "peak learning rate of AdamW")
+    weight_decay: float = flag(0.1, "AdamW weight decay, on matrices")
+    beta2: float = flag(0.95, "AdamW's second momentum")
+    warmup: float = flag(0.05, "warm-up steps; below 1, a share of all steps")
+    schedule: str = flag("cosine", "decay after warm-up", choices=["linear", "cosine", "constant"])
+    clip: float = flag(1.0, "largest gradient norm; 0 does not clip")
+    seed: int = flag(0, "of the weights and of what is drawn")
+    device: str = flag("auto", "cuda, cpu, … (default: cuda if there is one)")
+    autocast: str = flag("auto", "autocast dtype (default: bf16 on CUDA, else none)", choices=["auto", "none", "bf16"])
+    checkpointing: bool = flag(False, "recompute activations in the backward pass, for memory")
+    checkpoint_every: int = flag(200, "steps between checkpoints")
+
+    @property
+    def vocab_size(self) -> int:
+        return TEXT_PRESETS[self.preset].vocab_size
+
+    @property
+    def steps(self) -> int:
+        return max(1, round(self.tokens / (self.batch_size * self.accumulate * self.length)))
+
+    def of_loop(self) -> Settings:
+        """What the loop reads of it."""
+        names = ("batch_size", "accumulate", "lr", "warmup", "schedule", "clip", "seed", "device", "autocast",
+                 "checkpoint_every")  # fmt: skip
+        return Settings(steps=self.steps, measure_every=0, **{name: getattr(self, name) for name in names})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is learned, in which order
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Packed rows: input_ids, documents and targets (B, S). A document's last token is a target only."""
+
+    input_ids: torch.Tensor
+    documents: torch.Tensor
+    targets: torch.Tensor
+    names: tuple[str, ...]
+    bad: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return self.targets.numel()
+
+    def to(self, device: str | torch.device) -> "TextBatch":
+        moved = {name: getattr(self, name).to(device, non_blocking=True)
+                 for name in ("input_ids", "documents", "targets")}  # fmt: skip
+        return replace(self, **moved)
+
+
+def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -> list[list[int]]:
+    """The documents of one row of the split that `tasks` are made of, a pure function of the seed and the row's number:
+    `length` inputs and as many targets.
+
+    Tasks come as they are drawn; the first piece of text fills the row, from anywhere in the split to the end of its
+    file, and another piece follows if that is near. So nothing is padded, and nothing but text is cut.
+    """
+    dice = random.Random(f"{tasks.split}/{settings.seed}/{index}")
+    ids, starts = corpus.ids[tasks.split], corpus.starts[tasks.split]
+    documents, room = [], settings.length
+    while room:
+        kind = dice.random()
+        if room >= SHORTEST and kind < settings.needles:
+            length = round(SHORTEST * (room / SHORTEST) ** dice.random())  # as often from 64 to 128 as from 256 to 512
+            needles = dice.randint(1, min(MOST_NEEDLES, length // (3 * tasks.line)))
+            queries = dice.randint(needles, max(needles, min(4 * needles, length // (2 * tasks.pair) - 2)))
+            document = tasks.needles(dice, length, needles, queries).ids
+        elif room >= SHORTEST and kind < settings.needles + settings.examples:
+            document = tasks.examples(*tasks.episode(dice, dice.randint(4, min(32, room // 3)))).ids
+        else:
+            start = dice.randrange(len(ids))
+            end = starts[torch.searchsorted(starts, start, right=True)]
+            document = [BOS, *ids[start : min(start + room, int(end))].tolist()]
+        document = document[: room + 1]
+        documents.append(document)
+        room -= len(document) - 1
+    return documents
+
+
+def pack(rows: Sequence[list[list[int]]], names: Sequence[str]) -> TextBatch:
+    """Rows of documents side by side: each document's tokens but the last go in, each but the first come out."""
+    return TextBatch(
+        torch.tensor([[token for document in row for token in document[:-1]] for row in rows]),
+        torch.tensor([[n for n, document in enumerate(row) for _ in document[:-1]] for row in rows]),
+        torch.tensor([[token for document in row for token in document[1:]] for row in rows]),
+        tuple(names),
+    )
+
+
+class TextOrder:
+    """Which rows every step reads: step s takes rows s·R … s·R + R − 1, so a run can start anywhere."""
+
+    def __init__(self, corpus: Corpus, settings: TextSettings, split: str = "train"):
+        self.corpus, self.settings, self.tasks = corpus, settings, Tasks(corpus, split)
+        self.total = settings.steps
+        if len(corpus.ids[split]) < settings.length:
+            raise UserError(
+                f"the {split} split has {len(corpus.ids[split])} tokens, fewer than a row of {settings.length}: give "
+                "more text, or a smaller --length"
+            )
+
+    def steps(self, first: int, workers: int = 0, pin: bool = False) -> Iterator[list[TextBatch]]:
+        """The micro-batches of each step, from step `first` to the last."""
+        size, each = self.settings.batch_size, self.settings.accumulate
+        for step in range(first, self.total):
+            yield [self.batch((step * each + n) * size) for n in range(each)]
+
+    def batch(self, first: int) -> TextBatch:
+        numbers = range(first, first + self.settings.batch_size)
+        rows = [draw_row(self.corpus, self.tasks, self.settings, number) for number in numbers]
+        return pack(rows, [f"row {number}" for number in numbers])
+
+
+def text_loss(model: nn.Module, micro: TextBatch) -> torch.Tensor:
+    """The sum of cross-entropies over all positions."""
+    return model(micro.input_ids, micro.documents, targets=micro.targets)
+
+
+@torch.no_grad()
+def validation_loss(model: TextModel, corpus: Corpus, settings: TextSettings, batches: int = 16) -> float:
+    """Nats a token on rows of the validation split, mixed as in training, the same for all seeds."""
+    order = TextOrder(corpus, replace(settings, seed=0), "validation")
+    rows = [order.batch(number * settings.batch_size).to(device_of(model)) for number in range(batches)]
+    return sum(text_loss(model, micro).item() for micro in rows) / sum(micro.tokens for micro in rows)
+
+
+def make_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.AdamW:
+    """AdamW on everything; no decay on norms, λ and the embedding."""
+    bare = Rule(rf"{SCALARS}|.*norm\.weight|.*embed_tokens\.weight", settings.lr)
+    return make_adamw(
+        parameter_groups(model, [bare, Rule(".*", settings.lr, settings.weight_decay)]), (0.9, settings.beta2)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def learn(settings: TextSettings, corpus: Corpus, run: Path, world: World) -> tuple[TextModel, dict]:
+    """The trained model and the loop's progress; it goes on from the newest checkpoint in `run`."""
+    if corpus.tokenizer.vocab_size() > settings.vocab_size:
+        raise UserError(
+            f"the corpus has {corpus.tokenizer.vocab_size()} pieces, preset {settings.preset} knows "
+            f"{settings.vocab_size}: prepare it for this preset, in another folder"
+        )
+    model = new_model(settings.preset, settings.attention == "differential", settings.seed).to(world.device)
+    model.language_model.checkpointing = settings.checkpointing
+    optimizer = make_optimizer(model, settings)
+    progress = train(
+        model, optimizer, None, settings.of_loop(), run, world, order=TextOrder(corpus, settings), loss_of=text_loss
+    )
+    return model.eval(), progress
+
+
+def parse(argv: Sequence[str] | None) -> tuple[TextSettings, Path | None, Path | None]:
+    """Settings, --out and --resume from the command line. Raises UserError for numbers that make no run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m train.text", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, help="run folder to make (default: runs/text-ATTENTION-1, or the next number)"
+    )
+    parser.add_argument(
+        "--resume", type=Path, metavar="RUN", help="go on with an interrupted run, with its own settings"
+    )
+    for setting in dataclasses.fields(TextSettings):
+        name, kind = "--" + setting.name.replace("_", "-"), type(setting.default)
+        default = "" if "default" in setting.metadata["help"] else f" (default: {setting.default})"
+        common = {"default": argparse.SUPPRESS, "help": setting.metadata["help"] + default}
+        if kind is bool:
+            parser.add_argument(name, action=argparse.BooleanOptionalAction, **common)
+        elif kind is tuple:
+            parser.add_argument(name, nargs="*", metavar="PATH", **common)
+        else:
+            parser.add_argument(name, type=kind, choices=setting.metadata["choices"], **common)
+    given = vars(parser.parse_args(argv))
+    out, resume = given.pop("out"), given.pop("resume")
+    if resume is not None:
+        if given or out:
+            raise UserError("--resume goes on with the run's own settings: leave the other flags out")
+        return read_settings(resume), None, resume
+    settings = TextSettings(**{name: tuple(value) if isinstance(value, list) else value
+                               for name, value in given.items()})  # fmt: skip
+    check(settings)
+    return settings, out, None
+
+
+def check(settings: TextSettings) -> None:
+    """Raise UserError for numbers that make no run."""
+    least = {"length": SHORTEST, "batch_size": 1, "accumulate": 1, "tokens": 1, "lr": 0, "weight_decay": 0, "warmup": 0,
+             "clip": 0, "seed": 0, "checkpoint_every": 1, "needles": 0, "examples": 0}  # fmt: skip
+    for name, bound in least.items():
+        if not getattr(settings, name) >= bound:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(settings, name)}, expected at least {bound}")
+    if settings.needles + settings.examples > 0.95:
+        raise UserError(
+            f"--needles {settings.needles} and --examples {settings.examples} leave no room for text: keep their sum "
+            "at 0.95 or below"
+        )
+
+
+def read_settings(run: Path) -> TextSettings:
+    """The settings of a run folder. Raises UserError if it is none, or of another version of this program."""
+    try:
+        raw = json.loads((run / "config.json").read_text())
+        return TextSettings(**{name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()})
+    except (OSError, json.JSONDecodeError, TypeError, AttributeError) as error:
+        raise UserError(f"{run}: no run folder of train.text ({error}): give the folder that it has written") from None
+
+
+def new_run(settings: TextSettings, out: Path | None) -> Path:
+    """Make the run folder, with the settings in it. Raises UserError if `out` holds something already."""
+    if out is None:
+        stem = f"text-{settings.attention}"
+        out = next(path for n in itertools.count(1) if not (path := Path("runs", f"{stem}-{n}")).exists())
+    elif out.exists() and any(out.iterdir()):
+        raise UserError(f"--out {out}: not empty: choose another folder, or --resume it")
+    write_text(out / "config.json", json.dumps(dataclasses.asdict(settings), indent=1) + "\n")
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    settings, out, resume = parse(argv)
+    world = join_world(settings.device)
+    if world.size > 1:
+        raise UserError("a language model is trained by one process: start it without torchrun")
+    if settings.text:
+        read_texts(settings.text)  # a wrong path is told before a folder is made
+    run = resume or new_run(settings, out)
+    corpus = open_corpus(Path(settings.corpus or run / "corpus"), settings.text, settings.vocab_size, WORDS)
+    print(f"{len(corpus.ids['train']):,} tokens of text to learn from, {len(corpus.starts['train']) - 1} documents")
+    try:
+        model, progress = learn(settings, corpus, run, world)
+    except Interrupted as stopped:
+        print(f"\nsaved; go on with: python -m train.text --resume {run}", file=sys.stderr)
+        sys.exit(128 + stopped.args[0])
+    shutil.rmtree(run / "model", ignore_errors=True)
+    export_model(model, run / "model", companions=[Path(settings.corpus or run / "corpus") / "tokenizer.model"])
+    draw_loss(run)
+    print(f"{count(model.parameters()):,} parameters, {settings.attention} attention, {settings.tokens:,.0f} tokens in "
+          f"{progress['seconds']:.0f} s; in {run}: model/, metrics.jsonl, loss.png, checkpoints/")  # fmt: skip
+    print(f"next: python -m eval.text all {run}")
+
+
+if __name__ == "__main__":
+    run_command(main)
