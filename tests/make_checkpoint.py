@@ -1,4 +1,4 @@
-"""A checkpoint of a published geometry with random weights, for `tests/load_benchmark.py` and trials at full size.
+"""A checkpoint of a published geometry with random weights, for the loader's tests and trials at full size.
 
 In: a preset's name. Out: a folder with config.json and safetensors, as the hub's, in little memory.
 """

@@ -5,8 +5,6 @@ import pickle
 import re
 import shutil
 import struct
-import subprocess
-import sys
 import zipfile
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -31,6 +29,7 @@ from model.config import PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
 from model.differential import graft
 from model.paligemma import PaliGemma, initialize
 from tests.reference import batch, hf_forward, hf_model, relative_error
+from train.benchmark_timing import in_own_process
 from weights.export import export_model
 from weights.load import empty_model, examine, load_model
 from weights.mapping import DIALECTS
@@ -234,8 +233,8 @@ def test_peak_memory(stored, wanted, tmp_path, monkeypatch):
     monkeypatch.setitem(PRESETS, "big", config)
     folder = tmp_path / "checkpoint"
     make_checkpoint.main([str(folder), "--preset", "big", "--dtype", stored, "--shards", "2"])
-    command = [sys.executable, "-m", "tests.load_benchmark", str(folder), "--dtype", wanted, "--side", "ours"]
-    result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    asked = {"load": str(folder), "side": "ours", "device": "cpu", "dtype": wanted, "threads": 1}
+    result = in_own_process("train.benchmark", "--child", json.dumps(asked))
     assert result["weights"] > 100e6
     assert result["load_peak"] <= 1.1 * result["weights"] + 2 * CHUNK_BYTES
 
