@@ -209,14 +209,13 @@ def row_attention(
     (rows, heads, queries, _), keys = maps[0][0].shape, v.shape[1]
 
     def parts(t: torch.Tensor) -> torch.Tensor:
-        """(B, n, S, D) as (B·K, n/K, S, D)."""
-        return t.unflatten(1, (keys, -1)).flatten(0, 1)
+        """(B, N, S, …) as (B·K, N/K·S, …)."""
+        return t.reshape(rows * keys, heads // keys * queries, -1)
 
     bias = None if mask is None else torch.zeros_like(mask, dtype=v.dtype).masked_fill_(~mask, -torch.inf)
-    q = [parts(q).flatten(1, 2) for q, _ in maps]
-    k = [k.flatten(0, 1) for _, k in maps]
-    out = _RowAttention.apply(v.flatten(0, 1), None if factor is None else parts(factor), bias, scale, apart, *q, *k)
-    return out.view(rows, heads, queries, -1)
+    factor = None if factor is None else parts(factor.expand(-1, -1, queries, -1))
+    sides = [*(parts(q * scale) for q, _ in maps), *(k.flatten(0, 1) for _, k in maps)]
+    return _RowAttention.apply(v.flatten(0, 1), factor, bias, apart, *sides).view(rows, heads, queries, -1)
 
 
 def blend(first: torch.Tensor, second: torch.Tensor, factor: torch.Tensor, apart: bool) -> torch.Tensor:
@@ -231,56 +230,47 @@ class _RowAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, v, factor, bias, scale, apart, *sides):
-        q, k = sides[: len(sides) // 2], sides[len(sides) // 2 :]
-        keep = any(ctx.needs_input_grad)
-        out, kept = v.new_empty(*q[0].shape[:2], v.shape[-1]), []
+    def forward(ctx, v, factor, bias, apart, *sides):
+        count, keep = len(sides) // 2, any(ctx.needs_input_grad)
+        out, kept = [], []
         for part in range(len(v)):
             maps = []
-            for queries, keys in zip(q, k, strict=True):
-                logits = linear(queries[part] * scale, keys[part])
+            for q, k in zip(sides[:count], sides[count:], strict=True):
+                logits = linear(q[part], k[part])
                 if bias is not None:
-                    mask = bias[part * len(bias) // len(v)]  # (1, S, Sk), of every head
-                    logits.view(-1, *mask.shape[1:]).add_(mask)
+                    hidden = bias[part * len(bias) // len(v)]  # (1, S, Sk), of every head
+                    logits.view(-1, *hidden.shape[1:]).add_(hidden)
                 maps.append(logits.softmax(-1))
-            out[part] = linear(_blend_rows(maps, factor, part, apart), v[part].T)
+            whole = maps[0] if factor is None else blend(*maps, factor[part], apart)
+            out.append(linear(whole, v[part].T))
             kept += maps if keep else []
         ctx.save_for_backward(v, factor, *sides, *kept)
-        ctx.scale, ctx.apart, ctx.count = scale, apart, len(q)
-        return out
+        ctx.apart, ctx.count = apart, count
+        return torch.stack(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         (v, factor, *rest), count = ctx.saved_tensors, ctx.count
-        q, k, kept = rest[:count], rest[count : 2 * count], rest[2 * count :]
-        grad_v, grad_q, grad_k = torch.empty_like(v), *([torch.empty_like(t) for t in side] for side in (q, k))
-        grad_factor = None if factor is None else torch.empty_like(factor)
+        sides, kept = rest[: 2 * count], rest[2 * count :]
+        grad_v, grad_factor, grad_sides = [], [], [[] for _ in sides]
         for part in range(len(v)):
             maps, of_rows = kept[part * count :][:count], grad[part].contiguous()
-            of_whole = linear(of_rows, v[part])
-            whole = _blend_rows(maps, factor, part, ctx.apart)
-            grad_v[part] = linear(of_rows.T, whole.T).T  # oneDNN copies a transposed first operand: the narrow one
-            weights = [1.0]  # of each map in the whole one
+            of_whole, whole, weights = linear(of_rows, v[part]), maps[0], [None]
             if factor is not None:
-                by_head = factor[part].expand(-1, len(of_rows) // len(factor[part]), -1)
-                weights = [1 + by_head.reshape(-1, 1) if ctx.apart else 1.0, -by_head.reshape(-1, 1)]
-                other = maps[0] - maps[1] if ctx.apart else -maps[1]
-                grad_factor[part] = other.mul_(of_whole).sum(-1).view_as(by_head).sum_to_size(factor[part].shape)
+                sign, by_row = 1 if ctx.apart else -1, factor[part]
+                other = maps[0] - maps[1] if ctx.apart else maps[1]
+                whole = torch.addcmul(maps[0], by_row, other, value=sign)
+                grad_factor.append((other * of_whole).sum(-1, keepdim=True) * sign)
+                weights = [1 + by_row if ctx.apart else None, -by_row]
+            grad_v.append(linear(of_rows.T, whole.T).T)  # oneDNN copies a transposed first operand: the narrow one
             for n, weight in enumerate(weights):
                 of_logits = torch._softmax_backward_data(of_whole, maps[n], -1, v.dtype)
-                weight = weight * ctx.scale
-                grad_q[n][part] = linear(of_logits, k[n][part].T) * weight
-                grad_k[n][part] = linear((q[n][part] * weight).T, of_logits.T).T
-        return grad_v, grad_factor, None, None, None, *grad_q, *grad_k
-
-
-def _blend_rows(maps: list[torch.Tensor], factor: torch.Tensor | None, part: int, apart: bool) -> torch.Tensor:
-    """`blend` of maps (R, Sk), R rows of all heads, with the factors (N/K, S or 1, 1) of this part."""
-    if factor is None:
-        return maps[0]
-    heads = len(factor[part])
-    return blend(*(m.unflatten(0, (heads, -1)) for m in maps), factor[part], apart).flatten(0, 1)
+                of_q, q = linear(of_logits, sides[count + n][part].T), sides[n][part]
+                grad_sides[n].append(of_q if weight is None else of_q.mul_(weight))
+                grad_sides[count + n].append(linear((q if weight is None else q * weight).T, of_logits.T).T)
+        grad_factor = torch.stack(grad_factor) if grad_factor else None
+        return torch.stack(grad_v), grad_factor, None, None, *map(torch.stack, grad_sides)
 
 
 def attention_modules(model: nn.Module) -> dict[str, Attention]:

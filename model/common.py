@@ -5,6 +5,7 @@ what to do. `run_command` turns it into exit code 2. Everything else is a bug an
 """
 
 import contextlib
+import ctypes
 import os
 import sys
 import tempfile
@@ -18,6 +19,7 @@ class UserError(ValueError):
 
 def run_command(main: Callable[[], None]) -> None:
     """Run a command's `main`: a `UserError` becomes one line on stderr and exit code 2, Ctrl-C exit code 130."""
+    keep_memory()
     try:
         main()
         sys.stdout.flush()  # a reader that went away shows here, not in the interpreter's shutdown
@@ -29,6 +31,18 @@ def run_command(main: Callable[[], None]) -> None:
     except BrokenPipeError:  # `python -m eval.ask … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+
+
+def keep_memory() -> None:
+    """Let this process keep the memory that it frees, where the C library is glibc.
+
+    It would give it back to the system and get it anew, page by page, in every step: on a CPU, a tenth of the time.
+    """
+    mmap_threshold, trim_threshold = -3, -1  # <malloc.h>
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(mmap_threshold, 32 << 20)  # the most that glibc takes
+        mallopt(trim_threshold, 1 << 30)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-# Multiplications and additions from which oneDNN is faster; below, its set-up costs more than it saves.
+# Multiplications and additions from which oneDNN is faster; below, its set-up costs more than it saves, unless the
+# weight is so large, an eighth of this many elements, that it comes from memory.
 LARGE = 1 << 21
 
 _product = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # oneDNN's x·Wᵀ + b; PyTorch's compiler uses it too
@@ -42,7 +43,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def onednn_is_faster(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether oneDNN multiplies x (…, in) by weight (…, out, in) faster than F.linear."""
     return (
-        x.numel() * weight.shape[-2] >= LARGE
+        (x.numel() * weight.shape[-2] >= LARGE or weight.numel() >= LARGE >> 3)
         and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and _product is not None

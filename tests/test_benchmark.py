@@ -105,6 +105,8 @@ def test_flops_are_those_of_the_products(setup, monkeypatch):
     with_backward = benchmark_sides.matmul_flops(setup, 3, length, 3, True)
     eye = benchmark_sides.matmul_flops(setup, 3, 0, 0, False)
     assert with_backward - eye == 2 * (counted - eye) and counted > head
+    works = SECTIONS["prefill"][0](setup, OURS, random_state(setup.config, setup.dtype, CPU))
+    assert works[f"batch 1, {length} tokens"].flops == pytest.approx(counted / 3)
 
 
 def test_decoding_steps_start_anew(setup):

@@ -1,5 +1,8 @@
 """Every faster way to compute gives what the plain way gives: products, attention, the loss, and compiled steps."""
 
+import platform
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -231,6 +234,34 @@ def test_the_models_loss_is_that_of_its_logits(generation, monkeypatch):
         monkeypatch.setattr(paligemma, "CHUNK", chunk)
         loss = model(**prompt, positions_to_keep=positions, targets=targets)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that gives memory back")
+def test_a_command_keeps_its_memory():
+    """Breaks when every step of a command gets its memory anew from the system, page by page."""
+    code = """
+import resource, torch
+from model.common import run_command
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def main():
+    for number in range(15):
+        if number == 10:  # the heap has its shape
+            before = faults()
+        for size in (3, 1, 7, 2, 5, 30, 4):
+            kept = [torch.ones(size << 18) for _ in range(3)]
+    print(faults() - before)
+
+{}
+"""
+    kept, given_back = (int(subprocess.run([sys.executable, "-c", code.format(call)], capture_output=True, text=True,
+                                           check=True).stdout) for call in ("run_command(main)", "main()"))  # fmt: skip
+    assert kept < 1000 < given_back
 
 
 # --- torch.compile ---------------------------------------------------------------------------------------------------

@@ -364,7 +364,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             from train import benchmark_mamba
 
             found = benchmark_mamba.rows(setup.device, args.rounds or 7)
-            figures.save(benchmark_mamba.chart(found), out / "mamba.png")
             figures.save(benchmark_mamba.chart(found), out / "benchmark-mamba.png")
         else:
             found = load_rows(setup, args) if section == "load" else measure(section, setup, args)
