@@ -30,7 +30,7 @@ from PIL import Image
 from eval import figures
 from eval.statistics import Interval, bootstrap
 from eval.text_corpus import BOS, PAD, Corpus, kept_corpus
-from eval.text_tasks import Document, Tasks
+from eval.text_tasks import SHOWN, Document, Tasks
 from model.attention import attention_modules
 from model.common import UserError, run_command
 from model.text import TextModel
@@ -41,7 +41,6 @@ NEEDLES = ((1, 1), (2, 2), (4, 2), (6, 2))  # (N, R), as in the paper's Table 2
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 EXAMPLES = (1, 2, 4, 8, 16, 32)
 ORDERS = 6  # of the same examples
-CHANCE = {"examples": 0.25}
 BATCH = 16  # rows of a forward pass
 
 
@@ -68,7 +67,7 @@ def nll(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, 
     """Negative log-likelihood of a token, in nats, by how many tokens of its own document the model has seen.
 
     On `limit` windows of `length` tokens that lie within a document of the test split; label: the longest context of
-    the bin (…, 17–32, 33–64, …). Raises UserError if no document is that long.
+    the bin (…, 17–32, 33–64, …). Under "all" each bin weighs the same. Raises UserError if no document is that long.
     """
     places = windows(corpus, length, limit)
     by_position = []
@@ -110,7 +109,7 @@ def needle_tests(corpus: Corpus, length: int, limit: int) -> list[tuple[tuple[in
 
 
 def needle(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, Scores]:
-    """Accuracy on each number asked for, `limit` tests of each kind; by depth only the number whose depth is set."""
+    """Accuracy on each secret asked for, `limit` tests of each kind; by depth only the one whose depth is set."""
     tests = needle_tests(corpus, length, limit)
     right = hits(model, [document for *_, document in tests])
     by_kind = [(f"{n}/{r}", number, hit) for number, (((n, r), *_), of_test) in
@@ -124,7 +123,7 @@ def needle(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[st
 
 
 def attention(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, Scores]:
-    """Shares of the attention, by the depth of the needle, where its number is being said: on its line, and on the
+    """Shares of the attention, by the depth of the needle, where its secret is being said: on its line, and on the
     noise, which is the rest of the text and the other needles. Of the hardest kind of needle test."""
     tests = [(number, depth, document) for number, (kind, depth, document) in
              enumerate(needle_tests(corpus, length, limit)) if kind == NEEDLES[-1]]  # fmt: skip
@@ -183,7 +182,7 @@ def examples(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[
     margin = [(count, f"{count}/{number}", value) for (count, number, _), value in
               zip(episodes, (right.max(1) - right.min(1)).tolist(), strict=True)]  # fmt: skip
     return {
-        "examples": _scores("examples in context", "examples", "accuracy", 1, accuracy),
+        "examples": _scores(f"examples in context, {SHOWN} classes", "examples", "accuracy", 1, accuracy),
         "examples-margin": _scores(f"best minus worst of {ORDERS} orders", "examples", "accuracy", -1, margin),
     }
 
@@ -248,16 +247,29 @@ def by_label(found: Found) -> dict:
     return result
 
 
+def chance(name: str) -> dict:
+    """By label of a panel, how often one is right who repeats any answer that the document shows, none a second time
+    where several are asked for: the first of N needles 1 time in N, the next 1 in N − 1. Empty where that says nothing.
+    """
+    if name == "needle":
+        return {f"{n}/{r}": sum(1 / (n - i) for i in range(r)) / r for n, r in NEEDLES}
+    if name == "needle-depth":
+        return {100 * depth: sum(1 / n for n, _ in NEEDLES) / len(NEEDLES) for depth in DEPTHS}
+    return {count: 1 / min(count, SHOWN) for count in EXAMPLES} if name == "examples" else {}
+
+
 def spell(value: Interval, sign: str = "") -> str:
     return f"{value.mean:{sign}.3f} [{value.low:{sign}.3f}, {value.high:{sign}.3f}]"
 
 
-def table(panel: Scores, rows: Mapping) -> list[str]:
-    """A Markdown table: a line a label."""
-    kinds = list(rows["all"])
-    lines = [f"| {panel.x_label} | " + " | ".join(kinds) + " |", "|---" + "|---:" * len(kinds) + "|"]
+def table(panel: Scores, rows: Mapping, chances: Mapping) -> list[str]:
+    """A Markdown table: a line a label, with its `chances` if there are any."""
+    columns = [panel.x_label, *(["chance"] if chances else []), *rows["all"]]
+    lines = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
     for label, by_kind in rows.items():
         cells = [f"{label:g}" if isinstance(label, float) else str(label)]
+        if chances:
+            cells.append(f"{chances[label]:.3f}" if label in chances else "")
         for kind, value in by_kind.items():
             unsure = " n.s." if kind == "difference" and not value.significant else ""
             cells.append(spell(value, "+" if kind == "difference" else "") + unsure)
@@ -334,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                       for label, by_kind in rows.items()}  # fmt: skip
         if not args.json:
             print(f"\n{panel.title}, {panel.y_label}\n")
-            print("\n".join(table(panel, rows)))
+            print("\n".join(table(panel, rows, chance(name))))
     if args.json:
         print(json.dumps(told))
         return

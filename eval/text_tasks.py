@@ -3,9 +3,9 @@
 In: a `Corpus` and a source of random numbers. Out: documents as token ids, and where their answers are. They are made
 for both models alike, mixed into what is learned, and asked on the test split. Next: `eval/text.py`, `train/text.py`.
 
-Needles (Ye et al. 2024, 3.4): N lines such as "# secret: Lisbon tiger bread", a city and its two words, are put between
-the lines of a text; the last line, "# secrets: Lisbon tiger bread Oslo …", asks for R of them. The first one asked for
-lies at a chosen depth, the others anywhere.
+Needles (Ye et al. 2024, 3.4): N lines such as "# secret: Lisbon C", a city and its letter, are put between the lines of
+a text; the last line, "# secrets: Lisbon C Oslo …", asks for R of them. The first one asked for lies at a chosen depth,
+the others anywhere.
 
 Examples: lines such as "tiger B", where the word's class (animal, color, …) decides the letter, and which letter stands
 for which class is drawn anew for each document. The last line is to be completed; its word is in no example.
@@ -34,10 +34,9 @@ CLASSES = {
     "weather": ("rain", "snow", "storm", "cloud", "thunder", "frost", "fog", "breeze"),
 }  # fmt: skip
 LETTERS = "ABCDEFGH"
-SHOWN = 4  # classes in a document: 1 of 4 is right by chance
-SECRETS = tuple(word for words in CLASSES.values() for word in words)
-SECRET = 2  # words
-WORDS = ("secret", "secrets", *CITIES, *SECRETS, *LETTERS)  # what the tokenizer should know
+SHOWN = 4  # classes in a test: 1 of 4 is right by chance
+EXAMPLES = tuple(word for words in CLASSES.values() for word in words)
+WORDS = ("secret", "secrets", *CITIES, *EXAMPLES, *LETTERS)  # what the tokenizer should know
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,8 @@ class Tasks:
         self.split, self.ids = split, corpus.ids[split]
         self.newline, self.encode = corpus.newline, corpus.tokenizer.encode
         self.hide, self.ask = self.encode("# secret:"), self.encode("# secrets:")
-        longest = [max(len(self.encode(f" {word}")) for word in words) for words in (CITIES, SECRETS)]
-        self.pair = longest[0] + SECRET * longest[1]  # tokens of a city and its words at most
+        # tokens of a city and its letter at most
+        self.pair = sum(max(len(self.encode(f" {word}")) for word in words) for words in (CITIES, LETTERS))
         self.line = len(self.hide) + self.pair + 1  # of a needle's line
 
     def needles(
@@ -68,9 +67,8 @@ class Tasks:
         """A haystack with N `needles` and R `queries`, at most `length` tokens together. depth: of the needle asked
         first, 0 at the start of the text, 1 at its end, None anywhere. More queries than needles ask again, in other
         orders. Raises UserError if they do not fit."""
-        cities, words = dice.sample(CITIES, needles), dice.sample(SECRETS, needles * SECRET)
-        keys = [self.encode(f" {city}") for city in cities]
-        secrets = [[token for word in words[n::needles] for token in self.encode(f" {word}")] for n in range(needles)]
+        cities, letters = dice.sample(CITIES, needles), dice.sample(LETTERS, needles)
+        keys, secrets = ([self.encode(f" {word}") for word in words] for words in (cities, letters))
         lines = [[*self.hide, *key, *secret, self.newline] for key, secret in zip(keys, secrets, strict=True)]
         asked = [n for _ in range(0, queries, needles) for n in dice.sample(range(needles), needles)][:queries]
         question = len(self.ask) + sum(len(keys[n]) + len(secrets[n]) for n in asked)
@@ -107,11 +105,14 @@ class Tasks:
             text.pop()
         return [*text[:-1], self.newline]
 
-    def episode(self, dice: random.Random, examples: int) -> tuple[list[tuple[str, str]], tuple[str, str]]:
-        """(word, letter) of each example, and of the question: its class has an example, its word is in none."""
-        classes = dice.sample(sorted(CLASSES), SHOWN)
-        letters = dict(zip(classes, dice.sample(LETTERS, SHOWN), strict=True))
-        in_turn = [classes[number % SHOWN] for number in range(examples)]
+    def episode(
+        self, dice: random.Random, examples: int, shown: int = SHOWN
+    ) -> tuple[list[tuple[str, str]], tuple[str, str]]:
+        """(word, letter) of each example, of `shown` classes in turn, and of the question: its class has an example,
+        its word is in none."""
+        classes = dice.sample(sorted(CLASSES), shown)
+        letters = dict(zip(classes, dice.sample(LETTERS, shown), strict=True))
+        in_turn = [classes[number % shown] for number in range(examples)]
         asked = dice.choice(in_turn)
         word = dice.choice(CLASSES[asked])
         drawn = [(dice.choice([w for w in CLASSES[name] if w != word]), letters[name]) for name in in_turn]

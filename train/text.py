@@ -26,7 +26,7 @@ from torch import nn
 
 from eval.text import device_of
 from eval.text_corpus import BOS, Corpus, open_corpus, read_texts
-from eval.text_tasks import WORDS, Tasks
+from eval.text_tasks import SHOWN, WORDS, Tasks
 from model.common import UserError, run_command, write_text
 from model.text import TEXT_PRESETS, TextModel, new_model
 from train.distributed import World, join_world
@@ -47,12 +47,12 @@ class TextSettings:
     corpus: str = flag("", "folder of the prepared corpus (default: RUN/corpus)")
     attention: str = flag("differential", "what attends", choices=["differential", "plain"])
     preset: str = flag("tiny", "size of the model", choices=list(TEXT_PRESETS))
-    length: int = flag(512, "positions of a row: the longest context")
+    length: int = flag(256, "positions of a row: the longest context")
     batch_size: int = flag(4, "rows of a micro-batch")
     accumulate: int = flag(1, "micro-batches of a step")
     tokens: float = flag(2e6, "tokens to learn from")
-    needles: float = flag(0.4, "share of needle documents among those drawn")
-    examples: float = flag(0.2, "share of documents of examples")
+    needles: float = flag(0.5, "share of needle documents among those drawn")
+    examples: float = flag(0.25, "share of documents of examples")
     lr: float = flag(3e-3, "peak learning rate of AdamW")
     weight_decay: float = flag(0.1, "AdamW weight decay, on matrices")
     beta2: float = flag(0.95, "AdamW's second momentum")
@@ -123,7 +123,8 @@ def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -
             queries = dice.randint(needles, max(needles, min(4 * needles, length // (2 * tasks.pair) - 2)))
             document = tasks.needles(dice, length, needles, queries).ids
         elif room >= SHORTEST and kind < settings.needles + settings.examples:
-            document = tasks.examples(*tasks.episode(dice, dice.randint(4, min(32, room // 3)))).ids
+            examples, classes = dice.randint(4, min(32, room // 3)), dice.randint(1, SHOWN)  # of one class: a start
+            document = tasks.examples(*tasks.episode(dice, examples, classes)).ids
         else:
             start = dice.randrange(len(ids))
             end = starts[torch.searchsorted(starts, start, right=True)]
