@@ -1,4 +1,4 @@
-"""A low-rank linear map, the part that LoRA, the differential branches and the WINGS learners share.
+"""A low-rank linear map, the part that LoRA and the differential branches share.
 
 In: x (…, in_features). Out: scale · B(A(dropout(x))) (…, out_features), exactly zero at the start.
 """

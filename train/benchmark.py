@@ -353,10 +353,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     left_out = {"mamba"} | ({"linear"} if setup.on_gpu or args.dtype != "fp32" else set())
     chosen = args.section or [section for section in sections if section not in left_out]
     rows: list[Row] = []
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--out" in words:  # where it went says nothing of what was measured
+        place = words.index("--out")
+        del words[place : place + 2]
     about = {
         "geometry": args.geometry, "dtype": args.dtype, "device": args.device, "machine": machine(setup.device),
         "versions": versions(), "date": today(),
-        "command": " ".join(["python -m train.benchmark", *(sys.argv[1:] if argv is None else argv)]),
+        "command": " ".join(["python -m train.benchmark", *words]),
     }  # fmt: skip
     out = args.out or Path("runs", f"benchmark-{args.geometry}-{setup.device.type}")
     for section in chosen:

@@ -160,8 +160,8 @@ def tell(summary: dict, out: Path) -> str:
         f"{settings['tokens']:,.0f} tokens a run, rows of {settings['length']}; {seeds} seeds; "
         f"{summary['limit']} tests of each kind; "
         f"{summary['cpu_seconds']:,} CPU seconds. In brackets: 95 % intervals over seeds and examples; difference: "
-        "differential minus plain on the same examples, n.s. where the interval holds 0. Chance: of one who repeats any "
-        "answer that the text shows.", "",
+        "differential minus plain on the same examples, n.s. where the interval holds 0. Chance: of one who repeats "
+        "any answer that the text shows.", "",
         "| | rate | validation loss by rate | validation loss by seed | λ by layer, mean over seeds |",
         "|---|---:|---|---|---|",
     ]  # fmt: skip
