@@ -135,7 +135,7 @@ class Gemma(nn.Module):
         full = attention_mask(valid, types, queries, documents=documents)
         sliding = full
         if self.config.sliding_window is not None and valid.shape[1] > self.config.sliding_window:
-            sliding = attention_mask(valid, types, queries, self.config.sliding_window, documents)
+            sliding = attention_mask(valid, types, queries, self.config.sliding_window, documents=documents)
         if x.device.type == "cpu" and not torch.compiler.is_compiling():  # a GPU would have to be waited for
             full, sliding = (None if bool(mask.all()) else mask for mask in (full, sliding))
         return rope, full, sliding

@@ -85,7 +85,7 @@ def rope_frequencies_in_bf16(patch, model):
 def with_mask(change):
     def mutant(patch, model):
         honest = attention.attention_mask
-        patch.setattr(gemma, "attention_mask", lambda *args: change(honest, *args))
+        patch.setattr(gemma, "attention_mask", lambda *args, documents=None: change(honest, *args))
 
     return mutant
 

@@ -48,9 +48,9 @@ VERSION = 1  # of the code that decides a cell's result: raise it, and all cells
 
 KINDS = ("plain", "differential")
 CLAIM = (
-    "Published (Ye et al. 2024): equal loss with about 65 % of the parameters or of the tokens, at 0.8 to 13 billion "
-    "parameters; 3 billion trained on up to 1 trillion tokens. A model of another size, a thousandth of it, on a "
-    "hundred-thousandth of the tokens, neither confirms nor refutes that."
+    "Published (Ye et al. 2024): equal loss with about 65 % of the parameters or of the tokens, at billions of "
+    "parameters and up to a trillion tokens. What {:,} parameters do after {:,.0f} tokens neither confirms nor refutes "
+    "that."
 )
 
 
@@ -191,7 +191,8 @@ def tell(summary: dict, out: Path) -> str:
         lines.append(f"- The best rate is the lowest or the highest tried, and a better one may lie beyond, for: "
                      f"{', '.join(edges)}.")  # fmt: skip
     folders = " ".join(str(out / run["folder"]) for kind in KINDS for run in rows[kind])
-    lines += [f"- {CLAIM}", "", f"Measure the runs again: `python -m eval.text all {folders}`", ""]
+    lines += [f"- {CLAIM.format(ours, settings['tokens'])}", "",
+              f"Measure the runs again: `python -m eval.text all {folders}`", ""]  # fmt: skip
     return "\n".join(lines)
 
 
