@@ -10,17 +10,14 @@ import pytest
 import torch
 
 from model.common import UserError
-from tests.test_text_eval import prose
+from tests.test_text_eval import write_prose
 from train import compare, study_text
 from train.study_text import KINDS, main, read_arguments, tell
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("source")
-    for number in range(40):
-        (folder / f"{number}.txt").write_text(prose(number))
-    return folder
+    return write_prose(tmp_path_factory.mktemp("source"))
 
 
 def flags(source: Path, out: Path, *more: str) -> list[str]:

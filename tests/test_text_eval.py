@@ -57,12 +57,15 @@ def prose(seed: int, lines: int = 60) -> str:
         for _ in range(lines))  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("source")
+def write_prose(folder: Path) -> Path:
     for number in range(40):
         (folder / f"{number}.txt").write_text(prose(number))
     return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return write_prose(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(scope="module")

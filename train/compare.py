@@ -690,11 +690,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     limits = {"validation": max(1, args.limit // 2), "test": args.limit}
     measures = {split: make_measures(base, split, limit, args) for split, limit in limits.items()}
     bench = Bench(base, args.out, world, processor, fingerprint, measures, args.protocol)
-    try:
+    with finetune.same_command_goes_on():
         lines = compare(bench, rows, range(args.seeds), args.rates)
-    except finetune.Interrupted as stopped:
-        print("\nsaved; the same command goes on from here", file=sys.stderr)
-        sys.exit(128 + stopped.args[0])
     summary = summarize(bench, lines, range(args.seeds))
     text = tell(summary)
     write_text(args.out / "comparison.json", json.dumps(summary, indent=1) + "\n")

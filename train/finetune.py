@@ -48,7 +48,7 @@ from train.optim import (
     set_rates,
     trainable,
 )
-from train.settings import DTYPES, SCALARS, Settings, new_run, parse
+from train.settings import DTYPES, SCALARS, Settings, new_run, parse, run_stem
 from train.stages import open_stage, stage_tokenizer
 from train.tar import Shards
 from weights.export import companions, export_model
@@ -358,6 +358,16 @@ class Interrupted(Exception):
 
 
 @contextlib.contextmanager
+def same_command_goes_on() -> Iterator[None]:
+    """End the program where its block was interrupted, as the signal would have: what is done is kept in cells."""
+    try:
+        yield
+    except Interrupted as stopped:
+        print("\nsaved; the same command goes on from here", file=sys.stderr)
+        sys.exit(128 + stopped.args[0])
+
+
+@contextlib.contextmanager
 def catch_signals() -> Iterator[list[int]]:
     """SIGTERM and Ctrl-C fill the list instead of ending the process in the middle of a step; a second one does."""
     received: list[int] = []
@@ -509,7 +519,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings, out, resume = parse(argv, __doc__)
     world = join_world(settings.device)
     try:
-        run = resume or (new_run(settings, out) if world.is_first else None)
+        run = resume or (new_run(settings, out, run_stem(settings)) if world.is_first else None)
         if world.size > 1:
             names = [str(run)]
             torch.distributed.broadcast_object_list(names)

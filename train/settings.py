@@ -203,12 +203,19 @@ def read_settings(run: Path) -> Settings:
         ) from None
 
 
-def new_run(settings: Settings, out: Path | None) -> Path:
-    """Make the run folder, with the settings in it. Raises UserError if `out` holds something already."""
+def run_stem(settings: Settings) -> str:
+    """What the folders of such runs are called, before their number."""
+    if settings.stage is not None:
+        return f"{settings.arch}-stage{settings.stage}"
+    return f"{Path(settings.base).name}-{settings.attention}"
+
+
+def new_run(settings, out: Path | None, stem: str) -> Path:
+    """Make the run folder, `out` or the next runs/STEM-NUMBER, with the settings, a dataclass, in it.
+
+    Raises UserError if `out` holds something already.
+    """
     if out is None:
-        stem = f"{Path(settings.base).name}-{settings.attention}"
-        if settings.stage is not None:
-            stem = f"{settings.arch}-stage{settings.stage}"
         out = next(path for n in itertools.count(1) if not (path := Path("runs", f"{stem}-{n}")).exists())
     elif out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out}: not empty: choose another folder, or --resume it")

@@ -17,10 +17,8 @@ before Mamba, as VL-Mamba is built, of the same seed. Table 4 reads models that 
 direction alone, as the paper does; nothing is trained for it.
 """
 
-import argparse
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -32,9 +30,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from eval import figures, scenes
-from eval.run import Ask, ask_all, positive, weights_digest
+from eval.run import Ask, ask_all, weights_digest
 from eval.statistics import bootstrap
-from model.common import UserError, run_command, write_text
+from model.common import run_command, write_text
 from model.config import PRESETS
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor, load_tokenizer
@@ -42,7 +40,7 @@ from model.qmamba import QMamba, QMambaConfig, QMambaProjector, initialize_proje
 from model.siglip import Siglip
 from model.source import EMBEDDED
 from train import finetune
-from train.cells import cell
+from train.cells import cell, study_arguments
 from train.compare import spell, stack, table
 from train.data import MicroBatch, supervised
 from train.distributed import join_world
@@ -448,32 +446,12 @@ def draw(summary: dict, out: Path) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m train.compare --rows qmamba", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--rows", choices=["qmamba"], default="qmamba", help="this study (default: %(default)s)")
-    parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="runs of a row (default: %(default)s)")
-    parser.add_argument("--limit", type=positive, default=400, metavar="N",
-                        help="questions of each task (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--scale", type=float, default=1.0, metavar="X",
-                        help="length of all training against the default (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), metavar="N",
-                        help="CPU threads (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path("runs/compare-qmamba"), metavar="DIR",
-                        help="folder of results and cells; what it holds is not done again (default: %(default)s)")
-    args = parser.parse_args(argv)
-    if not args.scale > 0:
-        raise UserError(f"--scale is {args.scale}, expected a positive number")
-    torch.set_num_threads(args.threads)
+    args = study_arguments(argv, "qmamba", __doc__, 400, "questions of each task")
     started = time.perf_counter()
     fingerprint = weights_digest(load_mamba(TINY_MAMBA)) + weights_digest(eye())
     bench = Bench(args.out, args.scale, args.limit, fingerprint)
-    try:
+    with finetune.same_command_goes_on():
         found = collect(bench, range(args.seeds))
-    except finetune.Interrupted as stopped:
-        print("\nsaved; the same command goes on from here", file=sys.stderr)
-        sys.exit(128 + stopped.args[0])
     summary = summarize(bench, found, range(args.seeds))
     text = tell(summary)
     write_text(args.out / "comparison.json", json.dumps(summary, indent=1) + "\n")

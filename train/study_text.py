@@ -39,7 +39,7 @@ from model.differential import lambdas
 from model.text import TEXT_PRESETS
 from train.cells import cell
 from train.distributed import join_world
-from train.finetune import Interrupted, catch_signals
+from train.finetune import Interrupted, catch_signals, same_command_goes_on
 from train.optim import count
 from train.text import TextSettings, check, learn, validation_loss
 from weights.export import export_model
@@ -259,11 +259,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     corpus = open_corpus(Path(settings.corpus), settings.text, settings.vocab_size, WORDS)
     print(f"{len(corpus.ids['train']):,} tokens of text to learn from", file=sys.stderr)
-    try:
+    with same_command_goes_on():
         summary = compare(settings, args.out, args.seeds, args.rates, args.search, args.limit, args.processes)
-    except Interrupted as stopped:
-        print("\nsaved; the same command goes on from here", file=sys.stderr)
-        sys.exit(128 + stopped.args[0])
     text = tell(summary, args.out)
     files = ["comparison.md", "comparison.json"]
     for name, found in panels(summary).items():

@@ -17,12 +17,10 @@ first seed about as well as the best. Two pairs of rows differ in nothing but th
     learners  projector, learners and routers               against lora, projector and as many parameters of LoRA
 """
 
-import argparse
 import json
 import math
 import random
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,18 +31,18 @@ import numpy as np
 import torch
 
 from eval import figures, scenes, sentences
-from eval.run import positive, weights_digest
+from eval.run import weights_digest
 from eval.shift import GROUPS, measure, put_slot
 from eval.statistics import bootstrap
 from lora import adapter
-from model.common import UserError, run_command, write_text
+from model.common import run_command, write_text
 from model.generate import generate
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import EMBEDDED
 from model.wings import Wings, WingsConfig, attach, route
 from train import finetune
-from train.cells import cell, digest
+from train.cells import cell, digest, study_arguments
 from train.compare import spell, stack, table
 from train.data import MicroBatch, Record, collate
 from train.distributed import join_world
@@ -473,31 +471,11 @@ def draw(summary: dict, out: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m train.compare --rows wings", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--rows", choices=["wings"], default="wings", help="this study (default: %(default)s)")
-    parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="runs of a row (default: %(default)s)")
-    parser.add_argument("--limit", type=positive, default=100, metavar="N",
-                        help="questions of each text task, and pictures (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--scale", type=float, default=1.0, metavar="X",
-                        help="length of all training against the default (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), metavar="N",
-                        help="CPU threads (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path("runs/compare-wings"), metavar="DIR",
-                        help="folder of results and cells; what it holds is not done again (default: %(default)s)")
-    args = parser.parse_args(argv)
-    if not args.scale > 0:
-        raise UserError(f"--scale is {args.scale}, expected a positive number")
-    torch.set_num_threads(args.threads)
+    args = study_arguments(argv, "wings", __doc__, 100, "questions of each text task, and pictures")
     started, eye = time.perf_counter(), load_model(EMBEDDED)
     bench = Bench(args.out, args.scale, args.limit, Processor.from_source(EMBEDDED), eye, weights_digest(eye))
-    try:
+    with finetune.same_command_goes_on():
         found = collect(bench, range(args.seeds))
-    except finetune.Interrupted as stopped:
-        print("\nsaved; the same command goes on from here", file=sys.stderr)
-        sys.exit(128 + stopped.args[0])
     summary = summarize(bench, found, range(args.seeds))
     text = tell(summary)
     write_text(args.out / "comparison.json", json.dumps(summary, indent=1) + "\n")

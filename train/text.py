@@ -12,7 +12,6 @@ tokenizer, metrics, a picture of the loss, checkpoints to resume from, and `mode
 
 import argparse
 import dataclasses
-import itertools
 import json
 import random
 import shutil
@@ -27,12 +26,12 @@ from torch import nn
 from eval.text import device_of
 from eval.text_corpus import BOS, Corpus, open_corpus, read_texts
 from eval.text_tasks import SHOWN, WORDS, Tasks
-from model.common import UserError, run_command, write_text
+from model.common import UserError, run_command
 from model.text import TEXT_PRESETS, TextModel, new_model
 from train.distributed import World, join_world
 from train.finetune import Interrupted, draw_loss, train
 from train.optim import Rule, count, make_adamw, parameter_groups
-from train.settings import SCALARS, Settings, flag
+from train.settings import SCALARS, Settings, flag, new_run
 from weights.export import export_model
 
 SHORTEST = 64  # positions that a task document is given at least
@@ -267,17 +266,6 @@ def read_settings(run: Path) -> TextSettings:
         raise UserError(f"{run}: no run folder of train.text ({error}): give the folder that it has written") from None
 
 
-def new_run(settings: TextSettings, out: Path | None) -> Path:
-    """Make the run folder, with the settings in it. Raises UserError if `out` holds something already."""
-    if out is None:
-        stem = f"text-{settings.attention}"
-        out = next(path for n in itertools.count(1) if not (path := Path("runs", f"{stem}-{n}")).exists())
-    elif out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out}: not empty: choose another folder, or --resume it")
-    write_text(out / "config.json", json.dumps(dataclasses.asdict(settings), indent=1) + "\n")
-    return out
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     settings, out, resume = parse(argv)
     world = join_world(settings.device)
@@ -285,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError("a language model is trained by one process: start it without torchrun")
     if settings.text:
         read_texts(settings.text)  # a wrong path is told before a folder is made
-    run = resume or new_run(settings, out)
+    run = resume or new_run(settings, out, f"text-{settings.attention}")
     corpus = open_corpus(Path(settings.corpus or run / "corpus"), settings.text, settings.vocab_size, WORDS)
     print(f"{len(corpus.ids['train']):,} tokens of text to learn from, {len(corpus.starts['train']) - 1} documents")
     try:
