@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from lora import adapter
 from model.common import UserError, write_text
-from model.generate import generate, last_valid
+from model.generate import CompiledStep, generate, last_valid
 from model.paligemma import PaliGemma
 from model.processor import Batch, Processor, load_image, to_pixels
 from model.source import EMBEDDED
@@ -71,6 +71,9 @@ def add_answer_flags(
                         help="prompts at a time (default: %(default)s)")  # fmt: skip
     parser.add_argument("--max-new-tokens", type=positive, default=max_new_tokens, metavar="N",
                         help="tokens an answer may have (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False,
+                        help="decode full batches with torch.compile, on CUDA as a CUDA graph: first it takes up to a "
+                             "minute, then less (default: --no-compile)")  # fmt: skip
     parser.add_argument("--json", action=argparse.BooleanOptionalAction, default=False,
                         help="print JSON only (default: a table)")  # fmt: skip
 
@@ -156,7 +159,8 @@ def open_session(args: argparse.Namespace, command: str) -> Session:
     if not args.resume:
         log.unlink(missing_ok=True)
     options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "log": log,
-               "progress": f"{command}, {title}", "left_out": {}}  # fmt: skip
+               "progress": f"{command}, {title}", "left_out": {},
+               "compiled": CompiledStep(model) if args.compile else None}  # fmt: skip
     return Session(model, processor, title, out, options)
 
 
@@ -180,14 +184,14 @@ class Ask:
 def ask_all(
     model: PaliGemma, processor: Processor, questions: Sequence[Ask], *, max_new_tokens: int = 32,
     batch_size: int = 64, progress: str | None = None, log: Path | None = None,
-    left_out: dict[str, str] | None = None,
+    left_out: dict[str, str] | None = None, compiled: CompiledStep | None = None,
 ) -> list[str | None]:  # fmt: skip
     """The answers to `questions`, in their order.
 
     log: a JSON-lines file that each answer is appended to as it comes; what it holds already of the same model,
     picture and prompt is not asked again. progress: the title of a progress bar. left_out: takes up, by id, why a
     question could not be asked (its picture cannot be read, its prompt cannot be laid out); its answer is None.
-    Without it, that is a UserError.
+    Without it, that is a UserError. compiled: the model's step, which full batches are decoded with.
     """
     if batch_size < 1 or max_new_tokens < 1:
         raise UserError(f"batch size {batch_size}, {max_new_tokens} new tokens: expected at least 1 of each")
@@ -201,7 +205,9 @@ def ask_all(
     left = [question for question in questions if question.id not in done]
     with tqdm(total=len(questions), initial=len(questions) - len(left), desc=progress, disable=progress is None) as bar:
         for window in _windows(left, WINDOW * batch_size):
-            for batch, answers in _answer_window(model, processor, window, max_new_tokens, batch_size, left_out):
+            for batch, answers in _answer_window(
+                model, processor, window, max_new_tokens, batch_size, left_out, compiled
+            ):
                 done |= {question.id: answer for question, answer in zip(batch, answers, strict=True)}
                 if log is not None:
                     _append(log, [{"id": q.id, "answer": done[q.id], "mark": marks[q.id]} for q in batch])
@@ -287,7 +293,7 @@ def pick_rows(memory, rows: torch.Tensor) -> None:
 @torch.no_grad()
 def _answer_window(
     model: PaliGemma, processor: Processor, window: list[Ask], max_new_tokens: int, batch_size: int,
-    left_out: dict[str, str] | None,
+    left_out: dict[str, str] | None, compiled: CompiledStep | None,
 ) -> Iterator[tuple[list[Ask], list[str]]]:  # fmt: skip
     """Batches of questions with their answers; their pictures are encoded first, each once."""
     features, places, problems = _encode(model, processor, window, batch_size)
@@ -307,10 +313,11 @@ def _answer_window(
         ordered, size = [question for *_, question in group], max(1, batch_size // max(1, choices))
         for start in range(0, len(ordered), size):
             part = ordered[start : start + size]
-            yield part, _answer(model, processor, part, features, places, max_new_tokens)
+            step = compiled if len(part) == batch_size else None  # another number of rows would be compiled anew
+            yield part, _answer(model, processor, part, features, places, max_new_tokens, step)
 
 
-def _answer(model, processor, questions: list[Ask], features, places, max_new_tokens: int) -> list[str]:
+def _answer(model, processor, questions: list[Ask], features, places, max_new_tokens: int, compiled) -> list[str]:
     """Answers to one batch of questions with equally many choices."""
     index = torch.tensor([place for question in questions for place in places[question.key]], device=features.device)
     rows = [processor.layout(len(places[q.key]), q.prefix) for q in questions]
@@ -318,7 +325,7 @@ def _answer(model, processor, questions: list[Ask], features, places, max_new_to
     if not questions[0].choices:
         new = generate(
             model, batch.input_ids, None, batch.token_type_ids, batch.attention_mask, max_new_tokens,
-            image_features=features, image_index=index,
+            image_features=features, image_index=index, compiled=compiled,
         )  # fmt: skip
         return [processor.decode(row) for row in new]
     eos = processor.config.eos_token_id

@@ -29,16 +29,16 @@ class Rope:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, N, S, D) turned by its positions; D may be any even width."""
         cos, sin = self._table(x.shape[-1], x.dtype)
-        first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-second, first), dim=-1) * sin
+        return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
     def _table(self, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         if (width, dtype) in self._tables:
             return self._tables[width, dtype]
         even = torch.arange(0, width, 2, dtype=torch.float32, device=self.positions.device)
         angles = self.positions[:, None, :, None].float() * (1.0 / self.theta ** (even / width))
-        angles = torch.cat((angles, angles), dim=-1)  # (B, 1, S, D)
-        table = angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = angles.cos(), angles.sin()  # (B, 1, S, D/2)
+        # (x₁, x₂) becomes (x₁·cos − x₂·sin, x₂·cos + x₁·sin): the sign is in the table
+        table = torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
         if not torch.compiler.is_compiling():  # a compiled, checkpointed layer may leave nothing behind
             self._tables[width, dtype] = table
         return table
@@ -64,6 +64,8 @@ def attention_mask(
     `documents` (B, Sk) numbers the documents that are packed into a row: none sees another.
     Every position sees itself, so that no row is empty, padding included: what padding computes, nobody reads.
     """
+    if isinstance(queries, int) and queries == 1 and window is None and documents is None:  # a step of decoding
+        return F.pad(valid[:, None, None, :-1].bool(), (0, 1), value=True)
     query = key = torch.arange(valid.shape[1], device=valid.device)
     if queries is not None:
         query = queries if isinstance(queries, torch.Tensor) else key[-queries:]
@@ -76,6 +78,21 @@ def attention_mask(
     if documents is not None:
         seen &= documents[:, query, None] == documents[:, None, :]
     return (seen | (key[None, :] == query[:, None]))[:, None]
+
+
+def keep_positions(x: torch.Tensor, positions: int | torch.Tensor | None, dim: int = 1) -> torch.Tensor:
+    """What `positions_to_keep` of `PaliGemma.forward` names along `dim` of x (B, …, S, …), a boolean mask along 1."""
+    if positions is None:
+        return x
+    if isinstance(positions, int):
+        return x.narrow(dim, x.shape[dim] - positions, positions)
+    if positions.dtype == torch.bool:
+        return x[positions]
+    if positions.dim() == 1:
+        return x.index_select(dim, positions)
+    shape = [*x.shape[:dim], positions.shape[1], *x.shape[dim + 1 :]]
+    index = positions.view(len(x), *[1] * (dim - 1), -1, *[1] * (x.dim() - dim - 1))
+    return x.gather(dim, index.expand(shape))
 
 
 class LayerCache:
@@ -105,10 +122,10 @@ class LayerCache:
         if self.keys is None:
             self.keys = k.new_zeros(*k.shape[:2], self.capacity, k.shape[3])  # hidden is not harmless: 0 · NaN is NaN
             self.values = v.new_zeros(*v.shape[:2], self.capacity, v.shape[3])
-        self.keys[:, :, self.length : end] = k
-        self.values[:, :, self.length : end] = v
+        self.keys.narrow(2, self.length, k.shape[2]).copy_(k)
+        self.values.narrow(2, self.length, k.shape[2]).copy_(v)
         self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
 
 
 class Attention(nn.Module):
@@ -136,14 +153,20 @@ class Attention(nn.Module):
 
     def forward(
         self, x: torch.Tensor, rope: Rope | None = None, mask: torch.Tensor | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerCache | None = None, positions: int | torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """x (B, S, H) to (B, S, H); `mask` (B, 1, S, Sk) is None where all see all."""
+        """x (B, S, H) to (B, S, H), or to the `positions` to keep; `mask` (B, 1, S, Sk) is None where all see all."""
         q, k, v = self.project(x, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
+        # a tap is handed the weights of all queries, and as many of each row must be left
+        early = self.tap is None and not (isinstance(positions, torch.Tensor) and positions.dtype == torch.bool)
+        if early and positions is not None:
+            x, q = keep_positions(x, positions), keep_positions(q, positions, dim=2)
+            mask = None if mask is None else keep_positions(mask.expand(len(x), -1, -1, -1), positions, dim=2)
         heads = self.mix(x, q, k, v, mask)  # (B, N, S, D)
-        return self.get_submodule(self.output_name)(heads.transpose(1, 2).flatten(2))
+        out = getattr(self, self.output_name)(heads.transpose(1, 2).flatten(2))
+        return out if early else keep_positions(out, positions)
 
     def project(self, x: torch.Tensor, rope: Rope | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q (B, N, S, D), k and v (B, K, S, D), rotated: k and v are what the cache keeps."""
@@ -156,7 +179,7 @@ class Attention(nn.Module):
 
     def split_heads(self, x: torch.Tensor) -> torch.Tensor:
         """(B, S, n·D) to (B, n, S, D)."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     @property
     def fused(self) -> bool:
@@ -170,8 +193,9 @@ class Attention(nn.Module):
             if rows_are_faster(q, k):
                 return row_attention([(q, k)], v, mask, scale)
             if q.shape[2] == 1:  # the heads of a lone query become the queries of their key head
-                q = q[:, :, 0].unflatten(1, (-1, groups))  # (B, K, N/K, D)
-                return F.scaled_dot_product_attention(q, k, v, mask, scale=scale).flatten(1, 2)[:, :, None]
+                by_key_head = q.reshape(*k.shape[:2], groups, -1)
+                heads = F.scaled_dot_product_attention(by_key_head, k, v, mask, scale=scale)
+                return heads.view(*q.shape[:3], -1)
             if groups > 1 and mask is not None and q.is_cuda:  # CUDA's kernels take a mask or shared heads, not both
                 k, v, groups = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), 1
             return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=groups > 1)

@@ -9,22 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from model.attention import Attention, LayerCache, Rope, attention_mask
+from model.attention import Attention, LayerCache, Rope, attention_mask, keep_positions
 from model.config import TextConfig
-from model.linear import Linear, linear
-
-ACTIVATIONS = {"gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
-
-
-def keep_positions(hidden: torch.Tensor, positions: int | torch.Tensor | None) -> torch.Tensor:
-    """The rows of hidden (B, S, H) that `positions_to_keep` of `PaliGemma.forward` names."""
-    if positions is None:
-        return hidden
-    if isinstance(positions, int):
-        return hidden[:, hidden.shape[1] - positions :]
-    if positions.dtype == torch.bool or positions.dim() == 1:
-        return hidden[positions] if positions.dtype == torch.bool else hidden[:, positions]
-    return hidden.gather(1, positions[..., None].expand(-1, -1, hidden.shape[-1]))
+from model.linear import Linear, activated, linear
 
 
 class RMSNorm(nn.Module):
@@ -50,7 +37,7 @@ class GemmaMLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(activated(self.gate_proj, x, self.activation) * self.up_proj(x))
 
 
 class GemmaLayer(nn.Module):
@@ -77,12 +64,13 @@ class GemmaLayer(nn.Module):
         self, x: torch.Tensor, rope: Rope, mask: torch.Tensor | None, cache: LayerCache | None = None,
         positions: int | torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """x (B, S, H) to (B, S, H), or to the `positions` to keep: no other reaches the MLP."""
-        attended = self.self_attn(self.input_layernorm(x), rope, mask, cache)
+        """x (B, S, H) to (B, S, H), or to the `positions` to keep: no other asks, or reaches the MLP."""
+        attended = self.self_attn(self.input_layernorm(x), rope, mask, cache, positions)
+        x = keep_positions(x, positions)
         if self.is_gemma2:
-            x = keep_positions(x + self.post_attention_layernorm(attended), positions)
+            x = x + self.post_attention_layernorm(attended)
             return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
-        x = keep_positions(x + attended, positions)
+        x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -108,9 +96,9 @@ class Gemma(nn.Module):
     ) -> torch.Tensor:  # fmt: skip
         """x (B, S, H), the last S of the Sk positions that valid (B, Sk) and types (B, Sk) describe, to (B, S, H).
 
-        Or to the positions asked for, as in `keep_positions`: behind the last attention the others are dropped. With
-        a `cache` whose `position` is set, x is one token, and nothing after it is valid. `documents` (B, Sk) are kept
-        apart by the mask alone: positions count on through a row, since RoPE knows differences only.
+        Or to the positions asked for, as in `keep_positions`: in the last layer the others are only keys and values.
+        With a `cache` whose `position` is set, x is one token, and nothing after it is valid. `documents` (B, Sk) are
+        kept apart by the mask alone: positions count on through a row, since RoPE knows differences only.
         """
         rope, full, sliding = self.geometry(x, valid, types, cache, documents)
         for index, layer in enumerate(self.layers):
@@ -128,7 +116,8 @@ class Gemma(nn.Module):
     ) -> tuple[Rope, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
         """What all layers share, from the arguments of `forward`: positions, and the full and the sliding mask."""
         queries = x.shape[1]
-        positions = valid.long().cumsum(-1)[:, -queries:]  # valid tokens count from 1, wherever the padding is
+        # valid tokens count from 1, wherever the padding is
+        positions = valid.sum(-1, keepdim=True) if queries == 1 else valid.long().cumsum(-1)[:, -queries:]
         rope = Rope(positions, self.config.rope_theta)
         if cache is not None and cache[0].position is not None:
             queries = cache[0].position
@@ -137,7 +126,8 @@ class Gemma(nn.Module):
         if self.config.sliding_window is not None and valid.shape[1] > self.config.sliding_window:
             sliding = attention_mask(valid, types, queries, self.config.sliding_window, documents=documents)
         if x.device.type == "cpu" and not torch.compiler.is_compiling():  # a GPU would have to be waited for
-            full, sliding = (None if bool(mask.all()) else mask for mask in (full, sliding))
+            is_same, full = sliding is full, None if bool(full.all()) else full
+            sliding = full if is_same else None if bool(sliding.all()) else sliding
         return rope, full, sliding
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:

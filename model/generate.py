@@ -35,7 +35,7 @@ class CompiledStep:
             self.rows, self.cache = rows, self.model.new_cache(capacity)
         for layer in self.cache:
             if not isinstance(layer, LayerCache):
-                raise UserError("a model whose memory is no key/value cache cannot be compiled: decode without")
+                raise UserError("a model with no key/value cache cannot be compiled: decode without --compile")
             layer.length, layer.position = 0, None
         return self.cache
 
@@ -48,10 +48,17 @@ class CompiledStep:
             layer.position = self.position
 
     def __call__(self, token: torch.Tensor, types: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        """Logits (B, V) after `token` (B,); types and valid (B, capacity) tell of all positions that will ever be."""
+        """Logits (B, V) after `token` (B,); types and valid (B, capacity) tell of all positions that will ever be.
+
+        Raises UserError where the compiler cannot work.
+        """
         self.position += 1
         torch.compiler.cudagraph_mark_step_begin()
-        return self.step(token[:, None], types, valid, self.cache)
+        try:
+            return self.step(token[:, None], types, valid, self.cache)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            message = " ".join(str(error).partition("\n\n")[0].split())
+            raise UserError(f"torch.compile: {message}: install a C++ compiler, or decode without --compile") from error
 
     def _step(self, token, types, valid, cache) -> torch.Tensor:
         written = torch.arange(valid.shape[1], device=valid.device) <= cache[0].position

@@ -18,8 +18,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from model.attention import keep_positions
 from model.common import UserError
-from model.gemma import keep_positions
 from model.linear import Linear, linear
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,12 +5,11 @@ Next: the projector in `model/paligemma.py`. Module names are the published ones
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from model.attention import Attention
 from model.config import VisionConfig
-from model.linear import Linear
+from model.linear import Linear, activated
 
 
 class SiglipEmbeddings(nn.Module):
@@ -33,7 +32,7 @@ class SiglipMLP(nn.Module):
         self.fc2 = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        return self.fc2(activated(self.fc1, x, "gelu_pytorch_tanh"))
 
 
 class SiglipLayer(nn.Module):

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.attention import Attention, LayerCache, Rope
+from model.attention import Attention, LayerCache, Rope, keep_positions
 from model.common import UserError
 from model.config import PaliGemmaConfig
 from model.differential import hand_over, sizes
@@ -233,12 +233,13 @@ class WingsAttention(Attention):
         self.router = Router() if config.routed else None
 
     def forward(
-        self, x: torch.Tensor, rope: Sides, mask: torch.Tensor | None = None, cache: WingsCache | None = None
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, rope: Sides, mask: torch.Tensor | None = None, cache: WingsCache | None = None,
+        positions: int | torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         main, of_visual, of_textual = (cache.main, cache.visual, cache.textual) if cache is not None else (None,) * 3
         visual = self.visual(x, rope, rope.visual, of_visual)
         if self.router is None:
-            return super().forward(x, rope, mask, main) + visual
+            return keep_positions(super().forward(x, rope, mask, main) + visual, positions)
         textual, seen, outer = self.textual(x, rope, rope.textual, of_textual), [], self.tap
 
         def tap(weights: torch.Tensor) -> None:
@@ -252,7 +253,7 @@ class WingsAttention(Attention):
         finally:
             self.tap = outer
         of_picture, of_text = seen[0].split(1, dim=-1)
-        return attended + of_picture * visual + of_text * textual
+        return keep_positions(attended + of_picture * visual + of_text * textual, positions)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

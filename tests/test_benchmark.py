@@ -14,7 +14,7 @@ from model.config import PRESETS
 from model.generate import CompiledStep, generate
 from train import benchmark, benchmark_sides
 from train.benchmark_estimate import estimate, memory
-from train.benchmark_sides import OURS, SECTIONS, STEPS, THEIRS, Setup, Work, prompt, random_state
+from train.benchmark_sides import COMPILED, OURS, SECTIONS, STEPS, THEIRS, Setup, Work, prompt, random_state
 from train.benchmark_timing import Row, in_own_process, spell_seconds, table, take_turns
 
 CPU = torch.device("cpu")
@@ -100,6 +100,7 @@ def test_flops_are_those_of_the_products(setup, monkeypatch):
     # the projector is not counted as a layer, and behind the last attention only one position goes on
     counted -= 2 * 3 * setup.config.num_image_tokens * vision.hidden_size * text.hidden_size
     counted += 2 * 3 * (length - 1) * 3 * text.hidden_size * text.intermediate_size
+    counted += 2 * 3 * (length - 1) * text.num_attention_heads * text.head_dim * text.hidden_size
     assert benchmark_sides.matmul_flops(setup, 3, length, 3, False) == counted
     head = 2 * 3 * text.vocab_size * text.hidden_size
     with_backward = benchmark_sides.matmul_flops(setup, 3, length, 3, True)
@@ -127,6 +128,20 @@ def test_shares_of_the_limits():
     note = benchmark.notes(row, OURS, Work(print, flops=2e12, moved=3e11), {}, (8e12, 2e12))
     assert note == f"50 % of 8 TFLOP/s, 30 % of 2000 GB/s, {500 / STEPS:.2f} ms a step"
     assert benchmark.notes(row, OURS, Work(print, flops=2e12), {}, None) == ""
+
+
+def test_a_compiled_side_is_measured_where_it_is_asked_for(tmp_path, setup, monkeypatch):
+    """Breaks when --compile times the eager steps again, or the default waits for a compiler."""
+    used = []
+    monkeypatch.setattr(benchmark_sides, "CompiledStep",
+                        lambda model: used.append(1) or CompiledStep(model, backend="eager"))  # fmt: skip
+    torch._dynamo.reset()
+    plain = run(tmp_path, "--section", "decode")["rows"]
+    assert not used and all(COMPILED not in row["sides"] for row in plain)
+    for row in run(tmp_path, "--section", "decode", "--compile")["rows"]:
+        assert list(row["sides"]) == [OURS, COMPILED, THEIRS] and row["sides"][COMPILED]["ratio"] > 0
+        assert row["sides"][COMPILED]["note"].endswith("tokens as transformers")
+    assert len(used) == 3
 
 
 def test_the_command(tmp_path, setup, capsys):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch._dynamo.testing import CompileCounter
 
 from eval import attention, needle, pope, run, scenes, vqa
 from eval.datasets import ABSENT, NeedleTest, read_needle_tests
@@ -17,6 +18,7 @@ from model.attention import attention_modules
 from model.common import UserError
 from model.config import PRESETS
 from model.differential import graft
+from model.generate import CompiledStep
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER
@@ -97,6 +99,19 @@ def test_batched_answers_are_those_of_one_by_one(model, processor, batch_size):
     single = run.ask_one_by_one(model, processor, asks, max_new_tokens=6)
     assert run.ask_all(model, processor, asks, max_new_tokens=6, batch_size=batch_size) == single
     assert len(set(single)) > 5  # a model that says always the same could not tell
+
+
+def test_compiled_answers_are_those_of_one_by_one(model, processor, monkeypatch):
+    """The compiled step sees another prompt, or the last, smaller batch is compiled anew."""
+    asks = questions_on()
+    single = run.ask_one_by_one(model, processor, asks, max_new_tokens=6)
+    torch._dynamo.reset()
+    counter, steps = CompileCounter(), []
+    compiled = CompiledStep(model, backend=counter)
+    step = CompiledStep.__call__
+    monkeypatch.setattr(CompiledStep, "__call__", lambda *args: steps.append(len(args[1])) or step(*args))
+    assert run.ask_all(model, processor, asks, max_new_tokens=6, batch_size=8, compiled=compiled) == single
+    assert set(steps) == {8} and counter.frame_count == 1 and len(asks) % 8
 
 
 def test_several_pictures_in_one_prompt(model, processor):

@@ -16,10 +16,11 @@ import model.differential as differential
 import model.linear as linear_module
 import model.paligemma as paligemma
 from lora import adapter
+from lora.layer import LoRALinear
 from model.common import UserError
 from model.config import PRESETS
 from model.generate import CompiledStep, generate
-from model.linear import Linear, linear
+from model.linear import Linear, activated, linear
 from model.paligemma import initialize
 from model.processor import Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER
@@ -41,7 +42,7 @@ def onednn(monkeypatch):
         pytest.skip("this PyTorch has no oneDNN")
     honest, calls = linear_module._product, []
     monkeypatch.setattr(linear_module, "LARGE", 0)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(linear_module, "_wide", True)
     monkeypatch.setattr(linear_module, "_product", lambda *args: calls.append(1) or honest(*args))
     return calls
 
@@ -99,6 +100,45 @@ def test_where_onednn_is_not_asked(onednn):
     assert not onednn
     layer(x)
     assert onednn
+
+
+@pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "silu"])
+def test_an_activation_within_the_product_is_the_activation(activation, onednn):
+    """Breaks when oneDNN is asked for another GELU, a bias is lost, or gradients, LoRA and 8 bits are passed by."""
+    torch.manual_seed(0)
+    layer, x = Linear(24, 40), torch.randn(3, 5, 24)
+    exact = linear_module.ACTIVATIONS[activation](F.linear(x.double(), layer.weight.double(), layer.bias.double()))
+    learned = activated(layer, x, activation)
+    assert learned.requires_grad and relative_error(learned, exact) < 1e-6
+    asked = []
+    hook = layer.register_forward_hook(lambda *_: asked.append(1))
+    with torch.no_grad():
+        assert relative_error(activated(layer, x, activation), exact) < 1e-6
+        assert bool(asked) == (activation == "silu")  # the fused product does not call the layer
+    hook.remove()
+    adapted = LoRALinear(layer, 2, 4.0)
+    nn.init.normal_(adapted.lora.lora_B.weight)
+    with torch.no_grad():
+        expected = linear_module.ACTIVATIONS[activation](adapted(x))
+        assert torch.equal(activated(adapted, x, activation), expected) and relative_error(expected, exact) > 1e-2
+
+
+@pytest.mark.parametrize("shape", [(1, 24), (1, 1, 24), (2, 1, 24), (2, 2, 24), (3, 24), (5, 24)])
+def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
+    """Breaks when the doubled vector's copy is returned, rows are exchanged, or the result has gaps in memory."""
+    monkeypatch.setattr(linear_module, "WORTH_IT", 0)
+    monkeypatch.setattr(linear_module, "_wide", True)
+    torch.manual_seed(0)
+    rows, bias = torch.Size(shape[:-1]).numel(), torch.randn(40)
+    for x in (torch.randn(shape), torch.randn(*shape[:-1], 48)[..., ::2], torch.randn(24, *shape[:-1]).movedim(0, -1)):
+        for weight in (torch.randn(40, 24), torch.randn(24, 40).T):
+            assert not linear_module.rows_are_few(x, weight, None)  # gradients may be asked for
+            with torch.no_grad():
+                assert linear_module.rows_are_few(x, weight, None) == (rows <= 4)
+                assert not linear_module.rows_are_few(x, weight, bias)
+                y = linear(x, weight)
+            assert y.is_contiguous() and y.shape == (*shape[:-1], 40)
+            assert relative_error(y, F.linear(x.double(), weight.double())) < 1e-6
 
 
 # --- attention, row by row -------------------------------------------------------------------------------------------
@@ -183,6 +223,32 @@ def test_a_model_computes_the_same(onednn):
     assert relative_error(results[0][0], results[1][0]) < 2e-5
     for name, gradient in results[1][1].items():
         assert relative_error(results[0][1][name], gradient) < 5e-4 or gradient.abs().max() < 1e-6, name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_queries_that_nobody_keeps_are_not_asked(variant, monkeypatch):
+    """Breaks when a kept query meets another's mask, values or gate, or gets another gradient than among all."""
+    model, prompts = grafted(variant), prompt_of()
+    asked = []
+    for module in attention.attention_modules(model.language_model).values():
+        mix = module.mix
+        monkeypatch.setattr(module, "mix", lambda x, q, *rest, mix=mix: asked.append(q.shape[2]) or mix(x, q, *rest))
+    width = prompts["input_ids"].shape[1]
+    leaves = [p for p in model.parameters() if p.requires_grad]
+    every = model(**prompts)
+    for kept in (3, torch.tensor([width - 1, 2]), torch.tensor([[1, 4], [4, 3]])[: len(every)]):
+        asked.clear()
+        some = model(**prompts, positions_to_keep=kept)
+        assert asked[:-1] == [width] * (len(asked) - 1) and asked[-1] == some.shape[1] < width
+        expected = attention.keep_positions(every, kept)
+        assert relative_error(some, expected) < 2e-6
+        of_some, of_all = (torch.autograd.grad(t.square().sum(), leaves, retain_graph=True) for t in (some, expected))
+        largest = max(gradient.abs().max() for gradient in of_all)
+        for mine, theirs in zip(of_some, of_all, strict=True):  # some are zero but for rounding
+            assert (mine - theirs).abs().max() <= 1e-6 * largest + 1e-5 * theirs.abs().max()
+    boolean = torch.zeros(every.shape[:2], dtype=torch.bool)
+    boolean[0, 1] = boolean[-1, :3] = True  # rows keep unequally many
+    assert relative_error(model(**prompts, positions_to_keep=boolean), every[boolean]) < 2e-6
 
 
 # --- the loss --------------------------------------------------------------------------------------------------------
@@ -376,5 +442,16 @@ def test_a_memory_that_is_no_cache_is_not_compiled():
     """Breaks when a recurrent model's state is treated as keys and values."""
     model = ours(hf_model(1))
     model.new_cache = lambda capacity: [object()]
-    with pytest.raises((UserError, AttributeError)):
+    with pytest.raises(UserError, match="with no key/value cache"):
         CompiledStep(model, backend="eager").open(1, 8)
+
+
+def test_a_compiler_that_cannot_work_is_one_line():
+    """Breaks when a machine without a C++ compiler gets a page of traceback for --compile."""
+    def fails(*_):
+        raise OSError("no working C++ compiler")
+
+    torch._dynamo.reset()
+    model = ours(hf_model(1))
+    with pytest.raises(UserError, match=r"^torch.compile: .*no working C\+\+ compiler.*: install .* --compile$"):
+        generate(model, **batch(hf_model(1)), max_new_tokens=2, compiled=CompiledStep(model, backend=fails))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import model.attention as attention
 import model.gemma as gemma
+import model.linear as linear
 from tests.reference import batch, hf_forward, hf_model, ours, relative_error, reload_hf
 
 GATE = 1e-6
@@ -17,7 +18,7 @@ ROWS = ((5, 4), (3, 9), (1, 1))
 
 
 def gelu_erf(patch, model):
-    patch.setitem(gemma.ACTIVATIONS, "gelu_pytorch_tanh", F.gelu)
+    patch.setitem(linear.ACTIVATIONS, "gelu_pytorch_tanh", F.gelu)
 
 
 def vision_gelu_erf(patch, model):

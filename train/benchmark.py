@@ -30,7 +30,19 @@ from model.common import UserError, run_command, write_text
 from model.config import PRESETS
 from model.processor import Processor
 from train.benchmark_estimate import estimate
-from train.benchmark_sides import OURS, SECTIONS, STEPS, THEIRS, Setup, Work, geometry, our_model, prompt, random_state
+from train.benchmark_sides import (
+    COMPILED,
+    OURS,
+    SECTIONS,
+    STEPS,
+    THEIRS,
+    Setup,
+    Work,
+    geometry,
+    our_model,
+    prompt,
+    random_state,
+)
 from train.benchmark_timing import (
     Row,
     copy_bandwidth,
@@ -73,8 +85,8 @@ GPU_ROWS = ("LoRA step of 3B in bf16, batch 16", "LoRA step of 3B in bf16, batch
 def measure(section: str, setup: Setup, args: argparse.Namespace) -> list[Row]:
     """Every row of a section: times, then the peaks. A side that is not installed is told of and left out."""
     make, sides, against = SECTIONS[section]
-    if section == "train" and setup.on_gpu:
-        sides = (OURS, f"{OURS}, compiled", THEIRS)
+    if section in ("decode", "train") and args.compile:
+        sides = (OURS, COMPILED, THEIRS)
     state = random_state(setup.config, setup.dtype, setup.device)
     works: dict[str, dict[str, Work]] = {}
     for side in sides:
@@ -86,7 +98,7 @@ def measure(section: str, setup: Setup, args: argparse.Namespace) -> list[Row]:
             print(f"{section}, {side}: {error}", file=sys.stderr)
     rows = []
     limits = (matmul_peak(setup.device, setup.dtype), copy_bandwidth(setup.device)) if setup.on_gpu else None
-    for name in works[sides[0]]:
+    for name in dict.fromkeys(name for of_side in works.values() for name in of_side):
         taking_part = {side: of_side[name] for side, of_side in works.items() if name in of_side}
         seconds = take_turns({side: work.run for side, work in taking_part.items()},
                              args.rounds or ROUNDS.get(section, 7), setup.device)  # fmt: skip
@@ -115,7 +127,7 @@ def notes(row: Row, side: str, work: Work, all_works: dict[str, Work], limits: t
     if limits and work.moved:
         found.append(f"{100 * work.moved / row.median(side) / limits[1]:.0f} % of {limits[1] / 1e9:.0f} GB/s")
         found.append(f"{1e3 * row.median(side) / STEPS:.2f} ms a step")
-    if side == OURS and work.result and len(all_works) > 1 and all_works[THEIRS].result:
+    if side in (OURS, COMPILED) and work.result and THEIRS in all_works and all_works[THEIRS].result:
         ours, theirs = ([*map(str, torch.as_tensor(r).flatten().tolist())] if isinstance(r, torch.Tensor) else r
                         for r in (work.result(), all_works[THEIRS].result()))  # fmt: skip
         same = sum(a == b for a, b in zip(ours, theirs, strict=True))
@@ -324,6 +336,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=DTYPE_FLAGS, help="weights (default: bf16 for 3b and on CUDA, else fp32)")
     parser.add_argument("--rounds", type=int, help="rounds of each row (default: 7; load 3, decode 5)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction,
+                        help="measure generation and training with torch.compile too (default: on CUDA)")  # fmt: skip
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True,
                         help="measure each side's peak in a process of its own (default: --memory)")  # fmt: skip
     parser.add_argument("--folder", type=Path, help="model folder for section load (default: made, and removed)")
@@ -350,6 +364,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--device {args.device}: {message}: take cpu, or a GPU that is there") from None
     args.dtype = args.dtype or ("bf16" if args.geometry == "3b" or args.device != "cpu" else "fp32")
     setup = make_setup(args.geometry, args.device, args.dtype, args.threads)
+    args.compile = setup.on_gpu if args.compile is None else args.compile
     left_out = {"mamba"} | ({"linear"} if setup.on_gpu or args.dtype != "fp32" else set())
     chosen = args.section or [section for section in sections if section not in left_out]
     rows: list[Row] = []

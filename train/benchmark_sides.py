@@ -25,7 +25,7 @@ from model.generate import CompiledStep, generate, last_valid
 from model.linear import _product, linear
 from model.paligemma import PaliGemma
 from model.processor import Batch, Processor
-from train.benchmark_timing import OURS, THEIRS
+from train.benchmark_timing import COMPILED, OURS, THEIRS
 from train.data import MicroBatch, supervised
 from train.finetune import free_sizes, supervised_loss
 from train.optim import Rule, make_adamw, parameter_groups, trainable
@@ -172,21 +172,20 @@ def prefill(setup: Setup, side: str, state: State) -> dict[str, Work]:
 
 
 def decode(setup: Setup, side: str, state: State) -> dict[str, Work]:
-    """ANSWER new tokens, greedily, picture and prompt included; on a GPU also the decoding steps by themselves."""
-    model = (our_model if side == OURS else their_model)(setup, state)
-    compiled = CompiledStep(model) if side == OURS and setup.on_gpu else None
+    """ANSWER new tokens, greedily, picture and prompt included; on a GPU also the compiled steps by themselves."""
+    model = (their_model if side == THEIRS else our_model)(setup, state)
     works = {}
     for rows in (1, 4, 16):
-        inputs = prompt(setup, rows)
+        inputs, compiled = prompt(setup, rows), CompiledStep(model) if side == COMPILED else None
 
-        def run(inputs=inputs):
-            if side == OURS:
+        def run(inputs=inputs, compiled=compiled):
+            if side != THEIRS:
                 return torch.stack(generate(model, **inputs, max_new_tokens=ANSWER, compiled=compiled))
             out = model.generate(**inputs, max_new_tokens=ANSWER, do_sample=False)
             return out[:, inputs["input_ids"].shape[1] :]
 
         works[f"{ANSWER} tokens, batch {rows}"] = Work(run, result=run)
-        if compiled is not None:
+        if compiled is not None and setup.on_gpu:
             works[f"{STEPS} steps alone, batch {rows}"] = decode_steps(model, CompiledStep(model), inputs)
     return works
 
@@ -225,7 +224,7 @@ def train(setup: Setup, side: str, state: State) -> dict[str, Work]:
     if setup.on_gpu:
         plans = {"batch 16, r 32": {"batch": 16}, "batch 4, r 32, checkpointing": {"checkpointing": True}}
         setup = replace(setup, targets=DECODER, r=32)
-    step = {OURS: our_step, f"{OURS}, compiled": our_compiled_step, THEIRS: their_step}[side]
+    step = {OURS: our_step, COMPILED: our_compiled_step, THEIRS: their_step}[side]
     length = setup.config.num_image_tokens + PREFIX + SUFFIX
     works = {}
     for name, plan in plans.items():

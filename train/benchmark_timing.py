@@ -20,7 +20,7 @@ import torch
 
 from model.common import UserError
 
-OURS, THEIRS = "ours", "transformers"
+OURS, COMPILED, THEIRS = "ours", "ours, compiled", "transformers"
 
 
 @dataclass
