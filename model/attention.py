@@ -238,13 +238,13 @@ def row_attention(
 
     bias = None if mask is None else torch.zeros_like(mask, dtype=v.dtype).masked_fill_(~mask, -torch.inf)
     factor = None if factor is None else parts(factor.expand(-1, -1, queries, -1))
-    sides = [*(parts(q * scale) for q, _ in maps), *(k.flatten(0, 1) for _, k in maps)]
+    sides = [*(parts(q) for q, _ in maps), *((k * scale).flatten(0, 1) for _, k in maps)]  # keys have fewer heads
     return _RowAttention.apply(v.flatten(0, 1), factor, bias, apart, *sides).view(rows, heads, queries, -1)
 
 
 def blend(first: torch.Tensor, second: torch.Tensor, factor: torch.Tensor, apart: bool) -> torch.Tensor:
     """first − factor · second, or `apart`, first + factor · (first − second): exactly `first` where both are equal."""
-    return torch.addcmul(first, factor, first - second if apart else second, value=1 if apart else -1)
+    return torch.lerp(first, second, -factor) if apart else torch.addcmul(first, factor, second, value=-1)
 
 
 class _RowAttention(torch.autograd.Function):
@@ -285,7 +285,7 @@ class _RowAttention(torch.autograd.Function):
                 sign, by_row = 1 if ctx.apart else -1, factor[part]
                 other = maps[0] - maps[1] if ctx.apart else maps[1]
                 whole = torch.addcmul(maps[0], by_row, other, value=sign)
-                grad_factor.append((other * of_whole).sum(-1, keepdim=True) * sign)
+                grad_factor.append(torch.linalg.vecdot(other, of_whole)[:, None] * sign)
                 weights = [1 + by_row if ctx.apart else None, -by_row]
             grad_v.append(linear(of_rows.T, whole.T).T)  # oneDNN copies a transposed first operand: the narrow one
             for n, weight in enumerate(weights):
