@@ -65,7 +65,6 @@ class CompiledStep:
         return self.model(token, None, types, valid * written, cache=cache)[:, -1]
 
 
-@torch.no_grad()
 def generate(
     model: PaliGemma,
     input_ids: torch.Tensor,
@@ -93,42 +92,45 @@ def generate(
             f"max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}: expected at least 1, "
             "at least 0, and in (0, 1]"
         )
-    rows, prompt = input_ids.shape
-    if attention_mask is None:
-        attention_mask = torch.ones_like(input_ids)
-    capacity = prompt + max_new_tokens
-    cache = model.new_cache(capacity) if compiled is None else compiled.open(rows, capacity)
-    # valid and types of all positions that will ever be: new tokens are valid, and causal
-    new = attention_mask.new_ones(rows, (capacity if compiled is None else cache[0].capacity) - prompt)
-    valid, types = torch.cat((attention_mask, new), dim=1), torch.cat((token_type_ids, new), dim=1)
-    logits = model(
-        input_ids, pixel_values=pixel_values, token_type_ids=token_type_ids, attention_mask=attention_mask,
-        positions_to_keep=last_valid(attention_mask), image_features=image_features, image_index=image_index,
-        cache=cache,
-    )  # fmt: skip
-    logits = logits[:, -1]
-    if compiled is not None:
-        compiled.seal()
-    tokens = torch.full((rows, max_new_tokens), model.config.eos_token_id, device=input_ids.device)
-    ended = torch.zeros(rows, dtype=torch.bool, device=input_ids.device)
-    check_every = CHECK_EVERY if input_ids.is_cuda else 1
-    for step in range(max_new_tokens):
-        token = torch.where(ended, model.config.eos_token_id, pick(logits, temperature, top_p, generator))
-        tokens[:, step] = token
-        ended |= token == model.config.eos_token_id
-        if step + 1 == max_new_tokens or (step + 1) % check_every == 0 and bool(ended.all()):
-            break
-        if compiled is not None:
-            logits = compiled(token, types, valid)
-            continue
-        seen = prompt + step + 1
+    # without a graph, and without the versions of tensors that one would need: a step is short
+    with torch.inference_mode() if compiled is None else torch.no_grad():
+        rows, prompt = input_ids.shape
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        capacity = prompt + max_new_tokens
+        cache = model.new_cache(capacity) if compiled is None else compiled.open(rows, capacity)
+        # valid and types of all positions that will ever be: new tokens are valid, and causal
+        new = attention_mask.new_ones(rows, (capacity if compiled is None else cache[0].capacity) - prompt)
+        valid, types = torch.cat((attention_mask, new), dim=1), torch.cat((token_type_ids, new), dim=1)
         logits = model(
-            token[:, None], pixel_values=None, token_type_ids=types[:, :seen], attention_mask=valid[:, :seen],
+            input_ids, pixel_values=pixel_values, token_type_ids=token_type_ids, attention_mask=attention_mask,
+            positions_to_keep=last_valid(attention_mask), image_features=image_features, image_index=image_index,
             cache=cache,
-        )[:, -1]  # fmt: skip
-    is_end = tokens[:, : step + 1] == model.config.eos_token_id
-    lengths = torch.where(is_end.any(1), is_end.long().argmax(1) + 1, step + 1)
-    return [row[:length] for row, length in zip(tokens, lengths.tolist(), strict=True)]
+        )  # fmt: skip
+        logits = logits[:, -1]
+        if compiled is not None:
+            compiled.seal()
+        tokens = torch.full((rows, max_new_tokens), model.config.eos_token_id, device=input_ids.device)
+        ended = torch.zeros(rows, dtype=torch.bool, device=input_ids.device)
+        check_every = CHECK_EVERY if input_ids.is_cuda else 1
+        for step in range(max_new_tokens):
+            token = torch.where(ended, model.config.eos_token_id, pick(logits, temperature, top_p, generator))
+            tokens[:, step] = token
+            ended |= token == model.config.eos_token_id
+            if step + 1 == max_new_tokens or (step + 1) % check_every == 0 and bool(ended.all()):
+                break
+            if compiled is not None:
+                logits = compiled(token, types, valid)
+                continue
+            seen = prompt + step + 1
+            logits = model(
+                token[:, None], pixel_values=None, token_type_ids=types[:, :seen], attention_mask=valid[:, :seen],
+                cache=cache,
+            )[:, -1]  # fmt: skip
+        is_end = tokens[:, : step + 1] == model.config.eos_token_id
+        lengths = torch.where(is_end.any(1), is_end.long().argmax(1) + 1, step + 1)
+    rows_and_lengths = zip(tokens, lengths.tolist(), strict=True)
+    return [row[:length].clone() for row, length in rows_and_lengths]  # tensors like any others
 
 
 def last_valid(attention_mask: torch.Tensor) -> torch.Tensor:

@@ -71,6 +71,16 @@ def test_batched_equals_single_and_right_padding_equals_left():
         assert generate(model, **right, max_new_tokens=12)[0].tolist() == together[row].tolist()
 
 
+def test_what_is_generated_can_be_trained_on():
+    """Breaks when the new tokens carry the mark of inference mode: then no backward pass may meet them."""
+    hf = hf_model(1)
+    model = ours(hf)
+    (ids,) = generate(model, **batch(hf, ((4, 0),)), max_new_tokens=3)
+    assert not ids.is_inference()
+    model(ids[None], None, torch.ones_like(ids)[None]).square().sum().backward()
+    assert model.language_model.embed_tokens.weight.grad.abs().sum() > 0
+
+
 def test_it_stops_when_every_row_has_ended(monkeypatch):
     """Breaks when decoding goes on after the last row's end token, or stops while a row still speaks."""
     hf = hf_model(1)
