@@ -100,9 +100,18 @@ class Reparametrised(Differential):
         second = (self.lambda_q2.float() * self.lambda_k2.float()).sum(-1, keepdim=True).exp()
         return first - second + self.lambda_init
 
-    def normalise(self, heads: torch.Tensor) -> torch.Tensor:
-        """Heads (B, N, S, D) in fp32, each normalised over its D."""
-        return heads if self.subln is None else self.subln(heads) * (1 - self.lambda_init)
+    def normalise(self, heads: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """scale·heads (B, N, S, D) in fp32, each normalised over its D; scale (1,), None for 1.
+
+        s·x / √(s²·m + ε) = sign(s)·x / √(m + ε/s²): one pass less, and in the gradient of s nothing is left to cancel.
+        """
+        if self.subln is None:
+            return heads if scale is None else scale * heads
+        epsilon, gain = self.subln.eps, self.subln.weight * (1 - self.lambda_init)
+        if scale is not None:
+            epsilon, gain = epsilon / scale**2, gain * scale.sign()
+        mean_square = torch.linalg.vecdot(heads, heads)[..., None] / self.head_dim
+        return heads * torch.rsqrt(mean_square + epsilon) * gain
 
 
 class Shared(Reparametrised):
@@ -122,7 +131,7 @@ class Shared(Reparametrised):
 
     def mix(self, x, q, k, v, mask) -> torch.Tensor:
         heads = self.softmax_attention(q, k, v, mask)
-        return self.normalise((1 - self.coefficient()) * heads.float()).to(heads.dtype)
+        return self.normalise(heads.float(), 1 - self.coefficient()).to(heads.dtype)
 
 
 class Split(Reparametrised):

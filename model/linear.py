@@ -16,7 +16,7 @@ FEW, WORTH_IT = 4, 1 << 16  # rows that count as few, and elements of a weight f
 
 ACTIVATIONS = {"gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
 
-_wide = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkl.is_available()
+_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
 _product = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # oneDNN's x·Wᵀ + b; PyTorch's compiler uses it too
 
 
@@ -83,6 +83,7 @@ def rows_are_few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         and weight.numel() >= WORTH_IT
         and x.dtype == weight.dtype == torch.float32
         and _wide
+        and torch.backends.mkl.is_available()
         and not torch.is_autocast_enabled("cpu")
     )
 
