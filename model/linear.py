@@ -16,7 +16,9 @@ FEW, WORTH_IT = 4, 1 << 16  # rows that count as few, and elements of a weight f
 
 ACTIVATIONS = {"gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
 
+# asked once: the compiler cannot look into either
 _wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+_has_mkl = torch.backends.mkl.is_available()
 _product = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # oneDNN's x·Wᵀ + b; PyTorch's compiler uses it too
 
 
@@ -83,7 +85,7 @@ def rows_are_few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         and weight.numel() >= WORTH_IT
         and x.dtype == weight.dtype == torch.float32
         and _wide
-        and torch.backends.mkl.is_available()
+        and _has_mkl
         and not torch.is_autocast_enabled("cpu")
     )
 

@@ -128,6 +128,7 @@ def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
     """Breaks when the doubled vector's copy is returned, rows are exchanged, or the result has gaps in memory."""
     monkeypatch.setattr(linear_module, "WORTH_IT", 0)
     monkeypatch.setattr(linear_module, "_wide", True)
+    monkeypatch.setattr(linear_module, "_has_mkl", True)
     torch.manual_seed(0)
     rows, bias = torch.Size(shape[:-1]).numel(), torch.randn(40)
     for x in (torch.randn(shape), torch.randn(*shape[:-1], 48)[..., ::2], torch.randn(24, *shape[:-1]).movedim(0, -1)):
@@ -139,6 +140,9 @@ def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
                 y = linear(x, weight)
             assert y.is_contiguous() and y.shape == (*shape[:-1], 40)
             assert relative_error(y, F.linear(x.double(), weight.double())) < 1e-6
+    torch._dynamo.reset()
+    with torch.no_grad():  # a compiled step of decoding goes the same way, and the compiler must see all of it
+        assert torch.equal(torch.compile(linear, backend="eager", fullgraph=True)(x, weight), y)
 
 
 # --- attention, row by row -------------------------------------------------------------------------------------------
