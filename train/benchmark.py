@@ -72,7 +72,7 @@ TITLES = {
     "linear": "Products on a CPU, forward and backward",
     "mamba": "Mamba and Q-Mamba",
 }
-ROUNDS = {"load": 3, "decode": 5}  # of the others 7
+ROUNDS = {"load": 3, "decode": 5, "attention": 15}  # of the others 7; variants differ by little
 GPU_ROWS = ("LoRA step of 3B in bf16, batch 16", "LoRA step of 3B in bf16, batch 4, checkpointing: memory",
             "decoding of 3B in bf16, batch 1", "variants of attention on a GPU")  # fmt: skip
 
@@ -334,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                         help=f"3b or one of {', '.join(PRESETS)} (default: %(default)s)")  # fmt: skip
     parser.add_argument("--device", help="cpu, cuda, … (default: cuda if there is one)")
     parser.add_argument("--dtype", choices=DTYPE_FLAGS, help="weights (default: bf16 for 3b and on CUDA, else fp32)")
-    parser.add_argument("--rounds", type=int, help="rounds of each row (default: 7; load 3, decode 5)")
+    parser.add_argument("--rounds", type=int, help="rounds of each row (default: 7; load 3, decode 5, attention 15)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction,
                         help="measure generation and training with torch.compile too (default: on CUDA)")  # fmt: skip
