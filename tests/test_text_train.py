@@ -74,6 +74,15 @@ def test_rows_are_full_of_whole_documents(corpus):
         at = part.stop
 
 
+@pytest.mark.parametrize("length", [64, 65, 66, 97, 101])
+def test_examples_are_never_cut(length, corpus):
+    """Breaks when the last example's answer, or the end, does not fit into a row that is nearly full."""
+    tasks, settings = Tasks(corpus, "train"), replace(SETTINGS, length=length, needles=0.0, examples=1.0)
+    first = [draw_row(corpus, tasks, settings, number)[0] for number in range(200)]
+    assert all(document[-1] == EOS for document in first)
+    assert max(map(len, first)) > length - 3  # as many as fit
+
+
 def test_the_order_starts_anywhere(corpus):
     """Breaks when a resumed run sees other rows than an uninterrupted one, or two seeds or steps the same."""
     settings = replace(SETTINGS, accumulate=2, tokens=2 * 2 * 128 * 6)

@@ -123,7 +123,8 @@ def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -
             document = tasks.needles(dice, length, needles, queries).ids
         elif room >= SHORTEST and kind < settings.needles + settings.examples:
             examples, classes = dice.randint(4, min(32, room // 3)), dice.randint(1, SHOWN)  # of one class: a start
-            document = tasks.examples(*tasks.episode(dice, examples, classes)).ids
+            while len(document := tasks.examples(*tasks.episode(dice, examples, classes)).ids) > room + 1:
+                examples -= 1  # with its question and its end it must fit
         else:
             start = dice.randrange(len(ids))
             end = starts[torch.searchsorted(starts, start, right=True)]
