@@ -284,7 +284,7 @@ class _RowAttention(torch.autograd.Function):
             if factor is not None:
                 sign, by_row = 1 if ctx.apart else -1, factor[part]
                 other = maps[0] - maps[1] if ctx.apart else maps[1]
-                whole = torch.addcmul(maps[0], by_row, other, value=sign)
+                whole = blend(*maps, by_row, ctx.apart)
                 grad_factor.append(torch.linalg.vecdot(other, of_whole)[:, None] * sign)
                 weights = [1 + by_row if ctx.apart else None, -by_row]
             grad_v.append(linear(of_rows.T, whole.T).T)  # oneDNN copies a transposed first operand: the narrow one

@@ -121,13 +121,15 @@ class Gemma(nn.Module):
         rope = Rope(positions, self.config.rope_theta)
         if cache is not None and cache[0].position is not None:
             queries = cache[0].position
-        full = attention_mask(valid, types, queries, documents=documents)
-        sliding = full
+        may_look = x.device.type == "cpu" and not torch.compiler.is_compiling()  # a GPU would have to be waited for
+
+        def mask(window: int | None = None) -> torch.Tensor | None:
+            seen = attention_mask(valid, types, queries, window, documents=documents)
+            return None if may_look and bool(seen.all()) else seen
+
+        full = sliding = mask()
         if self.config.sliding_window is not None and valid.shape[1] > self.config.sliding_window:
-            sliding = attention_mask(valid, types, queries, self.config.sliding_window, documents=documents)
-        if x.device.type == "cpu" and not torch.compiler.is_compiling():  # a GPU would have to be waited for
-            is_same, full = sliding is full, None if bool(full.all()) else full
-            sliding = full if is_same else None if bool(sliding.all()) else sliding
+            sliding = mask(self.config.sliding_window)
         return rope, full, sliding
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -66,12 +66,9 @@ def onednn_is_faster(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether oneDNN multiplies x (…, in) by weight (…, out, in) faster than F.linear."""
     return (
         (x.numel() * weight.shape[-2] >= LARGE or weight.numel() >= LARGE >> 3)
-        and x.device.type == "cpu"
-        and x.dtype == weight.dtype == torch.float32
-        and _wide
+        and _is_wide_fp32(x, weight)
         and _product is not None
         and torch.backends.mkldnn.enabled
-        and not torch.is_autocast_enabled("cpu")
     )
 
 
@@ -80,12 +77,19 @@ def rows_are_few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return (
         bias is None
         and not torch.is_grad_enabled()
-        and x.device.type == "cpu"
         and x.numel() <= FEW * x.shape[-1]
         and weight.numel() >= WORTH_IT
+        and _is_wide_fp32(x, weight)
+        and _has_mkl
+    )
+
+
+def _is_wide_fp32(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether x·Wᵀ is a product in fp32 on a CPU with AVX-512."""
+    return (
+        x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and _wide
-        and _has_mkl
         and not torch.is_autocast_enabled("cpu")
     )
 

@@ -8,7 +8,7 @@ from model.generate import generate
 from model.mamba import MambaConfig
 from tests.reference import relative_error
 from train import benchmark_mamba
-from train.benchmark_mamba import COMPILED, Sizes, chart, language_models, mixer_run, mixers, rows, steps_after
+from train.benchmark_mamba import COMPILED_PEER, Sizes, chart, language_models, mixer_run, mixers, rows, steps_after
 from train.benchmark_timing import OURS, THEIRS, table
 
 SIZES = Sizes(MambaConfig(hidden_size=32, num_hidden_layers=1), lengths=(8, 16), base=PRESETS["tiny"],
@@ -29,7 +29,7 @@ def test_every_row_is_there(uncompiled, monkeypatch):
     assert [(row.work, row.against) for row in mixer] == [
         (f"mixer, {length} positions, forward{more}{peer}", against)
         for length in (8, 16) for more in ("", " and backward")
-        for peer, against in (("", THEIRS), (", compiled peer", COMPILED))
+        for peer, against in (("", THEIRS), (", compiled peer", COMPILED_PEER))
     ]  # fmt: skip
     assert [len(row.seconds[OURS]) for row in mixer] == [2, 2, 2, 2, 2, 2, 1, 2]
     assert [row.work for row in found[len(mixer) :]] == ["one token after 4", "one token after 16",

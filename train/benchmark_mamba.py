@@ -24,7 +24,7 @@ from model.paligemma import PaliGemma, initialize
 from train.benchmark_timing import OURS, THEIRS, Row, take_turns
 from train.optim import count
 
-SECTION, COMPILED, TRANSFORMER = "mamba", f"{THEIRS}, compiled", "Gemma"
+SECTION, COMPILED_PEER, TRANSFORMER = "mamba", f"{THEIRS}, compiled", "Gemma"
 SLOW = 512  # positions from which transformers' eager backward pass runs once
 
 
@@ -72,7 +72,7 @@ def mixer_rows(device: torch.device | str, rounds: int, sizes: Sizes) -> list[Ro
         for backward in (False, True):
             work = f"mixer, {length:,} positions, forward" + (" and backward" if backward else "")
             runs = {side: mixer_run(mixer, h, backward) for side, mixer in sides.items()}
-            for against in (THEIRS, COMPILED):
+            for against in (THEIRS, COMPILED_PEER):
                 if against not in runs:
                     continue
                 pair = {OURS: runs[OURS], against: runs[against]}
@@ -82,11 +82,11 @@ def mixer_rows(device: torch.device | str, rounds: int, sizes: Sizes) -> list[Ro
                         pair[OURS]()
                     seconds = take_turns(pair, 1 if once else rounds, device, warmup=0 if once else 1)
                 except Exception as error:  # the compiler raises what it will
-                    if against != COMPILED:
+                    if against != COMPILED_PEER:
                         raise
-                    print(f"{work}, {COMPILED}: {str(error).splitlines()[0]}", file=sys.stderr)
+                    print(f"{work}, {COMPILED_PEER}: {str(error).splitlines()[0]}", file=sys.stderr)
                     continue
-                found.append(Row(SECTION, work + ", compiled peer" * (against == COMPILED), seconds, against))
+                found.append(Row(SECTION, work + ", compiled peer" * (against == COMPILED_PEER), seconds, against))
     return found
 
 
@@ -104,7 +104,7 @@ def mixers(config: MambaConfig, device: torch.device | str) -> dict[str, nn.Modu
     theirs = HFMixer(HFConfig.from_dict(config.to_dict()), 0)
     theirs.load_state_dict(ours.state_dict())
     sides[THEIRS] = theirs.to(device)
-    sides[COMPILED] = torch.compile(copy.deepcopy(theirs))
+    sides[COMPILED_PEER] = torch.compile(copy.deepcopy(theirs))
     return sides
 
 
