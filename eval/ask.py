@@ -48,15 +48,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     with torch.no_grad():
         features = model.encode_images(batch.pixel_values[first])
     rows = generate(
-        model, batch.input_ids, None, batch.token_type_ids, batch.attention_mask, args.max_new_tokens,
-        temperature=args.temperature, top_p=args.top_p, generator=torch.Generator(device).manual_seed(args.seed),
-        image_features=features, image_index=index,
-    )  # fmt: skip
+        model,
+        batch.input_ids,
+        None,
+        batch.token_type_ids,
+        batch.attention_mask,
+        args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        generator=torch.Generator(device).manual_seed(args.seed),
+        image_features=features,
+        image_index=index,
+    )
     answers = []
     for (name, prompt), row in zip(asked, rows, strict=True):
         text = processor.decode(row)
-        boxes = [{"label": label, "box": [round(side, 1) for side in box]}
-                 for label, box in parse_boxes(text, *images[name].size)]  # fmt: skip
+        boxes = [
+            {"label": label, "box": [round(side, 1) for side in box]}
+            for label, box in parse_boxes(text, *images[name].size)
+        ]
         answers.append({"image": name, "prompt": prompt, "answer": text, "boxes": boxes})
 
     if args.draw:

@@ -70,9 +70,12 @@ def laws(maps: Sequence[Look], is_picture: torch.Tensor) -> list[tuple[float, fl
 
 
 def overlays(
-    image: Image.Image, columns: Mapping[str, Sequence[Look]], is_picture: torch.Tensor, layers: Sequence[int],
+    image: Image.Image,
+    columns: Mapping[str, Sequence[Look]],
+    is_picture: torch.Tensor,
+    layers: Sequence[int],
     title: str,
-) -> Image.Image:  # fmt: skip
+) -> Image.Image:
     """The last query's attention on the picture, a picture a map; several maps of one of the `layers` (counted from 1)
     fill a row. With maps A1 and A2 their difference follows, red where A1 is larger and blue where A2 is.
 
@@ -109,18 +112,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--image", required=True, metavar="FILE", help="a picture")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="such as 'answer en Where is the dog?'")
     parser.add_argument(
-        "--token", type=int, default=0, metavar="N",
+        "--token",
+        type=int,
+        default=0,
+        metavar="N",
         help="answer token whose attention is drawn, counted from 0 (default: %(default)s)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--layers", type=int, nargs="+", metavar="N",
+        "--layers",
+        type=int,
+        nargs="+",
+        metavar="N",
         help="layers to draw, counted from 1 (default: four, from the first to the last)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the figures (default: runs/eval/MODEL/attention)"
     )
-    parser.add_argument("--json", action=argparse.BooleanOptionalAction, default=False,
-                        help="print JSON only (default: a table)")  # fmt: skip
+    parser.add_argument(
+        "--json", action=argparse.BooleanOptionalAction, default=False, help="print JSON only (default: a table)"
+    )
     args = parser.parse_args(argv)
     image = load_image(args.image)
     source, run, _ = model_of(args)
@@ -159,22 +169,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = args.out or Path("runs", "eval", title, "attention")
     chart = figures.line_chart(
         {name: list(enumerate(values, start=1)) for name, values in shares.items()},
-        f"{title}: attention on the picture", "layer", "LAWS, % of the weight of all queries",
-    )  # fmt: skip
+        f"{title}: attention on the picture",
+        "layer",
+        "LAWS, % of the weight of all queries",
+    )
     sheet = overlays(image, columns, is_picture, layers, f"{title}: attention that decides {token!r}")
     figures.save(chart, out / "laws.png")
     figures.save(sheet, out / "attention.png")
     if args.json:
-        print(json.dumps({
-            "answer": processor.decode(new), "token": token, "queries": len(is_picture),
-            "laws": {name: [{"picture": picture, "text": text} for picture, text in pairs]
-                     for name, pairs in measured.items()},
-            "deciding_query": {name: [value / 100 for value in values] for name, values in answers.items()},
-        }))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "answer": processor.decode(new),
+                    "token": token,
+                    "queries": len(is_picture),
+                    "laws": {
+                        name: [{"picture": picture, "text": text} for picture, text in pairs]
+                        for name, pairs in measured.items()
+                    },
+                    "deciding_query": {name: [value / 100 for value in values] for name, values in answers.items()},
+                }
+            )
+        )
         return
     print(f"{args.prompt} | {processor.decode(new)}")
-    print(f"% of the attention that falls on the picture: of all {len(is_picture)} queries (LAWS), and of the one that "
-          f"decides {token!r}")  # fmt: skip
+    print(
+        f"% of the attention that falls on the picture: of all {len(is_picture)} queries (LAWS), and of the one that "
+        f"decides {token!r}"
+    )
     print("     " + "".join(f"{name:>20}" for name in columns))
     print("layer" + f"{'LAWS':>11}{'deciding':>9}" * len(columns))
     for number in range(depth):

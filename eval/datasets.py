@@ -257,9 +257,13 @@ def _annotation(record: dict, where: str) -> Annotation:
     if isinstance(kinds, dict):  # GQA
         answer, structural = field(record, "answer", str, where), field(kinds, "structural", str, f"{where}: types")
         return Annotation(
-            _question_id(record, where), ({"answer": answer},), answer, "open" if structural == "query" else "binary",
-            structural, balanced=bool(record.get("isBalanced", True)),
-        )  # fmt: skip
+            _question_id(record, where),
+            ({"answer": answer},),
+            answer,
+            "open" if structural == "query" else "binary",
+            structural,
+            balanced=bool(record.get("isBalanced", True)),
+        )
     # TextVQA lists bare strings
     answers = tuple({"answer": a} if isinstance(a, str) else a for a in field(record, "answers", list, where))
     if not answers or not all(isinstance(a, dict) and isinstance(a.get("answer"), str) for a in answers):

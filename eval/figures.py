@@ -55,8 +55,16 @@ class Canvas:
     def line(self, points: Sequence[Point], color: Color = INK, width: float = 1.0) -> None:
         self.draw.line([tuple(self._px(x, y)) for x, y in points], color, *self._px(width), joint="curve")
 
-    def box(self, left: float, top: float, right: float, bottom: float, fill: Color | None = None,
-            outline: Color | None = None, width: float = 1.0) -> None:  # fmt: skip
+    def box(
+        self,
+        left: float,
+        top: float,
+        right: float,
+        bottom: float,
+        fill: Color | None = None,
+        outline: Color | None = None,
+        width: float = 1.0,
+    ) -> None:
         self.draw.rectangle(self._px(left, top, right, bottom), fill, outline, *self._px(width))
 
     def dot(self, x: float, y: float, radius: float, color: Color) -> None:
@@ -225,10 +233,18 @@ class _Axis:
 
 
 def line_chart(
-    series: Mapping[str, Iterable[Point]], title: str = "", x_label: str = "", y_label: str = "", *,
-    pale: Collection[str] = (), log_x: bool = False, log_y: bool = False, width: float = 680, height: float = 400,
+    series: Mapping[str, Iterable[Point]],
+    title: str = "",
+    x_label: str = "",
+    y_label: str = "",
+    *,
+    pale: Collection[str] = (),
+    log_x: bool = False,
+    log_y: bool = False,
+    width: float = 680,
+    height: float = 400,
     intervals: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
-) -> Image.Image:  # fmt: skip
+) -> Image.Image:
     """Named series of (x, y) as lines, a lone point as a dot; those named in `pale`, such as raw values, are thin.
     `intervals`: for a series, (x, low, high) to draw as upright bars.
 
@@ -289,9 +305,13 @@ def line_chart(
 
 
 def interval_chart(
-    rows: Sequence[tuple[str, float, float, float]], title: str = "", x_label: str = "", *,
-    reference: tuple[str, float] | None = None, width: float = 680,
-) -> Image.Image:  # fmt: skip
+    rows: Sequence[tuple[str, float, float, float]],
+    title: str = "",
+    x_label: str = "",
+    *,
+    reference: tuple[str, float] | None = None,
+    width: float = 680,
+) -> Image.Image:
     """One row a (name, estimate, low, high): a dot in its interval, and the numbers.
 
     `reference` is a named value to compare with, such as ("chance", 25) or ("no difference", 0), as a dashed line.
@@ -335,9 +355,15 @@ def interval_chart(
 
 
 def contact_sheet(
-    images: Sequence[Image.Image], captions: Sequence[str] | None = None, hits: Sequence[bool | None] | None = None, *,
-    title: str = "", columns: int = 4, size: float = 180, lines: int = 3,
-) -> Image.Image:  # fmt: skip
+    images: Sequence[Image.Image],
+    captions: Sequence[str] | None = None,
+    hits: Sequence[bool | None] | None = None,
+    *,
+    title: str = "",
+    columns: int = 4,
+    size: float = 180,
+    lines: int = 3,
+) -> Image.Image:
     """Pictures in rows of `columns`, their longer side `size` points, their captions below in at most `lines` lines.
 
     A frame marks a hit (green) or a miss (red); None has no frame. Raises UserError if there are no pictures.
@@ -371,9 +397,12 @@ def _ink_on(color: Color) -> Color:
 
 
 def draw_boxes(
-    image: Image.Image, boxes: Sequence[tuple[float, float, float, float]], labels: Sequence[str] | None = None, *,
+    image: Image.Image,
+    boxes: Sequence[tuple[float, float, float, float]],
+    labels: Sequence[str] | None = None,
+    *,
     width: float = 1.5,
-) -> Image.Image:  # fmt: skip
+) -> Image.Image:
     """A copy of `image` with boxes (left, top, right, bottom), in its own pixels, and their labels.
 
     Lines are `width` points wide in a picture of 640 pixels, and in proportion in others.
@@ -394,9 +423,7 @@ def draw_boxes(
     return sheet.finish()
 
 
-def overlay_attention(
-    image: Image.Image, weights, limit: float | None = None, size: int | None = None
-) -> Image.Image:
+def overlay_attention(image: Image.Image, weights, limit: float | None = None, size: int | None = None) -> Image.Image:
     """`image` in pale grey under the attention `weights` (P, P): red where positive, blue where negative.
 
     Full color stands for `limit`, by default the largest absolute weight; give the same to figures to be compared.

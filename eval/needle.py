@@ -93,9 +93,15 @@ def sample_by_place(tests: Iterable[NeedleTest], each: int = 50, seed: int = 42)
 
 
 def draw_tests(
-    captions: Mapping[str, str], count: int, pictures: int = 1, side: int = 2, needles: int = 1, *,
-    absent: bool = False, seed: int = 42,
-) -> list[NeedleTest]:  # fmt: skip
+    captions: Mapping[str, str],
+    count: int,
+    pictures: int = 1,
+    side: int = 2,
+    needles: int = 1,
+    *,
+    absent: bool = False,
+    seed: int = 42,
+) -> list[NeedleTest]:
     """`count` tests over any captioned pictures (name to caption), of M `pictures` of `side`×`side` and K `needles`.
 
     First needles take all places in turn. No picture occurs twice in a test; with `absent` the needles are not in it.
@@ -114,13 +120,15 @@ def draw_tests(
         others = draw.sample([spot for spot in range(cells) if spot != first], needles - 1)
         spots = list(range(cells, cells + needles)) if absent else [first, *others]
         targets = tuple(names_drawn[spot] for spot in spots)
-        tests.append(NeedleTest(
-            id=number + FIRST_ABSENT_ID * absent,
-            haystack=tuple(tuple(names_drawn[at : at + side**2]) for at in range(0, cells, side**2)),
-            places=tuple(ABSENT if absent else (s // side**2, s % side**2 // side, s % side) for s in spots),
-            targets=targets,
-            captions=tuple(captions[name] for name in targets),
-        ))  # fmt: skip
+        tests.append(
+            NeedleTest(
+                id=number + FIRST_ABSENT_ID * absent,
+                haystack=tuple(tuple(names_drawn[at : at + side**2]) for at in range(0, cells, side**2)),
+                places=tuple(ABSENT if absent else (s // side**2, s % side**2 // side, s % side) for s in spots),
+                targets=targets,
+                captions=tuple(captions[name] for name in targets),
+            )
+        )
     return tests
 
 
@@ -152,9 +160,7 @@ def official_prompt(captions: Sequence[str], pictures: int, side: int) -> str:
         f"Given {pictures} image{'s' * (pictures > 1)} indexed from 1 to {pictures}, each divided into {side}*{side} "
         f"subimage{'s' * (side > 1)}, identify the "
     )
-    example = (
-        "For example, '1, 2, 3' indicates the subimage in the first image, second row, and third column. "
-    )
+    example = "For example, '1, 2, 3' indicates the subimage in the first image, second row, and third column. "
     if len(captions) == 1:
         return (
             f"{prompt}subimage that best matches the provided caption. Respond with 'index, row, column' and nothing "
@@ -185,8 +191,12 @@ def parse_response(text: str, needles: int = 1) -> tuple[str, ...]:
     if needles == 1:
         return (text,)
     parts = tuple(part.strip() for part in text.split("; "))
-    none = {"-1", "-1" * needles, *(mark.join(["-1"] * needles) for mark in (", ", "; ")),
-            "; ".join(["-1, -1, -1"] * needles)}  # fmt: skip
+    none = {
+        "-1",
+        "-1" * needles,
+        *(mark.join(["-1"] * needles) for mark in (", ", "; ")),
+        "; ".join(["-1, -1, -1"] * needles),
+    }
     return ("-1",) * needles if "; ".join(parts) in none else parts
 
 
@@ -277,24 +287,35 @@ def answer(
     if ask_all is None:
         from eval.run import ask_all
     asks = [
-        [Ask(f"{test.id}/{number}", sha256(repr(test.haystack).encode()).hexdigest(), pictures, prompt, choices)
-         for number, (prompt, choices) in enumerate(prompts_of(test, protocol))]
+        [
+            Ask(f"{test.id}/{number}", sha256(repr(test.haystack).encode()).hexdigest(), pictures, prompt, choices)
+            for number, (prompt, choices) in enumerate(prompts_of(test, protocol))
+        ]
         for test, pictures in trials
-    ]  # fmt: skip
+    ]
     answers = iter(ask_all(model, processor, [ask for of_test in asks for ask in of_test], **options))
     return [[next(answers) for _ in of_test] for of_test in asks]
 
 
 def responses_of(trials: Sequence[Trial], answers: Sequence[Sequence[str | None]], protocol: str) -> list[dict]:
     """A response record for each trial and its answers."""
-    return [response_record(trial.test, respond(trial.test, said, protocol))
-            for trial, said in zip(trials, answers, strict=True)]  # fmt: skip
+    return [
+        response_record(trial.test, respond(trial.test, said, protocol))
+        for trial, said in zip(trials, answers, strict=True)
+    ]
 
 
 def evaluate_embedded(
-    model, processor, kind: str, count: int, progress: str | None = None, *, constrained: bool = False,
-    needles: int = 1, ask_all: Callable | None = None,
-) -> float:  # fmt: skip
+    model,
+    processor,
+    kind: str,
+    count: int,
+    progress: str | None = None,
+    *,
+    constrained: bool = False,
+    needles: int = 1,
+    ask_all: Callable | None = None,
+) -> float:
     """Exact accuracy in percent on `count` tests of the embedded test split: all questions of a test must be right.
 
     Answers must be the word alone, as in the paper; or, `constrained`, the likelier of the words counts.
@@ -451,17 +472,24 @@ def coco_trials(args: argparse.Namespace) -> dict[str, list[Trial]]:
     name = f"{few}{args.pictures}_{args.side}_{args.side}"
     if args.metadata is None:
         listed = read_captions(args.captions)
-        captions = {name: text for bare, text in listed.items() for name in (f"val2014/{bare}", bare)
-                    if Path(args.coco, name).is_file()}  # fmt: skip
+        captions = {
+            name: text
+            for bare, text in listed.items()
+            for name in (f"val2014/{bare}", bare)
+            if Path(args.coco, name).is_file()
+        }
         if not captions:
-            raise UserError(f"{args.captions}: none of its {len(listed)} pictures is in {args.coco} (nor in val2014 "
-                            "there): give the folder that holds them")  # fmt: skip
+            raise UserError(
+                f"{args.captions}: none of its {len(listed)} pictures is in {args.coco} (nor in val2014 "
+                "there): give the folder that holds them"
+            )
         tests = [
             test
             for absent in (False, True)[: 1 + args.negatives]
-            for test in draw_tests(captions, args.limit, args.pictures, args.side, args.needles,
-                                   absent=absent, seed=args.seed)
-        ]  # fmt: skip
+            for test in draw_tests(
+                captions, args.limit, args.pictures, args.side, args.needles, absent=absent, seed=args.seed
+            )
+        ]
     else:
         metadata = Path(args.metadata, f"{args.side}_{args.side}.json")
         annotations = Path(args.metadata, f"{few}annotations_{args.pictures}_{args.side}_{args.side}.json")
@@ -492,13 +520,19 @@ def draw_sheet(trials: Sequence[Trial], records: Sequence[dict], answers: Sequen
     from model.processor import load_image
 
     judged = [(judge(record), *rest) for record, *rest in zip(records, trials, answers, strict=True)]
-    shown = [(right, trial, said) for wanted in (True, False)
-             for right, trial, said in [(v[2], t, a) for v, t, a in judged if v and v[2] is wanted][:8]]  # fmt: skip
+    shown = [
+        (right, trial, said)
+        for wanted in (True, False)
+        for right, trial, said in [(v[2], t, a) for v, t, a in judged if v and v[2] is wanted][:8]
+    ]
     pictures, captions = [], []
     for _, (test, draw), said in shown:
         index, cell = max(0, test.places[0][0]), 512 / test.side
-        here = [(row, col, caption) for (at, row, col), caption in zip(test.places, test.captions, strict=True)
-                if at == index]  # fmt: skip
+        here = [
+            (row, col, caption)
+            for (at, row, col), caption in zip(test.places, test.captions, strict=True)
+            if at == index
+        ]
         boxes = [(col * cell, row * cell, (col + 1) * cell, (row + 1) * cell) for row, col, _ in here]
         picture = load_image(draw()[index]).resize((512, 512))
         labels = [caption for *_, caption in here] if len(test.places) > 1 else None
@@ -516,10 +550,13 @@ def run(args: argparse.Namespace) -> None:
         if args.captions or args.metadata or (args.pictures, args.side) != (1, 2):
             raise UserError("--captions, --metadata, --pictures and --side belong to --coco: give that too")
         cases = {
-            kind: [trial for absent in (False, True)[: 1 + args.negatives]
-                   for trial in embedded_trials(kind, args.limit, args.needles, absent=absent)]
+            kind: [
+                trial
+                for absent in (False, True)[: 1 + args.negatives]
+                for trial in embedded_trials(kind, args.limit, args.needles, absent=absent)
+            ]
             for kind in args.kind
-        }  # fmt: skip
+        }
     else:
         cases = coco_trials(args)
     for trials in cases.values():
@@ -537,8 +574,10 @@ def run(args: argparse.Namespace) -> None:
         results[name] = {"tests": sum(record["response"] is not None for record in records)} | score_responses(records)
         if args.negatives:
             halves = {"positives": False, "negatives": True}
-            results[name] |= {half: score_responses(r for r in records if r["ground_truth"].startswith("0, ") is absent)
-                              for half, absent in halves.items()}  # fmt: skip
+            results[name] |= {
+                half: score_responses(r for r in records if r["ground_truth"].startswith("0, ") is absent)
+                for half, absent in halves.items()
+            }
         cells = len(trials[0].test.haystack) * side**2
         results[name] |= {"chance": cells**-args.needles, "places": grids[name]}
         files.append(f"responses-{name}.json")
@@ -562,8 +601,10 @@ def print_table(title: str, results: Mapping[str, dict]) -> None:
     print(f"{title}\n{'':16}{'tests':>7}{'existence':>11}{'index':>8}{'exact':>8}{'chance':>8}")
 
     def row(name: str, tests, measures: Mapping[str, float], chance: float | None) -> None:
-        print(f"{name:16}{tests:>7}{100 * measures['existence_accuracy']:11.2f}{100 * measures['index_accuracy']:8.2f}"
-              f"{100 * measures['exact_accuracy']:8.2f}" + ("" if chance is None else f"{100 * chance:8.2f}"))
+        print(
+            f"{name:16}{tests:>7}{100 * measures['existence_accuracy']:11.2f}{100 * measures['index_accuracy']:8.2f}"
+            f"{100 * measures['exact_accuracy']:8.2f}" + ("" if chance is None else f"{100 * chance:8.2f}")
+        )
 
     for name, result in results.items():
         row(name, result["tests"], result, result["chance"])
@@ -578,32 +619,54 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m eval.needle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--protocol", choices=PROTOCOLS, default="paper",
-                        help="paper: one-word answers, parsed strictly; constrained: the likelier of the words; "
-                             "official: MMNeedle's own prompt and parsing (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--kind", nargs="+", choices=list(scenes.NEEDLES), default=list(scenes.NEEDLES),
-                        help="embedded tests, sub-images a side and objects in each: n2o1 is 2 by 2 with one "
-                             "(default: all)")  # fmt: skip
+    parser.add_argument(
+        "--protocol",
+        choices=PROTOCOLS,
+        default="paper",
+        help="paper: one-word answers, parsed strictly; constrained: the likelier of the words; "
+        "official: MMNeedle's own prompt and parsing (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kind",
+        nargs="+",
+        choices=list(scenes.NEEDLES),
+        default=list(scenes.NEEDLES),
+        help="embedded tests, sub-images a side and objects in each: n2o1 is 2 by 2 with one (default: all)",
+    )
     parser.add_argument("--needles", type=int, default=1, metavar="K", help="needles a test (default: %(default)s)")
-    parser.add_argument("--negatives", action=argparse.BooleanOptionalAction, default=False,
-                        help="add as many tests whose needles are not there; with `paper` any answer that is no "
-                             "place says so (default: --no-negatives)")  # fmt: skip
+    parser.add_argument(
+        "--negatives",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="add as many tests whose needles are not there; with `paper` any answer that is no "
+        "place says so (default: --no-negatives)",
+    )
     parser.add_argument("--coco", metavar="DIR", help="folder of COCO val2014 pictures (default: the embedded scenes)")
     parser.add_argument("--captions", metavar="FILE", help="with --coco: MMNeedle's or COCO's caption file")
-    parser.add_argument("--metadata", metavar="DIR",
-                        help="with --coco: folder of MMNeedle's N_N.json and annotations_M_N_N.json (default: tests "
-                             "are drawn from all captioned pictures that are there)")  # fmt: skip
-    parser.add_argument("--pictures", type=int, default=1, metavar="M",
-                        help="with --coco: stitched pictures a test (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--side", type=int, default=2, metavar="N",
-                        help="with --coco: sub-images a side (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--metadata",
+        metavar="DIR",
+        help="with --coco: folder of MMNeedle's N_N.json and annotations_M_N_N.json (default: tests "
+        "are drawn from all captioned pictures that are there)",
+    )
+    parser.add_argument(
+        "--pictures",
+        type=int,
+        default=1,
+        metavar="M",
+        help="with --coco: stitched pictures a test (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--side", type=int, default=2, metavar="N", help="with --coco: sub-images a side (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=42, help="of drawn tests, with --coco (default: %(default)s)")
     commands = parser.add_subparsers(dest="command")
     scorer = commands.add_parser("score", help="score a response file", description="Score a response file.")
     scorer.add_argument("--responses", required=True, help="response file in MMNeedle's format")
     scorer.add_argument("--heatmap", metavar="PNG", help="draw accuracy by place (default: no figure)")
-    scorer.add_argument("--json", action=argparse.BooleanOptionalAction, default=False,
-                        help="print JSON only (default: a table)")  # fmt: skip
+    scorer.add_argument(
+        "--json", action=argparse.BooleanOptionalAction, default=False, help="print JSON only (default: a table)"
+    )
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] != ["score"]:
         from eval.run import add_answer_flags

@@ -17,16 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from eval import scenes
-from eval.datasets import (
-    PopeQuestion,
-    check_ids,
-    check_images,
-    check_unique,
-    field,
-    find_image,
-    read_jsonl,
-    read_pope,
-)
+from eval.datasets import PopeQuestion, check_ids, check_images, check_unique, field, find_image, read_jsonl, read_pope
 from model.common import UserError, run_command, write_text
 
 PROMPT = "answer en {question}"  # as PaliGemma's authors ask
@@ -118,8 +109,9 @@ def run(args: argparse.Namespace) -> None:
     if (args.questions is None) != (args.images is None):
         raise UserError("--questions and --images go together: give both, or neither for the embedded scenes")
     if args.questions is None:
-        sets = {strategy: embedded(strategy, 600 if args.limit is None else args.limit)
-                for strategy in scenes.STRATEGIES}  # fmt: skip
+        sets = {
+            strategy: embedded(strategy, 600 if args.limit is None else args.limit) for strategy in scenes.STRATEGIES
+        }
     else:
         questions = read_pope(args.questions)[: args.limit]
         check_images((q.image for q in questions), args.images, args.questions)
@@ -157,16 +149,18 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m eval.pope", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--questions", metavar="FILE", help="POPE's JSONL (default: all three sets of the embedded "
-                                                            "scenes)")  # fmt: skip
+    parser.add_argument(
+        "--questions", metavar="FILE", help="POPE's JSONL (default: all three sets of the embedded scenes)"
+    )
     parser.add_argument("--images", metavar="DIR", help="folder of the pictures of --questions")
     parser.add_argument("--prompt", default=PROMPT, metavar="TEMPLATE", help="(default: %(default)r)")
     commands = parser.add_subparsers(dest="command")
     scorer = commands.add_parser("score", help="score an answers file", description="Score an answers file.")
     scorer.add_argument("--questions", required=True, help="POPE's JSONL of questions with labels")
     scorer.add_argument("--answers", required=True, help='JSON lines of {"question_id", "answer"}')
-    scorer.add_argument("--json", action=argparse.BooleanOptionalAction, default=False,
-                        help="print JSON only (default: a table)")  # fmt: skip
+    scorer.add_argument(
+        "--json", action=argparse.BooleanOptionalAction, default=False, help="print JSON only (default: a table)"
+    )
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] != ["score"]:
         from eval.run import add_answer_flags

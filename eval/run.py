@@ -44,14 +44,16 @@ WINDOW = 8  # batches whose pictures' features are held at a time: 3B features t
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """--model, --adapter, --device and --dtype."""
     parser.add_argument(
-        "--model", metavar="SRC",
+        "--model",
+        metavar="SRC",
         help="a folder, a hub id, a preset, or `embedded` (default: the base of the adapter, else `embedded`)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--adapter", metavar="RUN",
+        "--adapter",
+        metavar="RUN",
         help="a run of train.finetune, or any folder with a PEFT adapter; `none` for the base alone "
         "(default: without --model, the last run in runs/ on the embedded base)",
-    )  # fmt: skip
+    )
     parser.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda if there is one)")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the weights (default: bf16 on CUDA, else fp32)")
 
@@ -62,20 +64,36 @@ def add_answer_flags(
     """The model's flags, and how many questions are asked, how, and where the answers go. `limit` explains --limit."""
     add_model_flags(parser)
     parser.add_argument("--limit", type=positive, default=limit_default, metavar="N", help=limit)
-    parser.add_argument("--out", type=Path, metavar="DIR",
-                        help="folder of answers and figures (default: runs/eval/MODEL/COMMAND)")  # fmt: skip
-    parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True,
-                        help="keep the answers of an earlier call in answers.jsonl of --out, as far as model, picture "
-                             "and prompt are the same (default: --resume)")  # fmt: skip
-    parser.add_argument("--batch-size", type=positive, default=64, metavar="N",
-                        help="prompts at a time (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--max-new-tokens", type=positive, default=max_new_tokens, metavar="N",
-                        help="tokens an answer may have (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False,
-                        help="decode full batches with torch.compile, on CUDA as a CUDA graph: first it takes up to a "
-                             "minute, then less (default: --no-compile)")  # fmt: skip
-    parser.add_argument("--json", action=argparse.BooleanOptionalAction, default=False,
-                        help="print JSON only (default: a table)")  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of answers and figures (default: runs/eval/MODEL/COMMAND)"
+    )
+    parser.add_argument(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep the answers of an earlier call in answers.jsonl of --out, as far as model, picture "
+        "and prompt are the same (default: --resume)",
+    )
+    parser.add_argument(
+        "--batch-size", type=positive, default=64, metavar="N", help="prompts at a time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=positive,
+        default=max_new_tokens,
+        metavar="N",
+        help="tokens an answer may have (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="decode full batches with torch.compile, on CUDA as a CUDA graph: first it takes up to a "
+        "minute, then less (default: --no-compile)",
+    )
+    parser.add_argument(
+        "--json", action=argparse.BooleanOptionalAction, default=False, help="print JSON only (default: a table)"
+    )
 
 
 def positive(text: str) -> int:
@@ -145,8 +163,11 @@ class Session:
         if not self.left_out:
             return
         write_text(path, json.dumps(self.left_out, indent=1, ensure_ascii=False) + "\n")
-        print(f"left out {len(self.left_out)} questions (all: {path}); repair their files, and the same command asks "
-              "them alone", file=sys.stderr)  # fmt: skip
+        print(
+            f"left out {len(self.left_out)} questions (all: {path}); repair their files, and the same command asks "
+            "them alone",
+            file=sys.stderr,
+        )
         for reason, count in Counter(self.left_out.values()).most_common(5):
             print(f"  {reason} ({count} questions)", file=sys.stderr)
 
@@ -158,9 +179,14 @@ def open_session(args: argparse.Namespace, command: str) -> Session:
     log = out / "answers.jsonl"
     if not args.resume:
         log.unlink(missing_ok=True)
-    options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "log": log,
-               "progress": f"{command}, {title}", "left_out": {},
-               "compiled": CompiledStep(model) if args.compile else None}  # fmt: skip
+    options = {
+        "max_new_tokens": args.max_new_tokens,
+        "batch_size": args.batch_size,
+        "log": log,
+        "progress": f"{command}, {title}",
+        "left_out": {},
+        "compiled": CompiledStep(model) if args.compile else None,
+    }
     return Session(model, processor, title, out, options)
 
 
@@ -182,10 +208,17 @@ class Ask:
 
 
 def ask_all(
-    model: PaliGemma, processor: Processor, questions: Sequence[Ask], *, max_new_tokens: int = 32,
-    batch_size: int = 64, progress: str | None = None, log: Path | None = None,
-    left_out: dict[str, str] | None = None, compiled: CompiledStep | None = None,
-) -> list[str | None]:  # fmt: skip
+    model: PaliGemma,
+    processor: Processor,
+    questions: Sequence[Ask],
+    *,
+    max_new_tokens: int = 32,
+    batch_size: int = 64,
+    progress: str | None = None,
+    log: Path | None = None,
+    left_out: dict[str, str] | None = None,
+    compiled: CompiledStep | None = None,
+) -> list[str | None]:
     """The answers to `questions`, in their order.
 
     log: a JSON-lines file that each answer is appended to as it comes; what it holds already of the same model,
@@ -255,9 +288,12 @@ def compare_speed(
 
 @torch.no_grad()
 def log_likelihoods(
-    model: PaliGemma, batch: Batch, choices: Sequence[Sequence[Sequence[int]]], image_features: torch.Tensor,
+    model: PaliGemma,
+    batch: Batch,
+    choices: Sequence[Sequence[Sequence[int]]],
+    image_features: torch.Tensor,
     image_index: torch.Tensor,
-) -> list[torch.Tensor]:  # fmt: skip
+) -> list[torch.Tensor]:
     """log p, in nats, of each row's choices (token ids, the end token among them) after its picture and prefix.
 
     A prompt is read once, into a cache that its choices share.
@@ -268,15 +304,24 @@ def log_likelihoods(
     read = targets[:, :-1]  # what a choice is read from, after the prompt
     cache = model.new_cache(batch.input_ids.shape[1] + read.shape[1])
     first = model(
-        batch.input_ids, None, batch.token_type_ids, batch.attention_mask, cache=cache,
-        positions_to_keep=last_valid(batch.attention_mask), image_features=image_features, image_index=image_index,
-    )  # fmt: skip
+        batch.input_ids,
+        None,
+        batch.token_type_ids,
+        batch.attention_mask,
+        cache=cache,
+        positions_to_keep=last_valid(batch.attention_mask),
+        image_features=image_features,
+        image_index=image_index,
+    )
     for layer in cache:
         pick_rows(layer, owner)
     rest = model(
-        read.clamp(min=0), None, torch.cat((batch.token_type_ids[owner], torch.ones_like(read)), dim=1),
-        torch.cat((batch.attention_mask[owner], (read != -100).long()), dim=1), cache=cache,
-    )  # fmt: skip
+        read.clamp(min=0),
+        None,
+        torch.cat((batch.token_type_ids[owner], torch.ones_like(read)), dim=1),
+        torch.cat((batch.attention_mask[owner], (read != -100).long()), dim=1),
+        cache=cache,
+    )
     each = torch.cat((first[owner], rest), dim=1).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     return list(each.masked_fill(targets == -100, 0).sum(1).split([len(of_row) for of_row in choices]))
 
@@ -292,9 +337,14 @@ def pick_rows(memory, rows: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _answer_window(
-    model: PaliGemma, processor: Processor, window: list[Ask], max_new_tokens: int, batch_size: int,
-    left_out: dict[str, str] | None, compiled: CompiledStep | None,
-) -> Iterator[tuple[list[Ask], list[str]]]:  # fmt: skip
+    model: PaliGemma,
+    processor: Processor,
+    window: list[Ask],
+    max_new_tokens: int,
+    batch_size: int,
+    left_out: dict[str, str] | None,
+    compiled: CompiledStep | None,
+) -> Iterator[tuple[list[Ask], list[str]]]:
     """Batches of questions with their answers; their pictures are encoded first, each once."""
     features, places, problems = _encode(model, processor, window, batch_size)
     ready: list[tuple[int, int, Ask]] = []
@@ -324,9 +374,16 @@ def _answer(model, processor, questions: list[Ask], features, places, max_new_to
     batch = processor.pad(rows).to(features.device)
     if not questions[0].choices:
         new = generate(
-            model, batch.input_ids, None, batch.token_type_ids, batch.attention_mask, max_new_tokens,
-            image_features=features, image_index=index, compiled=compiled,
-        )  # fmt: skip
+            model,
+            batch.input_ids,
+            None,
+            batch.token_type_ids,
+            batch.attention_mask,
+            max_new_tokens,
+            image_features=features,
+            image_index=index,
+            compiled=compiled,
+        )
         return [processor.decode(row) for row in new]
     eos = processor.config.eos_token_id
     choices = [[[*processor.encode(choice), eos] for choice in question.choices] for question in questions]
@@ -344,8 +401,9 @@ def _encode(model: PaliGemma, processor: Processor, window: list[Ask], batch_siz
         try:
             given = picture() if callable(picture) else picture
             images = given if isinstance(given, list) else [given]
-            return torch.stack([to_pixels(load_image(image, size if processor.draft else None), size)
-                                for image in images])  # fmt: skip
+            return torch.stack(
+                [to_pixels(load_image(image, size if processor.draft else None), size) for image in images]
+            )
         except UserError as error:
             return error
 

@@ -199,8 +199,10 @@ def _paint(dice: Dice, cells: tuple[str, ...]) -> Scene:
             objects.append(Placed(cell, name, size, *looks))
     # 112–168 ± 14 for the tint ± 2·36 for both rises: within 0–255
     grey, down, across = 112 + dice.below(57), dice.below(61) - 30, dice.below(61) - 30
-    tint = [tuple(base + dice.below(2 * most + 1) - most for _ in "RGB")
-            for base, most in ((grey, 14), (down, 6), (across, 6))]  # fmt: skip
+    tint = [
+        tuple(base + dice.below(2 * most + 1) - most for _ in "RGB")
+        for base, most in ((grey, 14), (down, 6), (across, 6))
+    ]
     return Scene(cells, tuple(objects), tuple(tint))
 
 
@@ -253,8 +255,13 @@ def box(cell: int) -> str:
 
 
 def plural(name: str) -> str:
-    irregular = {"fish": "fish", "butterfly": "butterflies", "strawberry": "strawberries", "grapes": "grapes",
-                 "bus": "buses"}  # fmt: skip
+    irregular = {
+        "fish": "fish",
+        "butterfly": "butterflies",
+        "strawberry": "strawberries",
+        "grapes": "grapes",
+        "bus": "buses",
+    }
     return irregular.get(name, name + "s")
 
 
@@ -425,10 +432,18 @@ def vqa_picture(split: str, image_id: int, seed: int = 0) -> tuple[Sample, ...]:
                 asked[_ask(kind, thing, place)] = kind, answer
                 break
     return tuple(
-        Sample("vqa", scene, f"answer en {question}", answer, image_id, image_id * 1000 + number,
-               KINDS[kind].question_type, KINDS[kind].answer_type)
+        Sample(
+            "vqa",
+            scene,
+            f"answer en {question}",
+            answer,
+            image_id,
+            image_id * 1000 + number,
+            KINDS[kind].question_type,
+            KINDS[kind].answer_type,
+        )
         for number, (question, (kind, answer)) in enumerate(asked.items())
-    )  # fmt: skip
+    )
 
 
 def _ask(kind: str, thing: str, place: str = "") -> str:
@@ -443,8 +458,13 @@ def vqa(split: str, index: int, seed: int = 0) -> Sample:
 def vqav2_files(split: str = "test", images: int = 200, seed: int = 0) -> tuple[dict, dict]:
     """The split as VQAv2's two files (questions, annotations); ten identical answers, `answer_id` 1 to 10."""
     samples = [s for image_id in range(images) for s in vqa_picture(split, image_id, seed)]
-    head = {"info": {"description": "The embedded scenes in VQAv2's format."}, "task_type": "Open-Ended",
-            "data_type": "embedded", "data_subtype": split, "license": {"name": "Apache License 2.0"}}  # fmt: skip
+    head = {
+        "info": {"description": "The embedded scenes in VQAv2's format."},
+        "task_type": "Open-Ended",
+        "data_type": "embedded",
+        "data_subtype": split,
+        "license": {"name": "Apache License 2.0"},
+    }
     questions = [{"image_id": s.image_id, "question": s.question, "question_id": s.question_id} for s in samples]
     annotations = [
         {
@@ -507,8 +527,17 @@ class Needle:
                 asked = (("Row and Column", f"row {row + 1} column {column + 1}"),)
             for choice, answer in asked:
                 prefix = f"Caption: {caption}. Where is the caption? {choice}?"
-                samples.append(Sample(self.kind, self.scene, prefix, NONE if row < 0 else answer, self.id,
-                                      self.id * 1000 + len(samples), choice))  # fmt: skip
+                samples.append(
+                    Sample(
+                        self.kind,
+                        self.scene,
+                        prefix,
+                        NONE if row < 0 else answer,
+                        self.id,
+                        self.id * 1000 + len(samples),
+                        choice,
+                    )
+                )
         return samples
 
 
@@ -598,8 +627,18 @@ def pope(strategy: str, split: str = "test", images: int = 100, seed: int = 0) -
             absent.remove(other)
             for asked, answer in ((name, "yes"), (other, "no")):
                 prefix = f"answer en {_ask('object', asked)}"
-                samples.append(Sample(f"pope-{strategy}", scene, prefix, answer, image_id, len(samples) + 1,
-                                      KINDS["object"].question_type, "yes/no"))  # fmt: skip
+                samples.append(
+                    Sample(
+                        f"pope-{strategy}",
+                        scene,
+                        prefix,
+                        answer,
+                        image_id,
+                        len(samples) + 1,
+                        KINDS["object"].question_type,
+                        "yes/no",
+                    )
+                )
     return samples
 
 
@@ -629,9 +668,13 @@ TASKS: dict[str, Callable[[str, int, int], Sample]] = {
 
 # Every word and mark of the tasks; `train/tokenizer.py` makes each one piece
 WORDS = [
-    *NAMES, *ASKED_CATEGORIES, *NUMBERS, NONE, *"0123456789,.:;?",
+    *NAMES,
+    *ASKED_CATEGORIES,
+    *NUMBERS,
+    NONE,
+    *"0123456789,.:;?",
     *"scan detect locate count exist caption answer en yes no top bottom left right row column".split(),
     *"a an and any are how image in is many objects or the there what where which".split(),
     *"Bottom Caption Column How Is Left Right Row Top What Where Which".split(),
-]  # fmt: skip
+]
 PLURALS = [plural(name) for name in (*NAMES, *ASKED_CATEGORIES)]

@@ -80,9 +80,11 @@ def put_slot(prompt: str, share: float = 0.5) -> str:
 
 
 def measure(
-    model: PaliGemma, processor: Processor, examples: Sequence[tuple[Callable | Path | Image.Image, str]],
+    model: PaliGemma,
+    processor: Processor,
+    examples: Sequence[tuple[Callable | Path | Image.Image, str]],
     causal: bool = False,
-) -> Shift:  # fmt: skip
+) -> Shift:
     """LAWS of (picture, prompt) pairs, one picture each; `model` must be in eval mode.
 
     causal: no token sees a later one, as always in WINGS; else PaliGemma's prompts are read both ways. Raises UserError
@@ -120,15 +122,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m eval.shift", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_model_flags(parser)
-    parser.add_argument("--data", default="embedded", metavar="SRC",
-                        help="embedded, or a JSONL file of image, prefix, suffix (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--slot", choices=("auto", "first", "inside"), default="auto",
-                        help=f"where the picture stands in prompts that have no {SLOT}: before them, in the middle of "
-                             "their words, or inside for WINGS and else first (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--data",
+        default="embedded",
+        metavar="SRC",
+        help="embedded, or a JSONL file of image, prefix, suffix (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--slot",
+        choices=("auto", "first", "inside"),
+        default="auto",
+        help=f"where the picture stands in prompts that have no {SLOT}: before them, in the middle of "
+        "their words, or inside for WINGS and else first (default: %(default)s)",
+    )
     parser.add_argument("--limit", type=positive, default=100, metavar="N", help="prompts (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the files (default: runs/eval/MODEL/shift)")
-    parser.add_argument("--json", action=argparse.BooleanOptionalAction, default=False,
-                        help="print JSON only (default: a table)")  # fmt: skip
+    parser.add_argument(
+        "--json", action=argparse.BooleanOptionalAction, default=False, help="print JSON only (default: a table)"
+    )
     args = parser.parse_args(argv)
     examples = embedded_examples(args.limit) if args.data == "embedded" else file_examples(args.data, args.limit)
     model, processor, title = open_model(args)
@@ -142,10 +153,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     out, interval, shares = args.out or Path("runs", "eval", title, "shift"), shift.interval, shift.shares
     undefined = int(np.isnan(shift.each).sum())
     result = {
-        "model": title, "data": args.data, "slot": slot, "prompts": len(examples),
+        "model": title,
+        "data": args.data,
+        "slot": slot,
+        "prompts": len(examples),
         "laws_percent": [dict(zip(GROUPS, map(float, layer), strict=True)) for layer in shares],
-        "attention_shift": interval and interval._asdict(), "undefined": undefined,
-    }  # fmt: skip
+        "attention_shift": interval and interval._asdict(),
+        "undefined": undefined,
+    }
     write_text(out / "shift.json", json.dumps(result, indent=1) + "\n")
     lines = {name: list(enumerate(curve, start=1)) for name, curve in zip(GROUPS, shares.T, strict=True) if curve.any()}
     chart = figures.line_chart(lines, f"{title}: LAWS", "layer", "% of the attention of all queries")

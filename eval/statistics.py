@@ -27,9 +27,13 @@ class Interval(NamedTuple):
 
 
 def bootstrap(
-    scores, groups: Sequence[int | str] | None = None, *, confidence: float = 0.95, resamples: int = 10_000,
+    scores,
+    groups: Sequence[int | str] | None = None,
+    *,
+    confidence: float = 0.95,
+    resamples: int = 10_000,
     seed: int = 0,
-) -> Interval:  # fmt: skip
+) -> Interval:
     """Mean of `scores`, (examples,) or (runs, examples), with its percentile interval.
 
     Runs, if there are several, and `groups` of examples are drawn anew with replacement: examples of one group, such as

@@ -79,15 +79,21 @@ def nll(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, 
     values = [float(one[first:last].mean()) for one in by_position for first, last in bins]
     labels = [last for _ in places for _, last in bins]
     groups = [document for _, document in places for _ in bins]
-    return {"nll": Scores("negative log-likelihood by context", "tokens of context, up to", "nats a token", -1,
-                          labels, groups, values)}  # fmt: skip
+    return {
+        "nll": Scores(
+            "negative log-likelihood by context", "tokens of context, up to", "nats a token", -1, labels, groups, values
+        )
+    }
 
 
 def windows(corpus: Corpus, length: int, limit: int) -> list[tuple[int, int]]:
     """(start, document) of up to `limit` windows of `length` tokens, evenly taken from those that lie side by side."""
     starts = corpus.starts[SPLIT].tolist()
-    found = [(place, number) for number, (start, end) in enumerate(zip(starts, starts[1:], strict=False))
-             for place in range(start, end - length + 1, length)]  # fmt: skip
+    found = [
+        (place, number)
+        for number, (start, end) in enumerate(zip(starts, starts[1:], strict=False))
+        for place in range(start, end - length + 1, length)
+    ]
     if not found:
         raise UserError(f"no document of the {SPLIT} split has {length} tokens: give longer documents")
     return found[:: -(-len(found) // limit)]
@@ -104,18 +110,26 @@ def context_bins(length: int) -> list[tuple[int, int]]:
 def needle_tests(corpus: Corpus, length: int, limit: int) -> list[tuple[tuple[int, int], float, Document]]:
     """((N, R), depth, document) of `limit` tests of each kind, every depth as often as another."""
     tasks, dice = Tasks(corpus, SPLIT), random.Random(f"needle/{SEED}")
-    return [(kind, DEPTHS[number % len(DEPTHS)], tasks.needles(dice, length, *kind, DEPTHS[number % len(DEPTHS)]))
-            for kind in NEEDLES for number in range(limit)]  # fmt: skip
+    return [
+        (kind, DEPTHS[number % len(DEPTHS)], tasks.needles(dice, length, *kind, DEPTHS[number % len(DEPTHS)]))
+        for kind in NEEDLES
+        for number in range(limit)
+    ]
 
 
 def needle(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, Scores]:
     """Accuracy on each secret asked for, `limit` tests of each kind; by depth only the one whose depth is set."""
     tests = needle_tests(corpus, length, limit)
     right = hits(model, [document for *_, document in tests])
-    by_kind = [(f"{n}/{r}", number, hit) for number, (((n, r), *_), of_test) in
-               enumerate(zip(tests, right, strict=True)) for hit in of_test]  # fmt: skip
-    by_depth = [(100 * depth, number, of_test[0]) for number, ((_, depth, _), of_test) in
-                enumerate(zip(tests, right, strict=True))]  # fmt: skip
+    by_kind = [
+        (f"{n}/{r}", number, hit)
+        for number, (((n, r), *_), of_test) in enumerate(zip(tests, right, strict=True))
+        for hit in of_test
+    ]
+    by_depth = [
+        (100 * depth, number, of_test[0])
+        for number, ((_, depth, _), of_test) in enumerate(zip(tests, right, strict=True))
+    ]
     return {
         "needle": _scores("needles", "needles in the text / asked for", "accuracy", 1, by_kind),
         "needle-depth": _scores("needles by depth", "depth in the text, %", "accuracy", 1, by_depth),
@@ -125,8 +139,11 @@ def needle(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[st
 def attention(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, Scores]:
     """Shares of the attention, by the depth of the needle, where its secret is being said: on its line, and on the
     noise, which is the rest of the text and the other needles. Of the hardest kind of needle test."""
-    tests = [(number, depth, document) for number, (kind, depth, document) in
-             enumerate(needle_tests(corpus, length, limit)) if kind == NEEDLES[-1]]  # fmt: skip
+    tests = [
+        (number, depth, document)
+        for number, (kind, depth, document) in enumerate(needle_tests(corpus, length, limit))
+        if kind == NEEDLES[-1]
+    ]
     shares = [attention_shares(model, document) for *_, document in tests]
     answer, noise = (
         [(100 * depth, number, share[part]) for (number, depth, _), share in zip(tests, shares, strict=True)]
@@ -172,15 +189,22 @@ def examples(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[
     and the margin: how far the best order of a question is above the worst, 1 where its answer depends on the order."""
     tasks, dice = Tasks(corpus, SPLIT), random.Random(f"examples/{SEED}")
     episodes = [(count, number, tasks.episode(dice, count)) for count in EXAMPLES for number in range(limit)]
-    documents = [tasks.examples(dice.sample(shown, len(shown)), question)
-                 for *_, (shown, question) in episodes for _ in range(ORDERS)]  # fmt: skip
+    documents = [
+        tasks.examples(dice.sample(shown, len(shown)), question)
+        for *_, (shown, question) in episodes
+        for _ in range(ORDERS)
+    ]
     if (longest := max(len(document.ids) for document in documents)) > length + 1:
         raise UserError(f"{max(EXAMPLES)} examples take {longest - 1} tokens, the model knows rows of {length}")
     right = np.array([float(hit) for (hit,) in hits(model, documents)]).reshape(len(episodes), ORDERS)
-    accuracy = [(count, f"{count}/{number}", value) for (count, number, _), value in
-                zip(episodes, right.mean(1).tolist(), strict=True)]  # fmt: skip
-    margin = [(count, f"{count}/{number}", value) for (count, number, _), value in
-              zip(episodes, (right.max(1) - right.min(1)).tolist(), strict=True)]  # fmt: skip
+    accuracy = [
+        (count, f"{count}/{number}", value)
+        for (count, number, _), value in zip(episodes, right.mean(1).tolist(), strict=True)
+    ]
+    margin = [
+        (count, f"{count}/{number}", value)
+        for (count, number, _), value in zip(episodes, (right.max(1) - right.min(1)).tolist(), strict=True)
+    ]
     return {
         "examples": _scores(f"examples in context, {SHOWN} classes", "examples", "accuracy", 1, accuracy),
         "examples-margin": _scores(f"best minus worst of {ORDERS} orders", "examples", "accuracy", -1, margin),
@@ -220,8 +244,11 @@ def device_of(model: TextModel) -> torch.device:
 
 
 MEASURES: dict[str, Callable[[TextModel, Corpus, int, int], dict[str, Scores]]] = {
-    "nll": nll, "needle": needle, "attention": attention, "examples": examples,
-}  # fmt: skip
+    "nll": nll,
+    "needle": needle,
+    "attention": attention,
+    "examples": examples,
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,14 +344,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("measure", choices=[*MEASURES, "all"], help="what to measure")
     parser.add_argument("run", nargs="+", type=Path, help="run folder of train.text; seeds of both kinds in one order")
-    parser.add_argument("--limit", type=int, default=100, metavar="N",
-                        help="windows, tests of a kind, questions of a number (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=100,
+        metavar="N",
+        help="windows, tests of a kind, questions of a number (default: %(default)s)",
+    )
     parser.add_argument("--length", type=int, metavar="N", help="longest context (default: what the runs learned from)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, … (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("runs/eval/text"), metavar="DIR",
-                        help="folder of the pictures (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--json", action=argparse.BooleanOptionalAction, default=False,
-                        help="print JSON instead of tables (default: --no-json)")  # fmt: skip
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/eval/text"),
+        metavar="DIR",
+        help="folder of the pictures (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="print JSON instead of tables (default: --no-json)",
+    )
     args = parser.parse_args(argv)
     if args.limit < len(DEPTHS):
         raise UserError(f"--limit is {args.limit}, expected at least {len(DEPTHS)}: one test a depth")
@@ -342,8 +383,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         panel, rows = next(iter(found.values()))[0], by_label(found)
         figures.save(chart(panel, rows), args.out / f"{name}.png")
         files.append(f"{name}.png")
-        told[name] = {str(label): {kind: value._asdict() for kind, value in by_kind.items()}
-                      for label, by_kind in rows.items()}  # fmt: skip
+        told[name] = {
+            str(label): {kind: value._asdict() for kind, value in by_kind.items()} for label, by_kind in rows.items()
+        }
         if not args.json:
             print(f"\n{panel.title}, {panel.y_label}\n")
             print("\n".join(table(panel, rows, chance(name))))

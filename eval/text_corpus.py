@@ -114,11 +114,24 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, known: Sequence[str] 
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=itertools.chain(often, lines),
-            model_writer=model, model_type="bpe", vocab_size=vocab_size, byte_fallback=True, character_coverage=0.9995,
-            normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True, split_digits=True, user_defined_symbols=[NEWLINE],
-            pad_id=PAD, eos_id=EOS, bos_id=BOS, unk_id=UNK, num_threads=1, minloglevel=2,
-        )  # fmt: skip
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            character_coverage=0.9995,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            user_defined_symbols=[NEWLINE],
+            pad_id=PAD,
+            eos_id=EOS,
+            bos_id=BOS,
+            unk_id=UNK,
+            num_threads=1,
+            minloglevel=2,
+        )
     except RuntimeError as error:
         reason = str(error).rpartition("] ")[2] or str(error)
         raise UserError(f"no tokenizer of {vocab_size} pieces can be made of this text: {reason}") from None
@@ -150,8 +163,12 @@ def open_corpus(
         temporary.write_bytes(proto)
     with atomic_path(folder / "tokens.safetensors") as temporary:
         save_file(tensors, temporary)
-    told = {"digest": digest, "paths": list(map(str, paths)), "documents": {n: len(d) for n, d in parts.items()},
-            "tokens": {name: len(tensors[f"{name}_ids"]) for name in parts}}  # fmt: skip
+    told = {
+        "digest": digest,
+        "paths": list(map(str, paths)),
+        "documents": {n: len(d) for n, d in parts.items()},
+        "tokens": {name: len(tensors[f"{name}_ids"]) for name in parts},
+    }
     write_text(folder / "corpus.json", json.dumps(told, indent=1) + "\n")  # last: it says that the rest is there
     return _kept(folder)
 
@@ -162,9 +179,11 @@ def _kept(folder: Path) -> Corpus | None:
         tensors = load_file(folder / "tokens.safetensors")
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
         return Corpus(
-            tokenizer, {name: tensors[f"{name}_ids"] for name in SPLITS},
-            {name: tensors[f"{name}_starts"] for name in SPLITS}, told["digest"],
-        )  # fmt: skip
+            tokenizer,
+            {name: tensors[f"{name}_ids"] for name in SPLITS},
+            {name: tensors[f"{name}_starts"] for name in SPLITS},
+            told["digest"],
+        )
     except (OSError, ValueError, KeyError, SafetensorError):
         return None
 

@@ -22,9 +22,31 @@ from eval.text_corpus import BOS, EOS, Corpus
 from model.common import UserError
 
 CITIES = (
-    "Lisbon", "Cairo", "Oslo", "Lima", "Paris", "Tokyo", "Delhi", "Rome", "Quito", "Seoul", "Dakar", "Berlin",
-    "Havana", "Athens", "Madrid", "Vienna", "Prague", "Dublin", "Nairobi", "Ottawa", "Warsaw", "Hanoi", "Tunis", "Riga",
-)  # fmt: skip
+    "Lisbon",
+    "Cairo",
+    "Oslo",
+    "Lima",
+    "Paris",
+    "Tokyo",
+    "Delhi",
+    "Rome",
+    "Quito",
+    "Seoul",
+    "Dakar",
+    "Berlin",
+    "Havana",
+    "Athens",
+    "Madrid",
+    "Vienna",
+    "Prague",
+    "Dublin",
+    "Nairobi",
+    "Ottawa",
+    "Warsaw",
+    "Hanoi",
+    "Tunis",
+    "Riga",
+)
 CLASSES = {
     "animal": ("horse", "tiger", "eagle", "sheep", "whale", "rabbit", "camel", "goose"),
     "color": ("red", "green", "purple", "yellow", "orange", "white", "black", "brown"),
@@ -32,7 +54,7 @@ CLASSES = {
     "food": ("bread", "cheese", "soup", "rice", "butter", "honey", "onion", "pepper"),
     "tool": ("hammer", "saw", "drill", "wrench", "shovel", "axe", "chisel", "ladder"),
     "weather": ("rain", "snow", "storm", "cloud", "thunder", "frost", "fog", "breeze"),
-}  # fmt: skip
+}
 LETTERS = "ABCDEFGH"
 SHOWN = 4  # classes in a test: 1 of 4 is right by chance
 EXAMPLES = tuple(word for words in CLASSES.values() for word in words)

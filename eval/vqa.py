@@ -48,8 +48,7 @@ PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'  # kept by the official scorer: ' : & % $
 DIGIT_COMMA_DIGIT = re.compile(r"\d,\d")
 LONE_PERIOD = re.compile(r"\.(?!\d)")
 NUMBERS = {"none": "0"} | {
-    word: str(number)
-    for number, word in enumerate("zero one two three four five six seven eight nine ten".split())
+    word: str(number) for number, word in enumerate("zero one two three four five six seven eight nine ten".split())
 }
 ARTICLES = {"a", "an", "the"}
 _CONTRACTED = """
@@ -156,9 +155,7 @@ def question_accuracies(
 ) -> dict[int | str, float]:
     """Accuracy (0..1) by question id, in the order of `annotations`; GQA's unbalanced questions are not scored."""
     scorer = SCORERS[scoring]
-    return {
-        a.question_id: scorer(a, answers[a.question_id]) for a in annotations if a.balanced or scoring != "gqa"
-    }
+    return {a.question_id: scorer(a, answers[a.question_id]) for a in annotations if a.balanced or scoring != "gqa"}
 
 
 def summarize(annotations: Iterable[Annotation], accuracies: Mapping) -> dict:
@@ -180,11 +177,7 @@ def summarize(annotations: Iterable[Annotation], accuracies: Mapping) -> dict:
                 groups.setdefault(getattr(annotation, kind), []).append(annotation)
         return {name: percent(group) for name, group in groups.items()}
 
-    return {
-        "overall": percent(scored),
-        "per_answer_type": by("answer_type"),
-        "per_question_type": by("question_type"),
-    }
+    return {"overall": percent(scored), "per_answer_type": by("answer_type"), "per_question_type": by("question_type")}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -240,18 +233,26 @@ def embedded(limit: int = 1200, split: str = "test") -> Benchmark:
     return Benchmark(
         [Question(s.question_id, f"{split}/{s.image_id}", s.question) for s in samples],
         [
-            Annotation(s.question_id, tuple({"answer": s.suffix, "answer_id": i} for i in range(1, 11)), s.suffix,
-                       s.answer_type, s.question_type)
+            Annotation(
+                s.question_id,
+                tuple({"answer": s.suffix, "answer_id": i} for i in range(1, 11)),
+                s.suffix,
+                s.answer_type,
+                s.question_type,
+            )
             for s in samples
         ],
         {f"{split}/{s.image_id}": s.scene.render for s in samples},
-    )  # fmt: skip
+    )
 
 
 def from_files(
-    questions: str | Path, annotations: str | Path | None, images: str | Path, limit: int | None = None,
+    questions: str | Path,
+    annotations: str | Path | None,
+    images: str | Path,
+    limit: int | None = None,
     only: Collection[str] | None = None,
-) -> Benchmark:  # fmt: skip
+) -> Benchmark:
     """A benchmark from published files; of its questions those with an id (as text) in `only`, and the first `limit`.
 
     Raises UserError for malformed files, questions without annotation, and pictures that are not in `images`.
@@ -318,10 +319,18 @@ def evaluate_embedded(
 
 
 def evaluate_files(
-    model, processor, questions_file: str | Path, annotations_file: str | Path, images_folder: str | Path,
-    prompt_template: str, limit: int | None = None, only: Collection[str] | None = None, progress: str | None = None,
-    log: Path | None = None, ask_all: Callable | None = None,
-) -> dict:  # fmt: skip
+    model,
+    processor,
+    questions_file: str | Path,
+    annotations_file: str | Path,
+    images_folder: str | Path,
+    prompt_template: str,
+    limit: int | None = None,
+    only: Collection[str] | None = None,
+    progress: str | None = None,
+    log: Path | None = None,
+    ask_all: Callable | None = None,
+) -> dict:
     """As `evaluate_embedded` on files in VQAv2's format; arguments as for `from_files` and `eval.run.ask_all`.
 
     Questions on unreadable pictures are left out, and named under "left_out" if there are any.
@@ -415,8 +424,9 @@ def score(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(summary | blind))
         return
-    print_table(f"VQA accuracy (%), {args.scoring} scoring, {len(annotations)} questions",
-                {args.scoring: summary} | blind)  # fmt: skip
+    print_table(
+        f"VQA accuracy (%), {args.scoring} scoring, {len(annotations)} questions", {args.scoring: summary} | blind
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -424,8 +434,9 @@ def run(args: argparse.Namespace) -> None:
     from eval.run import compare_speed, open_session  # only here: scoring needs no torch
 
     if (args.questions is None) != (args.images is None) or args.annotations and args.questions is None:
-        raise UserError("--questions, --images and --annotations go together: give all of them, or none for the "
-                        "embedded scenes")  # fmt: skip
+        raise UserError(
+            "--questions, --images and --annotations go together: give all of them, or none for the embedded scenes"
+        )
     if args.questions is None:
         benchmark = embedded(1200 if args.limit is None else args.limit)
         blind = blind_answers(benchmark, embedded(TRAIN_QUESTIONS, "train"))
@@ -452,8 +463,10 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(summary | columns | ({"left_out": session.left_out} if session.left_out else {})))
     elif summary:
-        print_table(f"VQA accuracy (%), {args.scoring} scoring, {len(answers)} questions, {session.title}",
-                    {"model": summary} | columns)  # fmt: skip
+        print_table(
+            f"VQA accuracy (%), {args.scoring} scoring, {len(answers)} questions, {session.title}",
+            {"model": summary} | columns,
+        )
     if args.one_by_one:
         asks = asks_of(benchmark, args.prompt)[: args.one_by_one]
         speed = compare_speed(session.model, session.processor, asks, args.max_new_tokens, args.batch_size)
@@ -469,15 +482,24 @@ def run(args: argparse.Namespace) -> None:
 
 
 def add_data_flags(parser: argparse.ArgumentParser, required: bool) -> None:
-    parser.add_argument("--questions", required=required, help="questions file (VQAv2, GQA, TextVQA or VizWiz)"
-                        + ("" if required else " (default: the embedded scenes)"))  # fmt: skip
-    parser.add_argument("--annotations", help="annotations file (default: the questions file, which holds the answers "
-                                              "too in GQA, TextVQA and VizWiz)")  # fmt: skip
+    parser.add_argument(
+        "--questions",
+        required=required,
+        help="questions file (VQAv2, GQA, TextVQA or VizWiz)" + ("" if required else " (default: the embedded scenes)"),
+    )
+    parser.add_argument(
+        "--annotations",
+        help="annotations file (default: the questions file, which holds the answers too in GQA, TextVQA and VizWiz)",
+    )
     parser.add_argument("--scoring", choices=SCORERS, default="official", help="scorer (default: %(default)s)")
-    parser.add_argument("--blind", nargs="*", metavar="FILE",
-                        help="score the best guess without a picture too: from training QUESTIONS ANNOTATIONS, or, "
-                             "without files, the best constant answer of each question type (default: only on the "
-                             "embedded scenes, from their train split)")  # fmt: skip
+    parser.add_argument(
+        "--blind",
+        nargs="*",
+        metavar="FILE",
+        help="score the best guess without a picture too: from training QUESTIONS ANNOTATIONS, or, "
+        "without files, the best constant answer of each question type (default: only on the "
+        "embedded scenes, from their train split)",
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -487,15 +509,21 @@ def main(argv: list[str] | None = None) -> None:
     add_data_flags(parser, required=False)
     parser.add_argument("--images", metavar="DIR", help="folder of the pictures of --questions")
     parser.add_argument("--prompt", default=PROMPT, metavar="TEMPLATE", help="(default: %(default)r)")
-    parser.add_argument("--one-by-one", type=int, default=0, metavar="N",
-                        help="also ask the first N questions one at a time, and print by how much that is slower and "
-                             "whether the answers agree (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--one-by-one",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also ask the first N questions one at a time, and print by how much that is slower and "
+        "whether the answers agree (default: %(default)s)",
+    )
     commands = parser.add_subparsers(dest="command")
     scorer = commands.add_parser("score", help="score a results file", description="Score a results file.")
     add_data_flags(scorer, required=True)
     scorer.add_argument("--results", required=True, help='results file, [{"question_id", "answer"}, …]')
-    scorer.add_argument("--json", action=argparse.BooleanOptionalAction, default=False,
-                        help="print JSON only (default: a table)")  # fmt: skip
+    scorer.add_argument(
+        "--json", action=argparse.BooleanOptionalAction, default=False, help="print JSON only (default: a table)"
+    )
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] != ["score"]:
         from eval.run import add_answer_flags

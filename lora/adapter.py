@@ -270,11 +270,31 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 # Keys of PEFT's config that do not change what the saved tensors compute, or that `load` heeds. Any other key with a
 # value is a feature that would be lost in silence.
 _HARMLESS = {
-    "peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "bias", "inference_mode", "differential",
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
-    "use_rslora", "init_lora_weights", "auto_mapping", "eva_config", "megatron_core", "peft_version",
-    "qalora_group_size", "revision", "runtime_config", "task_type",
-}  # fmt: skip
+    "peft_type",
+    "base_model_name_or_path",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "bias",
+    "inference_mode",
+    "differential",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "init_lora_weights",
+    "auto_mapping",
+    "eva_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
+}
 _HARMLESS_INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # others (pissa, olora, …) change the base too
 
 

@@ -65,9 +65,11 @@ def quantize(model: nn.Module) -> int:
     frozen = [
         (path, module)
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not isinstance(module, Int8Linear)
-        and not module.weight.requires_grad and module.weight not in own
-    ]  # fmt: skip
+        if isinstance(module, nn.Linear)
+        and not isinstance(module, Int8Linear)
+        and not module.weight.requires_grad
+        and module.weight not in own
+    ]
     for path, module in frozen:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, Int8Linear(module).train(module.training))

@@ -45,9 +45,12 @@ class Rope:
 
 
 def attention_mask(
-    valid: torch.Tensor, types: torch.Tensor, queries: int | torch.Tensor | None = None, window: int | None = None,
+    valid: torch.Tensor,
+    types: torch.Tensor,
+    queries: int | torch.Tensor | None = None,
+    window: int | None = None,
     documents: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Who may see whom: a boolean mask (B, 1, Sq, Sk), True where query i may attend to key j.
 
     valid (B, Sk) is False at padding; types (B, Sk) is 0 for image and prefix, 1 for the causal suffix; `queries` is
@@ -137,9 +140,17 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_key_value_heads: int, head_dim: int, *,
-        scale: float, softcap: float | None = None, bias: bool = False, output_name: str = "o_proj",
-    ):  # fmt: skip
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_key_value_heads: int,
+        head_dim: int,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        bias: bool = False,
+        output_name: str = "o_proj",
+    ):
         super().__init__()
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
         self.scale, self.softcap, self.output_name = scale, softcap, output_name
@@ -152,9 +163,13 @@ class Attention(nn.Module):
         self.add_module(output_name, Linear(num_heads * head_dim, hidden_size, bias=bias))
 
     def forward(
-        self, x: torch.Tensor, rope: Rope | None = None, mask: torch.Tensor | None = None,
-        cache: LayerCache | None = None, positions: int | torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        rope: Rope | None = None,
+        mask: torch.Tensor | None = None,
+        cache: LayerCache | None = None,
+        positions: int | torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """x (B, S, H) to (B, S, H), or to the `positions` to keep; `mask` (B, 1, S, Sk) is None where all see all."""
         q, k, v = self.project(x, rope)
         if cache is not None:
@@ -222,9 +237,13 @@ def rows_are_faster(q: torch.Tensor, k: torch.Tensor) -> bool:
 
 
 def row_attention(
-    maps: Sequence[tuple[torch.Tensor, torch.Tensor]], v: torch.Tensor, mask: torch.Tensor | None, scale: float,
-    factor: torch.Tensor | None = None, apart: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    maps: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    factor: torch.Tensor | None = None,
+    apart: bool = False,
+) -> torch.Tensor:
     """softmax(qkᵀ·scale)·v by one product after the other, key head by key head: where `linear` is faster than what
     the fused CPU kernel multiplies with, so is this.
 

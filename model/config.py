@@ -128,11 +128,20 @@ class PaliGemmaConfig:
         vision, text = asdict(self.vision), asdict(self.text)
         if vision["feature_layer"] is None:
             del vision["feature_layer"]
-        vision |= {"model_type": "siglip_vision_model", "projection_dim": self.text.hidden_size,
-                   "num_image_tokens": self.vision.num_image_tokens, "vision_use_head": False}
-        text |= {"hidden_act": self.text.hidden_activation, "num_image_tokens": self.vision.num_image_tokens,
-                 "tie_word_embeddings": True, "pad_token_id": self.pad_token_id,
-                 "eos_token_id": self.eos_token_id, "bos_token_id": self.bos_token_id}
+        vision |= {
+            "model_type": "siglip_vision_model",
+            "projection_dim": self.text.hidden_size,
+            "num_image_tokens": self.vision.num_image_tokens,
+            "vision_use_head": False,
+        }
+        text |= {
+            "hidden_act": self.text.hidden_activation,
+            "num_image_tokens": self.vision.num_image_tokens,
+            "tie_word_embeddings": True,
+            "pad_token_id": self.pad_token_id,
+            "eos_token_id": self.eos_token_id,
+            "bos_token_id": self.bos_token_id,
+        }
         if self.text.is_gemma2:  # a null would be read as the default, 256
             text["query_pre_attn_scalar"] = self.text.query_pre_attn_scalar or self.text.head_dim
         else:
@@ -243,10 +252,16 @@ def _read_text(raw: dict, top: dict, where: str) -> TextConfig:
 
 _GEMMA2_OPTIONAL = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
 _GEMMA2_DEFAULTS = {
-    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0, "sliding_window": 4096,
-}  # fmt: skip
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window": 4096,
+}
 
 
 def _paligemma1(image_size: int) -> PaliGemmaConfig:
@@ -258,10 +273,22 @@ def _paligemma2(image_size: int, **sizes) -> PaliGemmaConfig:
     return PaliGemmaConfig(VisionConfig(image_size=image_size), text)
 
 
-_10B = {"hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42, "num_attention_heads": 16,
-        "num_key_value_heads": 8}  # fmt: skip
-_28B = {"hidden_size": 4608, "intermediate_size": 36864, "num_hidden_layers": 46, "num_attention_heads": 32,
-        "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 144}  # fmt: skip
+_10B = {
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
+_28B = {
+    "hidden_size": 4608,
+    "intermediate_size": 36864,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "query_pre_attn_scalar": 144,
+}
 
 # The embedded base: 16 image tokens of 28 pixels; its tokenizer has 1,722 pieces, `<image>` comes after them.
 _TINY = PaliGemmaConfig(

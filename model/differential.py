@@ -148,9 +148,14 @@ class Split(Reparametrised):
     maps = 2
 
     def __init__(
-        self, plain: Attention, layer: int, *,
-        rope_pairs: str = "kept", lambda_init: float | str = "layer", norm: bool = True,
-    ):  # fmt: skip
+        self,
+        plain: Attention,
+        layer: int,
+        *,
+        rope_pairs: str = "kept",
+        lambda_init: float | str = "layer",
+        norm: bool = True,
+    ):
         super().__init__(plain, layer, plain.head_dim // 2, lambda_init, norm)
         if rope_pairs not in ("kept", "fresh"):
             raise UserError(f"rope_pairs is {rope_pairs!r}, expected 'kept' or 'fresh'")
@@ -196,9 +201,8 @@ class Twin(Differential):
     maps = 2
 
     def __init__(
-        self, plain: Attention, layer: int, *,
-        r: int = 16, alpha: float = 32.0, dropout: float = 0.0, mu: float = 1.0,
-    ):  # fmt: skip
+        self, plain: Attention, layer: int, *, r: int = 16, alpha: float = 32.0, dropout: float = 0.0, mu: float = 1.0
+    ):
         super().__init__(plain, layer)
         if not mu > 0:
             raise UserError(f"mu is {mu!r}, expected a number above 0: at 0 the second branch gets no gradient")
@@ -354,8 +358,10 @@ def graft(
     be learned, and for a tower that is grafted already. Nothing is changed then.
     """
     for what, value, known in (
-        ("variant", kind, KINDS), ("place", where, TOWERS), ("feed_forward", feed_forward, FEED_FORWARDS),
-    ):  # fmt: skip
+        ("variant", kind, KINDS),
+        ("place", where, TOWERS),
+        ("feed_forward", feed_forward, FEED_FORWARDS),
+    ):
         if value not in known:
             raise UserError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
     if feed_forward != "mlp" and where == "vision":
@@ -365,9 +371,8 @@ def graft(
         raise UserError(f"{kind!r} has no option {', '.join(unknown)}: it takes {', '.join(defaults) or 'none'}")
     options = defaults | options
     layers = {
-        f"{tower}.{index}": layer
-        for tower in TOWERS[where] for index, layer in enumerate(model.get_submodule(tower))
-    }  # fmt: skip
+        f"{tower}.{index}": layer for tower in TOWERS[where] for index, layer in enumerate(model.get_submodule(tower))
+    }
     for path, layer in layers.items():
         if isinstance(layer.self_attn, Differential):
             raise UserError(f"{path} has {layer.self_attn.kind!r} attention already: graft a freshly loaded model")

@@ -55,15 +55,23 @@ class GemmaLayer(nn.Module):
             self.add_module(name, RMSNorm(config.hidden_size, config.rms_norm_eps))
         self.is_gemma2 = config.is_gemma2
         self.self_attn = Attention(
-            config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
-            scale=config.attention_scale, softcap=config.attn_logit_softcapping,
-        )  # fmt: skip
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            scale=config.attention_scale,
+            softcap=config.attn_logit_softcapping,
+        )
         self.mlp = GemmaMLP(config.hidden_size, config.intermediate_size, config.hidden_activation)
 
     def forward(
-        self, x: torch.Tensor, rope: Rope, mask: torch.Tensor | None, cache: LayerCache | None = None,
+        self,
+        x: torch.Tensor,
+        rope: Rope,
+        mask: torch.Tensor | None,
+        cache: LayerCache | None = None,
         positions: int | torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """x (B, S, H) to (B, S, H), or to the `positions` to keep: no other asks, or reaches the MLP."""
         attended = self.self_attn(self.input_layernorm(x), rope, mask, cache, positions)
         x = keep_positions(x, positions)
@@ -91,9 +99,14 @@ class Gemma(nn.Module):
         return embeddings * embeddings.new_full((), self.config.hidden_size**0.5)  # a GPU need not wait for it
 
     def forward(
-        self, x: torch.Tensor, valid: torch.Tensor, types: torch.Tensor, cache: list[LayerCache] | None = None,
-        positions_to_keep: int | torch.Tensor | None = None, documents: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        valid: torch.Tensor,
+        types: torch.Tensor,
+        cache: list[LayerCache] | None = None,
+        positions_to_keep: int | torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """x (B, S, H), the last S of the Sk positions that valid (B, Sk) and types (B, Sk) describe, to (B, S, H).
 
         Or to the positions asked for, as in `keep_positions`: in the last layer the others are only keys and values.
@@ -111,9 +124,13 @@ class Gemma(nn.Module):
         return self.norm(x)
 
     def geometry(
-        self, x: torch.Tensor, valid: torch.Tensor, types: torch.Tensor, cache: list[LayerCache] | None = None,
+        self,
+        x: torch.Tensor,
+        valid: torch.Tensor,
+        types: torch.Tensor,
+        cache: list[LayerCache] | None = None,
         documents: torch.Tensor | None = None,
-    ) -> tuple[Rope, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    ) -> tuple[Rope, torch.Tensor | None, torch.Tensor | None]:
         """What all layers share, from the arguments of `forward`: positions, and the full and the sliding mask."""
         queries = x.shape[1]
         # valid tokens count from 1, wherever the padding is

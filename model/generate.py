@@ -103,10 +103,15 @@ def generate(
         new = attention_mask.new_ones(rows, (capacity if compiled is None else cache[0].capacity) - prompt)
         valid, types = torch.cat((attention_mask, new), dim=1), torch.cat((token_type_ids, new), dim=1)
         logits = model(
-            input_ids, pixel_values=pixel_values, token_type_ids=token_type_ids, attention_mask=attention_mask,
-            positions_to_keep=last_valid(attention_mask), image_features=image_features, image_index=image_index,
+            input_ids,
+            pixel_values=pixel_values,
+            token_type_ids=token_type_ids,
+            attention_mask=attention_mask,
+            positions_to_keep=last_valid(attention_mask),
+            image_features=image_features,
+            image_index=image_index,
             cache=cache,
-        )  # fmt: skip
+        )
         logits = logits[:, -1]
         if compiled is not None:
             compiled.seal()
@@ -124,9 +129,12 @@ def generate(
                 continue
             seen = prompt + step + 1
             logits = model(
-                token[:, None], pixel_values=None, token_type_ids=types[:, :seen], attention_mask=valid[:, :seen],
+                token[:, None],
+                pixel_values=None,
+                token_type_ids=types[:, :seen],
+                attention_mask=valid[:, :seen],
                 cache=cache,
-            )[:, -1]  # fmt: skip
+            )[:, -1]
         is_end = tokens[:, : step + 1] == model.config.eos_token_id
         lengths = torch.where(is_end.any(1), is_end.long().argmax(1) + 1, step + 1)
     rows_and_lengths = zip(tokens, lengths.tolist(), strict=True)

@@ -58,10 +58,13 @@ class MambaConfig:
         """Read a config.json, of transformers or of the original repository. Raises UserError for another model."""
         layer = raw.get("ssm_cfg") or {}
         original = {
-            "hidden_size": raw.get("d_model"), "num_hidden_layers": raw.get("n_layer"),
-            "state_size": layer.get("d_state"), "expand": layer.get("expand"), "conv_kernel": layer.get("d_conv"),
+            "hidden_size": raw.get("d_model"),
+            "num_hidden_layers": raw.get("n_layer"),
+            "state_size": layer.get("d_state"),
+            "expand": layer.get("expand"),
+            "conv_kernel": layer.get("d_conv"),
             "time_step_rank": layer.get("dt_rank"),
-        }  # fmt: skip
+        }
         given = {f.name: raw[f.name] for f in fields(cls) if raw.get(f.name) is not None}
         given = {name: value for name, value in original.items() if value is not None} | given
         if given.get("time_step_rank") == "auto":
@@ -91,9 +94,12 @@ class MambaConfig:
     def to_dict(self) -> dict:
         """The config.json that transformers reads back to the same model."""
         return asdict(self) | {
-            "architectures": ["MambaForCausalLM"], "model_type": "mamba", "tie_word_embeddings": True,
-            "intermediate_size": self.intermediate_size, "time_step_rank": self.time_step_rank or "auto",
-        }  # fmt: skip
+            "architectures": ["MambaForCausalLM"],
+            "model_type": "mamba",
+            "tie_word_embeddings": True,
+            "intermediate_size": self.intermediate_size,
+            "time_step_rank": self.time_step_rank or "auto",
+        }
 
     def check(self, where: str = "config") -> None:
         """Raise UserError unless every size is a positive integer."""
@@ -106,10 +112,13 @@ class MambaConfig:
 MAMBA_PRESETS: dict[str, MambaConfig] = {
     name: MambaConfig(num_hidden_layers=layers, hidden_size=width)
     for name, layers, width in (
-        ("mamba-130m", 24, 768), ("mamba-370m", 48, 1024), ("mamba-790m", 48, 1536), ("mamba-1.4b", 48, 2048),
+        ("mamba-130m", 24, 768),
+        ("mamba-370m", 48, 1024),
+        ("mamba-790m", 48, 1536),
+        ("mamba-1.4b", 48, 2048),
         ("mamba-2.8b", 64, 2560),
     )
-}  # fmt: skip
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -127,9 +136,14 @@ KERNEL = False
 
 
 def selective_scan(
-    x: torch.Tensor, delta: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
-    state: torch.Tensor | None = None, chunk: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    state: torch.Tensor | None = None,
+    chunk: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """y (B, L, E) and the last state (B, N, E) of s_t = exp(Δ_t A) ⊙ s_{t−1} + (Δ_t x_t) ⊗ B_t, y_t = s_t C_t.
 
     x and delta (B, L, E), A (E, N) negative, B and C (B, L, N), state (B, N, E) or None for zeros (Gu and Dao 2023,
@@ -142,8 +156,12 @@ def selective_scan(
     fewest steps. Raises UserError for L = 0 or shapes that do not fit each other.
     """
     (batch, length, channels), size = x.shape, A.shape[-1]
-    expected = {"delta": (delta, x.shape), "A": (A, (channels, size)), "B": (B, (batch, length, size)),
-                "C": (C, (batch, length, size))}  # fmt: skip
+    expected = {
+        "delta": (delta, x.shape),
+        "A": (A, (channels, size)),
+        "B": (B, (batch, length, size)),
+        "C": (C, (batch, length, size)),
+    }
     if state is not None:
         expected["state"] = (state, (batch, size, channels))
     for name, (tensor, shape) in expected.items():
@@ -338,8 +356,8 @@ class MambaState:
 class MambaMixer(nn.Module):
     """Gated projection, short causal convolution, selective scan. Parameter names are those of transformers.
 
-        [x, z] = W_in h;  x = SiLU(conv(x));  [δ, B, C] = W_x x;  Δ = softplus(W_Δ δ + b_Δ);  A = −exp(A_log)
-        y = scan(x, Δ, A, B, C) + D ⊙ x;  out = W_out (y ⊙ SiLU(z))
+    [x, z] = W_in h;  x = SiLU(conv(x));  [δ, B, C] = W_x x;  Δ = softplus(W_Δ δ + b_Δ);  A = −exp(A_log)
+    y = scan(x, Δ, A, B, C) + D ⊙ x;  out = W_out (y ⊙ SiLU(z))
     """
 
     def __init__(self, config: MambaConfig):
@@ -436,9 +454,13 @@ class Mamba(nn.Module):
         return self.embeddings(input_ids)
 
     def forward(
-        self, x: torch.Tensor, valid: torch.Tensor | None = None, types: torch.Tensor | None = None,
-        cache: list[MambaState] | None = None, positions_to_keep: int | torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        valid: torch.Tensor | None = None,
+        types: torch.Tensor | None = None,
+        cache: list[MambaState] | None = None,
+        positions_to_keep: int | torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """x (B, S, H) to hidden states (B, S, H) after the final norm, or those of the positions asked for.
 
         With a `cache`, x continues what it has read. valid (B, Sk) is False at padding, on either side; the last S of

@@ -99,8 +99,11 @@ class PaliGemma(nn.Module):
         # some checkpoints have no embedding row for the image token; its value is overwritten anyway
         embeddings = self.language_model.embed(input_ids.masked_fill(is_image, self.config.pad_token_id))
         if not input_ids.is_cuda and not torch.compiler.is_compiling():  # on a GPU the count would stall the stream
-            check_slots(is_image.sum(1).tolist(), 0 if image_features is None else len(image_features),
-                        self.config.num_image_tokens)  # fmt: skip
+            check_slots(
+                is_image.sum(1).tolist(),
+                0 if image_features is None else len(image_features),
+                self.config.num_image_tokens,
+            )
         if image_features is None:
             return embeddings
         return embeddings.masked_scatter(is_image[..., None], image_features.to(embeddings.dtype))

@@ -239,8 +239,10 @@ class Processor:
         if len(parts) == 1:
             parts = [""] * n_images + parts
         elif len(parts) - 1 != n_images:
-            raise UserError(f"{len(parts) - 1} {SLOT} in the prefix, but {n_images} picture(s): give one for each, or "
-                            f"leave {SLOT} out, which puts pictures first ({prefix[:40]!r}…)")  # fmt: skip
+            raise UserError(
+                f"{len(parts) - 1} {SLOT} in the prefix, but {n_images} picture(s): give one for each, or "
+                f"leave {SLOT} out, which puts pictures first ({prefix[:40]!r}…)"
+            )
         given, slot = [], [self.config.image_token_id] * self.config.num_image_tokens
         for number, part in enumerate(parts):
             given += slot if number else []

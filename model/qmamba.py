@@ -24,15 +24,7 @@ from model.attention import Attention
 from model.common import UserError
 from model.config import VisionConfig, read_known
 from model.linear import Linear
-from model.mamba import (
-    MAMBA_PRESETS,
-    Mamba,
-    MambaConfig,
-    MambaMixer,
-    MambaState,
-    initialize_mamba,
-    initialize_mixer,
-)
+from model.mamba import MAMBA_PRESETS, Mamba, MambaConfig, MambaMixer, MambaState, initialize_mamba, initialize_mixer
 from model.paligemma import PaliGemma, initialize
 from model.siglip import Siglip
 
@@ -56,9 +48,7 @@ class ProjectorConfig:
     @property
     def mixers(self) -> MambaConfig:
         """The stack of Mamba layers within: by default that of mamba-130m, whose weights fit (`fill_from_mamba`)."""
-        return MambaConfig(
-            hidden_size=self.hidden_size, num_hidden_layers=self.num_blocks, state_size=self.state_size
-        )
+        return MambaConfig(hidden_size=self.hidden_size, num_hidden_layers=self.num_blocks, state_size=self.state_size)
 
 
 @dataclass(frozen=True)
@@ -104,9 +94,12 @@ class QMambaConfig:
     def to_dict(self) -> dict:
         """The config.json that `from_dict` reads back."""
         return {
-            "model_type": "qmamba", "image_token_id": self.image_token_id, "vision_config": asdict(self.vision),
-            "projector_config": asdict(self.projector), "text_config": self.text.to_dict(),
-        }  # fmt: skip
+            "model_type": "qmamba",
+            "image_token_id": self.image_token_id,
+            "vision_config": asdict(self.vision),
+            "projector_config": asdict(self.projector),
+            "text_config": self.text.to_dict(),
+        }
 
     def check(self, where: str = "config") -> None:
         """Raise UserError unless the sizes fit together."""
@@ -184,7 +177,7 @@ class Connector(nn.Module):
 class QMambaBlock(nn.Module):
     """A Mamba layer over the queries, cross-attention to the features, and a feed-forward network.
 
-        x = LN(x);  x = x + Mamba(x);  x = W_c [x; MHA(x, f, f)];  x = LN(x);  x = x + W₂ GELU(W₁ x)
+    x = LN(x);  x = x + Mamba(x);  x = W_c [x; MHA(x, f, f)];  x = LN(x);  x = x + W₂ GELU(W₁ x)
     """
 
     def __init__(self, config: ProjectorConfig):

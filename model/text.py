@@ -25,10 +25,16 @@ MODEL_TYPE = "diff-transformer"
 
 def _plain(vocab_size: int, hidden_size: int, layers: int, heads: int) -> TextConfig:
     return TextConfig(
-        vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=hidden_size * 8 // 3,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads, head_dim=hidden_size // heads,
-        rms_norm_eps=1e-5, hidden_activation="silu",
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 8 // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=hidden_size // heads,
+        rms_norm_eps=1e-5,
+        hidden_activation="silu",
+    )
 
 
 # The plain twin by name: for a first look, two million parameters for two cores, 90 million for a GPU, and what the
@@ -86,9 +92,13 @@ class TextModel(nn.Module):
             graft(self, "split", rope_pairs="fresh", seed=seed)
 
     def forward(
-        self, input_ids: torch.Tensor, documents: torch.Tensor | None = None, *,
-        positions_to_keep: int | torch.Tensor | None = None, targets: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        input_ids: torch.Tensor,
+        documents: torch.Tensor | None = None,
+        *,
+        positions_to_keep: int | torch.Tensor | None = None,
+        targets: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """float32 logits (B, S, V), or those of the positions asked for; with `targets`, the loss against them.
 
         documents (B, S): a number for each token's document, where several are packed into a row: each sees its own

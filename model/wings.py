@@ -69,8 +69,11 @@ class WingsConfig(PaliGemmaConfig):
 
     def to_dict(self) -> dict:
         """The config.json that `from_dict` reads back."""
-        return {"model_type": "wings", "paligemma_config": super().to_dict(),
-                "learner_config": {"rank": self.rank, "routed": self.routed}}  # fmt: skip
+        return {
+            "model_type": "wings",
+            "paligemma_config": super().to_dict(),
+            "learner_config": {"rank": self.rank, "routed": self.routed},
+        }
 
     def check(self, where: str = "config") -> None:
         """Raise UserError unless the sizes fit together."""
@@ -233,9 +236,13 @@ class WingsAttention(Attention):
         self.router = Router() if config.routed else None
 
     def forward(
-        self, x: torch.Tensor, rope: Sides, mask: torch.Tensor | None = None, cache: WingsCache | None = None,
+        self,
+        x: torch.Tensor,
+        rope: Sides,
+        mask: torch.Tensor | None = None,
+        cache: WingsCache | None = None,
         positions: int | torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         main, of_visual, of_textual = (cache.main, cache.visual, cache.textual) if cache is not None else (None,) * 3
         visual = self.visual(x, rope, rope.visual, of_visual)
         if self.router is None:

@@ -21,8 +21,27 @@ from safetensors import safe_open
 from train import finetune
 from train.checkpoint import checkpoints
 
-RUN = ["--base", "tiny", "--data", "embedded", "--no-evaluate", "--batch-size", "2", "--samples", "60", "--steps", "20",
-       "--dropout", "0.1", "--checkpoint-every", "3", "--measure-every", "5", "--device", "cpu"]  # fmt: skip
+RUN = [
+    "--base",
+    "tiny",
+    "--data",
+    "embedded",
+    "--no-evaluate",
+    "--batch-size",
+    "2",
+    "--samples",
+    "60",
+    "--steps",
+    "20",
+    "--dropout",
+    "0.1",
+    "--checkpoint-every",
+    "3",
+    "--measure-every",
+    "5",
+    "--device",
+    "cpu",
+]
 
 
 def start(arguments: list[str]) -> int:

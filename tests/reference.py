@@ -32,13 +32,24 @@ def hf_model(generation: int = 1, image_size: int = 56, backend: str = "eager", 
         sizes = {"num_hidden_layers": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 24, "sliding_window": 6}
         text_config = Gemma2Config(**(common | sizes | text))
     vision = SiglipVisionConfig(
-        hidden_size=40, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4, patch_size=14,
-        image_size=image_size, vision_use_head=False,
-    )  # fmt: skip
+        hidden_size=40,
+        intermediate_size=56,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        patch_size=14,
+        image_size=image_size,
+        vision_use_head=False,
+    )
     config = PaliGemmaConfig(
-        vision_config=vision, text_config=text_config, image_token_index=IMAGE_TOKEN, projection_dim=72, hidden_size=72,
-        pad_token_id=0, bos_token_id=2, eos_token_id=1,
-    )  # fmt: skip
+        vision_config=vision,
+        text_config=text_config,
+        image_token_index=IMAGE_TOKEN,
+        projection_dim=72,
+        hidden_size=72,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=1,
+    )
     config._attn_implementation = backend
     torch.manual_seed(seed)
     model = PaliGemmaForConditionalGeneration(config).eval()

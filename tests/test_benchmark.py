@@ -18,8 +18,11 @@ from train.benchmark_sides import COMPILED, OURS, SECTIONS, STEPS, THEIRS, Setup
 from train.benchmark_timing import Row, in_own_process, spell_seconds, table, take_turns
 
 CPU = torch.device("cpu")
-SMALL = replace(PRESETS["tiny"], vision=replace(PRESETS["tiny"].vision, num_hidden_layers=1, image_size=56),
-                text=replace(PRESETS["tiny"].text, num_hidden_layers=2))  # fmt: skip
+SMALL = replace(
+    PRESETS["tiny"],
+    vision=replace(PRESETS["tiny"].vision, num_hidden_layers=1, image_size=56),
+    text=replace(PRESETS["tiny"].text, num_hidden_layers=2),
+)
 
 
 @pytest.fixture
@@ -29,8 +32,9 @@ def setup(monkeypatch):
 
 
 def run(tmp_path, *arguments) -> dict:
-    benchmark.main(["--geometry", "tiny", "--device", "cpu", "--no-memory", "--rounds", "1", *arguments,
-                    "--out", str(tmp_path)])  # fmt: skip
+    benchmark.main(
+        ["--geometry", "tiny", "--device", "cpu", "--no-memory", "--rounds", "1", *arguments, "--out", str(tmp_path)]
+    )
     return json.loads((tmp_path / "benchmark.json").read_text())
 
 
@@ -133,8 +137,9 @@ def test_shares_of_the_limits():
 def test_a_compiled_side_is_measured_where_it_is_asked_for(tmp_path, setup, monkeypatch):
     """Breaks when --compile times the eager steps again, or the default waits for a compiler."""
     used = []
-    monkeypatch.setattr(benchmark_sides, "CompiledStep",
-                        lambda model: used.append(1) or CompiledStep(model, backend="eager"))  # fmt: skip
+    monkeypatch.setattr(
+        benchmark_sides, "CompiledStep", lambda model: used.append(1) or CompiledStep(model, backend="eager")
+    )
     torch._dynamo.reset()
     plain = run(tmp_path, "--section", "decode")["rows"]
     assert not used and all(COMPILED not in row["sides"] for row in plain)
@@ -170,8 +175,22 @@ def test_the_command(tmp_path, setup, capsys):
 
 def test_load_and_peaks_are_measured_in_processes_of_their_own(tmp_path, capsys):
     """Breaks when a child cannot build its side, or the peak counts what the imports took."""
-    benchmark.main(["--geometry", "tiny", "--device", "cpu", "--rounds", "1", "--section", "load", "--threads", "1",
-                    "--out", str(tmp_path)])  # fmt: skip
+    benchmark.main(
+        [
+            "--geometry",
+            "tiny",
+            "--device",
+            "cpu",
+            "--rounds",
+            "1",
+            "--section",
+            "load",
+            "--threads",
+            "1",
+            "--out",
+            str(tmp_path),
+        ]
+    )
     (row,) = json.loads((tmp_path / "benchmark.json").read_text())["rows"]
     assert set(row["sides"]) == {OURS, THEIRS}
     for side in row["sides"].values():
@@ -196,8 +215,15 @@ def test_without_peers_there_is_no_ratio(tmp_path, setup, monkeypatch, capsys):
 
 def test_collected_reports_say_what_is_missing(tmp_path):
     """Breaks when BENCHMARKS.md leaves out a run, or passes over that no GPU was measured."""
-    about = {"geometry": "tiny", "dtype": "fp32", "device": "cpu", "machine": "M", "versions": "V", "date": "D",
-             "command": "C"}  # fmt: skip
+    about = {
+        "geometry": "tiny",
+        "dtype": "fp32",
+        "device": "cpu",
+        "machine": "M",
+        "versions": "V",
+        "date": "D",
+        "command": "C",
+    }
     for name, device in (("a", "cpu"), ("b", "cuda")):
         rows = [Row("train", f"step {name}", {OURS: [1.0], THEIRS: [2.0]})]
         benchmark.write_report(rows, about | {"device": device}, tmp_path / name)
@@ -211,10 +237,14 @@ def test_collected_reports_say_what_is_missing(tmp_path):
         benchmark.main(["--collect", str(tmp_path / "nowhere")])
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--rounds", "0"], "--rounds is 0"), (["--device", "no-such"], "--device no-such"),
-    (["--threads", "0"], "1 or more"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "0"], "--rounds is 0"),
+        (["--device", "no-such"], "--device no-such"),
+        (["--threads", "0"], "1 or more"),
+    ],
+)
 def test_senseless_flags_are_refused(arguments, message):
     """Breaks when a mistake ends in a traceback."""
     with pytest.raises(UserError, match=message):

@@ -11,8 +11,16 @@ from train import benchmark_mamba
 from train.benchmark_mamba import COMPILED_PEER, Sizes, chart, language_models, mixer_run, mixers, rows, steps_after
 from train.benchmark_timing import OURS, THEIRS, table
 
-SIZES = Sizes(MambaConfig(hidden_size=32, num_hidden_layers=1), lengths=(8, 16), base=PRESETS["tiny"],
-              contexts=(4, 16), steps=2, batch=2, prompt=4, answer=3)  # fmt: skip
+SIZES = Sizes(
+    MambaConfig(hidden_size=32, num_hidden_layers=1),
+    lengths=(8, 16),
+    base=PRESETS["tiny"],
+    contexts=(4, 16),
+    steps=2,
+    batch=2,
+    prompt=4,
+    answer=3,
+)
 
 
 @pytest.fixture
@@ -28,12 +36,16 @@ def test_every_row_is_there(uncompiled, monkeypatch):
     mixer = [row for row in found if row.work.startswith("mixer")]
     assert [(row.work, row.against) for row in mixer] == [
         (f"mixer, {length} positions, forward{more}{peer}", against)
-        for length in (8, 16) for more in ("", " and backward")
+        for length in (8, 16)
+        for more in ("", " and backward")
         for peer, against in (("", THEIRS), (", compiled peer", COMPILED_PEER))
-    ]  # fmt: skip
+    ]
     assert [len(row.seconds[OURS]) for row in mixer] == [2, 2, 2, 2, 2, 2, 1, 2]
-    assert [row.work for row in found[len(mixer) :]] == ["one token after 4", "one token after 16",
-                                                         "3 tokens after 4, batch 2"]  # fmt: skip
+    assert [row.work for row in found[len(mixer) :]] == [
+        "one token after 4",
+        "one token after 16",
+        "3 tokens after 4, batch 2",
+    ]
     assert "tokens/s" in table(found) and all(row.ratio(OURS) for row in found)
     assert chart(found).size[0] > 100
 
@@ -52,8 +64,10 @@ def test_the_sides_do_the_same_work(uncompiled):
 def test_a_step_is_one_after_its_context(uncompiled):
     """Breaks when repeated steps go on growing the context, overflow the cache, or the models differ in size."""
     models = language_models(SIZES, "cpu")
-    sizes = [sum(p.numel() for name, p in model.named_parameters() if ".layers." in name and "vision" not in name)
-             for model in models.values()]  # fmt: skip
+    sizes = [
+        sum(p.numel() for name, p in model.named_parameters() if ".layers." in name and "vision" not in name)
+        for model in models.values()
+    ]
     assert abs(sizes[0] / sizes[1] - 1) < 0.1
     for model in models.values():
         run = steps_after(model, 6, SIZES)

@@ -51,8 +51,9 @@ def fake_measure(grade=lambda settings: [0.5] * 4, name="VQA", examples=4):
         assert not model.training  # dropout would be asked too
         return grade(settings)
 
-    return Measure(name, name, list(range(examples)), [f"p{i // 2}" for i in range(examples)], ["all"] * examples, None,
-                   graded)  # fmt: skip
+    return Measure(
+        name, name, list(range(examples)), [f"p{i // 2}" for i in range(examples)], ["all"] * examples, None, graded
+    )
 
 
 def fake_bench(tmp_path, processor=None, validation=None, test=None, fingerprint="base", base=PLAIN_BASE):
@@ -72,9 +73,30 @@ def trainings(monkeypatch):
 
 
 def arguments(source, out):
-    return ["--base", source, "--rows", "baseline,fine-tuned,dex", "--seeds", "2", "--samples", "48", "--batch-size",
-            "16", "--limit", "32", "--rates", "1e-2,5e-2", "--protocol", "constrained", "--device", "cpu", "--warmup",
-            "0", "--out", str(out)]  # fmt: skip
+    return [
+        "--base",
+        source,
+        "--rows",
+        "baseline,fine-tuned,dex",
+        "--seeds",
+        "2",
+        "--samples",
+        "48",
+        "--batch-size",
+        "16",
+        "--limit",
+        "32",
+        "--rates",
+        "1e-2,5e-2",
+        "--protocol",
+        "constrained",
+        "--device",
+        "cpu",
+        "--warmup",
+        "0",
+        "--out",
+        str(out),
+    ]
 
 
 def results(folder):
@@ -172,8 +194,12 @@ def test_controls_of_one_rank_are_shared(processor, tmp_path, trainings):
     rows = [ROWS[name] for name in ("fine-tuned", "shared", "split", "dex", "swiglu")]
     lines = compare.compare(fake_bench(tmp_path, processor), rows, [0], [1e-3])
     assert [line.control and line.control.row.name for line in lines[:5]] == [
-        None, "LoRA r17", "LoRA r17", "LoRA r18", "fine-tuned"
-    ]  # fmt: skip
+        None,
+        "LoRA r17",
+        "LoRA r17",
+        "LoRA r18",
+        "fine-tuned",
+    ]
     assert len(lines) == 7 and len(trainings) == 7
     slow = Row("slow", {"attention": "dex", "beta2": 0.9})
     lines = compare.compare(fake_bench(tmp_path, processor), [ROWS["dex"], slow], [0], [1e-3])
@@ -293,6 +319,7 @@ def test_a_change_invalidates_exactly_its_cells(processor, tmp_path, trainings, 
 
 def test_training_data_are_part_of_a_cell(processor, tmp_path, trainings):
     """Breaks when a changed file of data is answered from the cache."""
+
     def train():
         trainings.clear()
         base = replace(PLAIN_BASE, data=f"jsonl:{tmp_path / 'own.jsonl'}", validation=0)
@@ -385,8 +412,15 @@ def test_needle_measures_know_their_places(processor):
 def test_rows_by_name_and_group():
     """Breaks when a group loses a variant, or the paper's rows are not its Table 1."""
     assert [row.name for row in compare.pick_rows("attention")] == [
-        "baseline", "fine-tuned", "shared", "split", "split-fresh", "twin", "v2", "dex"
-    ]  # fmt: skip
+        "baseline",
+        "fine-tuned",
+        "shared",
+        "split",
+        "split-fresh",
+        "twin",
+        "v2",
+        "dex",
+    ]
     assert [row.name for row in compare.pick_rows("twin,swiglu,attention")][:3] == ["twin", "swiglu", "baseline"]
     for row in compare.pick_rows("paper"):
         settings = replace(PLAIN_BASE, **row.changes)
@@ -395,14 +429,17 @@ def test_rows_by_name_and_group():
     assert [row.published for row in compare.pick_rows("paper")] == [53.21, 51.91, 35.72, 33.91, 41.32]
 
 
-@pytest.mark.parametrize(("flags", "told"), [
-    (["--rows", "twn"], "--rows twn: choose of attention"),
-    (["--lr", "1e-3"], "--lr: a comparison decides that itself"),
-    (["--no-evaluate"], "--no-evaluate: a comparison"),
-    (["--recipe", "paligemma"], "trains every weight"),
-    (["--coco", "pictures"], "--coco goes with --data on disk"),
-    (["--data", "jsonl:nowhere"], "nowhere"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--rows", "twn"], "--rows twn: choose of attention"),
+        (["--lr", "1e-3"], "--lr: a comparison decides that itself"),
+        (["--no-evaluate"], "--no-evaluate: a comparison"),
+        (["--recipe", "paligemma"], "trains every weight"),
+        (["--coco", "pictures"], "--coco goes with --data on disk"),
+        (["--data", "jsonl:nowhere"], "nowhere"),
+    ],
+)
 def test_mistakes_are_told_before_anything_is_trained(flags, told, tmp_path, trainings):
     """Breaks when a wrong flag costs a comparison, or is passed over in silence."""
     with pytest.raises(UserError, match=told):

@@ -10,34 +10,75 @@ from model.config import PRESETS, PaliGemmaConfig, TextConfig
 
 # what the hub's files hold, shortened to what matters; both leave out whatever equalled the defaults of their day
 PUBLISHED_1 = {
-    "architectures": ["PaliGemmaForConditionalGeneration"], "model_type": "paligemma", "hidden_size": 2048,
-    "ignore_index": -100, "image_token_index": 257152, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
-    "projection_dim": 2048, "vocab_size": 257216,
+    "architectures": ["PaliGemmaForConditionalGeneration"],
+    "model_type": "paligemma",
+    "hidden_size": 2048,
+    "ignore_index": -100,
+    "image_token_index": 257152,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "projection_dim": 2048,
+    "vocab_size": 257216,
     "text_config": {
-        "hidden_size": 2048, "intermediate_size": 16384, "model_type": "gemma", "num_attention_heads": 8,
-        "num_hidden_layers": 18, "num_image_tokens": 256, "num_key_value_heads": 1, "vocab_size": 257216,
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "model_type": "gemma",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 18,
+        "num_image_tokens": 256,
+        "num_key_value_heads": 1,
+        "vocab_size": 257216,
     },
     "vision_config": {
-        "hidden_size": 1152, "intermediate_size": 4304, "model_type": "siglip_vision_model",
-        "num_attention_heads": 16, "num_hidden_layers": 27, "num_image_tokens": 256, "patch_size": 14,
-        "projection_dim": 2048, "projector_hidden_act": "gelu_fast", "vision_use_head": False,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "num_image_tokens": 256,
+        "patch_size": 14,
+        "projection_dim": 2048,
+        "projector_hidden_act": "gelu_fast",
+        "vision_use_head": False,
     },
-}  # fmt: skip
+}
 PUBLISHED_2 = {
-    "model_type": "paligemma", "hidden_size": 2048, "image_token_index": 257152, "pad_token_id": 0, "bos_token_id": 2,
-    "eos_token_id": 1, "projection_dim": 2304,
+    "model_type": "paligemma",
+    "hidden_size": 2048,
+    "image_token_index": 257152,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "projection_dim": 2304,
     "text_config": {
-        "hidden_size": 2304, "intermediate_size": 9216, "model_type": "gemma2", "num_hidden_layers": 26,
-        "num_image_tokens": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096,
-        "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "vocab_size": 257216,
-        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "model_type": "gemma2",
+        "num_hidden_layers": 26,
+        "num_image_tokens": 256,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+        "vocab_size": 257216,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
     },
     "vision_config": {
-        "hidden_size": 1152, "intermediate_size": 4304, "model_type": "siglip_vision_model",
-        "num_attention_heads": 16, "num_hidden_layers": 27, "num_image_tokens": 256, "num_positions": 256,
-        "patch_size": 14, "projection_dim": 2304, "vision_use_head": False,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "num_image_tokens": 256,
+        "num_positions": 256,
+        "patch_size": 14,
+        "projection_dim": 2304,
+        "vision_use_head": False,
     },
-}  # fmt: skip
+}
 
 
 def changed(raw: dict, part: str | None = None, **values) -> dict:
@@ -95,20 +136,23 @@ def test_a_null_switches_a_cap_off():
     assert (text.final_logit_softcapping, text.head_dim) == (30.0, 256)
 
 
-@pytest.mark.parametrize(("raw", "message"), [
-    ({"model_type": "llava"}, "model_type is 'llava'"),
-    (changed(PUBLISHED_1, "text_config", model_type="llama"), "'gemma' or 'gemma2'"),
-    (changed(PUBLISHED_1, "vision_config", model_type="clip"), "siglip_vision_model"),
-    (changed(PUBLISHED_1, "vision_config", image_size=225), "no multiple of patch_size"),
-    (changed(PUBLISHED_1, "vision_config", num_attention_heads=7), "no multiple of 7 heads"),
-    (changed(PUBLISHED_1, "text_config", num_key_value_heads=3), "cannot share"),
-    (changed(PUBLISHED_1, "text_config", num_hidden_layers=0), "num_hidden_layers is 0"),
-    (changed(PUBLISHED_1, "text_config", hidden_size="big"), "hidden_size is 'big'"),
-    (changed(PUBLISHED_1, "text_config", hidden_activation="relu"), "'relu'"),
-    (changed(PUBLISHED_1, "text_config", attention_bias=True), "attention_bias"),
-    (changed(PUBLISHED_1, "text_config", rope_scaling={"type": "linear", "factor": 2}), "'linear'"),
-    (changed(PUBLISHED_2, "text_config", layer_types=["full_attention"] * 26), "layer_types"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"model_type": "llava"}, "model_type is 'llava'"),
+        (changed(PUBLISHED_1, "text_config", model_type="llama"), "'gemma' or 'gemma2'"),
+        (changed(PUBLISHED_1, "vision_config", model_type="clip"), "siglip_vision_model"),
+        (changed(PUBLISHED_1, "vision_config", image_size=225), "no multiple of patch_size"),
+        (changed(PUBLISHED_1, "vision_config", num_attention_heads=7), "no multiple of 7 heads"),
+        (changed(PUBLISHED_1, "text_config", num_key_value_heads=3), "cannot share"),
+        (changed(PUBLISHED_1, "text_config", num_hidden_layers=0), "num_hidden_layers is 0"),
+        (changed(PUBLISHED_1, "text_config", hidden_size="big"), "hidden_size is 'big'"),
+        (changed(PUBLISHED_1, "text_config", hidden_activation="relu"), "'relu'"),
+        (changed(PUBLISHED_1, "text_config", attention_bias=True), "attention_bias"),
+        (changed(PUBLISHED_1, "text_config", rope_scaling={"type": "linear", "factor": 2}), "'linear'"),
+        (changed(PUBLISHED_2, "text_config", layer_types=["full_attention"] * 26), "layer_types"),
+    ],
+)
 def test_other_architectures_and_contradictions_are_refused(raw, message):
     """Breaks when a file that this code cannot honour is read as if it could."""
     with pytest.raises(UserError, match=message) as caught:

@@ -44,8 +44,10 @@ def test_examples_are_read_beside_their_pictures(tmp_path):
     ("content", "expected"),
     [
         (lines({"image": "a.png", "prefix": "q"}), "d.jsonl:1: has no 'suffix'"),
-        (lines({"image": "a.png", "prefix": "q", "suffix": "s"}, {"image": "b.png", "prefix": "q", "suffix": "s"}),
-         "d.jsonl:2: picture 'b.png' is not in"),
+        (
+            lines({"image": "a.png", "prefix": "q", "suffix": "s"}, {"image": "b.png", "prefix": "q", "suffix": "s"}),
+            "d.jsonl:2: picture 'b.png' is not in",
+        ),
         (lines({"image": "a.png", "prefix": 3, "suffix": "s"}), "d.jsonl:1: 'prefix' is 3, expected str"),
         (lines({"image": True, "prefix": "q", "suffix": "s"}), "d.jsonl:1: 'image' is True"),
         ('{"image": "a.png"\n', "d.jsonl:1: not valid JSON"),
@@ -53,7 +55,7 @@ def test_examples_are_read_beside_their_pictures(tmp_path):
         ('{"image": "a.png", "prefix": "q", "suffix": "s"} {}\n', "d.jsonl:1: not valid JSON (Extra data"),
         ("\n", "d.jsonl: holds no records"),
     ],
-)  # fmt: skip
+)
 def test_bad_examples_are_numbered(tmp_path, content, expected):
     """One broken line in a user's file cannot be found, or is skipped without a word."""
     picture(tmp_path / "a.png")
@@ -100,8 +102,14 @@ def test_vqav2_pictures(tmp_path, subset, image_id, image):
 def test_vqav2_annotations(tmp_path):
     """The ten records stay whole, since the scorer compares them whole."""
     answers = [{"answer": "net", "answer_confidence": "maybe", "answer_id": n} for n in range(1, 11)]
-    full = {"question_id": 9, "image_id": 4, "question_type": "what is", "answer_type": "other",
-            "multiple_choice_answer": "mesh", "answers": answers}  # fmt: skip
+    full = {
+        "question_id": 9,
+        "image_id": 4,
+        "question_type": "what is",
+        "answer_type": "other",
+        "multiple_choice_answer": "mesh",
+        "answers": answers,
+    }
     path = write(tmp_path / "a.json", {"annotations": [full, {"question_id": 10, "answers": ["x", "net", "net"]}]})
     one, bare = datasets.read_annotations(path)
     assert one == datasets.Annotation(9, tuple(answers), "mesh", "other", "what is")
@@ -110,8 +118,15 @@ def test_vqav2_annotations(tmp_path):
 
 def test_relatives_of_vqav2(tmp_path):
     """GQA's, TextVQA's and VizWiz's own ids, picture names and answers."""
-    gqa = {"07": {"question": "Is it?", "imageId": "n7", "answer": "no", "isBalanced": False,
-                  "types": {"structural": "query"}}}  # fmt: skip
+    gqa = {
+        "07": {
+            "question": "Is it?",
+            "imageId": "n7",
+            "answer": "no",
+            "isBalanced": False,
+            "types": {"structural": "query"},
+        }
+    }
     path = write(tmp_path / "gqa.json", gqa)
     assert datasets.read_questions(path) == [datasets.Question("07", "n7.jpg", "Is it?")]
     assert datasets.read_annotations(path) == [
@@ -148,8 +163,14 @@ CAPTIONS = {f"{n}{r}{c}.jpg": f"caption {n}{r}{c}" for n in range(4) for r in (0
 
 
 def annotation(**changes):
-    return {"id": 0, "image_ids": ["images_stitched/2_2/s_0.jpg", "images_stitched/2_2/s_2.jpg"], "index": 1, "row": 0,
-            "col": 1, "target": "val2014/201.jpg"} | changes  # fmt: skip
+    return {
+        "id": 0,
+        "image_ids": ["images_stitched/2_2/s_0.jpg", "images_stitched/2_2/s_2.jpg"],
+        "index": 1,
+        "row": 0,
+        "col": 1,
+        "target": "val2014/201.jpg",
+    } | changes
 
 
 NEGATIVE = {"id": 5000, "index": -1, "row": -1, "col": -1, "target": "val2014/311.jpg"}
@@ -176,9 +197,11 @@ def test_captions_of_coco_the_last_counts(tmp_path):
     coco = {
         "images": [{"id": 1, "file_name": "a.jpg"}, {"id": 2, "file_name": "b.jpg"}, {"id": 3, "file_name": "c.jpg"}],
         "annotations": [
-            {"image_id": 1, "caption": "first"}, {"image_id": 2, "caption": "only"}, {"image_id": 1, "caption": "last "}
+            {"image_id": 1, "caption": "first"},
+            {"image_id": 2, "caption": "only"},
+            {"image_id": 1, "caption": "last "},
         ],
-    }  # fmt: skip
+    }
     assert datasets.read_captions(write(tmp_path / "c.json", coco)) == {"a.jpg": "last ", "b.jpg": "only"}
     with pytest.raises(UserError, match="c.json: expected"):
         datasets.read_captions(write(tmp_path / "c.json", ["a.jpg"]))

@@ -90,8 +90,14 @@ def tiny(generation: int = 1, dtype=torch.float32, seed: int = 0, device="cpu") 
     if generation == 1:
         text |= {"num_attention_heads": 4, "num_key_value_heads": 1}
     else:
-        text |= {"model_type": "gemma2", "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 6,
-                 "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}  # fmt: skip
+        text |= {
+            "model_type": "gemma2",
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+        }
     vision = VisionConfig(40, 56, 2, 2, 14, 28)
     with torch.device(device):
         model = PaliGemma(PaliGemmaConfig(vision, TextConfig(**text), image_token_id=IMAGE))
@@ -425,10 +431,15 @@ def test_cached_is_uncached(variant, generation):
         cache = model.new_cache(13)
         parts = []
         for start, end in ((0, 9), (9, 10), (10, 13)):
-            parts.append(model(
-                inputs["input_ids"][:, start:end], inputs["pixel_values"] if start == 0 else None,
-                inputs["token_type_ids"][:, :end], inputs["attention_mask"][:, :end], cache=cache,
-            ))  # fmt: skip
+            parts.append(
+                model(
+                    inputs["input_ids"][:, start:end],
+                    inputs["pixel_values"] if start == 0 else None,
+                    inputs["token_type_ids"][:, :end],
+                    inputs["attention_mask"][:, :end],
+                    cache=cache,
+                )
+            )
     valid = inputs["attention_mask"].bool()
     assert relative(torch.cat(parts, dim=1)[valid], whole[valid]) < 1e-5
     heads, key_maps = model.config.text.num_key_value_heads, 2 if variant == "twin" else 1
@@ -685,9 +696,14 @@ def test_the_records_repeat_the_grafts():
     assert again.grafts == model.grafts and again.grafted == model.grafted == names
     assert torch.equal(again(**batch()), model(**batch()))
     assert model.grafts[1] == {
-        "kind": "split", "where": "decoder", "feed_forward": "swiglu-new", "seed": 4,
-        "rope_pairs": "fresh", "lambda_init": "layer", "norm": True,
-    }  # fmt: skip
+        "kind": "split",
+        "where": "decoder",
+        "feed_forward": "swiglu-new",
+        "seed": 4,
+        "rope_pairs": "fresh",
+        "lambda_init": "layer",
+        "norm": True,
+    }
 
 
 def test_a_graft_takes_over_the_mode():
@@ -708,9 +724,10 @@ def test_each_tower_is_grafted_where_asked():
     for where, decoder, vision in (("decoder", "twin", None), ("vision", None, "twin"), ("both", "twin", "twin")):
         model = tiny()
         graft(model, "twin", where=where)
-        found = [getattr(stack[0].self_attn, "kind", None) for stack in (
-            model.language_model.layers, model.vision_tower.encoder.layers,
-        )]  # fmt: skip
+        found = [
+            getattr(stack[0].self_attn, "kind", None)
+            for stack in (model.language_model.layers, model.vision_tower.encoder.layers)
+        ]
         assert found == [decoder, vision]
 
 

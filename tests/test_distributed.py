@@ -31,10 +31,21 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def torchrun(processes: int, *arguments) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "-m", "train.finetune",
-         *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc_per_node={processes}",
+            "-m",
+            "train.finetune",
+            *map(str, arguments),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -47,9 +58,35 @@ def spread_run(tmp_path_factory):
     """A run of two processes that spread all weights. Its 21 micro-batches make 4 steps of 6, the last one short."""
     folder = tmp_path_factory.mktemp("spread")
     write_vqav2(folder / "vqav2")
-    torchrun(2, "--base", "tiny", "--data", f"vqav2:{folder / 'vqav2'}", "--validation", "0.2", "--fraction", "0.9",
-             "--full", "--attention", "softmax", "--shard", "--batch-size", "2", "--accumulate", "3", "--lr", "1e-3",
-             "--warmup", "0", "--checkpoint-every", "2", "--device", "cpu", "--out", folder / "run")  # fmt: skip
+    torchrun(
+        2,
+        "--base",
+        "tiny",
+        "--data",
+        f"vqav2:{folder / 'vqav2'}",
+        "--validation",
+        "0.2",
+        "--fraction",
+        "0.9",
+        "--full",
+        "--attention",
+        "softmax",
+        "--shard",
+        "--batch-size",
+        "2",
+        "--accumulate",
+        "3",
+        "--lr",
+        "1e-3",
+        "--warmup",
+        "0",
+        "--checkpoint-every",
+        "2",
+        "--device",
+        "cpu",
+        "--out",
+        folder / "run",
+    )
     return folder / "run"
 
 
@@ -120,8 +157,11 @@ def questions(folder: Path) -> list[Ask]:
         picture.save(folder / f"{number}.png")
     (folder / "6.png").write_bytes(b"broken")
     prompts = [("count dog", ()), ("answer en Is there a cat in the image?", ()), ("which", ("yes", "no", "two dogs"))]
-    return [Ask(f"{prompt[:3]}-{number}", f"{number}", folder / f"{number}.png", prompt, choices)
-            for prompt, choices in prompts for number in range(7)]  # fmt: skip
+    return [
+        Ask(f"{prompt[:3]}-{number}", f"{number}", folder / f"{number}.png", prompt, choices)
+        for prompt, choices in prompts
+        for number in range(7)
+    ]
 
 
 def one_of_two(rank: int, folder: Path, asked: list[Ask]) -> None:
@@ -135,8 +175,15 @@ def one_of_two(rank: int, folder: Path, asked: list[Ask]) -> None:
         assert sorted(shares[0] + shares[1]) == sorted(items) and not set(shares[0]) & set(shares[1])
         assert done == [f"{item} by {int(item in shares[1])}" for item in items]
     left_out: dict[str, str] = {}
-    answers = ask_together(world, load_model("tiny"), Processor.from_source("tiny"), asked, max_new_tokens=4,
-                           batch_size=4, left_out=left_out)  # fmt: skip
+    answers = ask_together(
+        world,
+        load_model("tiny"),
+        Processor.from_source("tiny"),
+        asked,
+        max_new_tokens=4,
+        batch_size=4,
+        left_out=left_out,
+    )
     (folder / f"{rank}.json").write_text(json.dumps([answers, left_out]))
     dist.destroy_process_group()
 
@@ -145,8 +192,9 @@ def test_two_processes_answer_as_one(tmp_path):
     """Breaks when a question is answered twice, by nobody, or in another's place, or its problem is not told to all."""
     asked, left_out = questions(tmp_path), {}
     torch.multiprocessing.spawn(one_of_two, (tmp_path, asked), nprocs=2)
-    expected = ask_all(load_model("tiny"), Processor.from_source("tiny"), asked, max_new_tokens=4, batch_size=4,
-                       left_out=left_out)  # fmt: skip
+    expected = ask_all(
+        load_model("tiny"), Processor.from_source("tiny"), asked, max_new_tokens=4, batch_size=4, left_out=left_out
+    )
     assert len(set(expected)) > 3 and expected.count(None) == 3
     for rank in range(2):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == [expected, left_out]

@@ -56,9 +56,10 @@ def test_every_layer_and_the_logits(generation, rows):
     assert relative_error(results["ours"][valid], results["hf"][valid]) <= SAME_BACKEND
 
 
-@pytest.mark.parametrize(("ours_backend", "hf_backend", "bound"), [
-    ("sdpa", "sdpa", SAME_BACKEND), ("sdpa", "eager", OTHER_BACKEND), ("eager", "sdpa", OTHER_BACKEND),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ours_backend", "hf_backend", "bound"),
+    [("sdpa", "sdpa", SAME_BACKEND), ("sdpa", "eager", OTHER_BACKEND), ("eager", "sdpa", OTHER_BACKEND)],
+)
 def test_backends_agree(ours_backend, hf_backend, bound):
     """Breaks when the fused kernel gets another mask, scale or head grouping than the written-out equations."""
     hf = hf_model(1, backend=hf_backend)
@@ -136,9 +137,7 @@ def test_padding_changes_nothing():
         alone = {name: value[row : row + 1] for name, value in inputs.items()}
         alone = {name: value if name == "pixel_values" else value[:, valid] for name, value in alone.items()}
         assert relative_error(together[row, valid], model(**alone)[0]) <= SAME_BACKEND
-        right = {
-            name: value if name == "pixel_values" else F.pad(value, (0, 7)) for name, value in alone.items()
-        }
+        right = {name: value if name == "pixel_values" else F.pad(value, (0, 7)) for name, value in alone.items()}
         assert relative_error(model(**right)[0, : int(valid.sum())], model(**alone)[0]) <= SAME_BACKEND
 
 

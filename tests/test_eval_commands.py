@@ -117,8 +117,9 @@ def test_compiled_answers_are_those_of_one_by_one(model, processor, monkeypatch)
 def test_several_pictures_in_one_prompt(model, processor):
     """MMNeedle's ten pictures are shuffled, or those of another test."""
     pictures = [[noise(3 * number + part) for part in range(3)] for number in range(4)]
-    asks = [run.Ask(str(n), str(n), lambda three=three: three, f"count {'dog ' * n}cat")
-            for n, three in enumerate(pictures)]  # fmt: skip
+    asks = [
+        run.Ask(str(n), str(n), lambda three=three: three, f"count {'dog ' * n}cat") for n, three in enumerate(pictures)
+    ]
     asks.append(run.Ask("one", "one", pictures[0][0], "count cat"))
     single = run.ask_one_by_one(model, processor, asks, max_new_tokens=6)
     assert run.ask_all(model, processor, asks, max_new_tokens=6) == single
@@ -183,8 +184,9 @@ def test_constrained_mode_takes_the_likelier_word(processor, kind):
     features = model.encode_images(processor([ask.picture for ask in asks], ["-"] * len(asks)).pixel_values)
     ids = [[*processor.encode(choice), processor.config.eos_token_id] for choice in choices]
     found = run.log_likelihoods(model, batch, [ids] * len(asks), features, torch.arange(len(asks)))
-    torch.testing.assert_close(torch.stack(found).double(), torch.tensor(expected, dtype=torch.double),
-                               rtol=0, atol=1e-4)  # fmt: skip
+    torch.testing.assert_close(
+        torch.stack(found).double(), torch.tensor(expected, dtype=torch.double), rtol=0, atol=1e-4
+    )
     answers = run.ask_all(model, processor, asks, batch_size=5)  # of which five rows make one prompt's choices
     assert answers == [choices[row.index(max(row))] for row in expected]
     # without its end token a short answer beats a long one that begins with it
@@ -329,18 +331,35 @@ def official(tmp_path):
     broken.write_bytes(whole[:300])
     questions = [{"image_id": n // 2 + 1, "question": f"What is {n}?", "question_id": n} for n in range(6)]
     annotations = [
-        {"question_id": n, "image_id": n // 2 + 1, "question_type": "what is", "answer_type": "other",
-         "multiple_choice_answer": "cat", "answers": [{"answer": "cat", "answer_id": i} for i in range(10)]}
+        {
+            "question_id": n,
+            "image_id": n // 2 + 1,
+            "question_type": "what is",
+            "answer_type": "other",
+            "multiple_choice_answer": "cat",
+            "answers": [{"answer": "cat", "answer_id": i} for i in range(10)],
+        }
         for n in range(6)
-    ]  # fmt: skip
+    ]
     (tmp_path / "Q").write_text(json.dumps({"data_subtype": "val2014", "questions": questions}))
     (tmp_path / "A").write_text(json.dumps({"annotations": annotations}))
     return tmp_path, broken, whole
 
 
 def official_flags(folder, source):
-    return ["--model", source, "--questions", f"{folder / 'Q'}", "--annotations", f"{folder / 'A'}",
-            "--images", str(folder), "--out", f"{folder / 'out'}", *FAST]  # fmt: skip
+    return [
+        "--model",
+        source,
+        "--questions",
+        f"{folder / 'Q'}",
+        "--annotations",
+        f"{folder / 'A'}",
+        "--images",
+        str(folder),
+        "--out",
+        f"{folder / 'out'}",
+        *FAST,
+    ]
 
 
 def test_unreadable_pictures_are_named_and_asked_when_repaired(official, source, capsys, monkeypatch):
@@ -407,8 +426,11 @@ def test_the_prompt_is_the_template(official, source, processor, monkeypatch):
 def test_one_by_one_is_measured(source, workplace, capsys):
     """The promised speed is printed with the share of equal answers."""
     vqa.main(["--model", source, "--limit", "12", "--one-by-one", "6", *FAST])
-    assert re.search(r"6 questions: [\d.]+ a second one by one, [\d.]+ batched, [\d.]+ times as fast; 100.0 % of the "
-                     r"answers agree\n", capsys.readouterr().out)  # fmt: skip
+    assert re.search(
+        r"6 questions: [\d.]+ a second one by one, [\d.]+ batched, [\d.]+ times as fast; 100.0 % of the "
+        r"answers agree\n",
+        capsys.readouterr().out,
+    )
 
 
 def questions_and_answers(*rows):
@@ -423,9 +445,14 @@ def questions_and_answers(*rows):
 def test_blind_answers_by_hand():
     """The baseline knows more than the training questions, or less than their words."""
     train = questions_and_answers(
-        ("Is it?", "is", "yes"), ("Is it?", "is", "yes"), ("Is it?", "is", "no"),
-        ("Is he?", "is", "no"), ("Is he?", "is", "no"), ("How many?", "how", "2"), ("How many?", "how", "1"),
-    )  # fmt: skip
+        ("Is it?", "is", "yes"),
+        ("Is it?", "is", "yes"),
+        ("Is it?", "is", "no"),
+        ("Is he?", "is", "no"),
+        ("Is he?", "is", "no"),
+        ("How many?", "how", "2"),
+        ("How many?", "how", "1"),
+    )
     test = questions_and_answers(
         ("Is it?", "is", "x"), ("Is she?", "is", "x"), ("How many?", "how", "x"), ("Why?", "why", "x")
     )
@@ -496,6 +523,7 @@ def test_places_of_larger_grids_are_parsed_strictly():
 
 def test_accuracy_needs_all_questions_of_a_test(model, processor, monkeypatch):
     """Half a place counts as a hit, or the two modes are confused."""
+
     def answers(wrong_every):
         def ask(model, processor, asks, **options):
             told = []
@@ -561,26 +589,54 @@ def coco(tmp_path):
     for number, name in enumerate(names):
         noise(number).save(tmp_path / "val2014" / name)
     (tmp_path / "C").write_text(json.dumps({name: f"picture {number}" for number, name in enumerate(names)}))
-    grids = {f"COCO_val2014_stitched_{n:04d}.jpg":
-             {f"{row}_{col}": f"val2014/{names[4 * n + 2 * row + col]}" for row in (0, 1) for col in (0, 1)}
-             for n in (0, 1)}  # fmt: skip
+    grids = {
+        f"COCO_val2014_stitched_{n:04d}.jpg": {
+            f"{row}_{col}": f"val2014/{names[4 * n + 2 * row + col]}" for row in (0, 1) for col in (0, 1)
+        }
+        for n in (0, 1)
+    }
     (tmp_path / "2_2.json").write_text(json.dumps(grids))
     tests = [
-        {"id": 4 * n + 2 * row + col, "image_ids": [f"images_stitched/2_2/COCO_val2014_stitched_{n:04d}.jpg"],
-         "index": 0, "row": row, "col": col, "target": f"val2014/{names[4 * n + 2 * row + col]}"}
-        for n in (0, 1) for row in (0, 1) for col in (0, 1)
-    ] + [
-        {"id": 5000 + n, "image_ids": [f"images_stitched/2_2/COCO_val2014_stitched_{n:04d}.jpg"],
-         "index": -1, "row": -1, "col": -1, "target": f"val2014/{names[8 + n]}"}
+        {
+            "id": 4 * n + 2 * row + col,
+            "image_ids": [f"images_stitched/2_2/COCO_val2014_stitched_{n:04d}.jpg"],
+            "index": 0,
+            "row": row,
+            "col": col,
+            "target": f"val2014/{names[4 * n + 2 * row + col]}",
+        }
         for n in (0, 1)
-    ]  # fmt: skip
+        for row in (0, 1)
+        for col in (0, 1)
+    ] + [
+        {
+            "id": 5000 + n,
+            "image_ids": [f"images_stitched/2_2/COCO_val2014_stitched_{n:04d}.jpg"],
+            "index": -1,
+            "row": -1,
+            "col": -1,
+            "target": f"val2014/{names[8 + n]}",
+        }
+        for n in (0, 1)
+    ]
     (tmp_path / "annotations_1_2_2.json").write_text(json.dumps(tests))
     return tmp_path
 
 
 def coco_flags(coco, source, *more):
-    return ["--model", source, "--coco", str(coco), "--captions", str(coco / "C"), "--out", str(coco / "out"), *FAST,
-            "--json", *more]  # fmt: skip
+    return [
+        "--model",
+        source,
+        "--coco",
+        str(coco),
+        "--captions",
+        str(coco / "C"),
+        "--out",
+        str(coco / "out"),
+        *FAST,
+        "--json",
+        *more,
+    ]
 
 
 def test_official_metadata(coco, source, capsys):
@@ -589,8 +645,11 @@ def test_official_metadata(coco, source, capsys):
     printed = json.loads(capsys.readouterr().out)["1_2_2"]
     records = json.loads((coco / "out" / "responses-1_2_2.json").read_text())
     assert printed["tests"] == 4 and sorted(r["ground_truth"] for r in records) == [
-        "1, 1, 1", "1, 1, 2", "1, 2, 1", "1, 2, 2"
-    ]  # fmt: skip
+        "1, 1, 1",
+        "1, 1, 2",
+        "1, 2, 1",
+        "1, 2, 2",
+    ]
     for record in records:
         number = int(record["target_path"][-6:-4])
         assert record["caption"] == f"picture {number}" and record["id"] == number
@@ -666,11 +725,27 @@ def test_pope_on_files(official, source, capsys, monkeypatch):
     """POPE's own file is asked in other words or about other pictures."""
     folder, broken, whole = official
     broken.write_bytes(whole)
-    lines = [{"question_id": n, "image": f"COCO_val2014_{n // 2 + 1:012d}.jpg", "text": f"Is there a cat {n}?",
-              "label": ("yes", "no")[n % 2]} for n in range(6)]  # fmt: skip
+    lines = [
+        {
+            "question_id": n,
+            "image": f"COCO_val2014_{n // 2 + 1:012d}.jpg",
+            "text": f"Is there a cat {n}?",
+            "label": ("yes", "no")[n % 2],
+        }
+        for n in range(6)
+    ]
     (folder / "pope.json").write_text("\r\n".join(map(json.dumps, lines)) + "\r\n")
-    flags = ["--model", source, "--questions", str(folder / "pope.json"), "--images", str(folder / "val2014"),
-             "--out", str(folder / "out"), *FAST]  # fmt: skip
+    flags = [
+        "--model",
+        source,
+        "--questions",
+        str(folder / "pope.json"),
+        "--images",
+        str(folder / "val2014"),
+        "--out",
+        str(folder / "out"),
+        *FAST,
+    ]
     asked, layout = [], Processor.layout
     monkeypatch.setattr(Processor, "layout", lambda self, n, *text: asked.append(text[0]) or layout(self, n, *text))
     pope.main([*flags, "--prompt", "Look. {question}"])

@@ -298,8 +298,9 @@ def test_the_models_loss_is_that_of_its_logits(generation, monkeypatch):
     model, prompt = ours(hf), batch(hf)
     positions = torch.tensor([[18, 20, 0], [19, 22, 23]])
     targets = torch.tensor([[5, 6, -100], [7, 8, 9]])
-    expected = F.cross_entropy(model(**prompt, positions_to_keep=positions).flatten(0, 1), targets.flatten(),
-                               reduction="sum")  # fmt: skip
+    expected = F.cross_entropy(
+        model(**prompt, positions_to_keep=positions).flatten(0, 1), targets.flatten(), reduction="sum"
+    )
     for chunk in (paligemma.CHUNK, 256):
         monkeypatch.setattr(paligemma, "CHUNK", chunk)
         loss = model(**prompt, positions_to_keep=positions, targets=targets)
@@ -329,8 +330,12 @@ def main():
 
 {}
 """
-    kept, given_back = (int(subprocess.run([sys.executable, "-c", code.format(call)], capture_output=True, text=True,
-                                           check=True).stdout) for call in ("run_command(main)", "main()"))  # fmt: skip
+    kept, given_back = (
+        int(
+            subprocess.run([sys.executable, "-c", code.format(call)], capture_output=True, text=True, check=True).stdout
+        )
+        for call in ("run_command(main)", "main()")
+    )
     assert kept < 1000 < given_back
 
 
@@ -352,15 +357,19 @@ def processor():
 def micro_batches(processor):
     """Of different lengths, numbers of rows, pictures and supervised tokens."""
     sizes = {"caption": (4, 3), "detect": (4, 5), "vqa": (8, 14)}  # of vqa, six share a picture
-    micros = [collate(embedded_records((task,), count=count), processor)
-              for task, counts in sizes.items() for count in counts]  # fmt: skip
+    micros = [
+        collate(embedded_records((task,), count=count), processor) for task, counts in sizes.items() for count in counts
+    ]
     shapes = {(micro.batch.input_ids.shape, micro.targets.shape, micro.batch.pixel_values.shape) for micro in micros}
     assert len(shapes) == 6
     return micros
 
 
-SMALL = replace(PRESETS["tiny"], vision=replace(PRESETS["tiny"].vision, num_hidden_layers=1),
-                text=replace(PRESETS["tiny"].text, num_hidden_layers=2))  # fmt: skip
+SMALL = replace(
+    PRESETS["tiny"],
+    vision=replace(PRESETS["tiny"].vision, num_hidden_layers=1),
+    text=replace(PRESETS["tiny"].text, num_hidden_layers=2),
+)
 
 
 def trained(variant: str) -> nn.Module:
@@ -432,8 +441,9 @@ def test_the_logits_of_a_compiled_step_are_those_of_a_plain_one(variant):
     expected = model(**whole)[:, start:]
     compiled = CompiledStep(model, bucket=64, backend="aot_eager")
     cache = compiled.open(2, start + 6)
-    types, valid = (F.pad(whole[name], (0, cache[0].capacity - start - 6), value=1)
-                    for name in ("token_type_ids", "attention_mask"))  # fmt: skip
+    types, valid = (
+        F.pad(whole[name], (0, cache[0].capacity - start - 6), value=1) for name in ("token_type_ids", "attention_mask")
+    )
     with torch.no_grad():
         model(whole["input_ids"][:, :start], whole["pixel_values"], types[:, :start], valid[:, :start], cache=cache)
         compiled.seal()
@@ -452,6 +462,7 @@ def test_a_memory_that_is_no_cache_is_not_compiled():
 
 def test_a_compiler_that_cannot_work_is_one_line():
     """Breaks when a machine without a C++ compiler gets a page of traceback for --compile."""
+
     def fails(*_):
         raise OSError("no working C++ compiler")
 

@@ -106,9 +106,20 @@ def test_log_marks_by_hand(low, high, marks):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (3 * 0.1, "0.3"), (1500, "1500"), (20000, "20k"), (1.5e6, "1.5M"), (2e9, "2G"), (4e-4, "0.0004"),
-     (1e-5, "1e-5"), (2.5e-5, "2.5e-5"), (-0.2, "-0.2"), (-20000, "-20k")],
-)  # fmt: skip
+    [
+        (0, "0"),
+        (3 * 0.1, "0.3"),
+        (1500, "1500"),
+        (20000, "20k"),
+        (1.5e6, "1.5M"),
+        (2e9, "2G"),
+        (4e-4, "0.0004"),
+        (1e-5, "1e-5"),
+        (2.5e-5, "2.5e-5"),
+        (-0.2, "-0.2"),
+        (-20000, "-20k"),
+    ],
+)
 def test_numbers_are_spelled_short(value, text):
     """A tick reads 0.30000000000000004."""
     assert figures.spell_number(value) == text

@@ -25,8 +25,21 @@ from weights.load import load_model
 
 ROOT = Path(__file__).resolve().parents[1]
 WORLD = World(0, 1, torch.device("cpu"))
-QUICK = ["--base", "tiny", "--no-evaluate", "--batch-size", "2", "--samples", "60", "--dropout", "0.1",
-         "--measure-every", "5", "--device", "cpu"]  # fmt: skip
+QUICK = [
+    "--base",
+    "tiny",
+    "--no-evaluate",
+    "--batch-size",
+    "2",
+    "--samples",
+    "60",
+    "--dropout",
+    "0.1",
+    "--measure-every",
+    "5",
+    "--device",
+    "cpu",
+]
 
 
 def run(*arguments, out: Path) -> list[dict]:
@@ -68,14 +81,30 @@ def test_every_variant_trains_and_is_opened_again(kind, tmp_path):
     assert set(summary) >= {"before", "after", "trainable_parameters", "seconds"}
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [
-    (["--attention", "softmax"], set()),
-    (["--attention", "shared"], {"lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln.weight"}),
-    (["--attention", "twin"], {"mu", "q2.lora_A.weight", "q2.lora_B.weight", "k2.lora_A.weight", "k2.lora_B.weight"}),
-    (["--attention", "twin", "--feed-forward", "swiglu-new"],
-     {"mu", "q2.lora_A.weight", "q2.lora_B.weight", "k2.lora_A.weight", "k2.lora_B.weight", "w_g.weight", "w_1.weight",
-      "w_2.weight"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--attention", "softmax"], set()),
+        (["--attention", "shared"], {"lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln.weight"}),
+        (
+            ["--attention", "twin"],
+            {"mu", "q2.lora_A.weight", "q2.lora_B.weight", "k2.lora_A.weight", "k2.lora_B.weight"},
+        ),
+        (
+            ["--attention", "twin", "--feed-forward", "swiglu-new"],
+            {
+                "mu",
+                "q2.lora_A.weight",
+                "q2.lora_B.weight",
+                "k2.lora_A.weight",
+                "k2.lora_B.weight",
+                "w_g.weight",
+                "w_1.weight",
+                "w_2.weight",
+            },
+        ),
+    ],
+)
 def test_the_trainable_set_by_name(arguments, expected):
     """Breaks when λ, μ or a norm is frozen by LoRA's injection, as in the published code, or a base weight learns."""
     model, optimizer = finetune.open_model(settings(*arguments), WORLD)
@@ -150,9 +179,12 @@ def test_resumed_metrics_are_equal_to_the_bit(tmp_path, monkeypatch):
 def test_kill_9_at_any_moment(tmp_path):
     """Breaks when a death leaves a broken checkpoint, loses more than the steps since the last, or changes a run."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.killed_runs", str(tmp_path), "--kills", "50"], cwd=ROOT, capture_output=True,
-        text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.killed_runs", str(tmp_path), "--kills", "50"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["kills"] == 50 and report["equal"]
@@ -162,8 +194,20 @@ def test_kill_9_at_any_moment(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_save_and_exit(number, tmp_path):
     """Breaks when Ctrl-C or a cluster's SIGTERM loses the steps since the last checkpoint."""
-    command = [sys.executable, "-m", "train.finetune", *QUICK, "--steps", "100000", "--epochs", "10000",
-               "--checkpoint-every", "100000", "--out", str(tmp_path / "run")]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "train.finetune",
+        *QUICK,
+        "--steps",
+        "100000",
+        "--epochs",
+        "10000",
+        "--checkpoint-every",
+        "100000",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     child = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     file = tmp_path / "run/metrics.jsonl"
     deadline = time.monotonic() + 120
@@ -183,10 +227,25 @@ def test_two_processes_do_the_work_of_one(shard, tmp_path):
     common = ["--steps", "4", "--dropout", "0", "--clip", "0.5", "--seed", "3", "--checkpoint-every", "2"]
     alone = run(*common, "--accumulate", 2, out=tmp_path / "alone")
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "train.finetune", *QUICK, *common,
-         "--out", str(tmp_path / "pair"), *(["--shard"] if shard else [])],
-        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node=2",
+            "-m",
+            "train.finetune",
+            *QUICK,
+            *common,
+            "--out",
+            str(tmp_path / "pair"),
+            *(["--shard"] if shard else []),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     pair = metrics(tmp_path / "pair")
     assert len(pair) == len(alone) == 4
@@ -221,11 +280,34 @@ def test_too_many_bad_records_stop_the_run(tmp_path):
 def test_vqav2_is_trained_on_and_evaluated(tmp_path):
     """Breaks when the official files cannot be fine-tuned on, or held-out pictures are trained on."""
     write_vqav2(tmp_path / "vqav2")
-    finetune.main([
-        "--base", "tiny", "--data", f"vqav2:{tmp_path / 'vqav2'}", "--validation", "0.2", "--epochs", "2",
-        "--recipe", "paper-1", "--fraction", "1", "--answers", "sampled", "--accumulate", "1", "--warmup", "2",
-        "--per-picture", "2", "--device", "cpu", "--out", str(tmp_path / "run"),
-    ])  # fmt: skip
+    finetune.main(
+        [
+            "--base",
+            "tiny",
+            "--data",
+            f"vqav2:{tmp_path / 'vqav2'}",
+            "--validation",
+            "0.2",
+            "--epochs",
+            "2",
+            "--recipe",
+            "paper-1",
+            "--fraction",
+            "1",
+            "--answers",
+            "sampled",
+            "--accumulate",
+            "1",
+            "--warmup",
+            "2",
+            "--per-picture",
+            "2",
+            "--device",
+            "cpu",
+            "--out",
+            str(tmp_path / "run"),
+        ]
+    )
     assert len(metrics(tmp_path / "run")) == 2 * 12  # 16 pictures of 3 questions, by 4
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["before"]["vqa"] is not None and summary["before"]["needle"] is None
@@ -248,19 +330,22 @@ def test_recipes_are_table_1():
     assert parse(["--recipe", "paper-1", "--lr", "1"])[0].lr == 1
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--data", "imagenet"], "expected embedded"),
-    (["--data", "vqav2:/nowhere"], "not found"),
-    (["--batch-size", "0"], "at least 1"),
-    (["--fraction", "2"], "from 0 to 1"),
-    (["--option", "mu"], "NAME=VALUE"),
-    (["--option", "mew=1"], "no option mew"),
-    (["--targets", "nothing"], "match no"),
-    (["--resume", "/nowhere"], "other flags"),
-    (["--steps", "0"], "at least 1"),
-    (["--full"], "softmax"),
-    (["--device", "cuda"], "no CUDA"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "imagenet"], "expected embedded"),
+        (["--data", "vqav2:/nowhere"], "not found"),
+        (["--batch-size", "0"], "at least 1"),
+        (["--fraction", "2"], "from 0 to 1"),
+        (["--option", "mu"], "NAME=VALUE"),
+        (["--option", "mew=1"], "no option mew"),
+        (["--targets", "nothing"], "match no"),
+        (["--resume", "/nowhere"], "other flags"),
+        (["--steps", "0"], "at least 1"),
+        (["--full"], "softmax"),
+        (["--device", "cuda"], "no CUDA"),
+    ],
+)
 def test_mistakes_are_one_line(arguments, message, tmp_path):
     """Breaks when a user's mistake ends in a traceback, or in a run."""
     if "cuda" in arguments and torch.cuda.is_available():

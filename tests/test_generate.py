@@ -46,13 +46,19 @@ def test_cached_equals_uncached(generation):
     cache = model.new_cache(whole.shape[1])
     start = whole.shape[1] - 12
     types, valid = inputs["token_type_ids"], inputs["attention_mask"]
-    prefill = model(inputs["input_ids"][:, :start], inputs["pixel_values"], types[:, :start], valid[:, :start],
-                    cache=cache)  # fmt: skip
+    prefill = model(
+        inputs["input_ids"][:, :start], inputs["pixel_values"], types[:, :start], valid[:, :start], cache=cache
+    )
     real = valid[:, :start].bool()
     assert relative_error(prefill[real], whole[:, :start][real]) <= 5e-6
     for position in range(start, whole.shape[1]):
-        step = model(inputs["input_ids"][:, position : position + 1], None, types[:, : position + 1],
-                     valid[:, : position + 1], cache=cache)  # fmt: skip
+        step = model(
+            inputs["input_ids"][:, position : position + 1],
+            None,
+            types[:, : position + 1],
+            valid[:, : position + 1],
+            cache=cache,
+        )
         assert relative_error(step[:, 0], whole[:, position]) <= 5e-6
 
 
@@ -138,9 +144,9 @@ def test_last_valid_on_both_sides():
     assert last_valid(mask).tolist() == [[3], [1], [3], [2]]
 
 
-@pytest.mark.parametrize("options", [
-    {"max_new_tokens": 0}, {"max_new_tokens": 4, "temperature": -1.0}, {"max_new_tokens": 4, "top_p": 0.0},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options", [{"max_new_tokens": 0}, {"max_new_tokens": 4, "temperature": -1.0}, {"max_new_tokens": 4, "top_p": 0.0}]
+)
 def test_senseless_options_are_refused(options):
     """Breaks when a wrong option decodes something instead of saying so."""
     hf = hf_model(1)

@@ -23,9 +23,14 @@ from weights.streaming import INDEX_FILE, SINGLE_FILE
 
 # hf_mamba's sizes, as the original repository writes them: 57 tokens, padded to 60
 ORIGINAL_CONFIG = ORIGINAL | {
-    "d_model": 36, "n_layer": 3, "vocab_size": 57, "pad_vocab_size_multiple": 4,
-    "ssm_cfg": {"d_state": 5, "d_conv": 3}, "layer_norm_epsilon": 1e-3, "eos_token_id": 1,
-}  # fmt: skip
+    "d_model": 36,
+    "n_layer": 3,
+    "vocab_size": 57,
+    "pad_vocab_size_multiple": 4,
+    "ssm_cfg": {"d_state": 5, "d_conv": 3},
+    "layer_norm_epsilon": 1e-3,
+    "eos_token_id": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -140,13 +145,16 @@ def test_all_problems_are_told_at_once(published):
     assert "8 of" in told and "bytes are missing" in told
 
 
-@pytest.mark.parametrize(("changes", "told"), [
-    ({"backbone__norm_f__weight": None}, "missing, 1: backbone.norm_f.weight"),
-    ({"backbone__embeddings__weight": None}, "missing, 1: backbone.embeddings.weight"),
-    ({"backbone__layers__3__norm__weight": torch.ones(36)}, "unexpected, 1: backbone.layers.3.norm.weight"),
-    ({"backbone__norm_f__weight": torch.ones(36, dtype=torch.int8)}, "I8"),
-    ({"lm_head__weight": torch.ones(61, 36)}, r"lm_head.weight is (61, 36), expected (60, 36)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"backbone__norm_f__weight": None}, "missing, 1: backbone.norm_f.weight"),
+        ({"backbone__embeddings__weight": None}, "missing, 1: backbone.embeddings.weight"),
+        ({"backbone__layers__3__norm__weight": torch.ones(36)}, "unexpected, 1: backbone.layers.3.norm.weight"),
+        ({"backbone__norm_f__weight": torch.ones(36, dtype=torch.int8)}, "I8"),
+        ({"lm_head__weight": torch.ones(61, 36)}, r"lm_head.weight is (61, 36), expected (60, 36)"),
+    ],
+)
 def test_tensors_that_do_not_fit_are_refused(published, changes, told):
     """Breaks when a layer stays as it was initialised, or a tensor of the file is dropped in silence."""
     change_tensors(published, **changes)
@@ -171,10 +179,15 @@ def test_pickles_are_refused_with_a_remedy(published):
     assert "pytorch_model.bin" in (told := refusal(published)) and "state-spaces/mamba-130m-hf" in told
 
 
-@pytest.mark.parametrize(("write", "told"), [
-    (None, "config.json: not found"), ("{", "config.json: not a JSON object"), ("[]", "config.json: not a JSON object"),
-    ('{"model_type": "mamba2"}', "model_type is 'mamba2'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("write", "told"),
+    [
+        (None, "config.json: not found"),
+        ("{", "config.json: not a JSON object"),
+        ("[]", "config.json: not a JSON object"),
+        ('{"model_type": "mamba2"}', "model_type is 'mamba2'"),
+    ],
+)
 def test_unusable_configs_are_refused(published, write, told):
     """Breaks when a folder without a readable config.json ends in a traceback."""
     (published / "config.json").unlink()
@@ -206,9 +219,11 @@ def neox_file(tmp_path_factory) -> Path:
     tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
     tokenizer.normalizer = tokenizers.normalizers.NFC()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>", "<|padding|>"], show_progress=False,
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", "<|padding|>"],
+        show_progress=False,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(TEXT * 3, trainer)
     tokenizer.enable_padding(length=40)  # what a file may ask for, and a processor must not get
     path = tmp_path_factory.mktemp("neox") / "tokenizer.json"
@@ -221,8 +236,9 @@ def folder_of(folder: Path, file: Path, **ids: int) -> Path:
     text = MambaConfig(vocab_size=304, hidden_size=36, num_hidden_layers=1, **ids)
     projector = ProjectorConfig(queries=3, hidden_size=24, num_blocks=1, num_attention_heads=4)
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(QMambaConfig(projector=projector, text=text,
-                                                                image_token_id=303).to_dict()))  # fmt: skip
+    (folder / "config.json").write_text(
+        json.dumps(QMambaConfig(projector=projector, text=text, image_token_id=303).to_dict())
+    )
     (folder / file.name).write_bytes(file.read_bytes())
     return folder
 

@@ -91,7 +91,7 @@ PEFT_CONFIGS = {
     "list of endings, which reaches both towers": {"target_modules": ["q_proj", "v_proj", "fc1"]},
     "regular expression": {"target_modules": r".*language_model.*\.(self_attn|mlp)\.\w+_proj"},
     "whole paths": {
-        "target_modules": ["model.language_model.layers.1.mlp.up_proj", "model.multi_modal_projector.linear"],
+        "target_modules": ["model.language_model.layers.1.mlp.up_proj", "model.multi_modal_projector.linear"]
     },
     "ranks and alphas by pattern": {
         "target_modules": SEVEN,
@@ -163,10 +163,14 @@ def test_saved_and_loaded_here_is_the_same_to_the_bit(tmp_path, hf, inputs, mode
     assert trainable == {name for name, _ in again.named_parameters() if ".lora." in name}
 
 
-@pytest.mark.parametrize("rename", [
-    {"model.language_model.": "language_model.model.", "model.vision_tower.": "vision_tower.vision_model."},
-    {"model.vision_tower.": "model.vision_tower.vision_model."},
-], ids=["before transformers 4.52", "before transformers 5"])  # fmt: skip
+@pytest.mark.parametrize(
+    "rename",
+    [
+        {"model.language_model.": "language_model.model.", "model.vision_tower.": "vision_tower.vision_model."},
+        {"model.vision_tower.": "model.vision_tower.vision_model."},
+    ],
+    ids=["before transformers 4.52", "before transformers 5"],
+)
 def test_files_of_older_transformers(tmp_path, hf, inputs, model, rename):
     """Breaks when an adapter that an older transformers' module paths name is not understood."""
     theirs = peft_adapter(hf, tmp_path, target_modules=["q_proj", "fc2"], alpha_pattern={r"0\.self_attn\.q_proj": 9})
@@ -242,17 +246,20 @@ def test_a_name_list_reaches_the_vision_tower_too(model):
     assert all(path.startswith("language_model.layers.") for path in paths)
 
 
-@pytest.mark.parametrize(("targets", "options", "says"), [
-    ("q_proj", {}, "match no free linear layer.*language_model.layers.2.mlp.down_proj"),
-    (r"language_model\..*\.q_pro", {}, "match no free linear layer"),
-    (["proj"], {}, "match no free linear layer"),
-    (["embed_tokens"], {}, "match no free linear layer"),
-    ([], {}, "match no free linear layer"),
-    ("(", {}, "no regular expression"),
-    (["q_proj"], {"r": 0}, "r 0"),
-    (["q_proj"], {"alpha": 0}, "alpha 0"),
-    (["q_proj"], {"dropout": 1.0}, "dropout 1.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("targets", "options", "says"),
+    [
+        ("q_proj", {}, "match no free linear layer.*language_model.layers.2.mlp.down_proj"),
+        (r"language_model\..*\.q_pro", {}, "match no free linear layer"),
+        (["proj"], {}, "match no free linear layer"),
+        (["embed_tokens"], {}, "match no free linear layer"),
+        ([], {}, "match no free linear layer"),
+        ("(", {}, "no regular expression"),
+        (["q_proj"], {"r": 0}, "r 0"),
+        (["q_proj"], {"alpha": 0}, "alpha 0"),
+        (["q_proj"], {"dropout": 1.0}, "dropout 1.0"),
+    ],
+)
 def test_mistakes_in_targets(model, targets, options, says):
     """Breaks when a pattern without a match, or a value out of range, trains nothing in silence."""
     with pytest.raises(UserError, match=says) as caught:
@@ -270,10 +277,13 @@ def test_a_layer_is_wrapped_once(model):
     assert [name for name, _ in model.named_parameters()] == names
 
 
-@pytest.mark.parametrize(("preset", "targets", "count"), [
-    ("paligemma-3b-224", DECODER_TARGETS, 39_223_296),
-    ("paligemma-3b-224", r"language_model\..*\.q_proj", 18 * 32 * (2048 + 2048)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("preset", "targets", "count"),
+    [
+        ("paligemma-3b-224", DECODER_TARGETS, 39_223_296),
+        ("paligemma-3b-224", r"language_model\..*\.q_proj", 18 * 32 * (2048 + 2048)),
+    ],
+)
 def test_trainable_parameters_of_the_published_size(preset, targets, count):
     """Breaks when the paper's recipe trains more, or less, than 39,223,296 parameters at r = 32."""
     with torch.device("meta"):
@@ -375,10 +385,17 @@ def test_merge_refuses_where_branches_share_a_weight(inputs, model, kind):
     assert torch.equal(model(**inputs), logits)
 
 
-@pytest.mark.parametrize(("kind", "targets"), [
-    ("twin", ["v_proj", "o_proj", "down_proj"]), ("v2", ["v_proj"]),
-    ("shared", SEVEN), ("split", SEVEN), ("dex", SEVEN), ("softmax", SEVEN),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("twin", ["v_proj", "o_proj", "down_proj"]),
+        ("v2", ["v_proj"]),
+        ("shared", SEVEN),
+        ("split", SEVEN),
+        ("dex", SEVEN),
+        ("softmax", SEVEN),
+    ],
+)
 def test_merge_of_grafts_that_allow_it(inputs, model, kind, targets):
     """Breaks when a merge that keeps the function is refused, or a variant reads past the merged weight."""
     graft(model, kind)
@@ -423,13 +440,17 @@ def test_disabled_reaches_a_graft(inputs, model):
     assert torch.equal(model(**inputs), logits)
 
 
-@pytest.mark.parametrize("options", [
-    *({"kind": kind} for kind in GRAFTS),
-    {"kind": "split", "rope_pairs": "fresh", "norm": False},
-    {"kind": "dex", "heads": [1, 3], "feed_forward": "swiglu-new"},
-    {"kind": "shared", "where": "both", "lambda_init": 0.3},
-    {"kind": "twin", "where": "vision", "r": 3, "alpha": 5.0},
-], ids=lambda options: " ".join(map(str, options.values())))  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"kind": kind} for kind in GRAFTS),
+        {"kind": "split", "rope_pairs": "fresh", "norm": False},
+        {"kind": "dex", "heads": [1, 3], "feed_forward": "swiglu-new"},
+        {"kind": "shared", "where": "both", "lambda_init": 0.3},
+        {"kind": "twin", "where": "vision", "r": 3, "alpha": 5.0},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
 def test_a_graft_rides_along(tmp_path, hf, inputs, model, options):
     """Breaks when a variant's parameters, or the options that rebuild it, do not survive the adapter's files."""
     graft(model, **options)
@@ -529,14 +550,17 @@ def all_at_once(tensors):
     drop_graft(tensors)
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    (drop, "missing .*0.self_attn.q_proj.lora_B"),
-    (drop_layer, "missing .*0.self_attn.q_proj.lora_A.*missing .*0.self_attn.q_proj.lora_B"),
-    (add, "unexpected base_model.model.lm_head.lora_A"),
-    (reshape, r"q_proj.lora_B.weight is \(3, 2\), expected \(64, 2\)"),
-    (drop_graft, "missing differential.*mu"),
-    (all_at_once, "missing base_model.*missing differential.*unexpected"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (drop, "missing .*0.self_attn.q_proj.lora_B"),
+        (drop_layer, "missing .*0.self_attn.q_proj.lora_A.*missing .*0.self_attn.q_proj.lora_B"),
+        (add, "unexpected base_model.model.lm_head.lora_A"),
+        (reshape, r"q_proj.lora_B.weight is \(3, 2\), expected \(64, 2\)"),
+        (drop_graft, "missing differential.*mu"),
+        (all_at_once, "missing base_model.*missing differential.*unexpected"),
+    ],
+)
 def test_tensors_that_do_not_fit(tmp_path, hf, model, change, says):
     """Breaks when a missing, unexpected or misshaped tensor is passed over, and a part stays at its random start."""
     graft(model, "twin")
@@ -548,16 +572,19 @@ def test_tensors_that_do_not_fit(tmp_path, hf, model, change, says):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("config", "says"), [
-    ({"use_dora": True}, "use_dora True"),
-    ({"modules_to_save": ["multi_modal_projector"]}, "modules_to_save"),
-    ({"bias": "lora_only"}, "bias 'lora_only'"),
-    ({"init_lora_weights": "olora"}, "init_lora_weights 'olora'"),
-    ({"trainable_token_indices": [3]}, "trainable_token_indices"),
-    ({"target_parameters": ["w"]}, "target_parameters"),
-    ({"an_invention_of_next_year": 1}, "an_invention_of_next_year"),
-    ({"peft_type": "IA3"}, "peft_type 'LORA'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"use_dora": True}, "use_dora True"),
+        ({"modules_to_save": ["multi_modal_projector"]}, "modules_to_save"),
+        ({"bias": "lora_only"}, "bias 'lora_only'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights 'olora'"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices"),
+        ({"target_parameters": ["w"]}, "target_parameters"),
+        ({"an_invention_of_next_year": 1}, "an_invention_of_next_year"),
+        ({"peft_type": "IA3"}, "peft_type 'LORA'"),
+    ],
+)
 def test_features_of_peft_that_are_not_plain_lora(tmp_path, hf, model, config, says):
     """Breaks when an adapter that computes something else is loaded as if it were plain LoRA."""
     peft_adapter(hf, tmp_path, target_modules=["q_proj"])

@@ -184,11 +184,18 @@ def test_few_states_are_kept_for_the_backward_pass(chunk):
     assert sum(kept) <= sequences + length / BLOCK * channels * size < length * channels * size
 
 
-@pytest.mark.parametrize(("change", "told"), [
-    ({"x": (2, 0, 6), "delta": (2, 0, 6), "B": (2, 0, 5), "C": (2, 0, 5)}, "empty"),
-    ({"A": (6, 4)}, "state size 4"), ({"B": (2, 7, 4)}, "B is"), ({"C": (2, 6, 5)}, "C is"),
-    ({"state": (2, 4, 6)}, "state is"), ({"state": (2, 6, 5)}, "state is"), ({"delta": (1, 7, 6)}, "delta is"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"x": (2, 0, 6), "delta": (2, 0, 6), "B": (2, 0, 5), "C": (2, 0, 5)}, "empty"),
+        ({"A": (6, 4)}, "state size 4"),
+        ({"B": (2, 7, 4)}, "B is"),
+        ({"C": (2, 6, 5)}, "C is"),
+        ({"state": (2, 4, 6)}, "state is"),
+        ({"state": (2, 6, 5)}, "state is"),
+        ({"delta": (1, 7, 6)}, "delta is"),
+    ],
+)
 def test_senseless_scans_are_refused(change, told):
     """Breaks when an empty sequence or a state of another size broadcasts into a result."""
     names = ("x", "delta", "A", "B", "C", "state")
@@ -440,9 +447,12 @@ def test_initialization_is_the_published_one():
         assert torch.allclose(-mixer.A_log.exp(), -torch.arange(1.0, 17).expand(128, 16))
         assert (mixer.D == 1).all() and (mixer.conv1d.bias == 0).all() and (layer.norm.weight == 1).all()
         for weight, bound in (
-            (mixer.in_proj.weight, 64**-0.5), (mixer.x_proj.weight, 128**-0.5), (mixer.dt_proj.weight, 4**-0.5),
-            (mixer.conv1d.weight, 4**-0.5), (mixer.out_proj.weight, 128**-0.5 / 4**0.5),
-        ):  # fmt: skip
+            (mixer.in_proj.weight, 64**-0.5),
+            (mixer.x_proj.weight, 128**-0.5),
+            (mixer.dt_proj.weight, 4**-0.5),
+            (mixer.conv1d.weight, 4**-0.5),
+            (mixer.out_proj.weight, 128**-0.5 / 4**0.5),
+        ):
             assert 0.97 * bound < weight.abs().max() <= bound
     again = Mamba(config)
     initialize_mamba(again, seed=3)
@@ -455,9 +465,15 @@ def test_initialization_is_the_published_one():
 
 # config.json of state-spaces/mamba-130m, the original repository's; its tensors have 50280 rows
 ORIGINAL = {
-    "d_model": 768, "n_layer": 24, "vocab_size": 50277, "ssm_cfg": {}, "rms_norm": True, "residual_in_fp32": True,
-    "fused_add_norm": True, "pad_vocab_size_multiple": 8,
-}  # fmt: skip
+    "d_model": 768,
+    "n_layer": 24,
+    "vocab_size": 50277,
+    "ssm_cfg": {},
+    "rms_norm": True,
+    "residual_in_fp32": True,
+    "fused_add_norm": True,
+    "pad_vocab_size_multiple": 8,
+}
 
 
 def test_configs_are_read_and_written():
@@ -475,14 +491,23 @@ def test_configs_are_read_and_written():
     assert {name: tensor.shape for name, tensor in MambaLM(config).state_dict().items()} == shapes
 
 
-@pytest.mark.parametrize(("change", "told"), [
-    ({"model_type": "mamba2"}, "model_type"), ({"ssm_cfg": {"layer": "Mamba2"}}, "Mamba2"),
-    ({"attn_layer_idx": [3]}, "attn_layer_idx"), ({"rms_norm": False}, "rms_norm"), ({"use_bias": True}, "use_bias"),
-    ({"use_conv_bias": False}, "use_conv_bias"), ({"hidden_act": "gelu"}, "hidden_act"),
-    ({"tie_word_embeddings": False}, "tied head"), ({"tie_embeddings": False}, "tied head"),
-    ({"d_model": None}, "hidden_size is missing"), ({"n_layer": 0}, "num_hidden_layers is 0"),
-    ({"state_size": "big"}, "state_size is 'big'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model_type": "mamba2"}, "model_type"),
+        ({"ssm_cfg": {"layer": "Mamba2"}}, "Mamba2"),
+        ({"attn_layer_idx": [3]}, "attn_layer_idx"),
+        ({"rms_norm": False}, "rms_norm"),
+        ({"use_bias": True}, "use_bias"),
+        ({"use_conv_bias": False}, "use_conv_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"tie_word_embeddings": False}, "tied head"),
+        ({"tie_embeddings": False}, "tied head"),
+        ({"d_model": None}, "hidden_size is missing"),
+        ({"n_layer": 0}, "num_hidden_layers is 0"),
+        ({"state_size": "big"}, "state_size is 'big'"),
+    ],
+)
 def test_other_models_are_refused(change, told):
     """Breaks when a checkpoint that this code does not compute is built anyway."""
     with pytest.raises(ValueError, match=told) as caught:

@@ -53,8 +53,9 @@ def interleaved_rope(patch, model):
         cos, sin = self._table(x.shape[-1], x.dtype)
         half = x.shape[-1] // 2
         even, odd = x[..., ::2], x[..., 1::2]
-        return torch.stack((even * cos[..., :half] - odd * sin[..., :half],
-                            odd * cos[..., :half] + even * sin[..., :half]), dim=-1).flatten(-2)  # fmt: skip
+        return torch.stack(
+            (even * cos[..., :half] - odd * sin[..., :half], odd * cos[..., :half] + even * sin[..., :half]), dim=-1
+        ).flatten(-2)
 
     patch.setattr(attention.Rope, "__call__", call)
 
@@ -161,7 +162,9 @@ def odd_layers_slide(patch, model):
 def post_norms_swapped(patch, model):
     for layer in model.language_model.layers:
         layer.post_attention_layernorm, layer.post_feedforward_layernorm = (
-            layer.post_feedforward_layernorm, layer.post_attention_layernorm)  # fmt: skip
+            layer.post_feedforward_layernorm,
+            layer.post_attention_layernorm,
+        )
 
 
 def no_post_norms(patch, model):

@@ -78,12 +78,19 @@ def test_verdicts_by_hand(truth, response, verdict):
 
 def test_a_missing_response_leaves_the_denominator():
     """Counting a failed request as a miss is not what MMNeedle publishes."""
-    pairs = [("1, 1, 1", "1, 1, 1"), ("1, 1, 1", None), ("1, 1, 2", "1, 1, 1"), ("0, 0, 0", "-1"),
-             ("0, 0, 0", "2, 1, 1")]  # fmt: skip
+    pairs = [
+        ("1, 1, 1", "1, 1, 1"),
+        ("1, 1, 1", None),
+        ("1, 1, 2", "1, 1, 1"),
+        ("0, 0, 0", "-1"),
+        ("0, 0, 0", "2, 1, 1"),
+    ]
     records = [record(truth, response) for truth, response in pairs]
     assert needle.score_responses(records) == {
-        "existence_accuracy": 3 / 4, "index_accuracy": 3 / 4, "exact_accuracy": 2 / 4
-    }  # fmt: skip
+        "existence_accuracy": 3 / 4,
+        "index_accuracy": 3 / 4,
+        "exact_accuracy": 2 / 4,
+    }
 
 
 def test_no_response_at_all_scores_zero():
@@ -238,19 +245,30 @@ def test_response_records_are_mmneedles_own():
     """The field names, the 1-based truth and the bare file names that MMNeedle's evaluators read."""
     one = NeedleTest(7, (tuple("abcd"),), ((0, 1, 0),), ("val2014/c.jpg",), ("a cat",))
     assert needle.response_record(one, "1, 2, 1") == {
-        "id": 7, "response": "1, 2, 1", "ground_truth": "1, 2, 1", "target_path": "c.jpg", "caption": "a cat"
-    }  # fmt: skip
+        "id": 7,
+        "response": "1, 2, 1",
+        "ground_truth": "1, 2, 1",
+        "target_path": "c.jpg",
+        "caption": "a cat",
+    }
     two = NeedleTest(5001, (tuple("abcd"),), (ABSENT, ABSENT), ("v/c.jpg", "v/e.jpg"), ("a cat", "an eel"))
     assert needle.response_record(two, None) == {
-        "id": 5001, "response": None, "ground_truth": "0, 0, 0; 0, 0, 0", "target_path": ["c.jpg", "e.jpg"],
+        "id": 5001,
+        "response": None,
+        "ground_truth": "0, 0, 0; 0, 0, 0",
+        "target_path": ["c.jpg", "e.jpg"],
         "caption": ["a cat", "an eel"],
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture
 def responses(tmp_path):
-    records = [record("1, 1, 1", "1, 1, 1", 0), record("1, 2, 2", "1, 1, 2", 1), record("1, 1, 2", None, 2),
-               record("0, 0, 0", "1, 1, 1", 5000)]  # fmt: skip
+    records = [
+        record("1, 1, 1", "1, 1, 1", 0),
+        record("1, 2, 2", "1, 1, 2", 1),
+        record("1, 1, 2", None, 2),
+        record("0, 0, 0", "1, 1, 1", 5000),
+    ]
     needle.write_responses(tmp_path / "F.json", records)
     return tmp_path / "F.json"
 
@@ -259,9 +277,7 @@ def test_score_json(responses, capsys):
     """The keys, the fractions or the JSON-only stdout that other programs read have changed."""
     needle.main(["score", "--responses", str(responses), "--json"])
     captured = capsys.readouterr()
-    assert json.loads(captured.out) == {
-        "existence_accuracy": 2 / 3, "index_accuracy": 2 / 3, "exact_accuracy": 1 / 3
-    }  # fmt: skip
+    assert json.loads(captured.out) == {"existence_accuracy": 2 / 3, "index_accuracy": 2 / 3, "exact_accuracy": 1 / 3}
     assert "1 of 4 responses are null" in captured.err
 
 

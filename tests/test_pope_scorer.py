@@ -83,8 +83,12 @@ def test_score_json(tmp_path, capsys, end):
     pope.main(["score", "--questions", paths[0], "--answers", paths[1], "--json"])
     # right: 1 and 4; said yes: 1 and 2; are yes: 1 and 3
     assert json.loads(capsys.readouterr().out) == {
-        "accuracy": 0.5, "precision": 0.5, "recall": 0.5, "f1": 0.5, "yes_ratio": 0.5
-    }  # fmt: skip
+        "accuracy": 0.5,
+        "precision": 0.5,
+        "recall": 0.5,
+        "f1": 0.5,
+        "yes_ratio": 0.5,
+    }
 
 
 def test_score_table(tmp_path, capsys):

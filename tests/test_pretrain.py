@@ -66,8 +66,9 @@ def test_names_are_matched_with_the_patches_that_show_them(processor):
         for place, token in enumerate(ids):
             piece = processor.tokenizer.id_to_piece(token) if token < pieces else ""
             word = piece.lstrip("▁")
-            shows = [word == processor.tokenizer.id_to_piece(int(cell)).lstrip("▁")
-                     for cell in cells[micro.image_index[row]]]  # fmt: skip
+            shows = [
+                word == processor.tokenizer.id_to_piece(int(cell)).lstrip("▁") for cell in cells[micro.image_index[row]]
+            ]
             if (word in scenes.NAMES or piece == "▁none") and any(shows):
                 weights[row, :2, place, first[row] + shows.index(True)] = 1.0
                 hits += 1
@@ -91,6 +92,7 @@ def test_no_stage_sees_a_sample_of_another(processor):
     seen = [set() for _ in STAGES]
     real = scenes.sample
     for number, stage in enumerate(STAGES):
+
         def record(task, split, index, seed, number=number):
             seen[number].add((task, index))
             return real(task, split, index, seed)
@@ -111,16 +113,18 @@ def test_two_processes_make_a_base_that_opens(tmp_path):
     assert record["processes"] == 2 and set(record["accuracy"]) >= {"vqa", "detect", "n2o1"}
     two, one, start = (
         torch.nn.utils.parameters_to_vector(model.parameters())
-        for model in (load_model(tmp_path / "two"), load_model(tmp_path / "one"),
-                      initialize(PaliGemma(PRESETS["tiny"]), position_std=0.5))
-    )  # fmt: skip
+        for model in (
+            load_model(tmp_path / "two"),
+            load_model(tmp_path / "one"),
+            initialize(PaliGemma(PRESETS["tiny"]), position_std=0.5),
+        )
+    )
     moved, apart = (one - start).norm(), (two - one).norm()
     assert apart < 0.2 * moved, (apart, moved)  # Muon's bf16 carries rounding on; other samples give 1
 
 
 @pytest.mark.parametrize(
-    "argv, message",
-    [(["--scale", "0"], "scale"), (["--processes", "0"], "processes"), (["--threads", "0"], "threads")],
+    "argv, message", [(["--scale", "0"], "scale"), (["--processes", "0"], "processes"), (["--threads", "0"], "threads")]
 )
 def test_bad_input(argv, message, tmp_path):
     with pytest.raises(UserError, match=message):

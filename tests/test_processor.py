@@ -69,21 +69,41 @@ def folder(tmp_path_factory) -> Path:
     """A model folder as Processor.from_source takes it: config.json and tokenizer.model."""
     folder = tmp_path_factory.mktemp("model")
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS * 3), model_prefix=str(folder / "tokenizer"), model_type="bpe", vocab_size=1600,
-        hard_vocab_limit=False, byte_fallback=True, pad_id=0, eos_id=1, bos_id=2, unk_id=3, pad_piece="<pad>",
-        eos_piece="<eos>", bos_piece="<bos>", normalization_rule_name="identity", add_dummy_prefix=False,
-        remove_extra_whitespaces=False, split_digits=True, allow_whitespace_only_pieces=True,
-        user_defined_symbols=["<mask>", "\n", "\n\n", "▁▁", "▁▁▁", *LOCATIONS], minloglevel=2, num_threads=1,
-    )  # fmt: skip
+        sentence_iterator=iter(CORPUS * 3),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        vocab_size=1600,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        pad_piece="<pad>",
+        eos_piece="<eos>",
+        bos_piece="<bos>",
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        user_defined_symbols=["<mask>", "\n", "\n\n", "▁▁", "▁▁▁", *LOCATIONS],
+        minloglevel=2,
+        num_threads=1,
+    )
     pieces = load_tokenizer(folder / "tokenizer.model").vocab_size()
     config = PaliGemmaConfig(
         VisionConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=SIDE),
         TextConfig(
-            vocab_size=pieces + 8, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            vocab_size=pieces + 8,
+            hidden_size=24,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
             head_dim=8,
         ),
         image_token_id=pieces,
-    )  # fmt: skip
+    )
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
     return folder
 
@@ -193,9 +213,9 @@ def test_decode_drops_control_tokens(processor):
     assert processor.decode([]) == processor.decode([1, *ids]) == ""
 
 
-@pytest.mark.parametrize(("where", "piece"), [
-    *product(("prefix", "suffix"), ("<bos>", "<eos>", "<pad>", "<unk>")), ("suffix", "<image>"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("where", "piece"), [*product(("prefix", "suffix"), ("<bos>", "<eos>", "<pad>", "<unk>")), ("suffix", "<image>")]
+)
 def test_text_cannot_spell_control_tokens(processor, piece, where):
     """Breaks when a user's text ends a sequence or adds a picture unnoticed."""
     text = {"prefix": "what", "suffix": "that"} | {where: f"read {piece} here"}
@@ -336,9 +356,30 @@ def in_mode(mode: str) -> Image.Image:
 
 @pytest.mark.parametrize(
     "mode",
-    ["1", "L", "LA", "La", "P", "P+transparency", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV",
-     "I", "F", "I;16", "I;16L", "I;16B", "I;16N"],
-)  # fmt: skip
+    [
+        "1",
+        "L",
+        "LA",
+        "La",
+        "P",
+        "P+transparency",
+        "PA",
+        "RGB",
+        "RGBA",
+        "RGBa",
+        "RGBX",
+        "CMYK",
+        "YCbCr",
+        "LAB",
+        "HSV",
+        "I",
+        "F",
+        "I;16",
+        "I;16L",
+        "I;16B",
+        "I;16N",
+    ],
+)
 @pytest.mark.filterwarnings("error")
 def test_every_mode_becomes_rgb(mode):
     """Breaks when a kind of picture is refused, clipped to white, or blended with its transparency."""

@@ -30,8 +30,9 @@ from model.source import BUNDLED_FOLDER
 from tests.reference import relative_error
 
 IMAGE = 59
-VISION = VisionConfig(hidden_size=20, intermediate_size=28, num_hidden_layers=3, num_attention_heads=2, image_size=60,
-                      feature_layer=-2)  # fmt: skip
+VISION = VisionConfig(
+    hidden_size=20, intermediate_size=28, num_hidden_layers=3, num_attention_heads=2, image_size=60, feature_layer=-2
+)
 PROJECTOR = ProjectorConfig(queries=5, hidden_size=24, num_blocks=2, num_attention_heads=4, state_size=6)
 TEXT = MambaConfig(vocab_size=59, hidden_size=28, num_hidden_layers=3, state_size=5, eos_token_id=1, bos_token_id=2)
 CONFIG = QMambaConfig(VISION, PROJECTOR, TEXT, IMAGE)  # 16 features a picture, shared by 5 queries: 4, 3, 3, 3, 3
@@ -71,8 +72,9 @@ def features(pictures: int = 2, keys: int = 16, seed: int = 1) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 9), (4, 9), (3, 8), (16, 16), (128, 729), (256, 729),
-                                               (512, 729), (729, 729)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(1, 1), (1, 9), (4, 9), (3, 8), (16, 16), (128, 729), (256, 729), (512, 729), (729, 729)]
+)
 def test_the_mask_shares_out_the_keys(queries, keys):
     """Breaks when a key is seen twice or never, or spans are not contiguous, in order, and as equal as can be."""
     mask = local_mask(queries, keys)
@@ -119,11 +121,14 @@ def by_other_hands(module: QMambaProjector, x: torch.Tensor, order: str) -> torc
     def attention(attn, q, kv):
         twin = torch.nn.MultiheadAttention(width, heads, batch_first=True, dtype=torch.float64)
         projections = (attn.q_proj, attn.k_proj, attn.v_proj)
-        twin.load_state_dict({
-            "in_proj_weight": torch.cat([p.weight for p in projections]),
-            "in_proj_bias": torch.cat([p.bias for p in projections]),
-            "out_proj.weight": attn.out_proj.weight, "out_proj.bias": attn.out_proj.bias,
-        })  # fmt: skip
+        twin.load_state_dict(
+            {
+                "in_proj_weight": torch.cat([p.weight for p in projections]),
+                "in_proj_bias": torch.cat([p.bias for p in projections]),
+                "out_proj.weight": attn.out_proj.weight,
+                "out_proj.bias": attn.out_proj.bias,
+            }
+        )
         hidden = None
         if config.local_attention:  # True hides, there
             owner = torch.tensor([0] * 4 + [1] * 3 + [2] * 3 + [3] * 3 + [4] * 3)
@@ -153,10 +158,18 @@ def by_other_hands(module: QMambaProjector, x: torch.Tensor, order: str) -> torc
     return linear(module.output, q)
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"local_attention": False}, {"feed_forward": False}, {"connector": False}, {"scan_order": "forward"},
-    {"scan_order": "backward"},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"local_attention": False},
+        {"feed_forward": False},
+        {"connector": False},
+        {"scan_order": "forward"},
+        {"scan_order": "backward"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 def test_projector_equals_the_equations(changes, backend):
     """Breaks when connector, mask, cross-attention, fusion or feed-forward depart from the paper's description."""
@@ -241,8 +254,11 @@ def test_mamba_weights_fill_the_blocks():
         for name, parameter in block.mixer.named_parameters():
             assert torch.equal(parameter, layer.mixer.get_parameter(name))
     assert torch.equal(module.connector.forward_mixer.in_proj.weight, kept)
-    for change, told in (({"state_size": 5}, "state_size"), ({"num_hidden_layers": 3}, "num_hidden_layers"),
-                         ({"hidden_size": 32}, "hidden_size")):  # fmt: skip
+    for change, told in (
+        ({"state_size": 5}, "state_size"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers"),
+        ({"hidden_size": 32}, "hidden_size"),
+    ):
         with pytest.raises(UserError, match=told):
             fill_from_mamba(module, Mamba(replace(source.config, **change)))
 
@@ -342,8 +358,9 @@ def test_cached_equals_uncached():
         logits, cache = whole(**inputs), whole.new_cache(14)
         whole(ids[:, :10], inputs["pixel_values"], types[:, :10], valid[:, :10], cache=cache)
         for position in range(10, 14):
-            step = whole(ids[:, position : position + 1], None, types[:, : position + 1], valid[:, : position + 1],
-                         cache=cache)  # fmt: skip
+            step = whole(
+                ids[:, position : position + 1], None, types[:, : position + 1], valid[:, : position + 1], cache=cache
+            )
             assert relative_error(step[:, 0], logits[:, position]) <= 1e-6
 
 
@@ -400,15 +417,18 @@ def test_config_is_read_back():
     assert (default.text.num_hidden_layers, default.text.hidden_size) == (64, 2560)
 
 
-@pytest.mark.parametrize(("change", "told"), [
-    ({"projector": replace(PROJECTOR, queries=17)}, "17 queries are more than the picture's 16 features"),
-    ({"projector": replace(PROJECTOR, queries=17, local_attention=False)}, "17 queries"),
-    ({"projector": replace(PROJECTOR, queries=0)}, "queries is 0"),
-    ({"projector": replace(PROJECTOR, num_attention_heads=5)}, "no multiple of 5 heads"),
-    ({"projector": replace(PROJECTOR, scan_order="sideways")}, "sideways"),
-    ({"vision": replace(VISION, feature_layer=-5)}, "feature_layer -5"),
-    ({"text": replace(TEXT, state_size=0)}, "state_size is 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"projector": replace(PROJECTOR, queries=17)}, "17 queries are more than the picture's 16 features"),
+        ({"projector": replace(PROJECTOR, queries=17, local_attention=False)}, "17 queries"),
+        ({"projector": replace(PROJECTOR, queries=0)}, "queries is 0"),
+        ({"projector": replace(PROJECTOR, num_attention_heads=5)}, "no multiple of 5 heads"),
+        ({"projector": replace(PROJECTOR, scan_order="sideways")}, "sideways"),
+        ({"vision": replace(VISION, feature_layer=-5)}, "feature_layer -5"),
+        ({"text": replace(TEXT, state_size=0)}, "state_size is 0"),
+    ],
+)
 def test_sizes_that_contradict_are_refused(change, told):
     """Breaks when an impossible model fails somewhere inside, or not at all."""
     config = replace(CONFIG, **change)
@@ -418,11 +438,14 @@ def test_sizes_that_contradict_are_refused(change, told):
         QMambaConfig.from_dict(config.to_dict())
 
 
-@pytest.mark.parametrize(("change", "told"), [
-    ({"pixel_values": torch.zeros(2, 3, 56, 56)}, "expected"),
-    ({"pixel_values": torch.zeros(1, 3, 60, 60)}, "block of 5"),
-    ({"input_ids": torch.zeros(2, 0, dtype=torch.long), "pixel_values": None}, "empty"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"pixel_values": torch.zeros(2, 3, 56, 56)}, "expected"),
+        ({"pixel_values": torch.zeros(1, 3, 60, 60)}, "block of 5"),
+        ({"input_ids": torch.zeros(2, 0, dtype=torch.long), "pixel_values": None}, "empty"),
+    ],
+)
 def test_batches_that_do_not_fit_are_refused(change, told):
     """Breaks when pictures of another size or number, or an empty prompt, are taken without a word."""
     with pytest.raises(UserError, match=told):

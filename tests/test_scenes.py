@@ -176,8 +176,9 @@ def test_rendering_agrees_with_pillow():
             sprite = Image.open(scenes.SPRITES / f"{placed.name}.webp").resize((placed.size,) * 2, Image.BICUBIC)
             if placed.mirrored:
                 sprite = sprite.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            bright = Image.merge("RGB", [c.point(lambda v, b=placed.brightness: min(255, v * b // 128))
-                                         for c in sprite.split()[:3]])  # fmt: skip
+            bright = Image.merge(
+                "RGB", [c.point(lambda v, b=placed.brightness: min(255, v * b // 128)) for c in sprite.split()[:3]]
+            )
             row, column = divmod(placed.cell, 4)
             expected.paste(bright, (28 * column + placed.x, 28 * row + placed.y), sprite.getchannel("A"))
         difference = np.abs(scene.render().astype(int) - np.asarray(expected, int))

@@ -62,10 +62,14 @@ def shards(tmp_path_factory):
     for name, count in enumerate((14, 4, 9)):
         members = []
         for _ in range(count):
-            questions = [{"prefix": "count dog", "suffix": "yes", "name": f"r{number}.{i}"}
-                         for i in range(1 + 2 * (number % 9 == 4))]  # fmt: skip
-            members += [(f"{number:04}.png", picture(number * 9)),
-                        (f"{number:04}.json", json.dumps(questions if len(questions) > 1 else questions[0]).encode())]
+            questions = [
+                {"prefix": "count dog", "suffix": "yes", "name": f"r{number}.{i}"}
+                for i in range(1 + 2 * (number % 9 == 4))
+            ]
+            members += [
+                (f"{number:04}.png", picture(number * 9)),
+                (f"{number:04}.json", json.dumps(questions if len(questions) > 1 else questions[0]).encode()),
+            ]
             number += 1
         write_tar(folder / f"s-{name}.tar", members)
     return f"{folder}/s-{{0..2}}.tar"
@@ -86,8 +90,10 @@ def test_every_record_once_an_epoch(kind, size, workers, shards, processor):
     """Breaks when processes or workers lose or double a record, wait for each other, or every epoch has one order."""
     given = source(kind, shards)
     expected = Counter(given[i].name for i in range(len(given)))
-    orders = [Order(given, processor, batch_size=2, accumulate=2, epochs=2, seed=1, rank=rank, world_size=size)
-              for rank in range(size)]  # fmt: skip
+    orders = [
+        Order(given, processor, batch_size=2, accumulate=2, epochs=2, seed=1, rank=rank, world_size=size)
+        for rank in range(size)
+    ]
     read = [list(order.steps(0, workers)) for order in orders]
     assert len({tuple(len(step) for step in steps) for steps in read}) == 1  # as many rounds in every step
     assert len(read[0]) == orders[0].total
@@ -101,8 +107,17 @@ def test_every_record_once_an_epoch(kind, size, workers, shards, processor):
 def test_shards_resume_at_the_sample(size, shards, processor):
     """Breaks when a run that goes on reads other records than it would have without the interruption."""
     for rank in range(size):
-        order = Order(Shards(shards, buffer=8), processor, batch_size=2, accumulate=2, epochs=2, seed=1, per_picture=2,
-                      rank=rank, world_size=size)  # fmt: skip
+        order = Order(
+            Shards(shards, buffer=8),
+            processor,
+            batch_size=2,
+            accumulate=2,
+            epochs=2,
+            seed=1,
+            per_picture=2,
+            rank=rank,
+            world_size=size,
+        )
         whole = [names(step) for step in order.steps(0)]
         for first in range(order.total):
             assert [names(step) for step in order.steps(first)] == whole[first:]
@@ -110,9 +125,14 @@ def test_shards_resume_at_the_sample(size, shards, processor):
 
 def test_the_world_of_a_step_does_not_matter(shards, processor):
     """Breaks when a run that goes on with another number of processes takes other micro-batches into its steps."""
+
     def steps(size):
-        read = [Order(Shards(shards, buffer=8), processor, batch_size=2, accumulate=6 // size, rank=rank,
-                      world_size=size).steps(0) for rank in range(size)]  # fmt: skip
+        read = [
+            Order(
+                Shards(shards, buffer=8), processor, batch_size=2, accumulate=6 // size, rank=rank, world_size=size
+            ).steps(0)
+            for rank in range(size)
+        ]
         return [sorted(m.names for m in chain(*step) if isinstance(m, MicroBatch)) for step in zip(*read, strict=True)]
 
     assert steps(1) == steps(2) == steps(3)
@@ -188,12 +208,19 @@ def test_tars_of_every_format_are_read(style, tmp_path, processor):
     folder.type = tarfile.DIRTYPE
     far = "x" * 90 + "/" + "y" * 90 if style != tarfile.USTAR_FORMAT else "x" * 90 + "/" + "y" * 60
     members = [
-        (folder, None), ("README", b"not a sample"), ("__meta__.txt", b""),
-        ("set.v1/one.JPG", picture(10, "jpeg")), ("set.v1/one.json", text("one")), ("set.v1/one.txt", b"ignored"),
-        ("zwei ü.json", text("two", name="named", choices=["a", "b"])), ("zwei ü.webp", picture(20, "webp")),
-        (f"{far}.png", picture(30)), (f"{far}.json", text("three")),
-        ("four.v1.png", picture(40)), ("four.v1.json", text("four")),
-    ]  # fmt: skip
+        (folder, None),
+        ("README", b"not a sample"),
+        ("__meta__.txt", b""),
+        ("set.v1/one.JPG", picture(10, "jpeg")),
+        ("set.v1/one.json", text("one")),
+        ("set.v1/one.txt", b"ignored"),
+        ("zwei ü.json", text("two", name="named", choices=["a", "b"])),
+        ("zwei ü.webp", picture(20, "webp")),
+        (f"{far}.png", picture(30)),
+        (f"{far}.json", text("three")),
+        ("four.v1.png", picture(40)),
+        ("four.v1.json", text("four")),
+    ]
     path = write_tar(tmp_path / "a.tar", members, style)
     given = Shards(str(path), sampled=True)
     made = [given[i] for i in range(len(given))]
@@ -219,11 +246,18 @@ def test_names_and_links_reach_nothing_outside(tmp_path, processor, monkeypatch)
     device = tarfile.TarInfo("d.png")
     device.type = tarfile.CHRTYPE
     members = [
-        ("/../../etc/evil.png", picture()), ("/../../etc/evil.json", text("up")),
-        (f"{tmp_path}/absolute.png", picture()), (f"{tmp_path}/absolute.json", text("absolute")),
-        link("b.png", tarfile.SYMTYPE), ("b.json", text("b")), link("c.png", tarfile.LNKTYPE), ("c.json", text("c")),
-        (device, None), ("d.json", text("d")), ("\x1b[2J\n\udcff.json", text("escape")),
-    ]  # fmt: skip
+        ("/../../etc/evil.png", picture()),
+        ("/../../etc/evil.json", text("up")),
+        (f"{tmp_path}/absolute.png", picture()),
+        (f"{tmp_path}/absolute.json", text("absolute")),
+        link("b.png", tarfile.SYMTYPE),
+        ("b.json", text("b")),
+        link("c.png", tarfile.LNKTYPE),
+        ("c.json", text("c")),
+        (device, None),
+        ("d.json", text("d")),
+        ("\x1b[2J\n\udcff.json", text("escape")),
+    ]
     given = Shards(str(write_tar(tmp_path / "a.tar", members)))
     before = {str(path) for path in tmp_path.rglob("*")}
     micro = next(iter(Order(given, processor, batch_size=9).steps(0)))[0]
@@ -236,20 +270,32 @@ def test_bad_records_are_left_out_and_named(tmp_path, processor):
     """Breaks when one bad record of a shard ends a night's run, or disappears without a word."""
     deep = b"[" * 100_000
     members = [
-        ("good.png", picture()), ("good.json", text()),
-        ("picture.png", b"broken"), ("picture.json", text()),
-        ("json.png", picture()), ("json.json", b"{"),
-        ("deep.png", picture()), ("deep.json", deep),
-        ("latin.png", picture()), ("latin.json", '{"prefix": "ä"}'.encode("latin-1")),
-        ("field.png", picture()), ("field.json", b'{"prefix": "x"}'),
-        ("type.png", picture()), ("type.json", b'{"prefix": "x", "suffix": 3}'),
-        ("empty.png", picture()), ("empty.json", b"[]"),
-        ("text.png", picture()), ("text.json", b'"text"'),
-        ("control.png", picture()), ("control.json", text("<eos>")),
+        ("good.png", picture()),
+        ("good.json", text()),
+        ("picture.png", b"broken"),
+        ("picture.json", text()),
+        ("json.png", picture()),
+        ("json.json", b"{"),
+        ("deep.png", picture()),
+        ("deep.json", deep),
+        ("latin.png", picture()),
+        ("latin.json", '{"prefix": "ä"}'.encode("latin-1")),
+        ("field.png", picture()),
+        ("field.json", b'{"prefix": "x"}'),
+        ("type.png", picture()),
+        ("type.json", b'{"prefix": "x", "suffix": 3}'),
+        ("empty.png", picture()),
+        ("empty.json", b"[]"),
+        ("text.png", picture()),
+        ("text.json", b'"text"'),
+        ("control.png", picture()),
+        ("control.json", text("<eos>")),
         ("lonely.png", picture()),
         ("bare.json", text()),
-        ("two.png", picture()), ("two.jpg", picture()), ("two.json", text()),
-    ]  # fmt: skip
+        ("two.png", picture()),
+        ("two.jpg", picture()),
+        ("two.json", text()),
+    ]
     given = Shards(str(write_tar(tmp_path / "a.tar", members)))
     micro = next(iter(Order(given, processor, batch_size=20).steps(0)))[0]
     assert micro.names == ("a.tar/good[0]",)
@@ -263,8 +309,24 @@ def test_too_many_bad_records_stop_the_run(tmp_path):
     """Breaks when --max-bad is not heeded for shards."""
     path = write_tar(tmp_path / "a.tar", plain(8, lambda i: b"broken"))
     with pytest.raises(UserError, match="unusable records.*a.tar"):
-        finetune.main(["--base", "tiny", "--data", f"shards:{path}", "--max-bad", "3", "--validation", "0",
-                       "--batch-size", "2", "--device", "cpu", "--out", str(tmp_path / "run")])  # fmt: skip
+        finetune.main(
+            [
+                "--base",
+                "tiny",
+                "--data",
+                f"shards:{path}",
+                "--max-bad",
+                "3",
+                "--validation",
+                "0",
+                "--batch-size",
+                "2",
+                "--device",
+                "cpu",
+                "--out",
+                str(tmp_path / "run"),
+            ]
+        )
 
 
 def test_a_damaged_tar_is_one_line(tmp_path):
@@ -378,8 +440,10 @@ def test_photographs_are_decoded_reduced(tmp_path, processor):
     Image.effect_noise((600, 900), 90).convert("RGB").save(tmp_path / "0.jpg")
     path = write_tar(tmp_path / "a.tar", [("0.jpg", (tmp_path / "0.jpg").read_bytes()), ("0.json", text())])
     reduced = Processor(PRESETS["tiny"], processor.tokenizer, draft=True)
-    expected, full = (collate([Record("r", "k", tmp_path / "0.jpg", "caption en", "a dog")], one).batch.pixel_values
-                      for one in (reduced, processor))  # fmt: skip
+    expected, full = (
+        collate([Record("r", "k", tmp_path / "0.jpg", "caption en", "a dog")], one).batch.pixel_values
+        for one in (reduced, processor)
+    )
     assert torch.equal(collate([Shards(str(path))[0]], reduced).batch.pixel_values, expected)
     assert not torch.equal(expected, full)
 
@@ -445,8 +509,26 @@ def test_pictures_that_cannot_be_put_in_are_named(tmp_path, capsys):
 
 def test_a_run_on_shards(tmp_path, shards):
     """Breaks when the command cannot train on shards, or does not see all of them."""
-    arguments = ["--base", "tiny", "--data", f"shards:{shards}", "--validation", "0", "--per-picture", "2", "--epochs",
-                 "2", "--batch-size", "4", "--shuffle-buffer", "16", "--device", "cpu", "--out", str(tmp_path / "run")]
+    arguments = [
+        "--base",
+        "tiny",
+        "--data",
+        f"shards:{shards}",
+        "--validation",
+        "0",
+        "--per-picture",
+        "2",
+        "--epochs",
+        "2",
+        "--batch-size",
+        "4",
+        "--shuffle-buffer",
+        "16",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     assert parse(arguments)[0].shuffle_buffer == 16
     finetune.main(arguments)
     assert json.loads((tmp_path / "run/summary.json").read_text())["samples"] == 2 * 33

@@ -77,10 +77,15 @@ def test_the_shift_is_one_minus_the_correlation_over_layers():
     assert Shift(laws[3:4], np.ones(1)).interval is None
 
 
-@pytest.mark.parametrize(("prompt", "expected"), [
-    ("Where is the dog?", "Where is<image> the dog?"), ("dog", "dog<image>"), ("locate dog", "locate<image> dog"),
-    ("a<image> b c", "a<image> b c"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("Where is the dog?", "Where is<image> the dog?"),
+        ("dog", "dog<image>"),
+        ("locate dog", "locate<image> dog"),
+        ("a<image> b c", "a<image> b c"),
+    ],
+)
 def test_a_slot_goes_between_the_words(prompt, expected):
     """Breaks when the slot cuts a word, changes the text around it, or a second one is put into a prompt."""
     assert put_slot(prompt) == expected and put_slot(prompt).replace(SLOT, "") == prompt.replace(SLOT, "")

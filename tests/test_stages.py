@@ -28,10 +28,13 @@ def open_any(settings, dtype, device):
 @pytest.fixture
 def system(monkeypatch):
     """Two stages of the plain model: the projector alone, then decoder and projector at other rates."""
-    both = Architecture(open_any, {
-        1: Stage({r"multi_modal_projector\..*": 1.0}, {"lr": 1e-3, "optimizer": "radam"}),
-        2: Stage({r"multi_modal_projector\..*": 5.0, r"language_model\..*": 1.0}, {"lr": 1e-4}),
-    })  # fmt: skip
+    both = Architecture(
+        open_any,
+        {
+            1: Stage({r"multi_modal_projector\..*": 1.0}, {"lr": 1e-3, "optimizer": "radam"}),
+            2: Stage({r"multi_modal_projector\..*": 5.0, r"language_model\..*": 1.0}, {"lr": 1e-4}),
+        },
+    )
     monkeypatch.setitem(stages.ARCHITECTURES, "probe", both)
     return both
 
@@ -63,8 +66,11 @@ def test_a_stage_leaves_a_model_that_the_next_starts_from(system, tmp_path):
     small = ["--steps", "2", "--batch-size", "4", "--samples", "16", "--no-evaluate", "--measure-every", "0"]
     main(["--arch", "probe", "--stage", "1", "--out", str(tmp_path / "1"), *small])
     before, after = load_model("embedded"), load_model(tmp_path / "1" / "model")
-    changed = {name for (name, a), b in zip(before.named_parameters(), after.parameters(), strict=True)
-               if not torch.equal(a, b)}  # fmt: skip
+    changed = {
+        name
+        for (name, a), b in zip(before.named_parameters(), after.parameters(), strict=True)
+        if not torch.equal(a, b)
+    }
     assert changed == {"multi_modal_projector.linear.weight", "multi_modal_projector.linear.bias"}
     base = ["--base", str(tmp_path / "1" / "model")]
     main(["--arch", "probe", "--stage", "2", *base, "--out", str(tmp_path / "2"), *small])

@@ -60,6 +60,7 @@ def test_rows_differ_in_what_they_name_alone(bench):
 
 def test_the_control_is_as_large_as_the_row():
     """Breaks when the transformer wins by its size."""
+
     def learns(model):
         return count(p for name, p in model.named_parameters() if not name.startswith("vision_tower."))
 
@@ -124,8 +125,13 @@ def test_all_rows_of_a_seed_learn_the_same(bench):
 def test_the_stages_are_those_of_the_command(bench, monkeypatch):
     """Breaks when a row trains other parts than `--arch qmamba` does, or at other rates."""
     seen = {}
-    monkeypatch.setattr(finetune, "train", lambda model, optimizer, *rest, **more: seen.update(
-        {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}))  # fmt: skip
+    monkeypatch.setattr(
+        finetune,
+        "train",
+        lambda model, optimizer, *rest, **more: seen.update(
+            {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}
+        ),
+    )
     model, lessons = study_qmamba.make_qmamba(bench, ROWS["local"], 0), make_lessons(4, 0)
     for stage, parts in ((1, {"multi_modal_projector"}), (2, {"multi_modal_projector", "language_model"})):
         seen.clear()
@@ -218,8 +224,12 @@ def test_the_language_model_is_made_and_loads(tmp_path, monkeypatch, capsys):
     model = load_mamba(tmp_path)
     assert pretrain_mamba.accuracy(before, processor, 32) < 5 < pretrain_mamba.accuracy(model, processor, 32)
     assert json.loads((tmp_path / "pretraining.json").read_text())["samples"] == 960
-    assert {p.name for p in Path(tmp_path).iterdir()} == {"config.json", "model.safetensors", "tokenizer.model",
-                                                          "pretraining.json"}  # fmt: skip
+    assert {p.name for p in Path(tmp_path).iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.model",
+        "pretraining.json",
+    }
     with pytest.raises(UserError, match="--samples is 3"):
         pretrain_mamba.main(["--samples", "3"])
 

@@ -21,8 +21,29 @@ def source(tmp_path_factory) -> Path:
 
 
 def flags(source: Path, out: Path, *more: str) -> list[str]:
-    return ["--text", str(source), "--preset", "nano", "--length", "256", "--batch-size", "2", "--tokens", "8000",
-            "--scale", "0.2", "--search", "0.25", "--limit", "5", "--seeds", "2", "--out", str(out), *more]  # fmt: skip
+    return [
+        "--text",
+        str(source),
+        "--preset",
+        "nano",
+        "--length",
+        "256",
+        "--batch-size",
+        "2",
+        "--tokens",
+        "8000",
+        "--scale",
+        "0.2",
+        "--search",
+        "0.25",
+        "--limit",
+        "5",
+        "--seeds",
+        "2",
+        "--out",
+        str(out),
+        *more,
+    ]
 
 
 def test_the_comparison_runs_end_to_end_and_only_once(source, tmp_path, capsys, monkeypatch):
@@ -76,11 +97,25 @@ def fake(monkeypatch, loss, panel) -> list:
 
     def run_cells(jobs, processes):
         asked.extend(jobs)
-        scores = {"title": "likelihood", "x_label": "x", "y_label": "y", "better": -1, "labels": [1, 1],
-                  "groups": ["a", "b"]}  # fmt: skip
-        return [{"parameters": 100, "loss": loss(own), "lambda": [0.2] if own.attention == "differential" else [],
-                 "folder": "cells/x", "cpu_seconds": 1.0, "panels": {"nll": scores | {"values": panel(own)}}}
-                for _, own, _ in jobs]  # fmt: skip
+        scores = {
+            "title": "likelihood",
+            "x_label": "x",
+            "y_label": "y",
+            "better": -1,
+            "labels": [1, 1],
+            "groups": ["a", "b"],
+        }
+        return [
+            {
+                "parameters": 100,
+                "loss": loss(own),
+                "lambda": [0.2] if own.attention == "differential" else [],
+                "folder": "cells/x",
+                "cpu_seconds": 1.0,
+                "panels": {"nll": scores | {"values": panel(own)}},
+            }
+            for _, own, _ in jobs
+        ]
 
     monkeypatch.setattr(study_text, "run_cells", run_cells)
     return asked
@@ -112,8 +147,9 @@ def test_both_kinds_get_the_same_search(source, tmp_path, monkeypatch):
     asked.clear()
     summary, text = run(source, tmp_path, "--rates", "1e-3,2e-3", "--search", "1")  # whole runs are results
     assert [job for job in asked[:4] if job in asked[4:]] == [
-        (tmp_path, replace(asked[0][1], attention=kind, lr=rate), 5) for kind, rate in (("plain", 1e-3), (
-            "differential", 2e-3))]  # fmt: skip
+        (tmp_path, replace(asked[0][1], attention=kind, lr=rate), 5)
+        for kind, rate in (("plain", 1e-3), ("differential", 2e-3))
+    ]
     assert summary["cpu_seconds"] == 6
 
 
@@ -123,8 +159,11 @@ def test_both_kinds_get_the_same_search(source, tmp_path, monkeypatch):
 )
 def test_words_follow_intervals(source, tmp_path, monkeypatch, gain, words):
     """Breaks when less loss is called worse, or a difference whose interval holds 0 is claimed."""
-    fake(monkeypatch, lambda own: 1.0, lambda own: [2 + gain * (own.attention == "differential"), 1 + gain * (
-        own.attention == "differential")])  # fmt: skip
+    fake(
+        monkeypatch,
+        lambda own: 1.0,
+        lambda own: [2 + gain * (own.attention == "differential"), 1 + gain * (own.attention == "differential")],
+    )
     assert words in run(source, tmp_path)[1]
     fake(monkeypatch, lambda own: 1.0, lambda own: [2 + (own.attention == "plain") * (own.seed - 0.5)] * 2)
     assert "no significant difference" in run(source, tmp_path)[1]

@@ -130,9 +130,10 @@ def test_the_study_goes_on_and_tells_what_it_found(tmp_path, capsys, monkeypatch
         compare.main([*command, "--scale", "0"])
 
 
-@pytest.mark.parametrize(("validation", "chosen"), [
-    ({5e-4: 98.5, 1e-3: 99.4}, 5e-4), ({5e-4: 97.0, 1e-3: 99.4}, 1e-3), ({1e-3: 99.0, 1e-2: 30.0}, 1e-3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("validation", "chosen"),
+    [({5e-4: 98.5, 1e-3: 99.4}, 5e-4), ({5e-4: 97.0, 1e-3: 99.4}, 1e-3), ({1e-3: 99.0, 1e-2: 30.0}, 1e-3)],
+)
 def test_the_lowest_rate_that_reads_pictures_is_taken(validation, chosen):
     """Breaks when a higher rate, which costs more text, is taken for a gain in pictures that is none."""
     assert choose(validation) == chosen

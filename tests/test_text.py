@@ -25,9 +25,16 @@ def seeded():
 def plain_config(heads=8, key_heads=4, layers=3) -> TextConfig:
     """Heads share key heads, so that a wrong pairing of maps shows."""
     return TextConfig(
-        vocab_size=64, hidden_size=HIDDEN, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=key_heads, head_dim=8, rms_norm_eps=1e-5, hidden_activation="silu",
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=HIDDEN,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        hidden_activation="silu",
+    )
 
 
 @torch.no_grad()
@@ -122,10 +129,18 @@ def test_the_model_is_transformers_diffllama():
     model = stirred()
     reference = DiffLlamaForCausalLM(
         DiffLlamaConfig(
-            vocab_size=64, hidden_size=HIDDEN, intermediate_size=128, num_hidden_layers=3, num_attention_heads=8,
-            num_key_value_heads=4, head_dim=8, rms_norm_eps=1e-5, rope_theta=THETA, tie_word_embeddings=False,
+            vocab_size=64,
+            hidden_size=HIDDEN,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=8,
+            rms_norm_eps=1e-5,
+            rope_theta=THETA,
+            tie_word_embeddings=False,
             attn_implementation="eager",
-        )  # fmt: skip
+        )
     ).eval()
 
     def parted(weight: torch.Tensor) -> torch.Tensor:

@@ -51,10 +51,11 @@ def prose(seed: int, lines: int = 60) -> str:
     """Lines of made-up words, some indented, a number at each end."""
     dice = random.Random(seed)
     return "".join(
-        " " * dice.choice((0, 0, 4, 8)) + " ".join(
-            "".join(dice.choices(SYLLABLES, k=dice.randint(1, 3))) for _ in range(dice.randint(3, 9)))
+        " " * dice.choice((0, 0, 4, 8))
+        + " ".join("".join(dice.choices(SYLLABLES, k=dice.randint(1, 3))) for _ in range(dice.randint(3, 9)))
         + f" {dice.randrange(10_000)}\n"
-        for _ in range(lines))  # fmt: skip
+        for _ in range(lines)
+    )
 
 
 def write_prose(folder: Path) -> Path:
@@ -200,8 +201,11 @@ def test_more_questions_than_needles_ask_again_in_other_orders(corpus):
         document = Tasks(corpus, "train").needles(random.Random(number), 250, 3, 6)
         first, second = document.needles[:3], document.needles[3:]
         assert set(first) == set(second) and len(set(first)) == 3
-        assert all(corpus.tokenizer.decode(document.ids[a:b]).split() == corpus.tokenizer.decode(
-            document.ids[x:y]).split()[-1:] for (a, b), (x, y) in zip(document.answers, document.needles, strict=True))
+        assert all(
+            corpus.tokenizer.decode(document.ids[a:b]).split()
+            == corpus.tokenizer.decode(document.ids[x:y]).split()[-1:]
+            for (a, b), (x, y) in zip(document.answers, document.needles, strict=True)
+        )
         orders.add((tuple(sorted(first)) == first, first == second))
     assert len(orders) > 2
 
@@ -264,8 +268,13 @@ def test_an_answer_is_right_if_each_token_is():
         return torch.cat((ids[:, 1:], ids[:, :1]), dim=1)
 
     assert hits(Oracle(truth), documents) == [[True, True], [True]]
-    for wrong, expected in ((11, [[False, True], [True]]), (12, [[False, True], [True]]), (14, [[True, False], [True]]),
-                            (20, [[True, True], [False]]), (13, [[True, True], [True]])):  # fmt: skip
+    for wrong, expected in (
+        (11, [[False, True], [True]]),
+        (12, [[False, True], [True]]),
+        (14, [[True, False], [True]]),
+        (20, [[True, True], [False]]),
+        (13, [[True, True], [True]]),
+    ):
         oracle = Oracle(lambda ids, wrong=wrong: torch.where(truth(ids) == wrong, 99, truth(ids)))
         assert hits(oracle, documents) == expected
 
@@ -327,8 +336,10 @@ def test_scores_of_examples_by_order(corpus):
 
     found = evaluate.examples(Oracle(last_letter), corpus, 512, 12)
     accuracy, margin = found["examples"], found["examples-margin"]
-    by_count = {count: [v for own, v in zip(accuracy.labels, accuracy.values, strict=True) if own == count]
-                for count in EXAMPLES}  # fmt: skip
+    by_count = {
+        count: [v for own, v in zip(accuracy.labels, accuracy.values, strict=True) if own == count]
+        for count in EXAMPLES
+    }
     assert all(len(values) == 12 for values in by_count.values())
     assert by_count[1] == [1.0] * 12  # one example: the question is of its class
     assert 0.1 < np.mean(by_count[32]) < 0.4  # one class of four
@@ -339,9 +350,16 @@ def test_scores_of_examples_by_order(corpus):
 def small(differential: bool) -> TextModel:
     torch.manual_seed(0)
     text = TextConfig(
-        vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=8, rms_norm_eps=1e-5, hidden_activation="silu",
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        hidden_activation="silu",
+    )
     return TextModel(TextModelConfig.of(text, differential)).eval()
 
 
@@ -422,10 +440,26 @@ def test_the_commands_measure_runs(source, tmp_path, capsys):
     from train import text as train
 
     for number, kind in enumerate(("plain", "differential")):
-        train.main([
-            "--text", str(source), "--corpus", str(tmp_path / "corpus"), "--attention", kind, "--preset", "nano",
-            "--length", "256", "--batch-size", "1", "--tokens", "400", "--out", str(tmp_path / f"run{number}"),
-        ])  # fmt: skip
+        train.main(
+            [
+                "--text",
+                str(source),
+                "--corpus",
+                str(tmp_path / "corpus"),
+                "--attention",
+                kind,
+                "--preset",
+                "nano",
+                "--length",
+                "256",
+                "--batch-size",
+                "1",
+                "--tokens",
+                "400",
+                "--out",
+                str(tmp_path / f"run{number}"),
+            ]
+        )
     capsys.readouterr()
     runs = [str(tmp_path / f"run{number}") for number in (0, 1)]
     evaluate.main(["all", *runs, "--limit", "5", "--out", str(tmp_path / "out"), "--json"])
@@ -438,8 +472,9 @@ def test_the_commands_measure_runs(source, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "Fewer than three runs" in printed and "| tokens of context, up to | differential |" in printed
     for flags, message in (
-        ([runs[0], "--limit", "2"], "expected at least 5"), ([str(tmp_path)], "no run folder of train.text"),
+        ([runs[0], "--limit", "2"], "expected at least 5"),
+        ([str(tmp_path)], "no run folder of train.text"),
         ([runs[0], "--length", "100000"], "no document of the test split"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UserError, match=message):
             evaluate.main(["nll", *flags])

@@ -37,8 +37,16 @@ def corpus(source, tmp_path_factory) -> Corpus:
 
 
 def flags(source: Path, corpus_folder: Path, out: Path, **more) -> list[str]:
-    given = {"text": source, "corpus": corpus_folder, "preset": "nano", "length": 128, "batch-size": 2,
-             "tokens": 2000, "checkpoint-every": 3, "out": out} | more  # fmt: skip
+    given = {
+        "text": source,
+        "corpus": corpus_folder,
+        "preset": "nano",
+        "length": 128,
+        "batch-size": 2,
+        "tokens": 2000,
+        "checkpoint-every": 3,
+        "out": out,
+    } | more
     return [part for name, value in given.items() for part in (f"--{name}", str(value))]
 
 
@@ -60,8 +68,11 @@ def test_rows_are_full_of_whole_documents(corpus):
             assert EOS not in document[1:-1]
             kinds[kind] += 1
             if kind == "text" and len(document) > 8:
-                assert any(train[i : i + len(document) - 1] == document[1:] for i, token in enumerate(train)
-                           if token == document[1])  # fmt: skip
+                assert any(
+                    train[i : i + len(document) - 1] == document[1:]
+                    for i, token in enumerate(train)
+                    if token == document[1]
+                )
     assert kinds["needles"] > kinds["examples"] > 5 and kinds["text"] > 20
     batch = pack([row, row], ["a", "b"])
     assert batch.input_ids.shape == batch.documents.shape == batch.targets.shape == (2, SETTINGS.length)
@@ -104,11 +115,22 @@ def test_learning_lowers_the_loss(corpus):
     groups = optimizer.param_groups
     names = {name for group in groups for name in group["names"]}
     assert names == {name for name, _ in model.named_parameters()}
-    bare = {name.rpartition(".")[0].rpartition(".")[2] if name.endswith("weight") else name.rpartition(".")[2]
-            for name in groups[0]["names"]}  # fmt: skip
+    bare = {
+        name.rpartition(".")[0].rpartition(".")[2] if name.endswith("weight") else name.rpartition(".")[2]
+        for name in groups[0]["names"]
+    }
     assert groups[0]["weight_decay"] == 0 and groups[1]["weight_decay"] == SETTINGS.weight_decay
-    assert bare == {"embed_tokens", "input_layernorm", "post_attention_layernorm", "norm", "subln",
-                    "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"}  # fmt: skip
+    assert bare == {
+        "embed_tokens",
+        "input_layernorm",
+        "post_attention_layernorm",
+        "norm",
+        "subln",
+        "lambda_q1",
+        "lambda_k1",
+        "lambda_q2",
+        "lambda_k2",
+    }
     batch, losses = TextOrder(corpus, SETTINGS).batch(0), []
     for _ in range(12):
         loss = text_loss(model, batch) / batch.tokens
@@ -151,6 +173,7 @@ def test_pretraining_on_text_is_this_command(monkeypatch):
 
 def test_an_interrupted_run_says_how_to_go_on(source, tmp_path, monkeypatch, capsys):
     """Breaks when Ctrl-C loses a run."""
+
     def interrupted(*args, **kwargs):
         raise Interrupted(2)
 

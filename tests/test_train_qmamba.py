@@ -32,8 +32,15 @@ CPU = torch.device("cpu")
 def language(tmp_path_factory) -> Path:
     """A published Mamba with the embedded vocabulary, and its tokenizer beside it."""
     folder = tmp_path_factory.mktemp("language")
-    config = transformers.MambaConfig(vocab_size=1728, hidden_size=32, num_hidden_layers=1, state_size=4,
-                                      eos_token_id=1, bos_token_id=2, pad_token_id=0)  # fmt: skip
+    config = transformers.MambaConfig(
+        vocab_size=1728,
+        hidden_size=32,
+        num_hidden_layers=1,
+        state_size=4,
+        eos_token_id=1,
+        bos_token_id=2,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     transformers.MambaForCausalLM(config).save_pretrained(folder)
     (folder / "tokenizer.model").write_bytes((BUNDLED_FOLDER / "tokenizer.model").read_bytes())
@@ -66,7 +73,11 @@ def test_the_parts_come_from_where_they_are_said_to(language):
         assert torch.equal(parameter, hf.get_parameter(f"backbone.{name}")), name
     projector = model.config.projector
     assert (projector.queries, projector.num_blocks, projector.local_attention, projector.scan_order) == (
-        4, 2, False, "forward")  # fmt: skip
+        4,
+        2,
+        False,
+        "forward",
+    )
     assert model.vision_tower.config.feature_layer == model.config.vision.feature_layer == -3
     pixels = torch.rand(1, 3, 112, 112) * 2 - 1
     assert model.encode_images(pixels).shape == (1, 4, 32)
@@ -84,8 +95,9 @@ def test_trained_parts_are_taken_over(language, tmp_path):
     (tmp_path / "mamba" / "config.json").write_text(json.dumps(source.config.to_dict()))
     donor = open_first(language, "state_size=4", seed=7)
     finetune.export_model(donor, tmp_path / "donor")
-    model = open_first(language, "state_size=4", f"blocks_from={tmp_path / 'mamba'}",
-                       f"connector_from={tmp_path / 'donor'}")  # fmt: skip
+    model = open_first(
+        language, "state_size=4", f"blocks_from={tmp_path / 'mamba'}", f"connector_from={tmp_path / 'donor'}"
+    )
     mine, theirs = model.multi_modal_projector, donor.multi_modal_projector
     for block, layer in zip(mine.blocks, source.backbone.layers, strict=True):
         assert torch.equal(block.mixer.in_proj.weight, layer.mixer.in_proj.weight)
@@ -98,9 +110,11 @@ def test_a_published_siglip_is_an_eye(tmp_path):
     """Breaks when the tower of a SiglipModel, of 384 px in the paper, is not read as transformers reads it."""
     sizes = {"hidden_size": 20, "intermediate_size": 28, "num_hidden_layers": 3, "num_attention_heads": 2}
     torch.manual_seed(0)
-    hf = transformers.SiglipModel(transformers.SiglipConfig(
-        vision_config=sizes | {"patch_size": 14, "image_size": 60}, text_config=sizes | {"vocab_size": 50},
-    )).eval()  # fmt: skip
+    hf = transformers.SiglipModel(
+        transformers.SiglipConfig(
+            vision_config=sizes | {"patch_size": 14, "image_size": 60}, text_config=sizes | {"vocab_size": 50}
+        )
+    ).eval()
     hf.save_pretrained(tmp_path)
     tower = load_siglip(tmp_path)
     pixels = torch.rand(2, 3, 60, 60) * 2 - 1
@@ -111,8 +125,13 @@ def test_a_published_siglip_is_an_eye(tmp_path):
     save_file({name: tensor for name, tensor in tensors.items() if name != lost}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="missing, 1: post_layernorm.weight"):
         load_siglip(tmp_path)
-    assert relative_error(load_siglip("embedded").embeddings.patch_embedding.weight,
-                          load_model("embedded").vision_tower.embeddings.patch_embedding.weight) == 0  # fmt: skip
+    assert (
+        relative_error(
+            load_siglip("embedded").embeddings.patch_embedding.weight,
+            load_model("embedded").vision_tower.embeddings.patch_embedding.weight,
+        )
+        == 0
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -130,15 +149,17 @@ def test_the_stages_train_what_the_paper_trains(language, tmp_path):
     first, world = settings_of(language), join_world("cpu")
     model, optimizer = finetune.open_model(first, world)
     assert isinstance(optimizer, torch.optim.RAdam)
-    assert set(trainable(model)) == {f"multi_modal_projector.{name}" for name, _ in
-                                     model.multi_modal_projector.named_parameters()}  # fmt: skip
+    assert set(trainable(model)) == {
+        f"multi_modal_projector.{name}" for name, _ in model.multi_modal_projector.named_parameters()
+    }
     finetune.export_model(model, tmp_path / "model")
     second = settings_of(language, stage=2, base=str(tmp_path / "model"))
     model, optimizer = finetune.open_model(second, world)
     assert learns(model) == {"multi_modal_projector", "language_model"}
     assert not any(p.requires_grad for p in model.vision_tower.parameters())
-    assert all(p.requires_grad for part in (model.multi_modal_projector, model.language_model)
-               for p in part.parameters())  # fmt: skip
+    assert all(
+        p.requires_grad for part in (model.multi_modal_projector, model.language_model) for p in part.parameters()
+    )
 
 
 def test_the_defaults_are_the_paper_s():
@@ -147,7 +168,12 @@ def test_the_defaults_are_the_paper_s():
         settings = parse(["--arch", "qmamba", "--stage", str(stage), "--data", "jsonl:x", "--base", "y"])[0]
         assert (settings.lr, settings.batch_size * settings.accumulate) == (rate, rows)
         assert (settings.optimizer, settings.schedule, settings.warmup, settings.epochs, settings.dtype) == (
-            "radam", "cosine", 0.03, 1, "fp32")  # fmt: skip
+            "radam",
+            "cosine",
+            0.03,
+            1,
+            "fp32",
+        )
         assert parse(["--arch", "qmamba", "--stage", str(stage)])[0].lr != rate
         assert parse(["--arch", "qmamba", "--stage", str(stage), "--lr", "1"])[0].lr == 1
 
@@ -156,8 +182,16 @@ def test_both_stages_run_end_to_end(language, tmp_path, capsys):
     """Breaks when the command does not train, write, and go on from what it wrote."""
     common = ["--arch", "qmamba", "--samples", "64", "--eval-limit", "6", "--checkpoint-every", "9"]
     options = [f"language_model={language}", "queries=4", "hidden_size=16", "num_blocks=1"]
-    finetune.main([*common, "--stage", "1", "--out", str(tmp_path / "one"),
-                   *(flag for option in options for flag in ("--option", option))])  # fmt: skip
+    finetune.main(
+        [
+            *common,
+            "--stage",
+            "1",
+            "--out",
+            str(tmp_path / "one"),
+            *(flag for option in options for flag in ("--option", option)),
+        ]
+    )
     one = load_model(tmp_path / "one" / "model")
     assert type(one) is QMamba and (tmp_path / "one" / "model" / "tokenizer.model").exists()
     finetune.main([*common, "--stage", "2", "--base", str(tmp_path / "one" / "model"), "--out", str(tmp_path / "two")])
@@ -193,13 +227,20 @@ def test_choices_are_weighed_as_if_read_alone(language):
             assert relative_error(score, sum(step[token] for step, token in steps)) <= 1e-5
 
 
-@pytest.mark.parametrize(("options", "told"), [
-    (("queries=17",), "17 queries are more than the picture's 16 features"), (("queries=0",), "queries is 0"),
-    (("queries=many",), "expected int, such as 8"), (("local_attention=1",), "expected bool, such as True"),
-    (("querries=3",), "--option querries: choose of language_model"), (("scan_order=sideways",), "sideways"),
-    (("num_attention_heads=3",), "no multiple of 3 heads"), (("feature_layer=-9",), "feature_layer -9"),
-    (("language_model=embedded.nowhere",), "no such folder"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("queries=17",), "17 queries are more than the picture's 16 features"),
+        (("queries=0",), "queries is 0"),
+        (("queries=many",), "expected int, such as 8"),
+        (("local_attention=1",), "expected bool, such as True"),
+        (("querries=3",), "--option querries: choose of language_model"),
+        (("scan_order=sideways",), "sideways"),
+        (("num_attention_heads=3",), "no multiple of 3 heads"),
+        (("feature_layer=-9",), "feature_layer -9"),
+        (("language_model=embedded.nowhere",), "no such folder"),
+    ],
+)
 def test_senseless_options_are_refused(language, options, told):
     """Breaks when an impossible projector fails somewhere inside, or is trained."""
     with pytest.raises(UserError, match=told) as caught:

@@ -124,8 +124,7 @@ def test_leave_one_out(matches, accuracy):
 
 
 @pytest.mark.parametrize(
-    ("prediction", "accuracy"),
-    [("yes", 1), ("yes\n", 1), (" yes", 1), ("Yes", 0), ("Yes.", 0), ("yes.", 0), ("no", 0)],
+    ("prediction", "accuracy"), [("yes", 1), ("yes\n", 1), (" yes", 1), ("Yes", 0), ("Yes.", 0), ("yes.", 0), ("no", 0)]
 )
 def test_unanimous_answers_are_not_normalised(prediction, accuracy):
     """Upstream compares raw strings where all ten agree; normalising there inflates yes/no scores."""
@@ -174,7 +173,7 @@ def test_a_differing_field_makes_records_unequal():
 
 
 def test_records_are_compared_after_normalisation():
-    """"Yes" and "yes" without ids are equal once normalised, and left out together: 0.6 again, not 0.8667."""
+    """ "Yes" and "yes" without ids are equal once normalised, and left out together: 0.6 again, not 0.8667."""
     assert vqa.official(annotation({"Yes": 2, "yes": 2, "no": 6}, ids=False), "yes") == pytest.approx(0.6)
 
 
@@ -283,24 +282,35 @@ def test_gqa_scores_balanced_questions_only():
 # Files and the command
 # ---------------------------------------------------------------------------------------------------------------------
 
-QUESTIONS = {"data_subtype": "val2014", "questions": [
-    {"image_id": 7, "question": "Is it red?", "question_id": 70},
-    {"image_id": 7, "question": "How many?", "question_id": 71},
-    {"image_id": 8, "question": "What is it?", "question_id": 80},
-]}  # fmt: skip
+QUESTIONS = {
+    "data_subtype": "val2014",
+    "questions": [
+        {"image_id": 7, "question": "Is it red?", "question_id": 70},
+        {"image_id": 7, "question": "How many?", "question_id": 71},
+        {"image_id": 8, "question": "What is it?", "question_id": 80},
+    ],
+}
 
 
 def _annotated(id_, kind, first, answers):
     records = [{"answer": a, "answer_confidence": "yes", "answer_id": n + 1} for n, a in enumerate(answers)]
-    return {"question_id": id_, "image_id": id_ // 10, "answer_type": kind, "question_type": first,
-            "multiple_choice_answer": answers[0], "answers": records}  # fmt: skip
+    return {
+        "question_id": id_,
+        "image_id": id_ // 10,
+        "answer_type": kind,
+        "question_type": first,
+        "multiple_choice_answer": answers[0],
+        "answers": records,
+    }
 
 
-ANNOTATIONS = {"annotations": [
-    _annotated(70, "yes/no", "is it", ["yes"] * 10),
-    _annotated(71, "number", "how many", ["2"] * 3 + ["3"] * 7),
-    _annotated(80, "other", "what is", ["dog"] * 2 + ["cat"] * 8),
-]}  # fmt: skip
+ANNOTATIONS = {
+    "annotations": [
+        _annotated(70, "yes/no", "is it", ["yes"] * 10),
+        _annotated(71, "number", "how many", ["2"] * 3 + ["3"] * 7),
+        _annotated(80, "other", "what is", ["dog"] * 2 + ["cat"] * 8),
+    ]
+}
 RESULTS = [
     {"question_id": 80, "answer": "A dog."},
     {"question_id": 70, "answer": "yes"},
@@ -353,8 +363,9 @@ def test_written_results_are_read_back(tmp_path):
     """Our own results file must be one that the official tools accept."""
     vqa.write_results(tmp_path / "r.json", {7: "café", 8: ""})
     assert json.loads((tmp_path / "r.json").read_text()) == [
-        {"question_id": 7, "answer": "café"}, {"question_id": 8, "answer": ""}
-    ]  # fmt: skip
+        {"question_id": 7, "answer": "café"},
+        {"question_id": 8, "answer": ""},
+    ]
     assert vqa.read_results(tmp_path / "r.json", [8, 7], "A") == {7: "café", 8: ""}
 
 
@@ -365,8 +376,11 @@ def test_written_results_are_read_back(tmp_path):
         ("R", [*RESULTS, {"question_id": 99, "answer": "x"}], ["R", "1 extra id(s) (99)"]),
         ("R", [*RESULTS[:2], {"question_id": 99, "answer": "x"}], ["1 missing id(s) (71)", "1 extra id(s) (99)"]),
         ("R", [*RESULTS, RESULTS[0]], ["R", "duplicate id(s) (80)"]),
-        ("R", [{"question_id": str(n), "answer": "x"} for n in (70, 71, 80)], ["missing id(s) (70, 71, 80)",
-                                                                                     "extra id(s) ('70'"]),
+        (
+            "R",
+            [{"question_id": str(n), "answer": "x"} for n in (70, 71, 80)],
+            ["missing id(s) (70, 71, 80)", "extra id(s) ('70'"],
+        ),
         ("R", [{"question_id": n, "answer": "x"} for n in range(20)], ["(0, 1, 2, 3, 4, …)"]),
         ("R", [*RESULTS[:2], {"question_id": 71, "answer": 2}], ["R[2]", "(71)", "'answer' is 2, expected str"]),
         ("R", [*RESULTS[:2], {"question_id": 71}], ["R[2]", "has no 'answer'"]),
@@ -387,7 +401,7 @@ def test_written_results_are_read_back(tmp_path):
         ("Q", {"questions": QUESTIONS["questions"][:1] * 2}, ["Q", "duplicate id(s) (70)"]),
         ("Q", "{", ["Q", "not valid JSON at line 1"]),
     ],
-)  # fmt: skip
+)
 def test_bad_files_are_named(files, file, content, expected):
     """A wrong file is scored, or its user is left without the file, the ids and the remedy."""
     if content is None:
@@ -407,23 +421,44 @@ GQA = {
     "3": {"question": "What?", "imageId": "8", "answer": "cat", "isBalanced": False, "types": {"structural": "query"}},
 }
 TEXTVQA = {"data": [{"question_id": 1, "image_id": "ab", "question": "Who?", "answers": ["Joe's"] * 10}]}
-VIZWIZ = [{"image": "v_1.jpg", "question": "What?", "answer_type": "other",
-           "answers": [{"answer": "dog", "answer_confidence": "yes"}] * 2
-           + [{"answer": "cat", "answer_confidence": "no"}] * 8}]  # fmt: skip
+VIZWIZ = [
+    {
+        "image": "v_1.jpg",
+        "question": "What?",
+        "answer_type": "other",
+        "answers": [{"answer": "dog", "answer_confidence": "yes"}] * 2
+        + [{"answer": "cat", "answer_confidence": "no"}] * 8,
+    }
+]
 
 
 @pytest.mark.parametrize(
     ("scoring", "questions", "results", "summary"),
     [
-        ("gqa", GQA, [{"questionId": str(n), "prediction": p} for n, p in ((1, "Yes."), (2, "cat"), (3, "cat"))],
-         {"overall": 50.0, "per_answer_type": {"binary": 100.0, "open": 0.0},
-          "per_question_type": {"verify": 100.0, "query": 0.0}}),
-        ("textvqa", TEXTVQA, [{"question_id": 1, "answer": "joe's"}],
-         {"overall": 100.0, "per_answer_type": {}, "per_question_type": {}}),
-        ("vizwiz", VIZWIZ, [{"image": "v_1.jpg", "answer": "A dog"}],
-         {"overall": 60.0, "per_answer_type": {"other": 60.0}, "per_question_type": {}}),
+        (
+            "gqa",
+            GQA,
+            [{"questionId": str(n), "prediction": p} for n, p in ((1, "Yes."), (2, "cat"), (3, "cat"))],
+            {
+                "overall": 50.0,
+                "per_answer_type": {"binary": 100.0, "open": 0.0},
+                "per_question_type": {"verify": 100.0, "query": 0.0},
+            },
+        ),
+        (
+            "textvqa",
+            TEXTVQA,
+            [{"question_id": 1, "answer": "joe's"}],
+            {"overall": 100.0, "per_answer_type": {}, "per_question_type": {}},
+        ),
+        (
+            "vizwiz",
+            VIZWIZ,
+            [{"image": "v_1.jpg", "answer": "A dog"}],
+            {"overall": 60.0, "per_answer_type": {"other": 60.0}, "per_question_type": {}},
+        ),
     ],
-)  # fmt: skip
+)
 def test_one_file_layouts(tmp_path, capsys, scoring, questions, results, summary):
     """GQA, TextVQA and VizWiz publish questions and answers in one file each, in layouts of their own."""
     (tmp_path / "Q").write_text(json.dumps(questions))

@@ -38,13 +38,19 @@ from weights.streaming import CHUNK_BYTES, INDEX_FILE, SINGLE_FILE, read_header,
 
 # how each dialect spells the state dict of transformers 5, written down a second time
 RENAMES = {
-    "A": [("^model.language_model", "language_model.model"), ("^model.vision_tower", "vision_tower.vision_model"),
-          ("^model.multi_modal", "multi_modal")],
+    "A": [
+        ("^model.language_model", "language_model.model"),
+        ("^model.vision_tower", "vision_tower.vision_model"),
+        ("^model.multi_modal", "multi_modal"),
+    ],
     "B": [("^model.vision_tower", "model.vision_tower.vision_model")],
     "C": [],
-    "D": [("^model.language_model", "language_model.model"), ("^model.vision_tower", "vision_tower"),
-          ("^model.multi_modal", "multi_modal")],
-}  # fmt: skip
+    "D": [
+        ("^model.language_model", "language_model.model"),
+        ("^model.vision_tower", "vision_tower"),
+        ("^model.multi_modal", "multi_modal"),
+    ],
+}
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["generation 1", "generation 2"])
@@ -113,8 +119,9 @@ def assert_same_logits(model: PaliGemma, hf) -> None:
 # ---------------------------------------------------------------------------------------------------------- loading
 
 
-@pytest.mark.parametrize(("shards", "head"), [(1, None), (3, None), (1, "lm_head.weight"),
-                                              (3, "language_model.lm_head.weight")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shards", "head"), [(1, None), (3, None), (1, "lm_head.weight"), (3, "language_model.lm_head.weight")]
+)
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_every_dialect_loads_bit_for_bit(hf, dialect, shards, head, tmp_path):
     """Breaks when a published name lands on another parameter, or a shard or a tied head confuses the loader."""
@@ -207,8 +214,14 @@ def test_published_geometries():
 
 
 def small(**text) -> PaliGemmaConfig:
-    sizes = {"vocab_size": 96, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-             "num_attention_heads": 2, "head_dim": 8}  # fmt: skip
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
     vision = VisionConfig(16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=28)
     return PaliGemmaConfig(vision, TextConfig(**(sizes | text)), image_token_id=95)
 
@@ -346,11 +359,14 @@ def test_big_vision_einsums(hf1, tmp_path):
     out = torch.einsum("btnh,nhd->btd", q, a["llm/layers/attn/attn_vec_einsum/w"][1])
     gate, up = torch.einsum("btd,cdf->cbtf", x, a["llm/layers/mlp/gating_einsum"][1])
     for ours, theirs in (
-        (layer.self_attn.q_proj(x), q.flatten(2)), (layer.self_attn.k_proj(x), k.flatten(2)),
-        (layer.self_attn.v_proj(x), v.flatten(2)), (layer.self_attn.o_proj(q.flatten(2)), out),
-        (layer.mlp.gate_proj(x), gate), (layer.mlp.up_proj(x), up),
+        (layer.self_attn.q_proj(x), q.flatten(2)),
+        (layer.self_attn.k_proj(x), k.flatten(2)),
+        (layer.self_attn.v_proj(x), v.flatten(2)),
+        (layer.self_attn.o_proj(q.flatten(2)), out),
+        (layer.mlp.gate_proj(x), gate),
+        (layer.mlp.up_proj(x), up),
         (layer.mlp.down_proj(gate), gate @ a["llm/layers/mlp/linear"][1]),
-    ):  # fmt: skip
+    ):
         assert relative_error(ours, theirs) < 1e-6
     x = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(0))
     eye = model.vision_tower.encoder.layers[1].self_attn
@@ -499,7 +515,9 @@ BAD_SINGLE = {
     "bytes to spare": (lambda f: (f / SINGLE_FILE).open("ab").write(b"x"), "1 bytes follow the last tensor"),
     "header is a list": (lambda f: edit_header(f / SINGLE_FILE, lambda h: [h]), "damaged header"),
     "bytes and shape disagree": (
-        lambda f: edit_header(f / SINGLE_FILE, lambda h: h[Q0].update(shape=[3, 3])), "damaged header.*F32 of shape"),
+        lambda f: edit_header(f / SINGLE_FILE, lambda h: h[Q0].update(shape=[3, 3])),
+        "damaged header.*F32 of shape",
+    ),
     "negative size": (lambda f: edit_header(f / SINGLE_FILE, lambda h: h[Q0].update(shape=[-64, -72])), "impossible"),
     "name twice": (name_twice, "damaged header .a name occurs twice"),
     "overlap": (lambda f: edit_header(f / SINGLE_FILE, overlapping), "overlaps another tensor or leaves a gap"),
@@ -509,7 +527,8 @@ BAD_SINGLE = {
     "missing and unexpected": (
         missing_and_unexpected,
         r"2 problems: \(1\).*tensors missing, 1: language_model.layers.0.self_attn.q_proj.weight: the files.*"
-        r"\(2\).*tensors unexpected, 1: stranger.weight: the files"),
+        r"\(2\).*tensors unexpected, 1: stranger.weight: the files",
+    ),
     "mixed dialects": (mixed_dialects, "most names are of dialect A, 16 of D .*: take all files from one revision$"),
     "another model": (other_model, "no tensor has a name of PaliGemma's .transformer.wte.weight"),
     "fewer layers": (lambda f: text_config(f, num_hidden_layers=2), "tensors unexpected, 9: .* and 5 more: the files"),
@@ -519,12 +538,14 @@ BAD_SINGLE = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: not found"),
     "other architecture": (lambda f: edit_json(f / "config.json", model_type="llava"), "model_type is 'llava'"),
     "truncated and no config": (
-        lambda f: (truncate(f), (f / "config.json").unlink()), r"2 problems: \(1\).*config.json.*\(2\).*truncated"),
+        lambda f: (truncate(f), (f / "config.json").unlink()),
+        r"2 problems: \(1\).*config.json.*\(2\).*truncated",
+    ),
     "pickle": (pickled_only, "pytorch_model.bin can run any code when opened.*save_pretrained"),
     "nothing": (no_tensors, f"holds neither {SINGLE_FILE} nor {INDEX_FILE} nor an .npz"),
     "adapter": (adapter_only, "holds an adapter"),
     "both forms": (lambda f: (f / INDEX_FILE).write_text("{}"), "holds both"),
-}  # fmt: skip
+}
 BAD_SHARDS = {
     "missing shard": (lambda f: (f / SHARD2).unlink(), f"{SHARD2}: cannot be read .No such file"),
     "index without map": (lambda f: (f / INDEX_FILE).write_text("{}"), "no index of shards"),
@@ -539,9 +560,10 @@ BAD_SHARDS = {
     "the same tensor twice": (duplicate, f"{SHARD1}: holds what {INDEX_FILE} does not place there"),
     "other split": (
         lambda f: shutil.copy(f / SHARD1, f / SHARD2),
-        rf"2 problems: .*{SHARD2}: lacks what {INDEX_FILE} places there .*and.*{SHARD2}: holds what"),
+        rf"2 problems: .*{SHARD2}: lacks what {INDEX_FILE} places there .*and.*{SHARD2}: holds what",
+    ),
     "no index": (lambda f: (f / INDEX_FILE).unlink(), "holds shards, but no"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_SINGLE | BAD_SHARDS)
@@ -633,20 +655,24 @@ BAD_NPZ = {
     "swapped axes": (lambda a: a | {NPZ_GATING: a[NPZ_GATING].swapaxes(2, 3).copy()}, "other sizes.*gating_einsum is"),
     "layers": (lambda a: a | {NPZ_GATING: a[NPZ_GATING][:2]}, "other sizes.*of 3 layers"),
     "too few rows": (
-        lambda a: a | {"params/llm/embedder/input_embedding": np.zeros((60, 72), "f4")}, "sizes.*input_embedding"),
+        lambda a: a | {"params/llm/embedder/input_embedding": np.zeros((60, 72), "f4")},
+        "sizes.*input_embedding",
+    ),
     "too many rows": (
-        lambda a: a | {"params/llm/embedder/input_embedding": np.zeros((129, 72), "f4")}, "sizes.*input_embedding"),
+        lambda a: a | {"params/llm/embedder/input_embedding": np.zeros((129, 72), "f4")},
+        "sizes.*input_embedding",
+    ),
     "narrow rows": (
-        lambda a: a | {"params/llm/embedder/input_embedding": np.zeros((120, 70), "f4")}, "sizes.*input_embedding"),
-    "flat rows": (
-        lambda a: a | {"params/llm/embedder/input_embedding": np.zeros(120, "f4")}, "sizes.*input_embedding"),
-    "no axis": (
-        lambda a: a | {"params/llm/embedder/input_embedding": np.float32(1)}, "sizes.*input_embedding"),
+        lambda a: a | {"params/llm/embedder/input_embedding": np.zeros((120, 70), "f4")},
+        "sizes.*input_embedding",
+    ),
+    "flat rows": (lambda a: a | {"params/llm/embedder/input_embedding": np.zeros(120, "f4")}, "sizes.*input_embedding"),
+    "no axis": (lambda a: a | {"params/llm/embedder/input_embedding": np.float32(1)}, "sizes.*input_embedding"),
     "integers": (lambda a: a | {NPZ_GATING: a[NPZ_GATING].astype("i4")}, "gating_einsum is int32"),
     "big-endian": (lambda a: a | {NPZ_GATING: a[NPZ_GATING].astype(">f4")}, "gating_einsum is >f4"),
     "pickle": (lambda a: a | {NPZ_GATING: np.array([Bomb(Path("trace"))])}, "a pickled array"),
     "Fortran order": (lambda a: a | {NPZ_GATING: np.asfortranarray(a[NPZ_GATING])}, "Fortran order"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_NPZ)
@@ -773,9 +799,10 @@ def test_merged_adapters_are_plain_weights(hf1, tmp_path):
     assert load_file(tmp_path / "out" / SINGLE_FILE).keys() == tensors_of(hf1, "A").keys()
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"kind": "split"}, "self_attn"), ({"kind": "softmax", "feed_forward": "swiglu-new"}, r"mlp: is SwiGLU"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"kind": "split"}, "self_attn"), ({"kind": "softmax", "feed_forward": "swiglu-new"}, r"mlp: is SwiGLU")],
+)
 def test_variants_that_the_format_cannot_express_are_refused(hf1, options, message, tmp_path):
     """Breaks when a grafted model is written as if it were plain."""
     model = load_model(save(tmp_path / "in", hf1, tensors_of(hf1)))

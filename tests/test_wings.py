@@ -18,18 +18,7 @@ from model.families import build, is_published, read_config
 from model.generate import CompiledStep, generate
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
-from model.wings import (
-    OCTAVES,
-    Learner,
-    Router,
-    Side,
-    Wings,
-    WingsConfig,
-    attach,
-    initialize_wings,
-    pick,
-    route,
-)
+from model.wings import OCTAVES, Learner, Router, Side, Wings, WingsConfig, attach, initialize_wings, pick, route
 from tests.reference import relative_error
 from train import data, finetune
 from train.data import Record
@@ -42,8 +31,9 @@ from weights.load import load_model
 IMAGE, SLOTS, HIDDEN, HEADS = 59, 4, 24, 2  # a picture takes four tokens
 BASE = PaliGemmaConfig(
     VisionConfig(20, 28, 2, 2, patch_size=14, image_size=28),
-    TextConfig("gemma", 64, HIDDEN, 40, 3, HEADS, 1, head_dim=16), image_token_id=IMAGE,
-)  # fmt: skip
+    TextConfig("gemma", 64, HIDDEN, 40, 3, HEADS, 1, head_dim=16),
+    image_token_id=IMAGE,
+)
 
 
 def base(seed: int = 0) -> PaliGemma:
@@ -192,8 +182,11 @@ def test_a_learner_equals_the_formula_written_out():
             part = slice(head * width, (head + 1) * width)
             query = turned(q[i, part], int(at[0, i]))
             seen = [j for j in range(3) if of_keys[0, j] <= at[0, i]]
-            logits = [sum(a * b for a, b in zip(query, turned(k[j, part], int(of_keys[0, j])), strict=True))
-                      / math.sqrt(width) for j in seen]  # fmt: skip
+            logits = [
+                sum(a * b for a, b in zip(query, turned(k[j, part], int(of_keys[0, j])), strict=True))
+                / math.sqrt(width)
+                for j in seen
+            ]
             total = sum(map(math.exp, logits))
             for j, logit in zip(seen, logits, strict=True):
                 mixed[part] += math.exp(logit) / total * v[j, part]
@@ -206,8 +199,10 @@ def test_a_learner_equals_attention_with_merged_weights():
     learner, h, x, at, of_keys, mask = learner_case()
     eye = torch.eye(HIDDEN, dtype=torch.float64)
     merged = {name: (getattr(learner, name).B.weight @ getattr(learner, name).A.weight) for name in "qkvo"}
-    q, k, v = (F.linear(t, eye + merged[name]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-               for name, t in (("q", h), ("k", x), ("v", x)))  # fmt: skip
+    q, k, v = (
+        F.linear(t, eye + merged[name]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        for name, t in (("q", h), ("k", x), ("v", x))
+    )
     q, k = Rope(at, 10000.0)(q), Rope(of_keys, 10000.0)(k)
     heads = F.scaled_dot_product_attention(q[:, :, 1:], k, v, mask[:, :, 1:]).transpose(1, 2).flatten(2)
     result = learner(h, Rope(at, 10000.0), side_of(x, of_keys, mask))
@@ -293,8 +288,16 @@ def test_pick_keeps_the_order_and_fills_up():
 @pytest.mark.parametrize("generation", ["gemma", "gemma2"])
 def test_gradient_checkpointing_changes_nothing(generation):
     """Breaks when recomputing a layer loses what the learners read, or a part of the model has no gradient."""
-    extra = {} if generation == "gemma" else {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 50.0,
-                                              "final_logit_softcapping": 30.0, "sliding_window": 4}  # fmt: skip
+    extra = (
+        {}
+        if generation == "gemma"
+        else {
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window": 4,
+        }
+    )
     config = replace(BASE, text=replace(BASE.text, model_type=generation, **extra))
     plain = initialize(PaliGemma(config))
     gradients = []
@@ -420,23 +423,32 @@ def test_a_picture_stands_where_its_slot_is(processor):
     assert [token for token in two if token != image[0]] == [bos, *whole] and two.count(image[0]) == 32
 
 
-@pytest.mark.parametrize(("pictures", "prefix", "told"), [
-    ([None], ["a<image> dog"], "row 0: 1 <image> in the prefix, but 0 picture"),
-    ([picture(), picture()], ["a dog", "a<image> and<image> dog"], "row 1: 2 <image> in the prefix, but 1 picture"),
-    ([[picture(), picture()]], ["a<image> dog"], "row 0: 1 <image> in the prefix, but 2 picture"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pictures", "prefix", "told"),
+    [
+        ([None], ["a<image> dog"], "row 0: 1 <image> in the prefix, but 0 picture"),
+        ([picture(), picture()], ["a dog", "a<image> and<image> dog"], "row 1: 2 <image> in the prefix, but 1 picture"),
+        ([[picture(), picture()]], ["a<image> dog"], "row 0: 1 <image> in the prefix, but 2 picture"),
+    ],
+)
 def test_slots_and_pictures_must_agree(processor, pictures, prefix, told):
     """Breaks when a slot without a picture, or a picture without a slot, is laid out all the same."""
     with pytest.raises(UserError, match=told):
         processor(pictures, prefix)
 
 
-@pytest.mark.parametrize(("change", "told"), [
-    (lambda b: b | {"pixel_values": b["pixel_values"][:1]}, "row 2 has an image slot that none of the 1 pictures"),
-    (lambda b: b | {"pixel_values": None}, "row 0 has an image slot that none of the 0 pictures"),
-    (lambda b: b | {"pixel_values": b["pixel_values"].repeat(2, 1, 1, 1)}, "rows 0 to 2 have 2 image slots for 4"),
-    (lambda b: b | {"input_ids": b["input_ids"].masked_fill(torch.arange(9) == 8, IMAGE)}, "row 0 has 5 image tokens"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda b: b | {"pixel_values": b["pixel_values"][:1]}, "row 2 has an image slot that none of the 1 pictures"),
+        (lambda b: b | {"pixel_values": None}, "row 0 has an image slot that none of the 0 pictures"),
+        (lambda b: b | {"pixel_values": b["pixel_values"].repeat(2, 1, 1, 1)}, "rows 0 to 2 have 2 image slots for 4"),
+        (
+            lambda b: b | {"input_ids": b["input_ids"].masked_fill(torch.arange(9) == 8, IMAGE)},
+            "row 0 has 5 image tokens",
+        ),
+    ],
+)
 @pytest.mark.parametrize("build_model", [base, wings])
 def test_batches_that_do_not_fit_name_the_row(build_model, change, told):
     """Breaks when pictures are read at another row's slot, or the message does not say which row is wrong."""
@@ -487,16 +499,20 @@ def test_each_stage_trains_its_parts(stage_1):
     """Breaks when a stage trains the vision tower, forgets a part, or gives it another rate than the paper."""
     cpu, fp32 = torch.device("cpu"), torch.float32
     wanted = {
-        1: {r"multi_modal_projector\.linear\.(weight|bias)": 2e-4,
-            r"language_model\.layers\.\d\.self_attn\.visual\.[qkvo]\.[AB]\.weight": 2e-4},
-        2: {r"multi_modal_projector\.linear\.(weight|bias)": 1e-5,
+        1: {
+            r"multi_modal_projector\.linear\.(weight|bias)": 2e-4,
+            r"language_model\.layers\.\d\.self_attn\.visual\.[qkvo]\.[AB]\.weight": 2e-4,
+        },
+        2: {
+            r"multi_modal_projector\.linear\.(weight|bias)": 1e-5,
             r"language_model\.(embed_tokens|norm)\.weight": 2e-6,
             r"language_model\.layers\.\d\.\w+layernorm\.weight": 2e-6,
             r"language_model\.layers\.\d\.self_attn\.[qkvo]_proj\.weight": 2e-6,
             r"language_model\.layers\.\d\.mlp\.(gate|up|down)_proj\.weight": 2e-6,
             r"language_model\.layers\.\d\.self_attn\.(visual|textual)\.[qkvo]\.[AB]\.weight": 2e-6,
-            r"language_model\.layers\.\d\.self_attn\.router\.linear\.(weight|bias)": 2e-6},
-    }  # fmt: skip
+            r"language_model\.layers\.\d\.self_attn\.router\.linear\.(weight|bias)": 2e-6,
+        },
+    }
     for stage, source in ((1, "embedded"), (2, stage_1)):
         settings = stage_settings(stage, source)
         model, optimizer = finetune.open_model(settings, finetune.join_world("cpu"))
@@ -555,10 +571,16 @@ def test_weights_of_other_shapes_are_refused(stage_1, tmp_path):
     assert "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize(("learners", "told"), [
-    ({"rank": 0}, "rank 0"), ({"rank": "8"}, "rank '8'"), ({"routed": 1}, "routed 1"), (3, "is 3"),
-    ({"heads": 2}, "is {'heads': 2}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("learners", "told"),
+    [
+        ({"rank": 0}, "rank 0"),
+        ({"rank": "8"}, "rank '8'"),
+        ({"routed": 1}, "routed 1"),
+        (3, "is 3"),
+        ({"heads": 2}, "is {'heads': 2}"),
+    ],
+)
 def test_sizes_that_contradict_are_refused(learners, told):
     """Breaks when impossible learners fail somewhere inside, or not at all."""
     raw = WingsConfig.beside(BASE).to_dict() | {"learner_config": learners}

@@ -73,8 +73,12 @@ TITLES = {
     "mamba": "Mamba and Q-Mamba",
 }
 ROUNDS = {"load": 3, "decode": 5, "attention": 15}  # of the others 7; variants differ by little
-GPU_ROWS = ("LoRA step of 3B in bf16, batch 16", "LoRA step of 3B in bf16, batch 4, checkpointing: memory",
-            "decoding of 3B in bf16, batch 1", "variants of attention on a GPU")  # fmt: skip
+GPU_ROWS = (
+    "LoRA step of 3B in bf16, batch 16",
+    "LoRA step of 3B in bf16, batch 4, checkpointing: memory",
+    "decoding of 3B in bf16, batch 1",
+    "variants of attention on a GPU",
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -100,16 +104,23 @@ def measure(section: str, setup: Setup, args: argparse.Namespace) -> list[Row]:
     limits = (matmul_peak(setup.device, setup.dtype), copy_bandwidth(setup.device)) if setup.on_gpu else None
     for name in dict.fromkeys(name for of_side in works.values() for name in of_side):
         taking_part = {side: of_side[name] for side, of_side in works.items() if name in of_side}
-        seconds = take_turns({side: work.run for side, work in taking_part.items()},
-                             args.rounds or ROUNDS.get(section, 7), setup.device)  # fmt: skip
+        seconds = take_turns(
+            {side: work.run for side, work in taking_part.items()}, args.rounds or ROUNDS.get(section, 7), setup.device
+        )
         row = Row(section, name, seconds, against)
         row.notes = {side: notes(row, side, work, taking_part, limits) for side, work in taking_part.items()}
         rows.append(row)
     del works, state
     gc.collect()
     for side in rows[0].seconds if args.memory and section != "linear" else ():
-        asked = {"section": section, "side": side, "geometry": args.geometry, "device": str(setup.device),
-                 "dtype": args.dtype, "threads": args.threads}  # fmt: skip
+        asked = {
+            "section": section,
+            "side": side,
+            "geometry": args.geometry,
+            "device": str(setup.device),
+            "dtype": args.dtype,
+            "threads": args.threads,
+        }
         peaks = in_own_process("train.benchmark", "--child", json.dumps(asked))
         for row in rows:
             if row.work in peaks:
@@ -128,8 +139,10 @@ def notes(row: Row, side: str, work: Work, all_works: dict[str, Work], limits: t
         found.append(f"{100 * work.moved / row.median(side) / limits[1]:.0f} % of {limits[1] / 1e9:.0f} GB/s")
         found.append(f"{1e3 * row.median(side) / STEPS:.2f} ms a step")
     if side in (OURS, COMPILED) and work.result and THEIRS in all_works and all_works[THEIRS].result:
-        ours, theirs = ([*map(str, torch.as_tensor(r).flatten().tolist())] if isinstance(r, torch.Tensor) else r
-                        for r in (work.result(), all_works[THEIRS].result()))  # fmt: skip
+        ours, theirs = (
+            [*map(str, torch.as_tensor(r).flatten().tolist())] if isinstance(r, torch.Tensor) else r
+            for r in (work.result(), all_works[THEIRS].result())
+        )
         same = sum(a == b for a, b in zip(ours, theirs, strict=True))
         found.append(f"{same} of {len(ours)} {'tokens' if row.section == 'decode' else 'answers'} as {THEIRS}")
     return ", ".join(found)
@@ -185,8 +198,10 @@ def what_eight_bits_cost(setup: Setup, records: int = 64) -> str:
             losses.append(supervised_loss(base, micro).item() / micro.tokens)
         quantize(base)
     assert any(isinstance(module, Int8Linear) for module in base.modules())
-    return (f"weights {whole:,.0f} → {size():,.0f} MiB; loss of the embedded base on {records} held-out questions "
-            f"{losses[0]:.4f} → {losses[1]:.4f} nats a token")  # fmt: skip
+    return (
+        f"weights {whole:,.0f} → {size():,.0f} MiB; loss of the embedded base on {records} held-out questions "
+        f"{losses[0]:.4f} → {losses[1]:.4f} nats a token"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -211,15 +226,24 @@ def _load_rows(folder: Path, setup: Setup, args: argparse.Namespace) -> list[Row
         print(f"load, {THEIRS}: transformers is not installed: only our side is measured", file=sys.stderr)
     for _ in range(args.rounds or ROUNDS["load"]):
         for side in found:
-            asked = {"load": str(folder), "side": side, "device": str(setup.device), "dtype": args.dtype,
-                     "threads": args.threads}  # fmt: skip
+            asked = {
+                "load": str(folder),
+                "side": side,
+                "device": str(setup.device),
+                "dtype": args.dtype,
+                "threads": args.threads,
+            }
             found[side].append(in_own_process("train.benchmark", "--child", json.dumps(asked)))
-    row = Row("load", f"load and first forward, {args.dtype}",
-              {side: [run["load"] + run["forward"] for run in runs] for side, runs in found.items()})  # fmt: skip
+    row = Row(
+        "load",
+        f"load and first forward, {args.dtype}",
+        {side: [run["load"] + run["forward"] for run in runs] for side, runs in found.items()},
+    )
     for side, runs in found.items():
         row.peak[side] = sorted(run["peak"] for run in runs)[len(runs) // 2]
-        seconds = "{:.2f} + {:.2f} s".format(*(sorted(run[part] for run in runs)[len(runs) // 2]
-                                               for part in ("load", "forward")))  # fmt: skip
+        seconds = "{:.2f} + {:.2f} s".format(
+            *(sorted(run[part] for run in runs)[len(runs) // 2] for part in ("load", "forward"))
+        )
         row.notes[side] = f"{seconds}; {row.peak[side] / runs[0]['weights']:.2f} × the weights"
     return [row]
 
@@ -246,10 +270,12 @@ def child_load(asked: dict) -> dict:
         model(**inputs, **{"logits_to_keep" if theirs else "positions_to_keep": 1})
     synchronize(device)
     return {
-        "load": loaded - started, "forward": time.perf_counter() - loaded, "load_peak": load_peak - before,
+        "load": loaded - started,
+        "forward": time.perf_counter() - loaded,
+        "load_peak": load_peak - before,
         "peak": peak_bytes(device) - before,
         "weights": sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
-    }  # fmt: skip
+    }
 
 
 def child_make(asked: dict) -> dict:
@@ -262,8 +288,9 @@ def child_make(asked: dict) -> dict:
 
 
 def child(asked: dict) -> None:
-    act = next(act for key, act in {"make": child_make, "load": child_load, "section": child_peak}.items()
-               if key in asked)  # fmt: skip
+    act = next(
+        act for key, act in {"make": child_make, "load": child_load, "section": child_peak}.items() if key in asked
+    )
     print(json.dumps(act(asked)))
 
 
@@ -280,20 +307,35 @@ def make_setup(name: str, device: str, dtype: str, threads: int | None) -> Setup
 
 def report(rows: Sequence[Row], about: dict) -> str:
     """One run as Markdown."""
-    parts = [f"## {about['geometry']}, {about['dtype']}, {about['device']}", "",
-             f"{about['machine']}; {about['versions']}; {about['date']}", "", f"`{about['command']}`"]  # fmt: skip
+    parts = [
+        f"## {about['geometry']}, {about['dtype']}, {about['device']}",
+        "",
+        f"{about['machine']}; {about['versions']}; {about['date']}",
+        "",
+        f"`{about['command']}`",
+    ]
     for section in dict.fromkeys(row.section for row in rows):
         own = [row for row in rows if row.section == section]
-        parts += ["", f"### {TITLES[section]}", "", table(own), "", "÷: against " +
-                  " or ".join(dict.fromkeys(row.against for row in own)) + ", median of the "
-                  f"rounds' own ratios [quartiles], {len(next(iter(own[0].seconds.values())))} rounds."]  # fmt: skip
+        parts += [
+            "",
+            f"### {TITLES[section]}",
+            "",
+            table(own),
+            "",
+            "÷: against " + " or ".join(dict.fromkeys(row.against for row in own)) + ", median of the "
+            f"rounds' own ratios [quartiles], {len(next(iter(own[0].seconds.values())))} rounds.",
+        ]
     return "\n".join(parts) + "\n"
 
 
 def draw(rows: Sequence[Row]) -> Image.Image | None:
     """Ratios with their quartiles; None where there are none."""
-    bars = [(f"{row.section}: {row.work}" + ("" if side == OURS else f", {side}"), *row.ratio(side))
-            for row in rows for side in row.seconds if row.ratio(side)]  # fmt: skip
+    bars = [
+        (f"{row.section}: {row.work}" + ("" if side == OURS else f", {side}"), *row.ratio(side))
+        for row in rows
+        for side in row.seconds
+        if row.ratio(side)
+    ]
     title = "Time against transformers and PEFT, plain attention, whole weights or MKL"
     return figures.interval_chart(bars, title, "ratio", reference=("equal", 1.0), width=900) if bars else None
 
@@ -314,8 +356,10 @@ def collect(folders: Sequence[Path], path: Path) -> None:
             on_gpu |= json.loads((folder / "benchmark.json").read_text())["device"].startswith("cuda")
         except FileNotFoundError as error:
             raise UserError(f"{error.filename}: not found: give folders that this command has written") from None
-    head = ("# Benchmarks\n\nWhat `python -m train.benchmark` printed, side by side with transformers and PEFT on the "
-            "same weights. Times of different runs do not compare; ratios within one do.\n")  # fmt: skip
+    head = (
+        "# Benchmarks\n\nWhat `python -m train.benchmark` printed, side by side with transformers and PEFT on the "
+        "same weights. Times of different runs do not compare; ratios within one do.\n"
+    )
     if not on_gpu:
         lines = [f"| {work} | not yet measured |" for work in GPU_ROWS]
         lines = ["## On a GPU", "", "| work | |", "|---|---|", *lines, ""]
@@ -328,22 +372,44 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m train.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     sections = list(TITLES)
-    parser.add_argument("--section", nargs="+", choices=sections, metavar="NAME",
-                        help=f"of {', '.join(sections)} (default: all that the device has, but mamba)")  # fmt: skip
-    parser.add_argument("--geometry", choices=["3b", *PRESETS], default="mini", metavar="NAME",
-                        help=f"3b or one of {', '.join(PRESETS)} (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--section",
+        nargs="+",
+        choices=sections,
+        metavar="NAME",
+        help=f"of {', '.join(sections)} (default: all that the device has, but mamba)",
+    )
+    parser.add_argument(
+        "--geometry",
+        choices=["3b", *PRESETS],
+        default="mini",
+        metavar="NAME",
+        help=f"3b or one of {', '.join(PRESETS)} (default: %(default)s)",
+    )
     parser.add_argument("--device", help="cpu, cuda, … (default: cuda if there is one)")
     parser.add_argument("--dtype", choices=DTYPE_FLAGS, help="weights (default: bf16 for 3b and on CUDA, else fp32)")
     parser.add_argument("--rounds", type=int, help="rounds of each row (default: 7; load 3, decode 5, attention 15)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction,
-                        help="measure generation and training with torch.compile too (default: on CUDA)")  # fmt: skip
-    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True,
-                        help="measure each side's peak in a process of its own (default: --memory)")  # fmt: skip
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="measure generation and training with torch.compile too (default: on CUDA)",
+    )
+    parser.add_argument(
+        "--memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure each side's peak in a process of its own (default: --memory)",
+    )
     parser.add_argument("--folder", type=Path, help="model folder for section load (default: made, and removed)")
     parser.add_argument("--out", type=Path, help="folder to write (default: runs/benchmark-GEOMETRY-DEVICE)")
-    parser.add_argument("--collect", nargs="+", type=Path, metavar="DIR",
-                        help="write BENCHMARKS.md from these folders (in --out, default: here), and stop")  # fmt: skip
+    parser.add_argument(
+        "--collect",
+        nargs="+",
+        type=Path,
+        metavar="DIR",
+        help="write BENCHMARKS.md from these folders (in --out, default: here), and stop",
+    )
     parser.add_argument("--estimate", action="store_true", help="print estimates for the published sizes, and stop")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -373,10 +439,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         place = words.index("--out")
         del words[place : place + 2]
     about = {
-        "geometry": args.geometry, "dtype": args.dtype, "device": args.device, "machine": machine(setup.device),
-        "versions": versions(), "date": today(),
+        "geometry": args.geometry,
+        "dtype": args.dtype,
+        "device": args.device,
+        "machine": machine(setup.device),
+        "versions": versions(),
+        "date": today(),
         "command": " ".join(["python -m train.benchmark", *words]),
-    }  # fmt: skip
+    }
     out = args.out or Path("runs", f"benchmark-{args.geometry}-{setup.device.type}")
     for section in chosen:
         if section == "mamba":

@@ -54,13 +54,17 @@ def estimate(rows: int = 4) -> str:
     lines = [
         f"Estimates, from parameter counts: LoRA of rank {RANK} on all seven projections of the decoder, bf16 base, "
         f"`--checkpointing`, {rows} rows of 256 + {TEXT} tokens a GPU, `--shard` on more than one.",
-        "", "| size | parameters | LoRA | 1 GPU | 8 GPUs | 64 GPUs | time |", "|---|--:|--:|--:|--:|--:|---|",
-    ]  # fmt: skip
+        "",
+        "| size | parameters | LoRA | 1 GPU | 8 GPUs | 64 GPUs | time |",
+        "|---|--:|--:|--:|--:|--:|---|",
+    ]
     for name, preset in SIZES.items():
         config = PRESETS[preset]
         total = sum(parameter.numel() for parameter in empty_model(config).parameters())
         by_gpus = [memory(config, rows, gpus) for gpus in (1, 8, 64)]
         cells = [f"{one.total / 2**30:.1f} GiB" for one in by_gpus]
-        lines.append(f"| {name} | {total / 1e9:.2f} × 10⁹ | {by_gpus[0].adapter / 16 / 1e6:.1f} × 10⁶ | "
-                     f"{' | '.join(cells)} | not yet measured |")  # fmt: skip
+        lines.append(
+            f"| {name} | {total / 1e9:.2f} × 10⁹ | {by_gpus[0].adapter / 16 / 1e6:.1f} × 10⁶ | "
+            f"{' | '.join(cells)} | not yet measured |"
+        )
     return "\n".join(lines)

@@ -136,12 +136,21 @@ def decode_rows(device: torch.device | str, rounds: int, sizes: Sizes) -> list[R
         seconds = {side: [one / sizes.steps for one in of_side] for side, of_side in seconds.items()}
         found.append(Row(SECTION, f"one token after {context:,}", seconds, TRANSFORMER))
     ids = torch.randint(3, 1000, (sizes.batch, sizes.prompt), generator=torch.Generator().manual_seed(0)).to(device)
-    runs = {side: lambda model=model: generate(model, ids, None, torch.zeros_like(ids), None, sizes.answer)
-            for side, model in models.items()}  # fmt: skip
-    row = Row(SECTION, f"{sizes.answer} tokens after {sizes.prompt}, batch {sizes.batch}",
-              take_turns(runs, rounds, device), TRANSFORMER)  # fmt: skip
-    row.notes = {side: f"{sizes.batch * sizes.answer / row.median(side):,.0f} tokens/s, "
-                       f"{count(decoder.parameters()):,} parameters" for side, decoder in decoders.items()}  # fmt: skip
+    runs = {
+        side: lambda model=model: generate(model, ids, None, torch.zeros_like(ids), None, sizes.answer)
+        for side, model in models.items()
+    }
+    row = Row(
+        SECTION,
+        f"{sizes.answer} tokens after {sizes.prompt}, batch {sizes.batch}",
+        take_turns(runs, rounds, device),
+        TRANSFORMER,
+    )
+    row.notes = {
+        side: f"{sizes.batch * sizes.answer / row.median(side):,.0f} tokens/s, "
+        f"{count(decoder.parameters()):,} parameters"
+        for side, decoder in decoders.items()
+    }
     return [*found, row]
 
 
@@ -166,8 +175,14 @@ def steps_after(model: nn.Module, context: int, sizes: Sizes) -> Callable[[], ob
     cache = model.new_cache(whole)
 
     def read(first: int, last: int) -> None:
-        model(input_ids=ids[:, first:last], pixel_values=None, token_type_ids=types[:, :last],
-              attention_mask=valid[:, :last], cache=cache, positions_to_keep=1)  # fmt: skip
+        model(
+            input_ids=ids[:, first:last],
+            pixel_values=None,
+            token_type_ids=types[:, :last],
+            attention_mask=valid[:, :last],
+            cache=cache,
+            positions_to_keep=1,
+        )
 
     for start in range(0, context, 512):  # in parts: a mask of all by all would be large
         read(start, min(start + 512, context))

@@ -104,8 +104,13 @@ def their_model(setup: Setup, state: State) -> nn.Module:
     model.tie_weights()
     # its tables depend on neither depth nor vocabulary: a small twin has them, computed
     small = {"num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 8}
-    twin = HFConfig.from_dict(raw | {part: raw[part] | {k: v for k, v in small.items() if k in raw[part]}
-                                     for part in ("text_config", "vision_config")})  # fmt: skip
+    twin = HFConfig.from_dict(
+        raw
+        | {
+            part: raw[part] | {k: v for k, v in small.items() if k in raw[part]}
+            for part in ("text_config", "vision_config")
+        }
+    )
     for name, table in HFModel(twin).to(setup.device).named_buffers():
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, table)
@@ -121,8 +126,12 @@ def prompt(setup: Setup, rows: int, suffix: int = 0) -> dict[str, torch.Tensor]:
     ids = torch.cat((torch.full((rows, image), setup.config.image_token_id), text), dim=1)
     types = (torch.arange(ids.shape[1]) >= image + PREFIX).long().expand(rows, -1)
     pixels = torch.rand(rows, 3, side, side, generator=generator) * 2 - 1
-    inputs = {"input_ids": ids, "pixel_values": pixels.to(setup.dtype), "token_type_ids": types.contiguous(),
-              "attention_mask": torch.ones_like(ids)}  # fmt: skip
+    inputs = {
+        "input_ids": ids,
+        "pixel_values": pixels.to(setup.dtype),
+        "token_type_ids": types.contiguous(),
+        "attention_mask": torch.ones_like(ids),
+    }
     return {name: tensor.to(setup.device) for name, tensor in inputs.items()}
 
 
@@ -138,6 +147,7 @@ def micro_batch(setup: Setup, rows: int) -> MicroBatch:
 
 def matmul_flops(setup: Setup, rows: int, length: int, head_rows: int, backward: bool) -> float:
     """2 FLOPs a parameter and token, 4 with the backward pass through frozen weights; the tower has none."""
+
     def size(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters() if p.dim() > 1)
 
@@ -196,8 +206,9 @@ def decode_steps(model: PaliGemma, compiled: CompiledStep, inputs: dict[str, tor
     the head, and the keys and values."""
     rows, length = inputs["input_ids"].shape
     cache = compiled.open(rows, length + STEPS)
-    types, valid = (F.pad(inputs[name], (0, cache[0].capacity - length), value=1)
-                    for name in ("token_type_ids", "attention_mask"))  # fmt: skip
+    types, valid = (
+        F.pad(inputs[name], (0, cache[0].capacity - length), value=1) for name in ("token_type_ids", "attention_mask")
+    )
     logits = model(**inputs, positions_to_keep=last_valid(inputs["attention_mask"]), cache=cache)
     first = logits[:, -1].argmax(-1)
 
@@ -235,8 +246,14 @@ def train(setup: Setup, side: str, state: State) -> dict[str, Work]:
     return works
 
 
-def our_step(setup: Setup, state: State, checkpointing: bool = False, compiled: bool = False, kind: str = "softmax",
-             eight_bits: bool = False) -> Callable[[], object]:  # fmt: skip
+def our_step(
+    setup: Setup,
+    state: State,
+    checkpointing: bool = False,
+    compiled: bool = False,
+    kind: str = "softmax",
+    eight_bits: bool = False,
+) -> Callable[[], object]:
     """Our training step of one variant of attention."""
     model = our_model(setup, state).train()
     torch.manual_seed(0)
@@ -282,8 +299,10 @@ def their_step(setup: Setup, state: State, checkpointing: bool = False) -> Calla
     model = peft.get_peft_model(model, config).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, betas=(0.9, 0.98))
     batch = micro_batch(setup, setup.batch).batch
-    inputs = {name: getattr(batch, name) for name in
-              ("input_ids", "pixel_values", "token_type_ids", "attention_mask", "labels")}  # fmt: skip
+    inputs = {
+        name: getattr(batch, name)
+        for name in ("input_ids", "pixel_values", "token_type_ids", "attention_mask", "labels")
+    }
 
     def run():
         with torch.autocast(setup.device.type, torch.bfloat16, enabled=setup.on_gpu):
@@ -329,9 +348,13 @@ def evaluate(setup: Setup, side: str, state: State, pictures: int = 4, per_pictu
             part = questions[start : start + size]
             batch = processor([q.picture for q in part], [q.prefix for q in part]).to(setup.device, setup.dtype)
             new = model.generate(
-                input_ids=batch.input_ids, pixel_values=batch.pixel_values, token_type_ids=batch.token_type_ids,
-                attention_mask=batch.attention_mask, max_new_tokens=8, do_sample=False,
-            )[:, batch.input_ids.shape[1] :]  # fmt: skip
+                input_ids=batch.input_ids,
+                pixel_values=batch.pixel_values,
+                token_type_ids=batch.token_type_ids,
+                attention_mask=batch.attention_mask,
+                max_new_tokens=8,
+                do_sample=False,
+            )[:, batch.input_ids.shape[1] :]
             answers += [processor.decode(row) for row in new]
         return answers
 
@@ -347,15 +370,19 @@ def products(setup: Setup, side: str, state: State) -> dict[str, Work]:
     tokens = setup.batch * (setup.config.num_image_tokens + PREFIX + SUFFIX)
     torch.manual_seed(0)
     works = {}
-    for name, wide, out in (("q_proj", text.hidden_size, text.num_attention_heads * text.head_dim),
-                            ("gate_proj", text.hidden_size, text.intermediate_size),
-                            ("down_proj", text.intermediate_size, text.hidden_size)):  # fmt: skip
+    for name, wide, out in (
+        ("q_proj", text.hidden_size, text.num_attention_heads * text.head_dim),
+        ("gate_proj", text.hidden_size, text.intermediate_size),
+        ("down_proj", text.intermediate_size, text.hidden_size),
+    ):
         x, weight = torch.randn(tokens, wide, requires_grad=True), torch.randn(out, wide)
         product = linear if side == "oneDNN" else F.linear
         works[f"{name}, {tokens}×{wide}×{out}"] = Work(lambda x=x, w=weight, p=product: p(x, w).sum().backward())
     length = tokens // setup.batch
-    q, k, v = (torch.randn(setup.batch, heads, length, text.head_dim, requires_grad=True)
-               for heads in (text.num_attention_heads, text.num_key_value_heads, text.num_key_value_heads))  # fmt: skip
+    q, k, v = (
+        torch.randn(setup.batch, heads, length, text.head_dim, requires_grad=True)
+        for heads in (text.num_attention_heads, text.num_key_value_heads, text.num_key_value_heads)
+    )
     mask = torch.ones(setup.batch, 1, length, length, dtype=torch.bool).tril(length - SUFFIX)
 
     def attend():

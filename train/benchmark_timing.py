@@ -53,9 +53,15 @@ class Row:
         sides = {}
         for side, seconds in self.seconds.items():
             ratio = self.ratio(side)
-            sides[side] = {"median_s": self.median(side), "seconds": seconds, "peak_bytes": self.peak.get(side),
-                           "ratio": ratio and ratio[0], "ratio_quartiles": ratio and list(ratio[1:]),
-                           "peak_ratio": self.peak_ratio(side), "note": self.notes.get(side)}  # fmt: skip
+            sides[side] = {
+                "median_s": self.median(side),
+                "seconds": seconds,
+                "peak_bytes": self.peak.get(side),
+                "ratio": ratio and ratio[0],
+                "ratio_quartiles": ratio and list(ratio[1:]),
+                "peak_ratio": self.peak_ratio(side),
+                "note": self.notes.get(side),
+            }
         return {"section": self.section, "work": self.work, "against": self.against, "sides": sides}
 
     def peak_ratio(self, side: str) -> float | None:
@@ -141,11 +147,14 @@ def table(rows: Iterable[Row]) -> str:
         for side in row.seconds:
             ratio, peak, of_peak = row.ratio(side), row.peak.get(side), row.peak_ratio(side)
             cells = (
-                row.work, side, spell_seconds(row.median(side)),
+                row.work,
+                side,
+                spell_seconds(row.median(side)),
                 "" if ratio is None else "{:.2f} [{:.2f}, {:.2f}]".format(*ratio),
-                "" if peak is None else f"{peak / 2**20:,.0f} MiB", "" if of_peak is None else f"{of_peak:.2f}",
+                "" if peak is None else f"{peak / 2**20:,.0f} MiB",
+                "" if of_peak is None else f"{of_peak:.2f}",
                 row.notes.get(side, ""),
-            )  # fmt: skip
+            )
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -157,8 +166,11 @@ def spell_seconds(seconds: float) -> str:
 def machine(device: torch.device) -> str:
     """The processor, its threads and memory, and the GPU."""
     try:
-        names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                 if line.startswith("model name")]  # fmt: skip
+        names = [
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
     except OSError:
         names = []
     name = names[0] if names else platform.processor() or platform.machine()

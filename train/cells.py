@@ -18,23 +18,37 @@ from eval.run import positive
 from model.common import UserError, write_text
 
 
-def study_arguments(
-    argv: Sequence[str] | None, name: str, doc: str, limit: int, of_limit: str
-) -> argparse.Namespace:
+def study_arguments(argv: Sequence[str] | None, name: str, doc: str, limit: int, of_limit: str) -> argparse.Namespace:
     """The flags of `train.compare --rows NAME`. Sets the threads; raises UserError for a scale that trains nothing."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m train.compare --rows {name}", description=doc,
+        prog=f"python -m train.compare --rows {name}",
+        description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--rows", choices=[name], default=name, help="this study (default: %(default)s)")
     parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="runs of a row (default: %(default)s)")
     parser.add_argument("--limit", type=positive, default=limit, metavar="N", help=f"{of_limit} (default: %(default)s)")
-    parser.add_argument("--scale", type=float, default=1.0, metavar="X",
-                        help="length of all training against the default (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), metavar="N",
-                        help="CPU threads (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path(f"runs/compare-{name}"), metavar="DIR",
-                        help="folder of results and cells; what it holds is not done again (default: %(default)s)")
+    parser.add_argument(
+        "--scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="length of all training against the default (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=positive,
+        default=torch.get_num_threads(),
+        metavar="N",
+        help="CPU threads (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(f"runs/compare-{name}"),
+        metavar="DIR",
+        help="folder of results and cells; what it holds is not done again (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
     if not args.scale > 0:
         raise UserError(f"--scale is {args.scale}, expected a positive number")

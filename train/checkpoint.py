@@ -30,9 +30,15 @@ from train.optim import trainable
 
 
 def save_checkpoint(
-    run: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict,
-    scaler: torch.amp.GradScaler | None = None, keep: int = 2, write: bool = True,
-) -> Path:  # fmt: skip
+    run: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: dict,
+    scaler: torch.amp.GradScaler | None = None,
+    keep: int = 2,
+    write: bool = True,
+) -> Path:
     """Write `run/checkpoints/step-N`, delete all but the newest `keep`. `progress` is the loop's own JSON.
 
     Every process calls it, since each writes its part of what FSDP2 has spread, to a folder that all of them see; the
@@ -102,8 +108,11 @@ def load_checkpoint(
         name, _, key = moment.rpartition("/")
         parameter = parameters[name]
         # AdamW counts its steps on the CPU unless it is fused
-        tensors[moment] = (torch.zeros((), device=parameter.device if fused[name] else "cpu") if key == "step"
-                           else torch.zeros_like(parameter, requires_grad=False))  # fmt: skip
+        tensors[moment] = (
+            torch.zeros((), device=parameter.device if fused[name] else "cpu")
+            if key == "step"
+            else torch.zeros_like(parameter, requires_grad=False)
+        )
         optimizer.state[parameter][key] = tensors[moment]
     _fill(folder, tensors)
     if scaler is not None and state["scaler"]:

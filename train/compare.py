@@ -148,10 +148,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("v2", {"attention": "v2"}),
         Row("dex", {"attention": "dex"}),
     ),
-    "feed-forward": (
-        Row("swiglu", {"feed_forward": "swiglu"}),
-        Row("swiglu-new", {"feed_forward": "swiglu-new"}),
-    ),
+    "feed-forward": (Row("swiglu", {"feed_forward": "swiglu"}), Row("swiglu-new", {"feed_forward": "swiglu-new"})),
     "paper": tuple(
         Row(f"paper-{number}", RECIPES[f"paper-{number}"], published=score)
         for number, score in enumerate((53.21, 51.91, 35.72, 33.91, 41.32), start=1)
@@ -198,8 +195,10 @@ def vqa_measure(settings: Settings, split: str, limit: int) -> Measure:
         half = set(pictures[0::2] if split == "validation" else pictures[1::2])
         held_out = [record for record in held_out if record.key in half][:limit]
         if not held_out:
-            raise UserError(f"--data {settings.data}: no pictures are left for the {split} split: raise --validation "
-                            f"above {settings.validation}")  # fmt: skip
+            raise UserError(
+                f"--data {settings.data}: no pictures are left for the {split} split: raise --validation "
+                f"above {settings.validation}"
+            )
         if kind == "vqav2":
             files, ids = (data.QUESTIONS_FILE, data.ANNOTATIONS_FILE), {record.name for record in held_out}
             benchmark, template = vqa.from_files(*(folder / name for name in files), folder, only=ids), None
@@ -235,8 +234,10 @@ def needle_measure(name: str, trials: Sequence[needle.Trial], protocol: str) -> 
 
     def grade(model: PaliGemma, processor: Processor, settings: Settings) -> list[float]:
         answers = needle.answer(model, processor, trials, protocol, progress=bar(settings, name))
-        records = [needle.response_record(trial.test, needle.respond(trial.test, said, protocol))
-                   for trial, said in zip(trials, answers, strict=True)]  # fmt: skip
+        records = [
+            needle.response_record(trial.test, needle.respond(trial.test, said, protocol))
+            for trial, said in zip(trials, answers, strict=True)
+        ]
         return [float(needle.judge(record)[2]) for record in records]
 
     tests = [trial.test for trial in trials]
@@ -253,12 +254,15 @@ def make_measures(settings: Settings, split: str, limit: int, args: argparse.Nam
     tests = max(1, limit // 32) * 16  # a multiple of the places of both kinds
     if settings.data == "embedded":
         for kind in NEEDLES:
-            trials = [trial._replace(pictures=cache(trial.pictures))
-                      for trial in needle.embedded_trials(kind, tests, split=split)]  # fmt: skip
+            trials = [
+                trial._replace(pictures=cache(trial.pictures))
+                for trial in needle.embedded_trials(kind, tests, split=split)
+            ]
             measures.append(needle_measure(kind, trials, args.protocol))
     elif args.coco and split == "test":
-        wanted = argparse.Namespace(**vars(args) | {"limit": tests, "pictures": 1, "side": 2, "needles": 1,
-                                                    "negatives": False, "seed": 42})  # fmt: skip
+        wanted = argparse.Namespace(
+            **vars(args) | {"limit": tests, "pictures": 1, "side": 2, "needles": 1, "negatives": False, "seed": 42}
+        )
         for name, trials in needle.coco_trials(wanted).items():
             measures.append(needle_measure(name, trials, args.protocol))
     return measures
@@ -284,8 +288,10 @@ def training_records(bench: Bench, settings: Settings) -> tuple[list[Record], st
 def _training_records(settings: Settings) -> tuple[list[Record], str]:
     if settings.data == "embedded":
         drawn: dict[str, Callable] = {}
-        records = [replace(record, picture=drawn.setdefault(record.key, cache(record.picture)))
-                   for record in data.embedded_records(TASKS, "train", settings.samples, settings.seed)]  # fmt: skip
+        records = [
+            replace(record, picture=drawn.setdefault(record.key, cache(record.picture)))
+            for record in data.embedded_records(TASKS, "train", settings.samples, settings.seed)
+        ]
     else:
         records = finetune.read_records(settings)
     return records, digest([(record.name, record.prefix, record.suffix) for record in records])
@@ -310,8 +316,12 @@ def run_cell(bench: Bench, row: Row, rate: float, seed: int, split: str) -> dict
         return json.loads(file.read_text())
     write_text(folder / "config.json", json.dumps(dataclasses.asdict(settings), indent=1) + "\n")
     started = time.process_time()
-    result = {"scores": {measure.name: [0.0] * len(measure.examples) for measure in measures}, "trainable": None,
-              "diverged": None, "file": str(file.relative_to(bench.out))}  # fmt: skip
+    result = {
+        "scores": {measure.name: [0.0] * len(measure.examples) for measure in measures},
+        "trainable": None,
+        "diverged": None,
+        "file": str(file.relative_to(bench.out)),
+    }
     try:
         model = row.run(settings, folder, bench).eval()
         result["trainable"] = count(trainable(model).values())
@@ -353,8 +363,9 @@ def choose_rate(bench: Bench, row: Row, rates: Sequence[float] | None, seed: int
     own = replace(bench.base, **row.changes)
     rates = sorted(rates or [float(f"{own.lr * factor:.3g}") for factor in (0.5, 1, 2)])
     cells = {rate: run_cell(bench, row, rate, seed, "validation") for rate in rates}
-    validation = {rate: float(np.mean([np.mean(scores) for scores in cell["scores"].values()]))
-                  for rate, cell in cells.items()}  # fmt: skip
+    validation = {
+        rate: float(np.mean([np.mean(scores) for scores in cell["scores"].values()])) for rate, cell in cells.items()
+    }
     best = max(validation, key=validation.get)
     learning = max(cell["trainable"] or 0 for cell in cells.values())
     return Line(row, cell_settings(bench, row, best, seed), learning, validation, cells=list(cells.values()))
@@ -389,8 +400,14 @@ def compare(
     for line in [line for line in lines if line.trainable and line.row.needs_control(line.settings)]:
         control = make_control(bench, line)
         own = replace(bench.base, **control.changes)
-        line.control = next((other for other in lines if other.row.run is fine_tune
-                             and replace(bench.base, **other.row.changes) == own), None)  # fmt: skip
+        line.control = next(
+            (
+                other
+                for other in lines
+                if other.row.run is fine_tune and replace(bench.base, **other.row.changes) == own
+            ),
+            None,
+        )
         if line.control is None:
             if control.name in {other.row.name for other in lines}:  # the same rank with other settings
                 control = replace(control, name=f"{control.name}, {line.row.name}")
@@ -435,11 +452,16 @@ def summarize(bench: Bench, lines: Sequence[Line], seeds: Sequence[int]) -> dict
     measures = bench.measures["test"]
     rows = []
     for line in lines:
-        row = {"name": line.row.name, "trainable": line.trainable, "published": line.row.published,
-               "settings": dataclasses.asdict(line.settings) if line.row.is_trained else None,
-               "validation": {f"{rate:g}": round(100 * value, 2) for rate, value in line.validation.items()},
-               "cells": [cell["file"] for cell in line.cells],
-               "diverged": [cell["diverged"] for cell in line.cells if cell["diverged"]], "test": {}}  # fmt: skip
+        row = {
+            "name": line.row.name,
+            "trainable": line.trainable,
+            "published": line.row.published,
+            "settings": dataclasses.asdict(line.settings) if line.row.is_trained else None,
+            "validation": {f"{rate:g}": round(100 * value, 2) for rate, value in line.validation.items()},
+            "cells": [cell["file"] for cell in line.cells],
+            "diverged": [cell["diverged"] for cell in line.cells if cell["diverged"]],
+            "test": {},
+        }
         for m in measures:
             scores = 100 * line.scores[m.name]
             by = {str(label): 100 * mean for label, mean in by_label(line, m).items()}
@@ -452,13 +474,18 @@ def summarize(bench: Bench, lines: Sequence[Line], seeds: Sequence[int]) -> dict
                 row["difference"][m.name] = gain._asdict() | {"significant": gain.significant}
         rows.append(row)
     return {
-        "base": bench.base.base, "fingerprint": bench.fingerprint, "data": bench.base.data, "version": VERSION,
-        "settings": dataclasses.asdict(bench.base), "seeds": list(seeds), "protocol": bench.protocol,
+        "base": bench.base.base,
+        "fingerprint": bench.fingerprint,
+        "data": bench.base.data,
+        "version": VERSION,
+        "settings": dataclasses.asdict(bench.base),
+        "seeds": list(seeds),
+        "protocol": bench.protocol,
         "measures": [{"name": m.name, "title": m.title, "chance": m.chance} for m in measures],
         "examples": {split: {m.name: len(m.examples) for m in of_split} for split, of_split in bench.measures.items()},
         "cpu_seconds": round(sum({c["file"]: c["cpu_seconds"] for line in lines for c in line.cells}.values())),
         "rows": rows,
-    }  # fmt: skip
+    }
 
 
 def spell(interval: dict) -> str:
@@ -472,9 +499,15 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a Markdown table, aligned for a terminal too: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     rule = ["-" * width + (":" if at else "") for at, width in enumerate(widths)]
-    lines = ["| " + " | ".join(cell.rjust(width) if at else cell.ljust(width)
-                               for at, (cell, width) in enumerate(zip(row, widths, strict=True))) + " |"
-             for row in (head, *body)]  # fmt: skip
+    lines = [
+        "| "
+        + " | ".join(
+            cell.rjust(width) if at else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        + " |"
+        for row in (head, *body)
+    ]
     return [lines[0], "|-" + "|-".join(part if at else part + "-" for at, part in enumerate(rule)) + "|", *lines[1:]]
 
 
@@ -483,8 +516,10 @@ def tell(summary: dict) -> str:
     rows, settings, seeds = summary["rows"], summary["settings"], summary["seeds"]
     vqa_title, *needles = measures = {measure["name"]: measure for measure in summary["measures"]}
     size = f"{settings['samples']:,} samples" if summary["data"] == "embedded" else f"{settings['epochs']} epoch(s)"
-    counts = {split: ", ".join(f"{n:,} of {name}" for name, n in summary["examples"][split].items())
-              for split in ("validation", "test")}  # fmt: skip
+    counts = {
+        split: ", ".join(f"{n:,} of {name}" for name, n in summary["examples"][split].items())
+        for split in ("validation", "test")
+    }
     lines = [
         f"# Comparison: base {summary['base']}, data {summary['data']}",
         "",
@@ -504,11 +539,17 @@ def tell(summary: dict) -> str:
     kinds = list(rows[0]["test"][vqa_title]["by"])
     head = ["row", "parameters", "rate", "VQA", *kinds, "control", "difference"]
     body = [
-        [row["name"], f"{row['trainable']:,}", f"{row['settings']['lr']:g}" if row["settings"] else "",
-         spell(row["test"][vqa_title]), *(f"{row['test'][vqa_title]['by'][kind]:.2f}" for kind in kinds),
-         row.get("control", ""), against(row, vqa_title)]
+        [
+            row["name"],
+            f"{row['trainable']:,}",
+            f"{row['settings']['lr']:g}" if row["settings"] else "",
+            spell(row["test"][vqa_title]),
+            *(f"{row['test'][vqa_title]['by'][kind]:.2f}" for kind in kinds),
+            row.get("control", ""),
+            against(row, vqa_title),
+        ]
         for row in rows
-    ]  # fmt: skip
+    ]
     if any(row["published"] for row in rows):
         head.append("the paper, VQAv2")
         body = [[*cells, str(row["published"] or "")] for cells, row in zip(body, rows, strict=True)]
@@ -522,8 +563,10 @@ def tell(summary: dict) -> str:
         for name in needles:
             head += [measures[name]["title"], "difference"]
             column = [(spell(row["test"][name]), against(row, name)) for row in rows]
-            body = [[*cells, *more] for cells, more in
-                    zip(body, [(f"{measures[name]['chance']:.2f}", ""), *column], strict=True)]  # fmt: skip
+            body = [
+                [*cells, *more]
+                for cells, more in zip(body, [(f"{measures[name]['chance']:.2f}", ""), *column], strict=True)
+            ]
         lines += [*table(head, body), "", "## Figure 2: needle by place", "", "![accuracy by place](figure2.png)"]
     return "\n".join([*lines, "", "## In words", "", *(f"- {sentence}" for sentence in conclude(summary)), ""])
 
@@ -534,31 +577,50 @@ def conclude(summary: dict) -> list[str]:
     for row in rows:
         if "control" not in row:
             continue
-        parts = [f"{'better' if gain['mean'] > 0 else 'worse'} in {name} ({spell(gain)})"
-                 for name, gain in row["difference"].items() if gain["significant"]]  # fmt: skip
+        parts = [
+            f"{'better' if gain['mean'] > 0 else 'worse'} in {name} ({spell(gain)})"
+            for name, gain in row["difference"].items()
+            if gain["significant"]
+        ]
         same = [name for name, gain in row["difference"].items() if not gain["significant"]]
         if same:
             parts.append(f"no significant difference in {', '.join(same)}")
-        sentences.append(f"{row['name']} ({row['trainable']:,} parameters) against {row['control']} "
-                         f"({row['control_trainable']:,}): {'; '.join(parts)}.")  # fmt: skip
+        sentences.append(
+            f"{row['name']} ({row['trainable']:,} parameters) against {row['control']} "
+            f"({row['control_trainable']:,}): {'; '.join(parts)}."
+        )
     verdicts = [gain["significant"] for row in rows for gain in row.get("difference", {}).values()]
     if verdicts:
-        sentences.append(f"Significant differences: {sum(verdicts)} of {len(verdicts)}. If nothing differed at all, "
-                         f"about {0.05 * len(verdicts):.1f} of them would still seem to.")  # fmt: skip
+        sentences.append(
+            f"Significant differences: {sum(verdicts)} of {len(verdicts)}. If nothing differed at all, "
+            f"about {0.05 * len(verdicts):.1f} of them would still seem to."
+        )
     if seeds == 1:
         sentences.append("One seed: the intervals know nothing of how runs differ, so no difference may be believed.")
     elif seeds < 10:
         sentences.append(f"{seeds} seeds are few: intervals that resample them are rather too narrow than too wide.")
-    edges = [row["name"] for row in rows if len(tried := list(row["validation"])) > 1
-             and f"{row['settings']['lr']:g}" in (tried[0], tried[-1])]  # fmt: skip
+    edges = [
+        row["name"]
+        for row in rows
+        if len(tried := list(row["validation"])) > 1 and f"{row['settings']['lr']:g}" in (tried[0], tried[-1])
+    ]
     if edges:
-        sentences.append("The best rate is the lowest or the highest tried, and a better one may lie beyond, for: "
-                         f"{', '.join(edges)}.")  # fmt: skip
-    below = [f"{row['name']} in {test['name']}" for row in rows if row["settings"] is None
-             for test in summary["measures"][1:] if row["test"][test["name"]]["mean"] < test["chance"]]  # fmt: skip
+        sentences.append(
+            "The best rate is the lowest or the highest tried, and a better one may lie beyond, for: "
+            f"{', '.join(edges)}."
+        )
+    below = [
+        f"{row['name']} in {test['name']}"
+        for row in rows
+        if row["settings"] is None
+        for test in summary["measures"][1:]
+        if row["test"][test["name"]]["mean"] < test["chance"]
+    ]
     if below:
-        sentences.append(f"Below chance: {', '.join(below)}. A model that never saw a question's wording gives other "
-                         "answers than its words; `--protocol constrained` compares those alone.")  # fmt: skip
+        sentences.append(
+            f"Below chance: {', '.join(below)}. A model that never saw a question's wording gives other "
+            "answers than its words; `--protocol constrained` compares those alone."
+        )
     sentences += [f"{row['name']}: a run diverged and scores 0: {why}" for row in rows for why in row["diverged"]]
     return sentences
 
@@ -585,11 +647,12 @@ def draw(bench: Bench, lines: Sequence[Line]) -> list[str]:
         files["differences.png"] = [
             figures.interval_chart(
                 [(f"{line.row.name} - {line.control.row.name}", *difference(line, measure)) for line in others],
-                measure.title, "accuracy, row minus control (plain LoRA), percentage points",
+                measure.title,
+                "accuracy, row minus control (plain LoRA), percentage points",
                 reference=("no difference", 0.0),
             )
             for measure in measures
-        ]  # fmt: skip
+        ]
     if len(measures) > 1:
         files["figure2.png"] = [
             figures.heatmaps({line.row.name: grid(line, measure) for line in shown}, f"needle, {measure.title}")
@@ -630,32 +693,65 @@ def read_rates(text: str) -> list[float]:
 def read_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
     """The command's own flags, and the settings that all rows start from."""
     parser = argparse.ArgumentParser(
-        prog="python -m train.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False, epilog="All other flags are those of `python -m train.finetune`, such as --base, --data, "
+        prog="python -m train.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="All other flags are those of `python -m train.finetune`, such as --base, --data, "
         f"--recipe, --samples, --r or --device, with its defaults but for --samples {SAMPLES}.",
-    )  # fmt: skip
+    )
     names = "; ".join(f"{group}: {', '.join(row.name for row in rows)}" for group, rows in GROUPS.items())
     names += f"; or one of {', '.join(STUDIES)}, whose own flags --rows NAME --help shows"
-    parser.add_argument("--rows", default="attention", metavar="NAME,…",
-                        help=f"rows, or groups of them ({names}) (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--rows",
+        default="attention",
+        metavar="NAME,…",
+        help=f"rows, or groups of them ({names}) (default: %(default)s)",
+    )
     parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="runs of a row (default: %(default)s)")
-    parser.add_argument("--rates", type=read_rates, metavar="A,B,…",
-                        help="peak learning rates to try (default: half of the row's own, itself, its double)")
-    parser.add_argument("--limit", type=positive, default=800, metavar="N",
-                        help="VQA questions of the test split; half as many needle tests of each kind; half of both "
-                             "for validation (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--protocol", choices=needle.PROTOCOLS[:2], default="paper",
-                        help="of the needle tests: one-word answers, parsed strictly, or the likelier of the words "
-                             "(default: %(default)s)")  # fmt: skip
-    parser.add_argument("--coco", metavar="DIR", help="with --data on disk: folder of COCO val2014 pictures, for 2×2 "
-                                                      "needle tests (default: no needle tests)")  # fmt: skip
+    parser.add_argument(
+        "--rates",
+        type=read_rates,
+        metavar="A,B,…",
+        help="peak learning rates to try (default: half of the row's own, itself, its double)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=positive,
+        default=800,
+        metavar="N",
+        help="VQA questions of the test split; half as many needle tests of each kind; half of both "
+        "for validation (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--protocol",
+        choices=needle.PROTOCOLS[:2],
+        default="paper",
+        help="of the needle tests: one-word answers, parsed strictly, or the likelier of the words "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--coco",
+        metavar="DIR",
+        help="with --data on disk: folder of COCO val2014 pictures, for 2×2 needle tests (default: no needle tests)",
+    )
     parser.add_argument("--captions", metavar="FILE", help="with --coco: MMNeedle's or COCO's caption file")
-    parser.add_argument("--metadata", metavar="DIR",
-                        help="with --coco: folder of MMNeedle's own tests (default: drawn anew)")  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path("runs/compare"), metavar="DIR",
-                        help="folder of results and cells; what it holds is not done again (default: %(default)s)")
-    parser.add_argument("--json", action=argparse.BooleanOptionalAction, default=False,
-                        help="print comparison.json instead of the tables (default: --no-json)")  # fmt: skip
+    parser.add_argument(
+        "--metadata", metavar="DIR", help="with --coco: folder of MMNeedle's own tests (default: drawn anew)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/compare"),
+        metavar="DIR",
+        help="folder of results and cells; what it holds is not done again (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="print comparison.json instead of the tables (default: --no-json)",
+    )
     args, rest = parser.parse_known_args(argv)
     for flag in rest:
         if flag.startswith("--") and flag.partition("=")[0].removeprefix("--").removeprefix("no-") in DECIDED:
@@ -702,8 +798,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     print(text)
     seconds = time.perf_counter() - started
-    print(f"{summary['cpu_seconds']:,} CPU seconds for all cells; this call {seconds:,.0f} s on "
-          f"{torch.get_num_threads()} threads; in {args.out}: {', '.join(files)}, cells/")  # fmt: skip
+    print(
+        f"{summary['cpu_seconds']:,} CPU seconds for all cells; this call {seconds:,.0f} s on "
+        f"{torch.get_num_threads()} threads; in {args.out}: {', '.join(files)}, cells/"
+    )
 
 
 if __name__ == "__main__":

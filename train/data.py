@@ -70,9 +70,14 @@ def _render(scene: scenes.Scene) -> Image.Image:
 
 
 def vqav2_records(
-    folder: Path, prompt: str, split: str = "train", fraction: float = 1.0, validation: float = 0.0, seed: int = 0,
+    folder: Path,
+    prompt: str,
+    split: str = "train",
+    fraction: float = 1.0,
+    validation: float = 0.0,
+    seed: int = 0,
     sampled: bool = False,
-) -> list[Record]:  # fmt: skip
+) -> list[Record]:
     """Questions of VQAv2's train2014 in their official layout under `folder`; the answer is multiple_choice_answer, or,
     `sampled`, one of the ten, drawn anew each epoch.
 
@@ -90,12 +95,17 @@ def vqav2_records(
         )
     chosen = set(_share_of_pictures(sorted({q.image for q in questions}), split, fraction, validation, seed))
     return [
-        Record(str(q.question_id), q.image, find_image(folder, q.image), prompt.format(question=q.question),
-               annotations[q.question_id].answer,
-               tuple(a["answer"] for a in annotations[q.question_id].answers) if sampled else ())
+        Record(
+            str(q.question_id),
+            q.image,
+            find_image(folder, q.image),
+            prompt.format(question=q.question),
+            annotations[q.question_id].answer,
+            tuple(a["answer"] for a in annotations[q.question_id].answers) if sampled else (),
+        )
         for q in questions
         if q.image in chosen
-    ]  # fmt: skip
+    ]
 
 
 def jsonl_records(path: Path, split: str = "train", fraction: float = 1.0, validation: float = 0.0, seed: int = 0):
@@ -238,9 +248,14 @@ def collate(
     first, image_index = batch.image_index.unique(return_inverse=True)
     positions, targets = supervised(batch.labels)
     micro = MicroBatch(
-        replace(batch, pixel_values=batch.pixel_values[first]), image_index, positions, targets,
-        int((targets != -100).sum()), tuple(r.name for r in good), tuple(bad),
-    )  # fmt: skip
+        replace(batch, pixel_values=batch.pixel_values[first]),
+        image_index,
+        positions,
+        targets,
+        int((targets != -100).sum()),
+        tuple(r.name for r in good),
+        tuple(bad),
+    )
     return micro if cache is None else look_up(micro, cache)
 
 
@@ -252,10 +267,12 @@ def look_up(micro: MicroBatch, cache: FeatureCache) -> MicroBatch:
     unseen = [number for number, known in enumerate(found) if known is None]
     blank = torch.zeros(cache.shape, dtype=torch.bfloat16)
     return replace(
-        micro, batch=replace(micro.batch, pixel_values=pixels[unseen]), unseen=torch.tensor(unseen, dtype=torch.int64),
+        micro,
+        batch=replace(micro.batch, pixel_values=pixels[unseen]),
+        unseen=torch.tensor(unseen, dtype=torch.int64),
         features=torch.stack([blank if known is None else known for known in found] or [blank])[: len(found)],
         keys=tuple(keys[number] for number in unseen),
-    )  # fmt: skip
+    )
 
 
 def idle(processor: Processor) -> MicroBatch:
@@ -302,7 +319,7 @@ def load_batches(
             num_workers=workers,
             pin_memory=pin,
             generator=torch.Generator(),  # its own: drawing from the global one would change what dropout draws
-        )  # fmt: skip
+        )
     )
 
 
@@ -315,10 +332,20 @@ class Order:
     """
 
     def __init__(
-        self, records: Sequence[Record], processor: Processor, *, batch_size: int, accumulate: int = 1, epochs: int = 1,
-        steps: int | None = None, seed: int = 0, per_picture: int = 1, rank: int = 0, world_size: int = 1,
+        self,
+        records: Sequence[Record],
+        processor: Processor,
+        *,
+        batch_size: int,
+        accumulate: int = 1,
+        epochs: int = 1,
+        steps: int | None = None,
+        seed: int = 0,
+        per_picture: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
         cache: FeatureCache | None = None,
-    ):  # fmt: skip
+    ):
         self.records, self.processor, self.cache = records, processor, cache
         self.accumulate, self.rank, self.world_size, self.seed = accumulate, rank, world_size, seed
         if hasattr(records, "plan"):

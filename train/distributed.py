@@ -71,8 +71,9 @@ class World:
 
 def join_world(device: str = "auto") -> World:
     """Join the processes that `torchrun` started, or be alone. Raises UserError for a device that is not there."""
-    size, rank, local = (int(os.environ.get(name, default)) for name, default in
-                         (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))  # fmt: skip
+    size, rank, local = (
+        int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
+    )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -134,9 +135,16 @@ def divide(world: World, items: Sequence, work: Callable[[list], Sequence], key:
 
 
 def ask_together(
-    world: World, model: PaliGemma, processor: Processor, questions: Sequence[Ask], *, progress: str | None = None,
-    left_out: dict[str, str] | None = None, log: Path | None = None, **options,
-) -> list[str | None]:  # fmt: skip
+    world: World,
+    model: PaliGemma,
+    processor: Processor,
+    questions: Sequence[Ask],
+    *,
+    progress: str | None = None,
+    left_out: dict[str, str] | None = None,
+    log: Path | None = None,
+    **options,
+) -> list[str | None]:
     """`eval.run.ask_all`, each process asking its own copy of the model about its share of the pictures; all get all
     answers, one for each question, in order. It keeps no log."""
     assert log is None, "processes would write into each other's lines"

@@ -145,17 +145,29 @@ def evaluate(model: PaliGemma, processor: Processor, settings: Settings, title: 
         result["vqa_details"] = vqa.evaluate_embedded(
             model, processor, settings.eval_limit, f"VQA, {title}", ask_all=ask_all
         )
-        tests = {kind: needle.evaluate_embedded(model, processor, kind, settings.eval_limit // 2, f"{kind}, {title}",
-                                                ask_all=ask_all)
-                 for kind in dict.fromkeys(settings.tasks.split(",")) if kind in scenes.NEEDLES}  # fmt: skip
+        tests = {
+            kind: needle.evaluate_embedded(
+                model, processor, kind, settings.eval_limit // 2, f"{kind}, {title}", ask_all=ask_all
+            )
+            for kind in dict.fromkeys(settings.tasks.split(","))
+            if kind in scenes.NEEDLES
+        }
         result |= {"vqa": result["vqa_details"]["overall"], "needle": tests.get("n2o1"), "needle_details": tests}
     elif settings.data.startswith("vqav2:"):
         folder = Path(settings.data.partition(":")[2])
         held_out = {record.name for record in read_records(settings, "validation")}
         result["vqa_details"] = vqa.evaluate_files(
-            model, processor, folder / data.QUESTIONS_FILE, folder / data.ANNOTATIONS_FILE, folder, settings.prompt,
-            limit=settings.eval_limit, only=held_out, progress=f"VQA, {title}", ask_all=ask_all,
-        )  # fmt: skip
+            model,
+            processor,
+            folder / data.QUESTIONS_FILE,
+            folder / data.ANNOTATIONS_FILE,
+            folder,
+            settings.prompt,
+            limit=settings.eval_limit,
+            only=held_out,
+            progress=f"VQA, {title}",
+            ask_all=ask_all,
+        )
         result["vqa"] = result["vqa_details"]["overall"]
     model.train(was_training)
     return result
@@ -165,10 +177,15 @@ def supervised_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
     """The sum of cross-entropies over the supervised tokens; the head runs at their positions alone."""
     batch = micro.batch
     return model(
-        batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask,
-        positions_to_keep=micro.positions, image_features=micro.features, image_index=micro.image_index,
+        batch.input_ids,
+        batch.pixel_values,
+        batch.token_type_ids,
+        batch.attention_mask,
+        positions_to_keep=micro.positions,
+        image_features=micro.features,
+        image_index=micro.image_index,
         targets=micro.targets,
-    )  # fmt: skip
+    )
 
 
 def open_cache(model: PaliGemma, settings: Settings, world: World) -> FeatureCache | None:
@@ -217,10 +234,17 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
 
 
 def train(
-    model: PaliGemma, optimizer: torch.optim.Optimizer, processor: Processor, settings: Settings, run: Path,
-    world: World, before: dict | None = None, records: Sequence[Record] | None = None, order: Order | None = None,
+    model: PaliGemma,
+    optimizer: torch.optim.Optimizer,
+    processor: Processor,
+    settings: Settings,
+    run: Path,
+    world: World,
+    before: dict | None = None,
+    records: Sequence[Record] | None = None,
+    order: Order | None = None,
     loss_of: Callable[[nn.Module, MicroBatch], torch.Tensor] | None = None,
-) -> dict:  # fmt: skip
+) -> dict:
     """Train `model` in place, from the newest checkpoint of `run` if it has one; returns the loop's own progress.
 
     records: what to learn from (None: the train split of `settings.data`). What are no questions about pictures brings
@@ -234,16 +258,26 @@ def train(
     processes = read_state(found[-1])["progress"].get("processes", world.size) if found else world.size
     cache = open_cache(model, settings, world)
     order = order or Order(
-        read_records(settings) if records is None else records, processor, batch_size=settings.batch_size,
-        accumulate=world.share(settings.accumulate * processes), epochs=settings.epochs, steps=settings.steps,
-        seed=settings.seed, per_picture=settings.per_picture, rank=world.rank, world_size=world.size,
+        read_records(settings) if records is None else records,
+        processor,
+        batch_size=settings.batch_size,
+        accumulate=world.share(settings.accumulate * processes),
+        epochs=settings.epochs,
+        steps=settings.steps,
+        seed=settings.seed,
+        per_picture=settings.per_picture,
+        rank=world.rank,
+        world_size=world.size,
         cache=cache,
-    )  # fmt: skip
+    )
     autocast_dtype = {"auto": "bf16" if world.device.type == "cuda" else "none"}.get(
         settings.autocast, settings.autocast
     )
-    autocast = (torch.autocast(world.device.type, DTYPES[autocast_dtype]) if autocast_dtype != "none"
-                else contextlib.nullcontext())  # fmt: skip
+    autocast = (
+        torch.autocast(world.device.type, DTYPES[autocast_dtype])
+        if autocast_dtype != "none"
+        else contextlib.nullcontext()
+    )
     scaler = torch.amp.GradScaler(world.device.type, enabled=autocast_dtype == "fp16")
     progress = {"metrics_bytes": 0, "bad": [], "seconds": 0.0, "samples": 0, "before": before, "processes": processes}
     step = 0
@@ -273,8 +307,10 @@ def train(
     with catch_signals() as stop, bar:
         for micros in order.steps(step, settings.workers, pin=world.device.type == "cuda"):
             torch.manual_seed((settings.seed * 1_000_003 + step) * 1_009 + world.rank)  # dropout needs no other state
-            told = [(0, 0, micro) if isinstance(micro, list) else (len(micro.names), micro.tokens, micro.bad)
-                    for micro in micros]  # fmt: skip
+            told = [
+                (0, 0, micro) if isinstance(micro, list) else (len(micro.names), micro.tokens, micro.bad)
+                for micro in micros
+            ]
             samples, tokens, bad = zip(*(one for of_process in world.gather(told) for one in of_process), strict=True)
             progress["samples"] += sum(samples)
             progress["bad"] += [line for lines in bad for line in lines]
@@ -335,12 +371,19 @@ def measure(model: PaliGemma, micro: MicroBatch) -> dict:
     batch = micro.batch
     model.eval()
     distance = map_distance(
-        model, input_ids=batch.input_ids, pixel_values=batch.pixel_values, token_type_ids=batch.token_type_ids,
-        attention_mask=batch.attention_mask, image_features=micro.features, image_index=micro.image_index,
-    )  # fmt: skip
+        model,
+        input_ids=batch.input_ids,
+        pixel_values=batch.pixel_values,
+        token_type_ids=batch.token_type_ids,
+        attention_mask=batch.attention_mask,
+        image_features=micro.features,
+        image_index=micro.image_index,
+    )
     model.train()
-    record = {"lambda": {path: value.tolist() for path, value in lambdas(model).items()},
-              "map_distance": {path: value.item() for path, value in distance.items()}}  # fmt: skip
+    record = {
+        "lambda": {path: value.tolist() for path, value in lambdas(model).items()},
+        "map_distance": {path: value.item() for path, value in distance.items()},
+    }
     return {name: by_layer for name, by_layer in record.items() if by_layer}
 
 
@@ -460,9 +503,13 @@ def fine_tune(settings: Settings, run: Path, world: World) -> None:
         return
     none = {"vqa": None, "needle": None}
     summary = {
-        "before": progress["before"] or none, "after": after or none, "trainable_parameters": learning,
-        "seconds": round(progress["seconds"], 1), "samples": progress["samples"], "left_out": progress["bad"],
-    }  # fmt: skip
+        "before": progress["before"] or none,
+        "after": after or none,
+        "trainable_parameters": learning,
+        "seconds": round(progress["seconds"], 1),
+        "samples": progress["samples"],
+        "left_out": progress["bad"],
+    }
     if settings.evaluate and settings.data == "embedded":
         summary["blind"] = vqa.blind_embedded(settings.eval_limit)
     write_text(run / "summary.json", json.dumps(summary, indent=1) + "\n")
@@ -497,8 +544,11 @@ def print_summary(summary: dict, settings: Settings, run: Path) -> None:
         for kind in after["vqa_details"]["per_answer_type"]:
             values = [result["vqa_details"]["per_answer_type"][kind] for result in (before, after)]
             row(f"  {kind}", *values, blind.get(kind))
-        words = {"n2o1": "needle, 2×2, one object each", "n2o2": "needle, 2×2, two objects each",
-                 "n4o1": "needle, 4×4, one object each"}  # fmt: skip
+        words = {
+            "n2o1": "needle, 2×2, one object each",
+            "n2o2": "needle, 2×2, two objects each",
+            "n4o1": "needle, 4×4, one object each",
+        }
         for kind, accuracy in after["needle_details"].items():
             row(words[kind], before["needle_details"][kind], accuracy, 100 / scenes.NEEDLES[kind][0] ** 2)
         if before["needle"] is not None and before["needle"] < 25:
@@ -507,12 +557,16 @@ def print_summary(summary: dict, settings: Settings, run: Path) -> None:
         row("VQA", before["vqa"], after["vqa"], None)
     if summary["left_out"]:
         print(f"left out {len(summary['left_out'])} records: {summary['left_out'][0]} …")
-    print(f"\n{summary['samples']:,} samples in {summary['seconds']:.0f} s; in {run}: " + (
-        "model/" if settings.writes_model else "adapter_model.safetensors, adapter_config.json") +
-        ", metrics.jsonl, loss.png, summary.json, checkpoints/")  # fmt: skip
+    print(
+        f"\n{summary['samples']:,} samples in {summary['seconds']:.0f} s; in {run}: "
+        + ("model/" if settings.writes_model else "adapter_model.safetensors, adapter_config.json")
+        + ", metrics.jsonl, loss.png, summary.json, checkpoints/"
+    )
     what = f"--model {run / 'model'}" if settings.writes_model else f"--adapter {run}"
-    print(f"next: python -m eval.vqa {what}; python -m eval.needle {what}; "
-          f"python -m eval.ask {what} --image FILE --prompt 'answer en Where is the dog?'")  # fmt: skip
+    print(
+        f"next: python -m eval.vqa {what}; python -m eval.needle {what}; "
+        f"python -m eval.ask {what} --image FILE --prompt 'answer en Where is the dog?'"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

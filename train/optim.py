@@ -30,8 +30,17 @@ def parameter_groups(model: nn.Module, rules: Sequence[Rule]) -> list[dict]:
     Sets `requires_grad` to match. Each group carries its `pattern` and `names`. Raises UserError for a rule that no
     parameter is left for: a misspelt pattern would otherwise train nothing in silence.
     """
-    groups = [{"pattern": rule.pattern, "lr": rule.lr, "base_lr": rule.lr, "weight_decay": rule.weight_decay,
-               "names": [], "params": []} for rule in rules]  # fmt: skip
+    groups = [
+        {
+            "pattern": rule.pattern,
+            "lr": rule.lr,
+            "base_lr": rule.lr,
+            "weight_decay": rule.weight_decay,
+            "names": [],
+            "params": [],
+        }
+        for rule in rules
+    ]
     for name, parameter in model.named_parameters():
         group = next((group for group in groups if re.fullmatch(group["pattern"], name)), None)
         parameter.requires_grad_(group is not None)

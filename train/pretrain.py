@@ -65,9 +65,17 @@ class Stage:
 
 DENSE = {"scan": 0.2, "detect_all": 0.7, "locate": 1.0, "count": 1.0, "exist": 1.0}
 QUESTIONS = {
-    "vqa": 3.0, "count": 0.7, "exist": 0.2, "locate": 0.2, "vertical": 0.2, "horizontal": 0.2, "cell": 0.6,
-    "caption": 0.4, "detect_all": 0.2, "detect": 1.0,
-}  # fmt: skip
+    "vqa": 3.0,
+    "count": 0.7,
+    "exist": 0.2,
+    "locate": 0.2,
+    "vertical": 0.2,
+    "horizontal": 0.2,
+    "cell": 0.6,
+    "caption": 0.4,
+    "detect_all": 0.2,
+    "detect": 1.0,
+}
 # of a picture's six questions, one: as many numbers as yes/no and other, for numbers are the hardest to learn
 ASKED = (0, 1, 2, 2, 3, 4, 5, 2, 0, 1)
 STAGES = (
@@ -155,9 +163,14 @@ def losses(
         attention = model.language_model.layers[MATCHING_LAYER].self_attn
         attention.tap = seen.append if stage.attention_weight else None
         logits = model(
-            batch.input_ids, None, batch.token_type_ids, batch.attention_mask, positions_to_keep=micro.positions,
-            image_features=features, image_index=micro.image_index,
-        )  # fmt: skip
+            batch.input_ids,
+            None,
+            batch.token_type_ids,
+            batch.attention_mask,
+            positions_to_keep=micro.positions,
+            image_features=features,
+            image_index=micro.image_index,
+        )
         attention.tap = None
         by_token = F.cross_entropy(logits.transpose(1, 2), micro.targets, ignore_index=-100, reduction="none")  # (B, T)
         counts = (micro.targets != -100).sum(1).clamp(min=1)
@@ -198,8 +211,10 @@ def places(processor: Processor, patches: int) -> list[tuple[list[int], torch.Te
     cell, side = torch.arange(patches), int(patches**0.5)
     words = (("top", "bottom"), ("top left", "top right"))
     lower, right = cell // side >= side // 2, cell % side >= side // 2
-    return [([processor.encode(word)[-1] for word in pair], half.long())
-            for pair, half in zip(words, (lower, right), strict=True)]  # fmt: skip
+    return [
+        ([processor.encode(word)[-1] for word in pair], half.long())
+        for pair, half in zip(words, (lower, right), strict=True)
+    ]
 
 
 def together(tensors: Sequence[torch.Tensor], world: World, source: int | None = None) -> None:
@@ -213,9 +228,13 @@ def together(tensors: Sequence[torch.Tensor], world: World, source: int | None =
 
 
 def pretrain(
-    model: PaliGemma, processor: Processor, seed: int = 0, batch_size: int = 32, scale: float = 1.0,
+    model: PaliGemma,
+    processor: Processor,
+    seed: int = 0,
+    batch_size: int = 32,
+    scale: float = 1.0,
     world: World = ALONE,
-) -> None:  # fmt: skip
+) -> None:
     """Train `model` in place through all stages; `scale` shortens them, for tests.
 
     The processes of `world` share every batch, and all end with the same weights.
@@ -227,9 +246,12 @@ def pretrain(
         stage = replace(stage, samples=total * batch_size)
         optimizers[0].param_groups[0]["base_lr"] = stage.muon_lr
         bar = tqdm(
-            batches(stage, number, batch_size, processor, seed, world), total=total, desc=f"stage {number}",
-            unit="batch", disable=not world.is_first,
-        )  # fmt: skip
+            batches(stage, number, batch_size, processor, seed, world),
+            total=total,
+            desc=f"stage {number}",
+            unit="batch",
+            disable=not world.is_first,
+        )
         for step, (micro, cells) in enumerate(bar):
             warmup, decay = total // 50, total // 5
             factor = min(rate_factor(step, total, warmup, "constant"), (total - step) / max(1, decay))
@@ -288,10 +310,15 @@ def make_base(args: argparse.Namespace, world: World) -> None:
         return
     export_model(model, args.out, dtype=torch.bfloat16, companions=[tokenizer])
     record = {
-        "accuracy": result, "seed": args.seed, "scale": args.scale, "seconds": round(seconds),
-        "processes": world.size, "threads": args.threads, "torch": torch.__version__,
+        "accuracy": result,
+        "seed": args.seed,
+        "scale": args.scale,
+        "seconds": round(seconds),
+        "processes": world.size,
+        "threads": args.threads,
+        "torch": torch.__version__,
         "tokenizer_sha256": hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
-    }  # fmt: skip
+    }
     write_text(args.out / "pretraining.json", json.dumps(record, indent=1) + "\n")
     shipped = BUNDLED_FOLDER / "pretraining.json"
     reference = json.loads(shipped.read_text())["accuracy"] if shipped.exists() else {}
@@ -321,9 +348,13 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/tiny"), help="folder to write (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=2 if (os.cpu_count() or 1) > 1 else 1,
-                        help="processes that share every batch; a small model gains more by them than by threads "
-                             "(default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=2 if (os.cpu_count() or 1) > 1 else 1,
+        help="processes that share every batch; a small model gains more by them than by threads "
+        "(default: %(default)s)",
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each process (default: %(default)s)")
     parser.add_argument("--scale", type=float, default=1.0, help="length of all stages (default: %(default)s)")
     args = parser.parse_args(argv)

@@ -65,15 +65,26 @@ def told_batches(processor: Processor, samples: int, batch_size: int, split: str
     for start in range(0, samples // batch_size * batch_size, batch_size):
         batch = processor.pad([tell(start + row, split, processor) for row in range(batch_size)])
         places = batch.attention_mask.cumsum(1)
-        yield Batch(batch.input_ids, batch.pixel_values, (places > scenes.GRID**2).long(), batch.attention_mask,
-                    batch.labels, batch.image_index)  # fmt: skip
+        yield Batch(
+            batch.input_ids,
+            batch.pixel_values,
+            (places > scenes.GRID**2).long(),
+            batch.attention_mask,
+            batch.labels,
+            batch.image_index,
+        )
 
 
 def answers(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits (B, T, V) and targets (B, T) of the supervised tokens."""
     positions, targets = supervised(batch.labels)
-    logits = model(input_ids=batch.input_ids, pixel_values=None, token_type_ids=batch.token_type_ids,
-                   attention_mask=batch.attention_mask, positions_to_keep=positions)  # fmt: skip
+    logits = model(
+        input_ids=batch.input_ids,
+        pixel_values=None,
+        token_type_ids=batch.token_type_ids,
+        attention_mask=batch.attention_mask,
+        positions_to_keep=positions,
+    )
     return logits, targets
 
 
@@ -131,16 +142,26 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{count(model.parameters()):,} parameters, {args.samples:,} scenes")
     teach(model, list(model.parameters()), processor, args.samples)
     model = model.to(torch.bfloat16).float()  # what is measured is what is shipped
-    record = {"answer_tokens": round(accuracy(model, processor), 1), "samples": args.samples, "seed": args.seed,
-              "seconds": round(time.perf_counter() - started), "torch": torch.__version__}  # fmt: skip
+    record = {
+        "answer_tokens": round(accuracy(model, processor), 1),
+        "samples": args.samples,
+        "seed": args.seed,
+        "seconds": round(time.perf_counter() - started),
+        "torch": torch.__version__,
+    }
     with atomic_path(args.out / "model.safetensors") as temporary:
-        save_file({name: tensor.bfloat16() for name, tensor in model.state_dict().items()}, temporary,
-                  metadata={"format": "pt"})  # fmt: skip
+        save_file(
+            {name: tensor.bfloat16() for name, tensor in model.state_dict().items()},
+            temporary,
+            metadata={"format": "pt"},
+        )
     write_text(args.out / "config.json", json.dumps(CONFIG.to_dict() | {"torch_dtype": "bfloat16"}, indent=2) + "\n")
     write_text(args.out / "pretraining.json", json.dumps(record, indent=1) + "\n")
     shutil.copyfile(tokenizer, args.out / tokenizer.name)
-    print(f"{record['answer_tokens']} % of the answers' tokens are right; {args.out}: model.safetensors, config.json, "
-          f"tokenizer.model, pretraining.json; {record['seconds']} s")  # fmt: skip
+    print(
+        f"{record['answer_tokens']} % of the answers' tokens are right; {args.out}: model.safetensors, config.json, "
+        f"tokenizer.model, pretraining.json; {record['seconds']} s"
+    )
 
 
 if __name__ == "__main__":

@@ -47,8 +47,10 @@ def read_options(settings: "Settings") -> tuple[Parts, ProjectorConfig]:
             raise UserError(f"--option {name}: choose of {', '.join(known)}")
         if type(value) is not type(known[name]):
             raise UserError(f"--option {name}={value}: expected {type(known[name]).__name__}, such as {known[name]!r}")
-    given = {cls: {f.name: settings.options[f.name] for f in fields(cls) if f.name in settings.options}
-             for cls in (Parts, ProjectorConfig)}  # fmt: skip
+    given = {
+        cls: {f.name: settings.options[f.name] for f in fields(cls) if f.name in settings.options}
+        for cls in (Parts, ProjectorConfig)
+    }
     parts, projector = replace(parts, **given[Parts]), replace(projector, **given[ProjectorConfig])
     if not tiny and parts.language_model == EMBEDDED:
         raise UserError(
@@ -85,9 +87,11 @@ def open_qmamba(settings: "Settings", dtype: torch.dtype, device: torch.device) 
     tower = load_siglip(settings.base, dtype, device)
     text = load_mamba(language_model(settings), dtype, device)
     config = QMambaConfig(
-        vision=replace(tower.config, feature_layer=parts.feature_layer), projector=projector, text=text.config,
+        vision=replace(tower.config, feature_layer=parts.feature_layer),
+        projector=projector,
+        text=text.config,
         image_token_id=text.config.vocab_size - 1,  # of the embedding's padding, which no text uses
-    )  # fmt: skip
+    )
     config.check(f"--base {settings.base}")
     model = empty_model(config, dtype)
     tower.config = config.vision

@@ -34,11 +34,17 @@ class Settings:
     """All that decides a run. Each is a flag of the same name; the help text is its metadata."""
 
     base: str = flag("embedded", "model: a folder, a hub id, or `embedded`")
-    data: str = flag("embedded", "embedded, vqav2:DIR (official files), jsonl:FILE (image, prefix, suffix), or tar "
-                     "shards of train.shard, shards:'NAME-{000..127}.tar'")  # fmt: skip
+    data: str = flag(
+        "embedded",
+        "embedded, vqav2:DIR (official files), jsonl:FILE (image, prefix, suffix), or tar "
+        "shards of train.shard, shards:'NAME-{000..127}.tar'",
+    )
     arch: str = flag("paligemma", f"what to train: paligemma, or a system with stages ({', '.join(ARCHITECTURES)})")
-    stage: int | None = flag(None, "its stage; a later one starts from the model that the one before has written, "
-                             "--base RUN/model (default: none)")  # fmt: skip
+    stage: int | None = flag(
+        None,
+        "its stage; a later one starts from the model that the one before has written, "
+        "--base RUN/model (default: none)",
+    )
     attention: str = flag("twin", "differential attention to graft", choices=list(KINDS))
     diff_in: str = flag("decoder", "where to graft it", choices=["decoder", "vision", "both"])
     feed_forward: str = flag("mlp", "feed-forward of the decoder", choices=list(FEED_FORWARDS))
@@ -65,8 +71,11 @@ class Settings:
     fraction: float = flag(1.0, "share of the training pictures to use (the paper's Part 1: 0.4)")
     validation: float = flag(0.02, "share of the pictures held out, for data on disk")
     prompt: str = flag("answer {question}", "prompt of a VQAv2 question")
-    answers: str = flag("common", "VQAv2's answer to learn: the common one, or one of the ten, drawn anew each epoch",
-                     choices=["common", "sampled"])  # fmt: skip
+    answers: str = flag(
+        "common",
+        "VQAv2's answer to learn: the common one, or one of the ten, drawn anew each epoch",
+        choices=["common", "sampled"],
+    )
     per_picture: int = flag(1, "questions of one picture that may share a batch, and its encoding")
     shuffle_buffer: int = flag(10000, "records of tar shards that are shuffled together")
     max_bad: int = flag(20, "unusable records to leave out before the run stops")
@@ -104,8 +113,18 @@ class Settings:
 
 
 # The paper's Table 1 (its section 4) and the transfer recipe of PaliGemma's authors (Beyer et al. 2024, appendix J)
-_PAPER = {"batch_size": 4, "accumulate": 4, "warmup": 50, "schedule": "linear", "dropout": 0.1, "epochs": 1,
-          "fraction": 0.4, "prompt": "answer {question}", "r": 32, "alpha": 64.0}  # fmt: skip
+_PAPER = {
+    "batch_size": 4,
+    "accumulate": 4,
+    "warmup": 50,
+    "schedule": "linear",
+    "dropout": 0.1,
+    "epochs": 1,
+    "fraction": 0.4,
+    "prompt": "answer {question}",
+    "r": 32,
+    "alpha": 64.0,
+}
 _FAST, _SLOW = {"lr": 4e-4, "weight_decay": 1e-9}, {"lr": 2e-5, "weight_decay": 1e-8}
 RECIPES: dict[str, dict] = {
     "paper-1": _PAPER | _FAST | {"attention": "softmax", "feed_forward": "mlp"},
@@ -113,10 +132,22 @@ RECIPES: dict[str, dict] = {
     "paper-3": _PAPER | _SLOW | {"attention": "softmax", "feed_forward": "mlp", "r": 16, "alpha": 32.0},
     "paper-4": _PAPER | _SLOW | {"attention": "shared", "feed_forward": "mlp"},
     "paper-5": _PAPER | _SLOW | {"attention": "split", "feed_forward": "swiglu-new", "option": ('rope_pairs="fresh"',)},
-    "paligemma": {"attention": "softmax", "full": True, "lr": 1e-5, "weight_decay": 0.0, "beta2": 0.999, "epochs": 10,
-                  "batch_size": 16, "accumulate": 16, "schedule": "cosine", "warmup": 0.05, "clip": 1.0,
-                  "answers": "sampled", "prompt": "answer en {question}"},
-}  # fmt: skip
+    "paligemma": {
+        "attention": "softmax",
+        "full": True,
+        "lr": 1e-5,
+        "weight_decay": 0.0,
+        "beta2": 0.999,
+        "epochs": 10,
+        "batch_size": 16,
+        "accumulate": 16,
+        "schedule": "cosine",
+        "warmup": 0.05,
+        "clip": 1.0,
+        "answers": "sampled",
+        "prompt": "answer en {question}",
+    },
+}
 
 
 def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, Path | None, Path | None]:
@@ -125,7 +156,8 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
         prog="python -m train.finetune", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--out", type=Path,
+        "--out",
+        type=Path,
         help="run folder to make (default: runs/BASE-ATTENTION-1 or runs/ARCH-stageN-1, or the next number)",
     )
     parser.add_argument(
@@ -147,8 +179,14 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
             kind = {"scalar_lr": float, "steps": int, "stage": int, "warmup": float}.get(setting.name, kind)
             kind = str if kind is type(None) else kind
             parser.add_argument(name, type=kind, choices=setting.metadata["choices"], **common)
-    parser.add_argument("--wings", dest="arch", action="store_const", const="wings", default=argparse.SUPPRESS,
-                        help="the same as --arch wings")  # fmt: skip
+    parser.add_argument(
+        "--wings",
+        dest="arch",
+        action="store_const",
+        const="wings",
+        default=argparse.SUPPRESS,
+        help="the same as --arch wings",
+    )
     given = vars(parser.parse_args(argv))
     out, resume, recipe = (given.pop(name) for name in ("out", "resume", "recipe"))
     if resume is not None:
@@ -174,9 +212,25 @@ def read_option(text: str) -> tuple[str, object]:
 
 def check(settings: Settings) -> None:
     """Raise UserError for numbers that make no run."""
-    least = {"r": 1, "lr": 0, "batch_size": 1, "accumulate": 1, "epochs": 1, "samples": 1, "per_picture": 1,
-             "checkpoint_every": 1, "keep": 1, "eval_limit": 4, "max_bad": 0, "workers": 0, "warmup": 0, "clip": 0,
-             "measure_every": 0, "seed": 0, "shuffle_buffer": 1}  # fmt: skip
+    least = {
+        "r": 1,
+        "lr": 0,
+        "batch_size": 1,
+        "accumulate": 1,
+        "epochs": 1,
+        "samples": 1,
+        "per_picture": 1,
+        "checkpoint_every": 1,
+        "keep": 1,
+        "eval_limit": 4,
+        "max_bad": 0,
+        "workers": 0,
+        "warmup": 0,
+        "clip": 0,
+        "measure_every": 0,
+        "seed": 0,
+        "shuffle_buffer": 1,
+    }
     for name, bound in least.items():
         if not getattr(settings, name) >= bound:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(settings, name)}, expected at least {bound}")
@@ -186,8 +240,9 @@ def check(settings: Settings) -> None:
     if settings.arch not in ("paligemma", *ARCHITECTURES):
         raise UserError(f"--arch {settings.arch}: expected one of paligemma, {', '.join(ARCHITECTURES)}")
     if (settings.arch == "paligemma") != (settings.stage is None):
-        raise UserError(f"--arch {settings.arch} --stage {settings.stage}: a system with stages needs one, PaliGemma "
-                        "has none")  # fmt: skip
+        raise UserError(
+            f"--arch {settings.arch} --stage {settings.stage}: a system with stages needs one, PaliGemma has none"
+        )
     if settings.steps is not None and settings.steps < 1:
         raise UserError(f"--steps is {settings.steps}, expected at least 1")
 
@@ -221,5 +276,3 @@ def new_run(settings, out: Path | None, stem: str) -> Path:
         raise UserError(f"--out {out}: not empty: choose another folder, or --resume it")
     write_text(out / "config.json", json.dumps(dataclasses.asdict(settings), indent=1) + "\n")
     return out
-
-

@@ -67,8 +67,11 @@ def encode(record: Record) -> tuple[str, bytes]:
 
 def texts(sample: Sequence[Record]) -> bytes:
     """The questions of a picture as JSON: an object, or a list of several."""
-    entries = [{"name": record.name, "prefix": record.prefix, "suffix": record.suffix}
-               | ({"choices": record.choices} if record.choices else {}) for record in sample]  # fmt: skip
+    entries = [
+        {"name": record.name, "prefix": record.prefix, "suffix": record.suffix}
+        | ({"choices": record.choices} if record.choices else {})
+        for record in sample
+    ]
     return json.dumps(entries if len(entries) > 1 else entries[0], ensure_ascii=False).encode()
 
 
@@ -136,25 +139,47 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("data", help="embedded, vqav2:DIR (official files), or jsonl:FILE (image, prefix, suffix)")
     parser.add_argument("--out", type=Path, required=True, metavar="PREFIX", help="shards are PREFIX-000.tar, …")
-    parser.add_argument("--per-shard", type=int, default=1000, metavar="N",
-                        help="pictures of a shard, at most (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--megabytes", type=float, default=1000.0, metavar="M",
-                        help="picture files of a shard in 10^6 bytes, at most (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--per-shard", type=int, default=1000, metavar="N", help="pictures of a shard, at most (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--megabytes",
+        type=float,
+        default=1000.0,
+        metavar="M",
+        help="picture files of a shard in 10^6 bytes, at most (default: %(default)s)",
+    )
     parser.add_argument("--prompt", default=Settings.prompt, help="prompt of a VQAv2 question (default: %(default)r)")
-    parser.add_argument("--samples", type=int, default=Settings.samples, metavar="N",
-                        help="questions of the embedded data (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=Settings.samples,
+        metavar="N",
+        help="questions of the embedded data (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the order of pictures (default: %(default)s)")
-    parser.add_argument("--max-bad", type=int, default=Settings.max_bad, metavar="N",
-                        help="records without a readable picture to leave out before giving up "
-                             "(default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--max-bad",
+        type=int,
+        default=Settings.max_bad,
+        metavar="N",
+        help="records without a readable picture to leave out before giving up (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
     if args.per_shard < 1 or args.samples < 1 or not args.megabytes > 0:
         raise UserError("--per-shard, --samples and --megabytes must be above 0")
     if args.data.startswith("shards:"):
         raise UserError(f"{args.data}: these are shards already: give what they were made of")
     # all of it: what is held out, and how much is used, is said where the shards are read
-    settings = Settings(data=args.data, prompt=args.prompt, samples=args.samples, seed=args.seed, fraction=1.0,
-                        validation=0.0, answers="sampled")  # fmt: skip
+    settings = Settings(
+        data=args.data,
+        prompt=args.prompt,
+        samples=args.samples,
+        seed=args.seed,
+        fraction=1.0,
+        validation=0.0,
+        answers="sampled",
+    )
     paths = make(read_records(settings), args.out, args.per_shard, args.megabytes, args.seed, args.max_bad)
     first, last = (path.stem.removeprefix(f"{args.out.name}-") for path in (paths[0], paths[-1]))
     pattern = args.out.with_name(f"{args.out.name}-{{{first}..{last}}}.tar")

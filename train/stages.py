@@ -62,25 +62,51 @@ def open_wings(settings: "Settings", dtype: torch.dtype, device: torch.device) -
 # WINGS: the rates and decays of the paper's two stages, each of one epoch. It gives a range for the first rate.
 _WINGS = {"r": 64, "epochs": 1, "schedule": "cosine", "warmup": 0.03, "clip": 1.0, "batch_size": 16, "beta2": 0.999}
 # Q-Mamba: the paper's rates and batches, one epoch a stage; weights in fp32, products in bf16 on a GPU
-_QMAMBA = {"optimizer": "radam", "epochs": 1, "schedule": "cosine", "warmup": 0.03, "clip": 1.0, "batch_size": 16,
-           "beta2": 0.999, "weight_decay": 0.0, "dtype": "fp32"}  # fmt: skip
+_QMAMBA = {
+    "optimizer": "radam",
+    "epochs": 1,
+    "schedule": "cosine",
+    "warmup": 0.03,
+    "clip": 1.0,
+    "batch_size": 16,
+    "beta2": 0.999,
+    "weight_decay": 0.0,
+    "dtype": "fp32",
+}
 _TINY = {"batch_size": 32, "accumulate": 1, "tasks": "vqa,locate,count,exist"}
 ARCHITECTURES: dict[str, Architecture] = {
-    "wings": Architecture(open_wings, {
-        1: Stage({r"multi_modal_projector\..*|.*\.visual\..*": 1.0},
-                 _WINGS | {"lr": 2e-4, "weight_decay": 1e-9, "accumulate": 16},
-                 {"batch_size": 32, "accumulate": 1, "r": 16, "lr": 3e-3, "samples": 3200}),
-        2: Stage({r"multi_modal_projector\..*": 5.0, r"language_model\..*": 1.0},
-                 _WINGS | {"lr": 2e-6, "weight_decay": 1e-8, "accumulate": 4},
-                 {"batch_size": 32, "accumulate": 1, "lr": 5e-4, "samples": 9600}),
-    }),
-    "qmamba": Architecture(qmamba.open_qmamba, {
-        1: Stage({r"multi_modal_projector\..*": 1.0}, _QMAMBA | {"lr": 1e-4, "accumulate": 16},
-                 _TINY | {"lr": 1e-2, "samples": 2000}),
-        2: Stage({r"multi_modal_projector\..*|language_model\..*": 1.0}, _QMAMBA | {"lr": 2e-5, "accumulate": 8},
-                 _TINY | {"lr": 6e-3, "samples": 10000}),
-    }, lambda settings: find_tokenizer(qmamba.language_model(settings))),
-}  # fmt: skip
+    "wings": Architecture(
+        open_wings,
+        {
+            1: Stage(
+                {r"multi_modal_projector\..*|.*\.visual\..*": 1.0},
+                _WINGS | {"lr": 2e-4, "weight_decay": 1e-9, "accumulate": 16},
+                {"batch_size": 32, "accumulate": 1, "r": 16, "lr": 3e-3, "samples": 3200},
+            ),
+            2: Stage(
+                {r"multi_modal_projector\..*": 5.0, r"language_model\..*": 1.0},
+                _WINGS | {"lr": 2e-6, "weight_decay": 1e-8, "accumulate": 4},
+                {"batch_size": 32, "accumulate": 1, "lr": 5e-4, "samples": 9600},
+            ),
+        },
+    ),
+    "qmamba": Architecture(
+        qmamba.open_qmamba,
+        {
+            1: Stage(
+                {r"multi_modal_projector\..*": 1.0},
+                _QMAMBA | {"lr": 1e-4, "accumulate": 16},
+                _TINY | {"lr": 1e-2, "samples": 2000},
+            ),
+            2: Stage(
+                {r"multi_modal_projector\..*|language_model\..*": 1.0},
+                _QMAMBA | {"lr": 2e-5, "accumulate": 8},
+                _TINY | {"lr": 6e-3, "samples": 10000},
+            ),
+        },
+        lambda settings: find_tokenizer(qmamba.language_model(settings)),
+    ),
+}
 
 
 def find_tokenizer(source: str) -> Path:
@@ -105,9 +131,7 @@ def stage_defaults(arch: str | None, stage: int | None, data: str) -> Mapping[st
     return stages[stage].defaults | (stages[stage].embedded if data == "embedded" else {})
 
 
-def open_stage(
-    settings: "Settings", dtype: torch.dtype, device: torch.device
-) -> tuple[PaliGemma, list[Rule]]:
+def open_stage(settings: "Settings", dtype: torch.dtype, device: torch.device) -> tuple[PaliGemma, list[Rule]]:
     """The model of a stage, and what of it learns. Raises UserError for a stage that its system does not have."""
     architecture = ARCHITECTURES[settings.arch]
     if settings.stage not in architecture.stages:

@@ -85,19 +85,36 @@ ROWS: dict[str, Row] = {
 ORDERS = ("forward", "backward")  # in which a trained row is read once more
 # title, what the paper says, (row, the row it is compared with) …
 TABLES = (
-    ("Table 2: who may see whom", "The paper: global 73.12, local 75.01 on VQAv2.",
-     (("global", "local"), ("local", None))),
-    ("The number of queries, of 16 features, local", "The paper: more queries do better, with falling returns.",
-     (("4 queries", "local"), ("local", None), ("16 queries", "local"))),
-    ("Table 3: the connector's weights", "The paper: from scratch 74.22, from a trained VL-Mamba 75.01 on VQAv2.",
-     (("local", None), ("trained connector", "local"))),
-    ("Table 4: the order in which a bidirectionally trained connector reads",
-     "The paper: reading forward alone does not harm, and can help.",
-     (("trained connector", None), ("trained connector, forward", "trained connector"),
-      ("trained connector, backward", "trained connector"))),
-    ("Without queries: linear projectors, of 16 features each", "",
-     (("local", None), ("connector", "local"), ("transformer", "local"))),
-)  # fmt: skip
+    (
+        "Table 2: who may see whom",
+        "The paper: global 73.12, local 75.01 on VQAv2.",
+        (("global", "local"), ("local", None)),
+    ),
+    (
+        "The number of queries, of 16 features, local",
+        "The paper: more queries do better, with falling returns.",
+        (("4 queries", "local"), ("local", None), ("16 queries", "local")),
+    ),
+    (
+        "Table 3: the connector's weights",
+        "The paper: from scratch 74.22, from a trained VL-Mamba 75.01 on VQAv2.",
+        (("local", None), ("trained connector", "local")),
+    ),
+    (
+        "Table 4: the order in which a bidirectionally trained connector reads",
+        "The paper: reading forward alone does not harm, and can help.",
+        (
+            ("trained connector", None),
+            ("trained connector, forward", "trained connector"),
+            ("trained connector, backward", "trained connector"),
+        ),
+    ),
+    (
+        "Without queries: linear projectors, of 16 features each",
+        "",
+        (("local", None), ("connector", "local"), ("transformer", "local")),
+    ),
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,8 +194,10 @@ def make_lessons(count: int, seed: int, stage: int = 1) -> Lessons:
     """`count` samples of the train split, the tasks in turn; no stage sees what another has seen."""
     processor = Processor(PRESETS["tiny"], load_tokenizer(TINY_MAMBA / "tokenizer.model"))
     keys, pixels, first = {}, [], stage * 6_000_000
-    samples = [scenes.sample(TASKS[number % len(TASKS)], "train", first + number // len(TASKS), seed)
-               for number in range(count)]  # fmt: skip
+    samples = [
+        scenes.sample(TASKS[number % len(TASKS)], "train", first + number // len(TASKS), seed)
+        for number in range(count)
+    ]
     pictures = [keys.setdefault((s.task, s.image_id), len(keys)) for s in samples]
     shown = dict(zip(pictures, samples, strict=True))
     for start in range(0, len(keys), 64):
@@ -204,8 +223,15 @@ class Lesson:
         batch = self.processor.pad([self.processor.layout(1, s.prefix, s.suffix) for s in samples])
         positions, targets = supervised(batch.labels)
         features = self.lessons.features[[self.lessons.pictures[row] for row in rows]]
-        return MicroBatch(batch, None, positions, targets, int((targets != -100).sum()),
-                          tuple(f"{s.task}/{s.question_id}" for s in samples), features=features)  # fmt: skip
+        return MicroBatch(
+            batch,
+            None,
+            positions,
+            targets,
+            int((targets != -100).sum()),
+            tuple(f"{s.task}/{s.question_id}" for s in samples),
+            features=features,
+        )
 
 
 def projected_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
@@ -259,8 +285,11 @@ class Bench:
             processor = Processor(CONTROL, load_tokenizer(TINY_MAMBA / "tokenizer.model"))
             teach(model, list(model.language_model.parameters()), processor, self.samples(TOLD))
             save_file(model.language_model.state_dict(), folder / "model.safetensors")
-            return {"answer_tokens": accuracy(model, processor), "file": self.name_of(folder),
-                    "cpu_seconds": time.process_time() - started}  # fmt: skip
+            return {
+                "answer_tokens": accuracy(model, processor),
+                "file": self.name_of(folder),
+                "cpu_seconds": time.process_time() - started,
+            }
 
         parts = ("language", VERSION, self.samples(TOLD), CONTROL)
         return cell(self.out, "the transformer's language", parts, work)
@@ -290,8 +319,11 @@ class Bench:
                     model.multi_modal_projector.connector.order = order
                     result["read"][order] = ask(model, processor, self.limit)
             right = sum(map(sum, result["scores"].values())) / self.limit / len(TASKS)
-            return result | {"accuracy": 100 * right, "cpu_seconds": time.process_time() - started,
-                             "file": self.name_of(folder)}  # fmt: skip
+            return result | {
+                "accuracy": 100 * right,
+                "cpu_seconds": time.process_time() - started,
+                "file": self.name_of(folder),
+            }
 
         settings = [asdict(settings) for settings in stages.values()]
         donor = ROWS[row.connector] if row.connector else None
@@ -301,8 +333,14 @@ class Bench:
 
     def settings(self, stage: int, seed: int) -> Settings:
         """Those of `python -m train.finetune --arch qmamba`, but for the number of samples."""
-        own = {"arch": "qmamba", "stage": stage, "samples": self.samples(SAMPLES[stage]), "seed": seed,
-               "checkpoint_every": 10**9, "measure_every": 0}  # fmt: skip
+        own = {
+            "arch": "qmamba",
+            "stage": stage,
+            "samples": self.samples(SAMPLES[stage]),
+            "seed": seed,
+            "checkpoint_every": 10**9,
+            "measure_every": 0,
+        }
         return Settings(**(stage_defaults("qmamba", stage, "embedded") | own))
 
 
@@ -313,8 +351,9 @@ def learn(model: PaliGemma, processor: Processor, settings: Settings, lessons: L
     optimizer = make_radam(parameter_groups(model, rules), (0.9, settings.beta2))
     folder.mkdir(exist_ok=True)
     order = Lesson(lessons, processor, settings.batch_size, settings.seed)
-    finetune.train(model, optimizer, processor, settings, folder, join_world("cpu"), order=order,
-                   loss_of=projected_loss)  # fmt: skip
+    finetune.train(
+        model, optimizer, processor, settings, folder, join_world("cpu"), order=order, loss_of=projected_loss
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -331,8 +370,11 @@ def collect(bench: Bench, seeds: Sequence[int]) -> dict[str, dict]:
         shown = {name: [c["scores"] for c in cells]}
         shown |= {f"{name}, {order}": [c["read"][order] for c in cells] for order in cells[0]["read"]}
         for title, scores in shown.items():
-            found[title] = {"trainable": cells[0]["trainable"], "cpu_seconds": sum(c["cpu_seconds"] for c in cells),
-                            "scores": {task: [s[task] for s in scores] for task in TASKS}}  # fmt: skip
+            found[title] = {
+                "trainable": cells[0]["trainable"],
+                "cpu_seconds": sum(c["cpu_seconds"] for c in cells),
+                "scores": {task: [s[task] for s in scores] for task in TASKS},
+            }
     return found
 
 
@@ -346,12 +388,17 @@ def summarize(bench: Bench, found: dict[str, dict], seeds: Sequence[int]) -> dic
         return {"mean": (joined, everywhere)} | {task: (scores[task], pictures[task]) for task in TASKS}
 
     rows = {
-        name: {"trainable": row["trainable"], "cpu_seconds": round(row["cpu_seconds"]),
-               "test": {column: bootstrap([[100 * v for v in run] for run in runs], groups)._asdict()
-                        | {"by_seed": [100 * sum(run) / len(run) for run in runs]}
-                        for column, (runs, groups) in columns(row["scores"]).items()}}
+        name: {
+            "trainable": row["trainable"],
+            "cpu_seconds": round(row["cpu_seconds"]),
+            "test": {
+                column: bootstrap([[100 * v for v in run] for run in runs], groups)._asdict()
+                | {"by_seed": [100 * sum(run) / len(run) for run in runs]}
+                for column, (runs, groups) in columns(row["scores"]).items()
+            },
+        }
         for name, row in found.items()
-    }  # fmt: skip
+    }
     differences = {}
     for *_, pairs in TABLES:
         for name, other in pairs:
@@ -360,42 +407,71 @@ def summarize(bench: Bench, found: dict[str, dict], seeds: Sequence[int]) -> dic
             mine, theirs = columns(found[name]["scores"]), columns(found[other]["scores"])
             gains = differences[f"{name} - {other}"] = {}
             for column, (runs, groups) in mine.items():
-                gain = bootstrap([[100 * (a - b) for a, b in zip(run, base, strict=True)]
-                                  for run, base in zip(runs, theirs[column][0], strict=True)], groups)  # fmt: skip
+                gain = bootstrap(
+                    [
+                        [100 * (a - b) for a, b in zip(run, base, strict=True)]
+                        for run, base in zip(runs, theirs[column][0], strict=True)
+                    ],
+                    groups,
+                )
                 gains[column] = gain._asdict() | {"significant": gain.significant}
     told = [scenes.sample(task, "train", number) for task in TASKS for number in range(2_000)]
-    chance = {task: scenes.blind([s for s in told if s.task == task], questions(task, bench.limit))["overall"]
-              for task in TASKS}  # fmt: skip
+    chance = {
+        task: scenes.blind([s for s in told if s.task == task], questions(task, bench.limit))["overall"]
+        for task in TASKS
+    }
     return {
-        "version": VERSION, "scale": bench.scale, "seeds": list(seeds), "questions": bench.limit, "tasks": TASKS,
-        "samples": {str(stage): bench.samples(number) for stage, number in SAMPLES.items()}, "projector": asdict(TINY),
+        "version": VERSION,
+        "scale": bench.scale,
+        "seeds": list(seeds),
+        "questions": bench.limit,
+        "tasks": TASKS,
+        "samples": {str(stage): bench.samples(number) for stage, number in SAMPLES.items()},
+        "projector": asdict(TINY),
         "settings": {str(stage): asdict(bench.settings(stage, seeds[0])) for stage in SAMPLES},
-        "chance": chance | {"mean": sum(chance.values()) / len(chance)}, "rows": rows, "differences": differences,
-        "language": {"Mamba": json.loads((TINY_MAMBA / "pretraining.json").read_text())["answer_tokens"],
-                     "transformer": bench.language()["answer_tokens"]},
-    }  # fmt: skip
+        "chance": chance | {"mean": sum(chance.values()) / len(chance)},
+        "rows": rows,
+        "differences": differences,
+        "language": {
+            "Mamba": json.loads((TINY_MAMBA / "pretraining.json").read_text())["answer_tokens"],
+            "transformer": bench.language()["answer_tokens"],
+        },
+    }
 
 
 def tell(summary: dict) -> str:
     """comparison.md."""
     columns, first, second = ["mean", *summary["tasks"]], *summary["samples"].values()
     lines = [
-        "# Q-Mamba on the embedded scenes", "",
+        "# Q-Mamba on the embedded scenes",
+        "",
         f"{len(summary['seeds'])} seed(s); {first:,} samples in stage 1, {second:,} in stage 2; {summary['questions']} "
         "questions of each task in the test split, exact answers in %, and in brackets 95 % bootstrap intervals over "
         "seeds and pictures. A difference is in percentage points, on the same examples and seeds; `*`: its interval "
-        "excludes 0; n.s.: not significant. Guess: the likeliest answer to the question, without a picture.", "",
-    ]  # fmt: skip
+        "excludes 0; n.s.: not significant. Guess: the likeliest answer to the question, without a picture.",
+        "",
+    ]
     for title, published, pairs in TABLES:
         body = [["guess", "", *(f"{summary['chance'][column]:.1f}" for column in columns), ""]]
         for name, other in pairs:
             row = summary["rows"][name]
             gain = spell(summary["differences"][f"{name} - {other}"]["mean"]) if other else ""
-            body.append([name, f"{row['trainable']:,}", spell(row["test"]["mean"]),
-                         *(f"{row['test'][task]['mean']:.1f}" for task in summary["tasks"]),
-                         f"{gain} to {other}" if other else ""])  # fmt: skip
-        lines += [f"## {title}", "", *([published, ""] if published else []),
-                  *table(["row", "parameters", *columns, "difference of the mean"], body), ""]  # fmt: skip
+            body.append(
+                [
+                    name,
+                    f"{row['trainable']:,}",
+                    spell(row["test"]["mean"]),
+                    *(f"{row['test'][task]['mean']:.1f}" for task in summary["tasks"]),
+                    f"{gain} to {other}" if other else "",
+                ]
+            )
+        lines += [
+            f"## {title}",
+            "",
+            *([published, ""] if published else []),
+            *table(["row", "parameters", *columns, "difference of the mean"], body),
+            "",
+        ]
     lines += ["## In words", "", *(f"- {sentence}" for sentence in conclude(summary)), ""]
     return "\n".join(lines)
 
@@ -407,16 +483,20 @@ def conclude(summary: dict) -> list[str]:
         gain = gains["mean"]
         verdict = ("better" if gain["mean"] > 0 else "worse") if gain["significant"] else "no significant difference"
         sentences.append(f"{name}: {verdict} ({spell(gain)}).")
-    sentences.append("Asked about scenes in words, before they saw a picture, the embedded Mamba had {Mamba:.1f} % of "
-                     "the answers' tokens right, the transformer {transformer:.1f} %: that much of their difference is "
-                     "no projector's.".format(**summary["language"]))  # fmt: skip
+    sentences.append(
+        "Asked about scenes in words, before they saw a picture, the embedded Mamba had {Mamba:.1f} % of "
+        "the answers' tokens right, the transformer {transformer:.1f} %: that much of their difference is "
+        "no projector's.".format(**summary["language"])
+    )
     guess = summary["chance"]["mean"]
     for name, row in summary["rows"].items():
         if row["test"]["mean"]["low"] <= guess:
             sentences.append(f"{name} cannot be told from guessing without a picture ({guess:.1f} %).")
     if len(summary["seeds"]) < 10:
-        sentences.append(f"{len(summary['seeds'])} seed(s) are few: intervals that resample them are rather too narrow "
-                         "than too wide.")  # fmt: skip
+        sentences.append(
+            f"{len(summary['seeds'])} seed(s) are few: intervals that resample them are rather too narrow "
+            "than too wide."
+        )
     sentences.append("All rows share the rates of the embedded Q-Mamba, which were found on row `local`.")
     return sentences
 
@@ -425,16 +505,24 @@ def draw(summary: dict, out: Path) -> list[str]:
     """rows.png and differences.png."""
     rows, gains = summary["rows"], summary["differences"]
     points = {
-        "rows.png": [figures.interval_chart(
-            [(name, *(row["test"][column][end] for end in ("mean", "low", "high"))) for name, row in rows.items()],
-            {"mean": "all tasks"}.get(column, column), "exact answers, %",
-            reference=("guess without a picture", summary["chance"][column]),
-        ) for column in ("mean", *summary["tasks"])],
-        "differences.png": [figures.interval_chart(
-            [(name, *(gain["mean"][end] for end in ("mean", "low", "high"))) for name, gain in gains.items()],
-            "all tasks", "difference, percentage points", reference=("no difference", 0.0),
-        )],
-    }  # fmt: skip
+        "rows.png": [
+            figures.interval_chart(
+                [(name, *(row["test"][column][end] for end in ("mean", "low", "high"))) for name, row in rows.items()],
+                {"mean": "all tasks"}.get(column, column),
+                "exact answers, %",
+                reference=("guess without a picture", summary["chance"][column]),
+            )
+            for column in ("mean", *summary["tasks"])
+        ],
+        "differences.png": [
+            figures.interval_chart(
+                [(name, *(gain["mean"][end] for end in ("mean", "low", "high"))) for name, gain in gains.items()],
+                "all tasks",
+                "difference, percentage points",
+                reference=("no difference", 0.0),
+            )
+        ],
+    }
     for name, charts in points.items():
         figures.save(stack(charts), out / name)
     return list(points)
@@ -459,8 +547,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     files = ["comparison.md", "comparison.json", *draw(summary, args.out)]
     print(text)
     spent = sum(row["cpu_seconds"] for name, row in summary["rows"].items() if name in ROWS)
-    print(f"{spent:,} CPU seconds for all rows; this call {time.perf_counter() - started:,.0f} s on {args.threads} "
-          f"threads; in {args.out}: {', '.join(files)}, cells/")  # fmt: skip
+    print(
+        f"{spent:,} CPU seconds for all rows; this call {time.perf_counter() - started:,.0f} s on {args.threads} "
+        f"threads; in {args.out}: {', '.join(files)}, cells/"
+    )
 
 
 if __name__ == "__main__":

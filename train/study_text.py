@@ -64,10 +64,12 @@ def run_cell(out: Path, settings: TextSettings, limit: int) -> dict:
         started, cpu = time.perf_counter(), time.process_time()
         model, _ = learn(settings, corpus, folder, join_world(settings.device))
         result = {
-            "parameters": count(model.parameters()), "loss": validation_loss(model, corpus, settings),
-            "lambda": [value.item() for value in lambdas(model).values()], "folder": str(folder.relative_to(out)),
+            "parameters": count(model.parameters()),
+            "loss": validation_loss(model, corpus, settings),
+            "lambda": [value.item() for value in lambdas(model).values()],
+            "folder": str(folder.relative_to(out)),
             "panels": {},
-        }  # fmt: skip
+        }
         if limit:
             for measure in MEASURES.values():
                 found = measure(model, corpus, settings.length, limit)
@@ -104,9 +106,12 @@ def run_cells(jobs: Sequence[tuple[Path, TextSettings, int]], processes: int) ->
                 ended, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
                 for done in ended:
                     (_, own, _), result = running[done], done.result()
-                    print(f"{own.attention}, rate {own.lr:g}, seed {own.seed}, {own.tokens:,.0f} tokens: validation "
-                          f"loss {result['loss']:.4f} ({result['cpu_seconds']:.0f} CPU seconds)",
-                          file=sys.stderr, flush=True)  # fmt: skip
+                    print(
+                        f"{own.attention}, rate {own.lr:g}, seed {own.seed}, {own.tokens:,.0f} tokens: validation "
+                        f"loss {result['loss']:.4f} ({result['cpu_seconds']:.0f} CPU seconds)",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 if stop:
                     raise Interrupted(stop[0])
         except BaseException:  # the others save what they have
@@ -131,23 +136,37 @@ def compare(
             tried[own.attention][own.lr] = result["loss"]
             spent += result["cpu_seconds"]
     best = {kind: min(losses, key=losses.get) if (losses := tried[kind]) else rates[0] for kind in KINDS}
-    jobs = [(out, replace(settings, attention=kind, lr=best[kind], seed=seed), limit)
-            for seed in range(seeds) for kind in KINDS]  # fmt: skip
+    jobs = [
+        (out, replace(settings, attention=kind, lr=best[kind], seed=seed), limit)
+        for seed in range(seeds)
+        for kind in KINDS
+    ]
     results = run_cells(jobs, processes)
     if search == 1:
         spent -= sum(result["cpu_seconds"] for (_, own, _), result in zip(jobs, results, strict=True) if own.seed == 0)
-    by_kind = {kind: [result for (_, own, _), result in zip(jobs, results, strict=True) if own.attention == kind]
-               for kind in KINDS}  # fmt: skip
+    by_kind = {
+        kind: [result for (_, own, _), result in zip(jobs, results, strict=True) if own.attention == kind]
+        for kind in KINDS
+    }
     return {
-        "settings": dataclasses.asdict(settings), "seeds": seeds, "limit": limit, "search": search,
-        "rates": {kind: {"chosen": best[kind], "validation": {f"{rate:g}": loss for rate, loss in tried[kind].items()}}
-                  for kind in KINDS},
-        "rows": {kind: [{name: value for name, value in run.items() if name != "panels"} for run in runs]
-                 for kind, runs in by_kind.items()},
+        "settings": dataclasses.asdict(settings),
+        "seeds": seeds,
+        "limit": limit,
+        "search": search,
+        "rates": {
+            kind: {"chosen": best[kind], "validation": {f"{rate:g}": loss for rate, loss in tried[kind].items()}}
+            for kind in KINDS
+        },
+        "rows": {
+            kind: [{name: value for name, value in run.items() if name != "panels"} for run in runs]
+            for kind, runs in by_kind.items()
+        },
         "cpu_seconds": round(spent + sum(result["cpu_seconds"] for result in results)),
-        "panels": {name: {kind: [run["panels"][name] for run in runs] for kind, runs in by_kind.items()}
-                   for name in results[0]["panels"]},
-    }  # fmt: skip
+        "panels": {
+            name: {kind: [run["panels"][name] for run in runs] for kind, runs in by_kind.items()}
+            for name in results[0]["panels"]
+        },
+    }
 
 
 def tell(summary: dict, out: Path) -> str:
@@ -155,16 +174,18 @@ def tell(summary: dict, out: Path) -> str:
     settings, rows, seeds = summary["settings"], summary["rows"], summary["seeds"]
     plain, ours = (rows[kind][0]["parameters"] for kind in KINDS)
     lines = [
-        "# Differential against plain, from nothing", "",
+        "# Differential against plain, from nothing",
+        "",
         f"{plain:,} parameters plain, {ours:,} differential ({100 * (ours / plain - 1):+.2f} %); "
         f"{settings['tokens']:,.0f} tokens a run, rows of {settings['length']}; {seeds} seeds; "
         f"{summary['limit']} tests of each kind; "
         f"{summary['cpu_seconds']:,} CPU seconds. In brackets: 95 % intervals over seeds and examples; difference: "
         "differential minus plain on the same examples, n.s. where the interval holds 0. Chance: of one who repeats "
-        "any answer that the text shows.", "",
+        "any answer that the text shows.",
+        "",
         "| | rate | validation loss by rate | validation loss by seed | λ by layer, mean over seeds |",
         "|---|---:|---|---|---|",
-    ]  # fmt: skip
+    ]
     for kind in KINDS:
         rates = ", ".join(f"{rate}: {loss:.3f}" for rate, loss in summary["rates"][kind]["validation"].items())
         losses = ", ".join(f"{run['loss']:.3f}" for run in rows[kind])
@@ -185,51 +206,108 @@ def tell(summary: dict, out: Path) -> str:
     lines += ["", "## In words", "", *(f"- {sentence}" for sentence in sentences)]
     if seeds < 10:
         lines.append(f"- {seeds} seeds are few: intervals that resample them are rather too narrow than too wide.")
-    edges = [kind for kind in KINDS if len(tried := summary["rates"][kind]["validation"]) > 1
-             and f"{summary['rates'][kind]['chosen']:g}" in (min(tried, key=float), max(tried, key=float))]  # fmt: skip
+    edges = [
+        kind
+        for kind in KINDS
+        if len(tried := summary["rates"][kind]["validation"]) > 1
+        and f"{summary['rates'][kind]['chosen']:g}" in (min(tried, key=float), max(tried, key=float))
+    ]
     if edges:
-        lines.append(f"- The best rate is the lowest or the highest tried, and a better one may lie beyond, for: "
-                     f"{', '.join(edges)}.")  # fmt: skip
+        lines.append(
+            f"- The best rate is the lowest or the highest tried, and a better one may lie beyond, for: "
+            f"{', '.join(edges)}."
+        )
     folders = " ".join(str(out / run["folder"]) for kind in KINDS for run in rows[kind])
-    lines += [f"- {CLAIM.format(ours, settings['tokens'])}", "",
-              f"Measure the runs again: `python -m eval.text all {folders}`", ""]  # fmt: skip
+    lines += [
+        f"- {CLAIM.format(ours, settings['tokens'])}",
+        "",
+        f"Measure the runs again: `python -m eval.text all {folders}`",
+        "",
+    ]
     return "\n".join(lines)
 
 
 def panels(summary: dict) -> dict[str, dict[str, list[Scores]]]:
-    return {name: {kind: [Scores(**run) for run in runs] for kind, runs in found.items()}
-            for name, found in summary["panels"].items()}  # fmt: skip
+    return {
+        name: {kind: [Scores(**run) for run in runs] for kind, runs in found.items()}
+        for name, found in summary["panels"].items()
+    }
 
 
 def read_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, TextSettings]:
     defaults = TextSettings(tokens=1e6, checkpoint_every=250)
     parser = argparse.ArgumentParser(
-        prog="python -m train.compare --rows text", description=__doc__,
+        prog="python -m train.compare --rows text",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--rows", choices=["text"], default="text", help="this comparison")
-    parser.add_argument("--out", type=Path, default=Path("runs/compare-text"), metavar="DIR",
-                        help="folder of results; what it holds is not done again (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/compare-text"),
+        metavar="DIR",
+        help="folder of results; what it holds is not done again (default: %(default)s)",
+    )
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of a kind (default: %(default)s)")
-    parser.add_argument("--rates", default="1.5e-3,3e-3,6e-3", metavar="A,B,…",
-                        help="peak learning rates to try for both kinds (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--search", type=float, default=1.0, metavar="SHARE",
-                        help="share of the tokens that a rate is tried for (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--limit", type=int, default=100, metavar="N",
-                        help="windows, tests of a kind, questions of a number (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--rates",
+        default="1.5e-3,3e-3,6e-3",
+        metavar="A,B,…",
+        help="peak learning rates to try for both kinds (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--search",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="share of the tokens that a rate is tried for (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=100,
+        metavar="N",
+        help="windows, tests of a kind, questions of a number (default: %(default)s)",
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the tokens (default: %(default)s)")
-    parser.add_argument("--processes", type=int, metavar="N",
-                        help="cells side by side (default: 2 on a CPU of two cores or more, else 1)")  # fmt: skip
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N",
-                        help="CPU threads of all processes together (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--text", nargs="*", default=[], metavar="PATH",
-                        help="files or folders of plain text (default: Python's standard library)")  # fmt: skip
-    for name, kind in (("preset", str), ("tokens", float), ("length", int), ("batch_size", int), ("accumulate", int),
-                       ("device", str)):  # fmt: skip
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="cells side by side (default: 2 on a CPU of two cores or more, else 1)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=torch.get_num_threads(),
+        metavar="N",
+        help="CPU threads of all processes together (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--text",
+        nargs="*",
+        default=[],
+        metavar="PATH",
+        help="files or folders of plain text (default: Python's standard library)",
+    )
+    for name, kind in (
+        ("preset", str),
+        ("tokens", float),
+        ("length", int),
+        ("batch_size", int),
+        ("accumulate", int),
+        ("device", str),
+    ):
         value = getattr(defaults, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, dest=name,
-                            choices=list(TEXT_PRESETS) if name == "preset" else None,
-                            help="as in train.text (default: %(default)s)")  # fmt: skip
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            default=value,
+            dest=name,
+            choices=list(TEXT_PRESETS) if name == "preset" else None,
+            help="as in train.text (default: %(default)s)",
+        )
     args = parser.parse_args(argv)
     try:
         args.rates = [float(rate) for rate in args.rates.split(",")]
@@ -243,9 +321,16 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Text
     if args.scale <= 0 or not 0 < args.search <= 1:
         raise UserError(f"--scale {args.scale} --search {args.search}: expected more than 0, and a share up to 1")
     settings = replace(
-        defaults, text=tuple(args.text), corpus=str(args.out / "corpus"), preset=args.preset, length=args.length,
-        tokens=args.tokens * args.scale, batch_size=args.batch_size, accumulate=args.accumulate, device=args.device,
-    )  # fmt: skip
+        defaults,
+        text=tuple(args.text),
+        corpus=str(args.out / "corpus"),
+        preset=args.preset,
+        length=args.length,
+        tokens=args.tokens * args.scale,
+        batch_size=args.batch_size,
+        accumulate=args.accumulate,
+        device=args.device,
+    )
     check(settings)
     if args.processes is None:
         on_cpu = args.device == "cpu" or args.device == "auto" and not torch.cuda.is_available()
@@ -270,8 +355,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_text(args.out / "comparison.md", text)
     print(text)
     seconds = time.perf_counter() - started
-    print(f"{summary['cpu_seconds']:,} CPU seconds for all cells; this call {seconds:,.0f} s with {args.processes} "
-          f"processes; in {args.out}: {', '.join(files)}, cells/")  # fmt: skip
+    print(
+        f"{summary['cpu_seconds']:,} CPU seconds for all cells; this call {seconds:,.0f} s with {args.processes} "
+        f"processes; in {args.out}: {', '.join(files)}, cells/"
+    )
 
 
 if __name__ == "__main__":

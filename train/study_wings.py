@@ -164,9 +164,13 @@ def pictures_to_learn(bench: Bench, seed: int) -> tuple[list[MicroBatch], list[M
 
 @torch.no_grad()
 def answer(
-    model: PaliGemma, processor: Processor, prompts: Sequence[str], features: torch.Tensor | None = None,
-    max_new_tokens: int = 20, rows: int = 100,
-) -> list[str]:  # fmt: skip
+    model: PaliGemma,
+    processor: Processor,
+    prompts: Sequence[str],
+    features: torch.Tensor | None = None,
+    max_new_tokens: int = 20,
+    rows: int = 100,
+) -> list[str]:
     """Answers to prompts, each with one picture's features of the eye (prompts, I, W), or to text alone."""
     model.eval()
     answers = []
@@ -174,8 +178,15 @@ def answer(
         part = slice(start, start + rows)
         batch = processor.pad([processor.layout(int(features is not None), prompt) for prompt in prompts[part]])
         seen = None if features is None else model.multi_modal_projector(features[part])
-        new = generate(model, batch.input_ids, None, torch.ones_like(batch.input_ids), batch.attention_mask,
-                       max_new_tokens, image_features=seen)  # fmt: skip
+        new = generate(
+            model,
+            batch.input_ids,
+            None,
+            torch.ones_like(batch.input_ids),
+            batch.attention_mask,
+            max_new_tokens,
+            image_features=seen,
+        )
         answers += [processor.decode(row) for row in new]
     return answers
 
@@ -215,15 +226,21 @@ def pictures_to_ask(bench: Bench, split: str) -> tuple[list[scenes.Sample], torc
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def learn(
-    model: PaliGemma, rules: Sequence[Rule], micros: Sequence[MicroBatch], bench: Bench, run: Path
-) -> PaliGemma:
+def learn(model: PaliGemma, rules: Sequence[Rule], micros: Sequence[MicroBatch], bench: Bench, run: Path) -> PaliGemma:
     """Train what `rules` name on the micro-batches, and go on where an interrupted run in `run` ended."""
     run.mkdir(parents=True, exist_ok=True)
     optimizer = make_adamw(parameter_groups(model, rules), (0.9, 0.98))
     settings = Settings(schedule="cosine", warmup=0.05, clip=1.0, evaluate=False, measure_every=0)
-    finetune.train(model, optimizer, bench.processor, settings, run, join_world("cpu"), order=Prepared(micros),
-                   loss_of=projected_loss)  # fmt: skip
+    finetune.train(
+        model,
+        optimizer,
+        bench.processor,
+        settings,
+        run,
+        join_world("cpu"),
+        order=Prepared(micros),
+        loss_of=projected_loss,
+    )
     return model.eval()
 
 
@@ -274,11 +291,13 @@ def second_stage(bench: Bench, name: str, rate: float, base: Path, seed: int, fo
     looked = measure(model, bench.processor, asked, causal=True)
     return {
         "validation": 100 * float(np.mean(grade_pictures(bench, model, "validation"))),
-        "text": grade_text(bench, model), "pictures": grade_pictures(bench, model, "test"),
-        "shift": looked.each.tolist(), "laws": looked.shares.tolist(),
+        "text": grade_text(bench, model),
+        "pictures": grade_pictures(bench, model, "test"),
+        "shift": looked.each.tolist(),
+        "laws": looked.shares.tolist(),
         "trained": count(p for p in model.parameters() if p.requires_grad),
         "cpu_seconds": time.process_time() - started,
-    }  # fmt: skip
+    }
 
 
 def lora_rank(model: PaliGemma) -> int:
@@ -312,22 +331,39 @@ def collect(bench: Bench, seeds: Sequence[int]) -> Found:
         return result, bench.out / "cells" / digest(*parts) / "model"
 
     def text(seed: int) -> tuple[tuple, dict, Path]:
-        parts = ("wings", VERSION, bench.scale, bench.limit, bench.fingerprint, seed, TEXT, TEXT_STEPS, TEXT_ROWS,
-                 TEXT_RATE)  # fmt: skip
+        parts = (
+            "wings",
+            VERSION,
+            bench.scale,
+            bench.limit,
+            bench.fingerprint,
+            seed,
+            TEXT,
+            TEXT_STEPS,
+            TEXT_ROWS,
+            TEXT_RATE,
+        )
         return parts, *kept(f"text, seed {seed}", parts, partial(train_text, bench, seed))
 
     def tuned(name: str, rate: float, seed: int) -> dict:
         parts, _, base = text(seed)
         learners = ROWS[name].learners
         parts += (learners, STEPS, ROWS_A_STEP, FIRST_RATE, RANK, QUESTION)
-        _, start = kept(f"stage 1 {'with' if learners else 'without'} learners, seed {seed}", parts,
-                        partial(first_stage, bench, learners, base, seed))  # fmt: skip
-        return kept(f"{name}, rate {rate:g}, seed {seed}", (*parts, name, rate, FACTOR),
-                    partial(second_stage, bench, name, rate, start, seed))[0]  # fmt: skip
+        _, start = kept(
+            f"stage 1 {'with' if learners else 'without'} learners, seed {seed}",
+            parts,
+            partial(first_stage, bench, learners, base, seed),
+        )
+        return kept(
+            f"{name}, rate {rate:g}, seed {seed}",
+            (*parts, name, rate, FACTOR),
+            partial(second_stage, bench, name, rate, start, seed),
+        )[0]
 
     tried = {name: {rate: tuned(name, rate, seeds[0]) for rate in row.rates} for name, row in ROWS.items()}
-    validation = {name: {rate: result["validation"] for rate, result in of_row.items()}
-                  for name, of_row in tried.items()}  # fmt: skip
+    validation = {
+        name: {rate: result["validation"] for rate, result in of_row.items()} for name, of_row in tried.items()
+    }
     rates = {name: choose(of_row) for name, of_row in validation.items()}
     rows = {name: [tried[name][rate]] for name, rate in rates.items()}
     for seed in seeds[1:]:
@@ -365,24 +401,36 @@ def summarize(bench: Bench, found: Found, seeds: Sequence[int]) -> dict:
     rows, scores, before = {}, {}, pooled(found.before)
     for name, results in found.rows.items():
         shift = np.array([result["shift"] for result in results], dtype=float)
-        scores[name] = {"text": pooled(results), "pictures": 100 * np.array([result["pictures"] for result in results]),
-                        "shift": np.nan_to_num(shift, nan=1.0)}  # fmt: skip
+        scores[name] = {
+            "text": pooled(results),
+            "pictures": 100 * np.array([result["pictures"] for result in results]),
+            "shift": np.nan_to_num(shift, nan=1.0),
+        }
         rows[name] = {what: interval(values) for what, values in scores[name].items()} | {
-            "change": interval(scores[name]["text"] - before, True), "by_task": by_task(results),
-            "trains": ROWS[name].title, "trained": results[0]["trained"], "rate": found.rates[name],
+            "change": interval(scores[name]["text"] - before, True),
+            "by_task": by_task(results),
+            "trains": ROWS[name].title,
+            "trained": results[0]["trained"],
+            "rate": found.rates[name],
             "validation": {f"{rate:g}": accuracy for rate, accuracy in found.validation[name].items()},
             "laws_percent": np.mean([result["laws"] for result in results], axis=0).tolist(),
             "flat": int(np.isnan(shift).sum()),
-        }  # fmt: skip
+        }
     for name, control in PAIRS.items():
-        rows[name] |= {"control": control, "difference": {
-            what: interval(scores[name][what] - scores[control][what], True) for what in scores[name]
-        }}  # fmt: skip
+        rows[name] |= {
+            "control": control,
+            "difference": {what: interval(scores[name][what] - scores[control][what], True) for what in scores[name]},
+        }
     return {
-        "seeds": list(seeds), "scale": bench.scale, "limit": bench.limit, "steps": STEPS, "rank": RANK,
-        "cpu_seconds": round(found.cpu_seconds), "rows": rows,
+        "seeds": list(seeds),
+        "scale": bench.scale,
+        "limit": bench.limit,
+        "steps": STEPS,
+        "rank": RANK,
+        "cpu_seconds": round(found.cpu_seconds),
+        "rows": rows,
         "before": {"text": interval(before), "by_task": by_task(found.before)},
-    }  # fmt: skip
+    }
 
 
 def tell(summary: dict) -> str:
@@ -398,15 +446,33 @@ def tell(summary: dict) -> str:
         "excludes 0; n.s.: it does not.",
         "",
     ]
-    head = ["row", "trained in stage 2", "parameters", "rate", "text, %", "change", *sentences.TASKS, "pictures, %",
-            "attention shift"]  # fmt: skip
+    head = [
+        "row",
+        "trained in stage 2",
+        "parameters",
+        "rate",
+        "text, %",
+        "change",
+        *sentences.TASKS,
+        "pictures, %",
+        "attention shift",
+    ]
     tasks = (f"{accuracy:.0f}" for accuracy in before["by_task"].values())
     body = [["before", "", "", "", spell(before["text"]), "", *tasks, "", ""]]
     body += [
-        [name, row["trains"], f"{row['trained']:,}", f"{row['rate']:g}", spell(row["text"]), spell(row["change"]),
-         *(f"{value:.0f}" for value in row["by_task"].values()), spell(row["pictures"]), spell(row["shift"])]
+        [
+            name,
+            row["trains"],
+            f"{row['trained']:,}",
+            f"{row['rate']:g}",
+            spell(row["text"]),
+            spell(row["change"]),
+            *(f"{value:.0f}" for value in row["by_task"].values()),
+            spell(row["pictures"]),
+            spell(row["shift"]),
+        ]
         for name, row in rows.items()
-    ]  # fmt: skip
+    ]
     lines += [*table(head, body), "", "## The learners against the same without them", ""]
     body = [
         [f"{name} - {row['control']}", *(spell(row["difference"][what]) for what in ("text", "pictures", "shift"))]
@@ -414,8 +480,18 @@ def tell(summary: dict) -> str:
         if "control" in row
     ]
     lines += table(["pair", "text, points", "pictures, points", "attention shift"], body)
-    return "\n".join([*lines, "", "![results](wings.png)", "", "## In words", "",
-                      *(f"- {sentence}" for sentence in conclude(summary)), ""])  # fmt: skip
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "![results](wings.png)",
+            "",
+            "## In words",
+            "",
+            *(f"- {sentence}" for sentence in conclude(summary)),
+            "",
+        ]
+    )
 
 
 def conclude(summary: dict) -> list[str]:
@@ -425,24 +501,33 @@ def conclude(summary: dict) -> list[str]:
         if "control" not in row:
             continue
         text, pictures = row["difference"]["text"], row["difference"]["pictures"]
-        verdict = ("keeps more of the text" if text["mean"] > 0 else "keeps less of the text") if text["significant"] \
-            else "keeps no more and no less of the text"  # fmt: skip
+        verdict = (
+            ("keeps more of the text" if text["mean"] > 0 else "keeps less of the text")
+            if text["significant"]
+            else "keeps no more and no less of the text"
+        )
         also = "reads pictures better" if pictures["mean"] > 0 else "reads pictures worse"
         also = also if pictures["significant"] else "reads pictures no differently"
         told.append(f"{name} {verdict} than {row['control']} ({spell(text)} points), and {also} ({spell(pictures)}).")
-    tried = "; ".join(f"{name} " + ", ".join(f"{rate} ({accuracy:.1f})" for rate, accuracy in row["validation"].items())
-                      for name, row in summary["rows"].items())  # fmt: skip
+    tried = "; ".join(
+        f"{name} " + ", ".join(f"{rate} ({accuracy:.1f})" for rate, accuracy in row["validation"].items())
+        for name, row in summary["rows"].items()
+    )
     told.append(f"Rates tried, with the validation pictures read in %: {tried}.")
     shifts = {name: row["shift"]["mean"] for name, row in summary["rows"].items()}
     texts = {name: row["text"]["mean"] for name, row in summary["rows"].items()}
     if len(set(shifts.values())) > 1 and len(set(texts.values())) > 1:
         rho = float(np.corrcoef(list(shifts.values()), list(texts.values()))[0, 1])
-        told.append(f"Over the {len(shifts)} rows, attention shift and what is left of the text correlate with "
-                    f"{rho:+.2f}; the paper finds that a larger shift goes with less text.")  # fmt: skip
+        told.append(
+            f"Over the {len(shifts)} rows, attention shift and what is left of the text correlate with "
+            f"{rho:+.2f}; the paper finds that a larger shift goes with less text."
+        )
     if flat := sum(row["flat"] for row in summary["rows"].values()):
         told.append(f"{flat} prompts have no correlation of LAWS, since a curve is flat; they count as 1.")
-    told.append("Four layers are few points for a correlation, and a decoder of a million parameters is no language "
-                "model: this tries the claim's mechanism, not its size.")  # fmt: skip
+    told.append(
+        "Four layers are few points for a correlation, and a decoder of a million parameters is no language "
+        "model: this tries the claim's mechanism, not its size."
+    )
     if len(summary["seeds"]) < 10:
         told.append(f"{len(summary['seeds'])} seed(s) are few: the intervals are rather too narrow than too wide.")
     return told
@@ -482,8 +567,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_text(args.out / "comparison.md", text)
     files = ["comparison.md", "comparison.json", draw(summary, args.out)]
     print(text)
-    print(f"{summary['cpu_seconds']:,} CPU seconds for all cells; this call {time.perf_counter() - started:,.0f} s on "
-          f"{args.threads} threads; in {args.out}: {', '.join(files)}, cells/")  # fmt: skip
+    print(
+        f"{summary['cpu_seconds']:,} CPU seconds for all cells; this call {time.perf_counter() - started:,.0f} s on "
+        f"{args.threads} threads; in {args.out}: {', '.join(files)}, cells/"
+    )
 
 
 if __name__ == "__main__":

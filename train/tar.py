@@ -144,8 +144,12 @@ def _lengths(shard: Path, offset: int, size: int) -> list[int]:
     except (UserError, ValueError, RecursionError):
         return [0]
     entries = value if isinstance(value, list) and value else [value]
-    return [sum(len(entry[key]) for key in ("prefix", "suffix") if isinstance(entry.get(key), str))
-            if isinstance(entry, dict) else 0 for entry in entries]  # fmt: skip
+    return [
+        sum(len(entry[key]) for key in ("prefix", "suffix") if isinstance(entry.get(key), str))
+        if isinstance(entry, dict)
+        else 0
+        for entry in entries
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,8 +174,10 @@ def read_member(shard: Path, offset: int, size: int) -> tuple[str, bytes]:
             raise tarfile.HeaderError("another size")
     except (OSError, tarfile.HeaderError) as error:
         index = shard.with_suffix(".index.safetensors").name
-        raise UserError(f"{shard}: no member of {size:,} bytes at byte {offset:,} ({error}): "
-                        f"delete {index} if the shard is not the one it was made for") from None  # fmt: skip
+        raise UserError(
+            f"{shard}: no member of {size:,} bytes at byte {offset:,} ({error}): "
+            f"delete {index} if the shard is not the one it was made for"
+        ) from None
     # a name is shown in messages, and may hold anything
     return "".join(sign if sign.isprintable() else f"\\x{ord(sign):02x}" for sign in member.name), raw[BLOCK:]
 
@@ -193,9 +199,15 @@ class Shards(Sequence):
     """
 
     def __init__(
-        self, pattern: str, split: str = "train", fraction: float = 1.0, validation: float = 0.0, seed: int = 0,
-        buffer: int = 10_000, sampled: bool = False,
-    ):  # fmt: skip
+        self,
+        pattern: str,
+        split: str = "train",
+        fraction: float = 1.0,
+        validation: float = 0.0,
+        seed: int = 0,
+        buffer: int = 10_000,
+        sampled: bool = False,
+    ):
         self.paths, self.buffer, self.sampled = expand(pattern), buffer, sampled
         absent = [str(path) for path in self.paths if not path.is_file()]
         if absent:
@@ -207,8 +219,10 @@ class Shards(Sequence):
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         numbers = list(range(len(self.paths)))
         turn = rank * len(numbers) // size
-        rows = {number: index_of(self.paths[number])
-                for number in tqdm(numbers[turn:] + numbers[:turn], "indices of shards", delay=2, disable=rank > 0)}
+        rows = {
+            number: index_of(self.paths[number])
+            for number in tqdm(numbers[turn:] + numbers[:turn], "indices of shards", delay=2, disable=rank > 0)
+        }
         parts, samples = [], 0
         for number in numbers:
             part = rows.pop(number)
@@ -231,8 +245,10 @@ class Shards(Sequence):
         if not picture or not text:
             name = read_member(shard, picture, picture_size)[0] if picture else ""
             name = read_member(shard, text, text_size)[0] if text else name
-            raise UserError(f"{shard}: {_split(name)[0] or f'sample {sample}'}: "
-                            "has not one picture and one .json: make the shard again")  # fmt: skip
+            raise UserError(
+                f"{shard}: {_split(name)[0] or f'sample {sample}'}: "
+                "has not one picture and one .json: make the shard again"
+            )
         name, raw = read_member(shard, text, text_size)
         where = f"{shard}: {name}"
         try:
@@ -248,12 +264,11 @@ class Shards(Sequence):
         if not all(isinstance(choice, str) for choice in choices):
             raise UserError(f"{where}: 'choices' must be texts: make the shard again")
         name = entry["name"] if isinstance(entry.get("name"), str) else f"{shard.name}/{_split(name)[0]}[{question}]"
-        return Record(name, str(sample), partial(open_picture, shard, picture, picture_size), prefix, suffix,
-                      tuple(choices))  # fmt: skip
+        return Record(
+            name, str(sample), partial(open_picture, shard, picture, picture_size), prefix, suffix, tuple(choices)
+        )
 
-    def plan(
-        self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0
-    ) -> Iterator[list[int]]:
+    def plan(self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0) -> Iterator[list[int]]:
         """The micro-batches of an epoch from number `first` on, as `plan_epoch` makes them in a buffer at a time.
 
         Every epoch has ⌈records / batch_size⌉ of them, and each record once.
@@ -266,7 +281,8 @@ class Shards(Sequence):
         for start in range(first * batch_size // window * window, len(order), window):
             chosen = order[start : start + window]
             lengths = self.rows[chosen, LENGTH] // CHARACTERS
-            batches = plan_epoch(self.rows[chosen, SAMPLE].tolist(), lengths.tolist(), batch_size, f"{seed}/{start}",
-                                 epoch, per_picture)  # fmt: skip
+            batches = plan_epoch(
+                self.rows[chosen, SAMPLE].tolist(), lengths.tolist(), batch_size, f"{seed}/{start}", epoch, per_picture
+            )
             for batch in batches[max(0, first - start // batch_size) :]:
                 yield chosen[batch].tolist()

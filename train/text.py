@@ -74,8 +74,18 @@ class TextSettings:
 
     def of_loop(self) -> Settings:
         """What the loop reads of it."""
-        names = ("batch_size", "accumulate", "lr", "warmup", "schedule", "clip", "seed", "device", "autocast",
-                 "checkpoint_every")  # fmt: skip
+        names = (
+            "batch_size",
+            "accumulate",
+            "lr",
+            "warmup",
+            "schedule",
+            "clip",
+            "seed",
+            "device",
+            "autocast",
+            "checkpoint_every",
+        )
         return Settings(steps=self.steps, measure_every=0, **{name: getattr(self, name) for name in names})
 
 
@@ -99,8 +109,9 @@ class TextBatch:
         return self.targets.numel()
 
     def to(self, device: str | torch.device) -> "TextBatch":
-        moved = {name: getattr(self, name).to(device, non_blocking=True)
-                 for name in ("input_ids", "documents", "targets")}  # fmt: skip
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True) for name in ("input_ids", "documents", "targets")
+        }
         return replace(self, **moved)
 
 
@@ -238,16 +249,29 @@ def parse(argv: Sequence[str] | None) -> tuple[TextSettings, Path | None, Path |
         if given or out:
             raise UserError("--resume goes on with the run's own settings: leave the other flags out")
         return read_settings(resume), None, resume
-    settings = TextSettings(**{name: tuple(value) if isinstance(value, list) else value
-                               for name, value in given.items()})  # fmt: skip
+    settings = TextSettings(
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    )
     check(settings)
     return settings, out, None
 
 
 def check(settings: TextSettings) -> None:
     """Raise UserError for numbers that make no run."""
-    least = {"length": SHORTEST, "batch_size": 1, "accumulate": 1, "tokens": 1, "lr": 0, "weight_decay": 0, "warmup": 0,
-             "clip": 0, "seed": 0, "checkpoint_every": 1, "needles": 0, "examples": 0}  # fmt: skip
+    least = {
+        "length": SHORTEST,
+        "batch_size": 1,
+        "accumulate": 1,
+        "tokens": 1,
+        "lr": 0,
+        "weight_decay": 0,
+        "warmup": 0,
+        "clip": 0,
+        "seed": 0,
+        "checkpoint_every": 1,
+        "needles": 0,
+        "examples": 0,
+    }
     for name, bound in least.items():
         if not getattr(settings, name) >= bound:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(settings, name)}, expected at least {bound}")
@@ -285,8 +309,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     shutil.rmtree(run / "model", ignore_errors=True)
     export_model(model, run / "model", companions=[Path(settings.corpus or run / "corpus") / "tokenizer.model"])
     draw_loss(run)
-    print(f"{count(model.parameters()):,} parameters, {settings.attention} attention, {settings.tokens:,.0f} tokens in "
-          f"{progress['seconds']:.0f} s; in {run}: model/, metrics.jsonl, loss.png, checkpoints/")  # fmt: skip
+    print(
+        f"{count(model.parameters()):,} parameters, {settings.attention} attention, {settings.tokens:,.0f} tokens in "
+        f"{progress['seconds']:.0f} s; in {run}: model/, metrics.jsonl, loss.png, checkpoints/"
+    )
     print(f"next: python -m eval.text all {run}")
 
 

@@ -35,8 +35,11 @@ def words() -> tuple[list[str], list[str]]:
 def train_tokenizer() -> bytes:
     """The sentencepiece model, serialised. The same bytes on every call with one version of sentencepiece."""
     bare, plurals = words()
-    frequencies = {**dict.fromkeys(bare, 10_000), **dict.fromkeys((f" {word}" for word in bare), 100),
-                   **dict.fromkeys((f" {word}" for word in plurals), 1)}  # fmt: skip
+    frequencies = {
+        **dict.fromkeys(bare, 10_000),
+        **dict.fromkeys((f" {word}" for word in bare), 100),
+        **dict.fromkeys((f" {word}" for word in plurals), 1),
+    }
     characters = len(set("".join(frequencies)))
     exhausted = sentencepiece.SentencePieceProcessor(model_proto=_train(frequencies, 4096))
     # merges come in the order learned, then the characters they are made of
@@ -60,12 +63,18 @@ def _train(frequencies: dict[str, int], size: int) -> bytes:
         add_dummy_prefix=False,
         remove_extra_whitespaces=False,
         split_digits=False,  # Gemma splits them; here "▁3" is a piece like any word
-        pad_id=0, eos_id=1, bos_id=2, unk_id=3,
-        pad_piece="<pad>", eos_piece="<eos>", bos_piece="<bos>", unk_piece="<unk>",
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        pad_piece="<pad>",
+        eos_piece="<eos>",
+        bos_piece="<bos>",
+        unk_piece="<unk>",
         user_defined_symbols=["<mask>", "\n", *(f"<loc{value:04d}>" for value in range(1024))],
         num_threads=1,
         minloglevel=2,
-    )  # fmt: skip
+    )
     return model.getvalue()
 
 

@@ -29,9 +29,15 @@ from weights.streaming import CHUNK_BYTES, DTYPES, byte_size, write_checkpoint
 DTYPE_FLAGS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # what else belongs to a model; copied as it is where the source has it
 COMPANIONS = [
-    "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "preprocessor_config.json", "processor_config.json", "generation_config.json",
-]  # fmt: skip
+    "tokenizer.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "generation_config.json",
+]
 
 
 def export_model(
@@ -156,17 +162,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id (default: its main branch)")
     parser.add_argument(
-        "--dialect", choices=DIALECTS, default="A",
+        "--dialect",
+        choices=DIALECTS,
+        default="A",
         help="names of the tensors: A as on the hub since 2024, opened by old and new transformers; B as modules of "
         "4.52, C as those of 5, D as 5 saves them: older versions leave their towers random (default: A)",
-    )  # fmt: skip
+    )
     parser.add_argument("--dtype", choices=DTYPE_FLAGS, help="dtype of the tensors (default: as in the source)")
     parser.add_argument("--max-shard-gb", type=float, default=5, help="size of a file in 10^9 bytes (default: 5)")
     parser.add_argument("--adapter", metavar="RUN", type=Path, help="adapter folder to load (default: none)")
     parser.add_argument(
-        "--merge", action=argparse.BooleanOptionalAction, default=False,
+        "--merge",
+        action=argparse.BooleanOptionalAction,
+        default=False,
         help="merge the adapter into the weights, the only way to export it (default: no)",
-    )  # fmt: skip
+    )
     args = parser.parse_args(argv)
     if args.merge != (args.adapter is not None):
         raise UserError("--adapter and --merge go together: an unmerged adapter is exchanged as its own folder")
@@ -184,9 +194,13 @@ def main(argv: list[str] | None = None) -> None:
         adapter.merge(model)
         fold(model)
     export_model(
-        model, args.out, dialect=args.dialect, dtype=DTYPE_FLAGS.get(args.dtype), max_shard_gb=args.max_shard_gb,
+        model,
+        args.out,
+        dialect=args.dialect,
+        dtype=DTYPE_FLAGS.get(args.dtype),
+        max_shard_gb=args.max_shard_gb,
         companions=companions(args.source, args.revision),
-    )  # fmt: skip
+    )
     print(f"{args.out}: dialect {args.dialect}, {sum(f.stat().st_size for f in args.out.iterdir()):,} bytes")
 
 

@@ -17,8 +17,12 @@ from weights.npz import NPZ
 from weights.streaming import in_one_line
 
 DIFFERENCES = ("missing", "unexpected", "misshaped")
-PARTS = {"vision": "vision_tower.", "projector": "multi_modal_projector.", "embedding": EMBEDDING,
-         "decoder": "language_model."}  # fmt: skip
+PARTS = {
+    "vision": "vision_tower.",
+    "projector": "multi_modal_projector.",
+    "embedding": EMBEDDING,
+    "decoder": "language_model.",
+}
 
 
 def describe(checkpoint: Checkpoint) -> dict:

@@ -21,9 +21,11 @@ SAME = ("backbone.embedding.weight", "lm_head.weight")
 
 
 def load_mamba(
-    source: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+    source: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
     revision: str | None = None,
-) -> MambaLM:  # fmt: skip
+) -> MambaLM:
     """The language model of `source`, a folder or a hub id at `revision`, in eval mode, its parameters trainable.
 
     Everything that is wrong with sizes, names, dtypes and files is found before a tensor is read, and told in one

@@ -284,9 +284,11 @@ def write_checkpoint(
     tensors: dtype and shape by name. chunks: yields a tensor's elements in order, as flat pieces of that dtype.
     shards: which names go together; every file is written piece by piece, so memory holds one.
     """
-    files = [SINGLE_FILE] if len(shards) == 1 else [
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
-    ]  # fmt: skip
+    files = (
+        [SINGLE_FILE]
+        if len(shards) == 1
+        else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    )
     for file, names in zip(files, shards, strict=True):
         names = sorted(names, key=lambda name: -tensors[name][0].itemsize)  # so that every tensor is aligned
         header, position = {"__metadata__": {"format": "pt"}}, 0
