@@ -666,7 +666,7 @@ TASKS: dict[str, Callable[[str, int, int], Sample]] = {
     **{kind: partial(_needle_question, kind) for kind in NEEDLES},
 }
 
-# Every word and mark of the tasks; `train/tokenizer.py` makes each one piece
+# Every word and mark of the tasks; `train/embedded/tokenizer.py` makes each one piece
 WORDS = [
     *NAMES,
     *ASKED_CATEGORIES,

@@ -32,11 +32,12 @@ from model.common import UserError, run_command, write_text
 from model.differential import graft, lambdas, map_distance
 from model.paligemma import PaliGemma
 from model.processor import Processor, load_tokenizer
-from train import data
 from train.checkpoint import checkpoints, load_checkpoint, load_weights, read_state, save_checkpoint
-from train.data import MicroBatch, Order, Record, idle
+from train.data import batches as data
+from train.data.batches import MicroBatch, Order, Record, idle
+from train.data.features import FeatureCache
+from train.data.shards import Shards
 from train.distributed import World, ask_together, join_world, leave_world, set_gradient_sync, spread
-from train.features import FeatureCache
 from train.optim import (
     Rule,
     count,
@@ -49,8 +50,7 @@ from train.optim import (
     trainable,
 )
 from train.settings import DTYPES, SCALARS, Settings, new_run, parse, run_stem
-from train.stages import open_stage, stage_tokenizer
-from train.tar import Shards
+from train.systems.stages import open_stage, stage_tokenizer
 from weights.export import companions, export_model
 from weights.load import load_model
 
@@ -248,10 +248,10 @@ def train(
     """Train `model` in place, from the newest checkpoint of `run` if it has one; returns the loop's own progress.
 
     records: what to learn from (None: the train split of `settings.data`). What are no questions about pictures brings
-    its own `order`, with `total`, `steps` and micro-batches like those of `train/data.py`, and `loss_of` one of them,
-    summed over its tokens (None: `supervised_loss`). Raises Diverged for a loss that is not
-    finite, naming the batch, and UserError for too many unusable records. SIGTERM and Ctrl-C end it after the running
-    step, with a checkpoint, as `Interrupted`.
+    its own `order`, with `total`, `steps` and micro-batches like those of `train/data/batches.py`, and `loss_of` one of
+    them, summed over its tokens (None: `supervised_loss`). Raises Diverged for a loss that is not finite, naming the
+    batch, and UserError for too many unusable records. SIGTERM and Ctrl-C end it after the running step, with a
+    checkpoint, as `Interrupted`.
     """
     found = checkpoints(run)
     # a run that goes on with another number of processes keeps the micro-batches of its steps

@@ -16,8 +16,8 @@ import torch
 
 from model.common import UserError, write_text
 from model.differential import FEED_FORWARDS, KINDS
-from train.data import EMBEDDED_TASKS
-from train.stages import ARCHITECTURES, stage_defaults
+from train.data.batches import EMBEDDED_TASKS
+from train.systems.stages import ARCHITECTURES, stage_defaults
 
 DECODER = r"language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 # λ, μ and the norms of a graft: scalars and gains, which decay would pull towards values that mean nothing

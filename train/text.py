@@ -5,9 +5,10 @@
     python -m train.text --resume runs/text-differential-1
     python -m train.text --preset small --device cuda --tokens 2e9 --text DIR
 
-In: text (`eval/text_corpus.py`) and two tasks (`eval/text_tasks.py`), mixed. Out: a run folder with the corpus and its
+In: text (`eval/text/corpus.py`) and two tasks (`eval/text/tasks.py`), mixed. Out: a run folder with the corpus and its
 tokenizer, metrics, a picture of the loss, checkpoints to resume from, and `model/`. The loop is that of
-`train/finetune.py`. Next: `eval/text.py` measures the model, `train/study_text.py` compares it with its twin.
+`train/finetune.py`. Next: `eval/text/measures.py` measures the model, `train/studies/text.py` compares it with its
+twin.
 """
 
 import argparse
@@ -23,9 +24,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from eval.text import device_of
-from eval.text_corpus import BOS, Corpus, open_corpus, read_texts
-from eval.text_tasks import SHOWN, WORDS, Tasks
+from eval.text.corpus import BOS, Corpus, open_corpus, read_texts
+from eval.text.measures import device_of
+from eval.text.tasks import SHOWN, WORDS, Tasks
 from model.common import UserError, run_command
 from model.text import TEXT_PRESETS, TextModel, new_model
 from train.distributed import World, join_world

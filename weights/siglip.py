@@ -2,7 +2,7 @@
 
 In: a folder or hub id with config.json and safetensors of transformers' SiglipModel, such as
 google/siglip-so400m-patch14-384, or of a PaliGemma, whose tower is taken. Out: the tower. Its pooling head and the text
-tower beside it are left out. Next: `train/qmamba.py`.
+tower beside it are left out. Next: `train/systems/qmamba.py`.
 """
 
 import json

@@ -1,0 +1,398 @@
+"""What a language model does with its context: four measurements, of several runs of one or of both kinds of attention.
+
+    python -m eval.text nll RUN…           negative log-likelihood by the length of the context
+    python -m eval.text needle RUN…        retrieval of R of N needles, by their depth in the text
+    python -m eval.text attention RUN…     share of the attention on the needle asked for, and on what is noise
+    python -m eval.text examples RUN…      accuracy by the number of examples in context, in several orders
+    python -m eval.text all RUN…
+
+In: run folders of `train.text`. Out: a table and a picture of each, runs of one kind of attention taken together, and
+the difference of the kinds on the same examples, with 95 % intervals over runs and examples. All is asked on the test
+split. Next: `train/studies/text.py` trains the runs that are compared.
+
+Protocols: Ye et al. 2024, sections 3.3 (context), 3.4 (needles, attention) and 3.5 (examples), at a smaller size.
+Answers are judged in one forward pass: an answer is right if each of its tokens is the likeliest after what stands
+before it, earlier answers of its document included. So a right one is what greedy decoding would have said.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from eval import figures
+from eval.statistics import Interval, bootstrap
+from eval.text.corpus import BOS, PAD, Corpus, kept_corpus
+from eval.text.tasks import SHOWN, Document, Tasks
+from model.attention import attention_modules
+from model.common import UserError
+from model.text import TextModel
+from weights.load import load_model
+
+SPLIT, SEED = "test", 7
+NEEDLES = ((1, 1), (2, 2), (4, 2), (6, 2))  # (N, R), as in the paper's Table 2
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+EXAMPLES = (1, 2, 4, 8, 16, 32)
+ORDERS = 6  # of the same examples
+BATCH = 16  # rows of a forward pass
+
+
+class Scores(NamedTuple):
+    """One panel: a score for each example, its label (where it stands on the x axis), and its group: examples of one
+    group are not independent. `better` is +1 where more is better, −1 where less is, 0 where neither."""
+
+    title: str
+    x_label: str
+    y_label: str
+    better: int
+    labels: list
+    groups: list
+    values: list[float]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The measurements
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def nll(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, Scores]:
+    """Negative log-likelihood of a token, in nats, by how many tokens of its own document the model has seen.
+
+    On `limit` windows of `length` tokens that lie within a document of the test split; label: the longest context of
+    the bin (…, 17–32, 33–64, …). Under "all" each bin weighs the same. Raises UserError if no document is that long.
+    """
+    places = windows(corpus, length, limit)
+    by_position = []
+    for place, _ in places:
+        ids = torch.tensor([[BOS, *corpus.ids[SPLIT][place : place + length].tolist()]], device=device_of(model))
+        log_p = F.cross_entropy(model(ids[:, :-1])[0], ids[0, 1:], reduction="none")
+        by_position.append(log_p.cpu().numpy())
+    bins = context_bins(length)
+    values = [float(one[first:last].mean()) for one in by_position for first, last in bins]
+    labels = [last for _ in places for _, last in bins]
+    groups = [document for _, document in places for _ in bins]
+    return {
+        "nll": Scores(
+            "negative log-likelihood by context", "tokens of context, up to", "nats a token", -1, labels, groups, values
+        )
+    }
+
+
+def windows(corpus: Corpus, length: int, limit: int) -> list[tuple[int, int]]:
+    """(start, document) of up to `limit` windows of `length` tokens, evenly taken from those that lie side by side."""
+    starts = corpus.starts[SPLIT].tolist()
+    found = [
+        (place, number)
+        for number, (start, end) in enumerate(zip(starts, starts[1:], strict=False))
+        for place in range(start, end - length + 1, length)
+    ]
+    if not found:
+        raise UserError(f"no document of the {SPLIT} split has {length} tokens: give longer documents")
+    return found[:: -(-len(found) // limit)]
+
+
+def context_bins(length: int) -> list[tuple[int, int]]:
+    """Positions [first, last) of each bin: up to 16, then doubled, the last ends at `length`."""
+    ends = [16]
+    while ends[-1] < length:
+        ends.append(min(2 * ends[-1], length))
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def needle_tests(corpus: Corpus, length: int, limit: int) -> list[tuple[tuple[int, int], float, Document]]:
+    """((N, R), depth, document) of `limit` tests of each kind, every depth as often as another."""
+    tasks, dice = Tasks(corpus, SPLIT), random.Random(f"needle/{SEED}")
+    return [
+        (kind, DEPTHS[number % len(DEPTHS)], tasks.needles(dice, length, *kind, DEPTHS[number % len(DEPTHS)]))
+        for kind in NEEDLES
+        for number in range(limit)
+    ]
+
+
+def needle(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, Scores]:
+    """Accuracy on each secret asked for, `limit` tests of each kind; by depth only the one whose depth is set."""
+    tests = needle_tests(corpus, length, limit)
+    right = hits(model, [document for *_, document in tests])
+    by_kind = [
+        (f"{n}/{r}", number, hit)
+        for number, (((n, r), *_), of_test) in enumerate(zip(tests, right, strict=True))
+        for hit in of_test
+    ]
+    by_depth = [
+        (100 * depth, number, of_test[0])
+        for number, ((_, depth, _), of_test) in enumerate(zip(tests, right, strict=True))
+    ]
+    return {
+        "needle": _scores("needles", "needles in the text / asked for", "accuracy", 1, by_kind),
+        "needle-depth": _scores("needles by depth", "depth in the text, %", "accuracy", 1, by_depth),
+    }
+
+
+def attention(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, Scores]:
+    """Shares of the attention, by the depth of the needle, where its secret is being said: on its line, and on the
+    noise, which is the rest of the text and the other needles. Of the hardest kind of needle test."""
+    tests = [
+        (number, depth, document)
+        for number, (kind, depth, document) in enumerate(needle_tests(corpus, length, limit))
+        if kind == NEEDLES[-1]
+    ]
+    shares = [attention_shares(model, document) for *_, document in tests]
+    answer, noise = (
+        [(100 * depth, number, share[part]) for (number, depth, _), share in zip(tests, shares, strict=True)]
+        for part in (0, 1)
+    )
+    kind = "{} needles, {} asked for".format(*NEEDLES[-1])
+    return {
+        "attention": _scores(f"attention on the answer ({kind})", "depth in the text, %", "share", 1, answer),
+        "attention-noise": _scores(f"attention on noise ({kind})", "depth in the text, %", "share", -1, noise),
+    }
+
+
+@torch.no_grad()
+def attention_shares(model: TextModel, document: Document) -> tuple[float, float]:
+    """Of |A|, or |A₁ − λ·A₂|, the share on the line of the first needle asked for, and on the rest of its haystack; the
+    mean over layers, heads, and the positions that decide the answer.
+
+    Absolute values, since a difference may be negative, and the norm by head takes any factor out.
+    """
+    (start, end), (first, last) = document.answers[0], document.needles[0]
+    found: list[torch.Tensor] = []
+    layers = attention_modules(model).values()
+    try:
+        for layer in layers:
+            maps: list[torch.Tensor] = []
+            found.append(maps)
+            layer.tap = lambda weights, maps=maps: maps.append(weights[0, :, start - 1 : end - 1].float())
+        model(torch.tensor([document.ids[: end - 1]], device=device_of(model)), positions_to_keep=1)
+    finally:
+        for layer in layers:
+            layer.tap = None
+    shares = []
+    for layer, maps in zip(layers, found, strict=True):
+        weights = (maps[0] if len(maps) == 1 else maps[0] - layer.coefficient() * maps[1]).abs()  # (N, answer, S)
+        weights = weights / weights.sum(-1, keepdim=True)
+        answer = weights[..., first:last].sum(-1).mean()
+        shares.append((answer.item(), (weights[..., slice(*document.haystack)].sum(-1).mean() - answer).item()))
+    return tuple(np.mean(shares, axis=0).tolist())
+
+
+def examples(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, Scores]:
+    """Accuracy by the number of examples, over ORDERS orders of the same examples, `limit` questions of each number;
+    and the margin: how far the best order of a question is above the worst, 1 where its answer depends on the order."""
+    tasks, dice = Tasks(corpus, SPLIT), random.Random(f"examples/{SEED}")
+    episodes = [(count, number, tasks.episode(dice, count)) for count in EXAMPLES for number in range(limit)]
+    documents = [
+        tasks.examples(dice.sample(shown, len(shown)), question)
+        for *_, (shown, question) in episodes
+        for _ in range(ORDERS)
+    ]
+    if (longest := max(len(document.ids) for document in documents)) > length + 1:
+        raise UserError(f"{max(EXAMPLES)} examples take {longest - 1} tokens, the model knows rows of {length}")
+    right = np.array([float(hit) for (hit,) in hits(model, documents)]).reshape(len(episodes), ORDERS)
+    accuracy = [
+        (count, f"{count}/{number}", value)
+        for (count, number, _), value in zip(episodes, right.mean(1).tolist(), strict=True)
+    ]
+    margin = [
+        (count, f"{count}/{number}", value)
+        for (count, number, _), value in zip(episodes, (right.max(1) - right.min(1)).tolist(), strict=True)
+    ]
+    return {
+        "examples": _scores(f"examples in context, {SHOWN} classes", "examples", "accuracy", 1, accuracy),
+        "examples-margin": _scores(f"best minus worst of {ORDERS} orders", "examples", "accuracy", -1, margin),
+    }
+
+
+def _scores(title: str, x_label: str, y_label: str, better: int, rows: Sequence[tuple]) -> Scores:
+    labels, groups, values = map(list, zip(*rows, strict=True))
+    return Scores(title, x_label, y_label, better, labels, groups, [float(value) for value in values])
+
+
+@torch.no_grad()
+def hits(model: TextModel, documents: Sequence[Document]) -> list[list[bool]]:
+    """For each answer of each document, whether every token of it is the likeliest after what stands before it."""
+    right = []
+    for start in range(0, len(documents), BATCH):
+        batch = documents[start : start + BATCH]
+        spans = [[place for first, last in document.answers for place in range(first, last)] for document in batch]
+        ids, places = (_filled(rows).to(device_of(model)) for rows in ([d.ids for d in batch], spans))
+        places = places.clamp(min=1)  # what fills up, nobody reads
+        logits = model(ids, positions_to_keep=places - 1)
+        is_right = (logits.argmax(-1) == ids.gather(1, places)).tolist()
+        for document, of_row in zip(batch, is_right, strict=True):
+            tokens = iter(of_row)
+            right.append([all([next(tokens) for _ in range(first, last)]) for first, last in document.answers])
+    return right
+
+
+def _filled(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Rows of unequal length as one tensor, filled up on the right: a causal model does not see it."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows])
+
+
+def device_of(model: TextModel) -> torch.device:
+    return model.language_model.embed_tokens.weight.device
+
+
+MEASURES: dict[str, Callable[[TextModel, Corpus, int, int], dict[str, Scores]]] = {
+    "nll": nll,
+    "needle": needle,
+    "attention": attention,
+    "examples": examples,
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several runs
+# ---------------------------------------------------------------------------------------------------------------------
+
+Found = Mapping[str, Sequence[Scores]]  # the same panel of every run, by the kind of attention
+
+
+def by_label(found: Found) -> dict:
+    """{label: {kind: Interval}, "difference": Interval}}, and so under "all": means with their intervals over runs and
+    examples. The difference is differential minus plain, run by run in the order given, where there are as many."""
+    first = next(iter(found.values()))[0]
+    kinds = sorted(found, reverse=True)  # plain, differential
+    result = {}
+    for label in [*dict.fromkeys(first.labels), "all"]:
+        chosen = [i for i, own in enumerate(first.labels) if label in ("all", own)]
+        groups = [str(first.groups[i]) for i in chosen]
+        scores = {kind: np.array([[run.values[i] for i in chosen] for run in found[kind]]) for kind in kinds}
+        result[label] = {kind: bootstrap(values, groups) for kind, values in scores.items()}
+        if len(kinds) == 2 and len(scores["plain"]) == len(scores["differential"]):
+            result[label]["difference"] = bootstrap(scores["differential"] - scores["plain"], groups)
+    return result
+
+
+def chance(name: str) -> dict:
+    """By label of a panel, how often one is right who repeats any answer that the document shows, none a second time
+    where several are asked for: the first of N needles 1 time in N, the next 1 in N − 1. Empty where that says nothing.
+    """
+    if name == "needle":
+        return {f"{n}/{r}": sum(1 / (n - i) for i in range(r)) / r for n, r in NEEDLES}
+    if name == "needle-depth":
+        return {100 * depth: sum(1 / n for n, _ in NEEDLES) / len(NEEDLES) for depth in DEPTHS}
+    return {count: 1 / min(count, SHOWN) for count in EXAMPLES} if name == "examples" else {}
+
+
+def spell(value: Interval, sign: str = "") -> str:
+    return f"{value.mean:{sign}.3f} [{value.low:{sign}.3f}, {value.high:{sign}.3f}]"
+
+
+def table(panel: Scores, rows: Mapping, chances: Mapping) -> list[str]:
+    """A Markdown table: a line a label, with its `chances` if there are any."""
+    columns = [panel.x_label, *(["chance"] if chances else []), *rows["all"]]
+    lines = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
+    for label, by_kind in rows.items():
+        cells = [f"{label:g}" if isinstance(label, float) else str(label)]
+        if chances:
+            cells.append(f"{chances[label]:.3f}" if label in chances else "")
+        for kind, value in by_kind.items():
+            unsure = " n.s." if kind == "difference" and not value.significant else ""
+            cells.append(spell(value, "+" if kind == "difference" else "") + unsure)
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def chart(panel: Scores, rows: Mapping) -> Image.Image:
+    """The means by label with their intervals, a line a kind of attention."""
+    labels = [label for label in rows if label != "all"]
+    kinds = [kind for kind in rows["all"] if kind != "difference"]
+    log = all(isinstance(label, int) for label in labels)
+    if not all(isinstance(label, int | float) for label in labels):  # (N, R) is no number
+        bars = [(f"{label} {kind}", *rows[label][kind]) for label in labels for kind in kinds]
+        return figures.interval_chart(bars, panel.title, f"{panel.y_label} ({panel.x_label})")
+    lines = {kind: [(label, rows[label][kind].mean) for label in labels] for kind in kinds}
+    bars = {kind: [(label, *rows[label][kind][1:]) for label in labels] for kind in kinds}
+    return figures.line_chart(lines, panel.title, panel.x_label, panel.y_label, log_x=log, intervals=bars)
+
+
+class Run(NamedTuple):
+    """A folder of `train.text`: its model, its corpus, and what they are called."""
+
+    kind: str
+    length: int
+    corpus: Corpus
+    folder: Path
+
+
+def open_run(folder: Path) -> Run:
+    """Raises UserError if `folder` is no finished run."""
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+        kind, length, place = settings["attention"], settings["length"], settings["corpus"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder}: no run folder of train.text ({error}): give one") from None
+    if not (folder / "model" / "config.json").exists():
+        raise UserError(f"{folder}: this run is not finished: python -m train.text --resume {folder}")
+    return Run(kind, length, kept_corpus(Path(place or folder / "corpus")), folder)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.text", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("measure", choices=[*MEASURES, "all"], help="what to measure")
+    parser.add_argument("run", nargs="+", type=Path, help="run folder of train.text; seeds of both kinds in one order")
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=100,
+        metavar="N",
+        help="windows, tests of a kind, questions of a number (default: %(default)s)",
+    )
+    parser.add_argument("--length", type=int, metavar="N", help="longest context (default: what the runs learned from)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, … (default: %(default)s)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/eval/text"),
+        metavar="DIR",
+        help="folder of the pictures (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="print JSON instead of tables (default: --no-json)",
+    )
+    args = parser.parse_args(argv)
+    if args.limit < len(DEPTHS):
+        raise UserError(f"--limit is {args.limit}, expected at least {len(DEPTHS)}: one test a depth")
+    runs = [open_run(folder) for folder in args.run]
+    if len({run.corpus.digest for run in runs}) > 1 or len({run.length for run in runs}) > 1:
+        raise UserError("the runs learned from different text or rows: measure them one by one")
+    panels: dict[str, dict[str, list[Scores]]] = {}
+    for run in runs:
+        model = load_model(run.folder / "model", device=args.device)
+        for name in MEASURES if args.measure == "all" else [args.measure]:
+            for panel, scores in MEASURES[name](model, run.corpus, args.length or run.length, args.limit).items():
+                panels.setdefault(panel, {}).setdefault(run.kind, []).append(scores)
+    files, told = [], {}
+    for name, found in panels.items():
+        panel, rows = next(iter(found.values()))[0], by_label(found)
+        figures.save(chart(panel, rows), args.out / f"{name}.png")
+        files.append(f"{name}.png")
+        told[name] = {
+            str(label): {kind: value._asdict() for kind, value in by_kind.items()} for label, by_kind in rows.items()
+        }
+        if not args.json:
+            print(f"\n{panel.title}, {panel.y_label}\n")
+            print("\n".join(table(panel, rows, chance(name))))
+    if args.json:
+        print(json.dumps(told))
+        return
+    counts = {kind: len(of_kind) for kind, of_kind in next(iter(panels.values())).items()}
+    if min(counts.values()) < 3:
+        print("\nFewer than three runs of a kind: the intervals hardly know how runs differ.")
+    print(f"\n{', '.join(f'{count} {kind}' for kind, count in counts.items())}; in {args.out}: {', '.join(files)}")

@@ -1,0 +1,175 @@
+"""Weights in 8 bits: how far off they may be, that LoRA learns around them, and that its adapter fits the base."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lora import adapter
+from lora.quantize import Int8Linear, quantize
+from model.common import UserError
+from model.differential import graft
+from model.linear import Linear
+from tests.reference import batch, hf_model, ours, relative_error
+from tests.train.test_finetune import WORLD, run
+from train import finetune
+from train.optim import trainable
+from train.settings import parse
+from weights.load import load_model
+
+TARGETS = r"language_model\..*\.(q_proj|up_proj)"
+
+
+def put_back(layer: Int8Linear) -> torch.Tensor:
+    return layer.weight.double() * layer.scale.double()[:, None]
+
+
+@pytest.fixture
+def model():
+    return ours(hf_model(1), "sdpa").requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return batch(hf_model(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_weight_is_off_by_at_most_half_a_step_of_its_channel(dtype):
+    """Breaks when a scale belongs to another channel, a value wraps around, or rounding is not to the nearest."""
+    torch.manual_seed(0)
+    linear = Linear(64, 48)
+    with torch.no_grad():
+        linear.weight *= torch.logspace(-6, 3, 48)[:, None]  # channels of very different size
+        linear.weight[5] = 0
+        linear.weight[7, 3] = -40 * linear.weight[7].abs().max()  # one that towers above its channel, and is negative
+        linear.to(dtype)
+    layer = Int8Linear(linear)
+    largest = linear.weight.double().abs().amax(1)
+    assert layer.weight.dtype == torch.int8 and layer.weight.abs().amax() <= 127 and not layer.weight.requires_grad
+    error = (put_back(layer) - linear.weight.double()).abs().amax(1)
+    # half a step; the largest value itself may be off by the rounding of its scale to bf16, 2⁻⁹
+    assert (error <= largest * max(0.501 / 127, 2**-8)).all()
+    assert not layer.weight[5].any() and layer.weight[7, 3] <= -126
+    assert layer.scale.bfloat16().float().equal(layer.scale)
+    x = torch.randn(3, 5, 64, dtype=dtype)
+    expected = x.double() @ put_back(layer).T + linear.bias.double()
+    assert layer(x).dtype == dtype and relative_error(layer(x), expected) <= (1e-6 if dtype == torch.float32 else 1e-2)
+
+
+def test_the_loss_hardly_changes(model, inputs):
+    """Breaks when what the 8 bits take away is more than a few parts in a thousand of the loss."""
+    with torch.no_grad():
+        whole = model(**inputs)
+        assert quantize(model) > 0
+        off = relative_error(model(**inputs), whole)
+        # 1 part in 127 of the largest of each row; the reference's attention is sharp, so that much of it shows
+        assert 1e-4 < off < 0.2
+    plain = load_model("tiny").requires_grad_(False)
+    ids = torch.randint(3, 1700, (4, 40), generator=torch.Generator().manual_seed(0))
+    text = {"input_ids": ids, "pixel_values": None, "token_type_ids": torch.ones_like(ids)}
+    with torch.no_grad():
+        losses = []
+        for _ in range(2):
+            losses.append(plain(**text, targets=ids.roll(-1, 1)) / ids.numel())
+            quantize(plain)
+    assert losses[0] != losses[1] and losses[1].item() == pytest.approx(losses[0].item(), rel=5e-3)
+
+
+def test_what_is_quantized(model):
+    """Breaks when something that learns, the embedding, the head or a norm goes to 8 bits, or a frozen layer stays."""
+    adapter.inject(model, TARGETS, 3, 6.0)
+    linears = sum(isinstance(module, nn.Linear) for module in model.modules())
+    halves = 2 * len(adapter.lora_layers(model))
+    state = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert quantize(model) == linears - halves
+    assert {p.dtype for p in trainable(model).values()} == {torch.float32}
+    assert len(trainable(model)) == halves
+    assert {name for name, p in model.named_parameters() if p.dtype == torch.int8} == {
+        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Int8Linear)
+    }
+    assert model.language_model.embed_tokens.weight.dtype == torch.float32
+    assert sum(p.numel() * p.element_size() for p in model.parameters()) < 0.5 * state
+    assert quantize(model) == 0  # a second time changes nothing
+
+
+@pytest.mark.parametrize("kind", ["softmax", "twin", "v2", "shared"])
+def test_gradients_reach_lora_as_through_the_whole_weights(kind, model, inputs):
+    """Breaks when the backward pass multiplies by another matrix than the forward pass."""
+    if kind != "softmax":
+        graft(model, kind)
+    adapter.inject(model, TARGETS, 3, 6.0)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        for parameter in trainable(model).values():
+            parameter += 0.1 * torch.randn_like(parameter)
+    quantize(model)
+    exact = copy.deepcopy(model)
+    for path, layer in list(exact.named_modules()):
+        if isinstance(layer, Int8Linear):  # the same weights, as plain layers of fp32
+            plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+            plain.weight = nn.Parameter(put_back(layer).float(), requires_grad=False)
+            if layer.bias is not None:
+                plain.bias = nn.Parameter(layer.bias.detach(), requires_grad=False)
+            parent, _, name = path.rpartition(".")
+            setattr(exact.get_submodule(parent), name, plain)
+    targets = inputs["input_ids"].roll(-1, 1)
+    for either in (model, exact):
+        either(**inputs, targets=targets).backward()
+    for name, parameter in trainable(exact).items():
+        ours = model.get_parameter(name).grad
+        assert parameter.grad.any() and relative_error(ours, parameter.grad) <= 2e-4, name
+    assert not any(p.grad is not None for name, p in model.named_parameters() if name not in trainable(model))
+
+
+def test_nothing_is_kept_for_the_backward_pass_but_the_8_bits():
+    """Breaks when autograd holds every weight once more, put back: no memory would be saved."""
+    layer, held = Int8Linear(Linear(512, 512)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        layer(torch.randn(2, 512, requires_grad=True)).sum().backward()
+    assert sum(t.numel() * t.element_size() for t in held) <= 512 * 512 + 4 * 512 + 4 * 2 * 512
+
+
+def test_under_autocast_it_computes_in_its_dtype():
+    """Breaks when a quantized layer ignores autocast and slows the rest down in fp32."""
+    layer = Int8Linear(Linear(32, 16))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(3, 32)).dtype == torch.bfloat16
+
+
+def test_the_adapter_belongs_to_the_whole_base(tmp_path, inputs):
+    """Breaks when an adapter trained around 8 bits is refused by the base it was made for, or merges into 8 bits."""
+    hf = hf_model(1)
+    whole, quantized = ours(hf, "sdpa"), ours(hf, "sdpa")
+    fingerprint = adapter.fingerprint(whole)
+    adapter.inject(quantized, TARGETS, 3, 6.0)
+    quantize(quantized)
+    with torch.no_grad():
+        for parameter in trainable(quantized).values():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    assert adapter.fingerprint(quantized) == fingerprint
+    adapter.save(quantized, tmp_path)
+    with pytest.raises(UserError, match="are quantized"):
+        adapter.merge(quantized)
+    assert not any(layer.merged for layer in adapter.lora_layers(quantized).values())
+    adapter.load(whole, tmp_path)
+    assert relative_error(quantized(**inputs), whole(**inputs)) < 0.2
+    later = ours(hf, "sdpa").requires_grad_(False)
+    quantize(later)
+    adapter.load(later, tmp_path)  # quantized first, adapted afterwards
+    assert relative_error(later(**inputs), quantized(**inputs)) < 1e-5
+
+
+def test_the_command(tmp_path):
+    """Breaks when --quantize cannot train, opens another base, or takes weights that learn or are sharded."""
+    arguments = ["--attention", "twin", "--steps", 4, "--lr", "1e-2"]
+    plain = run(*arguments, out=tmp_path / "plain")
+    small = run(*arguments, "--quantize", "int8", out=tmp_path / "small")
+    assert [r["loss"] for r in small] == pytest.approx([r["loss"] for r in plain], rel=2e-2)
+    assert [r["loss"] for r in small] != [r["loss"] for r in plain]
+    adapter.load(load_model("tiny"), tmp_path / "small")
+    for flags in (["--full", "--attention", "softmax"], ["--shard"]):
+        settings = parse(["--base", "tiny", "--device", "cpu", "--quantize", "int8", *flags])[0]
+        with pytest.raises(UserError, match="--quantize"):
+            finetune.open_model(settings, WORLD)

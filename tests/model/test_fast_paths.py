@@ -1,0 +1,472 @@
+"""Every faster way to compute gives what the plain way gives: products, attention, the loss, and compiled steps."""
+
+import platform
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+import model.attention as attention
+import model.differential as differential
+import model.linear as linear_module
+import model.paligemma as paligemma
+from lora import adapter
+from lora.layer import LoRALinear
+from model.common import UserError
+from model.config import PRESETS
+from model.generate import CompiledStep, generate
+from model.linear import Linear, activated, linear
+from model.paligemma import initialize
+from model.processor import Processor, load_tokenizer
+from model.source import BUNDLED_FOLDER
+from tests.model.test_differential import VARIANTS, grafted, inputs, sibling
+from tests.model.test_differential import batch as prompt_of
+from tests.reference import batch, hf_model, ours, relative_error
+from train import finetune
+from train.data.batches import collate, embedded_records
+from train.optim import trainable
+from weights.load import empty_model
+
+LORA = r"language_model\..*\.[qkvo]_proj"
+
+
+@pytest.fixture
+def onednn(monkeypatch):
+    """oneDNN takes every product in fp32, however small, and is counted."""
+    if linear_module._product is None or not torch.backends.mkldnn.is_available():
+        pytest.skip("this PyTorch has no oneDNN")
+    honest, calls = linear_module._product, []
+    monkeypatch.setattr(linear_module, "LARGE", 0)
+    monkeypatch.setattr(linear_module, "_wide", True)
+    monkeypatch.setattr(linear_module, "_product", lambda *args: calls.append(1) or honest(*args))
+    return calls
+
+
+def gradients(output: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
+    """Of a sum that weighs every element of `output` differently."""
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    return list(torch.autograd.grad((output.double() * weights).sum(), leaves))
+
+
+# --- oneDNN ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shape", "out"), [((7, 24), 40), ((2, 5, 40), 24), ((1, 3, 2, 8), 8)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_onednn_multiplies_as_f_linear_does(shape, out, bias, onednn):
+    """Breaks when x, weight or bias get another gradient, the transposed product is mixed up, or a view is misread."""
+    torch.manual_seed(0)
+    x = torch.randn(shape, requires_grad=True)
+    for weight in (torch.randn(out, shape[-1]), torch.randn(shape[-1], out).T, torch.randn(out, 2 * shape[-1])[:, ::2]):
+        leaves = [x, weight.requires_grad_(True)] + [torch.randn(out, requires_grad=True)] * bias
+        exact = F.linear(*(t.double() for t in leaves))
+        y = linear(*leaves)
+        assert relative_error(y, exact) < 1e-6
+        for mine, theirs in zip(gradients(y, *leaves), gradients(exact, *leaves), strict=True):
+            assert mine.shape == theirs.shape and relative_error(mine, theirs) < 1e-6
+    assert onednn
+
+
+def test_onednn_forms_no_gradient_that_nobody_asked_for(onednn):
+    """Breaks when a frozen weight's gradient is computed, the costliest product of all, or its input is kept."""
+    x, layer = torch.randn(4, 16, requires_grad=True), Linear(16, 8).requires_grad_(False)
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.shape) or t, lambda t: t):
+        y = layer(x)
+    assert held == [layer.weight.shape]
+    onednn.clear()
+    y.sum().backward()
+    assert len(onednn) == 1 and layer.weight.grad is None
+    held.clear()
+    layer.weight.requires_grad_(True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.shape) or t, lambda t: t):
+        layer(x.detach())
+    assert held == [x.shape]
+
+
+def test_where_onednn_is_not_asked(onednn):
+    """Breaks when half precision, autocast or the switch of PyTorch still ends in oneDNN's fp32 product."""
+    layer, x = Linear(16, 8), torch.randn(4, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    layer.double()(x.double())
+    with torch.backends.mkldnn.flags(enabled=False):
+        layer.float()(x)
+    assert not onednn
+    layer(x)
+    assert onednn
+
+
+@pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "silu"])
+def test_an_activation_within_the_product_is_the_activation(activation, onednn):
+    """Breaks when oneDNN is asked for another GELU, a bias is lost, or gradients, LoRA and 8 bits are passed by."""
+    torch.manual_seed(0)
+    layer, x = Linear(24, 40), torch.randn(3, 5, 24)
+    exact = linear_module.ACTIVATIONS[activation](F.linear(x.double(), layer.weight.double(), layer.bias.double()))
+    learned = activated(layer, x, activation)
+    assert learned.requires_grad and relative_error(learned, exact) < 1e-6
+    asked = []
+    hook = layer.register_forward_hook(lambda *_: asked.append(1))
+    with torch.no_grad():
+        assert relative_error(activated(layer, x, activation), exact) < 1e-6
+        assert bool(asked) == (activation == "silu")  # the fused product does not call the layer
+    hook.remove()
+    adapted = LoRALinear(layer, 2, 4.0)
+    nn.init.normal_(adapted.lora.lora_B.weight)
+    with torch.no_grad():
+        expected = linear_module.ACTIVATIONS[activation](adapted(x))
+        assert torch.equal(activated(adapted, x, activation), expected) and relative_error(expected, exact) > 1e-2
+
+
+@pytest.mark.parametrize("shape", [(1, 24), (1, 1, 24), (2, 1, 24), (2, 2, 24), (3, 24), (5, 24)])
+def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
+    """Breaks when the doubled vector's copy is returned, rows are exchanged, or the result has gaps in memory."""
+    monkeypatch.setattr(linear_module, "WORTH_IT", 0)
+    monkeypatch.setattr(linear_module, "_wide", True)
+    monkeypatch.setattr(linear_module, "_has_mkl", True)
+    torch.manual_seed(0)
+    rows, bias = torch.Size(shape[:-1]).numel(), torch.randn(40)
+    for x in (torch.randn(shape), torch.randn(*shape[:-1], 48)[..., ::2], torch.randn(24, *shape[:-1]).movedim(0, -1)):
+        for weight in (torch.randn(40, 24), torch.randn(24, 40).T):
+            assert not linear_module.rows_are_few(x, weight, None)  # gradients may be asked for
+            with torch.no_grad():
+                assert linear_module.rows_are_few(x, weight, None) == (rows <= 4)
+                assert not linear_module.rows_are_few(x, weight, bias)
+                y = linear(x, weight)
+            assert y.is_contiguous() and y.shape == (*shape[:-1], 40)
+            assert relative_error(y, F.linear(x.double(), weight.double())) < 1e-6
+    torch._dynamo.reset()
+    with torch.no_grad():  # a compiled step of decoding goes the same way, and the compiler must see all of it
+        assert torch.equal(torch.compile(linear, backend="eager", fullgraph=True)(x, weight), y)
+
+
+# --- attention, row by row -------------------------------------------------------------------------------------------
+
+
+def qkv(heads: int, keys: int, width=10, d=8, queries=None):
+    torch.manual_seed(heads)
+    q = torch.randn(2, heads, queries or width, d, requires_grad=True)
+    return q, *(torch.randn(2, keys, width, d, requires_grad=True) for _ in range(2))
+
+
+@pytest.mark.parametrize(("heads", "keys"), [(4, 1), (4, 2), (3, 3)])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("queries", [None, 4])
+@pytest.mark.parametrize("forced", [True, False])
+def test_rows_equal_the_fused_kernel(heads, keys, masked, queries, forced, request):
+    """Breaks when a head meets another's keys or mask, a row of the batch another's, or a gradient goes astray."""
+    if forced:
+        request.getfixturevalue("onednn")
+    q, k, v = qkv(heads, keys, queries=queries)
+    mask = inputs(width=10)[2][:, :, -q.shape[2] :] if masked else None
+    rows = attention.row_attention([(q, k)], v, mask, 0.3)
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask, scale=0.3, enable_gqa=True)
+    assert rows.shape == exact.shape and relative_error(rows, exact) < 1e-6
+    for mine, theirs in zip(gradients(rows, q, k, v), gradients(exact, q, k, v), strict=True):
+        assert relative_error(mine, theirs) < 2e-6
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["plain", "LoRA"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_computes_the_same_by_rows(variant, lora, onednn, monkeypatch):
+    """Breaks when the maps are blended otherwise before V than after it, or a factor meets the wrong head."""
+    _, module = sibling(variant, lora=lora)
+    x, rope, mask = inputs()
+    x.requires_grad_(True)
+    leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
+    asked = []
+    honest = attention.row_attention
+    for place in (attention, differential):
+        monkeypatch.setattr(place, "row_attention", lambda *args: asked.append(1) or honest(*args))
+    results = []
+    for faster in (True, False):
+        for place in (attention, differential):
+            monkeypatch.setattr(place, "rows_are_faster", lambda *args, faster=faster: faster)
+        out = module(x, rope, mask)
+        results.append((out, torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)))
+        assert asked == [1], "one call, which both maps share"
+    (rows, by_rows), (fused, by_kernel) = results
+    assert relative_error(rows, fused) < 2e-6
+    floor = 1e-6 * by_kernel[0].norm()  # behind a norm, λ's gradient is round-off
+    for mine, theirs in zip(by_rows, by_kernel, strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or (mine - theirs).norm() <= 2e-5 * theirs.norm() + floor
+
+
+def test_rows_are_left_where_weights_are_looked_at_or_too_many(onednn):
+    """Breaks when a tap sees nothing, a soft cap is forgotten, or a long prompt's weights fill the memory."""
+    q, k, v = qkv(4, 1)
+    assert attention.rows_are_faster(q, k)
+    assert not attention.rows_are_faster(q[:, :, :1], k), "a lone query is decoding"
+    long = torch.empty(1, 1, 1024, 8, device="meta")
+    assert not attention.rows_are_faster(long, long)
+    layer = attention.Attention(32, 4, 1, 8, scale=0.3, softcap=2.0)
+    assert not layer.fused
+    layer.softcap = None
+    assert layer.fused
+    layer.tap = print
+    assert not layer.fused
+
+
+def test_a_model_computes_the_same(onednn):
+    """Breaks when any product of the whole model, forward or backward, differs beyond rounding under oneDNN."""
+    hf = hf_model(1)
+    model, prompt = ours(hf, "sdpa"), batch(hf)
+    results = []
+    for enabled in (True, False):
+        with torch.backends.mkldnn.flags(enabled=enabled):
+            model.zero_grad()
+            logits = model(**prompt)
+            F.cross_entropy(logits.flatten(0, 1), prompt["input_ids"].flatten()).backward()
+            results.append((logits, {name: p.grad.clone() for name, p in model.named_parameters()}))
+    assert relative_error(results[0][0], results[1][0]) < 2e-5
+    for name, gradient in results[1][1].items():
+        assert relative_error(results[0][1][name], gradient) < 5e-4 or gradient.abs().max() < 1e-6, name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_queries_that_nobody_keeps_are_not_asked(variant, monkeypatch):
+    """Breaks when a kept query meets another's mask, values or gate, or gets another gradient than among all."""
+    model, prompts = grafted(variant), prompt_of()
+    asked = []
+    for module in attention.attention_modules(model.language_model).values():
+        mix = module.mix
+        monkeypatch.setattr(module, "mix", lambda x, q, *rest, mix=mix: asked.append(q.shape[2]) or mix(x, q, *rest))
+    width = prompts["input_ids"].shape[1]
+    leaves = [p for p in model.parameters() if p.requires_grad]
+    every = model(**prompts)
+    for kept in (3, torch.tensor([width - 1, 2]), torch.tensor([[1, 4], [4, 3]])[: len(every)]):
+        asked.clear()
+        some = model(**prompts, positions_to_keep=kept)
+        assert asked[:-1] == [width] * (len(asked) - 1) and asked[-1] == some.shape[1] < width
+        expected = attention.keep_positions(every, kept)
+        assert relative_error(some, expected) < 2e-6
+        of_some, of_all = (torch.autograd.grad(t.square().sum(), leaves, retain_graph=True) for t in (some, expected))
+        largest = max(gradient.abs().max() for gradient in of_all)
+        for mine, theirs in zip(of_some, of_all, strict=True):  # some are zero but for rounding
+            assert (mine - theirs).abs().max() <= 1e-6 * largest + 1e-5 * theirs.abs().max()
+    boolean = torch.zeros(every.shape[:2], dtype=torch.bool)
+    boolean[0, 1] = boolean[-1, :3] = True  # rows keep unequally many
+    assert relative_error(model(**prompts, positions_to_keep=boolean), every[boolean]) < 2e-6
+
+
+# --- the loss --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 5, 7, 100])
+def test_the_loss_in_chunks_is_the_loss(rows_at_once, monkeypatch):
+    """Breaks when a row is lost between chunks, −100 counts, or a chunk's gradient is forgotten."""
+    torch.manual_seed(0)
+    head = nn.Linear(12, 50, bias=False)
+    hidden = torch.randn(2, 7, 12, requires_grad=True)
+    targets = torch.randint(0, 50, (2, 7))
+    targets[0, 3:5] = targets[1, 6] = -100
+    expected = F.cross_entropy(head(hidden).flatten(0, 1).double(), targets.flatten(), reduction="sum")
+    leaves = (hidden, head.weight)
+    whole = torch.autograd.grad(expected, leaves)
+    monkeypatch.setattr(paligemma, "CHUNK", 50 * rows_at_once)
+    sizes = []
+    head.register_forward_hook(lambda module, args, out: sizes.append(len(out)))
+    loss = paligemma.summed_loss(head, 50, hidden, targets)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert max(sizes) == min(rows_at_once, 14) and sum(sizes) == 14
+    for mine, theirs in zip(torch.autograd.grad(loss, leaves), whole, strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+    nothing = paligemma.summed_loss(head, 50, hidden, torch.full_like(targets, -100))
+    assert nothing == 0 and not torch.autograd.grad(nothing, hidden)[0].any()
+
+
+def test_chunks_hold_no_logits_for_the_backward_pass(monkeypatch):
+    """Breaks when the chunks' logits are kept after all, which they are for."""
+    monkeypatch.setattr(paligemma, "CHUNK", 4000)
+    head, held = nn.Linear(8, 1000, bias=False), []
+    hidden = torch.randn(16, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.numel()) or t, lambda t: t):
+        paligemma.summed_loss(head, 1000, hidden, torch.arange(16))
+    assert max(held) < 1000
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_the_models_loss_is_that_of_its_logits(generation, monkeypatch):
+    """Breaks when `targets` are compared with other positions than those kept, or Gemma 2's cap is left out."""
+    hf = hf_model(generation, final_logit_softcapping=2.0) if generation == 2 else hf_model(1)
+    model, prompt = ours(hf), batch(hf)
+    positions = torch.tensor([[18, 20, 0], [19, 22, 23]])
+    targets = torch.tensor([[5, 6, -100], [7, 8, 9]])
+    expected = F.cross_entropy(
+        model(**prompt, positions_to_keep=positions).flatten(0, 1), targets.flatten(), reduction="sum"
+    )
+    for chunk in (paligemma.CHUNK, 256):
+        monkeypatch.setattr(paligemma, "CHUNK", chunk)
+        loss = model(**prompt, positions_to_keep=positions, targets=targets)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that gives memory back")
+def test_a_command_keeps_its_memory():
+    """Breaks when every step of a command gets its memory anew from the system, page by page."""
+    code = """
+import resource, torch
+from model.common import run_command
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def main():
+    for number in range(15):
+        if number == 10:  # the heap has its shape
+            before = faults()
+        for size in (3, 1, 7, 2, 5, 30, 4):
+            kept = [torch.ones(size << 18) for _ in range(3)]
+    print(faults() - before)
+
+{}
+"""
+    kept, given_back = (
+        int(
+            subprocess.run([sys.executable, "-c", code.format(call)], capture_output=True, text=True, check=True).stdout
+        )
+        for call in ("run_command(main)", "main()")
+    )
+    assert kept < 1000 < given_back
+
+
+# --- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counter():
+    torch._dynamo.reset()
+    yield CompileCounter()
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return Processor(PRESETS["tiny"], load_tokenizer(BUNDLED_FOLDER / "tokenizer.model"))
+
+
+def micro_batches(processor):
+    """Of different lengths, numbers of rows, pictures and supervised tokens."""
+    sizes = {"caption": (4, 3), "detect": (4, 5), "vqa": (8, 14)}  # of vqa, six share a picture
+    micros = [
+        collate(embedded_records((task,), count=count), processor) for task, counts in sizes.items() for count in counts
+    ]
+    shapes = {(micro.batch.input_ids.shape, micro.targets.shape, micro.batch.pixel_values.shape) for micro in micros}
+    assert len(shapes) == 6
+    return micros
+
+
+SMALL = replace(
+    PRESETS["tiny"],
+    vision=replace(PRESETS["tiny"].vision, num_hidden_layers=1),
+    text=replace(PRESETS["tiny"].text, num_hidden_layers=2),
+)
+
+
+def trained(variant: str) -> nn.Module:
+    """An adapted model whose every new parameter is off its starting value."""
+    model = initialize(empty_model(SMALL).to_empty(device="cpu"))
+    kind, options = VARIANTS[variant]
+    differential.graft(model, kind, **options)
+    adapter.inject(model, LORA, 2, 4.0)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in trainable(model).values():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize(("variant", "checkpointing"), [("softmax", False), ("twin", True)])
+def test_a_training_step_compiles_once(variant, checkpointing, counter, processor):
+    """Breaks when a training step has a graph break, or every new length, or number of targets, is compiled anew."""
+    model = trained(variant)
+    model.language_model.checkpointing = checkpointing
+    called = torch.compile(model, backend=counter, fullgraph=True)
+    for micro in micro_batches(processor):
+        finetune.free_sizes(micro)
+        finetune.supervised_loss(called, micro)
+    assert counter.frame_count == 1
+
+
+def test_a_compiled_training_step_learns_the_same(processor):
+    """Breaks when compiling changes the loss or a gradient beyond rounding."""
+    torch._dynamo.reset()
+    model = trained("twin")
+    called = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for micro in micro_batches(processor)[:2]:
+        results = []
+        for either in (model, called):
+            model.zero_grad()
+            finetune.free_sizes(micro)
+            loss = finetune.supervised_loss(either, micro)
+            loss.backward()
+            results.append((loss.item(), {name: p.grad.clone() for name, p in trainable(model).items()}))
+        assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+        for name, gradient in results[0][1].items():
+            assert relative_error(results[1][1][name], gradient) < 1e-4 or gradient.abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_compiled_decoding_equals_the_plain_one_and_compiles_once(generation, counter):
+    """Breaks when the static cache shows what is not written yet, keeps an old prompt, or a length compiles anew."""
+    hf = hf_model(generation)
+    model = ours(hf, "sdpa")
+    compiled = CompiledStep(model, bucket=64, backend=counter)
+    for seed, rows in enumerate((((6, 0), (2, 0), (4, 0)), ((9, 0), (9, 0), (1, 0)), ((3, 0), (2, 0), (2, 0)))):
+        prompt = batch(hf, rows, seed)
+        plain = generate(model, **prompt, max_new_tokens=12)
+        fast = generate(model, **prompt, max_new_tokens=12, compiled=compiled)
+        assert [row.tolist() for row in fast] == [row.tolist() for row in plain]
+    assert counter.frame_count == 1
+    cache = compiled.cache[0].keys
+    generate(model, **batch(hf, ((4, 0), (4, 0), (4, 0))), max_new_tokens=50, compiled=compiled)
+    assert compiled.cache[0].capacity == 128 and compiled.cache[0].keys is not cache  # 70 positions
+
+
+@pytest.mark.parametrize("variant", ["split", "twin"])
+def test_the_logits_of_a_compiled_step_are_those_of_a_plain_one(variant):
+    """Breaks when tokens agree by luck: behind them the logits of the static cache must agree, with two maps too."""
+    torch._dynamo.reset()
+    model, whole = grafted(variant, where="decoder"), prompt_of(((5, 6), (3, 6)))
+    start = whole["input_ids"].shape[1] - 6
+    expected = model(**whole)[:, start:]
+    compiled = CompiledStep(model, bucket=64, backend="aot_eager")
+    cache = compiled.open(2, start + 6)
+    types, valid = (
+        F.pad(whole[name], (0, cache[0].capacity - start - 6), value=1) for name in ("token_type_ids", "attention_mask")
+    )
+    with torch.no_grad():
+        model(whole["input_ids"][:, :start], whole["pixel_values"], types[:, :start], valid[:, :start], cache=cache)
+        compiled.seal()
+        for step in range(6):
+            logits = compiled(whole["input_ids"][:, start + step], types, valid)
+            assert relative_error(logits, expected[:, step]) < 5e-6
+
+
+def test_a_memory_that_is_no_cache_is_not_compiled():
+    """Breaks when a recurrent model's state is treated as keys and values."""
+    model = ours(hf_model(1))
+    model.new_cache = lambda capacity: [object()]
+    with pytest.raises(UserError, match="with no key/value cache"):
+        CompiledStep(model, backend="eager").open(1, 8)
+
+
+def test_a_compiler_that_cannot_work_is_one_line():
+    """Breaks when a machine without a C++ compiler gets a page of traceback for --compile."""
+
+    def fails(*_):
+        raise OSError("no working C++ compiler")
+
+    torch._dynamo.reset()
+    model = ours(hf_model(1))
+    with pytest.raises(UserError, match=r"^torch.compile: .*no working C\+\+ compiler.*: install .* --compile$"):
+        generate(model, **batch(hf_model(1)), max_new_tokens=2, compiled=CompiledStep(model, backend=fails))

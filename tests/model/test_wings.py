@@ -1,0 +1,611 @@
+"""WINGS: no learner sees what is yet to come, each computes the paper's formula, and the text's model is kept whole."""
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from eval.run import log_likelihoods
+from model.attention import LayerCache, Rope, set_attention_backend
+from model.common import UserError
+from model.config import PaliGemmaConfig, TextConfig, VisionConfig
+from model.families import build, is_published, read_config
+from model.generate import CompiledStep, generate
+from model.paligemma import PaliGemma, initialize
+from model.processor import Processor
+from model.wings import OCTAVES, Learner, Router, Side, Wings, WingsConfig, attach, initialize_wings, pick, route
+from tests.reference import relative_error
+from train import finetune
+from train.data import batches as data
+from train.data.batches import Record
+from train.optim import trainable
+from train.settings import Settings, parse
+from train.systems.stages import open_stage
+from weights.export import export_model
+from weights.load import load_model
+
+IMAGE, SLOTS, HIDDEN, HEADS = 59, 4, 24, 2  # a picture takes four tokens
+BASE = PaliGemmaConfig(
+    VisionConfig(20, 28, 2, 2, patch_size=14, image_size=28),
+    TextConfig("gemma", 64, HIDDEN, 40, 3, HEADS, 1, head_dim=16),
+    image_token_id=IMAGE,
+)
+
+
+def base(seed: int = 0) -> PaliGemma:
+    return initialize(PaliGemma(BASE), seed).eval()
+
+
+@torch.no_grad()
+def randomized(model, seed: int = 1):
+    """Every learner and router with weights that matter."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if re.search(r"(visual|textual)\.", name) or re.search(r"^[qkvo]\.", name):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
+        elif "router" in name or name.startswith("linear."):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def wings(routed: bool = True, rank: int = 5) -> Wings:
+    return randomized(attach(base(), rank, routed=routed))
+
+
+def batch(rows=((2, 1, 3), (None, 0, 4), (0, 1, 2)), side: str = "left", seed: int = 2) -> dict[str, torch.Tensor]:
+    """Rows of (text before, picture or none, text after) in tokens; `None` before and 0 pictures: text alone."""
+    generator = torch.Generator().manual_seed(seed)
+    texts = []
+    for before, pictures, after in rows:
+        words = torch.randint(3, IMAGE, ((before or 0) + after,), generator=generator).tolist()
+        texts.append(words[: before or 0] + [IMAGE] * (SLOTS * pictures) + words[before or 0 :])
+    width = max(map(len, texts))
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    valid = torch.zeros_like(ids)
+    for row, text in enumerate(texts):
+        place = slice(width - len(text), width) if side == "left" else slice(0, len(text))
+        ids[row, place], valid[row, place] = torch.tensor(text), 1
+    pixels = torch.rand(sum(pictures for _, pictures, _ in rows), 3, 28, 28, generator=generator) * 2 - 1
+    return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": torch.zeros_like(ids), "attention_mask": valid}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who sees whom
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("routed", [False, True])
+def test_no_query_has_a_gradient_from_what_comes_after_it(routed, side):
+    """Breaks when a learner, the router or the mask lets a token see one that is yet to come, or padding."""
+    model, inputs = wings(routed), batch(side=side)
+    decoder, valid = model.language_model, inputs["attention_mask"].bool()
+    types = (inputs["input_ids"] != IMAGE).long()
+    x = torch.randn(*valid.shape, HIDDEN, generator=torch.Generator().manual_seed(3))
+    for query in range(x.shape[1]):
+        x = x.detach().requires_grad_()
+        hidden = decoder(x, valid, types)[:, query]
+        (gradient,) = torch.autograd.grad((hidden[valid[:, query]] ** 2).sum() + 0 * x.sum(), x)
+        reached = gradient.abs().sum(-1) > 0  # (B, S)
+        may = valid & valid[:, query, None] & (torch.arange(x.shape[1]) <= query)
+        assert torch.equal(reached, may), f"query {query}"
+
+
+def test_the_leak_test_would_see_a_leak():
+    """Breaks when a textual learner whose mask is shifted by one key, as in the authors' code, passes unnoticed."""
+    model, inputs = wings(), batch()
+    decoder, geometry = model.language_model, model.language_model.geometry
+
+    def leaky(*arguments):
+        sides, full, sliding = geometry(*arguments)
+        side = sides.textual
+        sides.textual = Side(side.x, side.rope, side.mask | side.mask.roll(1, dims=-1))
+        return sides, full, sliding
+
+    decoder.geometry = leaky
+    x = torch.randn(*inputs["input_ids"].shape, HIDDEN).requires_grad_()
+    hidden = decoder(x, inputs["attention_mask"].bool(), (inputs["input_ids"] != IMAGE).long())
+    (gradient,) = torch.autograd.grad((hidden[0, 7] ** 2).sum(), x)
+    assert gradient[0, 8:].abs().sum() > 0
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_text_alone_has_no_visual_part(routed):
+    """Breaks when the visual learner adds anything where no picture has been seen: text-only rows, text before it."""
+    model, inputs, outputs = wings(routed), batch(), []
+    for layer in model.language_model.layers:
+        layer.self_attn.visual.register_forward_hook(lambda module, args, output: outputs.append(output))
+    model(**inputs)
+    before = (inputs["input_ids"] == IMAGE).cumsum(1) == 0  # text alone, and text before the picture
+    assert len(outputs) == 3 and before[1].all() and before[0].any()
+    for output in outputs:
+        assert (output[before] == 0).all()
+        assert (output[~before & inputs["attention_mask"].bool()].abs().sum(-1) > 0).all()
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    """Breaks when padding, the other rows, or a batch of text alone change what a row computes."""
+    model, inputs = wings(), batch()
+    together = model(**inputs)
+    for row, picture in ((0, [0]), (1, []), (2, [1])):
+        valid = inputs["attention_mask"][row].bool()
+        alone = {name: t[row : row + 1, valid] for name, t in inputs.items() if name != "pixel_values"}
+        logits = model(**alone, pixel_values=inputs["pixel_values"][picture])
+        assert relative_error(together[row, valid], logits[0]) <= 1e-6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is computed
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def side_of(x: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> Side:
+    return Side(x, Rope(positions, 10000.0), mask)
+
+
+def learner_case(dtype=torch.float64):
+    """A learner with five queries (the first sees nothing) and three keys, positions out of step."""
+    generator = torch.Generator().manual_seed(5)
+    learner = randomized(Learner(HIDDEN, HEADS, 5)).to(dtype)
+    h, x = (torch.randn(1, n, HIDDEN, generator=generator, dtype=dtype) for n in (5, 3))
+    at, of_keys = torch.tensor([[1, 2, 5, 6, 9]]), torch.tensor([[2, 4, 6]])
+    mask = of_keys[:, None, None] <= at[0, :, None]
+    return learner, h, x, at, of_keys, mask
+
+
+def turned(vector, position: int) -> list[float]:
+    """RoPE of one head's vector, pair by pair."""
+    vector = vector.tolist()
+    half, out = len(vector) // 2, [0.0] * len(vector)
+    for i in range(half):
+        angle = position / 10000.0 ** (2 * i / len(vector))
+        a, b = vector[i], vector[i + half]
+        out[i], out[i + half] = a * math.cos(angle) - b * math.sin(angle), b * math.cos(angle) + a * math.sin(angle)
+    return out
+
+
+def test_a_learner_equals_the_formula_written_out():
+    """Breaks when the residual 1 + W, the scale, RoPE's true positions, the mask or W_o are not LoRRA's."""
+    learner, h, x, at, of_keys, mask = learner_case()
+    # RoPE's angles are fp32 in the model: the keys' and queries' turns agree to its rounding alone
+    result = learner(h, Rope(at, 10000.0), side_of(x, of_keys, mask))
+    matrix = {name: (getattr(learner, name).B.weight @ getattr(learner, name).A.weight).T for name in "qkvo"}
+    q, k, v = h[0] + h[0] @ matrix["q"], x[0] + x[0] @ matrix["k"], x[0] + x[0] @ matrix["v"]
+    width = HIDDEN // HEADS
+    for i in range(5):
+        mixed = torch.zeros(HIDDEN, dtype=torch.float64)
+        for head in range(HEADS):
+            part = slice(head * width, (head + 1) * width)
+            query = turned(q[i, part], int(at[0, i]))
+            seen = [j for j in range(3) if of_keys[0, j] <= at[0, i]]
+            logits = [
+                sum(a * b for a, b in zip(query, turned(k[j, part], int(of_keys[0, j])), strict=True))
+                / math.sqrt(width)
+                for j in seen
+            ]
+            total = sum(map(math.exp, logits))
+            for j, logit in zip(seen, logits, strict=True):
+                mixed[part] += math.exp(logit) / total * v[j, part]
+        torch.testing.assert_close(result[0, i], mixed @ matrix["o"], atol=1e-6, rtol=1e-5)
+    assert (result[0, 0] == 0).all()  # it sees no key
+
+
+def test_a_learner_equals_attention_with_merged_weights():
+    """Breaks when a learner is anything but scaled dot-product attention whose matrices are I + A·B."""
+    learner, h, x, at, of_keys, mask = learner_case()
+    eye = torch.eye(HIDDEN, dtype=torch.float64)
+    merged = {name: (getattr(learner, name).B.weight @ getattr(learner, name).A.weight) for name in "qkvo"}
+    q, k, v = (
+        F.linear(t, eye + merged[name]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        for name, t in (("q", h), ("k", x), ("v", x))
+    )
+    q, k = Rope(at, 10000.0)(q), Rope(of_keys, 10000.0)(k)
+    heads = F.scaled_dot_product_attention(q[:, :, 1:], k, v, mask[:, :, 1:]).transpose(1, 2).flatten(2)
+    result = learner(h, Rope(at, 10000.0), side_of(x, of_keys, mask))
+    torch.testing.assert_close(result[:, 1:], F.linear(heads, merged["o"]), atol=1e-12, rtol=1e-10)
+
+
+def test_a_learner_is_8dr_parameters_and_starts_at_zero():
+    """Breaks when a learner has a bias or a norm, another rank, or changes the model before it has learned."""
+    model = initialize_wings(Wings(WingsConfig.beside(BASE, rank=5)))
+    learner = model.language_model.layers[0].self_attn.textual
+    assert sum(p.numel() for p in learner.parameters()) == 8 * HIDDEN * 5
+    a = torch.cat([m.weight.flatten() for n, m in model.named_modules() if re.search(r"(visual|textual)\..\.A$", n)])
+    assert abs(a.mean()) < 2e-3 and abs(a.std() - 0.02) < 1e-3
+    assert not any(m.weight.any() for n, m in model.named_modules() if re.search(r"(visual|textual)\..\.B$", n))
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_the_start_is_the_base(routed):
+    """Breaks when learners or routers move a logit before they have learned anything, in either stage."""
+    plain, inputs = base(), batch()
+    model = attach(plain, 5, routed=routed)
+    for each in (plain, model) if routed else ():  # a router needs the weights: its main attention is never fused
+        set_attention_backend(each, "eager")
+    causal = inputs | {"token_type_ids": torch.ones_like(inputs["token_type_ids"])}
+    valid = inputs["attention_mask"].bool()
+    assert torch.equal(model(**inputs)[valid], plain(**causal)[valid])
+
+
+def test_stage_2_starts_where_stage_1_ended():
+    """Breaks when routing halves what the visual learners learned, or reaches into the first stage's model."""
+    first, inputs = wings(routed=False), batch()
+    set_attention_backend(first, "eager")
+    logits, valid = first(**inputs), inputs["attention_mask"].bool()
+    second = route(first)
+    set_attention_backend(second, "eager")
+    assert torch.equal(second(**inputs)[valid], logits[valid]) and torch.equal(first(**inputs), logits)
+    assert second.config.routed and {n for n, _ in second.named_parameters()} > {n for n, _ in first.named_parameters()}
+
+
+def test_what_a_layer_adds_is_the_routed_sum():
+    """Breaks when a learner is left out, added twice, or weighed by the other's weight."""
+    model, inputs, seen = wings(), batch(), {}
+    attention = model.language_model.layers[1].self_attn
+    for name in ("visual", "textual", "router", "o_proj"):
+        attention.get_submodule(name).register_forward_hook(lambda m, args, out, name=name: seen.__setitem__(name, out))
+    attention.register_forward_hook(lambda m, args, out: seen.__setitem__("all", out))
+    model(**inputs)
+    expected = seen["o_proj"] + seen["router"][..., :1] * seen["visual"] + seen["router"][..., 1:] * seen["textual"]
+    torch.testing.assert_close(seen["all"], expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(seen["router"].sum(-1), torch.ones(seen["router"].shape[:2]))
+    assert seen["router"].std() > 0.01
+
+
+def test_a_router_reads_octaves_of_distance():
+    """Breaks when a row of attention is not summed as documented: by distance, apart for pictures and text."""
+    generator = torch.Generator().manual_seed(4)
+    router, size = randomized(Router()), 20
+    weights = torch.rand(1, HEADS, size, size, generator=generator).tril()
+    is_picture = torch.zeros(size, dtype=torch.bool)
+    is_picture[3:7] = True
+    columns = torch.tensor([[3, 4, 5, 6, 1 << 40]])
+    decoder = wings().language_model
+    at = torch.arange(1, size + 1)[None]
+    result = router(weights, decoder.group(at, at, columns))
+    for i in range(size):
+        pooled = torch.zeros(2 * OCTAVES)
+        for j in range(i + 1):
+            octave = (i - j + 1).bit_length() - 1
+            pooled[octave + OCTAVES * is_picture[j]] += weights[0, :, i, j].sum()
+        expected = F.silu(router.linear(pooled)).softmax(-1)
+        torch.testing.assert_close(result[0, i], expected, atol=1e-5, rtol=1e-5)
+    assert decoder.group(torch.tensor([[1 << 20]]), at, columns)[0, 0, 0] == OCTAVES - 1  # far away is one group
+
+
+def test_pick_keeps_the_order_and_fills_up():
+    """Breaks when keys of one kind are reordered, lost, or padding passes for one of them."""
+    chosen = torch.tensor([[0, 1, 0, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]]).bool()
+    index, fills = pick(chosen)
+    assert index[0].tolist() == [1, 3, 4] and index[1, 0] == 2 and fills.tolist() == [[0, 0, 0], [0, 1, 1], [1, 1, 1]]
+    assert pick(torch.zeros(2, 3).bool())[0].shape == (2, 1)
+
+
+@pytest.mark.parametrize("generation", ["gemma", "gemma2"])
+def test_gradient_checkpointing_changes_nothing(generation):
+    """Breaks when recomputing a layer loses what the learners read, or a part of the model has no gradient."""
+    extra = (
+        {}
+        if generation == "gemma"
+        else {
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window": 4,
+        }
+    )
+    config = replace(BASE, text=replace(BASE.text, model_type=generation, **extra))
+    plain = initialize(PaliGemma(config))
+    gradients = []
+    for checkpointing in (False, True):
+        model = randomized(attach(plain, 5, routed=True)).train()
+        model.language_model.checkpointing = checkpointing
+        model.zero_grad()
+        model(**batch()).logsumexp(-1).sum().backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-6, rtol=1e-5)
+        assert gradient.any(), name
+
+
+def test_a_batch_of_text_alone_gives_every_parameter_a_gradient():
+    """Breaks when processes that train together wait for gradients that one of them does not have."""
+    model = wings()
+    model(**batch(((None, 0, 4), (None, 0, 2)))).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert not model.language_model.layers[0].self_attn.visual.o.B.weight.grad.any()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decoding
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("chunks", [(1, 1, 1), (2, 1), (3,)])
+def test_cached_equals_uncached(routed, chunks):
+    """Breaks when a token read with a cache sees other keys, positions or routes than in one pass over all."""
+    model = wings(routed)
+    inputs = batch(((2, 1, 6), (None, 0, 9), (0, 1, 5)))
+    ids, types, valid = inputs["input_ids"], inputs["token_type_ids"], inputs["attention_mask"]
+    with torch.no_grad():
+        logits, width = model(**inputs), ids.shape[1]
+        cache, at = model.new_cache(width), width - 3
+        model(ids[:, :at], inputs["pixel_values"], types[:, :at], valid[:, :at], cache=cache)
+        pictures = cache[0].visual.keys.clone()
+        for size in chunks:
+            end = at + size
+            step = model(ids[:, at:end], None, types[:, :end], valid[:, :end], cache=cache)
+            torch.testing.assert_close(step, logits[:, at:end], atol=2e-5, rtol=1e-5)
+            at = end
+    assert torch.equal(cache[0].visual.keys, pictures)
+    assert cache[0].visual.length == cache[0].visual.capacity == SLOTS
+    if routed:
+        # nine tokens of the text-only row, one slot a token: nothing is kept for the picture's
+        assert cache[0].textual.length == cache[0].textual.capacity == 9
+
+
+def test_generation_batched_single_and_padded_on_the_right():
+    """Breaks when an answer depends on the other rows, on the padding's side, or not on the picture."""
+    model, inputs = wings(), batch()
+    together = generate(model, **inputs, max_new_tokens=10)
+    for row, picture in ((0, [0]), (1, []), (2, [1])):
+        valid = inputs["attention_mask"][row].bool()
+        alone = {name: t[row : row + 1, valid] for name, t in inputs.items() if name != "pixel_values"}
+        for pad in (0, 4):
+            padded = {name: F.pad(t, (0, pad)) for name, t in alone.items()}
+            new = generate(model, **padded, pixel_values=inputs["pixel_values"][picture], max_new_tokens=10)
+            assert new[0].tolist() == together[row].tolist()
+    other = generate(model, **inputs | {"pixel_values": -inputs["pixel_values"]}, max_new_tokens=10)
+    assert other[1].tolist() == together[1].tolist()
+    assert [row.tolist() for row in other] != [row.tolist() for row in together]
+
+
+def test_choices_are_weighed_as_if_each_were_read_alone():
+    """Breaks when the choices of an evaluation share a cache in another order, or the learners are left out of it."""
+    model, processor = randomized(attach(load_model("embedded"), 4, routed=True)), Processor.from_source("embedded")
+    prompts, choices = ["exist<image> dog", "locate<image> the big red cat"], [["yes", "no", "top left"], ["left", "2"]]
+    pictures = [picture(), picture((0, 90, 200))]
+    batch = processor(pictures, prompts)
+    ids = [[[*processor.encode(choice), 1] for choice in of_row] for of_row in choices]
+    found = log_likelihoods(model, batch, ids, model.encode_images(batch.pixel_values), torch.arange(2))
+    for row, of_row in enumerate(choices):
+        for number, choice in enumerate(of_row):
+            alone = processor([pictures[row]], [prompts[row]], [choice])
+            with torch.no_grad():
+                logits = model(alone.input_ids, alone.pixel_values, alone.token_type_ids).log_softmax(-1)
+            wanted = alone.labels[0, 1:] != -100
+            each = logits[0, :-1][wanted].gather(-1, alone.labels[0, 1:][wanted, None])
+            torch.testing.assert_close(found[row][number], each.sum(), atol=1e-4, rtol=1e-4)
+
+
+def test_what_decoding_cannot_do_is_told():
+    """Breaks when a compiled step, or a picture after the prompt, fails somewhere inside or is read wrongly."""
+    model, inputs = wings(), batch(((2, 1, 3),))
+    with pytest.raises(UserError, match="decode without"):
+        generate(model, **inputs, max_new_tokens=2, compiled=CompiledStep(model))
+    ids, cache = inputs["input_ids"], model.new_cache(20)
+    model(ids[:, :2], None, torch.zeros(1, 2), cache=cache)
+    with pytest.raises(UserError, match="all pictures in the first call"):
+        model(ids[:, 2:], inputs["pixel_values"], torch.zeros(1, 9), cache=cache)
+    assert isinstance(cache[0].main, LayerCache)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Slots: the processor's, and the batch's
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def processor() -> Processor:
+    return Processor.from_source("embedded")
+
+
+def picture(color=(200, 30, 90)) -> Image.Image:
+    return Image.new("RGB", (112, 112), color)
+
+
+def test_a_picture_stands_where_its_slot_is(processor):
+    """Breaks when the slot is elsewhere, the words around it are cut differently, or bos does not begin the text."""
+    bos, image = processor.config.bos_token_id, [processor.config.image_token_id] * 16
+    whole = processor.encode("Where is the dog?\n")
+    cut = len(processor.encode("Where is"))
+    ids, types = processor.layout(1, "Where is<image> the dog?", "yes")
+    assert ids[: len(whole) + 17] == [bos, *whole[:cut], *image, *whole[cut:]]
+    assert types == [0] * (len(whole) + 17) + [1] * (len(ids) - len(whole) - 17)
+    # at the front it is PaliGemma's own layout, as it is in transformers
+    assert processor.layout(1, "<image>Where is the dog?") == processor.layout(1, "Where is the dog?")
+    two = processor.layout(2, "Where<image> is<image> the dog?")[0]
+    assert [token for token in two if token != image[0]] == [bos, *whole] and two.count(image[0]) == 32
+
+
+@pytest.mark.parametrize(
+    ("pictures", "prefix", "told"),
+    [
+        ([None], ["a<image> dog"], "row 0: 1 <image> in the prefix, but 0 picture"),
+        ([picture(), picture()], ["a dog", "a<image> and<image> dog"], "row 1: 2 <image> in the prefix, but 1 picture"),
+        ([[picture(), picture()]], ["a<image> dog"], "row 0: 1 <image> in the prefix, but 2 picture"),
+    ],
+)
+def test_slots_and_pictures_must_agree(processor, pictures, prefix, told):
+    """Breaks when a slot without a picture, or a picture without a slot, is laid out all the same."""
+    with pytest.raises(UserError, match=told):
+        processor(pictures, prefix)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda b: b | {"pixel_values": b["pixel_values"][:1]}, "row 2 has an image slot that none of the 1 pictures"),
+        (lambda b: b | {"pixel_values": None}, "row 0 has an image slot that none of the 0 pictures"),
+        (lambda b: b | {"pixel_values": b["pixel_values"].repeat(2, 1, 1, 1)}, "rows 0 to 2 have 2 image slots for 4"),
+        (
+            lambda b: b | {"input_ids": b["input_ids"].masked_fill(torch.arange(9) == 8, IMAGE)},
+            "row 0 has 5 image tokens",
+        ),
+    ],
+)
+@pytest.mark.parametrize("build_model", [base, wings])
+def test_batches_that_do_not_fit_name_the_row(build_model, change, told):
+    """Breaks when pictures are read at another row's slot, or the message does not say which row is wrong."""
+    with pytest.raises(UserError, match=told):
+        build_model()(**change(batch()))
+
+
+def test_rows_with_and_without_a_picture_are_learned_together(processor):
+    """Breaks when a text-only record takes another's picture, or anything but the answer is learned."""
+    red, blue = picture((255, 0, 0)), picture((0, 0, 255))
+    records = [
+        Record("0", "red", lambda: red, "count<image> the dog", "2"),
+        Record("1", "red", None, "How many are 1 and 2?", "3"),  # the same key: still no picture
+        Record("2", "blue", lambda: blue, "count dog", "1"),
+        Record("3", "red", lambda: red, "exist<image> dog", "no"),
+        Record("4", "text", None, "a<image> dog", "no"),
+    ]
+    micro = data.collate(records, processor)
+    assert micro.names == ("0", "1", "2", "3") and "4: 1 <image> in the prefix, but 0 picture" in micro.bad[0]
+    assert micro.image_index.tolist() == [0, 1, 0] and len(micro.batch.pixel_values) == 2
+    answers = [processor.decode(row[row != -100]) for row in micro.targets]
+    assert answers == ["2", "3", "1", "no"]
+    model = attach(load_model("embedded"), 4)
+    loss = finetune.supervised_loss(model, micro)
+    each = [finetune.supervised_loss(model, data.collate([record], processor)) for record in records[:4]]
+    torch.testing.assert_close(loss, sum(each), atol=1e-4, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training in stages, and folders
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def stage_settings(stage: int, source, **changes) -> Settings:
+    flags = ["--wings", "--stage", str(stage), "--base", str(source), "--r", "4", "--data", "jsonl:x"]
+    return replace(parse(flags)[0], **changes)
+
+
+@pytest.fixture(scope="module")
+def stage_1(tmp_path_factory):
+    """A model of stage 1 in a folder."""
+    folder = tmp_path_factory.mktemp("wings") / "model"
+    export_model(randomized(attach(load_model("embedded"), 4)), folder)
+    return folder
+
+
+def test_each_stage_trains_its_parts(stage_1):
+    """Breaks when a stage trains the vision tower, forgets a part, or gives it another rate than the paper."""
+    cpu, fp32 = torch.device("cpu"), torch.float32
+    wanted = {
+        1: {
+            r"multi_modal_projector\.linear\.(weight|bias)": 2e-4,
+            r"language_model\.layers\.\d\.self_attn\.visual\.[qkvo]\.[AB]\.weight": 2e-4,
+        },
+        2: {
+            r"multi_modal_projector\.linear\.(weight|bias)": 1e-5,
+            r"language_model\.(embed_tokens|norm)\.weight": 2e-6,
+            r"language_model\.layers\.\d\.\w+layernorm\.weight": 2e-6,
+            r"language_model\.layers\.\d\.self_attn\.[qkvo]_proj\.weight": 2e-6,
+            r"language_model\.layers\.\d\.mlp\.(gate|up|down)_proj\.weight": 2e-6,
+            r"language_model\.layers\.\d\.self_attn\.(visual|textual)\.[qkvo]\.[AB]\.weight": 2e-6,
+            r"language_model\.layers\.\d\.self_attn\.router\.linear\.(weight|bias)": 2e-6,
+        },
+    }
+    for stage, source in ((1, "embedded"), (2, stage_1)):
+        settings = stage_settings(stage, source)
+        model, optimizer = finetune.open_model(settings, finetune.join_world("cpu"))
+        rates = {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}
+        for name, parameter in model.named_parameters():
+            matching = [rate for pattern, rate in wanted[stage].items() if re.fullmatch(pattern, name)]
+            assert parameter.requires_grad == (len(matching) == 1) == (name in rates), name
+            assert matching == [pytest.approx(rates[name])] if matching else name not in rates
+        assert trainable(model).keys() == rates.keys()
+        assert {group["weight_decay"] for group in optimizer.param_groups} == {{1: 1e-9, 2: 1e-8}[stage]}
+        assert settings.batch_size * settings.accumulate == {1: 256, 2: 64}[stage]
+        assert (settings.schedule, settings.warmup, settings.clip, settings.epochs) == ("cosine", 0.03, 1.0, 1)
+    assert not open_stage(stage_settings(1, "embedded"), fp32, cpu)[0].config.routed
+    assert open_stage(stage_settings(2, stage_1), fp32, cpu)[0].config.routed
+
+
+def test_a_stage_in_the_wrong_order_is_told(stage_1):
+    """Breaks when stage 2 begins without stage 1, or stage 1 adds learners to a model that has them."""
+    cpu = torch.device("cpu")
+    with pytest.raises(UserError, match="embedded is no model of stage 1: train one with --wings --stage 1"):
+        open_stage(stage_settings(2, "embedded"), torch.float32, cpu)
+    with pytest.raises(UserError, match="plain attention of a PaliGemma"):
+        open_stage(stage_settings(1, stage_1), torch.float32, cpu)
+    with pytest.raises(UserError, match="goes on from a model of stage 1"):
+        route(wings(routed=True))
+
+
+def test_a_folder_gives_the_same_model(stage_1, tmp_path):
+    """Breaks when learners, routers or their sizes do not survive being written and read."""
+    first = load_model(stage_1)
+    assert isinstance(first, Wings) and not first.config.routed and first.config.rank == 4
+    second = randomized(route(first), seed=7)
+    export_model(second, tmp_path / "model")
+    again = load_model(tmp_path / "model")
+    for name, tensor in second.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    assert again.config == second.config == read_config(tmp_path / "model" / "config.json")
+    assert type(build(again.config)) is Wings and not is_published(again.config)
+
+
+def test_weights_of_other_shapes_are_refused(stage_1, tmp_path):
+    """Breaks when weights of the authors, or of another rank, are opened half, or with a traceback."""
+    released = {"architectures": ["WingsQwen2ForCausalLM"], "model_type": "wings_qwen2", "hidden_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(released))
+    (tmp_path / "model.safetensors").write_bytes((stage_1 / "model.safetensors").read_bytes())
+    with pytest.raises(UserError, match="'wings_qwen2'") as told:
+        load_model(tmp_path)
+    assert "\n" not in str(told.value)
+    with pytest.raises(UserError, match="shapes of another decoder and router"):
+        WingsConfig.from_dict(released | {"model_type": "wings"})
+    config = json.loads((stage_1 / "config.json").read_text())
+    config["learner_config"]["rank"] = 6
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"self_attn\.visual\.k\.A\.weight") as told:
+        load_model(tmp_path)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("learners", "told"),
+    [
+        ({"rank": 0}, "rank 0"),
+        ({"rank": "8"}, "rank '8'"),
+        ({"routed": 1}, "routed 1"),
+        (3, "is 3"),
+        ({"heads": 2}, "is {'heads': 2}"),
+    ],
+)
+def test_sizes_that_contradict_are_refused(learners, told):
+    """Breaks when impossible learners fail somewhere inside, or not at all."""
+    raw = WingsConfig.beside(BASE).to_dict() | {"learner_config": learners}
+    with pytest.raises(UserError, match=told):
+        WingsConfig.from_dict(raw)
+
+
+def test_heads_of_an_odd_width_are_refused():
+    """Breaks when channels that cannot be cut into heads of whole pairs reach RoPE."""
+    with pytest.raises(UserError, match="cannot cut 24 channels into 8 heads"):
+        Wings(WingsConfig.beside(replace(BASE, text=replace(BASE.text, num_attention_heads=8))))
+
+
+def test_learners_go_beside_plain_attention_alone():
+    """Breaks when learners are put beside a graft or an adapter, whose tensors they would not take over."""
+    from lora import adapter
+    from model.differential import graft
+
+    grafted = base()
+    graft(grafted, "twin")
+    adapted = base()
+    adapter.inject(adapted, r".*q_proj", 2, 4.0)
+    for model in (grafted, adapted, wings()):
+        with pytest.raises(UserError, match="plain attention|no part of a plain PaliGemma"):
+            attach(model)
+    with pytest.raises(UserError, match="is WingsAttention: a graft replaces plain attention alone"):
+        graft(wings(), "twin")  # and would lose the learners

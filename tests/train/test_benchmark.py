@@ -1,0 +1,265 @@
+"""The benchmark: both sides do the same work, ratios follow from times, and nothing unmeasured is claimed."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import model.linear as linear_module
+from model.attention import set_attention_backend
+from model.common import UserError
+from model.config import PRESETS
+from model.generate import CompiledStep, generate
+from train.benchmark import command as benchmark
+from train.benchmark import sides as benchmark_sides
+from train.benchmark.estimate import estimate, memory
+from train.benchmark.sides import COMPILED, OURS, SECTIONS, STEPS, THEIRS, Setup, Work, prompt, random_state
+from train.benchmark.timing import Row, in_own_process, spell_seconds, table, take_turns
+
+CPU = torch.device("cpu")
+SMALL = replace(
+    PRESETS["tiny"],
+    vision=replace(PRESETS["tiny"].vision, num_hidden_layers=1, image_size=56),
+    text=replace(PRESETS["tiny"].text, num_hidden_layers=2),
+)
+
+
+@pytest.fixture
+def setup(monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", SMALL)
+    return Setup(SMALL, CPU, torch.float32, batch=2)
+
+
+def run(tmp_path, *arguments) -> dict:
+    benchmark.main(
+        ["--geometry", "tiny", "--device", "cpu", "--no-memory", "--rounds", "1", *arguments, "--out", str(tmp_path)]
+    )
+    return json.loads((tmp_path / "benchmark.json").read_text())
+
+
+def test_ratios_are_taken_within_a_round():
+    """Breaks when a ratio is that of medians, so that a slow minute counts for one side, or is upside down."""
+    row = Row("train", "step", {OURS: [1.0, 20.0, 3.0], THEIRS: [2.0, 80.0, 4.0]}, peak={OURS: 30, THEIRS: 40})
+    assert row.ratio(OURS) == (0.5, 0.375, 0.625) and row.ratio(THEIRS) is None
+    assert row.median(OURS) == 3.0 and row.peak_ratio(OURS) == 0.75 and row.peak_ratio(THEIRS) is None
+    sides = row.to_dict()["sides"]
+    assert sides[OURS]["ratio"] == 0.5 and sides[OURS]["ratio_quartiles"] == [0.375, 0.625]
+    assert sides[THEIRS]["ratio"] is None and sides[THEIRS]["peak_bytes"] == 40
+    lines = table([row]).splitlines()
+    assert lines[2] == "| step | ours | 3.00 s | 0.50 [0.38, 0.62] | 0 MiB | 0.75 |  |"
+    assert lines[3].startswith("| step | transformers | 4.00 s |  |")
+    assert spell_seconds(0.01234) == "12.3 ms"
+
+
+def test_sides_take_turns():
+    """Breaks when one side runs all its rounds at once, always first, or the warm-up counts."""
+    order = []
+    seconds = take_turns({name: lambda name=name: order.append(name) for name in "ab"}, 3, warmup=1)
+    assert "".join(order) == "ba" + "ab" + "ba" + "ab"
+    assert {name: len(of_side) for name, of_side in seconds.items()} == {"a": 3, "b": 3}
+
+
+@pytest.mark.parametrize("section", ["prefill", "decode", "train", "eval"])
+def test_both_sides_do_the_same_work(section, setup):
+    """Breaks when the peers have other weights, inputs or adapters: then their times say nothing about each other."""
+    state = random_state(setup.config, setup.dtype, CPU)
+    make = SECTIONS[section][0]
+    ours, theirs = (make(setup, side, state) for side in (OURS, THEIRS))
+    assert list(ours) == list(theirs)
+    for name in list(ours)[:2]:
+        mine, other = ours[name].run(), theirs[name].run()
+        if section in ("decode", "eval"):
+            assert len(mine) and [*map(str, mine)] == [*map(str, other)]
+            assert section == "eval" or mine.shape[1] == benchmark_sides.ANSWER
+        else:
+            assert torch.allclose(mine, other, atol=1e-4)
+    if section == "train":  # B = 0 at first: after a step, LoRA itself is compared
+        again = [works[name].run() for works in (ours, theirs) for name in works]
+        assert again[0] != mine and again[0].item() == pytest.approx(again[1].item(), abs=1e-4)
+
+
+def test_the_weights_are_shared_not_copied(setup):
+    """Breaks when each side holds its own copy: two models of 3B, twice, would not fit."""
+    state = random_state(setup.config, setup.dtype, CPU)
+    ours, theirs = benchmark_sides.our_model(setup, state), benchmark_sides.their_model(setup, state)
+    for name, parameter in ours.named_parameters():
+        assert parameter.data_ptr() == state[name].data_ptr()
+        assert theirs.get_parameter(f"model.{name}").data_ptr() == state[name].data_ptr()
+    assert not any(t.is_meta for t in (*theirs.parameters(), *theirs.buffers()))
+
+
+def test_flops_are_those_of_the_products(setup, monkeypatch):
+    """Breaks when a share of the peak counts products that are not done, such as the head at every position."""
+    monkeypatch.setattr(linear_module, "LARGE", 1 << 60)  # the counter knows PyTorch's own products
+    model = benchmark_sides.our_model(setup, random_state(setup.config, setup.dtype, CPU))
+    set_attention_backend(model, "sdpa")
+    inputs = prompt(setup, 3)
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        model(**inputs, positions_to_keep=1)
+    counted = sum(count for op, count in counter.get_flop_counts()["Global"].items() if "mm" in str(op))
+    length = inputs["input_ids"].shape[1]
+    vision, text = setup.config.vision, setup.config.text
+    # the projector is not counted as a layer, and behind the last attention only one position goes on
+    counted -= 2 * 3 * setup.config.num_image_tokens * vision.hidden_size * text.hidden_size
+    counted += 2 * 3 * (length - 1) * 3 * text.hidden_size * text.intermediate_size
+    counted += 2 * 3 * (length - 1) * text.num_attention_heads * text.head_dim * text.hidden_size
+    assert benchmark_sides.matmul_flops(setup, 3, length, 3, False) == counted
+    head = 2 * 3 * text.vocab_size * text.hidden_size
+    with_backward = benchmark_sides.matmul_flops(setup, 3, length, 3, True)
+    eye = benchmark_sides.matmul_flops(setup, 3, 0, 0, False)
+    assert with_backward - eye == 2 * (counted - eye) and counted > head
+    works = SECTIONS["prefill"][0](setup, OURS, random_state(setup.config, setup.dtype, CPU))
+    assert works[f"batch 1, {length} tokens"].flops == pytest.approx(counted / 3)
+
+
+def test_decoding_steps_start_anew(setup):
+    """Breaks when a second run of the steps goes on behind the first, past the cache, or counts too few bytes."""
+    torch._dynamo.reset()
+    state = random_state(setup.config, setup.dtype, CPU)
+    model, inputs = benchmark_sides.our_model(setup, state), prompt(setup, 2)
+    work = benchmark_sides.decode_steps(model, CompiledStep(model, backend="eager"), inputs)
+    last = torch.stack(generate(model, **inputs, max_new_tokens=STEPS + 1))[:, -1]
+    assert torch.equal(work.run(), last) and torch.equal(work.run(), last)
+    weights = sum(t.numel() * 4 for name, t in state.items() if name.startswith("language_model"))
+    assert STEPS * weights < work.moved < 1.5 * STEPS * weights
+
+
+def test_shares_of_the_limits():
+    """Breaks when a GPU's share is computed from other seconds than the row's median."""
+    row = Row("train", "step", {OURS: [0.5, 2.0, 0.5]})
+    note = benchmark.notes(row, OURS, Work(print, flops=2e12, moved=3e11), {}, (8e12, 2e12))
+    assert note == f"50 % of 8 TFLOP/s, 30 % of 2000 GB/s, {500 / STEPS:.2f} ms a step"
+    assert benchmark.notes(row, OURS, Work(print, flops=2e12), {}, None) == ""
+
+
+def test_a_compiled_side_is_measured_where_it_is_asked_for(tmp_path, setup, monkeypatch):
+    """Breaks when --compile times the eager steps again, or the default waits for a compiler."""
+    used = []
+    monkeypatch.setattr(
+        benchmark_sides, "CompiledStep", lambda model: used.append(1) or CompiledStep(model, backend="eager")
+    )
+    torch._dynamo.reset()
+    plain = run(tmp_path, "--section", "decode")["rows"]
+    assert not used and all(COMPILED not in row["sides"] for row in plain)
+    for row in run(tmp_path, "--section", "decode", "--compile")["rows"]:
+        assert list(row["sides"]) == [OURS, COMPILED, THEIRS] and row["sides"][COMPILED]["ratio"] > 0
+        assert row["sides"][COMPILED]["note"].endswith("tokens as transformers")
+    assert len(used) == 3
+
+
+def test_the_command(tmp_path, setup, capsys):
+    """Breaks when a section cannot run, a number is missing in the JSON, or the three files disagree."""
+    result = run(tmp_path, "--section", "prefill", "decode", "attention", "quantize", "linear", "--threads", "1")
+    rows = {(row["section"], row["work"]): row["sides"] for row in result["rows"]}
+    assert {section for section, _ in rows} == {"prefill", "decode", "attention", "quantize", "linear"}
+    for (section, _), sides in rows.items():
+        against = SECTIONS[section][2]
+        assert set(sides) == set(SECTIONS[section][1])
+        for side, found in sides.items():
+            assert found["median_s"] > 0 and len(found["seconds"]) == 1
+            assert (found["ratio"] is None) == (side == against)
+            assert side == against or found["ratio"] == found["seconds"][0] / sides[against]["seconds"][0]
+    same = {work: sides[OURS]["note"] for (section, work), sides in rows.items() if section == "decode"}
+    assert same["20 tokens, batch 4"] == "80 of 80 tokens as transformers"
+    note = next(sides["int8"]["note"] for (section, _), sides in rows.items() if section == "quantize")
+    assert "MiB" in note and "nats a token" in note
+    assert {"machine", "versions", "date", "command", "geometry", "device"} <= set(result)
+    assert "transformers" in result["versions"]
+    text = (tmp_path / "benchmark.md").read_text()
+    assert result["command"] in text and "--out" not in text and "### Prefill" in text
+    assert (tmp_path / "benchmark.png").stat().st_size > 1000
+    assert "### Prefill" in capsys.readouterr().out
+
+
+def test_load_and_peaks_are_measured_in_processes_of_their_own(tmp_path, capsys):
+    """Breaks when a child cannot build its side, or the peak counts what the imports took."""
+    benchmark.main(
+        [
+            "--geometry",
+            "tiny",
+            "--device",
+            "cpu",
+            "--rounds",
+            "1",
+            "--section",
+            "load",
+            "--threads",
+            "1",
+            "--out",
+            str(tmp_path),
+        ]
+    )
+    (row,) = json.loads((tmp_path / "benchmark.json").read_text())["rows"]
+    assert set(row["sides"]) == {OURS, THEIRS}
+    for side in row["sides"].values():
+        assert side["peak_bytes"] > 1e6 and " × the weights" in side["note"]
+    asked = {"section": "train", "side": OURS, "geometry": "tiny", "device": "cpu", "dtype": "fp32", "threads": 1}
+    peaks = in_own_process("train.benchmark", "--child", json.dumps(asked))
+    assert list(peaks) == ["batch 4, 48 tokens"] and 1e6 < peaks["batch 4, 48 tokens"] < 1e9
+    with pytest.raises(UserError, match="no-such"):
+        in_own_process("train.benchmark", "--geometry", "tiny", "--device", "no-such")
+
+
+def test_without_peers_there_is_no_ratio(tmp_path, setup, monkeypatch, capsys):
+    """Breaks when a missing transformers ends in a traceback, or a number is claimed that nothing was compared with."""
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    result = run(tmp_path, "--section", "prefill", "train")
+    assert "transformers is not installed: only our side is measured" in capsys.readouterr().err
+    for row in result["rows"]:
+        assert set(row["sides"]) == {OURS} and row["sides"][OURS]["ratio"] is None
+    assert not (tmp_path / "benchmark.png").exists()
+    assert " transformers |" not in (tmp_path / "benchmark.md").read_text()
+
+
+def test_collected_reports_say_what_is_missing(tmp_path):
+    """Breaks when BENCHMARKS.md leaves out a run, or passes over that no GPU was measured."""
+    about = {
+        "geometry": "tiny",
+        "dtype": "fp32",
+        "device": "cpu",
+        "machine": "M",
+        "versions": "V",
+        "date": "D",
+        "command": "C",
+    }
+    for name, device in (("a", "cpu"), ("b", "cuda")):
+        rows = [Row("train", f"step {name}", {OURS: [1.0], THEIRS: [2.0]})]
+        benchmark.write_report(rows, about | {"device": device}, tmp_path / name)
+    benchmark.main(["--collect", str(tmp_path / "a"), "--out", str(tmp_path)])
+    text = (tmp_path / "BENCHMARKS.md").read_text()
+    assert "step a" in text and text.count("not yet measured") == len(benchmark.GPU_ROWS)
+    benchmark.main(["--collect", *(str(tmp_path / name) for name in "ab"), "--out", str(tmp_path)])
+    text = (tmp_path / "BENCHMARKS.md").read_text()
+    assert "step a" in text and "step b" in text and "not yet measured" not in text
+    with pytest.raises(UserError, match="not found"):
+        benchmark.main(["--collect", str(tmp_path / "nowhere")])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "0"], "--rounds is 0"),
+        (["--device", "no-such"], "--device no-such"),
+        (["--threads", "0"], "1 or more"),
+    ],
+)
+def test_senseless_flags_are_refused(arguments, message):
+    """Breaks when a mistake ends in a traceback."""
+    with pytest.raises(UserError, match=message):
+        benchmark.main(arguments)
+
+
+def test_estimates(capsys):
+    """Breaks when memory does not follow from the sizes: the paper's adapter, the weights, and what is spread."""
+    config = PRESETS["paligemma-3b-224"]
+    one, many = memory(config), memory(config, gpus=8)
+    assert one.adapter == 16 * 39_223_296
+    assert 2.9e9 < one.weights / 2 < 3.0e9 and one.total < 14 * 2**30
+    assert many.adapter == one.adapter / 8 and one.weights / 8 < many.weights < one.weights / 2
+    assert many.activations == one.activations and memory(config, rows=8).activations > 1.4 * one.activations
+    benchmark.main(["--estimate"])
+    text = capsys.readouterr().out
+    assert text.strip() == estimate() and text.count("not yet measured") == 3 and "39.2 × 10⁶" in text

@@ -1,0 +1,463 @@
+"""The comparison: fair controls, rates chosen without the test split, paired intervals, cells that are done once."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from model.common import UserError
+from model.config import PRESETS
+from model.paligemma import PaliGemma, initialize
+from model.processor import Processor
+from model.source import BUNDLED_FOLDER
+from tests.train.test_data import write_vqav2
+from train import finetune
+from train.distributed import World
+from train.optim import count, trainable
+from train.settings import RECIPES, Settings
+from train.studies import attention as compare
+from train.studies.attention import Bench, Line, Measure, Row
+from weights.export import export_model
+
+WORLD = World(0, 1, torch.device("cpu"))
+PLAIN_BASE = Settings(base="tiny", device="cpu", samples=32, batch_size=16, **compare.PLAIN)
+ROWS = {row.name: row for rows in compare.GROUPS.values() for row in rows}
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return Processor.from_source("tiny")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A base that answers differently from picture to picture, as a fresh model with a tied head does not."""
+    model, folder = initialize(PaliGemma(PRESETS["tiny"]), position_std=0.5), tmp_path_factory.mktemp("base")
+    with torch.no_grad():
+        for layer in model.language_model.layers:
+            layer.self_attn.o_proj.weight *= 6
+            layer.mlp.down_proj.weight *= 6
+    export_model(model, folder, companions=[BUNDLED_FOLDER / "tokenizer.model"])
+    return str(folder)
+
+
+def fake_measure(grade=lambda settings: [0.5] * 4, name="VQA", examples=4):
+    def graded(model, processor, settings):
+        assert not model.training  # dropout would be asked too
+        return grade(settings)
+
+    return Measure(
+        name, name, list(range(examples)), [f"p{i // 2}" for i in range(examples)], ["all"] * examples, None, graded
+    )
+
+
+def fake_bench(tmp_path, processor=None, validation=None, test=None, fingerprint="base", base=PLAIN_BASE):
+    measures = {"validation": [validation or fake_measure()], "test": [test or fake_measure()]}
+    return Bench(base, tmp_path, WORLD, processor, fingerprint, measures)
+
+
+@pytest.fixture
+def trainings(monkeypatch):
+    """Training replaced by a note of what would have been trained."""
+    done = []
+    monkeypatch.setattr(finetune, "train", lambda model, optimizer, processor, settings, *rest: done.append(settings))
+    return done
+
+
+# --- the whole command ------------------------------------------------------------------------------------------------
+
+
+def arguments(source, out):
+    return [
+        "--base",
+        source,
+        "--rows",
+        "baseline,fine-tuned,dex",
+        "--seeds",
+        "2",
+        "--samples",
+        "48",
+        "--batch-size",
+        "16",
+        "--limit",
+        "32",
+        "--rates",
+        "1e-2,5e-2",
+        "--protocol",
+        "constrained",
+        "--device",
+        "cpu",
+        "--warmup",
+        "0",
+        "--out",
+        str(out),
+    ]
+
+
+def results(folder):
+    summary = json.loads((folder / "comparison.json").read_text())
+    assert summary.pop("cpu_seconds") > 0
+    return summary
+
+
+@pytest.fixture(scope="module")
+def done(source, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compare")
+    compare.main(arguments(source, folder))
+    return folder
+
+
+def test_the_command_from_end_to_end(done, capsys):
+    """Breaks when a table, a figure, a control, a seed or an interval is missing."""
+    summary, text = results(done), (done / "comparison.md").read_text()
+    rows = {row["name"]: row for row in summary["rows"]}
+    assert list(rows) == ["baseline", "fine-tuned", "dex", "LoRA r18"]
+    assert "control" not in rows["fine-tuned"] and rows["dex"]["control"] == "LoRA r18"
+    assert rows["LoRA r18"]["trainable"] >= rows["dex"]["trainable"] > rows["fine-tuned"]["trainable"] > 0
+    for name, row in rows.items():
+        assert set(row["test"]) == {"VQA", "n2o2", "n4o1"}
+        for test in row["test"].values():
+            assert len(test["by_seed"]) == (1 if name == "baseline" else 2)
+            assert test["low"] <= test["mean"] <= test["high"]
+        if name != "baseline":
+            assert list(row["validation"]) == ["0.01", "0.05"] and f"{row['settings']['lr']:g}" in row["validation"]
+    assert len(rows["dex"]["test"]["n2o2"]["by"]) == 4 and len(rows["dex"]["test"]["n4o1"]["by"]) == 16
+    assert {row["test"]["n2o2"]["mean"] for row in rows.values()} != {0.0}
+    assert rows["dex"]["test"] != rows["LoRA r18"]["test"]
+    assert len(list((done / "cells").iterdir())) == 1 + 3 * 3  # the baseline; three rows, two rates and one more seed
+    assert "## Table 1: VQA" in text and "## Table 2: needle" in text and "against LoRA r18" in text
+    for name in ("figure2.png", "differences.png"):
+        assert Image.open(done / name).size > (600, 300)
+
+
+def test_what_is_there_is_not_done_again(done, source, trainings):
+    """Breaks when a finished comparison trains or asks again, or comes out otherwise the second time."""
+    before, text = results(done), (done / "comparison.md").read_text()
+    compare.main(arguments(source, done))
+    assert not trainings and results(done) == before and (done / "comparison.md").read_text() == text
+
+
+def test_an_interrupted_comparison_goes_on(done, source, tmp_path, monkeypatch):
+    """Breaks when a signal in the middle of a run loses finished cells or the started one, or changes the result."""
+    steps, loss = [], finetune.supervised_loss
+
+    def interrupted_at(number):
+        def supervised_loss(*args):
+            steps.append(1)
+            if len(steps) == number:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return loss(*args)
+
+        return supervised_loss
+
+    monkeypatch.setattr(finetune, "supervised_loss", interrupted_at(8))  # of 27: the second of the third cell
+    with pytest.raises(SystemExit) as stopped:
+        compare.main(arguments(source, tmp_path))
+    assert stopped.value.code == 128 + signal.SIGTERM and len(steps) == 8
+    compare.main(arguments(source, tmp_path))
+    assert len(steps) == 27
+    assert results(tmp_path) == results(done)
+
+
+# --- what makes it fair -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["shared", "split", "split-fresh", "twin", "v2", "dex", "swiglu", "swiglu-new", "paper-5"]
+)
+def test_the_control_is_the_smallest_that_is_large_enough(name, processor, tmp_path):
+    """Breaks when a control has fewer trainable parameters than its row, or a needlessly larger rank."""
+    bench = fake_bench(tmp_path, processor)
+
+    def parameters(row, **changes):
+        settings = replace(compare.cell_settings(bench, row, 1e-3, 0), **changes)
+        return count(trainable(finetune.open_model(settings, WORLD)[0]).values())
+
+    row = ROWS[name]
+    line = Line(row, compare.cell_settings(bench, row, 1e-3, 0), parameters(row))
+    control = compare.make_control(bench, line)
+    settings = compare.cell_settings(bench, control, 1e-3, 0)
+    assert (settings.attention, settings.feed_forward) == ("softmax", "mlp")
+    assert parameters(control) >= line.trainable > parameters(control, r=settings.r - 1)
+    assert settings.alpha / settings.r == pytest.approx(line.settings.alpha / line.settings.r)
+    same = {"attention", "feed_forward", "option", "r", "alpha"}
+    assert all(value == getattr(line.settings, key) for key, value in vars(settings).items() if key not in same)
+
+
+def test_controls_of_one_rank_are_shared(processor, tmp_path, trainings):
+    """Breaks when equal controls are trained twice, or controls of different recipes are taken for one."""
+    rows = [ROWS[name] for name in ("fine-tuned", "shared", "split", "dex", "swiglu")]
+    lines = compare.compare(fake_bench(tmp_path, processor), rows, [0], [1e-3])
+    assert [line.control and line.control.row.name for line in lines[:5]] == [
+        None,
+        "LoRA r17",
+        "LoRA r17",
+        "LoRA r18",
+        "fine-tuned",
+    ]
+    assert len(lines) == 7 and len(trainings) == 7
+    slow = Row("slow", {"attention": "dex", "beta2": 0.9})
+    lines = compare.compare(fake_bench(tmp_path, processor), [ROWS["dex"], slow], [0], [1e-3])
+    assert [line.row.name for line in lines] == ["dex", "slow", "LoRA r18", "LoRA r18, slow"]
+
+
+def test_rates_are_chosen_by_validation_alone(processor, tmp_path, trainings):
+    """Breaks when the test split has a say in a rate, or is even asked about a rate that was not chosen."""
+    asked = []
+
+    def test_scores(settings):
+        asked.append((settings.lr, settings.seed))
+        return [settings.lr * 100] * 4  # the test split likes the highest rate best
+
+    validation = fake_measure(lambda settings: [{1e-3: 0.4, 3e-3: 0.6, 9e-3: 0.5}[settings.lr]] * 4)
+    bench = fake_bench(tmp_path, processor, validation, fake_measure(test_scores))
+    (line,) = compare.compare(bench, [ROWS["fine-tuned"]], [0, 1, 2], [9e-3, 3e-3, 1e-3])
+    assert line.settings.lr == 3e-3 and line.validation == {1e-3: 0.4, 3e-3: 0.6, 9e-3: 0.5}
+    assert asked == [(3e-3, 0), (3e-3, 1), (3e-3, 2)]
+    assert [(s.lr, s.seed) for s in trainings] == [(1e-3, 0), (3e-3, 0), (9e-3, 0), (3e-3, 1), (3e-3, 2)]
+
+
+def test_of_equal_rates_the_smallest_and_the_default_ones(processor, tmp_path, trainings):
+    """Breaks when a tie is decided by chance, or a row is not tried around its own rate."""
+    bench = fake_bench(tmp_path, processor)
+    line = compare.choose_rate(bench, Row("slow", {"lr": 3e-4}), None, 0)
+    assert list(line.validation) == [1.5e-4, 3e-4, 6e-4] and line.settings.lr == 1.5e-4
+
+
+def test_a_diverged_run_scores_nothing_and_is_named(processor, tmp_path, monkeypatch):
+    """Breaks when one rate that is too high ends the comparison, or a failed run is left out of the mean in silence."""
+
+    def train(model, optimizer, processor, settings, *rest):
+        if settings.lr > 2e-3 or settings.seed == 1:
+            raise finetune.Diverged("step 7: the loss is nan")
+
+    monkeypatch.setattr(finetune, "train", train)
+    bench = fake_bench(tmp_path, processor)
+    lines = compare.compare(bench, [ROWS["fine-tuned"]], [0, 1], [1e-3, 3e-3])
+    assert lines[0].settings.lr == 1e-3 and lines[0].validation == {1e-3: 0.5, 3e-3: 0.0}
+    assert lines[0].scores["VQA"].tolist() == [[0.5] * 4, [0.0] * 4] and lines[0].trainable > 0
+    assert "fine-tuned: a run diverged and scores 0: step 7" in compare.tell(compare.summarize(bench, lines, [0, 1]))
+
+
+def test_a_row_may_run_itself(processor, tmp_path, trainings):
+    """Breaks when a later experiment cannot bring its own training, or then gets no control."""
+    model = torch.nn.Linear(400, 400, bias=False)
+    row = Row("own", run=lambda settings, folder, bench: model)
+    lines = compare.compare(fake_bench(tmp_path, processor), [row], [0], [1e-3])
+    assert [line.row.name for line in lines] == ["own", "LoRA r15"]  # 160,000 at 10,752 a rank
+    assert lines[0].control is lines[1] and len(trainings) == 1
+
+
+# --- intervals --------------------------------------------------------------------------------------------------------
+
+
+def paired(row, control, pictures):
+    def line(scores):
+        return Line(Row(""), PLAIN_BASE, scores={"VQA": np.array(scores)})
+
+    measure = SimpleNamespace(name="VQA", pictures=pictures)
+    return compare.difference(replace(line(row), control=line(control)), measure)
+
+
+def test_differences_are_paired():
+    """Breaks when row and control are resampled apart, a picture's questions are parted, or seeds count as examples."""
+    # by example everything varies, the gain does not
+    gain = paired([[0.9, 0.1, 0.6, 0.3]], [[0.8, 0.0, 0.5, 0.2]], list("abcd"))
+    assert gain == pytest.approx((10, 10, 10)) and gain.significant
+    # two pictures with gains of 0 and 40: of the 4 resamples one is twice the first, one is twice the second
+    gain = paired([[0.5] * 9 + [0.9] * 9], [[0.5] * 18], ["a"] * 9 + ["b"] * 9)
+    assert gain == pytest.approx((20, 0, 40)) and not gain.significant
+    # two seeds with gains of 0 and 20 on every example, however many there are
+    gain = paired([[0.5] * 100, [0.7] * 100], [[0.5] * 100, [0.5] * 100], list(range(100)))
+    assert gain == pytest.approx((10, 0, 20)) and not gain.significant
+
+
+def test_the_words_follow_the_intervals(processor, tmp_path, trainings):
+    """Breaks when a difference that is not significant is not called so, or a loss is called a gain."""
+
+    def grade(settings):
+        return [{"dex": 0.3, "twin": 0.5}.get(settings.attention, 0.5)] * 4
+
+    bench = fake_bench(tmp_path, processor, test=fake_measure(grade))
+    lines = compare.compare(bench, [ROWS["twin"], ROWS["dex"]], [0, 1], [1e-3])
+    text = compare.tell(compare.summarize(bench, lines, [0, 1]))
+    assert "against LoRA r20 (215,040): no significant difference in VQA." in text
+    assert "against LoRA r18 (193,536): worse in VQA (-20.00 [-20.00, -20.00] *)." in text
+    assert "Significant differences: 1 of 2. If nothing differed at all, about 0.1 of them would still seem to." in text
+    assert "+0.00 [+0.00, +0.00] n.s." in text
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def test_a_change_invalidates_exactly_its_cells(processor, tmp_path, trainings, monkeypatch):
+    """Breaks when a stale cell is taken for one of other settings, questions, base or code, or too much is redone."""
+    graded = []
+
+    def redone(rows=("fine-tuned", "dex"), examples=4, **changes):
+        trainings.clear(), graded.clear()
+        measures = [fake_measure(lambda s: graded.append(s) or [0.5] * examples, examples=examples) for _ in range(2)]
+        rows = [ROWS[row] if isinstance(row, str) else row for row in rows]
+        compare.compare(fake_bench(tmp_path, processor, *measures, **changes), rows, [0, 1], [1e-3, 3e-3])
+        return [settings.attention for settings in trainings], len(graded)
+
+    everything = ["softmax", "softmax", "dex", "dex", "softmax", "softmax", "softmax", "dex", "softmax"]
+    assert redone() == (everything, 12)  # rows by two rates, the control, then the second seed
+    assert redone() == ([], 0)
+    assert redone(["fine-tuned", Row("dex", {"attention": "dex", "option": ("heads=[0]",)})]) == (["dex"] * 3, 4)
+    assert redone(examples=6) == ([], 12)  # other questions: asked again, of the same models
+    assert redone(fingerprint="another base") == (everything, 12)
+    assert redone(base=replace(PLAIN_BASE, samples=48)) == (everything, 12)
+    monkeypatch.setattr(compare, "VERSION", compare.VERSION + 1)
+    assert redone() == (everything, 12)
+
+
+def test_training_data_are_part_of_a_cell(processor, tmp_path, trainings):
+    """Breaks when a changed file of data is answered from the cache."""
+
+    def train():
+        trainings.clear()
+        base = replace(PLAIN_BASE, data=f"jsonl:{tmp_path / 'own.jsonl'}", validation=0)
+        compare._training_records.cache_clear()  # what a new process would not have
+        compare.compare(fake_bench(tmp_path, processor, base=base), [ROWS["fine-tuned"]], [0], [1e-3])
+        return len(trainings)
+
+    write_jsonl(tmp_path, 20)
+    assert [train(), train()] == [1, 0]
+    write_jsonl(tmp_path, 20, answer="no")
+    assert train() == 1
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def write_jsonl(folder, pictures, answer="yes"):
+    lines = []
+    for number in range(pictures):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
+        lines += [json.dumps({"image": f"{number}.png", "prefix": f"what {i}", "suffix": answer}) for i in range(2)]
+    (folder / "own.jsonl").write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("kind", ["vqav2", "jsonl"])
+def test_no_picture_is_in_two_splits_of_any_seed(kind, processor, tmp_path):
+    """Breaks when what one seed is tested on, another seed, or the choice of a rate, has seen."""
+    if kind == "vqav2":
+        write_vqav2(tmp_path / "d")
+    else:
+        (tmp_path / "d").mkdir()
+        write_jsonl(tmp_path / "d", 20)
+    base = replace(PLAIN_BASE, data=f"{kind}:{tmp_path / 'd'}{'/own.jsonl' if kind == 'jsonl' else ''}", validation=0.3)
+    args = SimpleNamespace(coco=None)
+    measures = {split: compare.make_measures(base, split, 100, args)[0] for split in ("validation", "test")}
+    pictures = {split: set(measure.pictures) for split, measure in measures.items()}
+    assert [len(found) for found in pictures.values()] == [3, 3] and not pictures["validation"] & pictures["test"]
+    bench = fake_bench(tmp_path, processor, base=base)
+    for seed in range(3):
+        records, _ = compare.training_records(bench, replace(base, seed=seed))
+        learned = {record.key for record in records}
+        assert len(learned) == 14 and not learned & (pictures["validation"] | pictures["test"])
+    model = finetune.load_base(base, WORLD)
+    scores = measures["test"].grade(model.eval(), processor, base)
+    assert len(scores) == len(measures["test"].examples) == (9 if kind == "vqav2" else 6)
+
+
+def test_val2014_is_the_test_split_where_it_is(tmp_path):
+    """Breaks when VQAv2's own validation files lie in the folder and something else is reported."""
+    write_vqav2(tmp_path)
+    for name in ("v2_OpenEnded_mscoco_{}_questions.json", "v2_mscoco_{}_annotations.json"):
+        text = (tmp_path / name.format("train2014")).read_text().replace("train2014", "val2014")
+        (tmp_path / name.format("val2014")).write_text(text)
+    (tmp_path / "val2014").mkdir()
+    for path in (tmp_path / "train2014").iterdir():
+        path.rename(tmp_path / "val2014" / path.name.replace("train2014", "val2014"))
+    base = replace(PLAIN_BASE, data=f"vqav2:{tmp_path}", validation=0.3)
+    measure = compare.vqa_measure(base, "test", 100)
+    assert len(measure.examples) == 60 and all(name.startswith("val2014/") for name in measure.pictures)
+
+
+def test_row_and_control_learn_from_the_same(processor, tmp_path):
+    """Breaks when a row and its control see other data, or all seeds of the embedded scenes see the same."""
+    bench = fake_bench(tmp_path, processor)
+
+    def learned(row, seed, rate):
+        return compare.training_records(bench, compare.cell_settings(bench, row, rate, seed))
+
+    twin, (records, mark) = learned(ROWS["twin"], 0, 1e-3)[1], learned(ROWS["fine-tuned"], 0, 3e-3)
+    assert twin == mark != learned(ROWS["twin"], 1, 1e-3)[1]
+    tasks = [record.name.partition("/")[0] for record in records]
+    assert [tasks.count(task) for task in ("vqa", "n2o1", "n2o2", "n4o1")] == [8, 8, 8, 8]
+    first = records[0].picture()
+    assert records[0].picture() is first  # drawn once for all cells
+
+
+def test_needle_measures_know_their_places(processor):
+    """Breaks when Figure 2 shows accuracy at another place than the needle's."""
+    args = SimpleNamespace(protocol="constrained", coco=None)
+    _, small, large = compare.make_measures(PLAIN_BASE, "test", 32, args)
+    assert small.labels[:4] == [(0, 0), (0, 1), (1, 0), (1, 1)] and large.labels[:6][-1] == (1, 1)
+    assert len(small.labels) == len(large.labels) == 16 and (small.chance, large.chance) == (25, 6.25)
+    line = Line(Row(""), PLAIN_BASE, scores={"n2o2": np.array([[1, 0, 0, 0.5] * 4, [0, 0, 1, 0.5] * 4])})
+    assert compare.grid(line, small) == [[0.5, 0], [0.5, 0.5]]
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_by_name_and_group():
+    """Breaks when a group loses a variant, or the paper's rows are not its Table 1."""
+    assert [row.name for row in compare.pick_rows("attention")] == [
+        "baseline",
+        "fine-tuned",
+        "shared",
+        "split",
+        "split-fresh",
+        "twin",
+        "v2",
+        "dex",
+    ]
+    assert [row.name for row in compare.pick_rows("twin,swiglu,attention")][:3] == ["twin", "swiglu", "baseline"]
+    for row in compare.pick_rows("paper"):
+        settings = replace(PLAIN_BASE, **row.changes)
+        assert settings == replace(PLAIN_BASE, **RECIPES[row.name])
+        assert row.needs_control(settings) == (row.name not in ("paper-1", "paper-3"))
+    assert [row.published for row in compare.pick_rows("paper")] == [53.21, 51.91, 35.72, 33.91, 41.32]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--rows", "twn"], "--rows twn: choose of attention"),
+        (["--lr", "1e-3"], "--lr: a comparison decides that itself"),
+        (["--no-evaluate"], "--no-evaluate: a comparison"),
+        (["--recipe", "paligemma"], "trains every weight"),
+        (["--coco", "pictures"], "--coco goes with --data on disk"),
+        (["--data", "jsonl:nowhere"], "nowhere"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_trained(flags, told, tmp_path, trainings):
+    """Breaks when a wrong flag costs a comparison, or is passed over in silence."""
+    with pytest.raises(UserError, match=told):
+        compare.main(["--base", "tiny", "--device", "cpu", "--out", str(tmp_path), *flags])
+    assert not trainings
+
+
+def test_held_out_pictures_must_be_there(tmp_path):
+    """Breaks when nothing is held out and the comparison starts all the same."""
+    write_jsonl(tmp_path, 4)
+    with pytest.raises(UserError, match="validation"):
+        compare.vqa_measure(replace(PLAIN_BASE, data=f"jsonl:{tmp_path / 'own.jsonl'}", validation=0.2), "test", 10)
+
+
+@pytest.mark.parametrize("flags", [["--rates", "0"], ["--rates", "a,b"], ["--seeds", "0"], ["--nonsense"]])
+def test_flags_that_make_no_sense(flags, tmp_path):
+    """Breaks when a flag's value is not checked."""
+    with pytest.raises(SystemExit) as stopped:
+        compare.main(["--base", "tiny", "--out", str(tmp_path), *flags])
+    assert stopped.value.code == 2

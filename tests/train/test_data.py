@@ -1,0 +1,201 @@
+"""The order of training data, its batches, and records that cannot be used."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from PIL import Image
+
+from model.common import UserError
+from model.config import PRESETS
+from model.processor import Processor, load_tokenizer
+from model.source import BUNDLED_FOLDER
+from train.data.batches import (
+    Order,
+    Record,
+    collate,
+    embedded_records,
+    jsonl_records,
+    load_batches,
+    plan_epoch,
+    supervised,
+    vqav2_records,
+)
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return Processor(PRESETS["tiny"], load_tokenizer(BUNDLED_FOLDER / "tokenizer.model"))
+
+
+def records(count=40, pictures=10):
+    def draw(number):
+        return lambda: Image.new("RGB", (8, 8), (number * 20 % 256, 0, 0))
+
+    prefixes, suffixes = ("answer en Is there a dog in the image?", "count dog"), ("two dogs and a cat", "yes")
+    return [
+        Record(f"r{i}", f"p{i % pictures}", draw(i % pictures), prefixes[i % 3 > 0], suffixes[i % 2])
+        for i in range(count)
+    ]
+
+
+def test_an_epoch_holds_every_record_once():
+    """Breaks when a record is lost or doubled, or the order does not change with epoch and seed."""
+    keys, lengths = [f"p{i % 30}" for i in range(200)], [(7 * i) % 23 for i in range(200)]
+    plans = [plan_epoch(keys, lengths, 8, seed, epoch, 3) for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))]
+    for plan in plans:
+        assert sorted(i for batch in plan for i in batch) == list(range(200))
+        assert {len(batch) for batch in plan} <= {8, 200 % 8 or 8}
+    assert plans[0] == plans[1] != plans[2] != plans[3]
+
+
+def test_batches_hold_rows_of_similar_length():
+    """Breaks when long and short rows share a batch, so that it is mostly padding, or a batch holds one length only."""
+    lengths = [(37 * i) % 320 for i in range(4000)]
+    plan = plan_epoch([str(i) for i in range(4000)], lengths, 16, 0, 0)
+    padded = sum(max(lengths[i] for i in batch) * len(batch) for batch in plan)
+    assert padded < 1.15 * sum(lengths)
+    assert sum(len({lengths[i] for i in batch}) for batch in plan) > 8 * len(plan)
+
+
+def test_questions_of_one_picture_travel_together():
+    """Breaks when grouping is ignored, so that every question pays for its picture."""
+    keys = [f"p{i // 6}" for i in range(600)]
+    together = plan_epoch(keys, [10] * 600, 12, 0, 0, per_picture=6)
+    assert sum(len({keys[i] for i in batch}) for batch in together) == 100
+    alone = plan_epoch(keys, [10] * 600, 12, 0, 0)
+    assert sum(len({keys[i] for i in batch}) for batch in alone) > 500
+
+
+def test_a_batch_is_what_the_model_trains_on(processor):
+    """Breaks when targets are shifted twice or not at all, or a row gets another row's picture."""
+    chosen = records(6, pictures=3)
+    micro = collate(chosen, processor)
+    assert micro.batch.pixel_values.shape[0] == 3 and micro.image_index.tolist() == [0, 1, 2, 0, 1, 2]
+    assert micro.tokens == int((micro.batch.labels != -100).sum())
+    for row, record in enumerate(chosen):
+        kept = micro.targets[row] != -100
+        assert processor.decode(micro.targets[row][kept]) == record.suffix
+        # the token after each position is its target
+        assert torch.equal(micro.batch.input_ids[row, micro.positions[row][kept] + 1], micro.targets[row][kept])
+        assert micro.targets[row][kept][-1] == processor.config.eos_token_id
+
+
+def test_supervised_positions():
+    """Breaks when a position without a target carries loss."""
+    labels = torch.tensor([[-100, -100, 5, 6], [-100, 7, -100, -100], [-100] * 4])
+    positions, targets = supervised(labels)
+    assert targets.tolist() == [[5, 6], [7, -100], [-100, -100]]
+    assert positions[0].tolist() == [1, 2] and positions[1, 0] == 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_order_can_start_at_any_step(processor, workers):
+    """Breaks when a resumed run reads other batches than the uninterrupted one would have."""
+    order = Order(records(), processor, batch_size=4, accumulate=2, epochs=3, seed=5)
+    assert (order.steps_per_epoch, order.total) == (5, 15)
+    whole = [[micro.names for micro in step] for step in order.steps(0, workers)]
+    assert len(whole) == 15
+    for first in (1, 5, 8, 14):
+        assert [[micro.names for micro in step] for step in order.steps(first, workers)] == whole[first:]
+
+
+def test_processes_share_the_steps_of_one(processor):
+    """Breaks when two processes together do not read exactly what one process reads with twice the accumulation."""
+    alone = Order(records(), processor, batch_size=4, accumulate=2, seed=5)
+    pair = [Order(records(), processor, batch_size=4, seed=5, rank=rank, world_size=2) for rank in range(2)]
+    for whole, *halves in zip(alone.steps(0), *(order.steps(0) for order in pair), strict=True):
+        assert sorted(m.names for m in whole) == sorted(m.names for half in halves for m in half)
+
+
+def test_drawing_batches_leaves_the_global_generator_alone(processor):
+    """Breaks when reading data changes which activations dropout drops after a resume."""
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    list(load_batches(records(8), [[0, 1], [2, 3]], processor))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_bad_records_are_left_out_and_named(processor, tmp_path):
+    """Breaks when one unreadable picture ends a night's run, or disappears without a word."""
+    broken = tmp_path / "broken.jpg"
+    broken.write_bytes(b"not a picture")
+    good = records(2)
+    bad = Record("q7", "broken", broken, "caption en", "a dog")
+    control = Record("q8", "p0", good[0].picture, "say <bos>", "a dog")
+    micro = collate([good[0], bad, control, good[1]], processor)
+    assert micro.names == ("r0", "r1")
+    assert [line.split(":")[0] for line in micro.bad] == ["q7", "q8"] and "broken.jpg" in micro.bad[0]
+    assert [line.split(":")[0] for line in collate([bad], processor)] == ["q7"]
+
+
+def test_too_little_data_for_a_step_is_refused(processor):
+    """Breaks when a run with no whole step ends at once as if it had trained."""
+    with pytest.raises(UserError, match="micro-batches"):
+        Order(records(4), processor, batch_size=4, accumulate=2)
+
+
+def test_embedded_records_take_the_tasks_in_turn():
+    """Breaks when the mix is not the one asked for, or the two questions of a needle do not share their picture."""
+    made = embedded_records(("vqa", "n2o1", "n2o2", "n2o1"), count=80)
+    assert Counter(record.key.split("/")[0] for record in made) == {"vqa": 20, "n2o1": 40, "n2o2": 20}
+    assert len({record.name for record in made}) == 80
+    assert len({record.key for record in made if record.key.startswith("n2o1")}) == 20
+
+
+def write_vqav2(folder, images=20):
+    questions, annotations = [], []
+    (folder / "train2014").mkdir(parents=True)
+    for image_id in range(1, images + 1):
+        Image.new("RGB", (30, 20), (image_id * 10, 0, 0)).save(folder / f"train2014/COCO_train2014_{image_id:012d}.jpg")
+        for number in range(3):
+            qid = image_id * 1000 + number
+            questions.append({"image_id": image_id, "question": f"What is {number}?", "question_id": qid})
+            answers = [
+                {"answer": "yes" if i < 7 else "no", "answer_confidence": "yes", "answer_id": i + 1} for i in range(10)
+            ]
+            types = {"question_type": "what is", "answer_type": "other", "multiple_choice_answer": "yes"}
+            annotations.append({"question_id": qid, "image_id": image_id, "answers": answers} | types)
+    head = {"info": {}, "license": {}, "data_type": "mscoco", "data_subtype": "train2014", "task_type": "Open-Ended"}
+    (folder / "v2_OpenEnded_mscoco_train2014_questions.json").write_text(json.dumps(head | {"questions": questions}))
+    (folder / "v2_mscoco_train2014_annotations.json").write_text(json.dumps(head | {"annotations": annotations}))
+
+
+def test_vqav2_is_read_and_split_by_picture(tmp_path, processor):
+    """Breaks when a picture is in training and validation, or the prompt or answer is not the published one."""
+    write_vqav2(tmp_path)
+    train = vqav2_records(tmp_path, "answer {question}", "train", validation=0.2)
+    held_out = vqav2_records(tmp_path, "answer {question}", "validation", validation=0.2)
+    assert (len(train), len(held_out)) == (48, 12)
+    assert not {record.key for record in train} & {record.key for record in held_out}
+    assert train[0].prefix.startswith("answer What is") and train[0].suffix == "yes"
+    part = vqav2_records(tmp_path, "answer {question}", "train", fraction=0.5, validation=0.2)
+    assert len({record.key for record in part}) == 8 and {r.name for r in part} < {r.name for r in train}
+    assert collate(train[:3], processor).batch.pixel_values.shape[0] == 1
+
+
+def test_sampled_answers_follow_the_annotators_and_the_seed(tmp_path, processor):
+    """Breaks when `--answers sampled` always says the common answer, or resumes with other draws."""
+    write_vqav2(tmp_path)
+    made = vqav2_records(tmp_path, "{question}", sampled=True)
+
+    def answers(epoch):
+        plan = [list(range(len(made)))]
+        micro = next(load_batches(made, plan, processor, epoch_seed=f"0/{epoch}"))
+        return [processor.decode(row[row != -100]) for row in micro.targets]
+
+    assert answers(0) == answers(0) != answers(1)
+    assert 5 < answers(0).count("no") < 35  # 18 expected of 60
+
+
+def test_a_users_own_lines(tmp_path):
+    """Breaks when a user's JSONL cannot be trained on, or a bad line is not named."""
+    Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
+    lines = [{"image": "a.png", "prefix": "caption en", "suffix": "a cat"}] * 2
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [(r.prefix, r.suffix) for r in jsonl_records(file)] == [("caption en", "a cat")] * 2
+    file.write_text(json.dumps(lines[0]) + "\n{\n")
+    with pytest.raises(UserError, match="own.jsonl:2"):
+        jsonl_records(file)

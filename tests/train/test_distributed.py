@@ -1,0 +1,215 @@
+"""Several processes: their checkpoints resume in any number, and together they answer what one would."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from PIL import Image
+from safetensors import safe_open
+from torch import nn
+
+from eval.run import Ask, ask_all
+from model.common import UserError
+from model.processor import Processor
+from tests.train.test_data import write_vqav2
+from train import finetune
+from train.checkpoint import load_checkpoint, load_weights, save_checkpoint
+from train.distributed import World, ask_together, divide
+from train.optim import Rule, make_adamw, parameter_groups
+from weights.load import load_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def torchrun(processes: int, *arguments) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc_per_node={processes}",
+            "-m",
+            "train.finetune",
+            *map(str, arguments),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def spread_run(tmp_path_factory):
+    """A run of two processes that spread all weights. Its 21 micro-batches make 4 steps of 6, the last one short."""
+    folder = tmp_path_factory.mktemp("spread")
+    write_vqav2(folder / "vqav2")
+    torchrun(
+        2,
+        "--base",
+        "tiny",
+        "--data",
+        f"vqav2:{folder / 'vqav2'}",
+        "--validation",
+        "0.2",
+        "--fraction",
+        "0.9",
+        "--full",
+        "--attention",
+        "softmax",
+        "--shard",
+        "--batch-size",
+        "2",
+        "--accumulate",
+        "3",
+        "--lr",
+        "1e-3",
+        "--warmup",
+        "0",
+        "--checkpoint-every",
+        "2",
+        "--device",
+        "cpu",
+        "--out",
+        folder / "run",
+    )
+    return folder / "run"
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_another_number_of_processes_goes_on(processes, spread_run, tmp_path):
+    """Breaks when a spread checkpoint loses a part or a moment, or the steps of a run depend on who takes them."""
+    whole = metrics(spread_run)
+    assert len(whole) == 4
+    cut = tmp_path / "cut"
+    shutil.copytree(spread_run, cut, ignore=shutil.ignore_patterns("step-4", "model", "summary.json"))
+    if processes == 1:
+        finetune.main(["--resume", str(cut)])
+    else:
+        torchrun(processes, "--resume", cut)
+    resumed = metrics(cut)
+    assert resumed[:2] == whole[:2] and len(resumed) == 4
+    for one, other in zip(whole[2:], resumed[2:], strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=2e-6)
+        assert other["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-4)
+    models = [load_model(folder / "model").state_dict() for folder in (spread_run, cut)]
+    assert all(torch.allclose(tensor, models[1][name], rtol=1e-3, atol=1e-4) for name, tensor in models[0].items())
+    first, second = (json.loads((folder / "summary.json").read_text()) for folder in (spread_run, cut))
+    assert first["after"]["vqa_details"]["per_answer_type"] == second["after"]["vqa_details"]["per_answer_type"]
+    assert first["samples"] == second["samples"] == 42 and first["before"]["vqa"] is not None
+
+
+def test_a_spread_checkpoint_is_parts_without_pickles(spread_run):
+    """Breaks when a process writes more than its part, or a file that runs code when it is opened."""
+    folder = spread_run / "checkpoints/step-4"
+    assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
+    sizes = [path.stat().st_size for path in sorted(folder.glob("*.safetensors"))]
+    assert len(sizes) == 2 and max(sizes) < 1.2 * min(sizes)
+    held = []
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            held.append({name: file.get_slice(name).get_shape() for name in file.keys()})
+    name = "language_model.embed_tokens.weight"
+    whole = load_model("tiny").get_parameter(name).shape
+    assert sum(shapes[name][0] for shapes in held) == whole[0]
+
+
+def test_a_lost_part_is_refused(spread_run, tmp_path):
+    """Breaks when a checkpoint of which a file was not copied resumes with half of its weights."""
+    for part in (1, 2):
+        folder = tmp_path / f"step-{part}"
+        shutil.copytree(spread_run / "checkpoints/step-4", folder)
+        (folder / f"shard-0000{part}-model-00001-of-00001.safetensors").unlink()
+        with pytest.raises(UserError, match="part|other parameters"):
+            load_weights(folder, load_model("tiny"))
+
+
+def test_processes_must_share_a_step_equally():
+    """Breaks when a run goes on with steps of another size than those before."""
+    assert World(0, 3, torch.device("cpu")).share(6) == 2
+    with pytest.raises(UserError, match="takes 6 micro-batches, which 4 processes cannot share"):
+        World(0, 4, torch.device("cpu")).share(6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def questions(folder: Path) -> list[Ask]:
+    """Free and multiple-choice ones on seven pictures, one of which cannot be read."""
+    pictures = [Image.effect_noise((32, 32), 90).convert("RGB") for _ in range(6)]
+    for number, picture in enumerate(pictures):
+        picture.save(folder / f"{number}.png")
+    (folder / "6.png").write_bytes(b"broken")
+    prompts = [("count dog", ()), ("answer en Is there a cat in the image?", ()), ("which", ("yes", "no", "two dogs"))]
+    return [
+        Ask(f"{prompt[:3]}-{number}", f"{number}", folder / f"{number}.png", prompt, choices)
+        for prompt, choices in prompts
+        for number in range(7)
+    ]
+
+
+def one_of_two(rank: int, folder: Path, asked: list[Ask]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meet", world_size=2, rank=rank, timeout=timedelta(seconds=120))
+    world = World(rank, 2, torch.device("cpu"))
+    for items in ([], ["a"], list("abcde"), list("aabbbcdda")):
+        seen: list[str] = []
+        done = divide(world, items, lambda own: [seen.append(item) or f"{item} by {rank}" for item in own], str)  # noqa: B023
+        shares = world.gather(seen)
+        assert sorted(shares[0] + shares[1]) == sorted(items) and not set(shares[0]) & set(shares[1])
+        assert done == [f"{item} by {int(item in shares[1])}" for item in items]
+    left_out: dict[str, str] = {}
+    answers = ask_together(
+        world,
+        load_model("tiny"),
+        Processor.from_source("tiny"),
+        asked,
+        max_new_tokens=4,
+        batch_size=4,
+        left_out=left_out,
+    )
+    (folder / f"{rank}.json").write_text(json.dumps([answers, left_out]))
+    dist.destroy_process_group()
+
+
+def test_two_processes_answer_as_one(tmp_path):
+    """Breaks when a question is answered twice, by nobody, or in another's place, or its problem is not told to all."""
+    asked, left_out = questions(tmp_path), {}
+    torch.multiprocessing.spawn(one_of_two, (tmp_path, asked), nprocs=2)
+    expected = ask_all(
+        load_model("tiny"), Processor.from_source("tiny"), asked, max_new_tokens=4, batch_size=4, left_out=left_out
+    )
+    assert len(set(expected)) > 3 and expected.count(None) == 3
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [expected, left_out]
+
+
+def test_what_one_process_saves_fits_the_tensors_of_many(tmp_path):
+    """Breaks when a checkpoint of one process cannot be put into a plain model without its optimizer."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    optimizer = make_adamw(parameter_groups(model, [Rule("0.*", 0.1)]), (0.9, 0.98))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    folder = save_checkpoint(tmp_path, 1, model, optimizer, {})
+    other = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    bias = other[1].bias.clone()
+    load_weights(folder, other)
+    assert torch.equal(other[0].weight, model[0].weight) and torch.equal(other[1].bias, bias)
+    with pytest.raises(UserError, match="other parameters"):
+        load_checkpoint(folder, other, make_adamw(parameter_groups(other, [Rule("1.*", 0.1)]), (0.9, 0.98)))

@@ -1,0 +1,373 @@
+"""The loop: what it learns, that it can be interrupted anywhere, and that many processes do the work of one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lora import adapter
+from model.common import UserError
+from model.differential import KINDS
+from tests.train.test_data import write_vqav2
+from train import finetune
+from train.data.batches import collate, embedded_records
+from train.distributed import World
+from train.optim import trainable
+from train.settings import RECIPES, Settings, parse
+from weights.load import load_model
+
+ROOT = Path(__file__).resolve().parents[2]
+WORLD = World(0, 1, torch.device("cpu"))
+QUICK = [
+    "--base",
+    "tiny",
+    "--no-evaluate",
+    "--batch-size",
+    "2",
+    "--samples",
+    "60",
+    "--dropout",
+    "0.1",
+    "--measure-every",
+    "5",
+    "--device",
+    "cpu",
+]
+
+
+def run(*arguments, out: Path) -> list[dict]:
+    finetune.main([*QUICK, *map(str, arguments), "--out", str(out)])
+    return metrics(out)
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def settings(*arguments) -> Settings:
+    return parse([*QUICK, *map(str, arguments)])[0]
+
+
+def batches(model, processor, count):
+    records = embedded_records(("vqa", "caption", "detect"), count=count)  # answers of different length
+    return [collate([record], processor).to("cpu") for record in records], collate(records, processor)
+
+
+@pytest.fixture(scope="module")
+def processor():
+    from model.processor import Processor
+
+    return Processor.from_source("tiny")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_variant_trains_and_is_opened_again(kind, tmp_path):
+    """Breaks when a variant cannot be trained by the command, or its run folder does not give the trained model."""
+    losses = run("--attention", kind, "--steps", 6, "--lr", "1e-2", out=tmp_path / "run")
+    assert len(losses) == 6 and all(0 < record["loss"] < 20 for record in losses)
+    files = "adapter_config.json adapter_model.safetensors config.json metrics.jsonl loss.png checkpoints summary.json"
+    assert set(files.split()) <= {path.name for path in (tmp_path / "run").iterdir()}
+    model = load_model("tiny")
+    adapter.load(model, tmp_path / "run")
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["trainable_parameters"] == sum(p.numel() for p in trainable(model).values())
+    assert set(summary) >= {"before", "after", "trainable_parameters", "seconds"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--attention", "softmax"], set()),
+        (["--attention", "shared"], {"lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln.weight"}),
+        (
+            ["--attention", "twin"],
+            {"mu", "q2.lora_A.weight", "q2.lora_B.weight", "k2.lora_A.weight", "k2.lora_B.weight"},
+        ),
+        (
+            ["--attention", "twin", "--feed-forward", "swiglu-new"],
+            {
+                "mu",
+                "q2.lora_A.weight",
+                "q2.lora_B.weight",
+                "k2.lora_A.weight",
+                "k2.lora_B.weight",
+                "w_g.weight",
+                "w_1.weight",
+                "w_2.weight",
+            },
+        ),
+    ],
+)
+def test_the_trainable_set_by_name(arguments, expected):
+    """Breaks when λ, μ or a norm is frozen by LoRA's injection, as in the published code, or a base weight learns."""
+    model, optimizer = finetune.open_model(settings(*arguments), WORLD)
+    lora = {name for name in trainable(model) if ".lora.lora_" in name}
+    linears = 7 if "swiglu-new" not in arguments else 4
+    assert len(lora) == 4 * linears * 2  # layers, linears, A and B
+    rest = {name.split(".self_attn.")[-1].split(".mlp.")[-1] for name in set(trainable(model)) - lora}
+    assert rest == expected
+    assert not [
+        name for name in trainable(model) if name.startswith(("vision_tower", "multi_modal", "language_model.emb"))
+    ]
+    decayed = {name for group in optimizer.param_groups if group["weight_decay"] for name in group["names"]}
+    assert not [name for name in decayed if name.endswith(("mu", "subln.weight")) or "lambda_" in name]
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(trainable(model))
+
+
+def test_the_vision_tower_is_not_touched(processor):
+    """Breaks when gradients or activations are kept below the first adapter."""
+    model, _ = finetune.open_model(settings(), WORLD)
+    micro = collate(embedded_records(count=2), processor)
+    assert not model.encode_images(micro.batch.pixel_values).requires_grad
+    finetune.supervised_loss(model, micro).backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} <= set(trainable(model))
+
+
+def test_accumulation_is_one_large_batch(processor):
+    """Breaks when micro-batches are weighted by their number, not by their supervised tokens."""
+    model, _ = finetune.open_model(settings("--dropout", "0"), WORLD)
+    for module in model.modules():
+        if hasattr(module, "lora_B"):
+            torch.nn.init.normal_(module.lora_B.weight, std=0.02)
+    small, large = batches(model, processor, 6)
+    assert len({micro.tokens for micro in small}) > 1
+    finetune.supervised_loss(model, large).div(large.tokens).backward()
+    at_once = {name: p.grad.clone() for name, p in trainable(model).items()}
+    model.zero_grad()
+    total = sum(micro.tokens for micro in small)
+    assert total == large.tokens
+    for micro in small:
+        finetune.supervised_loss(model, micro).div(total).backward()
+    for name, p in trainable(model).items():
+        assert torch.allclose(p.grad, at_once[name], rtol=1e-4, atol=1e-7), name
+
+
+def test_resumed_metrics_are_equal_to_the_bit(tmp_path, monkeypatch):
+    """Breaks when any state that the next step depends on is lost: moments, schedule, dropout, order, λ."""
+    arguments = ["--steps", 14, "--accumulate", 2, "--samples", 40, "--checkpoint-every", 4, "--attention", "shared"]
+    run(*arguments, out=tmp_path / "whole")
+
+    class Power(Exception):
+        pass
+
+    honest, calls = finetune.supervised_loss, []
+
+    def fails(*args):
+        calls.append(1)
+        if len(calls) == 20:  # in the middle of step 9; the last checkpoint is that of step 8
+            raise Power
+        return honest(*args)
+
+    monkeypatch.setattr(finetune, "supervised_loss", fails)
+    with pytest.raises(Power):
+        run(*arguments, out=tmp_path / "cut")
+    assert len(metrics(tmp_path / "cut")) == 9
+    finetune.main(["--resume", str(tmp_path / "cut")])
+    assert (tmp_path / "cut/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
+    tensors = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("cut", "whole")]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
+
+
+def test_kill_9_at_any_moment(tmp_path):
+    """Breaks when a death leaves a broken checkpoint, loses more than the steps since the last, or changes a run."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.killed_runs", str(tmp_path), "--kills", "50"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["kills"] == 50 and report["equal"]
+    assert len(report["steps"]) >= 4  # it died in different places
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_save_and_exit(number, tmp_path):
+    """Breaks when Ctrl-C or a cluster's SIGTERM loses the steps since the last checkpoint."""
+    command = [
+        sys.executable,
+        "-m",
+        "train.finetune",
+        *QUICK,
+        "--steps",
+        "100000",
+        "--epochs",
+        "10000",
+        "--checkpoint-every",
+        "100000",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    child = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    file = tmp_path / "run/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (file.exists() and file.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    child.send_signal(number)
+    _, errors = child.communicate(timeout=120)
+    assert child.returncode == 128 + number, errors
+    assert "--resume" in errors.splitlines()[-1]
+    saved = [path.name for path in (tmp_path / "run/checkpoints").iterdir()]
+    assert saved == [f"step-{len(metrics(tmp_path / 'run'))}"]
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["ddp", "fsdp2"])
+def test_two_processes_do_the_work_of_one(shard, tmp_path):
+    """Breaks when gradients are averaged with the wrong weight, or processes read the same data."""
+    common = ["--steps", "4", "--dropout", "0", "--clip", "0.5", "--seed", "3", "--checkpoint-every", "2"]
+    alone = run(*common, "--accumulate", 2, out=tmp_path / "alone")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node=2",
+            "-m",
+            "train.finetune",
+            *QUICK,
+            *common,
+            "--out",
+            str(tmp_path / "pair"),
+            *(["--shard"] if shard else []),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    pair = metrics(tmp_path / "pair")
+    assert len(pair) == len(alone) == 4
+    for one, two in zip(alone, pair, strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-3)
+    models = [load_model("tiny") for _ in range(2)]
+    for model, name in zip(models, ("alone", "pair"), strict=True):
+        adapter.load(model, tmp_path / name)
+    for name, parameter in trainable(models[0]).items():
+        assert torch.allclose(parameter, trainable(models[1])[name], rtol=1e-3, atol=2e-4), name
+
+
+def test_a_loss_that_is_not_finite_names_the_batch(tmp_path, monkeypatch):
+    """Breaks when a run goes on for hours after its weights are lost."""
+    monkeypatch.setattr(finetune, "supervised_loss", lambda *args: torch.tensor(float("nan"), requires_grad=True))
+    with pytest.raises(UserError, match=r"step 0: the loss is nan on (vqa|n2o)") as caught:
+        run("--steps", 3, out=tmp_path / "run")
+    assert "--lr" in str(caught.value)
+
+
+def test_too_many_bad_records_stop_the_run(tmp_path):
+    """Breaks when a data set of broken pictures trains on what is left without a word."""
+    lines = [{"image": f"{i}.jpg", "prefix": "caption en", "suffix": "a dog"} for i in range(8)]
+    for line in lines:
+        (tmp_path / line["image"]).write_bytes(b"broken")
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError, match="unusable records"):
+        run("--data", f"jsonl:{tmp_path / 'own.jsonl'}", "--max-bad", 3, "--validation", 0, out=tmp_path / "run")
+
+
+def test_vqav2_is_trained_on_and_evaluated(tmp_path):
+    """Breaks when the official files cannot be fine-tuned on, or held-out pictures are trained on."""
+    write_vqav2(tmp_path / "vqav2")
+    finetune.main(
+        [
+            "--base",
+            "tiny",
+            "--data",
+            f"vqav2:{tmp_path / 'vqav2'}",
+            "--validation",
+            "0.2",
+            "--epochs",
+            "2",
+            "--recipe",
+            "paper-1",
+            "--fraction",
+            "1",
+            "--answers",
+            "sampled",
+            "--accumulate",
+            "1",
+            "--warmup",
+            "2",
+            "--per-picture",
+            "2",
+            "--device",
+            "cpu",
+            "--out",
+            str(tmp_path / "run"),
+        ]
+    )
+    assert len(metrics(tmp_path / "run")) == 2 * 12  # 16 pictures of 3 questions, by 4
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["before"]["vqa"] is not None and summary["before"]["needle"] is None
+    assert set(summary["after"]["vqa_details"]["per_answer_type"]) == {"other"}
+
+
+def test_recipes_are_table_1():
+    """Breaks when a row of the paper's Table 1 is run with other settings than it states."""
+    rows = {name: parse(["--recipe", name])[0] for name in RECIPES}
+    table = {name: (s.attention, s.feed_forward, s.lr, s.r, s.alpha, s.weight_decay) for name, s in rows.items()}
+    assert table["paper-1"] == ("softmax", "mlp", 4e-4, 32, 64, 1e-9)
+    assert table["paper-2"] == ("shared", "swiglu-new", 4e-4, 32, 64, 1e-9)
+    assert table["paper-3"] == ("softmax", "mlp", 2e-5, 16, 32, 1e-8)
+    assert table["paper-4"] == ("shared", "mlp", 2e-5, 32, 64, 1e-8)
+    assert table["paper-5"] == ("split", "swiglu-new", 2e-5, 32, 64, 1e-8)
+    for name in ("paper-1", "paper-5"):
+        s = rows[name]
+        assert (s.batch_size * s.accumulate, s.warmup, s.schedule, s.beta2, s.dropout) == (16, 50, "linear", 0.98, 0.1)
+    assert rows["paligemma"].batch_size * rows["paligemma"].accumulate == 256
+    assert parse(["--recipe", "paper-1", "--lr", "1"])[0].lr == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "imagenet"], "expected embedded"),
+        (["--data", "vqav2:/nowhere"], "not found"),
+        (["--batch-size", "0"], "at least 1"),
+        (["--fraction", "2"], "from 0 to 1"),
+        (["--option", "mu"], "NAME=VALUE"),
+        (["--option", "mew=1"], "no option mew"),
+        (["--targets", "nothing"], "match no"),
+        (["--resume", "/nowhere"], "other flags"),
+        (["--steps", "0"], "at least 1"),
+        (["--full"], "softmax"),
+        (["--device", "cuda"], "no CUDA"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, tmp_path):
+    """Breaks when a user's mistake ends in a traceback, or in a run."""
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    out = [] if "--resume" in arguments else ["--out", str(tmp_path / "run")]
+    with pytest.raises(UserError, match=message) as caught:
+        finetune.main([*QUICK, *arguments, *out])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_folder_is_never_overwritten(tmp_path):
+    """Breaks when a second run destroys the first one's results."""
+    run("--steps", 1, out=tmp_path / "run")
+    with pytest.raises(UserError, match="not empty"):
+        run("--steps", 1, out=tmp_path / "run")
+    with pytest.raises(UserError, match="no run folder"):
+        finetune.main(["--resume", str(tmp_path)])
+
+
+def test_full_fine_tuning_writes_a_model(tmp_path):
+    """Breaks when training every weight gives no model folder, or one that differs from what was trained."""
+    run("--attention", "softmax", "--full", "--steps", 2, out=tmp_path / "run")
+    before, after = load_model("tiny").state_dict(), load_model(tmp_path / "run/model").state_dict()
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert len(changed) > 0.9 * len(before)

@@ -1,0 +1,245 @@
+"""The study of Q-Mamba compares what it says it compares: same lessons, same questions, one thing changed at a time."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eval import scenes
+from model.common import UserError
+from model.mamba import MambaConfig, MambaLM, initialize_mamba
+from model.processor import Processor
+from model.qmamba import QMamba
+from tests.reference import relative_error
+from train import finetune
+from train.data.batches import collate, sample_record
+from train.embedded import mamba as pretrain_mamba
+from train.optim import count
+from train.studies import qmamba as study_qmamba
+from train.studies.attention import main as compare
+from train.studies.qmamba import ROWS, TABLES, TASKS, Bench, Lesson, make_lessons, projected_loss
+from train.systems import qmamba
+from weights.load import load_mamba
+
+
+@pytest.fixture
+def bench(tmp_path) -> Bench:
+    return Bench(tmp_path, 1.0, 4, "fingerprint")
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The study at a hundredth of its size."""
+    small = replace(qmamba.TINY, hidden_size=16, num_blocks=1)
+    monkeypatch.setattr(study_qmamba, "TINY", small)
+    monkeypatch.setattr(study_qmamba, "SAMPLES", {1: 32, 2: 32})
+    monkeypatch.setattr(study_qmamba, "TOLD", 32)
+
+
+def processor_of(model) -> Processor:
+    return Processor(model.config, Processor.from_source("embedded").tokenizer)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_differ_in_what_they_name_alone(bench):
+    """Breaks when a row starts from other weights than the one it is compared with, beyond its own change."""
+    models = {name: study_qmamba.make_qmamba(bench, ROWS[name], 3) for name in ("local", "global", "4 queries")}
+    local = models["local"].state_dict()
+    for name, model in models.items():
+        for key, value in model.state_dict().items():
+            if key != "multi_modal_projector.queries" or name == "global":
+                assert torch.equal(value, local[key]), (name, key)
+    assert models["global"].config.projector == replace(models["local"].config.projector, local_attention=False)
+    other = study_qmamba.make_qmamba(bench, ROWS["local"], 4).multi_modal_projector
+    assert not torch.equal(other.output.weight, local["multi_modal_projector.output.weight"])
+
+
+def test_the_control_is_as_large_as_the_row():
+    """Breaks when the transformer wins by its size."""
+
+    def learns(model):
+        return count(p for name, p in model.named_parameters() if not name.startswith("vision_tower."))
+
+    local = learns(study_qmamba.make_qmamba(None, ROWS["local"], 0))
+    assert abs(learns(study_qmamba.PaliGemma(study_qmamba.CONTROL)) / local - 1) < 0.01
+
+
+def test_the_connector_alone_passes_every_feature(bench):
+    """Breaks when the row without queries still has some, or its parts are not those of the row with them."""
+    model = study_qmamba.make_qmamba(bench, ROWS["connector"], 0)
+    projector, whole = model.multi_modal_projector, study_qmamba.make_qmamba(bench, ROWS["local"], 0)
+    assert not any("queries" in name or "blocks" in name for name, _ in projector.named_parameters())
+    features = torch.randn(2, 16, 128, generator=torch.Generator().manual_seed(0))
+    twin = whole.multi_modal_projector
+    expected = twin.output(twin.connector(twin.vision_norm(twin.vision_proj(features))))
+    assert relative_error(projector(features), expected) <= 1e-6 and expected.shape == (2, 16, 128)
+    assert model.config.num_image_tokens == 16
+
+
+def test_a_trained_connector_is_the_one_that_was_trained(bench, monkeypatch):
+    """Breaks when Table 3 compares two connectors from scratch, or takes over more than the connector."""
+    donor = study_qmamba.make_qmamba(bench, ROWS["connector"], 9)
+    monkeypatch.setattr(Bench, "weights", lambda self, name, seed: dict(donor.named_parameters()))
+    model = study_qmamba.make_qmamba(bench, ROWS["trained connector"], 0)
+    scratch = study_qmamba.make_qmamba(bench, ROWS["local"], 0)
+    for name, parameter in model.multi_modal_projector.named_parameters():
+        taken = name.startswith(("vision_proj.", "vision_norm.", "connector."))
+        source = donor if taken else scratch
+        assert torch.equal(parameter, source.get_parameter(f"multi_modal_projector.{name}")), name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lessons
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_features_stand_for_pictures(bench):
+    """Breaks when what is learned from encoded pictures is not what is learned from the pictures themselves."""
+    model = study_qmamba.make_qmamba(bench, ROWS["local"], 0)
+    processor, lessons = processor_of(model), make_lessons(12, 5)
+    micro = Lesson(lessons, processor, 12, 0).batch(list(range(12)))
+    records = [sample_record(s, "train") for s in lessons.samples]
+    plain = collate(records, processor)
+    assert len(lessons.features) == len(plain.batch.pixel_values) < 12  # questions on one picture share it
+    with torch.no_grad():
+        ours, theirs = projected_loss(model, micro), finetune.supervised_loss(model, plain)
+    assert relative_error(ours, theirs) <= 1e-5 and micro.tokens == plain.tokens
+
+
+def test_all_rows_of_a_seed_learn_the_same(bench):
+    """Breaks when rows differ in what they learn, two seeds do not, or a stage repeats the one before."""
+    lessons = make_lessons(32, 1)
+    models = study_qmamba.make_qmamba(bench, ROWS["16 queries"], 1), study_qmamba.PaliGemma(study_qmamba.CONTROL)
+    orders = [[micro.names for (micro,) in Lesson(lessons, processor_of(model), 8, 1).steps(0)] for model in models]
+    assert orders[0] == orders[1] and sorted(sum(orders[0], ())) == sorted(set(sum(orders[0], ())))
+    assert [s.task for s in lessons.samples[:4]] == list(TASKS)
+    first, other, later = lessons, make_lessons(32, 2), make_lessons(32, 1, stage=2)
+    assert not {s.scene for s in first.samples} & {s.scene for s in [*other.samples, *later.samples]}
+    assert [micro.names for (micro,) in Lesson(lessons, processor_of(models[0]), 8, 1).steps(2)] == orders[0][2:]
+
+
+def test_the_stages_are_those_of_the_command(bench, monkeypatch):
+    """Breaks when a row trains other parts than `--arch qmamba` does, or at other rates."""
+    seen = {}
+    monkeypatch.setattr(
+        finetune,
+        "train",
+        lambda model, optimizer, *rest, **more: seen.update(
+            {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}
+        ),
+    )
+    model, lessons = study_qmamba.make_qmamba(bench, ROWS["local"], 0), make_lessons(4, 0)
+    for stage, parts in ((1, {"multi_modal_projector"}), (2, {"multi_modal_projector", "language_model"})):
+        seen.clear()
+        settings = bench.settings(stage, 0)
+        study_qmamba.learn(model, processor_of(model), settings, lessons, bench.out / "run")
+        assert {name.split(".")[0] for name in seen} == parts and set(seen.values()) == {settings.lr}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The whole study
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_study_runs_and_goes_on(tiny, tmp_path, monkeypatch, capsys):
+    """Breaks when a table lacks a row, a figure is not drawn, or a finished cell is trained again."""
+    flags = ["--rows", "qmamba", "--seeds", "2", "--limit", "4", "--out", str(tmp_path), "--threads", "1"]
+    compare(flags)
+    text = (tmp_path / "comparison.md").read_text()
+    assert text in capsys.readouterr().out
+    summary = json.loads((tmp_path / "comparison.json").read_text())
+    assert set(summary["rows"]) == {*ROWS, "trained connector, forward", "trained connector, backward"}
+    for title, _, pairs in TABLES:
+        section = text[text.index(f"## {title}") :].split("\n## ")[0]
+        assert all(f"| {name} " in section for name, _ in pairs)
+    for name in ("rows.png", "differences.png"):
+        assert (tmp_path / name).stat().st_size > 1000
+    for row in summary["rows"].values():
+        assert set(row["test"]) == {"mean", *TASKS} and len(row["test"]["vqa"]["by_seed"]) == 2
+    monkeypatch.setattr(finetune, "train", lambda *args, **kwargs: pytest.fail("trained again"))
+    compare(flags)
+    assert json.loads((tmp_path / "comparison.json").read_text()) == summary
+    weights = next(iter(tmp_path.glob("cells/*/model.safetensors")))
+    assert not any(name.startswith("vision_tower") for name in load_file(weights))
+
+
+def test_differences_are_paired_and_told(bench, monkeypatch):
+    """Breaks when a difference has the wrong sign, ignores which example it is of, or its verdict is another."""
+    right, wrong = [1.0] * 4, [0.0] * 4
+    found = {
+        name: {"trainable": 1, "cpu_seconds": 1.0, "scores": {task: [right, right] for task in TASKS}}
+        for name in (*ROWS, "trained connector, forward", "trained connector, backward")
+    }
+    monkeypatch.setattr(Bench, "language", lambda self: {"answer_tokens": 12.345})
+    found["global"] = found["local"] | {"scores": {task: [wrong, wrong] for task in TASKS}}
+    summary = study_qmamba.summarize(bench, found, range(2))
+    gain = summary["differences"]["global - local"]["mean"]
+    assert (gain["mean"], gain["significant"]) == (-100.0, True)
+    assert summary["differences"]["4 queries - local"]["vqa"]["significant"] is False
+    told = study_qmamba.conclude(summary)
+    assert "global - local: worse (-100.00 [-100.00, -100.00] *)." in told
+    assert any(line.startswith("global cannot be told from guessing") for line in told)
+    assert not any(line.startswith("local cannot") for line in told)
+    assert any("had 64.4 % of the answers' tokens right, the transformer 12.3 %" in line for line in told)
+
+
+@pytest.mark.parametrize(("flags", "told"), [(["--scale", "0"], "--scale is 0.0, expected a positive number")])
+def test_senseless_flags_are_refused(flags, told, tmp_path):
+    """Breaks when a study of no length is run."""
+    with pytest.raises(UserError, match=told):
+        study_qmamba.main([*flags, "--out", str(tmp_path)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The embedded language model
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_scenes_are_told_right():
+    """Breaks when words and questions are of different scenes, or a question carries loss."""
+    processor = Processor.from_source("embedded")
+    ids, types = pretrain_mamba.tell(7, "train", processor)
+    assert processor.decode(ids[:16]).split() == list(scenes.vqa_picture("train", 7)[0].scene.cells)
+    text = [processor.decode([i for i, t in zip(ids, types, strict=True) if t and i != 1])]
+    samples = scenes.vqa_picture("train", 7)
+    assert all(sample.suffix in text[0] for sample in samples) and sum(types) > 2 * len(samples)
+    batch = next(pretrain_mamba.told_batches(processor, 3, 3))
+    for row in range(3):
+        valid = batch.attention_mask[row].bool()
+        assert batch.token_type_ids[row][valid].tolist() == [0] * 16 + [1] * (int(valid.sum()) - 16)
+
+
+def test_the_language_model_is_made_and_loads(tmp_path, monkeypatch, capsys):
+    """Breaks when the command's folder is no published Mamba, or it does not learn."""
+    monkeypatch.setattr(pretrain_mamba, "CONFIG", MambaConfig(1728, 32, 1, 4, eos_token_id=1, bos_token_id=2))
+    monkeypatch.setattr(pretrain_mamba, "RATE", 1e-2)
+    before = MambaLM(pretrain_mamba.CONFIG)
+    initialize_mamba(before.backbone)
+    processor = Processor.from_source("embedded")
+    pretrain_mamba.main(["--out", str(tmp_path), "--samples", "960"])
+    model = load_mamba(tmp_path)
+    assert pretrain_mamba.accuracy(before, processor, 32) < 5 < pretrain_mamba.accuracy(model, processor, 32)
+    assert json.loads((tmp_path / "pretraining.json").read_text())["samples"] == 960
+    assert {p.name for p in Path(tmp_path).iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.model",
+        "pretraining.json",
+    }
+    with pytest.raises(UserError, match="--samples is 3"):
+        pretrain_mamba.main(["--samples", "3"])
+
+
+def test_the_shipped_language_model_knows_its_scenes():
+    """Breaks when what is shipped is not what the command makes."""
+    model, processor = load_mamba(qmamba.TINY_MAMBA), Processor.from_source("embedded")
+    record = json.loads((qmamba.TINY_MAMBA / "pretraining.json").read_text())
+    assert abs(pretrain_mamba.accuracy(model, processor) - record["answer_tokens"]) <= 0.3
+    assert isinstance(study_qmamba.make_qmamba(None, ROWS["local"], 0), QMamba)

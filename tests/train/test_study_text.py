@@ -1,0 +1,187 @@
+"""The comparison of language models: fair to both, done once, and careful in its words."""
+
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.common import UserError
+from tests.eval.test_text_eval import write_prose
+from train.studies import attention as compare
+from train.studies import text as study_text
+from train.studies.text import KINDS, main, read_arguments, tell
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return write_prose(tmp_path_factory.mktemp("source"))
+
+
+def flags(source: Path, out: Path, *more: str) -> list[str]:
+    return [
+        "--text",
+        str(source),
+        "--preset",
+        "nano",
+        "--length",
+        "256",
+        "--batch-size",
+        "2",
+        "--tokens",
+        "8000",
+        "--scale",
+        "0.2",
+        "--search",
+        "0.25",
+        "--limit",
+        "5",
+        "--seeds",
+        "2",
+        "--out",
+        str(out),
+        *more,
+    ]
+
+
+def test_the_comparison_runs_end_to_end_and_only_once(source, tmp_path, capsys, monkeypatch):
+    """Breaks when `--rows text` does not reach the study, results are computed again, or the report lacks a
+    measurement, a picture, an interval or the distance to the published claim."""
+    out = tmp_path / "out"
+    given = ["--rows", "text", "--processes", "1", *flags(source, out)]
+    compare.main(given)
+    printed = capsys.readouterr().out
+    summary, report = json.loads((out / "comparison.json").read_text()), (out / "comparison.md").read_text()
+    assert report in printed
+    assert {len(summary["rows"][kind]) for kind in KINDS} == {2}
+    assert summary["settings"]["tokens"] == 1600
+    plain, ours = (summary["rows"][kind][0]["parameters"] for kind in KINDS)
+    assert plain < ours < 1.01 * plain
+    for name in ("nll", "needle", "needle-depth", "attention", "attention-noise", "examples", "examples-margin"):
+        assert (out / f"{name}.png").stat().st_size > 1000 and f"({name}.png)" in report
+    assert "65 % of the parameters" in report and "neither confirms nor refutes" in report
+    assert report.count("| all |") == 7 and "rather too narrow" in report
+
+    def never(*args):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(study_text, "learn", never)
+    main(given)
+    assert (out / "comparison.md").read_text() == report
+    again = re.search(r"`python -m eval.text all (.*)`", report)[1].split()
+    assert len(again) == 4 and all((Path(folder) / "model" / "config.json").exists() for folder in again)
+    assert not any((Path(folder) / "checkpoints").exists() for folder in again)
+    with pytest.raises(AssertionError, match="trained again"):
+        main([*given, "--limit", "6"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("RUN_SLOW"), reason="starts processes: set RUN_SLOW=1")
+def test_cells_side_by_side_are_cells_in_turn(source, tmp_path):
+    """Breaks when a process of its own computes another result."""
+    _, settings = read_arguments(flags(source, tmp_path))
+    settings = replace(settings, corpus=str(tmp_path / "corpus"), text=(str(source),))
+    results = []
+    for processes in (1, 2):
+        jobs = [(tmp_path / str(processes), replace(settings, attention=kind), 0) for kind in KINDS]
+        torch.set_num_threads(1)
+        results.append([run | {"seconds": 0, "cpu_seconds": 0} for run in study_text.run_cells(jobs, processes)])
+    assert results[0] == results[1]
+
+
+def fake(monkeypatch, loss, panel) -> list:
+    """Cells without training: `loss` of settings, `panel` values of settings. Returns the list of what was asked."""
+    asked = []
+
+    def run_cells(jobs, processes):
+        asked.extend(jobs)
+        scores = {
+            "title": "likelihood",
+            "x_label": "x",
+            "y_label": "y",
+            "better": -1,
+            "labels": [1, 1],
+            "groups": ["a", "b"],
+        }
+        return [
+            {
+                "parameters": 100,
+                "loss": loss(own),
+                "lambda": [0.2] if own.attention == "differential" else [],
+                "folder": "cells/x",
+                "cpu_seconds": 1.0,
+                "panels": {"nll": scores | {"values": panel(own)}},
+            }
+            for _, own, _ in jobs
+        ]
+
+    monkeypatch.setattr(study_text, "run_cells", run_cells)
+    return asked
+
+
+def run(source: Path, out: Path, *more: str) -> tuple[dict, str]:
+    args, settings = read_arguments(flags(source, out, *more))
+    summary = study_text.compare(settings, out, args.seeds, args.rates, args.search, args.limit, 1)
+    return summary, tell(summary, out)
+
+
+def test_both_kinds_get_the_same_search(source, tmp_path, monkeypatch):
+    """Breaks when a kind tries other rates, is searched on other seeds or for longer, or trains at another's rate."""
+    best = {"plain": 1e-3, "differential": 4e-3}
+    asked = fake(monkeypatch, lambda own: abs(own.lr - best[own.attention]), lambda own: [1.0, 2.0])
+    summary, text = run(source, tmp_path, "--rates", "1e-3,2e-3,4e-3", "--search", "0.5")
+    search, final = asked[:6], asked[6:]
+    assert {(own.attention, own.lr, own.seed, own.tokens, limit) for _, own, limit in search} == {
+        (kind, rate, 0, 800, 0) for kind in KINDS for rate in (1e-3, 2e-3, 4e-3)
+    }
+    assert [(own.attention, own.lr, own.seed, own.tokens, limit) for _, own, limit in final] == [
+        (kind, best[kind], seed, 1600, 5) for seed in (0, 1) for kind in KINDS
+    ]
+    assert "a better one may lie beyond, for: plain, differential" in text
+    assert summary["rates"]["plain"] == {"chosen": 1e-3, "validation": {"0.001": 0.0, "0.002": 0.001, "0.004": 0.003}}
+    asked.clear()
+    summary, text = run(source, tmp_path, "--rates", "2e-3")  # one rate: nothing to search
+    assert len(asked) == 4 and {own.lr for _, own, _ in asked} == {2e-3} and "may lie beyond" not in text
+    asked.clear()
+    summary, text = run(source, tmp_path, "--rates", "1e-3,2e-3", "--search", "1")  # whole runs are results
+    assert [job for job in asked[:4] if job in asked[4:]] == [
+        (tmp_path, replace(asked[0][1], attention=kind, lr=rate), 5)
+        for kind, rate in (("plain", 1e-3), ("differential", 2e-3))
+    ]
+    assert summary["cpu_seconds"] == 6
+
+
+@pytest.mark.parametrize(
+    ("gain", "words"),
+    [(-0.5, "-0.500 [-0.500, -0.500]: better."), (0.5, "+0.500 [+0.500, +0.500]: worse."), (0, "no significant")],
+)
+def test_words_follow_intervals(source, tmp_path, monkeypatch, gain, words):
+    """Breaks when less loss is called worse, or a difference whose interval holds 0 is claimed."""
+    fake(
+        monkeypatch,
+        lambda own: 1.0,
+        lambda own: [2 + gain * (own.attention == "differential"), 1 + gain * (own.attention == "differential")],
+    )
+    assert words in run(source, tmp_path)[1]
+    fake(monkeypatch, lambda own: 1.0, lambda own: [2 + (own.attention == "plain") * (own.seed - 0.5)] * 2)
+    assert "no significant difference" in run(source, tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--rates", "fast"), "--rates: expected positive numbers"),
+        (("--seeds", "0"), "--seeds is 0, expected at least 1"),
+        (("--limit", "2"), "--limit is 2, expected at least 5"),
+        (("--scale", "0"), "--scale 0.0 --search 0.25: expected more than 0"),
+        (("--length", "8"), "--length is 8, expected at least 64"),
+        (("--text", "/nowhere"), "--text /nowhere: no such file"),
+    ],
+)
+def test_mistakes_are_told(source, tmp_path, more, message):
+    """Breaks when a wrong flag ends in a traceback."""
+    with pytest.raises(UserError, match=message):
+        main(flags(source, tmp_path, *more))

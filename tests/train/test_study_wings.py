@@ -1,0 +1,141 @@
+"""The study of text-only forgetting: its text tasks, its matched controls, its tables, and that it goes on."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eval import scenes
+from eval.scenes import CATEGORIES
+from eval.text import sentences
+from lora import adapter
+from model.common import UserError
+from model.paligemma import PaliGemma
+from model.processor import Processor
+from model.wings import attach
+from train.data.batches import Record, collate
+from train.finetune import supervised_loss
+from train.optim import count, trainable
+from train.settings import DECODER
+from train.studies import attention as compare
+from train.studies import wings as study_wings
+from train.studies.wings import Bench, Prepared, answer, choose, lora_rank, prepare, projected_loss, text_records
+from weights.load import load_model
+
+
+@pytest.fixture(scope="module")
+def processor() -> Processor:
+    return Processor.from_source("embedded")
+
+
+def read(task: str, prefix: str) -> str:
+    """The right answer, from the prompt alone."""
+    words = prefix.replace(".", "").replace(",", "").replace("?", "").split()
+    if task == "add":
+        return str(int(words[3]) + int(words[5]))
+    if task == "copy":
+        return " ".join(words[1 : words.index("What")])
+    if task == "lookup":
+        return words[int(words[-1])]
+    return next(kind for kind, names in CATEGORIES.items() if words[-1] in names)
+
+
+@pytest.mark.parametrize("task", sentences.TASKS)
+def test_sentences_have_one_right_answer(task, processor):
+    """Breaks when an answer is wrong, a word is no piece of the tokenizer, or a test prompt was learned."""
+    drawn = {split: [sentences.sentence(task, split, i) for i in range(300)] for split in ("train", "test")}
+    for s in drawn["train"] + drawn["test"]:
+        assert s.suffix == read(task, s.prefix), s
+    prompts = {split: {s.prefix for s in of_split} for split, of_split in drawn.items()}
+    if task not in sentences.BY_HEART:
+        assert not prompts["train"] & prompts["test"] and len(prompts["test"]) > 290
+        # no answer can be guessed: the most frequent one is rare
+        assert Counter(s.suffix for s in drawn["test"]).most_common(1)[0][1] < 15
+    pieces = processor.tokenizer.encode(drawn["train"][0].prefix, out_type=str)
+    assert len(pieces) <= len(drawn["train"][0].prefix.split()) + 6  # words are pieces, not letters
+    assert sentences.sentence(task, "test", 7) == sentences.sentence(task, "test", 7)
+    assert sentences.sentence(task, "train", 7, seed=1) != sentences.sentence(task, "train", 7, seed=2)
+
+
+def test_unknown_sentences_are_refused():
+    """Breaks when a misspelt task or split gives something else, or a traceback."""
+    for task, split in (("adds", "test"), ("add", "tests")):
+        with pytest.raises(UserError, match="expected add, copy, lookup, fact"):
+            sentences.sentence(task, split, 0)
+
+
+def test_the_control_has_as_many_parameters():
+    """Breaks when LoRA gets fewer parameters than the learners and routers it is compared with, or far more."""
+    base = load_model("embedded")
+    rank = lora_rank(base)
+    learners = count(attach(base, study_wings.RANK, routed=True).parameters()) - count(base.parameters())
+    sizes = {}
+    for r in (rank - 1, rank):
+        model = load_model("embedded")
+        adapter.inject(model, DECODER, r, 2.0 * r)
+        sizes[r] = count(trainable(model).values())
+    assert sizes[rank - 1] < learners <= sizes[rank]
+
+
+def test_prepared_micro_batches_are_causal_and_seen(processor, tmp_path):
+    """Breaks when features made beforehand are another picture's, or the loss is not that of the pixels, causally."""
+    eye = load_model("embedded")
+    bench = Bench(tmp_path, 0.02, 4, processor, eye, "")
+    drawn = [scenes.sample("scan", "train", number) for number in range(2)]
+    records = [Record(s.task, str(i), lambda s=s: s.image, "scan<image>", s.suffix) for i, s in enumerate(drawn)]
+    (micro,) = prepare(bench, records, 2)
+    seen = collate(records, processor)
+    causal = replace(seen, batch=replace(seen.batch, token_type_ids=torch.ones_like(seen.batch.input_ids)))
+    expected = supervised_loss(eye, causal)
+    torch.testing.assert_close(projected_loss(eye, micro), expected, atol=1e-3, rtol=1e-5)
+    assert abs(supervised_loss(eye, seen) - expected) > 0.01  # reading the prompt both ways is another thing
+    first, second = study_wings.pictures_to_learn(bench, 0)
+    assert [len(first), len(second)] == [2, 6] and len(first[0].names) == len(first[0].features)
+    assert [[m] for m in second[1:]] == list(Prepared(second).steps(1, 0, False)) and Prepared(second).total == 6
+    (text,) = prepare(bench, text_records(1, 0)[:6], 6)
+    assert text.features.shape == (0, 16, 128) and text.tokens > 6
+
+
+def test_answers_to_text_alone_and_to_pictures(processor):
+    """Breaks when prompts and features are paired wrongly across batches, or text is read with a picture."""
+    model = load_model("embedded")
+    features = model.vision_tower(torch.rand(3, 3, 112, 112) * 2 - 1)
+    prompts = ["detect<image> dog", "caption<image> en", "scan<image>"]
+    whole = answer(model, processor, prompts, features)
+    assert whole == [answer(model, processor, [p], features[i : i + 1])[0] for i, p in enumerate(prompts)]
+    assert whole == answer(model, processor, prompts, features, rows=2)
+    assert len(answer(model, processor, ["How many are 1 and 2?"])) == 1
+
+
+def test_the_study_goes_on_and_tells_what_it_found(tmp_path, capsys, monkeypatch):
+    """Breaks when a small study fails, does finished cells again, or leaves a pair or a result out."""
+    command = ["--rows", "wings", "--seeds", "1", "--scale", "0.01", "--limit", "3", "--out", str(tmp_path)]
+    command += ["--threads", str(torch.get_num_threads())]
+    compare.main(command)
+    told = capsys.readouterr().out
+    assert "| wings - full" in told and "| learners - lora" in told
+    assert "wings keeps" in told and "learners keeps" in told
+    summary = json.loads((tmp_path / "comparison.json").read_text())
+    assert list(summary["rows"]) == ["wings", "full", "learners", "lora"] and (tmp_path / "wings.png").exists()
+    plain = PaliGemma(load_model("embedded").config)
+    decoder = count(plain.language_model.parameters())
+    projector = count(plain.multi_modal_projector.parameters())
+    trained = {name: row["trained"] for name, row in summary["rows"].items()}
+    assert trained["full"] == decoder + projector
+    assert trained["wings"] - trained["full"] == trained["learners"] - projector <= trained["lora"] - projector
+    monkeypatch.setattr(study_wings, "learn", None)  # nothing is trained again
+    compare.main(command)
+    assert capsys.readouterr().out.split("\n\n")[:-1] == told.split("\n\n")[:-1]
+    with pytest.raises(UserError, match="--scale is 0"):
+        compare.main([*command, "--scale", "0"])
+
+
+@pytest.mark.parametrize(
+    ("validation", "chosen"),
+    [({5e-4: 98.5, 1e-3: 99.4}, 5e-4), ({5e-4: 97.0, 1e-3: 99.4}, 1e-3), ({1e-3: 99.0, 1e-2: 30.0}, 1e-3)],
+)
+def test_the_lowest_rate_that_reads_pictures_is_taken(validation, chosen):
+    """Breaks when a higher rate, which costs more text, is taken for a gain in pictures that is none."""
+    assert choose(validation) == chosen

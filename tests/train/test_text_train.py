@@ -1,0 +1,218 @@
+"""Language models from nothing: what rows are made of, that a run resumes to the bit, and what its user gets wrong."""
+
+import itertools
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval.text.corpus import BOS, EOS, Corpus, open_corpus
+from eval.text.tasks import WORDS, Tasks
+from model.common import UserError
+from model.text import new_model
+from tests.eval.test_text_eval import prose
+from train.embedded import base as pretrain
+from train.finetune import Interrupted
+from train.text import TextOrder, TextSettings, draw_row, main, make_optimizer, pack, text_loss
+from weights.load import load_model
+
+SETTINGS = TextSettings(preset="nano", length=128, batch_size=2, tokens=2000)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    for number in range(30):
+        (folder / f"{number}.txt").write_text(prose(number, 30))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(source, tmp_path_factory) -> Corpus:
+    return open_corpus(tmp_path_factory.mktemp("corpus"), [source], 1024, WORDS)
+
+
+def flags(source: Path, corpus_folder: Path, out: Path, **more) -> list[str]:
+    given = {
+        "text": source,
+        "corpus": corpus_folder,
+        "preset": "nano",
+        "length": 128,
+        "batch-size": 2,
+        "tokens": 2000,
+        "checkpoint-every": 3,
+        "out": out,
+    } | more
+    return [part for name, value in given.items() for part in (f"--{name}", str(value))]
+
+
+# --- rows --------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_full_of_whole_documents(corpus):
+    """Breaks when a row has padding, a task document is cut, text crosses a file's end, or a target is of another
+    document than its input."""
+    tasks, kinds = Tasks(corpus, "train"), {"text": 0, "needles": 0, "examples": 0}
+    train = corpus.ids["train"].tolist()
+    for number in range(60):
+        row = draw_row(corpus, tasks, SETTINGS, number)
+        assert sum(len(document) - 1 for document in row) == SETTINGS.length
+        for document in row:
+            text = corpus.tokenizer.decode(document[1:])
+            kind = "needles" if "secret:" in text else "examples" if re.match(r" \w+ [A-H]\n", text) else "text"
+            assert document[0] == BOS and (kind == "text" or document[-1] == EOS)
+            assert EOS not in document[1:-1]
+            kinds[kind] += 1
+            if kind == "text" and len(document) > 8:
+                assert any(
+                    train[i : i + len(document) - 1] == document[1:]
+                    for i, token in enumerate(train)
+                    if token == document[1]
+                )
+    assert kinds["needles"] > kinds["examples"] > 5 and kinds["text"] > 20
+    batch = pack([row, row], ["a", "b"])
+    assert batch.input_ids.shape == batch.documents.shape == batch.targets.shape == (2, SETTINGS.length)
+    assert batch.tokens == 2 * SETTINGS.length
+    at = 0
+    for number, document in enumerate(row):
+        part = slice(at, at + len(document) - 1)
+        assert batch.input_ids[0, part].tolist() == document[:-1] and batch.targets[0, part].tolist() == document[1:]
+        assert set(batch.documents[0, part].tolist()) == {number}
+        at = part.stop
+
+
+@pytest.mark.parametrize("length", [64, 65, 66, 97, 101])
+def test_examples_are_never_cut(length, corpus):
+    """Breaks when the last example's answer, or the end, does not fit into a row that is nearly full."""
+    tasks, settings = Tasks(corpus, "train"), replace(SETTINGS, length=length, needles=0.0, examples=1.0)
+    first = [draw_row(corpus, tasks, settings, number)[0] for number in range(200)]
+    assert all(document[-1] == EOS for document in first)
+    assert max(map(len, first)) > length - 3  # as many as fit
+
+
+def test_the_order_starts_anywhere(corpus):
+    """Breaks when a resumed run sees other rows than an uninterrupted one, or two seeds or steps the same."""
+    settings = replace(SETTINGS, accumulate=2, tokens=2 * 2 * 128 * 6)
+    whole = list(TextOrder(corpus, settings).steps(0))
+    assert len(whole) == 6 == TextOrder(corpus, settings).total and all(len(step) == 2 for step in whole)
+    resumed = list(TextOrder(corpus, settings).steps(4))
+    for ours, theirs in zip(itertools.chain(*resumed), itertools.chain(*whole[4:]), strict=True):
+        assert torch.equal(ours.input_ids, theirs.input_ids) and ours.names == theirs.names
+    rows = [tuple(row.tolist()) for step in whole for micro in step for row in micro.input_ids]
+    assert len(set(rows)) == 24
+    other = next(TextOrder(corpus, replace(settings, seed=1)).steps(0))[0]
+    assert not torch.equal(other.input_ids, whole[0][0].input_ids)
+
+
+def test_learning_lowers_the_loss(corpus):
+    """Breaks when the loss is not of the documents' own next tokens, or the optimizer leaves parameters out."""
+    model = new_model("nano", True)
+    optimizer = make_optimizer(model, replace(SETTINGS, lr=1e-2))
+    groups = optimizer.param_groups
+    names = {name for group in groups for name in group["names"]}
+    assert names == {name for name, _ in model.named_parameters()}
+    bare = {
+        name.rpartition(".")[0].rpartition(".")[2] if name.endswith("weight") else name.rpartition(".")[2]
+        for name in groups[0]["names"]
+    }
+    assert groups[0]["weight_decay"] == 0 and groups[1]["weight_decay"] == SETTINGS.weight_decay
+    assert bare == {
+        "embed_tokens",
+        "input_layernorm",
+        "post_attention_layernorm",
+        "norm",
+        "subln",
+        "lambda_q1",
+        "lambda_k1",
+        "lambda_q2",
+        "lambda_k2",
+    }
+    batch, losses = TextOrder(corpus, SETTINGS).batch(0), []
+    for _ in range(12):
+        loss = text_loss(model, batch) / batch.tokens
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0] and 6 < losses[0] < 9
+
+
+# --- runs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["differential", "plain"])
+def test_a_run_resumes_to_the_bit(source, tmp_path, kind, capsys):
+    """Breaks when an interrupted run ends elsewhere than an uninterrupted one."""
+    main(flags(source, tmp_path / "corpus", tmp_path / "whole", attention=kind))
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "model")
+    steps = sorted((tmp_path / "cut" / "checkpoints").iterdir())
+    assert [step.name for step in steps] == ["step-6", "step-8"]  # 2000 tokens are 8 steps of 256
+    shutil.rmtree(steps[-1])
+    main(["--resume", str(tmp_path / "cut")])
+    whole, cut = (load_model(tmp_path / name / "model").state_dict() for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert (tmp_path / "cut" / "metrics.jsonl").read_text() == (tmp_path / "whole" / "metrics.jsonl").read_text()
+    assert {"model", "loss.png", "config.json", "checkpoints"} <= {p.name for p in (tmp_path / "cut").iterdir()}
+    assert (tmp_path / "cut" / "model" / "tokenizer.model").exists()
+    assert "python -m eval.text" in capsys.readouterr().out
+
+
+def test_pretraining_on_text_is_this_command(monkeypatch):
+    """Breaks when `train.pretrain --text` makes the embedded base instead, or loses its flags."""
+    given = []
+    monkeypatch.setattr("train.text.main", given.append)
+    for flags in (["--text"], ["--preset", "nano", "--text", "a", "b"], ["--text=a"]):
+        pretrain.main(flags)
+        assert given.pop() == flags
+
+
+def test_an_interrupted_run_says_how_to_go_on(source, tmp_path, monkeypatch, capsys):
+    """Breaks when Ctrl-C loses a run."""
+
+    def interrupted(*args, **kwargs):
+        raise Interrupted(2)
+
+    monkeypatch.setattr("train.text.train", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        main(flags(source, tmp_path / "corpus", tmp_path / "run"))
+    assert stopped.value.code == 130
+    assert f"go on with: python -m train.text --resume {tmp_path / 'run'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"tokens": 0}, "--tokens is 0.0, expected at least 1"),
+        ({"length": 32}, "--length is 32, expected at least 64"),
+        ({"needles": 0.7, "examples": 0.4}, "leave no room for text"),
+        ({"text": "/nowhere"}, "--text /nowhere: no such file or folder"),
+        ({"length": 100000}, "fewer than a row of 100000"),
+    ],
+)
+def test_mistakes_are_told_before_a_step(source, tmp_path, more, message):
+    """Breaks when a wrong flag ends in a traceback."""
+    with pytest.raises(UserError, match=message):
+        main(flags(source, tmp_path / "corpus", tmp_path / "run", **more))
+
+
+def test_folders_are_checked(source, tmp_path):
+    """Breaks when a run is overwritten, or another folder is resumed."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "config.json").write_text(json.dumps({"base": "embedded"}))
+    with pytest.raises(UserError, match="not empty: choose another folder"):
+        main(flags(source, tmp_path / "corpus", tmp_path / "full"))
+    with pytest.raises(UserError, match="no run folder of train.text"):
+        main(["--resume", str(tmp_path / "full")])
+    with pytest.raises(UserError, match="leave the other flags out"):
+        main(["--resume", str(tmp_path / "full"), "--lr", "1"])
+    open_corpus(tmp_path / "small", [source], 1040)
+    with pytest.raises(UserError, match="has 1040 pieces, preset nano knows 1024"):
+        from train.distributed import join_world
+        from train.text import learn
+
+        learn(SETTINGS, open_corpus(tmp_path / "small", [source], 1040), tmp_path, join_world("cpu"))

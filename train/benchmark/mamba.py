@@ -1,0 +1,199 @@
+"""Mamba beside transformers' mixer, and beside a transformer of its size.
+
+In: a device. Out: rows of the mixer alone (`model/mamba.py`, the sizes of mamba-130m), of one decoding step after a
+longer and longer context, and of whole generations; and a picture of the steps. Next: `train/benchmark/command.py`
+prints them.
+
+transformers' mixer is timed as it is, a loop over positions, and under torch.compile, where it becomes an associative
+scan. Its backward pass takes time with the square of the length: at 1,024 positions it runs once.
+"""
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from PIL import Image
+from torch import nn
+
+from eval import figures
+from model.config import PRESETS, PaliGemmaConfig
+from model.generate import generate
+from model.mamba import MambaConfig, MambaLM, MambaMixer, initialize_mamba, initialize_mixer
+from model.paligemma import PaliGemma, initialize
+from train.benchmark.timing import OURS, THEIRS, Row, take_turns
+from train.optim import count
+
+SECTION, COMPILED_PEER, TRANSFORMER = "mamba", f"{THEIRS}, compiled", "Gemma"
+SLOW = 512  # positions from which transformers' eager backward pass runs once
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is timed. The transformer is the decoder of `base`; Mamba gets its width and about as many parameters."""
+
+    mixer: MambaConfig = MambaConfig()
+    lengths: tuple[int, ...] = (256, 1024)
+    base: PaliGemmaConfig = PRESETS["mini"]
+    contexts: tuple[int, ...] = (64, 256, 1024, 4096)
+    steps: int = 16  # tokens that are timed after each context
+    batch: int = 8  # rows of a generation
+    prompt: int = 64
+    answer: int = 128
+
+
+def rows(device: torch.device | str, rounds: int, sizes: Sizes = Sizes()) -> list[Row]:
+    """All rows of the section."""
+    return [*mixer_rows(device, rounds, sizes), *decode_rows(device, rounds, sizes)]
+
+
+def chart(found: list[Row]) -> Image.Image:
+    """Milliseconds of a decoding step against the tokens read before."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in found:
+        if row.work.startswith("one token after "):
+            context = float(row.work.split()[3].replace(",", ""))
+            for side in row.seconds:
+                series.setdefault("Mamba" if side == OURS else side, []).append((context, 1e3 * row.median(side)))
+    return figures.line_chart(series, "One more token", "tokens read before", "ms", log_x=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The mixer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def mixer_rows(device: torch.device | str, rounds: int, sizes: Sizes) -> list[Row]:
+    """Forward, and forward and backward, at every length: against the eager mixer, and against the compiled one."""
+    sides = mixers(sizes.mixer, device)
+    found = []
+    for length in sizes.lengths:
+        h = torch.randn(1, length, sizes.mixer.hidden_size, generator=torch.Generator().manual_seed(length)).to(device)
+        for backward in (False, True):
+            work = f"mixer, {length:,} positions, forward" + (" and backward" if backward else "")
+            runs = {side: mixer_run(mixer, h, backward) for side, mixer in sides.items()}
+            for against in (THEIRS, COMPILED_PEER):
+                if against not in runs:
+                    continue
+                pair = {OURS: runs[OURS], against: runs[against]}
+                try:
+                    once = against == THEIRS and backward and length >= SLOW
+                    if once:
+                        pair[OURS]()
+                    seconds = take_turns(pair, 1 if once else rounds, device, warmup=0 if once else 1)
+                except Exception as error:  # the compiler raises what it will
+                    if against != COMPILED_PEER:
+                        raise
+                    print(f"{work}, {COMPILED_PEER}: {str(error).splitlines()[0]}", file=sys.stderr)
+                    continue
+                found.append(Row(SECTION, work + ", compiled peer" * (against == COMPILED_PEER), seconds, against))
+    return found
+
+
+def mixers(config: MambaConfig, device: torch.device | str) -> dict[str, nn.Module]:
+    """The same weights in our mixer and, where it is installed, transformers', eager and compiled."""
+    ours = MambaMixer(config)
+    initialize_mixer(ours, 1, torch.Generator().manual_seed(0))
+    sides: dict[str, nn.Module] = {OURS: ours.to(device)}
+    try:
+        from transformers import MambaConfig as HFConfig
+        from transformers.models.mamba.modeling_mamba import MambaMixer as HFMixer
+    except ImportError:
+        print(f"mamba, {THEIRS}: transformers is not installed: only our side is measured", file=sys.stderr)
+        return sides
+    theirs = HFMixer(HFConfig.from_dict(config.to_dict()), 0)
+    theirs.load_state_dict(ours.state_dict())
+    sides[THEIRS] = theirs.to(device)
+    sides[COMPILED_PEER] = torch.compile(copy.deepcopy(theirs))
+    return sides
+
+
+def mixer_run(mixer: nn.Module, h: torch.Tensor, backward: bool) -> Callable[[], object]:
+    """The work: h (1, L, H) through the mixer, and, with `backward`, the gradients of h and of all weights."""
+    if not backward:
+        return torch.no_grad()(lambda: mixer(h))
+
+    def run() -> None:
+        mixer.zero_grad(set_to_none=True)
+        mixer(h.detach().requires_grad_()).square().mean().backward()
+
+    return run
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decoding
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def decode_rows(device: torch.device | str, rounds: int, sizes: Sizes) -> list[Row]:
+    """A step after each context, and whole generations of a batch."""
+    models = language_models(sizes, device)
+    decoders = {OURS: models[OURS].backbone, TRANSFORMER: models[TRANSFORMER].language_model}
+    found = []
+    for context in sizes.contexts:
+        runs = {side: steps_after(model, context, sizes) for side, model in models.items()}
+        seconds = take_turns(runs, rounds, device)
+        seconds = {side: [one / sizes.steps for one in of_side] for side, of_side in seconds.items()}
+        found.append(Row(SECTION, f"one token after {context:,}", seconds, TRANSFORMER))
+    ids = torch.randint(3, 1000, (sizes.batch, sizes.prompt), generator=torch.Generator().manual_seed(0)).to(device)
+    runs = {
+        side: lambda model=model: generate(model, ids, None, torch.zeros_like(ids), None, sizes.answer)
+        for side, model in models.items()
+    }
+    row = Row(
+        SECTION,
+        f"{sizes.answer} tokens after {sizes.prompt}, batch {sizes.batch}",
+        take_turns(runs, rounds, device),
+        TRANSFORMER,
+    )
+    row.notes = {
+        side: f"{sizes.batch * sizes.answer / row.median(side):,.0f} tokens/s, "
+        f"{count(decoder.parameters()):,} parameters"
+        for side, decoder in decoders.items()
+    }
+    return [*found, row]
+
+
+def language_models(sizes: Sizes, device: torch.device | str) -> dict[str, nn.Module]:
+    """A transformer and a Mamba, random, of one vocabulary, one width and, as near as layers allow, one size."""
+    config = replace(sizes.base, eos_token_id=-1)  # every answer is as long as it may be
+    gemma = initialize(PaliGemma(config))
+    one = MambaConfig(config.text.vocab_size, config.text.hidden_size, num_hidden_layers=1, eos_token_id=-1)
+    whole, layer = count(gemma.language_model.layers.parameters()), count(MambaLM(one).backbone.layers.parameters())
+    mamba = MambaLM(replace(one, num_hidden_layers=max(1, round(whole / layer))))
+    initialize_mamba(mamba.backbone)
+    return {OURS: mamba.to(device).eval(), TRANSFORMER: gemma.to(device).eval()}
+
+
+@torch.no_grad()
+def steps_after(model: nn.Module, context: int, sizes: Sizes) -> Callable[[], object]:
+    """The work: some tokens, one after the other, from the same place after `context` random ones."""
+    device = next(model.parameters()).device
+    whole = context + sizes.steps
+    ids = torch.randint(3, 1000, (1, whole), generator=torch.Generator().manual_seed(context)).to(device)
+    types, valid = torch.ones_like(ids), torch.ones_like(ids)
+    cache = model.new_cache(whole)
+
+    def read(first: int, last: int) -> None:
+        model(
+            input_ids=ids[:, first:last],
+            pixel_values=None,
+            token_type_ids=types[:, :last],
+            attention_mask=valid[:, :last],
+            cache=cache,
+            positions_to_keep=1,
+        )
+
+    for start in range(0, context, 512):  # in parts: a mask of all by all would be large
+        read(start, min(start + 512, context))
+
+    @torch.no_grad()
+    def run() -> None:
+        for layer in cache:
+            if hasattr(layer, "length"):  # a state is of one size wherever it is
+                layer.length = context
+        for at in range(context, whole):
+            read(at, at + 1)
+
+    return run

@@ -1,0 +1,199 @@
+"""How the benchmarks measure: sides that take turns, ratios within a round, and the peak memory of a process.
+
+In: one function a side. Out: `Row`s, and tables of them. Next: `train/benchmark/command.py`.
+"""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from model.common import UserError
+
+OURS, COMPILED, THEIRS = "ours", "ours, compiled", "transformers"
+
+
+@dataclass
+class Row:
+    """One piece of work, done by every side once a round.
+
+    seconds: by side, one number a round. peak: bytes by side, each in a process of its own. against: the side that
+    ratios are taken to. notes: what else was found, by side, as text.
+    """
+
+    section: str
+    work: str
+    seconds: dict[str, list[float]]
+    against: str = THEIRS
+    peak: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def median(self, side: str) -> float:
+        return statistics.median(self.seconds[side])
+
+    def ratio(self, side: str) -> tuple[float, float, float] | None:
+        """Median and quartiles of side / `against` over the rounds; None if there is nothing to compare with."""
+        if side == self.against or not self.seconds.get(self.against):
+            return None
+        ratios = [a / b for a, b in zip(self.seconds[side], self.seconds[self.against], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+        return middle, low, high
+
+    def to_dict(self) -> dict:
+        sides = {}
+        for side, seconds in self.seconds.items():
+            ratio = self.ratio(side)
+            sides[side] = {
+                "median_s": self.median(side),
+                "seconds": seconds,
+                "peak_bytes": self.peak.get(side),
+                "ratio": ratio and ratio[0],
+                "ratio_quartiles": ratio and list(ratio[1:]),
+                "peak_ratio": self.peak_ratio(side),
+                "note": self.notes.get(side),
+            }
+        return {"section": self.section, "work": self.work, "against": self.against, "sides": sides}
+
+    def peak_ratio(self, side: str) -> float | None:
+        other = self.peak.get(self.against)
+        return self.peak[side] / other if side != self.against and side in self.peak and other else None
+
+
+def take_turns(
+    sides: Mapping[str, Callable[[], object]], rounds: int, device: torch.device | str = "cpu", warmup: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each side in each of `rounds`, after `warmup` rounds that do not count.
+
+    What slows the machine down for a while slows all sides of a round, so ratios are taken within it. Every other
+    round goes backwards: no side always follows the same one.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(-warmup, rounds):
+        for name in list(sides) if number % 2 == 0 else reversed(list(sides)):
+            synchronize(device)
+            started = time.perf_counter()
+            sides[name]()
+            synchronize(device)
+            if number >= 0:
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def synchronize(device: torch.device | str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_bytes(device: torch.device | str = "cpu") -> int:
+    """The most memory that this process has had: on the GPU, or resident, mapped files included."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
+        import resource  # not on Windows
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def in_own_process(module: str, *arguments: str) -> dict:
+    """What `python -m module arguments` prints as JSON on its last line. Raises UserError if it fails."""
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise UserError(f"{' '.join(command[1:])}: {last}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Limits of a GPU
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def matmul_peak(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
+    """FLOP/s of the best of ten products of two square matrices."""
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / min(take_turns({"": lambda: a @ b}, 10, device, warmup=3)[""])
+
+
+def copy_bandwidth(device: torch.device, size: int = 1 << 30) -> float:
+    """Bytes a second, read and written, of the best of ten copies."""
+    a, b = (torch.zeros(size, device=device, dtype=torch.uint8) for _ in range(2))
+    return 2 * size / min(take_turns({"": lambda: b.copy_(a)}, 10, device, warmup=3)[""])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Markdown, a line for each side of each row."""
+    lines = ["| work | side | median | time ÷ | memory, peak | memory ÷ | |", "|---|---|--:|--:|--:|--:|---|"]
+    for row in rows:
+        for side in row.seconds:
+            ratio, peak, of_peak = row.ratio(side), row.peak.get(side), row.peak_ratio(side)
+            cells = (
+                row.work,
+                side,
+                spell_seconds(row.median(side)),
+                "" if ratio is None else "{:.2f} [{:.2f}, {:.2f}]".format(*ratio),
+                "" if peak is None else f"{peak / 2**20:,.0f} MiB",
+                "" if of_peak is None else f"{of_peak:.2f}",
+                row.notes.get(side, ""),
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def spell_seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def machine(device: torch.device) -> str:
+    """The processor, its threads and memory, and the GPU."""
+    try:
+        names = [
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
+    except OSError:
+        names = []
+    name = names[0] if names else platform.processor() or platform.machine()
+    memory = ""
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory = f", {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB"
+    capability = torch.backends.cpu.get_cpu_capability()
+    text = f"{name}, {os.cpu_count()} cores ({capability}), {torch.get_num_threads()} threads{memory}"
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        text += f"; {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    return text
+
+
+def versions(packages: Sequence[str] = ("torch", "transformers", "peft")) -> str:
+    found = [f"python {platform.python_version()}"]
+    for package in packages:
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{package} not installed")
+    return ", ".join(found)
+
+
+def today() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")

@@ -1,0 +1,186 @@
+"""Make tar shards of any data that `train.finetune` reads: a few large files in place of very many small ones.
+
+In: records of `train/data/batches.py`. Out: PREFIX-000.tar, PREFIX-001.tar, … with their indices, in webdataset's
+layout: each picture once, as the file that it was, beside its questions. Next: `train/data/shards.py` reads them.
+
+    python -m train.shard vqav2:DIR --out shards/vqa
+    python -m train.finetune --data shards:'shards/vqa-{000..082}.tar' …
+
+A shard appears when it is whole, so an interrupted command goes on where it was when it is given again.
+"""
+
+import argparse
+import hashlib
+import io
+import json
+import random
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from model.common import UserError, atomic_path, write_text
+from train.data.batches import Record
+from train.data.shards import PICTURES, index_of
+from train.finetune import read_records
+from train.settings import Settings
+
+
+def group(records: Sequence[Record], seed: int) -> list[list[Record]]:
+    """The questions of each picture together, the pictures shuffled: a reader's buffer then mixes all kinds."""
+    by_picture: dict[str, list[Record]] = {}
+    for record in records:
+        by_picture.setdefault(record.key, []).append(record)
+    samples = list(by_picture.values())
+    random.Random(f"shard/{seed}").shuffle(samples)
+    return samples
+
+
+def cut(samples: Sequence[Sequence[Record]], per_shard: int, megabytes: float) -> list[range]:
+    """Which samples each shard gets: at most `per_shard`, and no more once its picture files exceed `megabytes`."""
+    shards, first, size = [], 0, 0
+    for number, sample in enumerate(samples):
+        picture = sample[0].picture
+        more = picture.stat().st_size if isinstance(picture, Path) and picture.is_file() else 0
+        if number > first and (number - first == per_shard or size + more > megabytes * 1e6):
+            shards.append(range(first, number))
+            first, size = number, 0
+        size += more
+    return [*shards, range(first, len(samples))]
+
+
+def encode(record: Record) -> tuple[str, bytes]:
+    """Ending and bytes of a record's picture: a file as it is, a drawing as PNG. Raises UserError."""
+    if not isinstance(record.picture, Path):
+        drawn = io.BytesIO()
+        record.picture().save(drawn, "png")
+        return "png", drawn.getvalue()
+    ending = record.picture.suffix[1:].lower()
+    if ending not in PICTURES:
+        raise UserError(f"{record.picture}: ends in none of {', '.join(PICTURES)}: rename or convert it")
+    try:
+        return ending, record.picture.read_bytes()
+    except OSError as error:
+        raise UserError(f"{record.picture}: cannot be read ({error.strerror}): check the path") from None
+
+
+def texts(sample: Sequence[Record]) -> bytes:
+    """The questions of a picture as JSON: an object, or a list of several."""
+    entries = [
+        {"name": record.name, "prefix": record.prefix, "suffix": record.suffix}
+        | ({"choices": record.choices} if record.choices else {})
+        for record in sample
+    ]
+    return json.dumps(entries if len(entries) > 1 else entries[0], ensure_ascii=False).encode()
+
+
+def write_shard(path: Path, samples: dict[int, list[Record]], max_bad: int) -> list[str]:
+    """Write numbered samples to a tar; returns one line for each record whose picture cannot be read.
+
+    Raises UserError, and writes nothing, if they are more than `max_bad`.
+    """
+    bad: list[str] = []
+    with atomic_path(path) as temporary, tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for number, sample in samples.items():
+            try:
+                picture = encode(sample[0])
+            except UserError as error:
+                bad += [f"{record.name}: {error}" for record in sample]
+                if len(bad) > max_bad:
+                    raise UserError(f"more unusable records than --max-bad; the last: {bad[-1]}") from None
+                continue
+            for ending, content in (picture, ("json", texts(sample))):
+                member = tarfile.TarInfo(f"{number:09d}.{ending}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return bad
+
+
+def make(
+    records: Sequence[Record], prefix: Path, per_shard: int, megabytes: float, seed: int = 0, max_bad: int = 0
+) -> list[Path]:
+    """Make all shards that are not there yet; returns all of their paths. What has to be left out is printed.
+
+    Raises UserError if `prefix` names shards of other records or sizes already, or more than `max_bad` records are
+    unusable.
+    """
+    samples = group(records, seed)
+    shards = cut(samples, per_shard, megabytes)
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(texts(sample))
+    plan = {"records": len(records), "ends": [shard.stop for shard in shards], "sha256": digest.hexdigest()}
+    manifest = prefix.with_name(f"{prefix.name}.json")
+    if not manifest.exists():
+        write_text(manifest, json.dumps(plan) + "\n")
+    elif manifest.read_text(encoding="utf-8") != json.dumps(plan) + "\n":
+        raise UserError(
+            f"--out {prefix}: {manifest} belongs to shards of other records, pictures or sizes: give another prefix, "
+            "or delete that file and its shards"
+        )
+    digits = max(3, len(str(len(shards) - 1)))
+    paths = [prefix.with_name(f"{prefix.name}-{number:0{digits}}.tar") for number in range(len(shards))]
+    with tqdm(total=len(samples), desc=str(prefix), unit="picture") as bar:
+        for path, numbers in zip(paths, shards, strict=True):
+            if not path.exists():
+                bad = write_shard(path, {number: samples[number] for number in numbers}, max_bad)
+                max_bad -= len(bad)
+                for line in bad:
+                    bar.write(f"left out {line}")
+            index_of(path)
+            bar.update(len(numbers))
+    return paths
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m train.shard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", help="embedded, vqav2:DIR (official files), or jsonl:FILE (image, prefix, suffix)")
+    parser.add_argument("--out", type=Path, required=True, metavar="PREFIX", help="shards are PREFIX-000.tar, …")
+    parser.add_argument(
+        "--per-shard", type=int, default=1000, metavar="N", help="pictures of a shard, at most (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--megabytes",
+        type=float,
+        default=1000.0,
+        metavar="M",
+        help="picture files of a shard in 10^6 bytes, at most (default: %(default)s)",
+    )
+    parser.add_argument("--prompt", default=Settings.prompt, help="prompt of a VQAv2 question (default: %(default)r)")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=Settings.samples,
+        metavar="N",
+        help="questions of the embedded data (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the order of pictures (default: %(default)s)")
+    parser.add_argument(
+        "--max-bad",
+        type=int,
+        default=Settings.max_bad,
+        metavar="N",
+        help="records without a readable picture to leave out before giving up (default: %(default)s)",
+    )
+    args = parser.parse_args(argv)
+    if args.per_shard < 1 or args.samples < 1 or not args.megabytes > 0:
+        raise UserError("--per-shard, --samples and --megabytes must be above 0")
+    if args.data.startswith("shards:"):
+        raise UserError(f"{args.data}: these are shards already: give what they were made of")
+    # all of it: what is held out, and how much is used, is said where the shards are read
+    settings = Settings(
+        data=args.data,
+        prompt=args.prompt,
+        samples=args.samples,
+        seed=args.seed,
+        fraction=1.0,
+        validation=0.0,
+        answers="sampled",
+    )
+    paths = make(read_records(settings), args.out, args.per_shard, args.megabytes, args.seed, args.max_bad)
+    first, last = (path.stem.removeprefix(f"{args.out.name}-") for path in (paths[0], paths[-1]))
+    pattern = args.out.with_name(f"{args.out.name}-{{{first}..{last}}}.tar")
+    print(f"{len(paths)} shards: --data shards:'{pattern}'")

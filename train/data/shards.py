@@ -1,0 +1,289 @@
+"""Tar shards in webdataset's layout, read at random: a data set of any size in a few large files.
+
+In: `shards:'vqa-{000..127}.tar'`, uncompressed tars in which KEY.jpg (or png, webp, …) and KEY.json stand side by side.
+KEY.json holds {"prefix", "suffix"}, perhaps with "name" and "choices", or a list of such: questions on one picture.
+Out: `Shards`, a sequence of `Record`s with a plan for each epoch, in place of a list of them. Next:
+`train/data/batches.py`.
+
+Beside each shard lies an index, made by `train/data/pack.py` or here: where every picture and text begins and ends. So
+a record is read by its number, wherever it lies, and splitting an epoch between processes and workers, or resuming in
+the middle, is arithmetic on numbers: nothing is lost or doubled, no part of a tar is unpacked, and the names in it are
+only names. The order is shuffled in two steps that keep reads close together: the shards, then a buffer of records.
+"""
+
+import json
+import os
+import random
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from io import BytesIO
+from itertools import groupby
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+from tqdm import tqdm
+
+from eval.datasets import field, some
+from model.common import UserError, atomic_path
+from train.data.batches import Record, plan_epoch
+
+PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2")
+# the columns of an index, one row a record: number of its sample, of the question in it, where its picture and its text
+# begin (0: there is none, or more than one) and their sizes, all in bytes, and the characters of prefix and suffix
+SAMPLE, QUESTION, PICTURE, PICTURE_SIZE, TEXT, TEXT_SIZE, LENGTH = range(7)
+BLOCK = tarfile.BLOCKSIZE
+MOST_BYTES = 64 << 20  # of one picture or text: what says more is damaged, or means harm
+CHARACTERS = 4  # of a token, about
+RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+
+
+def expand(pattern: str) -> list[Path]:
+    """The paths that a pattern with {first..last} in it stands for, with as many digits as `first`, as in a shell."""
+    found = RANGE.search(pattern)
+    if not found:
+        return [Path(pattern)]
+    first, last = int(found[1]), int(found[2])
+    if not first <= last < first + 1_000_000:
+        raise UserError(f"{pattern}: no range in {found[0]}: write {{first..last}}, such as {{000..127}}")
+    before, after = pattern[: found.start()], pattern[found.end() :]
+    return [path for number in range(first, last + 1) for path in expand(f"{before}{number:0{len(found[1])}}{after}")]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The index of a shard
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def index_of(shard: Path) -> np.ndarray:
+    """The index (records, 7) int64 of a shard; made, and written beside it, if there is none that fits.
+
+    Raises UserError for a shard that is absent, compressed, damaged or cut short.
+    """
+    if not shard.is_file():
+        raise UserError(f"{shard}: not found: check the path, and the range of numbers in it")
+    _open.cache_clear()  # it may be another file by now
+    path, size = shard.with_suffix(".index.safetensors"), shard.stat().st_size
+    with suppress(OSError, SafetensorError, KeyError, ValueError, TypeError):
+        tensors = load_file(path)
+        if _fits(tensors["records"], tensors["shard_bytes"], size):
+            return tensors["records"]
+    rows = build_index(shard)
+    with suppress(OSError):  # a folder that cannot be written to
+        with atomic_path(path) as temporary:
+            save_file({"records": rows, "shard_bytes": np.array([size])}, temporary)
+    return rows
+
+
+def _fits(rows: np.ndarray, shard_bytes: np.ndarray, size: int) -> bool:
+    """Whether an index is one, and belongs to a shard of that size."""
+    if rows.dtype != np.int64 or rows.ndim != 2 or rows.shape[1] != LENGTH + 1 or shard_bytes.tolist() != [size]:
+        return False
+    steps = np.diff(rows[:, SAMPLE], prepend=0)
+    ends = rows[:, [PICTURE, TEXT]] + rows[:, [PICTURE_SIZE, TEXT_SIZE]]
+    return bool((rows >= 0).all() and (ends >= 0).all() and (ends <= size).all() and np.isin(steps, (0, 1)).all())
+
+
+def build_index(shard: Path) -> np.ndarray:
+    """The index of a shard, from the tar alone. Raises UserError for one that is compressed, damaged or cut short."""
+    rows, sample = [], 0
+    remedy = "make or copy it again; shards are plain tars, not compressed ones"
+    try:
+        with tarfile.open(shard, "r:") as tar:
+            for _, members in groupby(_files(tar), key=lambda member: _split(member.name)[0]):
+                by_kind = {"picture": [], "text": []}
+                for member in members:
+                    ending = _split(member.name)[1]
+                    kind = "text" if ending == "json" else "picture" if ending in PICTURES else None
+                    if kind:
+                        by_kind[kind].append((member.offset_data, member.size))
+                if not any(by_kind.values()):  # a README
+                    continue
+                places = [found[0] if len(found) == 1 else (0, 0) for found in by_kind.values()]
+                lengths = _lengths(shard, *places[1])
+                rows += [(sample, number, *places[0], *places[1], length) for number, length in enumerate(lengths)]
+                sample += 1
+            end = tar.offset
+        # tarfile ends in silence where it can read no header; a sound tar ends with empty blocks
+        with shard.open("rb") as file:
+            file.seek(end)
+            if file.read(BLOCK) != bytes(BLOCK):
+                raise UserError(f"{shard}: damaged or cut short at byte {end:,}: {remedy}")
+    except UserError:
+        raise
+    except Exception as error:  # hostile files make tarfile raise nearly anything
+        raise UserError(f"{shard}: cannot be read as a tar ({error}): {remedy}") from None
+    return np.array(rows, dtype=np.int64).reshape(-1, LENGTH + 1)
+
+
+def _files(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The plain files of a tar: no links, folders or devices."""
+    for member in tar:
+        if member.size < 0:
+            raise tarfile.ReadError(f"a member of {member.size} bytes")
+        if member.isreg() and member.sparse is None and _split(member.name)[0]:
+            yield member
+
+
+def _split(name: str) -> tuple[str, str]:
+    """A member's name as key and ending: up to the first dot of the file name, as in webdataset, and after the last."""
+    folder, slash, file = name.rpartition("/")
+    stem = file.partition(".")[0]
+    return (folder + slash + stem if stem else ""), file.rpartition(".")[2].lower()
+
+
+def _lengths(shard: Path, offset: int, size: int) -> list[int]:
+    """The characters of each question of a text; what is no text counts as one, and is told when it is read."""
+    try:
+        value = json.loads(read_member(shard, offset, size)[1])
+    except (UserError, ValueError, RecursionError):
+        return [0]
+    entries = value if isinstance(value, list) and value else [value]
+    return [
+        sum(len(entry[key]) for key in ("prefix", "suffix") if isinstance(entry.get(key), str))
+        if isinstance(entry, dict)
+        else 0
+        for entry in entries
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One record
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def _open(shard: Path) -> BinaryIO:
+    return shard.open("rb", buffering=0)
+
+
+def read_member(shard: Path, offset: int, size: int) -> tuple[str, bytes]:
+    """Name and bytes of the member whose content begins at `offset`. Raises UserError if there is no such member."""
+    if size > MOST_BYTES:
+        raise UserError(f"{shard}: a member of {size:,} bytes, expected at most {MOST_BYTES:,}: make the shard again")
+    try:
+        # pread: a worker shares the file, and its position, with the process that it was forked from
+        raw = os.pread(_open(shard).fileno(), BLOCK + size, offset - BLOCK)
+        member = tarfile.TarInfo.frombuf(raw[:BLOCK], "utf-8", "surrogateescape")
+        if member.size != size or len(raw) != BLOCK + size:
+            raise tarfile.HeaderError("another size")
+    except (OSError, tarfile.HeaderError) as error:
+        index = shard.with_suffix(".index.safetensors").name
+        raise UserError(
+            f"{shard}: no member of {size:,} bytes at byte {offset:,} ({error}): "
+            f"delete {index} if the shard is not the one it was made for"
+        ) from None
+    # a name is shown in messages, and may hold anything
+    return "".join(sign if sign.isprintable() else f"\\x{ord(sign):02x}" for sign in member.name), raw[BLOCK:]
+
+
+def open_picture(shard: Path, offset: int, size: int) -> BytesIO:
+    """The picture at `offset` as a file in memory that knows its name."""
+    name, raw = read_member(shard, offset, size)
+    file = BytesIO(raw)
+    file.name = f"{shard}: {name}"
+    return file
+
+
+class Shards(Sequence):
+    """The records of tar shards by number, each read when it is asked for; 56 bytes of memory a record.
+
+    split, fraction, validation: as for other data on disk, by sample: all questions of one are in the same split.
+    buffer: how many records are shuffled together. sampled: keep "choices", to draw an answer from anew each epoch.
+    Raises UserError for a pattern that names no readable shards.
+    """
+
+    def __init__(
+        self,
+        pattern: str,
+        split: str = "train",
+        fraction: float = 1.0,
+        validation: float = 0.0,
+        seed: int = 0,
+        buffer: int = 10_000,
+        sampled: bool = False,
+    ):
+        self.paths, self.buffer, self.sampled = expand(pattern), buffer, sampled
+        absent = [str(path) for path in self.paths if not path.is_file()]
+        if absent:
+            raise UserError(
+                f"{pattern}: {len(absent)} of {len(self.paths)} shards are not there ({some(absent)}): check the path "
+                "and the range"
+            )
+        # where indices must be made, each process begins at another shard and finds the others' work
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        numbers = list(range(len(self.paths)))
+        turn = rank * len(numbers) // size
+        rows = {
+            number: index_of(self.paths[number])
+            for number in tqdm(numbers[turn:] + numbers[:turn], "indices of shards", delay=2, disable=rank > 0)
+        }
+        parts, samples = [], 0
+        for number in numbers:
+            part = rows.pop(number)
+            count = int(part[-1, SAMPLE]) + 1 if len(part) else 0
+            held_out, used = np.random.default_rng((seed, number)).random((2, count))[:, part[:, SAMPLE]]
+            keep = held_out < validation if split == "validation" else (held_out >= validation) & (used < fraction)
+            part[:, SAMPLE] += samples
+            samples += count
+            parts.append(part[keep])
+        self.ends = np.cumsum([len(part) for part in parts])
+        self.rows = np.concatenate(parts)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Record:
+        """Raises UserError, naming shard and member, for what is no record."""
+        shard = self.paths[int(np.searchsorted(self.ends, index, side="right"))]
+        sample, question, picture, picture_size, text, text_size, _ = self.rows[index].tolist()
+        if not picture or not text:
+            name = read_member(shard, picture, picture_size)[0] if picture else ""
+            name = read_member(shard, text, text_size)[0] if text else name
+            raise UserError(
+                f"{shard}: {_split(name)[0] or f'sample {sample}'}: "
+                "has not one picture and one .json: make the shard again"
+            )
+        name, raw = read_member(shard, text, text_size)
+        where = f"{shard}: {name}"
+        try:
+            value = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: not valid JSON ({error}): make the shard again") from None
+        entries = value if isinstance(value, list) else [value]
+        entry = entries[question] if question < len(entries) else None
+        if not isinstance(entry, dict):
+            raise UserError(f'{where}: expected {{"prefix", "suffix"}}, or a list of such: make the shard again')
+        prefix, suffix = (field(entry, key, str, where) for key in ("prefix", "suffix"))
+        choices = field(entry, "choices", list, where) if self.sampled and "choices" in entry else ()
+        if not all(isinstance(choice, str) for choice in choices):
+            raise UserError(f"{where}: 'choices' must be texts: make the shard again")
+        name = entry["name"] if isinstance(entry.get("name"), str) else f"{shard.name}/{_split(name)[0]}[{question}]"
+        return Record(
+            name, str(sample), partial(open_picture, shard, picture, picture_size), prefix, suffix, tuple(choices)
+        )
+
+    def plan(self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0) -> Iterator[list[int]]:
+        """The micro-batches of an epoch from number `first` on, as `plan_epoch` makes them in a buffer at a time.
+
+        Every epoch has ⌈records / batch_size⌉ of them, and each record once.
+        """
+        shards = list(range(len(self.paths)))
+        random.Random(f"shards/{seed}/{epoch}").shuffle(shards)
+        begins = self.ends - np.diff(self.ends, prepend=0)
+        order = np.concatenate([np.arange(begins[shard], self.ends[shard]) for shard in shards])
+        window = batch_size * max(1, self.buffer // batch_size)
+        for start in range(first * batch_size // window * window, len(order), window):
+            chosen = order[start : start + window]
+            lengths = self.rows[chosen, LENGTH] // CHARACTERS
+            batches = plan_epoch(
+                self.rows[chosen, SAMPLE].tolist(), lengths.tolist(), batch_size, f"{seed}/{start}", epoch, per_picture
+            )
+            for batch in batches[max(0, first - start // batch_size) :]:
+                yield chosen[batch].tolist()
