@@ -33,7 +33,7 @@ HF_PREFIX = "model."  # in which our paths begin one level deeper
 GRAFT_PREFIX = "differential."
 
 # The paper's choice: q, k, v, o, gate, up and down of the decoder, and nothing of the vision tower.
-DECODER_TARGETS = r"language_model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj"
+DECODER_TARGETS = r"language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 
 
 def inject(model: nn.Module, targets: str | list[str], r: int, alpha: float, dropout: float = 0.0) -> list[str]:

@@ -4,7 +4,8 @@ In: hidden states (B, S, H), a `Rope`, a boolean mask (B, 1, S, Sk). Out: hidden
 Both towers use this class; `model/differential.py` holds its siblings. Next: `model/gemma.py`.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -319,6 +320,22 @@ class _RowAttention(torch.autograd.Function):
 def attention_modules(model: nn.Module) -> dict[str, Attention]:
     """Every attention of a model by its path, in order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
+
+
+@contextlib.contextmanager
+def tapped(taps: Mapping[Attention, Callable[[torch.Tensor], None]]) -> Iterator[None]:
+    """While the block runs, hand the weights (B, N, Sq, Sk) of each attention to its function, one call for each map.
+
+    What was tapping before is put back afterwards, also after an error. Attention takes the eager path meanwhile.
+    """
+    before = {module: module.tap for module in taps}
+    try:
+        for module, tap in taps.items():
+            module.tap = tap
+        yield
+    finally:
+        for module, tap in before.items():
+            module.tap = tap
 
 
 def set_attention_backend(model: nn.Module, backend: str) -> None:

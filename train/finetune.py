@@ -29,6 +29,7 @@ from eval import figures, needle, scenes, vqa
 from lora import adapter
 from lora.quantize import quantize
 from model.common import UserError, run_command, write_text
+from model.device import DTYPES
 from model.differential import graft, lambdas, map_distance
 from model.paligemma import PaliGemma
 from model.processor import Processor, load_tokenizer
@@ -49,7 +50,7 @@ from train.optim import (
     set_rates,
     trainable,
 )
-from train.settings import DTYPES, SCALARS, Settings, new_run, parse, run_stem
+from train.settings import SCALARS, Settings, new_run, parse, run_stem
 from train.systems.stages import open_stage, stage_tokenizer
 from weights.export import companions, export_model
 from weights.load import load_model

@@ -12,17 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
+from lora.adapter import DECODER_TARGETS
 from model.common import UserError, write_text
+from model.device import DTYPES
 from model.differential import FEED_FORWARDS, KINDS
 from train.data.batches import EMBEDDED_TASKS
 from train.systems.stages import ARCHITECTURES, stage_defaults
 
-DECODER = r"language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 # λ, μ and the norms of a graft: scalars and gains, which decay would pull towards values that mean nothing
 SCALARS = r".*\.(lambda_\w+|lambda_proj\.\w+|mu|subln\.weight)"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def flag(default, help: str, choices: Sequence[str] | None = None):
@@ -50,7 +48,7 @@ class Settings:
     feed_forward: str = flag("mlp", "feed-forward of the decoder", choices=list(FEED_FORWARDS))
     option: tuple[str, ...] = flag((), "an option of the variant, NAME=VALUE (JSON), e.g. rope_pairs='\"fresh\"'")
     full: bool = flag(False, "train every weight instead of LoRA (softmax attention only)")
-    targets: str = flag(DECODER, "LoRA: regular expression for whole module paths")
+    targets: str = flag(DECODER_TARGETS, "LoRA: regular expression for whole module paths")
     r: int = flag(16, "LoRA rank, also of a variant's second branch")
     alpha: float = flag(32.0, "LoRA alpha: updates are scaled by alpha / r")
     dropout: float = flag(0.0, "LoRA dropout")

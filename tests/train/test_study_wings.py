@@ -11,6 +11,7 @@ from eval import scenes
 from eval.scenes import CATEGORIES
 from eval.text import sentences
 from lora import adapter
+from lora.adapter import DECODER_TARGETS
 from model.common import UserError
 from model.paligemma import PaliGemma
 from model.processor import Processor
@@ -18,7 +19,6 @@ from model.wings import attach
 from train.data.batches import Record, collate
 from train.finetune import supervised_loss
 from train.optim import count, trainable
-from train.settings import DECODER
 from train.studies import attention as compare
 from train.studies import wings as study_wings
 from train.studies.wings import Bench, Prepared, answer, choose, lora_rank, prepare, projected_loss, text_records
@@ -74,7 +74,7 @@ def test_the_control_has_as_many_parameters():
     sizes = {}
     for r in (rank - 1, rank):
         model = load_model("embedded")
-        adapter.inject(model, DECODER, r, 2.0 * r)
+        adapter.inject(model, DECODER_TARGETS, r, 2.0 * r)
         sizes[r] = count(trainable(model).values())
     assert sizes[rank - 1] < learners <= sizes[rank]
 

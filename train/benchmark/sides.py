@@ -16,6 +16,7 @@ from torch import nn
 from eval import scenes
 from eval.run import Ask, ask_all
 from lora import adapter
+from lora.adapter import DECODER_TARGETS
 from lora.quantize import quantize
 from model.attention import row_attention
 from model.common import UserError
@@ -29,7 +30,6 @@ from train.benchmark.timing import COMPILED, OURS, THEIRS
 from train.data.batches import MicroBatch, supervised
 from train.finetune import free_sizes, supervised_loss
 from train.optim import Rule, make_adamw, parameter_groups, trainable
-from train.settings import DECODER
 from weights.load import empty_model
 
 ATTENTION = r"language_model\.layers\.\d+\.self_attn\.[qkvo]_proj"
@@ -234,7 +234,7 @@ def train(setup: Setup, side: str, state: State) -> dict[str, Work]:
     plans = {f"batch {setup.batch}": {}}
     if setup.on_gpu:
         plans = {"batch 16, r 32": {"batch": 16}, "batch 4, r 32, checkpointing": {"checkpointing": True}}
-        setup = replace(setup, targets=DECODER, r=32)
+        setup = replace(setup, targets=DECODER_TARGETS, r=32)
     step = {OURS: our_step, COMPILED: our_compiled_step, THEIRS: their_step}[side]
     length = setup.config.num_image_tokens + PREFIX + SUFFIX
     works = {}

@@ -36,6 +36,7 @@ from eval.shift import GROUPS, measure, put_slot
 from eval.statistics import bootstrap
 from eval.text import sentences
 from lora import adapter
+from lora.adapter import DECODER_TARGETS
 from model.common import write_text
 from model.generate import generate
 from model.paligemma import PaliGemma, initialize
@@ -46,7 +47,7 @@ from train import finetune
 from train.data.batches import MicroBatch, Record, collate
 from train.distributed import join_world
 from train.optim import Rule, count, make_adamw, parameter_groups
-from train.settings import DECODER, Settings
+from train.settings import Settings
 from train.studies.attention import spell, stack, table
 from train.studies.cells import cell, digest, study_arguments
 from weights.export import export_model
@@ -283,7 +284,7 @@ def second_stage(bench: Bench, name: str, rate: float, base: Path, seed: int, fo
     elif not row.decoder:
         torch.manual_seed(seed)
         rank = lora_rank(model)
-        adapter.inject(model, DECODER, rank, 2.0 * rank)
+        adapter.inject(model, DECODER_TARGETS, rank, 2.0 * rank)
         what = r".*\.lora_[AB]\..*"
     rules = [Rule(PROJECTOR, FACTOR * rate if row.decoder else rate, 1e-8), Rule(what, rate, 1e-8)]
     learn(model, rules, micros, bench, folder / "run")
@@ -305,7 +306,7 @@ def lora_rank(model: PaliGemma) -> int:
     """The smallest rank of LoRA with at least as many parameters as the learners and routers."""
     with torch.device("meta"):
         with_learners, one = Wings(WingsConfig.beside(model.config, rank=RANK)), PaliGemma(model.config)
-        adapter.inject(one, DECODER, 1, 2.0)
+        adapter.inject(one, DECODER_TARGETS, 1, 2.0)
     wanted = count(with_learners.parameters()) - count(model.parameters())
     return math.ceil(wanted / count(p for p in one.parameters() if p.requires_grad))
 
