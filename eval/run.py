@@ -31,6 +31,7 @@ from model.generate import CompiledStep, generate, last_valid
 from model.paligemma import PaliGemma
 from model.processor import Batch, Processor, load_image, to_pixels
 from model.source import EMBEDDED
+from weights.fingerprint import exact_fingerprint
 from weights.load import load_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -231,7 +232,7 @@ def ask_all(
     marks: dict[str, str] = {}
     done: dict[str, str | None] = {}
     if log is not None:
-        weights = weights_digest(model)
+        weights = exact_fingerprint(model)
         marks = {q.id: _digest(weights, max_new_tokens, q.key, q.prefix, q.choices) for q in questions}
         logged = read_log(log)
         done = {id_: logged[mark] for id_, mark in marks.items() if mark in logged}
@@ -441,16 +442,6 @@ def _windows(questions: list[Ask], size: int) -> Iterator[list[Ask]]:
 # ---------------------------------------------------------------------------------------------------------------------
 # The log, and what was left out
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def weights_digest(model: PaliGemma) -> str:
-    """A short hash of all weights, an adapter's and a graft's included: names, dtypes, and 64 values of each."""
-    parts = [getattr(model, "grafts", [])]
-    for name, tensor in model.named_parameters():
-        sample = tensor.flatten()[:: tensor.numel() // 64 | 1][:64].float().tolist()
-        parts.append([name, str(tensor.dtype), list(tensor.shape), sample])
-    return _digest(parts)
 
 
 def _digest(*parts) -> str:

@@ -11,7 +11,6 @@ model would be another one), and the fingerprint of the base in the metadata of 
 """
 
 import contextlib
-import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from lora.layer import LoRALinear
 from model.common import UserError, atomic_path, write_text
 from model.differential import graft
 from model.lowrank import LowRank
+from weights.fingerprint import tensor_fingerprint
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # PEFT's wrapper around a transformers model,
@@ -139,12 +139,7 @@ def fingerprint(model: nn.Module) -> str:
         for name, parameter in model.named_parameters()
         if parameter not in adapter
     }
-    digest = hashlib.sha256()
-    for name, tensor in sorted(base.items()):
-        # an odd stride: a multiple of the row length would only ever see one column
-        sample = tensor.flatten()[:: tensor.numel() // 64 | 1][:64].to("cpu", torch.bfloat16)
-        digest.update(f"{name} {tuple(tensor.shape)} {sample.view(torch.int16).tolist()}\n".encode())
-    return digest.hexdigest()[:16]
+    return tensor_fingerprint(base)
 
 
 def save(model: nn.Module, folder: str | Path, base: str | None = None) -> None:

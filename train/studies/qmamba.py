@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from eval import figures, scenes
-from eval.run import Ask, ask_all, weights_digest
+from eval.run import Ask, ask_all
 from eval.statistics import bootstrap
 from model.common import write_text
 from model.config import PRESETS
@@ -49,6 +49,7 @@ from train.studies.attention import spell, stack, table
 from train.studies.cells import cell, study_arguments
 from train.systems.qmamba import TINY, TINY_MAMBA, Parts
 from train.systems.stages import ARCHITECTURES, stage_defaults
+from weights.fingerprint import exact_fingerprint
 from weights.load import load_mamba, load_model
 
 VERSION = 1  # of the code that decides a cell's result: raise it, and all cells are done again
@@ -536,7 +537,7 @@ def draw(summary: dict, out: Path) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     args = study_arguments(argv, "qmamba", __doc__, 400, "questions of each task")
     started = time.perf_counter()
-    fingerprint = weights_digest(load_mamba(TINY_MAMBA)) + weights_digest(eye())
+    fingerprint = exact_fingerprint(load_mamba(TINY_MAMBA)) + exact_fingerprint(eye())
     bench = Bench(args.out, args.scale, args.limit, fingerprint)
     with finetune.same_command_goes_on():
         found = collect(bench, range(args.seeds))

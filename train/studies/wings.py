@@ -31,7 +31,6 @@ import numpy as np
 import torch
 
 from eval import figures, scenes
-from eval.run import weights_digest
 from eval.shift import GROUPS, measure, put_slot
 from eval.statistics import bootstrap
 from eval.text import sentences
@@ -51,6 +50,7 @@ from train.settings import Settings
 from train.studies.attention import spell, stack, table
 from train.studies.cells import cell, digest, study_arguments
 from weights.export import export_model
+from weights.fingerprint import exact_fingerprint
 from weights.load import load_model
 
 VERSION = 1  # of the code that decides a cell's result: raise it, and all cells are done again
@@ -560,7 +560,7 @@ def draw(summary: dict, out: Path) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     args = study_arguments(argv, "wings", __doc__, 100, "questions of each text task, and pictures")
     started, eye = time.perf_counter(), load_model(EMBEDDED)
-    bench = Bench(args.out, args.scale, args.limit, Processor.from_source(EMBEDDED), eye, weights_digest(eye))
+    bench = Bench(args.out, args.scale, args.limit, Processor.from_source(EMBEDDED), eye, exact_fingerprint(eye))
     with finetune.same_command_goes_on():
         found = collect(bench, range(args.seeds))
     summary = summarize(bench, found, range(args.seeds))

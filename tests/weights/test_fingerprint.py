@@ -1,0 +1,35 @@
+"""The hashes that adapters, logs and studies store: they keep their values, and see every kind of change."""
+
+import torch
+from torch import nn
+
+from weights.fingerprint import exact_fingerprint, tensor_fingerprint
+
+
+def layer() -> nn.Module:
+    module = nn.Linear(40, 30)
+    with torch.no_grad():
+        module.weight.copy_(torch.arange(1200.0).view(30, 40) / 7)
+        module.bias.copy_(torch.arange(30.0))
+    return module
+
+
+def test_stored_values_stay():
+    """Breaks when adapters and results written earlier no longer find their base."""
+    assert tensor_fingerprint(dict(layer().named_parameters())) == "ffe5381b6243ec90"
+    assert exact_fingerprint(layer()) == "53b485e35d82b558"
+
+
+def test_dtypes():
+    """Breaks when a base opened in bf16 is another one for an adapter, or the same one for stored answers."""
+    wide, narrow = layer(), layer().bfloat16()
+    assert tensor_fingerprint(dict(wide.named_parameters())) == tensor_fingerprint(dict(narrow.named_parameters()))
+    assert exact_fingerprint(wide) != exact_fingerprint(narrow)
+
+
+def test_buffers_count():
+    """Breaks when two quantized models of different scales are taken for one."""
+    one, other = layer(), layer()
+    one.register_buffer("scale", torch.ones(3))
+    other.register_buffer("scale", torch.full((3,), 2.0))
+    assert exact_fingerprint(one) != exact_fingerprint(other)

@@ -1,0 +1,42 @@
+"""Short hashes that name weights without reading all of them: 64 values of each tensor.
+
+In: tensors by name, or a model. Out: 16 hexadecimal digits, the same on every machine. Hashes are stored in adapters,
+logs of answers and results of studies: a change of the format makes them all look like another model's.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+SAMPLES = 64
+
+
+def _sample(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """At most 64 values, evenly spread. The stride is odd: a multiple of the row length would see one column only."""
+    return tensor.detach().flatten()[:: tensor.numel() // SAMPLES | 1][:SAMPLES].to("cpu", dtype)
+
+
+def tensor_fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
+    """A hash of names, shapes and values in bf16: the same for a checkpoint opened in fp32 and in bf16.
+
+    fp16 rounds differently. Adapters store this hash of their base.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        values = _sample(tensor, torch.bfloat16).view(torch.int16).tolist()
+        digest.update(f"{name} {tuple(tensor.shape)} {values}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def exact_fingerprint(model: nn.Module) -> str:
+    """A hash of all that `model` computes with: parameters, persistent buffers and grafts, with their dtypes.
+
+    Logs of answers and results of studies store this hash of the model that gave them.
+    """
+    parts = [getattr(model, "grafts", [])]
+    for name, tensor in (dict(model.named_parameters()) | model.state_dict()).items():
+        parts.append([name, str(tensor.dtype), list(tensor.shape), _sample(tensor, torch.float32).tolist()])
+    return hashlib.sha256(json.dumps([parts]).encode()).hexdigest()[:16]
