@@ -1,15 +1,16 @@
 """Figures, drawn with Pillow alone: heatmaps, line and interval charts, contact sheets, boxes, attention overlays.
 
-In: numbers and pictures. Out: `PIL.Image` in RGB, which `save` writes. Next: nothing; these are for the reader.
+In: numbers and pictures. Out: `PIL.Image` in RGB, which `save` writes.
 
-Lengths are in points; a canvas has `DENSITY` pixels a point, drawn `SMOOTH` times finer and reduced, since Pillow does
-not smooth the edges of shapes.
+Lengths are in points. A canvas has `DENSITY` pixels per point. It is drawn `SMOOTH` times finer and then reduced, since
+Pillow does not smooth the edges of shapes.
 """
 
 import math
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ DENSITY, SMOOTH = 2, 2
 
 INK, SOFT, GRID, PAPER = (34, 34, 34), (110, 110, 110), (226, 226, 226), (255, 255, 255)
 RED, YELLOW, GREEN = (224, 88, 82), (253, 224, 139), (62, 174, 106)
-# Okabe and Ito's colors, told apart by color-blind readers too
+# Okabe and Ito's palette, which color-blind readers can distinguish
 SERIES = ((0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167), (86, 180, 233), (230, 159, 0), (90, 90, 90))
 
 Color = tuple[int, int, int]
@@ -29,7 +30,7 @@ Point = tuple[float, float]
 
 
 def save(figure: Image.Image, path: str | Path) -> None:
-    """Write `figure` to `path`, atomically. Raises UserError for an ending that is no picture's."""
+    """Write `figure` to `path`, atomically. Raises UserError for a file name without an image suffix."""
     if Path(path).suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
         raise UserError(f"{path}: a figure's name must end in .png, .jpg or .webp")
     with atomic_path(path) as temporary:
@@ -75,7 +76,7 @@ class Canvas:
         self.draw.text(self._px(x, y), printable(text), color, _font(*self._px(size)), anchor)
 
     def upright(self, x: float, y: float, text: str, size: float = 12) -> None:
-        """Text centered at (x, y) that reads upward."""
+        """Text centered at (x, y), turned by 90 degrees to read upward."""
         font = _font(*self._px(size))
         left, top, right, bottom = font.getbbox(printable(text))
         strip = Image.new("L", (right - left, bottom - top))
@@ -93,16 +94,14 @@ class Canvas:
         return self.image.reduce(SMOOTH)
 
 
-@lru_cache
-def _font(pixels: int) -> ImageFont.FreeTypeFont:
-    return ImageFont.load_default(pixels)
+_font = lru_cache(ImageFont.load_default)  # by its size in pixels
 
 
 _SPELLED = {"–": "-", "—": "-", "−": "-", "×": "x", "λ": "lambda", "≥": ">=", "≤": "<="}
 
 
 def printable(text: str) -> str:
-    """`text` in the letters that Pillow's built-in font has: accents dropped, a few signs spelled, the rest "?"."""
+    """`text` in the glyphs of Pillow's built-in font: accents dropped, a few signs in ASCII, all others "?"."""
     text = unicodedata.normalize("NFKD", " ".join(text.split()).translate(str.maketrans(_SPELLED)))
     return "".join(c if c.isascii() or c in "±·°⁄‘’“”" else "?" for c in text if not unicodedata.combining(c))
 
@@ -204,7 +203,7 @@ def log_marks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def spell_number(value: float) -> str:
-    """A mark as short as it is exact: 0.3, 4e-4, 1500, 20k, 1.5M."""
+    """The shortest exact text of an axis mark: 0.3, 4e-4, 1500, 20k, 1.5M."""
     value = float(f"{value:.6g}")  # 3 × 0.1 is 0.30000000000000004
     for unit, sign in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= max(unit, 1e4):
@@ -245,51 +244,39 @@ def line_chart(
     height: float = 400,
     intervals: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
 ) -> Image.Image:
-    """Named series of (x, y) as lines, a lone point as a dot; those named in `pale`, such as raw values, are thin.
+    """Named series of (x, y) as lines, a single point as a dot; those named in `pale`, such as raw values, are thin.
     `intervals`: for a series, (x, low, high) to draw as upright bars.
 
     Points that are not finite, or not positive on a log axis, break the line. Raises UserError if no point is left.
     """
 
-    def visible(x: float, y: float) -> bool:
-        return math.isfinite(x) and math.isfinite(y) and (x > 0 or not log_x) and (y > 0 or not log_y)
+    def visible(point: Point) -> bool:
+        return all(math.isfinite(v) and (v > 0 or not log) for v, log in zip(point, (log_x, log_y), strict=True))
 
-    series = {name: list(points) for name, points in series.items()}
-    shown = [point for points in series.values() for point in points if visible(*point)]
+    series, bars = {name: list(points) for name, points in series.items()}, intervals or {}
+    shown = [point for points in series.values() for point in points if visible(point)]
     if not shown:
         raise UserError(f"nothing to draw in {title or 'the chart'!r}: no series has a finite point")
     legend = max(text_width(name, 12) for name in series) + 34 if len(series) > 1 else 0
-    left, right, top, bottom = 66, width - 22 - legend, 46 if title else 18, height - 52
+    right, top = width - 22 - legend, 46 if title else 18
     sheet = Canvas(width, height)
-    x_axis = _Axis([x for x, _ in shown], left, right, log_x)
-    bars = intervals or {}
     ends = [end for of_series in bars.values() for _, *both in of_series for end in both]
-    y_axis = _Axis([y for _, y in shown] + ends, bottom, top, log_y)
-    if title:
-        sheet.text((left + right) / 2, 22, title, 16, anchor="mm")
-    for mark in y_axis.marks:
-        sheet.line([(left, y_axis.to(mark)), (right, y_axis.to(mark))], GRID)
-        sheet.text(left - 8, y_axis.to(mark), spell_number(mark), 12, anchor="rm")
-    whole = all(float(x).is_integer() for x, _ in shown)  # there is no layer or step 1.5
-    for mark in x_axis.marks:
-        if whole and abs(mark - round(mark)) > 1e-9:
-            continue
-        sheet.line([(x_axis.to(mark), bottom), (x_axis.to(mark), bottom + 5)])
-        sheet.text(x_axis.to(mark), bottom + 15, spell_number(mark), 12, anchor="mm")
-    sheet.line([(left, top), (left, bottom), (right, bottom)])
+    x_axis = _Axis([x for x, _ in shown], 66, right, log_x)
+    y_axis = _Axis([y for _, y in shown] + ends, height - 52, top, log_y)
+    _draw_axes(sheet, x_axis, y_axis, whole=all(float(x).is_integer() for x, _ in shown))
+    sheet.text((66 + right) / 2, 22, title, 16, anchor="mm")
+    sheet.text((66 + right) / 2, height - 14, x_label, 13, anchor="mm")
+    sheet.upright(16, (top + height - 52) / 2, y_label, 13)
     for number, (name, points) in enumerate(series.items()):
-        color, thick, run = SERIES[number % len(SERIES)], 2.0, []
+        color, thick = SERIES[number % len(SERIES)], 2.0
         if name in pale:
             color, thick = tuple(round(0.35 * part + 0.65 * 255) for part in color), 1.0
-        for point in [*points, (math.nan, math.nan)]:
-            if visible(*point):
-                run.append((x_axis.to(point[0]), y_axis.to(point[1])))
-                continue
-            if len(run) > 1:
-                sheet.line(run, color, thick)
-            elif run:
-                sheet.dot(*run[0], 3, color)
-            run = []
+        for is_visible, group in groupby(points, visible):
+            line = [(x_axis.to(x), y_axis.to(y)) for x, y in group if is_visible]
+            if len(line) > 1:
+                sheet.line(line, color, thick)
+            elif line:
+                sheet.dot(*line[0], 3, color)
         for x, low, high in bars.get(name, ()):
             x = x_axis.to(x) + 2 * number  # side by side
             sheet.line([(x, y_axis.to(low)), (x, y_axis.to(high))], color)
@@ -299,9 +286,20 @@ def line_chart(
             y = top + 10 + 20 * number
             sheet.line([(right + 14, y), (right + 34, y)], color, 2.5)
             sheet.text(right + 40, y, name, 12)
-    sheet.text((left + right) / 2, height - 14, x_label, 13, anchor="mm")
-    sheet.upright(16, (top + bottom) / 2, y_label, 13)
     return sheet.finish()
+
+
+def _draw_axes(sheet: Canvas, x_axis: _Axis, y_axis: _Axis, whole: bool) -> None:
+    """Grid lines, axes and their numbers. `whole`: x has integers only, such as layers or steps: no mark between."""
+    left, right, bottom, top = x_axis.start, x_axis.end, y_axis.start, y_axis.end
+    for mark in y_axis.marks:
+        sheet.line([(left, y_axis.to(mark)), (right, y_axis.to(mark))], GRID)
+        sheet.text(left - 8, y_axis.to(mark), spell_number(mark), 12, anchor="rm")
+    for mark in x_axis.marks:
+        if not whole or abs(mark - round(mark)) <= 1e-9:
+            sheet.line([(x_axis.to(mark), bottom), (x_axis.to(mark), bottom + 5)])
+            sheet.text(x_axis.to(mark), bottom + 15, spell_number(mark), 12, anchor="mm")
+    sheet.line([(left, top), (left, bottom), (right, bottom)])
 
 
 def interval_chart(
@@ -312,7 +310,7 @@ def interval_chart(
     reference: tuple[str, float] | None = None,
     width: float = 680,
 ) -> Image.Image:
-    """One row a (name, estimate, low, high): a dot in its interval, and the numbers.
+    """One row per (name, estimate, low, high): a dot in its interval, and the numbers.
 
     `reference` is a named value to compare with, such as ("chance", 25) or ("no difference", 0), as a dashed line.
     Raises UserError if there are no rows.
@@ -366,7 +364,7 @@ def contact_sheet(
 ) -> Image.Image:
     """Pictures in rows of `columns`, their longer side `size` points, their captions below in at most `lines` lines.
 
-    A frame marks a hit (green) or a miss (red); None has no frame. Raises UserError if there are no pictures.
+    A green frame marks a hit, a red one a miss; None has no frame. Raises UserError if there are no pictures.
     """
     if not images:
         raise UserError(f"nothing to draw in {title or 'the contact sheet'!r}: no pictures")
@@ -389,6 +387,16 @@ def contact_sheet(
         for line, words in enumerate(caption):
             sheet.text(left + wide / 2, y + tall + 12 + line * (text + 4), words, text, anchor="mm")
     return sheet.finish()
+
+
+def stack(pictures: Sequence[Image.Image]) -> Image.Image:
+    """Pictures one below the other, on white."""
+    sheet = Image.new("RGB", (max(p.width for p in pictures), sum(p.height for p in pictures)), PAPER)
+    top = 0
+    for picture in pictures:
+        sheet.paste(picture, (0, top))
+        top += picture.height
+    return sheet
 
 
 def _ink_on(color: Color) -> Color:
