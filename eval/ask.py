@@ -44,21 +44,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = next(model.parameters()).device
     asked = [(name, prompt) for name in images for prompt in args.prompt]
     batch = processor([images[name] for name, _ in asked], [prompt for _, prompt in asked]).to(device)
-    first, index = batch.image_index.unique(return_inverse=True)  # a picture is encoded once for all its prompts
-    with torch.no_grad():
-        features = model.encode_images(batch.pixel_values[first])
     rows = generate(
         model,
         batch.input_ids,
-        None,
+        batch.pixel_values,
         batch.token_type_ids,
         batch.attention_mask,
         args.max_new_tokens,
         temperature=args.temperature,
         top_p=args.top_p,
         generator=torch.Generator(device).manual_seed(args.seed),
-        image_features=features,
-        image_index=index,
+        image_index=batch.image_index,
     )
     answers = []
     for (name, prompt), row in zip(asked, rows, strict=True):

@@ -29,7 +29,7 @@ from lora import adapter
 from model.common import UserError, write_text
 from model.generate import CompiledStep, generate, last_valid
 from model.paligemma import PaliGemma
-from model.processor import Batch, Processor, load_image, to_pixels
+from model.processor import Batch, Processor, TokenRow, load_image, to_pixels
 from model.source import EMBEDDED
 from weights.fingerprint import exact_fingerprint
 from weights.load import load_model
@@ -348,30 +348,31 @@ def _answer_window(
 ) -> Iterator[tuple[list[Ask], list[str]]]:
     """Batches of questions with their answers; their pictures are encoded first, each once."""
     features, places, problems = _encode(model, processor, window, batch_size)
-    ready: list[tuple[int, int, Ask]] = []
+    ready: list[tuple[int, TokenRow, Ask]] = []
     for question in window:
         try:
             if question.key in problems:
                 raise UserError(problems[question.key])
-            ids, _ = processor.layout(len(places[question.key]), question.prefix)
-            ready.append((len(question.choices), len(ids), question))
+            row = processor.layout(len(places[question.key]), question.prefix)
+            ready.append((len(question.choices), row, question))
         except UserError as error:
             if left_out is None:
                 raise UserError(f"question {question.id}: {error}") from None
             left_out[question.id] = str(error)
-    ready.sort(key=lambda item: item[:2])
+    ready.sort(key=lambda item: (item[0], len(item[1][0])))
     for choices, group in groupby(ready, key=lambda item: item[0]):
-        ordered, size = [question for *_, question in group], max(1, batch_size // max(1, choices))
+        ordered, size = [(row, question) for _, row, question in group], max(1, batch_size // max(1, choices))
         for start in range(0, len(ordered), size):
-            part = ordered[start : start + size]
+            rows, part = (list(column) for column in zip(*ordered[start : start + size], strict=True))
             step = compiled if len(part) == batch_size else None  # another number of rows would be compiled anew
-            yield part, _answer(model, processor, part, features, places, max_new_tokens, step)
+            yield part, _answer(model, processor, part, rows, features, places, max_new_tokens, step)
 
 
-def _answer(model, processor, questions: list[Ask], features, places, max_new_tokens: int, compiled) -> list[str]:
+def _answer(
+    model, processor, questions: list[Ask], rows: list[TokenRow], features, places, max_new_tokens: int, compiled
+) -> list[str]:
     """Answers to one batch of questions with equally many choices."""
     index = torch.tensor([place for question in questions for place in places[question.key]], device=features.device)
-    rows = [processor.layout(len(places[q.key]), q.prefix) for q in questions]
     batch = processor.pad(rows).to(features.device)
     if not questions[0].choices:
         new = generate(

@@ -29,6 +29,7 @@ from model.qmamba import QMambaConfig
 from model.source import EMBEDDED, resolve
 
 Picture = Image.Image | np.ndarray | str | os.PathLike | BinaryIO
+TokenRow = tuple[list[int], list[int]]  # token ids, and their types: 0 for what is given, 1 for what is to be answered
 
 SLOT = "<image>"  # the word for a picture's place in a prompt
 
@@ -133,16 +134,14 @@ def _from_array(array: np.ndarray) -> Image.Image:
 
 @dataclass(frozen=True)
 class Batch:
-    """B rows of up to S tokens, and the pictures of all rows in order. Labels are not shifted: the loss does that."""
+    """B rows of up to S tokens, and their distinct pictures. Labels are not shifted: the loss does that."""
 
     input_ids: torch.Tensor  # (B, S) int64
     pixel_values: torch.Tensor  # (pictures, 3, R, R) float32 in [-1, 1]
     token_type_ids: torch.Tensor  # (B, S) int64: 0 for image, prefix and padding, 1 for suffix and eos
     attention_mask: torch.Tensor  # (B, S) int64: 0 at padding
     labels: torch.Tensor  # (B, S) int64: the id where the type is 1, else -100
-    # (pictures,) int64: for each picture the first one that was the same object or path; `unique(return_inverse=True)`
-    # of it says which to encode, and how to spread the features over the rows again
-    image_index: torch.Tensor
+    image_index: torch.Tensor  # (slots,) int64: the picture that fills each image slot, rows from top to bottom
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> "Batch":
         """The batch on `device`, its pixels as `dtype`."""
@@ -212,20 +211,21 @@ class Processor:
     ) -> Batch:
         """One row for each prefix, with one picture, a list of pictures, or None for text alone.
 
-        A picture given twice, as the same object or path, is opened once. Raises UserError, naming the row or file.
+        A picture given twice, as the same object or path, is in the batch once. Raises UserError, naming the row or
+        file.
         """
         images, prefixes, suffixes = _check_rows(images, prefixes, suffixes)
-        per_row = [_pictures(entry) for entry in images]
-        rows = []
-        for number, (pictures, prefix, suffix) in enumerate(zip(per_row, prefixes, suffixes, strict=True)):
+        rows, pictures = [], []
+        for number, (entry, prefix, suffix) in enumerate(zip(images, prefixes, suffixes, strict=True)):
+            of_row = [] if entry is None else entry if isinstance(entry, list | tuple) else [entry]
             try:
-                rows.append(self.layout(len(pictures), prefix, suffix))
+                rows.append(self.layout(len(of_row), prefix, suffix))
             except UserError as error:
                 raise UserError(f"row {number}: {error}") from None
-        pixel_values, image_index = self._pixels([picture for pictures in per_row for picture in pictures])
-        return self._pad(rows, pixel_values, image_index)
+            pictures += of_row
+        return self.pad(rows, pictures)
 
-    def layout(self, n_images: int, prefix: str, suffix: str | None = None) -> tuple[list[int], list[int]]:
+    def layout(self, n_images: int, prefix: str, suffix: str | None = None) -> TokenRow:
         """One row: its token ids, and their types, 0 for what is given and 1 for what is to be answered.
 
         `<image>` in the prefix is the place of a picture, as many times as there are pictures. Without it they come
@@ -258,10 +258,36 @@ class Processor:
             )
         return given + answer, [0] * len(given) + [1] * len(answer)
 
-    def pad(self, rows: Sequence[tuple[list[int], list[int]]]) -> Batch:
-        """Rows of `layout` as a batch without pixels: their pictures are encoded elsewhere, once for many questions."""
+    def pad(self, rows: Sequence[TokenRow], pictures: Sequence[Picture] | None = None) -> Batch:
+        """Rows of `layout` as one batch, with the pictures of all their image slots in order.
+
+        Pictures that are the same object or path are opened once. With pictures None they are encoded elsewhere: the
+        batch has no pixels, and its image_index counts the slots. Raises UserError, naming the file.
+        """
+        if pictures is None:
+            slots = sum(ids.count(self.config.image_token_id) for ids, _ in rows) // self.config.num_image_tokens
+            distinct, index = {}, list(range(slots))
+        else:
+            distinct = {_identity(picture): picture for picture in pictures}
+            number = {key: number for number, key in enumerate(distinct)}
+            index = [number[_identity(picture)] for picture in pictures]
         size = self.config.vision.image_size
-        return self._pad(rows, torch.empty(0, 3, size, size), torch.empty(0, dtype=torch.int64))
+        pixel_values = torch.empty(len(distinct), 3, size, size)
+        for pixels, picture in zip(pixel_values, distinct.values(), strict=True):
+            pixels.copy_(to_pixels(load_image(picture, size if self.draft else None), size))
+        width = max(len(ids) for ids, _ in rows)
+        input_ids = torch.full((len(rows), width), self.config.pad_token_id)
+        token_type_ids = torch.zeros_like(input_ids)
+        attention_mask = torch.zeros_like(input_ids)
+        for number, (ids, types) in enumerate(rows):
+            # on the left, padding comes before the image tokens
+            place = slice(width - len(ids), width) if self.padding_side == "left" else slice(0, len(ids))
+            input_ids[number, place] = torch.tensor(ids)
+            token_type_ids[number, place] = torch.tensor(types)
+            attention_mask[number, place] = 1
+        labels = input_ids.masked_fill(token_type_ids == 0, -100)
+        image_index = torch.tensor(index, dtype=torch.int64)
+        return Batch(input_ids, pixel_values, token_type_ids, attention_mask, labels, image_index)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without bos or eos. Raises UserError if it spells a control token or is not Unicode.
@@ -292,37 +318,6 @@ class Processor:
             ids = ids[: ids.index(self.config.eos_token_id)]
         pieces = self.tokenizer.vocab_size()  # the embedding has a few rows more
         return self.tokenizer.decode([i for i in ids if 0 <= i < pieces and i not in self._not_text])
-
-    def _pixels(self, pictures: list[Picture]) -> tuple[torch.Tensor, torch.Tensor]:
-        """pixel_values (pictures, 3, R, R) and image_index (pictures,)."""
-        size = self.config.vision.image_size
-        first: dict[int | str, int] = {}
-        index = [
-            first.setdefault(os.fspath(picture) if isinstance(picture, str | os.PathLike) else id(picture), number)
-            for number, picture in enumerate(pictures)
-        ]
-        pixel_values = torch.empty(len(pictures), 3, size, size)
-        for number, picture in enumerate(pictures):
-            pixel_values[number] = (
-                to_pixels(load_image(picture, size if self.draft else None), size)
-                if index[number] == number
-                else pixel_values[index[number]]
-            )
-        return pixel_values, torch.tensor(index, dtype=torch.int64)
-
-    def _pad(self, rows: list[tuple[list[int], list[int]]], pixel_values, image_index) -> Batch:
-        width = max(len(ids) for ids, _ in rows)
-        input_ids = torch.full((len(rows), width), self.config.pad_token_id)
-        token_type_ids = torch.zeros_like(input_ids)
-        attention_mask = torch.zeros_like(input_ids)
-        for number, (ids, types) in enumerate(rows):
-            # on the left, padding comes before the image tokens
-            place = slice(width - len(ids), width) if self.padding_side == "left" else slice(0, len(ids))
-            input_ids[number, place] = torch.tensor(ids)
-            token_type_ids[number, place] = torch.tensor(types)
-            attention_mask[number, place] = 1
-        labels = input_ids.masked_fill(token_type_ids == 0, -100)
-        return Batch(input_ids, pixel_values, token_type_ids, attention_mask, labels, image_index)
 
 
 def load_tokenizer(path: str | Path) -> sentencepiece.SentencePieceProcessor | BytePairTokenizer:
@@ -377,10 +372,9 @@ def _check_rows(images, prefixes, suffixes) -> tuple[Sequence, Sequence, Sequenc
     return images, prefixes, suffixes
 
 
-def _pictures(entry: Picture | Sequence[Picture] | None) -> list[Picture]:
-    if entry is None:
-        return []
-    return list(entry) if isinstance(entry, list | tuple) else [entry]
+def _identity(picture: Picture) -> int | str:
+    """Equal for the same path and for the same object."""
+    return os.fspath(picture) if isinstance(picture, str | os.PathLike) else id(picture)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

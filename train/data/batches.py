@@ -227,7 +227,7 @@ def collate(
     """Open, prepare and lay out. A picture or text that cannot be used is left out and named; if none is left, the
     list of their names."""
     pictures: dict[str, Image.Image] = {}
-    good, bad = [], []
+    good, rows, bad = [], [], []
     draft = processor.config.vision.image_size if processor.draft else None
     for record in records:
         if isinstance(record, UserError):  # it could not even be read
@@ -237,19 +237,17 @@ def collate(
             if record.picture is not None and record.key not in pictures:
                 picture = record.picture() if callable(record.picture) else record.picture
                 pictures[record.key] = load_image(picture, draft)
-            processor.layout(int(record.picture is not None), record.prefix, record.suffix)
+            rows.append(processor.layout(int(record.picture is not None), record.prefix, record.suffix))
             good.append(record)
         except UserError as error:
             bad.append(f"{record.name}: {error}")
     if not good:
         return bad
-    of_rows = [None if r.picture is None else pictures[r.key] for r in good]
-    batch = processor(of_rows, [r.prefix for r in good], [r.suffix for r in good])
-    first, image_index = batch.image_index.unique(return_inverse=True)
+    batch = processor.pad(rows, [pictures[r.key] for r in good if r.picture is not None])
     positions, targets = supervised(batch.labels)
     micro = MicroBatch(
-        replace(batch, pixel_values=batch.pixel_values[first]),
-        image_index,
+        batch,
+        batch.image_index,
         positions,
         targets,
         int((targets != -100).sum()),
