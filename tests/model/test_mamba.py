@@ -221,9 +221,7 @@ def hf_mamba(seed: int = 0, **sizes) -> transformers.MambaForCausalLM:
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
             elif name.endswith(("A_log", "conv1d.bias")):
                 parameter.add_(0.5 * torch.randn_like(parameter))
-            elif name.endswith("dt_proj.bias"):
-                parameter.copy_(torch.randn_like(parameter))
-            elif "embeddings" in name:
+            elif name.endswith("dt_proj.bias") or "embeddings" in name:
                 parameter.copy_(torch.randn_like(parameter))
             else:
                 parameter.copy_(torch.randn_like(parameter) * parameter[0].numel() ** -0.5)

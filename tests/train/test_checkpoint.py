@@ -62,7 +62,7 @@ def test_a_crash_while_writing_leaves_the_old_ones(tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     monkeypatch.setattr("train.checkpoint.os.fsync", crash)
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="no space left"):
         save_checkpoint(tmp_path, 2, model, optimizer, {})
     monkeypatch.undo()
     assert [path.name for path in checkpoints(tmp_path)] == ["step-1"]

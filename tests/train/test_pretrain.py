@@ -124,7 +124,8 @@ def test_two_processes_make_a_base_that_opens(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "argv, message", [(["--scale", "0"], "scale"), (["--processes", "0"], "processes"), (["--threads", "0"], "threads")]
+    ("argv", "message"),
+    [(["--scale", "0"], "scale"), (["--processes", "0"], "processes"), (["--threads", "0"], "threads")],
 )
 def test_bad_input(argv, message, tmp_path):
     with pytest.raises(UserError, match=message):

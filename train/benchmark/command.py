@@ -414,11 +414,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:
-        return child(json.loads(args.child))
+        child(json.loads(args.child))
+        return
     if args.collect:
-        return collect(args.collect, (args.out or Path()) / "BENCHMARKS.md")
+        collect(args.collect, (args.out or Path()) / "BENCHMARKS.md")
+        return
     if args.estimate:
-        return print(estimate())
+        print(estimate())
+        return
     for name in ("rounds", "threads"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name} is {getattr(args, name)}, expected 1 or more")

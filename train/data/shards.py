@@ -75,9 +75,8 @@ def index_of(shard: Path) -> np.ndarray:
         if _fits(tensors["records"], tensors["shard_bytes"], size):
             return tensors["records"]
     rows = build_index(shard)
-    with suppress(OSError):  # a folder that cannot be written to
-        with atomic_path(path) as temporary:
-            save_file({"records": rows, "shard_bytes": np.array([size])}, temporary)
+    with suppress(OSError), atomic_path(path) as temporary:  # a folder that cannot be written to
+        save_file({"records": rows, "shard_bytes": np.array([size])}, temporary)
     return rows
 
 
