@@ -27,32 +27,21 @@ from tqdm import tqdm
 
 from eval import figures, needle, scenes, vqa
 from lora import adapter
-from lora.quantize import quantize
 from model.common import UserError, run_command, write_text
 from model.device import DTYPES
-from model.differential import graft, lambdas, map_distance
+from model.differential import lambdas, map_distance
 from model.paligemma import PaliGemma
-from model.processor import Processor, load_tokenizer
+from model.processor import Processor
 from train.checkpoint import checkpoints, load_checkpoint, load_weights, read_state, save_checkpoint
 from train.data import batches as data
 from train.data.batches import MicroBatch, Order, Record, idle
 from train.data.features import FeatureCache
 from train.data.shards import Shards
 from train.distributed import World, ask_together, join_world, leave_world, set_gradient_sync, spread
-from train.optim import (
-    Rule,
-    count,
-    make_adamw,
-    make_radam,
-    parameter_groups,
-    rate_factor,
-    reconnect,
-    set_rates,
-    trainable,
-)
-from train.settings import SCALARS, Settings, new_run, parse, run_stem
-from train.systems.stages import open_stage, stage_tokenizer
-from weights.export import companions, export_model
+from train.optim import SCALARS, count, rate_factor, reconnect, set_rates, trainable
+from train.settings import Settings, new_run, parse, run_stem
+from train.systems.open import load_base, open_model, open_processor, open_stage
+from weights.export import export_model
 from weights.load import load_model
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -77,61 +66,6 @@ def read_records(settings: Settings, split: str = "train") -> Sequence[Record]:
     if not records:
         raise UserError(f"--data {settings.data}: no {split} records: check --validation and --fraction")
     return records
-
-
-def base_dtype(settings: Settings, world: World) -> torch.dtype:
-    on_gpu = world.device.type == "cuda"
-    return DTYPES["bf16" if on_gpu else "fp32"] if settings.dtype == "auto" else DTYPES[settings.dtype]
-
-
-def load_base(settings: Settings, world: World) -> PaliGemma:
-    """The base as it is, in its dtype and on its device."""
-    return load_model(settings.base, dtype=base_dtype(settings, world), device=world.device)
-
-
-def open_model(settings: Settings, world: World) -> tuple[PaliGemma, torch.optim.Optimizer]:
-    """The base, grafted and adapted, or the model of a stage, with an optimizer over what learns."""
-    if settings.stage is not None:
-        model, rules = open_stage(settings, base_dtype(settings, world), world.device)
-    else:
-        model = load_base(settings, world)
-        rules = adapt(model, settings)
-    model.language_model.checkpointing = settings.checkpointing
-    if settings.quantize:
-        if settings.writes_model or settings.shard:
-            raise UserError("--quantize holds frozen weights in 8 bits: leave --full, --stage and --shard out")
-        quantize(model)
-    make = {"adamw": make_adamw, "radam": make_radam}[settings.optimizer]
-    return model, make(parameter_groups(model, rules), (0.9, settings.beta2))
-
-
-def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
-    """Graft and adapt `model` in place; returns what of it learns."""
-    options = {"seed": settings.seed, "feed_forward": settings.feed_forward, "where": settings.diff_in}
-    options |= settings.options
-    if settings.attention in ("twin", "v2"):  # the second branch is an adapter like the first
-        options = {"r": settings.r, "alpha": settings.alpha, "dropout": settings.dropout} | options
-    if settings.attention != "softmax" or settings.feed_forward != "mlp":
-        graft(model, settings.attention, **options)
-    scalar = Rule(SCALARS, settings.lr if settings.scalar_lr is None else settings.scalar_lr)
-    if settings.full:
-        if hasattr(model, "grafts"):
-            raise UserError("--full trains plain weights: leave --attention softmax and --feed-forward mlp")
-        return [Rule(".*", settings.lr, settings.weight_decay)]
-    torch.manual_seed(settings.seed)  # LoRA's A is drawn here
-    adapter.inject(model, settings.targets, settings.r, settings.alpha, settings.dropout)
-    learns = "|".join(trainable(model)).replace(".", r"\.")
-    rules = [scalar] if any(map(re.compile(SCALARS).fullmatch, trainable(model))) else []
-    return [*rules, Rule(learns, settings.lr, settings.weight_decay)]
-
-
-def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, list[Path]]:
-    """What prepares pictures and text for `model`, and the files that belong to it."""
-    draft = not settings.data.startswith("embedded")
-    if settings.stage is None:
-        return Processor.from_source(settings.base, draft=draft), companions(settings.base)
-    tokenizer = stage_tokenizer(settings)
-    return Processor(model.config, load_tokenizer(tokenizer), draft=draft), [tokenizer]
 
 
 def evaluate(model: PaliGemma, processor: Processor, settings: Settings, title: str, world: World) -> dict:
@@ -467,7 +401,7 @@ class Metrics:
 
 def fine_tune(settings: Settings, run: Path, world: World) -> None:
     """The whole job: measure, train, measure again, write down."""
-    model, optimizer = open_model(settings, world)
+    model, optimizer = open_model(settings, world.device)
     processor, files = open_processor(settings, model)
     learning = count(trainable(model).values())
     if world.is_first:
@@ -496,7 +430,9 @@ def fine_tune(settings: Settings, run: Path, world: World) -> None:
     world.barrier()
     if is_spread and settings.evaluate:
         del model, optimizer
-        model = load_base(replace(settings, base=str(run / "model")) if settings.writes_model else settings, world)
+        model = load_base(
+            replace(settings, base=str(run / "model")) if settings.writes_model else settings, world.device
+        )
         if not settings.writes_model:
             adapter.load(model, run)
     after = evaluate(model, processor, settings, "after", world) if settings.evaluate else None

@@ -1,7 +1,7 @@
-"""What learns, how fast, and on which schedule.
+"""Which parameters are trained, at which rate, on which schedule.
 
-In: a model and rules (name pattern, rate, decay). Out: an AdamW with one group a rule, and the rate of every step.
-Next: `train/finetune.py` steps it, `train/checkpoint.py` keeps it.
+In: a model and rules (name pattern, rate, decay). Out: an optimizer with one group for each rule, and the factor of the
+rate at every step.
 """
 
 import math
@@ -14,10 +14,13 @@ from torch import nn
 
 from model.common import UserError
 
+# λ, μ and the norms of a graft. No decay: it would pull these scalars and gains towards values without meaning.
+SCALARS = r".*\.(lambda_\w+|lambda_proj\.\w+|mu|subln\.weight)"
+
 
 @dataclass(frozen=True)
 class Rule:
-    """Parameters whose whole name matches `pattern` (re.fullmatch) learn at `lr` with `weight_decay`."""
+    """Parameters whose whole name matches `pattern` (re.fullmatch) are trained at `lr` with `weight_decay`."""
 
     pattern: str
     lr: float
@@ -25,10 +28,10 @@ class Rule:
 
 
 def parameter_groups(model: nn.Module, rules: Sequence[Rule]) -> list[dict]:
-    """Optimizer groups, one a rule; a parameter belongs to the first rule that matches, and to none is frozen.
+    """Optimizer groups, one for each rule; a parameter belongs to the first that matches, and is frozen if none does.
 
-    Sets `requires_grad` to match. Each group carries its `pattern` and `names`. Raises UserError for a rule that no
-    parameter is left for: a misspelt pattern would otherwise train nothing in silence.
+    Sets `requires_grad` accordingly. Each group has its `pattern` and `names`. Raises UserError for a rule that matches
+    no remaining parameter: a misspelt pattern would otherwise train nothing without a word.
     """
     groups = [
         {
@@ -65,7 +68,7 @@ def make_radam(groups: list[dict], betas: tuple[float, float], eps: float = 1e-8
 
 
 def reconnect(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Point the groups of a fresh optimizer to the model's parameters by name: FSDP2 has put others in their place."""
+    """Point the groups of a fresh optimizer to the model's parameters by name: FSDP2 has replaced the tensors."""
     parameters = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [parameters[name] for name in group["names"]]
@@ -74,7 +77,7 @@ def reconnect(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 def rate_factor(step: int, total: int, warmup: int, schedule: str) -> float:
     """The factor of the peak rate at a step counted from 0: a linear warm-up, then `schedule` down to 0 at `total`.
 
-    schedule: "linear", "cosine", or "constant". Step 0 already moves: its factor is 1 / (warmup + 1).
+    schedule: "linear", "cosine", or "constant". The factor of step 0 is 1 / (warmup + 1), not 0.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -95,10 +98,10 @@ def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What learns, by name."""
+    """The parameters that are trained, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def count(parameters) -> int:
-    """Elements in all of `parameters`."""
+    """The number of elements in all of `parameters`."""
     return sum(parameter.numel() for parameter in parameters)

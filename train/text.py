@@ -12,8 +12,6 @@ twin.
 """
 
 import argparse
-import dataclasses
-import json
 import random
 import shutil
 import sys
@@ -31,8 +29,9 @@ from model.common import UserError, run_command
 from model.text import TEXT_PRESETS, TextModel, new_model
 from train.distributed import World, join_world
 from train.finetune import Interrupted, draw_loss, train
-from train.optim import Rule, count, make_adamw, parameter_groups
-from train.settings import SCALARS, Settings, flag, new_run
+from train.flags import add_flags, add_run_flags, check_ranges, flag, from_values, read_config
+from train.optim import SCALARS, Rule, count, make_adamw, parameter_groups
+from train.settings import Settings, new_run
 from weights.export import export_model
 
 SHORTEST = 64  # positions that a task document is given at least
@@ -43,27 +42,29 @@ MOST_NEEDLES = 8
 class TextSettings:
     """All that decides a run. Each is a flag of the same name; the help text is its metadata."""
 
-    text: tuple[str, ...] = flag((), "files or folders of plain text (default: Python's standard library)")
+    text: tuple[str, ...] = flag(
+        (), "files or folders of plain text (default: Python's standard library)", nargs="*", metavar="PATH"
+    )
     corpus: str = flag("", "folder of the prepared corpus (default: RUN/corpus)")
     attention: str = flag("differential", "what attends", choices=["differential", "plain"])
     preset: str = flag("tiny", "size of the model", choices=list(TEXT_PRESETS))
-    length: int = flag(256, "positions of a row: the longest context")
-    batch_size: int = flag(4, "rows of a micro-batch")
-    accumulate: int = flag(1, "micro-batches of a step")
-    tokens: float = flag(2e6, "tokens to learn from")
-    needles: float = flag(0.5, "share of needle documents among those drawn")
-    examples: float = flag(0.25, "share of documents of examples")
-    lr: float = flag(3e-3, "peak learning rate of AdamW")
-    weight_decay: float = flag(0.1, "AdamW weight decay, on matrices")
+    length: int = flag(256, "positions of a row: the longest context", least=SHORTEST)
+    batch_size: int = flag(4, "rows of a micro-batch", least=1)
+    accumulate: int = flag(1, "micro-batches of a step", least=1)
+    tokens: float = flag(2e6, "tokens to learn from", least=1)
+    needles: float = flag(0.5, "share of needle documents among those drawn", least=0)
+    examples: float = flag(0.25, "share of documents of examples", least=0)
+    lr: float = flag(3e-3, "peak learning rate of AdamW", least=0)
+    weight_decay: float = flag(0.1, "AdamW weight decay, on matrices", least=0)
     beta2: float = flag(0.95, "AdamW's second momentum")
-    warmup: float = flag(0.05, "warm-up steps; below 1, a share of all steps")
+    warmup: float = flag(0.05, "warm-up steps; below 1, a share of all steps", least=0)
     schedule: str = flag("cosine", "decay after warm-up", choices=["linear", "cosine", "constant"])
-    clip: float = flag(1.0, "largest gradient norm; 0 does not clip")
-    seed: int = flag(0, "of the weights and of what is drawn")
+    clip: float = flag(1.0, "largest gradient norm; 0 does not clip", least=0)
+    seed: int = flag(0, "of the weights and of what is drawn", least=0)
     device: str = flag("auto", "cuda, cpu, … (default: cuda if there is one)")
     autocast: str = flag("auto", "autocast dtype (default: bf16 on CUDA, else none)", choices=["auto", "none", "bf16"])
     checkpointing: bool = flag(False, "recompute activations in the backward pass, for memory")
-    checkpoint_every: int = flag(200, "steps between checkpoints")
+    checkpoint_every: int = flag(200, "steps between checkpoints", least=1)
 
     @property
     def vocab_size(self) -> int:
@@ -228,68 +229,27 @@ def parse(argv: Sequence[str] | None) -> tuple[TextSettings, Path | None, Path |
     parser = argparse.ArgumentParser(
         prog="python -m train.text", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--out", type=Path, help="run folder to make (default: runs/text-ATTENTION-1, or the next number)"
-    )
-    parser.add_argument(
-        "--resume", type=Path, metavar="RUN", help="go on with an interrupted run, with its own settings"
-    )
-    for setting in dataclasses.fields(TextSettings):
-        name, kind = "--" + setting.name.replace("_", "-"), type(setting.default)
-        default = "" if "default" in setting.metadata["help"] else f" (default: {setting.default})"
-        common = {"default": argparse.SUPPRESS, "help": setting.metadata["help"] + default}
-        if kind is bool:
-            parser.add_argument(name, action=argparse.BooleanOptionalAction, **common)
-        elif kind is tuple:
-            parser.add_argument(name, nargs="*", metavar="PATH", **common)
-        else:
-            parser.add_argument(name, type=kind, choices=setting.metadata["choices"], **common)
+    add_run_flags(parser, "runs/text-ATTENTION-1")
+    add_flags(parser, TextSettings)
     given = vars(parser.parse_args(argv))
     out, resume = given.pop("out"), given.pop("resume")
     if resume is not None:
         if given or out:
             raise UserError("--resume goes on with the run's own settings: leave the other flags out")
-        return read_settings(resume), None, resume
-    settings = TextSettings(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    )
+        return read_config(TextSettings, resume, "train.text"), None, resume
+    settings = from_values(TextSettings, given)
     check(settings)
     return settings, out, None
 
 
 def check(settings: TextSettings) -> None:
     """Raise UserError for numbers that make no run."""
-    least = {
-        "length": SHORTEST,
-        "batch_size": 1,
-        "accumulate": 1,
-        "tokens": 1,
-        "lr": 0,
-        "weight_decay": 0,
-        "warmup": 0,
-        "clip": 0,
-        "seed": 0,
-        "checkpoint_every": 1,
-        "needles": 0,
-        "examples": 0,
-    }
-    for name, bound in least.items():
-        if not getattr(settings, name) >= bound:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(settings, name)}, expected at least {bound}")
+    check_ranges(settings)
     if settings.needles + settings.examples > 0.95:
         raise UserError(
             f"--needles {settings.needles} and --examples {settings.examples} leave no room for text: keep their sum "
             "at 0.95 or below"
         )
-
-
-def read_settings(run: Path) -> TextSettings:
-    """The settings of a run folder. Raises UserError if it is none, or of another version of this program."""
-    try:
-        raw = json.loads((run / "config.json").read_text())
-        return TextSettings(**{name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()})
-    except (OSError, json.JSONDecodeError, TypeError, AttributeError) as error:
-        raise UserError(f"{run}: no run folder of train.text ({error}): give the folder that it has written") from None
 
 
 def main(argv: Sequence[str] | None = None) -> None:

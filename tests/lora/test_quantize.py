@@ -13,9 +13,9 @@ from model.differential import graft
 from model.linear import Linear
 from tests.reference import batch, hf_model, ours, relative_error
 from tests.train.test_finetune import WORLD, run
-from train import finetune
 from train.optim import trainable
 from train.settings import parse
+from train.systems.open import open_model
 from weights.load import load_model
 
 TARGETS = r"language_model\..*\.(q_proj|up_proj)"
@@ -172,4 +172,4 @@ def test_the_command(tmp_path):
     for flags in (["--full", "--attention", "softmax"], ["--shard"]):
         settings = parse(["--base", "tiny", "--device", "cpu", "--quantize", "int8", *flags])[0]
         with pytest.raises(UserError, match="--quantize"):
-            finetune.open_model(settings, WORLD)
+            open_model(settings, WORLD.device)

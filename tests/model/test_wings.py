@@ -25,7 +25,7 @@ from train.data import batches as data
 from train.data.batches import Record
 from train.optim import trainable
 from train.settings import Settings, parse
-from train.systems.stages import open_stage
+from train.systems.open import open_model, open_stage
 from weights.export import export_model
 from weights.load import load_model
 
@@ -516,7 +516,7 @@ def test_each_stage_trains_its_parts(stage_1):
     }
     for stage, source in ((1, "embedded"), (2, stage_1)):
         settings = stage_settings(stage, source)
-        model, optimizer = finetune.open_model(settings, finetune.join_world("cpu"))
+        model, optimizer = open_model(settings, torch.device("cpu"))
         rates = {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}
         for name, parameter in model.named_parameters():
             matching = [rate for pattern, rate in wanted[stage].items() if re.fullmatch(pattern, name)]

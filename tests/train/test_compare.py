@@ -20,9 +20,11 @@ from tests.train.test_data import write_vqav2
 from train import finetune
 from train.distributed import World
 from train.optim import count, trainable
-from train.settings import RECIPES, Settings
+from train.recipes import RECIPES
+from train.settings import Settings
 from train.studies import attention as compare
 from train.studies.attention import Bench, Line, Measure, Row
+from train.systems.open import load_base, open_model
 from weights.export import export_model
 
 WORLD = World(0, 1, torch.device("cpu"))
@@ -177,7 +179,7 @@ def test_the_control_is_the_smallest_that_is_large_enough(name, processor, tmp_p
 
     def parameters(row, **changes):
         settings = replace(compare.cell_settings(bench, row, 1e-3, 0), **changes)
-        return count(trainable(finetune.open_model(settings, WORLD)[0]).values())
+        return count(trainable(open_model(settings, WORLD.device)[0]).values())
 
     row = ROWS[name]
     line = Line(row, compare.cell_settings(bench, row, 1e-3, 0), parameters(row))
@@ -363,7 +365,7 @@ def test_no_picture_is_in_two_splits_of_any_seed(kind, processor, tmp_path):
         records, _ = compare.training_records(bench, replace(base, seed=seed))
         learned = {record.key for record in records}
         assert len(learned) == 14 and not learned & (pictures["validation"] | pictures["test"])
-    model = finetune.load_base(base, WORLD)
+    model = load_base(base, WORLD.device)
     scores = measures["test"].grade(model.eval(), processor, base)
     assert len(scores) == len(measures["test"].examples) == (9 if kind == "vqav2" else 6)
 

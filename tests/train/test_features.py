@@ -13,6 +13,7 @@ from train import finetune
 from train.data.batches import MicroBatch, collate, embedded_records
 from train.data.features import FeatureCache
 from train.settings import parse
+from train.systems.open import open_model
 from weights.load import load_model
 
 
@@ -44,7 +45,7 @@ def train(folder: Path, *arguments) -> list[dict]:
     run = folder / "run"
     run.mkdir(parents=True)
     processor = Processor.from_source("tiny")
-    model, optimizer = finetune.open_model(settings, WORLD)
+    model, optimizer = open_model(settings, WORLD.device)
     finetune.train(model, optimizer, processor, settings, run, WORLD, None)
     return metrics(run)
 

@@ -20,7 +20,9 @@ from train import finetune
 from train.data.batches import collate, embedded_records
 from train.distributed import World
 from train.optim import trainable
-from train.settings import RECIPES, Settings, parse
+from train.recipes import RECIPES
+from train.settings import Settings, parse
+from train.systems.open import open_model
 from weights.load import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,7 +109,7 @@ def test_every_variant_trains_and_is_opened_again(kind, tmp_path):
 )
 def test_the_trainable_set_by_name(arguments, expected):
     """Breaks when λ, μ or a norm is frozen by LoRA's injection, as in the published code, or a base weight learns."""
-    model, optimizer = finetune.open_model(settings(*arguments), WORLD)
+    model, optimizer = open_model(settings(*arguments), WORLD.device)
     lora = {name for name in trainable(model) if ".lora.lora_" in name}
     linears = 7 if "swiglu-new" not in arguments else 4
     assert len(lora) == 4 * linears * 2  # layers, linears, A and B
@@ -123,7 +125,7 @@ def test_the_trainable_set_by_name(arguments, expected):
 
 def test_the_vision_tower_is_not_touched(processor):
     """Breaks when gradients or activations are kept below the first adapter."""
-    model, _ = finetune.open_model(settings(), WORLD)
+    model, _ = open_model(settings(), WORLD.device)
     micro = collate(embedded_records(count=2), processor)
     assert not model.encode_images(micro.batch.pixel_values).requires_grad
     finetune.supervised_loss(model, micro).backward()
@@ -132,7 +134,7 @@ def test_the_vision_tower_is_not_touched(processor):
 
 def test_accumulation_is_one_large_batch(processor):
     """Breaks when micro-batches are weighted by their number, not by their supervised tokens."""
-    model, _ = finetune.open_model(settings("--dropout", "0"), WORLD)
+    model, _ = open_model(settings("--dropout", "0"), WORLD.device)
     for module in model.modules():
         if hasattr(module, "lora_B"):
             torch.nn.init.normal_(module.lora_B.weight, std=0.02)

@@ -11,12 +11,13 @@ import torch
 from model.common import UserError
 from model.families import read_config
 from model.qmamba import ProjectorConfig, QMamba, QMambaConfig, initialize_qmamba
-from train.distributed import join_world
-from train.finetune import main, open_model
+from train import recipes
+from train.finetune import main
 from train.optim import trainable
+from train.recipes import StageRecipe
 from train.settings import parse
-from train.systems import stages
-from train.systems.stages import Architecture, Stage
+from train.systems import open as systems
+from train.systems.open import System, open_model
 from weights.export import export_model
 from weights.load import load_model
 
@@ -28,20 +29,17 @@ def open_any(settings, dtype, device):
 @pytest.fixture
 def system(monkeypatch):
     """Two stages of the plain model: the projector alone, then decoder and projector at other rates."""
-    both = Architecture(
-        open_any,
-        {
-            1: Stage({r"multi_modal_projector\..*": 1.0}, {"lr": 1e-3, "optimizer": "radam"}),
-            2: Stage({r"multi_modal_projector\..*": 5.0, r"language_model\..*": 1.0}, {"lr": 1e-4}),
-        },
-    )
-    monkeypatch.setitem(stages.ARCHITECTURES, "probe", both)
-    return both
+    stages = {
+        1: StageRecipe({r"multi_modal_projector\..*": 1.0}, {"lr": 1e-3, "optimizer": "radam"}),
+        2: StageRecipe({r"multi_modal_projector\..*": 5.0, r"language_model\..*": 1.0}, {"lr": 1e-4}),
+    }
+    monkeypatch.setitem(recipes.STAGES, "probe", stages)
+    monkeypatch.setitem(systems.SYSTEMS, "probe", System(open_any))
 
 
 def test_each_stage_trains_what_it_names_at_its_rates(system):
     settings, _, _ = parse(["--arch", "probe", "--stage", "2", "--weight-decay", "0.5"])
-    model, optimizer = open_model(settings, join_world("cpu"))
+    model, optimizer = open_model(settings, torch.device("cpu"))
     groups = {group["pattern"]: (group["base_lr"], group["weight_decay"]) for group in optimizer.param_groups}
     assert groups == {r"multi_modal_projector\..*": (5e-4, 0.5), r"language_model\..*": (1e-4, 0.5)}
     assert {name.split(".")[0] for name in trainable(model)} == {"multi_modal_projector", "language_model"}
@@ -51,14 +49,14 @@ def test_a_stage_brings_defaults_and_the_command_line_goes_before(system):
     assert parse(["--arch", "probe", "--stage", "1"])[0].optimizer == "radam"
     settings = parse(["--arch", "probe", "--stage", "1", "--lr", "0.5"])[0]
     assert (settings.lr, settings.optimizer) == (0.5, "radam")
-    model, optimizer = open_model(settings, join_world("cpu"))
+    model, optimizer = open_model(settings, torch.device("cpu"))
     assert isinstance(optimizer, torch.optim.RAdam)
 
 
 @pytest.mark.parametrize("argv", [["--arch", "probe"], ["--stage", "1"], ["--arch", "probe", "--stage", "3"]])
 def test_a_stage_that_is_not_there_is_refused(system, argv):
     with pytest.raises(UserError, match="stage"):
-        open_model(parse(argv)[0], join_world("cpu"))
+        open_model(parse(argv)[0], torch.device("cpu"))
 
 
 def test_a_stage_leaves_a_model_that_the_next_starts_from(system, tmp_path):

@@ -20,8 +20,9 @@ from train import finetune
 from train.distributed import join_world
 from train.optim import trainable
 from train.settings import Settings, parse
-from train.systems.stages import open_stage
+from train.systems.open import open_model, open_processor, open_stage
 from weights import inspect
+from weights.export import export_model
 from weights.load import load_model
 from weights.siglip import load_siglip
 
@@ -94,7 +95,7 @@ def test_trained_parts_are_taken_over(language, tmp_path):
     save_file(source.state_dict(), tmp_path / "mamba" / "model.safetensors")
     (tmp_path / "mamba" / "config.json").write_text(json.dumps(source.config.to_dict()))
     donor = open_first(language, "state_size=4", seed=7)
-    finetune.export_model(donor, tmp_path / "donor")
+    export_model(donor, tmp_path / "donor")
     model = open_first(
         language, "state_size=4", f"blocks_from={tmp_path / 'mamba'}", f"connector_from={tmp_path / 'donor'}"
     )
@@ -147,14 +148,14 @@ def learns(model) -> set[str]:
 def test_the_stages_train_what_the_paper_trains(language, tmp_path):
     """Breaks when stage 1 touches the language model, stage 2 leaves it frozen, or either trains the eye."""
     first, world = settings_of(language), join_world("cpu")
-    model, optimizer = finetune.open_model(first, world)
+    model, optimizer = open_model(first, world.device)
     assert isinstance(optimizer, torch.optim.RAdam)
     assert set(trainable(model)) == {
         f"multi_modal_projector.{name}" for name, _ in model.multi_modal_projector.named_parameters()
     }
-    finetune.export_model(model, tmp_path / "model")
+    export_model(model, tmp_path / "model")
     second = settings_of(language, stage=2, base=str(tmp_path / "model"))
-    model, optimizer = finetune.open_model(second, world)
+    model, optimizer = open_model(second, world.device)
     assert learns(model) == {"multi_modal_projector", "language_model"}
     assert not any(p.requires_grad for p in model.vision_tower.parameters())
     assert all(
@@ -212,7 +213,7 @@ def test_choices_are_weighed_as_if_read_alone(language):
     """Breaks when a prompt's state, which its choices share, is lost over a shorter choice's padding."""
     settings = settings_of(language)
     model, _ = open_stage(settings, torch.float32, CPU)
-    processor, _ = finetune.open_processor(settings, model)
+    processor, _ = open_processor(settings, model)
     picture, choices = torch.rand(1, 3, 112, 112) * 2 - 1, ["yes", "top left", "row 2 column 3"]
     prefixes = ["Is there a dog in the image?", "where"]
     features = model.encode_images(picture)
@@ -256,7 +257,7 @@ def test_parts_that_do_not_fit_are_refused(language, tmp_path):
         open_first(language, f"blocks_from={language}")
     with pytest.raises(UserError, match="connector_from=embedded: both models must be a Q-Mamba"):
         open_first(language, "connector_from=embedded")
-    finetune.export_model(open_first(language, "hidden_size=24"), tmp_path / "wide")
+    export_model(open_first(language, "hidden_size=24"), tmp_path / "wide")
     with pytest.raises(UserError, match="its vision_proj has other sizes.*24"):
         open_first(language, f"connector_from={tmp_path / 'wide'}")
     with pytest.raises(UserError, match="--stage 2: embedded is no Q-Mamba"):
@@ -271,5 +272,5 @@ def test_the_embedded_default_needs_no_option():
     model = open_stage(settings, torch.float32, CPU)[0]
     assert asdict(model.config.projector)["queries"] < model.config.vision.num_image_tokens
     assert len(model.multi_modal_projector.blocks) == 4
-    processor, files = finetune.open_processor(settings, model)
+    processor, files = open_processor(settings, model)
     assert files[0].name == "tokenizer.model" and processor.config.num_image_tokens == 8

@@ -23,6 +23,7 @@ from eval.datasets import find_image, read_annotations, read_examples, read_ques
 from model.common import UserError
 from model.processor import Batch, Processor, load_image
 from train.data.features import FeatureCache
+from train.recipes import EMBEDDED_TASKS
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,6 @@ class Record:
 
 QUESTIONS_FILE = "v2_OpenEnded_mscoco_train2014_questions.json"
 ANNOTATIONS_FILE = "v2_mscoco_train2014_annotations.json"
-
-# the embedded task mix, in turn. Half of it questions, lest they be forgotten; two objects a needle lean on one
-EMBEDDED_TASKS = ("vqa", "n2o1", "vqa", "n2o2")
 
 
 def embedded_records(tasks: Sequence[str] = EMBEDDED_TASKS, split: str = "train", count: int = 12000, seed: int = 0):

@@ -7,7 +7,7 @@ picture's queries. Out: a folder with config.json, model.safetensors and tokeniz
     python -m train.pretrain_mamba --out runs/tiny-mamba
 
 It knows the prompts of VQA and of the probes from text alone, as a published language model knows language: stage 1 of
-`train/systems/stages.py` leaves it as it is. Next: `train/systems/qmamba.py`.
+`train/recipes.py` leaves it as it is.
 """
 
 import argparse

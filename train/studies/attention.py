@@ -50,8 +50,10 @@ from train.data import batches as data
 from train.data.batches import Record
 from train.distributed import World, join_world
 from train.optim import count, trainable
-from train.settings import RECIPES, Settings, parse
+from train.recipes import RECIPES
+from train.settings import Settings, parse
 from train.studies.cells import digest
+from train.systems.open import load_base, open_model
 from weights.load import empty_model
 
 VERSION = 1  # of the code that decides a cell's result: raise it, and all cells are done again
@@ -100,16 +102,16 @@ class Bench:
 
 def open_base(settings: Settings, folder: Path, bench: Bench) -> PaliGemma:
     """The base, nothing of it trained."""
-    return finetune.load_base(settings, bench.world).requires_grad_(False)
+    return load_base(settings, bench.world.device).requires_grad_(False)
 
 
 def fine_tune(settings: Settings, folder: Path, bench: Bench) -> PaliGemma:
     """The base with the adapter in `folder`, which is trained there if it is not there yet."""
     if (folder / adapter.CONFIG_FILE).exists():
-        model = finetune.load_base(settings, bench.world)
+        model = load_base(settings, bench.world.device)
         adapter.load(model, folder)
         return model
-    model, optimizer = finetune.open_model(settings, bench.world)
+    model, optimizer = open_model(settings, bench.world.device)
     records, _ = training_records(bench, settings)
     finetune.train(model, optimizer, bench.processor, settings, folder, bench.world, None, records)
     adapter.save(model, folder, base=settings.base)
@@ -783,7 +785,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if world.size > 1:
         raise UserError("a comparison runs in one process: start it without torchrun")
     processor = Processor.from_source(base.base, draft=base.data != "embedded")
-    fingerprint = adapter.fingerprint(finetune.load_base(base, world))
+    fingerprint = adapter.fingerprint(load_base(base, world.device))
     limits = {"validation": max(1, args.limit // 2), "test": args.limit}
     measures = {split: make_measures(base, split, limit, args) for split, limit in limits.items()}
     bench = Bench(base, args.out, world, processor, fingerprint, measures, args.protocol)

@@ -7,7 +7,7 @@ comparison.json, rows.png and differences.png in --out: the paper's Table 2 (who
 weights), Table 4 (the scan order), the number of queries, and a linear projector before a transformer.
 Next: nothing; these are the results.
 
-Every row is trained in the two stages of `train/systems/stages.py`: its projector alone, then language model and
+Every row is trained in the two stages of `train/recipes.py`: its projector alone, then language model and
 projector. All rows of a seed learn from the same pictures in the same order, and answer the same questions; a
 difference is that to the row it is to be compared with, example by example. The transformer, which no pretrained
 weights exist for, is first taught by the words that the embedded Mamba was taught by (`train/embedded/mamba.py`).
@@ -44,18 +44,18 @@ from train.data.batches import MicroBatch, supervised
 from train.distributed import join_world
 from train.embedded.mamba import accuracy, teach
 from train.optim import Rule, count, make_radam, parameter_groups
+from train.recipes import STAGES, stage_defaults
 from train.settings import Settings
 from train.studies.attention import spell, stack, table
 from train.studies.cells import cell, study_arguments
 from train.systems.qmamba import TINY, TINY_MAMBA, Parts
-from train.systems.stages import ARCHITECTURES, stage_defaults
 from weights.fingerprint import exact_fingerprint
 from weights.load import load_mamba, load_model
 
 VERSION = 1  # of the code that decides a cell's result: raise it, and all cells are done again
 
 TASKS = ("vqa", "locate", "count", "exist")  # learned each as often as another
-SAMPLES = {number: stage.embedded["samples"] for number, stage in ARCHITECTURES["qmamba"].stages.items()}
+SAMPLES = {number: stage.embedded["samples"] for number, stage in STAGES["qmamba"].items()}
 TOLD = 20_000  # scenes that teach the transformer its language
 # a transformer that, with its projector, has as many parameters as row `local`
 CONTROL = replace(PRESETS["tiny"], text=replace(PRESETS["tiny"].text, num_hidden_layers=2, intermediate_size=496))
@@ -347,7 +347,7 @@ class Bench:
 
 def learn(model: PaliGemma, processor: Processor, settings: Settings, lessons: Lessons, folder: Path) -> None:
     """Train what the stage of `settings` trains, in place."""
-    rates = ARCHITECTURES["qmamba"].stages[settings.stage].rates
+    rates = STAGES["qmamba"][settings.stage].rates
     rules = [Rule(pattern, settings.lr * factor, settings.weight_decay) for pattern, factor in rates.items()]
     optimizer = make_radam(parameter_groups(model, rules), (0.9, settings.beta2))
     folder.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
-"""What Q-Mamba is made of when its training begins: an eye, a fresh projector, and a language model.
+"""Q-Mamba as it is trained: a vision tower, a fresh projector, and a language model; then what stage 1 made of them.
 
-In: the settings of a run with `--arch qmamba`, whose `--option NAME=VALUE` sets what `Parts` and
-`model.qmamba.ProjectorConfig` name. Out: the model of a stage. Next: `train/systems/stages.py` says what of it learns.
+In: the settings of a run with `--arch qmamba`; `--option NAME=VALUE` sets a field of `Parts` or of
+`model.qmamba.ProjectorConfig`. Out: the model of a stage.
 
     python -m train.finetune --arch qmamba --stage 1 --base google/siglip-so400m-patch14-384 --data jsonl:FILE \\
         --option language_model=state-spaces/mamba-2.8b-hf --option blocks_from=state-spaces/mamba-130m-hf
@@ -9,18 +9,15 @@ In: the settings of a run with `--arch qmamba`, whose `--option NAME=VALUE` sets
 
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from model.common import UserError
 from model.qmamba import ProjectorConfig, QMamba, QMambaConfig, QMambaProjector, fill_from_mamba, initialize_projector
 from model.source import BUNDLED_FOLDER, EMBEDDED
+from train.settings import Settings
 from weights.load import empty_model, load_mamba, load_model
 from weights.siglip import load_siglip
-
-if TYPE_CHECKING:
-    from train.settings import Settings
 
 TINY_MAMBA = BUNDLED_FOLDER.parent / "tiny-mamba"  # the embedded language model
 # for the embedded base, whose picture has 16 features
@@ -29,16 +26,21 @@ TINY = ProjectorConfig(queries=8, hidden_size=64, num_blocks=4, num_attention_he
 
 @dataclass(frozen=True)
 class Parts:
-    """Where the parts come from: folders or hub ids."""
+    """The sources of the parts: folders or hub ids.
+
+    blocks_from: a Mamba whose layers are copied into the projector's blocks; "" initializes them at random.
+    connector_from: a trained Q-Mamba whose connector and vision projection are copied; "" initializes them at random.
+    feature_layer: of the vision tower, see `VisionConfig`.
+    """
 
     language_model: str = EMBEDDED
-    blocks_from: str = ""  # a Mamba whose layers fill the projector's blocks; none: they begin fresh
-    connector_from: str = ""  # a trained Q-Mamba whose connector is taken over, with the projection before it
-    feature_layer: int = -2  # of the eye, see VisionConfig
+    blocks_from: str = ""
+    connector_from: str = ""
+    feature_layer: int = -2
 
 
-def read_options(settings: "Settings") -> tuple[Parts, ProjectorConfig]:
-    """What `--option` says. Raises UserError for a name that is none, or a value of another type."""
+def read_options(settings: Settings) -> tuple[Parts, ProjectorConfig]:
+    """The parts and the projector that `--option` describes. Raises UserError for an unknown name or a wrong type."""
     tiny = settings.base == EMBEDDED
     parts, projector = Parts(), TINY if tiny else ProjectorConfig()
     known = asdict(parts) | asdict(projector)
@@ -54,22 +56,22 @@ def read_options(settings: "Settings") -> tuple[Parts, ProjectorConfig]:
     parts, projector = replace(parts, **given[Parts]), replace(projector, **given[ProjectorConfig])
     if not tiny and parts.language_model == EMBEDDED:
         raise UserError(
-            f"--base {settings.base}: its language model is not told: add --option "
+            f"--base {settings.base}: its language model is not named: add --option "
             "language_model=state-spaces/mamba-2.8b-hf, or another published Mamba"
         )
     return parts, projector
 
 
-def language_model(settings: "Settings") -> str:
-    """The source of the language model, whose tokenizer the model reads with: in stage 2 the model itself."""
+def language_model(settings: Settings) -> str:
+    """The source of the language model and its tokenizer: from stage 2 on the base itself."""
     if settings.stage != 1:
         return settings.base
     source = read_options(settings)[0].language_model
     return str(TINY_MAMBA) if source == EMBEDDED else source
 
 
-def open_qmamba(settings: "Settings", dtype: torch.dtype, device: torch.device) -> QMamba:
-    """Stage 1: a fresh projector between the eye of a base and a language model. Stage 2: what stage 1 made of it.
+def open_qmamba(settings: Settings, dtype: torch.dtype, device: torch.device) -> QMamba:
+    """Stage 1: a fresh projector between the vision tower of a base and a language model. Stage 2: the base itself.
 
     Raises UserError for parts that do not fit together, before the projector is made.
     """
@@ -90,7 +92,7 @@ def open_qmamba(settings: "Settings", dtype: torch.dtype, device: torch.device) 
         vision=replace(tower.config, feature_layer=parts.feature_layer),
         projector=projector,
         text=text.config,
-        image_token_id=text.config.vocab_size - 1,  # of the embedding's padding, which no text uses
+        image_token_id=text.config.vocab_size - 1,  # in the padding of the embedding: no text has this id
     )
     config.check(f"--base {settings.base}")
     model = empty_model(config, dtype)
@@ -107,9 +109,9 @@ def open_qmamba(settings: "Settings", dtype: torch.dtype, device: torch.device) 
 
 
 def copy_connector(projector: QMambaProjector, source: str | Path) -> None:
-    """Take over the connector of a trained Q-Mamba, and the projection and norm before it.
+    """Copy the connector of a trained Q-Mamba, and the projection and norm before it.
 
-    Raises UserError for another model, or one of other sizes.
+    Raises UserError for a model of another kind or other sizes.
     """
     theirs = load_model(source)
     if type(theirs) is not QMamba or not theirs.config.projector.connector or not projector.config.connector:
@@ -118,5 +120,7 @@ def copy_connector(projector: QMambaProjector, source: str | Path) -> None:
         try:
             projector.get_submodule(part).load_state_dict(theirs.multi_modal_projector.get_submodule(part).state_dict())
         except RuntimeError as error:
-            told = str(error).splitlines()[-1].strip()
-            raise UserError(f"connector_from={source}: its {part} has other sizes ({told}): take one like it") from None
+            reason = str(error).splitlines()[-1].strip()
+            raise UserError(
+                f"connector_from={source}: its {part} has other sizes ({reason}): take one of the same sizes"
+            ) from None

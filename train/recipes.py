@@ -1,0 +1,113 @@
+"""Settings as data: the recipes of `train.finetune`, the stages of each system, and the embedded task mix.
+
+Names are those of `train.settings.Settings`. This file imports nothing of this project.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# Tasks of the embedded data, taken in turn. Half are questions, or the model forgets how to answer them.
+EMBEDDED_TASKS = ("vqa", "n2o1", "vqa", "n2o2")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recipes: the paper's Table 1 (its section 4), and the transfer recipe of PaliGemma's authors (Beyer et al. 2024,
+# appendix J)
+# ---------------------------------------------------------------------------------------------------------------------
+
+_PAPER = {
+    "batch_size": 4,
+    "accumulate": 4,
+    "warmup": 50,
+    "schedule": "linear",
+    "dropout": 0.1,
+    "epochs": 1,
+    "fraction": 0.4,
+    "prompt": "answer {question}",
+    "r": 32,
+    "alpha": 64.0,
+}
+_FAST, _SLOW = {"lr": 4e-4, "weight_decay": 1e-9}, {"lr": 2e-5, "weight_decay": 1e-8}
+RECIPES: dict[str, dict] = {
+    "paper-1": _PAPER | _FAST | {"attention": "softmax", "feed_forward": "mlp"},
+    "paper-2": _PAPER | _FAST | {"attention": "shared", "feed_forward": "swiglu-new"},
+    "paper-3": _PAPER | _SLOW | {"attention": "softmax", "feed_forward": "mlp", "r": 16, "alpha": 32.0},
+    "paper-4": _PAPER | _SLOW | {"attention": "shared", "feed_forward": "mlp"},
+    "paper-5": _PAPER | _SLOW | {"attention": "split", "feed_forward": "swiglu-new", "option": ('rope_pairs="fresh"',)},
+    "paligemma": {
+        "attention": "softmax",
+        "full": True,
+        "lr": 1e-5,
+        "weight_decay": 0.0,
+        "beta2": 0.999,
+        "epochs": 10,
+        "batch_size": 16,
+        "accumulate": 16,
+        "schedule": "cosine",
+        "warmup": 0.05,
+        "clip": 1.0,
+        "answers": "sampled",
+        "prompt": "answer en {question}",
+    },
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StageRecipe:
+    """What a stage trains: patterns of whole parameter names, and for each the factor of `--lr`.
+
+    defaults: settings of this stage; flags of the command line override them. embedded: overrides for the embedded
+    data, where the parts are a thousand times smaller and there are a hundred times fewer pictures.
+    """
+
+    rates: Mapping[str, float]
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    embedded: Mapping[str, object] = field(default_factory=dict)
+
+
+_ONE_EPOCH = {"epochs": 1, "schedule": "cosine", "warmup": 0.03, "clip": 1.0, "batch_size": 16, "beta2": 0.999}
+# WINGS: the rates and decays of the paper. It gives a range for the first rate.
+_WINGS = _ONE_EPOCH | {"r": 64}
+# Q-Mamba: the paper's rates and batches; weights in fp32, matrix products in bf16 on a GPU
+_QMAMBA = _ONE_EPOCH | {"optimizer": "radam", "weight_decay": 0.0, "dtype": "fp32"}
+_SMALL = {"batch_size": 32, "accumulate": 1}
+_SMALL_QMAMBA = _SMALL | {"tasks": "vqa,locate,count,exist"}
+
+# Of each system with stages, by its `--arch` name and the stage's number. `train/systems/open.py` makes their models.
+STAGES: dict[str, dict[int, StageRecipe]] = {
+    "wings": {
+        1: StageRecipe(
+            {r"multi_modal_projector\..*|.*\.visual\..*": 1.0},
+            _WINGS | {"lr": 2e-4, "weight_decay": 1e-9, "accumulate": 16},
+            _SMALL | {"r": 16, "lr": 3e-3, "samples": 3200},
+        ),
+        2: StageRecipe(
+            {r"multi_modal_projector\..*": 5.0, r"language_model\..*": 1.0},
+            _WINGS | {"lr": 2e-6, "weight_decay": 1e-8, "accumulate": 4},
+            _SMALL | {"lr": 5e-4, "samples": 9600},
+        ),
+    },
+    "qmamba": {
+        1: StageRecipe(
+            {r"multi_modal_projector\..*": 1.0},
+            _QMAMBA | {"lr": 1e-4, "accumulate": 16},
+            _SMALL_QMAMBA | {"lr": 1e-2, "samples": 2000},
+        ),
+        2: StageRecipe(
+            {r"multi_modal_projector\..*|language_model\..*": 1.0},
+            _QMAMBA | {"lr": 2e-5, "accumulate": 8},
+            _SMALL_QMAMBA | {"lr": 6e-3, "samples": 10000},
+        ),
+    },
+}
+
+
+def stage_defaults(arch: str | None, stage: int | None, data: str) -> Mapping[str, object]:
+    """The settings of a stage on `data`; empty where there is no such stage."""
+    recipe = STAGES.get(arch, {}).get(stage)
+    if recipe is None:
+        return {}
+    return recipe.defaults | (recipe.embedded if data == "embedded" else {})

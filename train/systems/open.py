@@ -1,0 +1,120 @@
+"""Open what a run trains: a base with its graft and adapter, or the model of a stage, with its optimizer and processor.
+
+In: the settings of a run. Out: the model, the optimizer over the parameters that are trained, and the processor. A new
+system with stages is one file beside this one, its `STAGES` in `train/recipes.py`, and one entry of SYSTEMS.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lora import adapter
+from lora.quantize import quantize
+from model.common import UserError
+from model.device import DTYPES
+from model.differential import graft
+from model.paligemma import PaliGemma
+from model.processor import Processor, load_tokenizer
+from train.optim import SCALARS, Rule, make_adamw, make_radam, parameter_groups, trainable
+from train.recipes import STAGES
+from train.settings import Settings
+from train.systems.qmamba import language_model, open_qmamba
+from train.systems.wings import open_wings
+from weights.export import companions
+from weights.load import load_model
+
+
+@dataclass(frozen=True)
+class System:
+    """A model that is trained in stages.
+
+    `open(settings, dtype, device)` makes the model of a stage: the first from a plain base, a later one from the model
+    that the stage before wrote. `tokenizer_source` names the model whose tokenizer it reads with.
+    """
+
+    open: Callable[[Settings, torch.dtype, torch.device], PaliGemma]
+    tokenizer_source: Callable[[Settings], str] = lambda settings: settings.base
+
+
+SYSTEMS: dict[str, System] = {"wings": System(open_wings), "qmamba": System(open_qmamba, language_model)}
+
+
+def base_dtype(settings: Settings, device: torch.device) -> torch.dtype:
+    """The dtype of `--dtype`; "auto" is bf16 on a GPU, else fp32."""
+    return DTYPES["bf16" if device.type == "cuda" else "fp32"] if settings.dtype == "auto" else DTYPES[settings.dtype]
+
+
+def load_base(settings: Settings, device: torch.device) -> PaliGemma:
+    """The base without graft and adapter, in its dtype, on `device`."""
+    return load_model(settings.base, dtype=base_dtype(settings, device), device=device)
+
+
+def open_model(settings: Settings, device: torch.device) -> tuple[PaliGemma, torch.optim.Optimizer]:
+    """The base, grafted and adapted, or the model of a stage, with an optimizer over the parameters that are trained.
+
+    Raises UserError for settings that exclude each other.
+    """
+    if settings.stage is not None:
+        model, rules = open_stage(settings, base_dtype(settings, device), device)
+    else:
+        model = load_base(settings, device)
+        rules = adapt(model, settings)
+    model.language_model.checkpointing = settings.checkpointing
+    if settings.quantize:
+        if settings.writes_model or settings.shard:
+            raise UserError("--quantize holds frozen weights in 8 bits: leave --full, --stage and --shard out")
+        quantize(model)
+    make = {"adamw": make_adamw, "radam": make_radam}[settings.optimizer]
+    return model, make(parameter_groups(model, rules), (0.9, settings.beta2))
+
+
+def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
+    """Graft and adapt `model` in place; returns the rules for its optimizer."""
+    options = {"seed": settings.seed, "feed_forward": settings.feed_forward, "where": settings.diff_in}
+    options |= settings.options
+    if settings.attention in ("twin", "v2"):  # the second branch is an adapter like the first
+        options = {"r": settings.r, "alpha": settings.alpha, "dropout": settings.dropout} | options
+    if settings.attention != "softmax" or settings.feed_forward != "mlp":
+        graft(model, settings.attention, **options)
+    if settings.full:
+        if hasattr(model, "grafts"):
+            raise UserError("--full trains plain weights: leave --attention softmax and --feed-forward mlp")
+        return [Rule(".*", settings.lr, settings.weight_decay)]
+    torch.manual_seed(settings.seed)  # LoRA's A is drawn here
+    adapter.inject(model, settings.targets, settings.r, settings.alpha, settings.dropout)
+    names = list(trainable(model))
+    rules = [Rule("|".join(names).replace(".", r"\."), settings.lr, settings.weight_decay)]
+    if any(re.fullmatch(SCALARS, name) for name in names):
+        rules.insert(0, Rule(SCALARS, settings.lr if settings.scalar_lr is None else settings.scalar_lr))
+    return rules
+
+
+def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> tuple[PaliGemma, list[Rule]]:
+    """The model of a stage and the rules for its optimizer. Raises UserError if its system has no such stage."""
+    stages = STAGES[settings.arch]
+    if settings.stage not in stages:
+        raise UserError(f"--stage {settings.stage}: {settings.arch} has {', '.join(map(str, stages))}")
+    model = SYSTEMS[settings.arch].open(settings, dtype, device)
+    rates = stages[settings.stage].rates
+    return model, [Rule(name, settings.lr * factor, settings.weight_decay) for name, factor in rates.items()]
+
+
+def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, list[Path]]:
+    """The processor of `model`, and the files that belong beside it, such as the tokenizer's."""
+    draft = not settings.data.startswith("embedded")
+    if settings.stage is None:
+        return Processor.from_source(settings.base, draft=draft), companions(settings.base)
+    tokenizer = find_tokenizer(SYSTEMS[settings.arch].tokenizer_source(settings))
+    return Processor(model.config, load_tokenizer(tokenizer), draft=draft), [tokenizer]
+
+
+def find_tokenizer(source: str) -> Path:
+    """The file of the tokenizer that belongs to a model. Raises UserError if there is none."""
+    names = ("tokenizer.model", "tokenizer.json")
+    found = {file.name: file for file in companions(source)}
+    if not found.keys() & set(names):
+        raise UserError(f"{source}: has no {' or '.join(names)}: copy it from the model that this one was made from")
+    return next(found[name] for name in names if name in found)
