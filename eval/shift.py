@@ -35,7 +35,7 @@ from eval.statistics import Interval, bootstrap
 from model.common import UserError, run_command, write_text
 from model.paligemma import PaliGemma
 from model.processor import SLOT, Processor
-from model.wings import WingsConfig
+from model.system_configs import WingsConfig
 
 GROUPS = ("text before", "picture", "text after")
 

@@ -6,6 +6,7 @@ what to do. `run_command` turns it into exit code 2. Everything else is a bug an
 
 import contextlib
 import ctypes
+import json
 import os
 import sys
 import tempfile
@@ -43,6 +44,19 @@ def keep_memory() -> None:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(mmap_threshold, 32 << 20)  # the most that glibc takes
         mallopt(trim_threshold, 1 << 30)
+
+
+def read_json(path: str | Path) -> dict:
+    """The object in a JSON file. Raises UserError if it is absent or no JSON object."""
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: not found: a model folder holds config.json beside its tensors") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid JSON ({error}): download the file again") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: holds a JSON {type(raw).__name__}, expected an object: download the file again")
+    return raw
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Sizes of the model: frozen dataclasses, read from a published config.json or taken from a preset by name.
 
 In: the dictionary of a config.json (PaliGemma 1 or 2, of any transformers version), or a preset's name.
-Out: `PaliGemmaConfig`, which `model.paligemma.PaliGemma` is built from. Next: `model/processor.py`.
+Out: `PaliGemmaConfig`, which `model.paligemma.PaliGemma` is built from. Other models: `model/system_configs.py`.
 
 Published files leave out what equalled the default of their day, so the defaults below are part of the format
 (spec: transformers' GemmaConfig, Gemma2Config, SiglipVisionConfig and PaliGemmaConfig).
@@ -10,12 +10,11 @@ Dimension letters, used throughout the project: B batch, S sequence, I image tok
 K key/value heads, D head dim, F feed-forward, V vocabulary, P patches per side, R image side in pixels.
 """
 
-import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isqrt
 from pathlib import Path
 
-from model.common import UserError
+from model.common import UserError, read_json
 
 
 @dataclass(frozen=True)
@@ -186,19 +185,6 @@ class PaliGemmaConfig:
             problems.append(f"hidden_activation is {t.hidden_activation!r}, expected 'gelu_pytorch_tanh' or 'silu'")
         if problems:
             raise UserError(f"{where}: " + "; ".join(problems) + ": correct the file or download it again")
-
-
-def read_json(path: str | Path) -> dict:
-    """The contents of a config.json. Raises UserError if it is absent or no JSON object."""
-    try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: not found: a model folder holds config.json beside its tensors") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}): download the file again") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{path}: holds a JSON {type(raw).__name__}, expected an object: download the file again")
-    return raw
 
 
 def _first(*values):

@@ -10,7 +10,6 @@ T chunk length of the scan.
 
 import importlib.util
 import math
-from dataclasses import asdict, dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -21,105 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from model.attention import keep_positions
 from model.common import UserError
 from model.linear import Linear, linear
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sizes
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MambaConfig:
-    """Sizes of a Mamba language model. Defaults: mamba-130m."""
-
-    vocab_size: int = 50280  # 50277 tokens of GPT-NeoX, padded to a multiple of 8
-    hidden_size: int = 768
-    num_hidden_layers: int = 24
-    state_size: int = 16
-    expand: int = 2
-    conv_kernel: int = 4
-    time_step_rank: int | None = None  # None: ⌈H / 16⌉
-    layer_norm_epsilon: float = 1e-5
-    pad_token_id: int = 0
-    eos_token_id: int = 0
-    bos_token_id: int = 0
-
-    @property
-    def intermediate_size(self) -> int:
-        """E."""
-        return self.expand * self.hidden_size
-
-    @property
-    def rank(self) -> int:
-        """R."""
-        return self.time_step_rank or math.ceil(self.hidden_size / 16)
-
-    @classmethod
-    def from_dict(cls, raw: dict, where: str = "config.json") -> "MambaConfig":
-        """Read a config.json, of transformers or of the original repository. Raises UserError for another model."""
-        layer = raw.get("ssm_cfg") or {}
-        original = {
-            "hidden_size": raw.get("d_model"),
-            "num_hidden_layers": raw.get("n_layer"),
-            "state_size": layer.get("d_state"),
-            "expand": layer.get("expand"),
-            "conv_kernel": layer.get("d_conv"),
-            "time_step_rank": layer.get("dt_rank"),
-        }
-        given = {f.name: raw[f.name] for f in fields(cls) if raw.get(f.name) is not None}
-        given = {name: value for name, value in original.items() if value is not None} | given
-        if given.get("time_step_rank") == "auto":
-            del given["time_step_rank"]
-        problems = [
-            f"{name} is {value!r}, expected {expected!r}"
-            for name, value, expected in (
-                ("model_type", raw.get("model_type", "mamba"), "mamba"),
-                ("ssm_cfg.layer", layer.get("layer", "Mamba1"), "Mamba1"),
-                ("attn_layer_idx", raw.get("attn_layer_idx") or [], []),
-                ("rms_norm", raw.get("rms_norm", True), True),
-                ("hidden_act", raw.get("hidden_act", "silu"), "silu"),
-                ("use_bias", raw.get("use_bias", False), False),
-                ("use_conv_bias", raw.get("use_conv_bias", True), True),
-                ("tie_word_embeddings", raw.get("tie_word_embeddings", raw.get("tie_embeddings", True)), True),
-            )
-            if value != expected
-        ] + [f"{name} is missing" for name in ("vocab_size", "hidden_size", "num_hidden_layers") if name not in given]
-        if problems:
-            raise UserError(f"{where}: {'; '.join(problems)}: only Mamba 1 with a tied head is built here")
-        config = cls(**given)
-        multiple = raw.get("pad_vocab_size_multiple") or 1
-        config = cls(**(given | {"vocab_size": math.ceil(config.vocab_size / multiple) * multiple}))
-        config.check(where)
-        return config
-
-    def to_dict(self) -> dict:
-        """The config.json that transformers reads back to the same model."""
-        return asdict(self) | {
-            "architectures": ["MambaForCausalLM"],
-            "model_type": "mamba",
-            "tie_word_embeddings": True,
-            "intermediate_size": self.intermediate_size,
-            "time_step_rank": self.time_step_rank or "auto",
-        }
-
-    def check(self, where: str = "config") -> None:
-        """Raise UserError unless every size is a positive integer."""
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "state_size", "expand", "conv_kernel", "rank"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise UserError(f"{where}: {name} is {getattr(self, name)!r}, expected a positive integer")
-
-
-# Geometries by name: layers × hidden width of state-spaces/mamba-*.
-MAMBA_PRESETS: dict[str, MambaConfig] = {
-    name: MambaConfig(num_hidden_layers=layers, hidden_size=width)
-    for name, layers, width in (
-        ("mamba-130m", 24, 768),
-        ("mamba-370m", 48, 1024),
-        ("mamba-790m", 48, 1536),
-        ("mamba-1.4b", 48, 2048),
-        ("mamba-2.8b", 64, 2560),
-    )
-}
-
+from model.system_configs import MambaConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The selective scan

@@ -24,9 +24,8 @@ from PIL import Image, ImageOps
 from model.bpe import BytePairTokenizer, load_bpe
 from model.common import UserError
 from model.config import PRESETS, PaliGemmaConfig
-from model.families import read_config
-from model.qmamba import QMambaConfig
 from model.source import EMBEDDED, resolve
+from model.system_configs import QMambaConfig, read_config
 
 Picture = Image.Image | np.ndarray | str | os.PathLike | BinaryIO
 TokenRow = tuple[list[int], list[int]]  # token ids, and their types: 0 for what is given, 1 for what is to be answered

@@ -14,112 +14,17 @@ the authors were at hand, so nothing here was compared with their model. Three t
   (Qiao et al. 2024), whose weights are not read here.
 """
 
-from dataclasses import asdict, dataclass, field
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from model.attention import Attention
 from model.common import UserError
-from model.config import VisionConfig, read_known
 from model.linear import Linear
-from model.mamba import MAMBA_PRESETS, Mamba, MambaConfig, MambaMixer, MambaState, initialize_mamba, initialize_mixer
+from model.mamba import Mamba, MambaMixer, MambaState, initialize_mamba, initialize_mixer
 from model.paligemma import PaliGemma, initialize
 from model.siglip import Siglip
-
-SCAN_ORDERS = ("bidirectional", "forward", "backward")
-
-
-@dataclass(frozen=True)
-class ProjectorConfig:
-    """Sizes of the Q-Mamba projector. Defaults: the paper's, with 256 queries (it reports 128, 256, 512 and 729)."""
-
-    queries: int = 256
-    hidden_size: int = 768
-    num_blocks: int = 24
-    num_attention_heads: int = 16
-    state_size: int = 16
-    local_attention: bool = True  # each query sees its own span of features; False: all of them
-    connector: bool = True
-    scan_order: str = "bidirectional"  # of the connector: one of SCAN_ORDERS
-    feed_forward: bool = True
-
-    @property
-    def mixers(self) -> MambaConfig:
-        """The stack of Mamba layers within: by default that of mamba-130m, whose weights fit (`fill_from_mamba`)."""
-        return MambaConfig(hidden_size=self.hidden_size, num_hidden_layers=self.num_blocks, state_size=self.state_size)
-
-
-@dataclass(frozen=True)
-class QMambaConfig:
-    """The whole model. Defaults: SigLIP So400m at 384 px, its last layer left out, and mamba-2.8b."""
-
-    vision: VisionConfig = field(default_factory=lambda: VisionConfig(image_size=384, feature_layer=-2))
-    projector: ProjectorConfig = field(default_factory=ProjectorConfig)
-    text: MambaConfig = field(default_factory=lambda: MAMBA_PRESETS["mamba-2.8b"])
-    image_token_id: int = 50279  # a row of the embedding's padding, which no text uses
-
-    @property
-    def num_image_tokens(self) -> int:
-        """Positions that a picture takes in the sequence: one a query."""
-        return self.projector.queries
-
-    @property
-    def pad_token_id(self) -> int:
-        return self.text.pad_token_id
-
-    @property
-    def eos_token_id(self) -> int:
-        return self.text.eos_token_id
-
-    @property
-    def bos_token_id(self) -> int:
-        return self.text.bos_token_id
-
-    @classmethod
-    def from_dict(cls, raw: dict, where: str = "config.json") -> "QMambaConfig":
-        """Read what `to_dict` wrote. Raises UserError for another model or sizes that contradict."""
-        if raw.get("model_type") != "qmamba":
-            raise UserError(f"{where}: model_type is {raw.get('model_type')!r}, expected 'qmamba': pick another model")
-        config = cls(
-            vision=read_known(VisionConfig, raw.get("vision_config") or {}),
-            projector=read_known(ProjectorConfig, raw.get("projector_config") or {}),
-            text=MambaConfig.from_dict(raw.get("text_config") or {}, where),
-            image_token_id=raw.get("image_token_id", cls.image_token_id),
-        )
-        config.check(where)
-        return config
-
-    def to_dict(self) -> dict:
-        """The config.json that `from_dict` reads back."""
-        return {
-            "model_type": "qmamba",
-            "image_token_id": self.image_token_id,
-            "vision_config": asdict(self.vision),
-            "projector_config": asdict(self.projector),
-            "text_config": self.text.to_dict(),
-        }
-
-    def check(self, where: str = "config") -> None:
-        """Raise UserError unless the sizes fit together."""
-        self.text.check(where)
-        v, p = self.vision, self.projector
-        problems = [
-            f"projector_config.{name} is {getattr(p, name)!r}, expected a positive integer"
-            for name in ("queries", "hidden_size", "num_blocks", "num_attention_heads", "state_size")
-            if not isinstance(getattr(p, name), int) or getattr(p, name) < 1
-        ]
-        if not problems and p.queries > v.num_image_tokens:
-            problems.append(f"{p.queries} queries are more than the picture's {v.num_image_tokens} features")
-        if not problems and p.hidden_size % p.num_attention_heads:
-            problems.append(f"projector width {p.hidden_size} is no multiple of {p.num_attention_heads} heads")
-        if p.scan_order not in SCAN_ORDERS:
-            problems.append(f"scan_order is {p.scan_order!r}, expected one of {', '.join(SCAN_ORDERS)}")
-        if v.feature_layer is not None and not -v.num_hidden_layers - 1 <= v.feature_layer <= v.num_hidden_layers:
-            problems.append(f"feature_layer {v.feature_layer} is not one of SigLIP's {v.num_hidden_layers} layers")
-        if problems:
-            raise UserError(f"{where}: {'; '.join(problems)}: correct the sizes")
+from model.system_configs import ProjectorConfig, QMambaConfig
 
 
 def local_mask(queries: int, keys: int, device: torch.device | str | None = None) -> torch.Tensor:

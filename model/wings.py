@@ -21,7 +21,7 @@ makes the second stage's model of it. Where this differs from the authors' code:
 The router needs the attention weights themselves, so the main attention of a routed model is never a fused kernel.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -29,62 +29,15 @@ from torch import nn
 
 from model.attention import Attention, LayerCache, Rope, keep_positions
 from model.common import UserError
-from model.config import PaliGemmaConfig
 from model.differential import hand_over, sizes
 from model.gemma import Gemma
 from model.linear import Linear
 from model.paligemma import PaliGemma, Projector, initialize
 from model.siglip import Siglip
+from model.system_configs import WingsConfig
 
 OCTAVES = 16  # distances that a router tells apart: 0, 1–2, 3–6, 7–14, …, 32767 and more
 NEVER = 1 << 40  # the column of a key that no query comes after
-
-
-@dataclass(frozen=True)
-class WingsConfig(PaliGemmaConfig):
-    """PaliGemma's sizes, and the learners'. `routed`: with textual learners and routers, as from stage 2 on."""
-
-    rank: int = 64
-    routed: bool = True
-
-    @classmethod
-    def from_dict(cls, raw: dict, where: str = "config.json") -> "WingsConfig":
-        """Read what `to_dict` wrote. Raises UserError for another model or sizes that contradict."""
-        base, learners = raw.get("paligemma_config"), raw.get("learner_config", {})
-        if raw.get("model_type") != "wings" or not isinstance(base, dict):
-            raise UserError(
-                f"{where}: model_type is {raw.get('model_type')!r}, expected 'wings' with a paligemma_config: the "
-                "weights that the authors released have the shapes of another decoder and router; train with --wings"
-            )
-        if not isinstance(learners, dict) or not learners.keys() <= {"rank", "routed"}:
-            raise UserError(f"{where}: learner_config is {learners!r}, expected rank and routed: correct the file")
-        config = cls.beside(PaliGemmaConfig.from_dict(base, where), **learners)
-        config.check(where)
-        return config
-
-    @classmethod
-    def beside(cls, base: PaliGemmaConfig, **learners) -> "WingsConfig":
-        """The sizes of `base`, and those of the learners."""
-        return cls(**{field.name: getattr(base, field.name) for field in fields(PaliGemmaConfig)}, **learners)
-
-    def to_dict(self) -> dict:
-        """The config.json that `from_dict` reads back."""
-        return {
-            "model_type": "wings",
-            "paligemma_config": super().to_dict(),
-            "learner_config": {"rank": self.rank, "routed": self.routed},
-        }
-
-    def check(self, where: str = "config") -> None:
-        """Raise UserError unless the sizes fit together."""
-        super().check(where)
-        width, heads = self.text.hidden_size, self.text.num_attention_heads
-        if type(self.rank) is not int or self.rank < 1 or type(self.routed) is not bool:
-            raise UserError(
-                f"{where}: rank {self.rank!r}, routed {self.routed!r}: expected a positive integer and true or false"
-            )
-        if width % (2 * heads):
-            raise UserError(f"{where}: a learner cannot cut {width} channels into {heads} heads of an even width")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ from eval.text.corpus import BOS, Corpus, open_corpus, read_texts
 from eval.text.measures import device_of
 from eval.text.tasks import SHOWN, WORDS, Tasks
 from model.common import UserError, run_command
-from model.text import TEXT_PRESETS, TextModel, new_model
+from model.system_configs import TEXT_PRESETS
+from model.text import TextModel, new_model
 from train.distributed import World, join_world
 from train.finetune import Interrupted, draw_loss, train
 from train.flags import add_flags, add_run_flags, check_ranges, flag, from_values, read_config

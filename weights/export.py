@@ -19,11 +19,11 @@ from torch import nn
 
 from model.common import UserError, run_command, sync_folder, write_text
 from model.config import PRESETS
-from model.families import is_published
 from model.paligemma import PaliGemma
 from model.source import EMBEDDED, resolve
 from weights.load import empty_model, examine, load_model
 from weights.mapping import DIALECTS, OWN, dialect_names
+from weights.registry import is_published
 from weights.streaming import CHUNK_BYTES, DTYPES, byte_size, write_checkpoint
 
 DTYPE_FLAGS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -10,10 +10,10 @@ from collections import Counter
 from math import prod
 
 from model.common import UserError, run_command
-from model.families import is_published
 from weights.load import Checkpoint, examine
 from weights.mapping import EMBEDDING, HEADS, OWN
 from weights.npz import NPZ
+from weights.registry import is_published
 from weights.streaming import in_one_line
 
 DIFFERENCES = ("missing", "unexpected", "misshaped")

@@ -1,7 +1,7 @@
 """A checkpoint into a model: found, examined whole, and only then read.
 
 In: a folder, a hub id, the bundled base, a preset's name, or a big_vision .npz. Out: `PaliGemma`, or another model of
-`model/families.py`, in eval mode, in the dtype and on the device asked for, in no more memory than its weights. Needs
+`weights/registry.py`, in eval mode, in the dtype and on the device asked for, in no more memory than its weights. Needs
 config.json and the tensors, no tokenizer. Only safetensors and .npz without pickles are ever opened.
 Next: `model/generate.py`, `lora/adapter.py`.
 """
@@ -14,12 +14,13 @@ from torch.overrides import TorchFunctionMode
 
 from model.common import UserError
 from model.config import PRESETS, PaliGemmaConfig
-from model.families import build, is_published, read_config
 from model.paligemma import PaliGemma, initialize
 from model.source import resolve
+from model.system_configs import read_config
 from weights.mamba import load_mamba as load_mamba  # the loader of text alone
 from weights.mapping import DIALECTS, EMBEDDING, HEADS, OWN, detect_dialect, dialect_names
 from weights.npz import NPZ, compare_npz, read_npz, stream_npz_into
+from weights.registry import build, is_published
 from weights.streaming import (
     INDEX_FILE,
     SINGLE_FILE,

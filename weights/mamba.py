@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from model.common import UserError
-from model.mamba import MambaConfig, MambaLM
+from model.mamba import MambaLM
 from model.source import resolve
+from model.system_configs import MambaConfig
 from weights.streaming import INDEX_FILE, SINGLE_FILE, compare, find_tensors, in_one_line, shorten, stream_into
 
 EMBEDDING = "backbone.embeddings.weight"

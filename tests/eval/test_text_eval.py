@@ -42,7 +42,8 @@ from eval.text.measures import (
 from eval.text.tasks import CITIES, CLASSES, LETTERS, SHOWN, WORDS, Document, Tasks
 from model.common import UserError
 from model.config import TextConfig
-from model.text import TextModel, TextModelConfig
+from model.system_configs import TextModelConfig
+from model.text import TextModel
 
 SYLLABLES = [a + b for a in "bdfgklmnprst" for b in "aeiou"]
 

@@ -13,17 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
 from model.generate import generate
-from model.mamba import (
-    BLOCK,
-    MAMBA_PRESETS,
-    Mamba,
-    MambaConfig,
-    MambaLM,
-    _kernel_scan,
-    initialize_mamba,
-    selective_scan,
-    use_kernel,
-)
+from model.mamba import BLOCK, Mamba, MambaLM, _kernel_scan, initialize_mamba, selective_scan, use_kernel
+from model.system_configs import MAMBA_PRESETS, MambaConfig
 from tests.reference import relative_error
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,20 +13,12 @@ from model.attention import set_attention_backend
 from model.common import UserError
 from model.config import PaliGemmaConfig, VisionConfig
 from model.generate import generate
-from model.mamba import Mamba, MambaConfig, initialize_mamba
+from model.mamba import Mamba, initialize_mamba
 from model.processor import Processor, load_tokenizer
-from model.qmamba import (
-    SCAN_ORDERS,
-    ProjectorConfig,
-    QMamba,
-    QMambaConfig,
-    QMambaProjector,
-    fill_from_mamba,
-    initialize_qmamba,
-    local_mask,
-)
+from model.qmamba import QMamba, QMambaProjector, fill_from_mamba, initialize_qmamba, local_mask
 from model.siglip import Siglip
 from model.source import BUNDLED_FOLDER
+from model.system_configs import SCAN_ORDERS, MambaConfig, ProjectorConfig, QMambaConfig
 from tests.reference import relative_error
 
 IMAGE = 59

@@ -10,7 +10,8 @@ from torch import nn
 from model.common import UserError
 from model.config import TextConfig
 from model.differential import Split, lambdas
-from model.text import TEXT_PRESETS, TextModel, TextModelConfig, new_model
+from model.system_configs import TEXT_PRESETS, TextModelConfig
+from model.text import TextModel, new_model
 from weights.export import export_model
 from weights.load import load_model
 

@@ -14,11 +14,11 @@ from eval.run import log_likelihoods
 from model.attention import LayerCache, Rope, set_attention_backend
 from model.common import UserError
 from model.config import PaliGemmaConfig, TextConfig, VisionConfig
-from model.families import build, is_published, read_config
 from model.generate import CompiledStep, generate
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
-from model.wings import OCTAVES, Learner, Router, Side, Wings, WingsConfig, attach, initialize_wings, pick, route
+from model.system_configs import WingsConfig, read_config
+from model.wings import OCTAVES, Learner, Router, Side, Wings, attach, initialize_wings, pick, route
 from tests.reference import relative_error
 from train import finetune
 from train.data import batches as data
@@ -28,6 +28,7 @@ from train.settings import Settings, parse
 from train.systems.open import open_model, open_stage
 from weights.export import export_model
 from weights.load import load_model
+from weights.registry import build, is_published
 
 IMAGE, SLOTS, HIDDEN, HEADS = 59, 4, 24, 2  # a picture takes four tokens
 BASE = PaliGemmaConfig(

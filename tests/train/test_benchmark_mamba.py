@@ -5,7 +5,7 @@ import torch
 
 from model.config import PRESETS
 from model.generate import generate
-from model.mamba import MambaConfig
+from model.system_configs import MambaConfig
 from tests.reference import relative_error
 from train.benchmark import mamba as benchmark_mamba
 from train.benchmark.mamba import COMPILED_PEER, Sizes, chart, language_models, mixer_run, mixers, rows, steps_after

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from model.common import UserError
-from model.families import read_config
-from model.qmamba import ProjectorConfig, QMamba, QMambaConfig, initialize_qmamba
+from model.qmamba import QMamba, initialize_qmamba
+from model.system_configs import ProjectorConfig, QMambaConfig, read_config
 from train import recipes
 from train.finetune import main
 from train.optim import trainable

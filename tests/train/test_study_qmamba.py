@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 
 from eval import scenes
 from model.common import UserError
-from model.mamba import MambaConfig, MambaLM, initialize_mamba
+from model.mamba import MambaLM, initialize_mamba
 from model.processor import Processor
 from model.qmamba import QMamba
+from model.system_configs import MambaConfig
 from tests.reference import relative_error
 from train import finetune
 from train.data.batches import collate, sample_record

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from eval import ask, scenes
 from eval.run import log_likelihoods
 from model.common import UserError
-from model.mamba import MambaConfig, MambaLM, initialize_mamba
+from model.mamba import MambaLM, initialize_mamba
 from model.qmamba import QMamba
 from model.source import BUNDLED_FOLDER
+from model.system_configs import MambaConfig
 from tests.reference import relative_error
 from train import finetune
 from train.distributed import join_world

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from model.common import UserError
 from model.generate import generate
-from model.mamba import MambaConfig, MambaLM
+from model.mamba import MambaLM
 from model.processor import Processor
-from model.qmamba import ProjectorConfig, QMambaConfig
 from model.source import BUNDLED_FOLDER
+from model.system_configs import MambaConfig, ProjectorConfig, QMambaConfig
 from tests.model.test_mamba import ORIGINAL, hf_mamba, prompts
 from tests.reference import relative_error
 from weights.mamba import load_mamba

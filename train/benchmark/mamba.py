@@ -20,8 +20,9 @@ from torch import nn
 from eval import figures
 from model.config import PRESETS, PaliGemmaConfig
 from model.generate import generate
-from model.mamba import MambaConfig, MambaLM, MambaMixer, initialize_mamba, initialize_mixer
+from model.mamba import MambaLM, MambaMixer, initialize_mamba, initialize_mixer
 from model.paligemma import PaliGemma, initialize
+from model.system_configs import MambaConfig
 from train.benchmark.timing import OURS, THEIRS, Row, take_turns
 from train.optim import count
 

@@ -26,9 +26,10 @@ from tqdm import tqdm
 from eval import scenes
 from model.common import UserError, atomic_path, write_text
 from model.config import PRESETS
-from model.mamba import MambaConfig, MambaLM, initialize_mamba
+from model.mamba import MambaLM, initialize_mamba
 from model.processor import Batch, Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER
+from model.system_configs import MambaConfig
 from train.data.batches import supervised
 from train.optim import count, rate_factor
 

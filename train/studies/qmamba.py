@@ -36,9 +36,10 @@ from model.common import write_text
 from model.config import PRESETS
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor, load_tokenizer
-from model.qmamba import QMamba, QMambaConfig, QMambaProjector, initialize_projector
+from model.qmamba import QMamba, QMambaProjector, initialize_projector
 from model.siglip import Siglip
 from model.source import EMBEDDED
+from model.system_configs import QMambaConfig
 from train import finetune
 from train.data.batches import MicroBatch, supervised
 from train.distributed import join_world

@@ -36,7 +36,7 @@ from eval.text.measures import MEASURES, Scores, by_label, chance, chart, spell,
 from eval.text.tasks import WORDS
 from model.common import UserError, write_text
 from model.differential import lambdas
-from model.text import TEXT_PRESETS
+from model.system_configs import TEXT_PRESETS
 from train.distributed import join_world
 from train.finetune import Interrupted, catch_signals, same_command_goes_on
 from train.optim import count

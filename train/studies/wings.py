@@ -41,7 +41,8 @@ from model.generate import generate
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import EMBEDDED
-from model.wings import Wings, WingsConfig, attach, route
+from model.system_configs import WingsConfig
+from model.wings import Wings, attach, route
 from train import finetune
 from train.data.batches import MicroBatch, Record, collate
 from train.distributed import join_world

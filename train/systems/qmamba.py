@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from model.common import UserError
-from model.qmamba import ProjectorConfig, QMamba, QMambaConfig, QMambaProjector, fill_from_mamba, initialize_projector
+from model.qmamba import QMamba, QMambaProjector, fill_from_mamba, initialize_projector
 from model.source import BUNDLED_FOLDER, EMBEDDED
+from model.system_configs import ProjectorConfig, QMambaConfig
 from train.settings import Settings
 from weights.load import empty_model, load_mamba, load_model
 from weights.siglip import load_siglip

@@ -1,0 +1,318 @@
+"""Configurations of the models other than PaliGemma, and the reader that picks one by config.json's model_type.
+
+In: the dictionary of a config.json, or a preset's name. Out: a frozen dataclass with `from_dict` and `to_dict`.
+"""
+
+import math
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+from model.common import UserError, read_json
+from model.config import PaliGemmaConfig, TextConfig, VisionConfig, read_known
+
+
+@dataclass(frozen=True)
+class WingsConfig(PaliGemmaConfig):
+    """PaliGemma's sizes, and the learners'. `routed`: with textual learners and routers, as from stage 2 on."""
+
+    rank: int = 64
+    routed: bool = True
+
+    @classmethod
+    def from_dict(cls, raw: dict, where: str = "config.json") -> "WingsConfig":
+        """Read what `to_dict` wrote. Raises UserError for another model or sizes that contradict."""
+        base, learners = raw.get("paligemma_config"), raw.get("learner_config", {})
+        if raw.get("model_type") != "wings" or not isinstance(base, dict):
+            raise UserError(
+                f"{where}: model_type is {raw.get('model_type')!r}, expected 'wings' with a paligemma_config: the "
+                "weights that the authors released have the shapes of another decoder and router; train with --wings"
+            )
+        if not isinstance(learners, dict) or not learners.keys() <= {"rank", "routed"}:
+            raise UserError(f"{where}: learner_config is {learners!r}, expected rank and routed: correct the file")
+        config = cls.beside(PaliGemmaConfig.from_dict(base, where), **learners)
+        config.check(where)
+        return config
+
+    @classmethod
+    def beside(cls, base: PaliGemmaConfig, **learners) -> "WingsConfig":
+        """The sizes of `base`, and those of the learners."""
+        return cls(**{field.name: getattr(base, field.name) for field in fields(PaliGemmaConfig)}, **learners)
+
+    def to_dict(self) -> dict:
+        """The config.json that `from_dict` reads back."""
+        return {
+            "model_type": "wings",
+            "paligemma_config": super().to_dict(),
+            "learner_config": {"rank": self.rank, "routed": self.routed},
+        }
+
+    def check(self, where: str = "config") -> None:
+        """Raise UserError unless the sizes fit together."""
+        super().check(where)
+        width, heads = self.text.hidden_size, self.text.num_attention_heads
+        if type(self.rank) is not int or self.rank < 1 or type(self.routed) is not bool:
+            raise UserError(
+                f"{where}: rank {self.rank!r}, routed {self.routed!r}: expected a positive integer and true or false"
+            )
+        if width % (2 * heads):
+            raise UserError(f"{where}: a learner cannot cut {width} channels into {heads} heads of an even width")
+
+
+@dataclass(frozen=True)
+class MambaConfig:
+    """Sizes of a Mamba language model. Defaults: mamba-130m."""
+
+    vocab_size: int = 50280  # 50277 tokens of GPT-NeoX, padded to a multiple of 8
+    hidden_size: int = 768
+    num_hidden_layers: int = 24
+    state_size: int = 16
+    expand: int = 2
+    conv_kernel: int = 4
+    time_step_rank: int | None = None  # None: ⌈H / 16⌉
+    layer_norm_epsilon: float = 1e-5
+    pad_token_id: int = 0
+    eos_token_id: int = 0
+    bos_token_id: int = 0
+
+    @property
+    def intermediate_size(self) -> int:
+        """E."""
+        return self.expand * self.hidden_size
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return self.time_step_rank or math.ceil(self.hidden_size / 16)
+
+    @classmethod
+    def from_dict(cls, raw: dict, where: str = "config.json") -> "MambaConfig":
+        """Read a config.json, of transformers or of the original repository. Raises UserError for another model."""
+        layer = raw.get("ssm_cfg") or {}
+        original = {
+            "hidden_size": raw.get("d_model"),
+            "num_hidden_layers": raw.get("n_layer"),
+            "state_size": layer.get("d_state"),
+            "expand": layer.get("expand"),
+            "conv_kernel": layer.get("d_conv"),
+            "time_step_rank": layer.get("dt_rank"),
+        }
+        given = {f.name: raw[f.name] for f in fields(cls) if raw.get(f.name) is not None}
+        given = {name: value for name, value in original.items() if value is not None} | given
+        if given.get("time_step_rank") == "auto":
+            del given["time_step_rank"]
+        problems = [
+            f"{name} is {value!r}, expected {expected!r}"
+            for name, value, expected in (
+                ("model_type", raw.get("model_type", "mamba"), "mamba"),
+                ("ssm_cfg.layer", layer.get("layer", "Mamba1"), "Mamba1"),
+                ("attn_layer_idx", raw.get("attn_layer_idx") or [], []),
+                ("rms_norm", raw.get("rms_norm", True), True),
+                ("hidden_act", raw.get("hidden_act", "silu"), "silu"),
+                ("use_bias", raw.get("use_bias", False), False),
+                ("use_conv_bias", raw.get("use_conv_bias", True), True),
+                ("tie_word_embeddings", raw.get("tie_word_embeddings", raw.get("tie_embeddings", True)), True),
+            )
+            if value != expected
+        ] + [f"{name} is missing" for name in ("vocab_size", "hidden_size", "num_hidden_layers") if name not in given]
+        if problems:
+            raise UserError(f"{where}: {'; '.join(problems)}: only Mamba 1 with a tied head is built here")
+        config = cls(**given)
+        multiple = raw.get("pad_vocab_size_multiple") or 1
+        config = cls(**(given | {"vocab_size": math.ceil(config.vocab_size / multiple) * multiple}))
+        config.check(where)
+        return config
+
+    def to_dict(self) -> dict:
+        """The config.json that transformers reads back to the same model."""
+        return asdict(self) | {
+            "architectures": ["MambaForCausalLM"],
+            "model_type": "mamba",
+            "tie_word_embeddings": True,
+            "intermediate_size": self.intermediate_size,
+            "time_step_rank": self.time_step_rank or "auto",
+        }
+
+    def check(self, where: str = "config") -> None:
+        """Raise UserError unless every size is a positive integer."""
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "state_size", "expand", "conv_kernel", "rank"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise UserError(f"{where}: {name} is {getattr(self, name)!r}, expected a positive integer")
+
+
+# Geometries by name: layers × hidden width of state-spaces/mamba-*.
+MAMBA_PRESETS: dict[str, MambaConfig] = {
+    name: MambaConfig(num_hidden_layers=layers, hidden_size=width)
+    for name, layers, width in (
+        ("mamba-130m", 24, 768),
+        ("mamba-370m", 48, 1024),
+        ("mamba-790m", 48, 1536),
+        ("mamba-1.4b", 48, 2048),
+        ("mamba-2.8b", 64, 2560),
+    )
+}
+
+
+SCAN_ORDERS = ("bidirectional", "forward", "backward")
+
+
+@dataclass(frozen=True)
+class ProjectorConfig:
+    """Sizes of the Q-Mamba projector. Defaults: the paper's, with 256 queries (it reports 128, 256, 512 and 729)."""
+
+    queries: int = 256
+    hidden_size: int = 768
+    num_blocks: int = 24
+    num_attention_heads: int = 16
+    state_size: int = 16
+    local_attention: bool = True  # each query sees its own span of features; False: all of them
+    connector: bool = True
+    scan_order: str = "bidirectional"  # of the connector: one of SCAN_ORDERS
+    feed_forward: bool = True
+
+    @property
+    def mixers(self) -> MambaConfig:
+        """The stack of Mamba layers within: by default that of mamba-130m, whose weights fit (`fill_from_mamba`)."""
+        return MambaConfig(hidden_size=self.hidden_size, num_hidden_layers=self.num_blocks, state_size=self.state_size)
+
+
+@dataclass(frozen=True)
+class QMambaConfig:
+    """The whole model. Defaults: SigLIP So400m at 384 px, its last layer left out, and mamba-2.8b."""
+
+    vision: VisionConfig = field(default_factory=lambda: VisionConfig(image_size=384, feature_layer=-2))
+    projector: ProjectorConfig = field(default_factory=ProjectorConfig)
+    text: MambaConfig = field(default_factory=lambda: MAMBA_PRESETS["mamba-2.8b"])
+    image_token_id: int = 50279  # a row of the embedding's padding, which no text uses
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Positions that a picture takes in the sequence: one a query."""
+        return self.projector.queries
+
+    @property
+    def pad_token_id(self) -> int:
+        return self.text.pad_token_id
+
+    @property
+    def eos_token_id(self) -> int:
+        return self.text.eos_token_id
+
+    @property
+    def bos_token_id(self) -> int:
+        return self.text.bos_token_id
+
+    @classmethod
+    def from_dict(cls, raw: dict, where: str = "config.json") -> "QMambaConfig":
+        """Read what `to_dict` wrote. Raises UserError for another model or sizes that contradict."""
+        if raw.get("model_type") != "qmamba":
+            raise UserError(f"{where}: model_type is {raw.get('model_type')!r}, expected 'qmamba': pick another model")
+        config = cls(
+            vision=read_known(VisionConfig, raw.get("vision_config") or {}),
+            projector=read_known(ProjectorConfig, raw.get("projector_config") or {}),
+            text=MambaConfig.from_dict(raw.get("text_config") or {}, where),
+            image_token_id=raw.get("image_token_id", cls.image_token_id),
+        )
+        config.check(where)
+        return config
+
+    def to_dict(self) -> dict:
+        """The config.json that `from_dict` reads back."""
+        return {
+            "model_type": "qmamba",
+            "image_token_id": self.image_token_id,
+            "vision_config": asdict(self.vision),
+            "projector_config": asdict(self.projector),
+            "text_config": self.text.to_dict(),
+        }
+
+    def check(self, where: str = "config") -> None:
+        """Raise UserError unless the sizes fit together."""
+        self.text.check(where)
+        v, p = self.vision, self.projector
+        problems = [
+            f"projector_config.{name} is {getattr(p, name)!r}, expected a positive integer"
+            for name in ("queries", "hidden_size", "num_blocks", "num_attention_heads", "state_size")
+            if not isinstance(getattr(p, name), int) or getattr(p, name) < 1
+        ]
+        if not problems and p.queries > v.num_image_tokens:
+            problems.append(f"{p.queries} queries are more than the picture's {v.num_image_tokens} features")
+        if not problems and p.hidden_size % p.num_attention_heads:
+            problems.append(f"projector width {p.hidden_size} is no multiple of {p.num_attention_heads} heads")
+        if p.scan_order not in SCAN_ORDERS:
+            problems.append(f"scan_order is {p.scan_order!r}, expected one of {', '.join(SCAN_ORDERS)}")
+        if v.feature_layer is not None and not -v.num_hidden_layers - 1 <= v.feature_layer <= v.num_hidden_layers:
+            problems.append(f"feature_layer {v.feature_layer} is not one of SigLIP's {v.num_hidden_layers} layers")
+        if problems:
+            raise UserError(f"{where}: {'; '.join(problems)}: correct the sizes")
+
+
+MODEL_TYPE = "diff-transformer"
+
+
+def _plain(vocab_size: int, hidden_size: int, layers: int, heads: int) -> TextConfig:
+    return TextConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 8 // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=hidden_size // heads,
+        rms_norm_eps=1e-5,
+        hidden_activation="silu",
+    )
+
+
+# The plain twin by name: for a first look, two million parameters for two cores, 90 million for a GPU, and what the
+# paper trained.
+TEXT_PRESETS = {
+    "nano": _plain(1024, 48, 2, 4),
+    "tiny": _plain(2048, 192, 4, 6),
+    "small": _plain(8192, 768, 12, 12),
+    "3b": _plain(100_288, 3072, 28, 24),
+}
+
+
+@dataclass(frozen=True)
+class TextModelConfig:
+    """Sizes of the decoder as it is built, and whether its attention is differential."""
+
+    text: TextConfig
+    differential: bool = False
+
+    @classmethod
+    def of(cls, plain: TextConfig, differential: bool) -> "TextModelConfig":
+        """The plain model, or its differential twin: half as many heads, each twice as wide (Ye et al. 2024, 2.2).
+
+        Raises UserError for an odd number of heads.
+        """
+        if not differential:
+            return cls(plain)
+        heads, key_heads = plain.num_attention_heads, plain.num_key_value_heads
+        if heads % 2 or key_heads % 2:
+            raise UserError(f"{heads} heads on {key_heads} key heads cannot be paired: both numbers must be even")
+        pairs = {"num_attention_heads": heads // 2, "num_key_value_heads": key_heads // 2}
+        return cls(replace(plain, **pairs, head_dim=2 * plain.head_dim), True)
+
+    @classmethod
+    def from_dict(cls, raw: dict, where: str = "config.json") -> "TextModelConfig":
+        """Read what `to_dict` wrote. Raises UserError for another architecture."""
+        kind = raw.get("model_type")
+        if kind != MODEL_TYPE or not isinstance(raw.get("text_config"), dict):
+            raise UserError(f"{where}: model_type is {kind!r}, expected {MODEL_TYPE!r} and its text_config")
+        return cls(read_known(TextConfig, raw["text_config"]), bool(raw.get("differential")))
+
+    def to_dict(self) -> dict:
+        text = {name: value for name, value in asdict(self.text).items() if value is not None}
+        return {"model_type": MODEL_TYPE, "differential": self.differential, "text_config": text}
+
+
+# by config.json's model_type
+CONFIGS = {"paligemma": PaliGemmaConfig, "qmamba": QMambaConfig, MODEL_TYPE: TextModelConfig, "wings": WingsConfig}
+
+
+def read_config(path: str | Path) -> PaliGemmaConfig | QMambaConfig | TextModelConfig:
+    """The configuration in the config.json at `path`. Raises UserError for a file that is no model of this project."""
+    raw = read_json(path)
+    # PaliGemma's own reader says best what is wrong with a type that is not in the table
+    return CONFIGS.get(raw.get("model_type"), PaliGemmaConfig).from_dict(raw, str(path))
