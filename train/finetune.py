@@ -242,10 +242,7 @@ def train(
     with catch_signals() as stop, bar:
         for micros in order.steps(step, settings.workers, pin=world.device.type == "cuda"):
             torch.manual_seed((settings.seed * 1_000_003 + step) * 1_009 + world.rank)  # dropout needs no other state
-            told = [
-                (0, 0, micro) if isinstance(micro, list) else (len(micro.names), micro.tokens, micro.bad)
-                for micro in micros
-            ]
+            told = [(len(micro.names), micro.tokens, micro.bad) for micro in micros]
             samples, tokens, bad = zip(*(one for of_process in world.gather(told) for one in of_process), strict=True)
             progress["samples"] += sum(samples)
             progress["bad"] += [line for lines in bad for line in lines]
@@ -258,7 +255,7 @@ def train(
             set_rates(optimizer, rate_factor(step, order.total, warmup, settings.schedule))
             loss_sum, weight = 0.0, world.size / max(tokens, 1)  # DDP and FSDP2 average over processes
             for number, micro in enumerate(micros):
-                if isinstance(micro, list):  # nothing usable in it: other processes wait for this one's gradients
+                if micro.is_empty:  # other processes wait for this one's gradients
                     micro = idle(processor)
                 micro = last = micro.to(world.device)
                 set_gradient_sync(called, number == len(micros) - 1)

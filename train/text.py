@@ -106,6 +106,7 @@ class TextBatch:
     targets: torch.Tensor
     names: tuple[str, ...]
     bad: tuple[str, ...] = ()
+    is_empty: bool = False
 
     @property
     def tokens(self) -> int:

@@ -127,7 +127,10 @@ def test_bad_records_are_left_out_and_named(processor, tmp_path):
     micro = collate([good[0], bad, control, good[1]], processor)
     assert micro.names == ("r0", "r1")
     assert [line.split(":")[0] for line in micro.bad] == ["q7", "q8"] and "broken.jpg" in micro.bad[0]
-    assert [line.split(":")[0] for line in collate([bad], processor)] == ["q7"]
+    assert not micro.is_empty
+    empty = collate([bad], processor, bad=("a.tar: x: not valid JSON",))
+    assert empty.is_empty and not empty.names and not empty.tokens and empty.to("cpu").is_empty
+    assert [line.split(":")[0] for line in empty.bad] == ["a.tar", "q7"]
 
 
 def test_too_little_data_for_a_step_is_refused(processor):

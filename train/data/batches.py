@@ -194,6 +194,11 @@ class MicroBatch:
     unseen: torch.Tensor | None = None
     keys: tuple[str, ...] = ()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no rows: there was nothing to read, or all of it was bad."""
+        return not len(self.targets)
+
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> "MicroBatch":
         tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in self._tensors()}
         return replace(self, batch=self.batch.to(device, dtype), **tensors)
@@ -219,18 +224,25 @@ def supervised(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return positions * kept, labels[:, 1:].gather(1, positions).masked_fill(~kept, -100)
 
 
+def without_rows(bad: Sequence[str] = ()) -> MicroBatch:
+    """An empty micro-batch, with one line in `bad` for each record that was left out."""
+    ids, index = torch.empty(0, 0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+    batch = Batch(ids, torch.empty(0, 3, 1, 1), ids, ids, ids, index)
+    return MicroBatch(batch, index, ids, ids, tokens=0, names=(), bad=tuple(bad))
+
+
 def collate(
-    records: Sequence[Record | UserError], processor: Processor, cache: FeatureCache | None = None
-) -> MicroBatch | list[str]:
-    """Open, prepare and lay out. A picture or text that cannot be used is left out and named; if none is left, the
-    list of their names."""
+    records: Sequence[Record], processor: Processor, cache: FeatureCache | None = None, bad: Sequence[str] = ()
+) -> MicroBatch:
+    """Open pictures, prepare them and the text, and lay them out as one micro-batch.
+
+    A record whose picture or text cannot be used is left out and gets a line in `bad`, after those given: records that
+    could not even be read. If no record is left, the micro-batch is empty.
+    """
     pictures: dict[str, Image.Image] = {}
-    good, rows, bad = [], [], []
+    good, rows, bad = [], [], list(bad)
     draft = processor.config.vision.image_size if processor.draft else None
     for record in records:
-        if isinstance(record, UserError):  # it could not even be read
-            bad.append(str(record))
-            continue
         try:
             if record.picture is not None and record.key not in pictures:
                 picture = record.picture() if callable(record.picture) else record.picture
@@ -240,7 +252,7 @@ def collate(
         except UserError as error:
             bad.append(f"{record.name}: {error}")
     if not good:
-        return bad
+        return without_rows(bad)
     batch = processor.pad(rows, [pictures[r.key] for r in good if r.picture is not None])
     positions, targets = supervised(batch.labels)
     micro = MicroBatch(
@@ -278,20 +290,23 @@ def idle(processor: Processor) -> MicroBatch:
     return replace(micro, targets=torch.full_like(micro.targets, -100), tokens=0, names=())
 
 
-class _Indexed(torch.utils.data.Dataset):
-    """Records by index, for the workers of a DataLoader."""
+class _MicroBatches(torch.utils.data.Dataset):
+    """Micro-batches by the numbers of their records, for the workers of a DataLoader."""
 
-    def __init__(self, records: Sequence[Record], epoch_seed: str):
-        self.records, self.epoch_seed = records, epoch_seed
+    def __init__(self, records: Sequence[Record], epoch_seed: str, processor: Processor, cache: FeatureCache | None):
+        self.records, self.epoch_seed, self.processor, self.cache = records, epoch_seed, processor, cache
 
-    def __len__(self) -> int:
-        return len(self.records)
+    def __getitem__(self, numbers: Sequence[int]) -> MicroBatch:
+        records, bad = [], []
+        for number in numbers:
+            try:
+                records.append(self._record(number))
+            except UserError as error:
+                bad.append(str(error))
+        return collate(records, self.processor, self.cache, bad)
 
-    def __getitem__(self, index: int) -> Record | UserError:
-        try:
-            record = self.records[index]
-        except UserError as error:
-            return error
+    def _record(self, number: int) -> Record:
+        record = self.records[number]
         if not record.choices:
             return record
         return replace(record, suffix=random.Random(f"{self.epoch_seed}/{record.name}").choice(record.choices))
@@ -305,13 +320,13 @@ def load_batches(
     pin: bool = False,
     epoch_seed: str = "",
     cache: FeatureCache | None = None,
-) -> Iterator[MicroBatch | list[str]]:
+) -> Iterator[MicroBatch]:
     """The micro-batches of a plan, in its order, decoded by `workers` processes."""
     return iter(
         DataLoader(
-            _Indexed(records, epoch_seed),
-            batch_sampler=plan,
-            collate_fn=partial(collate, processor=processor, cache=cache),
+            _MicroBatches(records, epoch_seed, processor, cache),
+            sampler=plan,
+            batch_size=None,  # each item is a whole micro-batch
             num_workers=workers,
             pin_memory=pin,
             generator=torch.Generator(),  # its own: drawing from the global one would change what dropout draws
@@ -359,11 +374,11 @@ class Order:
         self.steps_per_epoch = -(-self.micro_batches // (accumulate * world_size))
         self.total = steps or self.steps_per_epoch * epochs
 
-    def steps(self, first: int, workers: int = 0, pin: bool = False) -> Iterator[list[MicroBatch | list[str]]]:
+    def steps(self, first: int, workers: int = 0, pin: bool = False) -> Iterator[list[MicroBatch]]:
         """This process's micro-batches of each step, from step `first` to the last.
 
         All processes go through a step in equally many rounds, since they compute together. Where the last round of an
-        epoch has too few micro-batches, the others get an empty list: nothing to learn, and nothing bad.
+        epoch has too few micro-batches, the other processes get an empty one.
         """
         step, over = first, self.micro_batches % self.world_size
         while step < self.total:
@@ -371,7 +386,7 @@ class Order:
             plan = self.plan(epoch=epoch, first=done * self.accumulate * self.world_size)
             own = islice(plan, self.rank, None, self.world_size)
             batches = load_batches(self.records, own, self.processor, workers, pin, f"{self.seed}/{epoch}", self.cache)
-            batches = chain(batches, [[]] if 0 < over <= self.rank else [])
+            batches = chain(batches, [without_rows()] if 0 < over <= self.rank else [])
             for _ in range(min(self.steps_per_epoch - done, self.total - step)):
                 yield list(islice(batches, self.accumulate))
                 step += 1
