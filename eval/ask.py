@@ -18,7 +18,8 @@ from eval import figures
 from eval.run import add_model_flags, open_model
 from model.common import UserError, run_command
 from model.generate import generate
-from model.processor import load_image, parse_boxes
+from model.images import load_image
+from model.processor import parse_boxes
 
 
 def main(argv: Sequence[str] | None = None) -> None:

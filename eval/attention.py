@@ -27,8 +27,8 @@ from eval.run import add_model_flags, model_of, open_model
 from model.attention import attention_modules
 from model.common import UserError, run_command
 from model.generate import generate
+from model.images import load_image
 from model.paligemma import PaliGemma
-from model.processor import load_image
 from weights.load import load_model
 
 

@@ -65,7 +65,7 @@ def stitch(images: Sequence[Image.Image], size: int = SUB_IMAGE) -> Image.Image:
 
 def build_haystack(test: NeedleTest, coco: str | Path, size: int = SUB_IMAGE) -> list[Image.Image]:
     """The M stitched pictures of `test`. Raises UserError if a picture is absent or unreadable."""
-    from model.processor import load_image  # only here: scoring needs no torch
+    from model.images import load_image  # only here: scoring needs no torch
 
     return [stitch([load_image(find_image(coco, name)) for name in cells], size) for cells in test.haystack]
 
@@ -517,7 +517,7 @@ def choose(tests: Sequence[NeedleTest], count: int, seed: int) -> list[NeedleTes
 def draw_sheet(trials: Sequence[Trial], records: Sequence[dict], answers: Sequence[Sequence[str]], title: str):
     """A contact sheet of up to eight hits and as many misses: the picture with its needle, framed, and the answers."""
     from eval.figures import contact_sheet, draw_boxes
-    from model.processor import load_image
+    from model.images import load_image
 
     judged = [(judge(record), *rest) for record, *rest in zip(records, trials, answers, strict=True)]
     shown = [

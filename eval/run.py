@@ -28,8 +28,9 @@ from tqdm import tqdm
 from lora import adapter
 from model.common import UserError, write_text
 from model.generate import CompiledStep, generate, last_valid
+from model.images import load_image, to_pixels
 from model.paligemma import PaliGemma
-from model.processor import Batch, Processor, TokenRow, load_image, to_pixels
+from model.processor import Batch, Processor, TokenRow
 from model.source import EMBEDDED
 from weights.fingerprint import exact_fingerprint
 from weights.load import load_model

@@ -16,7 +16,8 @@ from PIL import Image
 
 from model.common import UserError
 from model.config import PRESETS
-from model.processor import Processor, load_image, load_tokenizer
+from model.images import load_image
+from model.processor import Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER
 from tests.train.test_data import records, write_vqav2
 from train import finetune

@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 from eval import scenes
 from eval.datasets import find_image, read_annotations, read_examples, read_questions
 from model.common import UserError
-from model.processor import Batch, Processor, load_image
+from model.images import load_image
+from model.processor import Batch, Processor
 from train.data.features import FeatureCache
 from train.recipes import EMBEDDED_TASKS
 

@@ -1,0 +1,269 @@
+"""Pictures against transformers' SiglipImageProcessor, bit for bit, and files that are refused."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from model.common import UserError
+from model.images import load_image, to_pixels
+from model.processor import Processor
+
+SIDE = 56
+
+
+@pytest.fixture(scope="session")
+def hf_images() -> SiglipImageProcessorPil:
+    return SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE})
+
+
+def picture(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
+    """Noise over a gradient, so that filters, channels and orientations all show."""
+    noise = np.random.default_rng(seed).integers(0, 120, (height, width, 3))
+    ramp = np.linspace(0, 135, width).astype(int)[None, :, None]
+    return Image.fromarray((noise + ramp).astype(np.uint8))
+
+
+@pytest.mark.parametrize("size", [(40, 30), (1, 1), (1, 900), (500, 7), (56, 56), (57, 55), (640, 427)])
+def test_pixels_equal_transformers(hf_images, size):
+    """Breaks when filter, rounding, or the order of scaling differs by one bit from training."""
+    image = picture(*size)
+    expected = hf_images(image, return_tensors="pt")["pixel_values"][0]
+    pixels = to_pixels(image, SIDE)
+    assert pixels.dtype == torch.float32 and pixels.is_contiguous() and torch.equal(pixels, expected)
+
+
+def test_all_byte_values_scale_as_in_transformers(hf_images):
+    """Breaks when x/255·2-1 is computed in an order that rounds otherwise, such as x·(2/255)-1."""
+    image = Image.fromarray(np.arange(SIDE * SIDE * 3).astype(np.uint8).reshape(SIDE, SIDE, 3))
+    expected = hf_images(image, do_resize=False, return_tensors="pt")["pixel_values"][0]
+    assert torch.equal(to_pixels(image, SIDE), expected)
+
+
+ORANGE = (250, 130, 20)
+GREY = (299 * 250 + 587 * 130 + 114 * 20) / 1000  # ITU-R 601
+
+
+def in_mode(mode: str) -> Image.Image:
+    """Half-transparent orange, or its grey, as a picture of `mode`."""
+    solid = Image.new("RGBA", (6, 4), (*ORANGE, 128))
+    if mode == "P+transparency":
+        image = solid.convert("RGB").quantize(4)
+        image.info["transparency"] = b"\x80\x00\xff\xff"
+        return image
+    if mode == "LAB":
+        from PIL import ImageCms
+
+        profiles = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
+        return ImageCms.profileToProfile(solid.convert("RGB"), *profiles, outputMode="LAB")
+    if mode.startswith("I;16"):
+        return Image.new(mode, (6, 4), round(GREY * 257))
+    if mode in ("P", "PA"):
+        return solid.convert("RGB").quantize(4).convert(mode)
+    for step in {"La": ("LA", "La"), "RGBa": ("RGBa",), "LA": ("LA",), "RGBA": ()}.get(mode, ("RGB", mode)):
+        solid = solid.convert(step)
+    return solid
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "1",
+        "L",
+        "LA",
+        "La",
+        "P",
+        "P+transparency",
+        "PA",
+        "RGB",
+        "RGBA",
+        "RGBa",
+        "RGBX",
+        "CMYK",
+        "YCbCr",
+        "LAB",
+        "HSV",
+        "I",
+        "F",
+        "I;16",
+        "I;16L",
+        "I;16B",
+        "I;16N",
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_every_mode_becomes_rgb(mode):
+    """Breaks when a kind of picture is refused, clipped to white, or blended with its transparency."""
+    image = in_mode(mode)
+    assert image.mode == mode.split("+")[0]
+    result = load_image(image)
+    assert (result.mode, result.size) == ("RGB", (6, 4))
+    if mode == "1":
+        assert set(np.unique(result)) <= {0, 255}
+        return
+    expected = ORANGE if mode[0] in "RPCYHL" and mode not in ("L", "LA", "La") else (GREY,) * 3
+    assert np.abs(np.asarray(result) - expected).max() <= (4 if mode in ("HSV", "RGBa", "La", "LAB", "YCbCr") else 1.5)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV"])
+def test_modes_equal_transformers(hf_images, mode):
+    """Breaks when a mode that transformers reads soundly comes out differently here."""
+    image = picture().quantize(16) if mode == "P" else picture().quantize(16).convert("PA") if mode == "PA" else None
+    image = image or picture().convert(mode)
+    expected = hf_images(image, return_tensors="pt")["pixel_values"][0]
+    assert torch.equal(to_pixels(load_image(image), SIDE), expected)
+
+
+@pytest.mark.parametrize("ending", ["png", "tiff", "pgm"])
+def test_16_bit_files_keep_their_contrast(tmp_path, ending):
+    """Breaks when 16-bit grey is clipped at 255, where nearly all of it is."""
+    values = np.array([[0, 255, 256, 32768, 65535]], np.uint16)
+    Image.fromarray(values).save(tmp_path / f"a.{ending}")
+    result = np.asarray(load_image(tmp_path / f"a.{ending}"))
+    assert result[0, :, 0].tolist() == [0, 0, 1, 128, 255] and (result == result[..., :1]).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (np.array([[0, 100, 255]], np.int32), [0, 100, 255]),  # mode I with 8 bits, as convert("I") makes it
+        (np.array([[0, 256, 65535]], np.int32), [0, 1, 255]),
+        (np.array([[0, 1.5, 254.9]], np.float32), [0, 1, 254]),
+        (np.array([[0, 1, 1]], np.float32), [0, 1, 1]),
+        (np.array([[0, 70000]], np.int32), "outside 0…65535"),
+        (np.array([[-1, 5]], np.int32), "outside 0…65535"),
+        (np.array([[0, 256]], np.float32), "outside 0…255"),
+        (np.array([[0, np.nan]], np.float32), "outside 0…255"),
+        (np.array([[0, 0.5, 1]], np.float32), "from 0 to 1"),
+    ],
+)
+def test_wide_grey_is_scaled_or_refused(values, expected):
+    """Breaks when a range that the mode does not tell is guessed wrongly: a black or white picture."""
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            load_image(Image.fromarray(values))
+    else:
+        assert np.asarray(load_image(Image.fromarray(values)))[0, :, 1].tolist() == expected
+
+
+ORIENTATIONS = {
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.transpose(1, 0, 2),
+    6: lambda a: np.rot90(a, -1),  # a quarter turn clockwise
+    7: lambda a: a[::-1, ::-1].transpose(1, 0, 2),
+    8: lambda a: np.rot90(a),
+}
+
+
+@pytest.mark.parametrize("orientation", ORIENTATIONS)
+def test_exif_orientation(tmp_path, orientation):
+    """Breaks when photographs from telephones enter lying on their side or mirrored."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored = picture(5, 3)
+    stored.save(tmp_path / "a.png", exif=exif)
+    expected = ORIENTATIONS[orientation](np.asarray(stored))
+    for source in (tmp_path / "a.png", Image.open(tmp_path / "a.png")):
+        assert np.array_equal(np.asarray(load_image(source)), expected)
+
+
+def test_arrays(hf_images):
+    """Breaks when an array's channels are taken for something else."""
+    array = np.asarray(picture())
+    for given in (array, np.dstack([array, array[..., :1]])):  # the fourth channel is alpha
+        assert np.array_equal(np.asarray(load_image(given)), array)
+    for grey in (array[..., 0], array[..., :1]):
+        assert np.array_equal(np.asarray(load_image(grey)), np.repeat(array[..., :1], 3, axis=2))
+    assert np.array_equal(np.asarray(load_image(array[::-1, ::2])), array[::-1, ::2])
+
+
+@pytest.mark.parametrize("ending", ["gif", "webp", "png", "tiff"])
+def test_the_first_frame_of_an_animation(tmp_path, ending):
+    """Breaks when an animated picture is refused or shows another frame."""
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "lime")]
+    path = tmp_path / f"a.{ending}"
+    frames[0].save(path, save_all=True, append_images=frames[1:])
+    assert Image.open(path).n_frames == 3
+    red, green, blue = load_image(path).getpixel((4, 4))
+    assert red > 240 and green < 15 and blue < 15
+
+
+@pytest.mark.parametrize("ending", ["jpg", "png", "webp", "gif", "bmp", "tiff", "ppm", "jp2", "mpo"])
+def test_one_pixel_in_every_format(tmp_path, ending):
+    """Breaks when a format drops out of the list of readers, or one pixel is too few."""
+    path = tmp_path / f"a.{ending}"
+    Image.new("RGB", (1, 1), "white").save(path)
+    assert to_pixels(load_image(path), SIDE).min() > 0.9
+
+
+def test_draft_decodes_smaller_and_only_on_request(tmp_path):
+    """Breaks when the default is no longer bit-equal, or draft scales below what the model needs."""
+    path = tmp_path / "a.jpg"
+    picture(900, 700).save(path)
+    assert load_image(path).size == (900, 700)
+    assert load_image(path, draft=150).size == (225, 175)
+    assert load_image(path, draft=701).size == (900, 700)
+    for draft in (False, True):
+        pixels = Processor.from_source("embedded", draft=draft)([path], ["caption en"]).pixel_values[0]
+        assert torch.equal(pixels, to_pixels(load_image(path), 112)) != draft
+        torch.testing.assert_close(pixels, to_pixels(load_image(path), 112), atol=0.25, rtol=0)
+
+
+def png_header(width: int, height: int) -> bytes:
+    """The beginning of a PNG that claims to be width × height."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    return b"\x89PNG\r\n\x1a\n" + chunk + struct.pack(">I", 1000) + b"IDAT"
+
+
+def encoded(kind: str) -> bytes:
+    buffer = io.BytesIO()
+    picture(64, 64).save(buffer, kind)
+    return buffer.getvalue()
+
+
+BAD_FILES = {
+    "empty.jpg": (b"", "not a picture"),
+    "text.png": (b"<html>404 not found</html>", "not a picture"),
+    "cut.jpg": (encoded("JPEG")[:-700], "cannot be decoded .*truncated"),
+    "cut.png": (encoded("PNG")[:3000], "cannot be decoded"),
+    "head.webp": (encoded("WEBP")[:40], "cannot be decoded|not a picture"),
+    "bomb.png": (png_header(40000, 40000), "decompression bomb"),
+    "program.eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n", "not a picture"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_picture_files(tmp_path, name):
+    """Breaks when one bad file among thousands ends in a traceback that does not name it, or runs a program."""
+    content, message = BAD_FILES[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        load_image(path)
+    assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
+
+
+def test_paths_and_objects_that_are_no_picture(tmp_path):
+    """Breaks when a wrong path or type is reported as something else."""
+    for source, message in [
+        (tmp_path / "none.jpg", "none.jpg: no such file"),
+        ("https://example.org/a.jpg", "no such file.*downloaded"),
+        (tmp_path, "Is a directory"),
+        (5, "the int passed as a picture: expected a file"),
+        (Image.new("RGB", (0, 5)), "the Image passed as a picture: is 0×5"),
+        (np.zeros((4, 4, 3), np.float32), "is float32"),
+        (np.zeros((3, 4, 5), np.uint8), r"\(3, 4, 5\), expected uint8"),
+        (np.zeros((0, 4, 3), np.uint8), "passed as a picture"),
+        (Image.open(io.BytesIO(encoded("JPEG")[:-700])), "passed as a picture: cannot be decoded"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            load_image(source)
