@@ -1,13 +1,14 @@
-"""How sure is a mean: bootstrap intervals over examples, over pictures that share questions, and over training runs.
+"""Bootstrap intervals of a mean, over examples, pictures and training runs; and the best guess without a picture.
 
-In: a score for each example, of one run or of several. Out: the mean with its interval. Next: `eval/figures.py` draws
-them. Two models are compared on the *difference* of their scores on the same examples (paired), which is what
-`bootstrap(a - b)` gives: a difference whose interval holds 0 is not significant.
+In: a score for each example, of one run or of several. Out: the mean with its interval. Two models are compared on the
+*difference* of their scores on the same examples (paired), which is what `bootstrap(a - b)` gives: a difference whose
+interval holds 0 is not significant.
 
 Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993 (percentile intervals).
 """
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,3 +54,17 @@ def bootstrap(
         means.append(np.take_along_axis(run_mean, picked, axis=1).sum(axis=1) / sizes[picked].sum(axis=1))
     low, high = np.quantile(np.concatenate(means), ((1 - confidence) / 2, (1 + confidence) / 2))
     return Interval(float(scores.mean()), float(low), float(high))
+
+
+def blind_guesses(train: Iterable[tuple[Iterable[Hashable], str]], test: Iterable[Iterable[Hashable]]) -> list[str]:
+    """The best guess to each question of `test` without its picture: the answer most frequent in `train` under the
+    first of its keys that occurs there, of equally frequent ones the first in the alphabet.
+
+    A question's keys go from specific to general, such as its text, its type and (); `train` has (keys, answer) pairs.
+    """
+    answers: dict[Hashable, Counter[str]] = defaultdict(Counter)
+    for keys, answer in train:
+        for key in keys:
+            answers[key][answer] += 1
+    best = {key: min(found, key=lambda text: (-found[text], text)) for key, found in answers.items()}
+    return [next(best[key] for key in keys if key in best) for keys in test]

@@ -16,7 +16,6 @@ import argparse
 import json
 import re
 import sys
-from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
@@ -38,6 +37,7 @@ from eval.datasets import (
     records_of,
     some,
 )
+from eval.statistics import blind_guesses
 from model.common import UserError, run_command, write_text
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -347,24 +347,18 @@ def evaluate_files(
 
 
 def blind_answers(test: Benchmark, train: Benchmark | None = None) -> dict[int | str, str]:
-    """The best guess without a picture, by question id: the answer that `train` has most often to the same question,
-    else to the same question type, else at all. Without `train`, the most frequent answer of the question type in
-    `test` itself: what one constant answer a type can reach at most.
+    """`blind_guesses` by question id, from the same questions in `train`, or from those of the same type.
+
+    Without `train`, the most frequent answer of each question type in `test` itself: the upper bound of constant ones.
     """
-    counts: dict[tuple, Counter] = defaultdict(Counter)
 
     def keys(question: Question, annotation: Annotation) -> list[tuple]:
         general = [("type", annotation.question_type), ()]
         return general if train is None else [("question", question.question), *general]
 
-    for question, annotation in zip(*(train or test)[:2], strict=True):
-        for key in keys(question, annotation):
-            counts[key][annotation.answer] += 1
-    guesses = {}
-    for question, annotation in zip(*test[:2], strict=True):
-        found = next(counts[key] for key in keys(question, annotation) if key in counts)
-        guesses[question.question_id] = min(found, key=lambda answer: (-found[answer], answer))  # noqa: B023
-    return guesses
+    known = [(keys(*pair), pair[1].answer) for pair in zip(*(train or test)[:2], strict=True)]
+    guesses = blind_guesses(known, [keys(*pair) for pair in zip(*test[:2], strict=True)])
+    return {question.question_id: guess for question, guess in zip(test.questions, guesses, strict=True)}
 
 
 def blind_embedded(limit: int) -> dict[str, float]:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 
-from eval.scenes import CATEGORIES, NAMES, SPLITS, Dice, with_article
+from eval.pictures import CATEGORIES, NAMES, SPLITS, Dice, with_article
 from model.common import UserError
 
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch._dynamo.testing import CompileCounter
 
-from eval import attention, needle, pope, run, scenes, vqa
+from eval import attention, needle, pictures, pope, run, scenes, vqa
 from eval.datasets import ABSENT, NeedleTest, read_needle_tests
 from lora import adapter
 from model.attention import attention_modules
@@ -491,10 +491,10 @@ CASES = [(kind, needles, absent) for kind in scenes.NEEDLES for needles, absent 
 @pytest.mark.parametrize(("kind", "needles", "absent"), CASES)
 def test_embedded_trials_ask_what_is_trained(kind, needles, absent):
     """A model is asked in other words than it was trained on, or right answers do not count as right."""
-    for number, (test, pictures) in enumerate(needle.embedded_trials(kind, 20, needles, absent=absent)):
+    for number, (test, stitched) in enumerate(needle.embedded_trials(kind, 20, needles, absent=absent)):
         samples = scenes.needle(kind, "test", number, needles=needles, negative=absent).samples()
         assert [prompt for prompt, _ in needle.prompts_of(test, "paper")] == [s.prefix for s in samples]
-        assert np.array_equal(pictures()[0], samples[0].scene.render())
+        assert np.array_equal(stitched()[0], samples[0].scene.render())
         right = needle.response_record(test, needle.respond(test, [s.suffix for s in samples], "paper"))
         assert needle.judge(right) == (True, True, True)
         if not absent:
@@ -509,7 +509,7 @@ def test_embedded_trials_are_of_the_test_split_and_take_turns():
     trials = needle.embedded_trials("n4o1", 32)
     places = [trial.test.places[0][1:] for trial in trials]
     assert sorted(places) == sorted(2 * [(row, col) for row in range(4) for col in range(4)])
-    assert all(scenes.split_of(scenes.needle("n4o1", "test", n).scene.cells) == "test" for n in range(32))
+    assert all(pictures.split_of(scenes.needle("n4o1", "test", n).scene.squares) == "test" for n in range(32))
 
 
 def test_places_of_larger_grids_are_parsed_strictly():

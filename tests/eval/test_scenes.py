@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import AddedToken, GemmaTokenizer
 from transformers.tokenization_utils_base import generate_merges
 
-from eval import scenes
+from eval import pictures, scenes
 from model.common import UserError
 from model.source import BUNDLED_FOLDER
 from train.embedded.tokenizer import main, train_tokenizer, words
@@ -29,18 +29,18 @@ def pieces() -> sentencepiece.SentencePieceProcessor:
     return sentencepiece.SentencePieceProcessor(model_file=str(MODEL_FILE))
 
 
-def stream(task: str, split: str, count: int, seed: int = 0) -> list[scenes.Sample]:
+def stream(task: str, split: str, count: int, seed: int = 0) -> list[pictures.Sample]:
     return [scenes.sample(task, split, index, seed) for index in range(count)]
 
 
 # --- a second reading of a scene --------------------------------------------------------------------------------------
 
 
-def seen(scene: scenes.Scene) -> list[tuple[str, float, float]]:
+def seen(scene: pictures.Scene) -> list[tuple[str, float, float]]:
     """(name, x, y) of each object's middle, in pixels, in the order of rows of 28 pixels."""
     middles = []
     for placed in scene.objects:
-        row, column = divmod(placed.cell, 4)
+        row, column = divmod(placed.square, 4)
         middles.append((placed.name, column * 28 + placed.x + placed.size / 2, row * 28 + placed.y + placed.size / 2))
     return sorted(middles, key=lambda middle: (middle[2] // 28, middle[1]))
 
@@ -51,8 +51,8 @@ def place(x: float, y: float) -> str:
 
 def number_of(objects: list, noun: str) -> int:
     forms = {noun, noun.removesuffix("s"), noun.removesuffix("es"), noun.removesuffix("ies") + "y"}
-    (singular,) = forms & {*scenes.NAMES, *scenes.CATEGORIES} or {""}
-    group = scenes.CATEGORIES.get(singular, [singular])
+    (singular,) = forms & {*pictures.NAMES, *pictures.CATEGORIES} or {""}
+    group = pictures.CATEGORIES.get(singular, [singular])
     return len(objects) if noun == "objects" else sum(name in group for name, _, _ in objects)
 
 
@@ -67,7 +67,7 @@ def truth(question: str, objects: list) -> set[str]:
         r"How many (\w+) are there\?": lambda noun: {str(number_of(objects, noun))},
         r"Where is the (\w+)\?": lambda name: {place(x, y) for other, x, y in objects if other == name},
         r"What is in the (.*)\?": lambda where: {name for name, x, y in objects if place(x, y) == where},
-        r"Which (\w+) is in the image\?": lambda group: {n for n, _, _ in objects if n in scenes.CATEGORIES[group]},
+        r"Which (\w+) is in the image\?": lambda group: {n for n, _, _ in objects if n in pictures.CATEGORIES[group]},
     }
     (answers,) = (rule(*match.groups()) for form, rule in rules.items() if (match := re.fullmatch(form, question)))
     return answers
@@ -90,22 +90,26 @@ def test_every_composition_belongs_to_one_split():
     """Breaks when a scene leaks from one split into another."""
     compositions = defaultdict(set)
     for task in scenes.TASKS:
-        for split in scenes.SPLITS:
+        for split in pictures.SPLITS:
             for seed in (0, 1):
-                compositions[split] |= {sample.scene.cells for sample in stream(task, split, 60, seed)}
+                compositions[split] |= {sample.scene.squares for sample in stream(task, split, 60, seed)}
     for strategy in scenes.STRATEGIES:
-        compositions["test"] |= {sample.scene.cells for sample in scenes.pope(strategy, images=20)}
-    compositions["test"] |= {scenes.needle("n2o2", "test", i, needles=2, negative=True).scene.cells for i in range(20)}
-    train, validation, test = (compositions[split] for split in scenes.SPLITS)
+        compositions["test"] |= {sample.scene.squares for sample in scenes.pope(strategy, images=20)}
+    compositions["test"] |= {
+        scenes.needle("n2o2", "test", i, needles=2, negative=True).scene.squares for i in range(20)
+    }
+    train, validation, test = (compositions[split] for split in pictures.SPLITS)
     assert min(map(len, (train, validation, test))) > 300
     assert not train & validation and not train & test and not validation & test
-    assert all(scenes.split_of(cells) == split for split, group in compositions.items() for cells in group)
+    assert all(pictures.split_of(squares) == split for split, group in compositions.items() for squares in group)
 
 
 def test_splits_hold_the_promised_shares():
     """Breaks when the hash starves a split: its scenes would take for ever to draw."""
-    single = [tuple(name if i == cell else "none" for i in range(16)) for cell in range(16) for name in scenes.NAMES]
-    shares = Counter(map(scenes.split_of, single))
+    single = [
+        tuple(name if i == square else "none" for i in range(16)) for square in range(16) for name in pictures.NAMES
+    ]
+    shares = Counter(map(pictures.split_of, single))
     assert abs(shares["train"] / 640 - 6 / 8) < 0.05 and min(shares["test"], shares["validation"]) > 640 / 8 - 25
 
 
@@ -128,7 +132,8 @@ def test_the_benchmark_is_the_published_one():
     digest = hashlib.sha256()
     for task in scenes.TASKS:
         for s in stream(task, "test", 50):
-            digest.update(repr((s.prefix, s.suffix, s.scene.objects, s.scene.ground)).encode())
+            text = repr((s.prefix, s.suffix, s.scene.objects, s.scene.ground))
+            digest.update(text.replace("Placed(square=", "Placed(cell=").encode())  # as it was named when published
     for strategy in scenes.STRATEGIES:
         digest.update(repr([(s.prefix, s.suffix) for s in scenes.pope(strategy, images=20)]).encode())
     assert digest.hexdigest()[:16] == "59e1e740f7770ed3"
@@ -152,16 +157,16 @@ def test_unknown_names_are_refused():
 
 def test_sprites_are_all_there_and_attributed():
     """Breaks when a sprite is missing, the pictures grow, or their licence gets lost."""
-    files = {path.stem: path for path in scenes.SPRITES.glob("*.webp")}
-    assert sorted(files) == sorted(scenes.NAMES) and len(files) == 40
-    assert [len(names) for names in scenes.CATEGORIES.values()] == [12, 12, 8, 8]
+    files = {path.stem: path for path in pictures.SPRITES.glob("*.webp")}
+    assert sorted(files) == sorted(pictures.NAMES) and len(files) == 40
+    assert [len(names) for names in pictures.CATEGORIES.values()] == [12, 12, 8, 8]
     assert sum(path.stat().st_size for path in files.values()) < 100_000
     for path in files.values():
         with Image.open(path) as image:
             assert (image.size, image.mode) == ((64, 64), "RGBA")
-    licence = (scenes.SPRITES / "LICENSE").read_text()
+    licence = (pictures.SPRITES / "LICENSE").read_text()
     assert "MIT License" in licence and "Copyright (c) Microsoft Corporation" in licence and "Fluent Emoji" in licence
-    assert all(re.search(rf"^  {name} ", licence, re.M) for name in scenes.NAMES)
+    assert all(re.search(rf"^  {name} ", licence, re.M) for name in pictures.NAMES)
 
 
 def test_rendering_agrees_with_pillow():
@@ -173,27 +178,27 @@ def test_rendering_agrees_with_pillow():
         ground = grey + (ramp * down)[:, None] + (ramp * across)[None, :]
         expected = Image.fromarray(ground.round().astype(np.uint8))
         for placed in scene.objects:
-            sprite = Image.open(scenes.SPRITES / f"{placed.name}.webp").resize((placed.size,) * 2, Image.BICUBIC)
+            sprite = Image.open(pictures.SPRITES / f"{placed.name}.webp").resize((placed.size,) * 2, Image.BICUBIC)
             if placed.mirrored:
                 sprite = sprite.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
             bright = Image.merge(
                 "RGB", [c.point(lambda v, b=placed.brightness: min(255, v * b // 128)) for c in sprite.split()[:3]]
             )
-            row, column = divmod(placed.cell, 4)
+            row, column = divmod(placed.square, 4)
             expected.paste(bright, (28 * column + placed.x, 28 * row + placed.y), sprite.getchannel("A"))
         difference = np.abs(scene.render().astype(int) - np.asarray(expected, int))
         # half-transparent rims that are brightened may differ: there the clipping comes before or after the blend
         assert np.quantile(difference, 0.99) <= 4 and difference.mean() < 1
 
 
-def test_objects_stay_in_their_cells_and_vary():
+def test_objects_stay_in_their_squares_and_vary():
     """Breaks when an object crosses into the next patch, or jitter, scale, mirroring or brightness stop varying."""
     looks = defaultdict(set)
     for index in range(60):
         scene = scenes.sample("vqa", "train", index * 6).scene
-        bare = scenes.Scene(scene.cells, (), scene.ground)
+        bare = pictures.Scene(scene.squares, (), scene.ground)
         touched = (scene.render() != bare.render()).any(axis=-1).reshape(4, 28, 4, 28).any(axis=(1, 3)).reshape(-1)
-        assert [bool(t) for t in touched] == [name != "none" for name in scene.cells]
+        assert [bool(t) for t in touched] == [name != "none" for name in scene.squares]
         assert 1 <= len(scene.objects) <= 5
         for placed in scene.objects:
             assert 0.78 < placed.size / 28 <= 1 and 0.85 <= placed.brightness / 128 <= 1.102
@@ -208,8 +213,8 @@ def test_objects_stay_in_their_cells_and_vary():
 @pytest.mark.parametrize("chance", [0.0, 1 - 2**-53])
 def test_the_most_extreme_ground_does_not_wrap_around(chance, monkeypatch):
     """Breaks when the darkest or brightest ground leaves 0 to 255."""
-    monkeypatch.setattr(scenes.Dice, "random", lambda dice: chance)
-    picture = scenes._paint(scenes.Dice(0), ("none",) * 16).render().astype(int)
+    monkeypatch.setattr(pictures.Dice, "random", lambda dice: chance)
+    picture = pictures.paint(pictures.Dice(0), ("none",) * 16).render().astype(int)
     assert picture.max() - picture.min() > 100
     assert np.abs(np.diff(picture, axis=0)).max() <= 1 and np.abs(np.diff(picture, axis=1)).max() <= 1
 
@@ -226,7 +231,7 @@ def test_vqa_answers_are_true_and_the_only_true_ones():
         for s in samples:
             assert s.prefix == f"answer en {s.question}"
             assert s.question.lower().startswith(s.question_type)
-            assert truth(s.question, seen(s.scene)) == {s.suffix}, (s.question, s.suffix, s.scene.cells)
+            assert truth(s.question, seen(s.scene)) == {s.suffix}, (s.question, s.suffix, s.scene.squares)
 
 
 def test_short_probes_are_true():
@@ -235,15 +240,15 @@ def test_short_probes_are_true():
     for task, wording in long.items():
         for s in stream(task, "train", 100):
             word, name = s.prefix.split()
-            noun = scenes.plural(name) if task == "count" else name
+            noun = pictures.plural(name) if task == "count" else name
             assert word == task and truth(wording.format(noun), seen(s.scene)) == {s.suffix}
 
 
 def test_scan_and_caption_say_what_is_there():
-    """Breaks when the names of cells, which the alignment loss uses too, or a caption disagree with the picture."""
+    """Breaks when the names of squares, which the alignment loss uses too, or a caption disagree with the picture."""
     for s in stream("scan", "train", 40):
         names = s.suffix.split()
-        assert names == list(s.scene.cells) and len(names) == 16
+        assert names == list(s.scene.squares) and len(names) == 16
         assert [name for name in names if name != "none"] == [name for name, _, _ in seen(s.scene)]
     assert {len(s.scene.objects) for s in stream("scan", "train", 200)} == set(range(1, 17))
     for s in stream("caption", "train", 100):
@@ -253,12 +258,12 @@ def test_scan_and_caption_say_what_is_there():
         objects = seen(s.scene)
         assert all(number_of(objects, noun) == n for n, noun in told) and sum(n for n, _ in told) == len(objects)
         assert s.suffix.count(" and ") == (len(parts) > 1)
-    assert scenes.describe(["apple", "none", "dog", "bus", "dog"]) == "an apple, two dogs and a bus"
+    assert pictures.describe(["apple", "none", "dog", "bus", "dog"]) == "an apple, two dogs and a bus"
 
 
 def test_detection_boxes_hold_the_objects():
-    """Breaks when a box is not the object's cell, or the order of its numbers is not PaliGemma's y1 x1 y2 x2."""
-    assert scenes.box(6) == "<loc0256><loc0512><loc0511><loc0767>"
+    """Breaks when a box is not the object's square, or the order of its numbers is not PaliGemma's y1 x1 y2 x2."""
+    assert pictures.box(6) == "<loc0256><loc0512><loc0511><loc0767>"
     for s in stream("detect", "train", 100):
         name = s.prefix.removeprefix("detect ")
         middles = [(x, y) for other, x, y in seen(s.scene) if other == name]
@@ -297,8 +302,8 @@ def test_dense_detection_lists_everything_and_masks_the_names(pieces):
 def test_blind_baseline_is_the_most_frequent_train_answer():
     """Breaks when the blind baseline is not the one worked out by hand."""
 
-    def made(prefix: str, answer: str, kind: str = "number") -> scenes.Sample:
-        return scenes.Sample("vqa", None, prefix, answer, 0, 0, "how many", kind)
+    def made(prefix: str, answer: str, kind: str = "number") -> pictures.Sample:
+        return pictures.Sample("vqa", None, prefix, answer, 0, 0, "how many", kind)
 
     train = [made("dogs?", "1"), made("dogs?", "2"), made("dogs?", "2"), made("cats?", "3"), made("cats?", "0")]
     test = [made("dogs?", "2"), made("dogs?", "1"), made("cats?", "0"), made("pigs?", "2"), made("is?", "no", "yes/no")]
@@ -396,7 +401,7 @@ def test_negatives_and_several_needles(kind, needles):
         for caption in absent.captions:
             assert not any(set(nouns(caption)) <= set(names) for names in parts(absent).values())
             if kind == "n2o2":  # both objects are there, apart
-                assert set(nouns(caption)) <= set(absent.scene.cells)
+                assert set(nouns(caption)) <= set(absent.scene.squares)
         assert {s.suffix for s in absent.samples()} == {"none"}
         there = scenes.needle(kind, "test", index, needles=needles)
         assert len(set(there.targets)) == needles
@@ -433,7 +438,7 @@ def test_objects_have_favourites_and_company():
     assert frequency["dog"] > 2 * frequency["butterfly"]
     for name, partner in (("lion", "elephant"), ("key", "clock"), ("cat", "dog")):
         assert company[name].most_common(1)[0][0] == partner
-    assert all(company[a][b] == company[b][a] for a in scenes.NAMES for b in scenes.NAMES)
+    assert all(company[a][b] == company[b][a] for a in pictures.NAMES for b in pictures.NAMES)
 
 
 # --- tokenizer --------------------------------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def test_scenes_are_told_right():
     """Breaks when words and questions are of different scenes, or a question carries loss."""
     processor = Processor.from_source("embedded")
     ids, types = pretrain_mamba.tell(7, "train", processor)
-    assert processor.decode(ids[:16]).split() == list(scenes.vqa_picture("train", 7)[0].scene.cells)
+    assert processor.decode(ids[:16]).split() == list(scenes.vqa_picture("train", 7)[0].scene.squares)
     text = [processor.decode([i for i, t in zip(ids, types, strict=True) if t and i != 1])]
     samples = scenes.vqa_picture("train", 7)
     assert all(sample.suffix in text[0] for sample in samples) and sum(types) > 2 * len(samples)

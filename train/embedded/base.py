@@ -111,7 +111,7 @@ def batches(
                 if not loss:
                     micro.targets[row, column] = -100
         first = {int(picture): row for row, picture in reversed(list(enumerate(micro.image_index)))}
-        cells = torch.tensor([[piece[name] for name in samples[first[i]].scene.cells] for i in range(len(first))])
+        cells = torch.tensor([[piece[name] for name in samples[first[i]].scene.squares] for i in range(len(first))])
         yield micro, cells
 
 

@@ -44,7 +44,7 @@ def tell(index: int, split: str, processor: Processor) -> tuple[list[int], list[
     Ids, and their types: 1 for answers. Six questions are those that VQA has on it, three are probes.
     """
     samples = scenes.vqa_picture(split, index)
-    cells, dice = samples[0].scene.cells, scenes.Dice(f"tell/{split}/{index}")
+    cells, dice = samples[0].scene.squares, scenes.Dice(f"tell/{split}/{index}")
     asked = [(sample.prefix, sample.suffix) for sample in samples]
     for probe in PROBES:
         kind, wording = scenes.PROBES[probe]

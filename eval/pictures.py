@@ -1,0 +1,266 @@
+"""Pictures of the embedded benchmark: which object is where, and how it is drawn.
+
+In: seeded dice. Out: a composition (the name of the object in each of 16 squares) and a `Scene`, which renders it.
+`eval/scenes.py` asks questions about them.
+
+A picture has 112×112 pixels in 4×4 squares of 28, one patch of the embedded base each; a square holds one object or
+none. Everything follows from (task, split, seed, index); there is no global random state. A composition belongs to
+exactly one split, by its hash (`split_of`), so that no composition of one split occurs in another. The splits share the
+sprites: new in the test split are composition, place, scale, mirroring, brightness and ground, not the objects.
+
+The objects of an ordinary scene are skewed on purpose, as in photographs: the first names of a category are the most
+frequent, and an object often comes with its partner (dog and cat, tiger and horse, …) or with another of its kind.
+"""
+
+import hashlib
+import random
+from bisect import bisect
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from model.common import UserError
+
+CATEGORIES = {
+    "animal": "dog cat tiger horse cow pig lion elephant frog penguin fish butterfly".split(),
+    "food": "apple banana strawberry watermelon grapes orange carrot bread cheese pizza burger cake".split(),
+    "vehicle": "car bus train airplane bicycle rocket boat tractor".split(),
+    "thing": "ball book key clock guitar umbrella gift hat".split(),
+}
+NAMES = [name for names in CATEGORIES.values() for name in names]
+NONE = "none"  # an empty square; also the right answer about an absent needle
+SPRITES = Path(__file__).parent / "sprites"
+
+SIDE, GRID, SQUARE = 112, 4, 28  # pixels of a picture's side, squares along a side, pixels of a square's side
+PLACES = ("top left", "top right", "bottom left", "bottom right")  # quadrants, row-major
+SPLITS = ("train", "validation", "test")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compositions
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Dice(random.Random):
+    """Choices that are the same in every version of Python, which promises that only for the sequence of `random()`."""
+
+    def below(self, n: int) -> int:
+        return int(self.random() * n)
+
+    def pick(self, items: Sequence):
+        return items[self.below(len(items))]
+
+    def draw(self, items: Iterable, k: int) -> list:
+        """`k` of `items` in random order, none twice."""
+        items = list(items)
+        for i in range(k):
+            j = i + self.below(len(items) - i)
+            items[i], items[j] = items[j], items[i]
+        return items[:k]
+
+
+def split_of(squares: Sequence[str]) -> str:
+    """The one split a composition (16 names or "none", row-major) belongs to: 6/8 train, 1/8 each of the others."""
+    bucket = hashlib.sha256(" ".join(squares).encode()).digest()[0] % 8
+    return ("validation", "test")[bucket] if bucket < 2 else "train"
+
+
+_POPULARITY = list(accumulate(1 / (rank + 4) for names in CATEGORIES.values() for rank in range(len(names))))
+
+
+def ordinary(dice: Dice, most: int = 5) -> tuple[str, ...]:
+    """1 to `most` objects in random squares: popular ones, a second one of a name (for questions that count), and
+    partners of those already there (co-occurrence, which POPE's adversarial questions exploit)."""
+    names = []
+    for _ in range(1 + dice.below(most)):
+        chance = dice.random()
+        if names and chance < 0.25:
+            names.append(dice.pick(names))
+        elif names and chance < 0.5:  # its neighbor in the list; categories have even lengths, so it is of the same one
+            names.append(NAMES[NAMES.index(dice.pick(names)) ^ 1])
+        else:
+            names.append(NAMES[bisect(_POPULARITY, dice.random() * _POPULARITY[-1])])
+    return place_objects(zip(dice.draw(range(GRID**2), len(names)), names, strict=True))
+
+
+def place_objects(objects: Iterable[tuple[int, str]]) -> tuple[str, ...]:
+    """The composition of (square, name) pairs; other squares are empty."""
+    squares = [NONE] * GRID**2
+    for square, name in objects:
+        squares[square] = name
+    return tuple(squares)
+
+
+def compose(
+    task: str, split: str, seed: int, index: int, draw: Callable = ordinary, usable: Callable = lambda squares: True
+) -> tuple[Dice, tuple[str, ...]]:
+    """The dice of one picture and the first composition they `draw` that is `usable` and belongs to `split`.
+
+    Raises UserError for an unknown split.
+    """
+    if split not in SPLITS:
+        raise UserError(f"split is {split!r}: expected one of {', '.join(SPLITS)}")
+    dice = Dice(f"{task}/{split}/{seed}/{index}")
+    while True:
+        squares = draw(dice)
+        if split_of(squares) == split and usable(squares):
+            return dice, squares
+
+
+def quadrant(square: int) -> str:
+    return PLACES[square // (2 * GRID) * 2 + square % GRID // 2]
+
+
+def count(squares: Sequence[str]) -> Counter:
+    """How often each object occurs, in raster order of its first one."""
+    return Counter(name for name in squares if name != NONE)
+
+
+def unique(squares: Sequence[str]) -> list[str]:
+    """Objects that occur once, in raster order."""
+    return [name for name, number in count(squares).items() if number == 1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Drawing
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Placed(NamedTuple):
+    """How an object is drawn: sprite side, top left corner inside its square (pixels), brightness in 1/128."""
+
+    square: int
+    name: str
+    size: int
+    y: int
+    x: int
+    mirrored: bool
+    brightness: int
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A picture before it is drawn. `ground`, RGB each: level in the middle, rise from there to the bottom and to the
+    right border."""
+
+    squares: tuple[str, ...]
+    objects: tuple[Placed, ...]
+    ground: tuple[tuple[int, int, int], ...]
+
+    def render(self) -> np.ndarray:
+        """The picture (112, 112, 3) uint8, RGB. Integer arithmetic only: it is the same on every machine."""
+        level, down, across = np.array(self.ground, np.int32)[..., None]
+        ramp = np.arange(1 - SIDE, SIDE, 2, dtype=np.int32)  # -111 … 111
+        rows, columns = level + ramp * down // SIDE, ramp * across // SIDE
+        # one plane per channel: NumPy is many times slower when its innermost axis is the three channels
+        canvas = (rows.astype(np.int16)[:, :, None] + columns.astype(np.int16)[:, None, :]).view(np.uint16)
+        for square, name, size, y, x, mirrored, brightness in self.objects:
+            color, transparency = _stamp(name, size, mirrored)
+            top, left = square // GRID * SQUARE + y, square % GRID * SQUARE + x
+            region = canvas[:, top : top + size, left : left + size]
+            region *= transparency
+            region >>= 8
+            region += color * np.uint16(brightness) >> 7
+            np.minimum(region, 255, out=region)
+        return np.stack(list(canvas.astype(np.uint8)), axis=-1)
+
+
+@cache
+def _stamp(name: str, size: int, mirrored: bool) -> tuple[np.ndarray, np.ndarray]:
+    """A sprite scaled to `size`: color times opacity (3, size, size), transparency 0–256 (size, size); uint16."""
+    image = Image.open(SPRITES / f"{name}.webp").convert("RGBA").resize((size, size), Image.Resampling.BICUBIC)
+    pixels = np.ascontiguousarray(np.asarray(image, np.uint16).transpose(2, 0, 1)[:, :, :: -1 if mirrored else 1])
+    opacity = pixels[3]
+    return pixels[:3] * opacity // 255, 256 - opacity - (opacity >> 7)
+
+
+def paint(dice: Dice, squares: tuple[str, ...]) -> Scene:
+    """Draw at random what a composition leaves open: scale 80–100 % of a square, place in it, mirroring, brightness
+    0.85–1.1, ground."""
+    objects = []
+    for square, name in enumerate(squares):
+        if name != NONE:
+            size = SQUARE - dice.below(7)
+            spare = SQUARE - size + 1
+            looks = dice.below(spare), dice.below(spare), dice.random() < 0.5, 109 + dice.below(33)
+            objects.append(Placed(square, name, size, *looks))
+    # 112–168 ± 14 for the tint ± 2·36 for both rises: within 0–255
+    grey, down, across = 112 + dice.below(57), dice.below(61) - 30, dice.below(61) - 30
+    tint = [
+        tuple(base + dice.below(2 * most + 1) - most for _ in "RGB")
+        for base, most in ((grey, 14), (down, 6), (across, 6))
+    ]
+    return Scene(squares, tuple(objects), tuple(tint))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Samples, and names in text
+# ---------------------------------------------------------------------------------------------------------------------
+
+NUMBERS = ("two", "three", "four", "five")
+IRREGULAR = {
+    "fish": "fish",
+    "butterfly": "butterflies",
+    "strawberry": "strawberries",
+    "grapes": "grapes",
+    "bus": "buses",
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One picture, one prompt, one answer. Samples of one picture share their `scene` and `image_id`.
+
+    `unsupervised`: character spans [start, end) of the suffix that carry no loss, as they cannot be known.
+    """
+
+    task: str
+    scene: Scene
+    prefix: str
+    suffix: str
+    image_id: int
+    question_id: int
+    question_type: str = ""
+    answer_type: str | None = None  # "yes/no", "number" or "other", for VQA
+    unsupervised: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def image(self) -> Image.Image:
+        return Image.fromarray(self.scene.render())
+
+    @property
+    def question(self) -> str:
+        """The prefix without PaliGemma's `answer en`."""
+        return self.prefix.removeprefix("answer en ")
+
+
+def box(square: int) -> str:
+    """The box of a square in PaliGemma's language: y1 x1 y2 x2 in 1/1024 of the picture's side.
+
+    It is the square's, not that of the object, which is placed at random inside it: a right answer is one exact string,
+    and each of the four numbers takes four values. Square 6 (row 1, column 2) is <loc0256><loc0512><loc0511><loc0767>.
+    """
+    step = 1024 // GRID
+    y, x = square // GRID * step, square % GRID * step
+    return "".join(f"<loc{value:04d}>" for value in (y, x, y + step - 1, x + step - 1))
+
+
+def plural(name: str) -> str:
+    return IRREGULAR.get(name, name + "s")
+
+
+def with_article(name: str) -> str:
+    """The article follows the first letter alone, as in POPE."""
+    return f"{'an' if name.startswith(tuple('aeiou')) else 'a'} {name}"
+
+
+def describe(squares: Sequence[str]) -> str:
+    """A caption: the objects in raster order ("two dogs, a cat and an apple")."""
+    parts = [with_article(name) if n == 1 else f"{NUMBERS[n - 2]} {plural(name)}" for name, n in count(squares).items()]
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
