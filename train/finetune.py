@@ -33,9 +33,10 @@ from model.differential import lambdas, map_distance
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from train.checkpoint import checkpoints, load_checkpoint, load_weights, read_state, save_checkpoint
-from train.data import batches as data
-from train.data.batches import MicroBatch, Order, Record, idle
+from train.data import records as data
+from train.data.batches import MicroBatch, Order, idle
 from train.data.features import FeatureCache
+from train.data.records import Record
 from train.data.shards import Shards
 from train.distributed import World, ask_together, join_world, leave_world, set_gradient_sync, spread
 from train.optim import SCALARS, count, rate_factor, reconnect, set_rates, trainable

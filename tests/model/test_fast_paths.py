@@ -28,7 +28,8 @@ from tests.model.test_differential import VARIANTS, grafted, inputs, sibling
 from tests.model.test_differential import batch as prompt_of
 from tests.reference import batch, hf_model, ours, relative_error
 from train import finetune
-from train.data.batches import collate, embedded_records
+from train.data.batches import collate
+from train.data.records import embedded_records
 from train.optim import trainable
 from weights.load import empty_model
 

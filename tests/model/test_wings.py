@@ -22,7 +22,7 @@ from model.wings import OCTAVES, Learner, Router, Side, Wings, attach, initializ
 from tests.reference import relative_error
 from train import finetune
 from train.data import batches as data
-from train.data.batches import Record
+from train.data.records import Record
 from train.optim import trainable
 from train.settings import Settings, parse
 from train.systems.open import open_model, open_stage

@@ -11,17 +11,8 @@ from model.common import UserError
 from model.config import PRESETS
 from model.processor import Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER
-from train.data.batches import (
-    Order,
-    Record,
-    collate,
-    embedded_records,
-    jsonl_records,
-    load_batches,
-    plan_epoch,
-    supervised,
-    vqav2_records,
-)
+from train.data.batches import Order, collate, load_batches, plan_epoch, supervised
+from train.data.records import Record, embedded_records, jsonl_records, vqav2_records
 
 
 @pytest.fixture(scope="module")

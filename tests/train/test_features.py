@@ -10,8 +10,9 @@ from model.common import UserError
 from model.processor import Processor
 from tests.train.test_finetune import QUICK, WORLD, metrics
 from train import finetune
-from train.data.batches import MicroBatch, collate, embedded_records
+from train.data.batches import MicroBatch, collate
 from train.data.features import FeatureCache
+from train.data.records import embedded_records
 from train.settings import parse
 from train.systems.open import open_model
 from weights.load import load_model

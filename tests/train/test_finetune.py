@@ -17,7 +17,8 @@ from model.common import UserError
 from model.differential import KINDS
 from tests.train.test_data import write_vqav2
 from train import finetune
-from train.data.batches import collate, embedded_records
+from train.data.batches import collate
+from train.data.records import embedded_records
 from train.distributed import World
 from train.optim import trainable
 from train.recipes import RECIPES

@@ -22,7 +22,8 @@ from model.source import BUNDLED_FOLDER
 from tests.train.test_data import records, write_vqav2
 from train import finetune
 from train.data import pack as shard
-from train.data.batches import Order, Record, collate, embedded_records, jsonl_records, plan_epoch, vqav2_records
+from train.data.batches import Order, collate, plan_epoch
+from train.data.records import Record, embedded_records, jsonl_records, vqav2_records
 from train.data.shards import Shards, build_index, expand, index_of
 from train.settings import parse
 

@@ -16,7 +16,8 @@ from model.qmamba import QMamba
 from model.system_configs import MambaConfig
 from tests.reference import relative_error
 from train import finetune
-from train.data.batches import collate, sample_record
+from train.data.batches import collate
+from train.data.records import sample_record
 from train.embedded import mamba as pretrain_mamba
 from train.optim import count
 from train.studies import qmamba as study_qmamba

@@ -16,7 +16,8 @@ from model.common import UserError
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.wings import attach
-from train.data.batches import Record, collate
+from train.data.batches import collate
+from train.data.records import Record
 from train.finetune import supervised_loss
 from train.optim import count, trainable
 from train.studies import attention as compare

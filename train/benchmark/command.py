@@ -56,7 +56,8 @@ from train.benchmark.timing import (
     today,
     versions,
 )
-from train.data.batches import collate, embedded_records
+from train.data.batches import collate
+from train.data.records import embedded_records
 from train.finetune import supervised_loss
 from weights.export import DTYPE_FLAGS, export_model
 from weights.load import examine, load_model

@@ -21,7 +21,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from model.common import UserError, atomic_path, write_text
-from train.data.batches import Record
+from train.data.records import Record
 from train.data.shards import PICTURES, index_of
 from train.finetune import read_records
 from train.settings import Settings

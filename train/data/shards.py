@@ -32,7 +32,8 @@ from tqdm import tqdm
 
 from eval.datasets import field, some
 from model.common import UserError, atomic_path
-from train.data.batches import Record, plan_epoch
+from train.data.batches import plan_epoch
+from train.data.records import Record
 
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2")
 # the columns of an index, one row a record: number of its sample, of the question in it, where its picture and its text

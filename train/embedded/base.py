@@ -39,7 +39,8 @@ from model.config import PRESETS
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER
-from train.data.batches import MicroBatch, collate, sample_record
+from train.data.batches import MicroBatch, collate
+from train.data.records import sample_record
 from train.distributed import World, ask_together, join_world, leave_world
 from train.optim import count, rate_factor, set_rates
 from weights.export import export_model

@@ -46,8 +46,8 @@ from model.common import UserError, write_text
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from train import finetune
-from train.data import batches as data
-from train.data.batches import Record
+from train.data import records as data
+from train.data.records import Record
 from train.distributed import World, join_world
 from train.optim import count, trainable
 from train.recipes import RECIPES

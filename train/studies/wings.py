@@ -44,7 +44,8 @@ from model.source import EMBEDDED
 from model.system_configs import WingsConfig
 from model.wings import Wings, attach, route
 from train import finetune
-from train.data.batches import MicroBatch, Record, collate
+from train.data.batches import MicroBatch, collate
+from train.data.records import Record
 from train.distributed import join_world
 from train.optim import Rule, count, make_adamw, parameter_groups
 from train.settings import Settings

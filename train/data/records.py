@@ -1,0 +1,125 @@
+"""Records: what is learned, read from the embedded scenes, VQAv2's official files, or a user's JSON lines.
+
+In: a folder or file, and which share of it to use. Out: a list of `Record`. Pictures are not opened here.
+Tar shards of records are read by `train/data/shards.py`.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from PIL import Image
+
+from eval import scenes
+from eval.datasets import find_image, read_annotations, read_examples, read_questions
+from model.common import UserError
+from train.recipes import EMBEDDED_TASKS
+
+QUESTIONS_FILE = "v2_OpenEnded_mscoco_train2014_questions.json"
+ANNOTATIONS_FILE = "v2_mscoco_train2014_annotations.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One example: after the picture and the prefix, the model learns to say the suffix.
+
+    name: unique, for messages. key: names the picture; records with the same key share it. picture: a path, a function
+    that returns an image or an open file, or None for text alone. choices: if not empty, the suffix is drawn from them
+    anew in each epoch.
+    """
+
+    name: str
+    key: str
+    picture: Path | Callable[[], Image.Image | BinaryIO] | None
+    prefix: str
+    suffix: str
+    choices: tuple[str, ...] = ()
+
+
+def embedded_records(
+    tasks: Sequence[str] = EMBEDDED_TASKS, split: str = "train", count: int = 12000, seed: int = 0
+) -> list[Record]:
+    """`count` records of the embedded scenes, the tasks in turn; a task that is listed twice comes twice as often."""
+    drawn: dict[str, int] = defaultdict(int)
+    records = []
+    for number in range(count):
+        task = tasks[number % len(tasks)]
+        records.append(sample_record(scenes.sample(task, split, drawn[task], seed), split))
+        drawn[task] += 1
+    return records
+
+
+def sample_record(s: scenes.Sample, split: str) -> Record:
+    """The record of one sample of the embedded scenes; its picture is rendered when it is needed."""
+    name, key = f"{s.task}/{split}/{s.question_id}", f"{s.task}/{s.image_id}"
+    return Record(name, key, partial(_render, s.scene), s.prefix, s.suffix)
+
+
+def _render(scene: scenes.Scene) -> Image.Image:
+    return Image.fromarray(scene.render())
+
+
+def vqav2_records(
+    folder: Path,
+    prompt: str,
+    split: str = "train",
+    fraction: float = 1.0,
+    validation: float = 0.0,
+    seed: int = 0,
+    sampled: bool = False,
+) -> list[Record]:
+    """Questions of VQAv2's train2014, in their official layout under `folder`.
+
+    prompt: a template with {question}. The suffix is multiple_choice_answer; with `sampled`, one of the ten answers,
+    drawn anew in each epoch. The share `validation` of the pictures is held out by image id (split "validation"); the
+    share `fraction` of the others is used (the paper's Part 1: 0.4). Raises UserError for files that are absent, and
+    for a question without an annotation.
+    """
+    questions = read_questions(folder / QUESTIONS_FILE)
+    annotations = {a.question_id: a for a in read_annotations(folder / ANNOTATIONS_FILE)}
+    missing = [q.question_id for q in questions if q.question_id not in annotations]
+    if missing:
+        raise UserError(
+            f"{folder}: {len(missing)} questions have no annotation (first: {missing[0]}): "
+            "take both files of one release"
+        )
+    chosen = _pictures_of_split([q.image for q in questions], split, fraction, validation, seed)
+    return [
+        Record(
+            str(q.question_id),
+            q.image,
+            find_image(folder, q.image),
+            prompt.format(question=q.question),
+            annotations[q.question_id].answer,
+            tuple(a["answer"] for a in annotations[q.question_id].answers) if sampled else (),
+        )
+        for q in questions
+        if q.image in chosen
+    ]
+
+
+def jsonl_records(
+    path: Path, split: str = "train", fraction: float = 1.0, validation: float = 0.0, seed: int = 0
+) -> list[Record]:
+    """A user's own {"image", "prefix", "suffix"} lines, split by picture as VQAv2 is."""
+    examples = read_examples(path)
+    chosen = _pictures_of_split([str(e.image) for e in examples], split, fraction, validation, seed)
+    return [
+        Record(f"{path.name}:{number}", str(e.image), e.image, e.prefix, e.suffix)
+        for number, e in enumerate(examples, 1)
+        if str(e.image) in chosen
+    ]
+
+
+def _pictures_of_split(names: Sequence[str], split: str, fraction: float, validation: float, seed: int) -> set[str]:
+    """The pictures of a split: all questions of one picture are in the same split."""
+    pictures = sorted(set(names))
+    random.Random(f"split/{seed}").shuffle(pictures)
+    held_out = round(len(pictures) * validation)
+    if split == "validation":
+        return set(pictures[:held_out])
+    return set(pictures[held_out : held_out + max(1, round((len(pictures) - held_out) * fraction))])
