@@ -21,6 +21,7 @@ from model.processor import Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER
 from tests.train.test_data import records, write_vqav2
 from train import finetune
+from train import shard as shard_command
 from train.data import pack as shard
 from train.data.batches import Order, collate, plan_epoch
 from train.data.records import Record, embedded_records, jsonl_records, vqav2_records
@@ -418,7 +419,7 @@ def read_all(pattern: str, **options) -> dict:
 def test_shards_hold_what_their_source_holds(tmp_path, processor):
     """Breaks when a question, an answer or a pixel is changed on the way into a shard."""
     write_vqav2(tmp_path / "vqav2")
-    shard.main([f"vqav2:{tmp_path / 'vqav2'}", "--out", str(tmp_path / "out/v"), "--per-shard", "7"])
+    shard_command.main([f"vqav2:{tmp_path / 'vqav2'}", "--out", str(tmp_path / "out/v"), "--per-shard", "7"])
     assert sorted(path.name for path in (tmp_path / "out").glob("*.tar")) == ["v-000.tar", "v-001.tar", "v-002.tar"]
     made = read_all(f"{tmp_path}/out/v-{{000..002}}.tar", sampled=True)
     expected = vqav2_records(tmp_path / "vqav2", "answer {question}", sampled=True)
@@ -431,7 +432,7 @@ def test_shards_hold_what_their_source_holds(tmp_path, processor):
         for one in (processor, reduced):
             pair = [collate([r], one).batch.pixel_values for r in (found, record)]
             assert torch.equal(*pair)
-    shard.main(["embedded", "--samples", "30", "--out", str(tmp_path / "out/e")])
+    shard_command.main(["embedded", "--samples", "30", "--out", str(tmp_path / "out/e")])
     drawn = read_all(f"{tmp_path}/out/e-000.tar")
     for record in embedded_records(count=30):
         assert np.array_equal(np.asarray(load_image(drawn[record.name].picture())), np.asarray(record.picture()))
@@ -536,4 +537,4 @@ def test_a_run_on_shards(tmp_path, shards):
     finetune.main(arguments)
     assert json.loads((tmp_path / "run/summary.json").read_text())["samples"] == 2 * 33
     with pytest.raises(UserError, match="these are shards already"):
-        shard.main([f"shards:{shards}", "--out", str(tmp_path / "again")])
+        shard_command.main([f"shards:{shards}", "--out", str(tmp_path / "again")])

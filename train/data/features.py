@@ -1,11 +1,10 @@
-"""Features of a frozen vision tower, kept on disk: a picture that was seen before, by any run, is not encoded again.
+"""Features of a frozen vision tower, kept on disk: a picture that was encoded before, by any run, is not encoded again.
 
-In: a picture's pixels. Out: what the tower and the projector make of them, in bf16, from a file of its own at DIR/(hash
-of their weights)/(hash of the pixels).safetensors. Next: `train/data/batches.py` looks pictures up while it makes a
-batch, `train/finetune.py` has the missing ones encoded.
+In: a picture's pixels. Out: the output of tower and projector, in bf16, from a file of its own at DIR/(hash of their
+weights)/(hash of the pixels).safetensors. `train/data/batches.py` looks pictures up while it makes a batch.
 
-Runs may share a folder: a file appears whole, under the name of what is in it, so two that write it write the same. One
-that cannot be read is taken for missing, and written again.
+Runs may share a folder: files are written atomically and named by a hash of their inputs, so two processes that write
+the same file write the same bytes. A file that cannot be read counts as missing and is written again.
 """
 
 import hashlib
@@ -22,14 +21,14 @@ from model.paligemma import PaliGemma
 
 @dataclass(frozen=True)
 class FeatureCache:
-    """The features of one tower: tensors (I, H) by the key of their picture."""
+    """The features of one vision tower: tensors (I, H) by the key of their picture."""
 
     folder: Path
     shape: tuple[int, int]
 
     @classmethod
     def open(cls, folder: str | Path, model: PaliGemma) -> "FeatureCache":
-        """The cache of `model` under `folder`. Raises UserError if training would change what it keeps."""
+        """The cache of `model` under `folder`. Raises UserError if tower or projector are trained."""
         parts = {"vision_tower": model.vision_tower, "multi_modal_projector": model.multi_modal_projector}
         digest = hashlib.sha256(repr(model.config.vision).encode())
         for part, module in parts.items():
@@ -46,11 +45,11 @@ class FeatureCache:
 
     @staticmethod
     def key(pixels: torch.Tensor) -> str:
-        """The name of a picture, prepared as (3, R, R)."""
+        """The key of a picture: a hash of its pixels (3, R, R)."""
         return hashlib.sha256(pixels.contiguous().numpy()).hexdigest()[:32]
 
     def load(self, key: str) -> torch.Tensor | None:
-        """Features (I, H) in bf16, or None if there are none that can be used."""
+        """Features (I, H) in bf16, or None if they are missing or unusable."""
         try:
             features = load_file(self._file(key))["features"]
         except (OSError, SafetensorError, KeyError):
@@ -59,6 +58,7 @@ class FeatureCache:
         return features if fits else None
 
     def save(self, key: str, features: torch.Tensor) -> None:
+        """Write the features (I, H) of a picture, rounded to bf16."""
         with atomic_path(self._file(key), durable=False) as temporary:
             save_file({"features": features.to("cpu", torch.bfloat16).contiguous()}, temporary)
 

@@ -1,15 +1,10 @@
-"""Make tar shards of any data that `train.finetune` reads: a few large files in place of very many small ones.
+"""Write records as tar shards: a few large files in place of very many small ones.
 
-In: records of `train/data/batches.py`. Out: PREFIX-000.tar, PREFIX-001.tar, … with their indices, in webdataset's
-layout: each picture once, as the file that it was, beside its questions. Next: `train/data/shards.py` reads them.
-
-    python -m train.shard vqav2:DIR --out shards/vqa
-    python -m train.finetune --data shards:'shards/vqa-{000..082}.tar' …
-
-A shard appears when it is whole, so an interrupted command goes on where it was when it is given again.
+In: records of `train/data/records.py`. Out: PREFIX-000.tar, PREFIX-001.tar, … with their indices, in webdataset's
+layout: each picture once, as the file that it was, beside its questions. `train/data/shards.py` reads them.
+A shard is written atomically, so an interrupted command that is given again continues with the first missing shard.
 """
 
-import argparse
 import hashlib
 import io
 import json
@@ -23,12 +18,10 @@ from tqdm import tqdm
 from model.common import UserError, atomic_path, write_text
 from train.data.records import Record
 from train.data.shards import PICTURES, index_of
-from train.finetune import read_records
-from train.settings import Settings
 
 
 def group(records: Sequence[Record], seed: int) -> list[list[Record]]:
-    """The questions of each picture together, the pictures shuffled: a reader's buffer then mixes all kinds."""
+    """The records of each picture together, the pictures shuffled, so that every shard is a random mixture."""
     by_picture: dict[str, list[Record]] = {}
     for record in records:
         by_picture.setdefault(record.key, []).append(record)
@@ -38,7 +31,7 @@ def group(records: Sequence[Record], seed: int) -> list[list[Record]]:
 
 
 def cut(samples: Sequence[Sequence[Record]], per_shard: int, megabytes: float) -> list[range]:
-    """Which samples each shard gets: at most `per_shard`, and no more once its picture files exceed `megabytes`."""
+    """Which samples each shard gets: at most `per_shard`, and at most `megabytes` of picture files, but at least one."""
     shards, first, size = [], 0, 0
     for number, sample in enumerate(samples):
         picture = sample[0].picture
@@ -100,10 +93,10 @@ def write_shard(path: Path, samples: dict[int, list[Record]], max_bad: int) -> l
 def make(
     records: Sequence[Record], prefix: Path, per_shard: int, megabytes: float, seed: int = 0, max_bad: int = 0
 ) -> list[Path]:
-    """Make all shards that are not there yet; returns all of their paths. What has to be left out is printed.
+    """Make all shards that do not exist yet; returns the paths of all. Records that are left out are printed.
 
-    Raises UserError if `prefix` names shards of other records or sizes already, or more than `max_bad` records are
-    unusable.
+    Raises UserError if `prefix` already names shards of other records or sizes, or if more than `max_bad` records
+    are unusable.
     """
     samples = group(records, seed)
     shards = cut(samples, per_shard, megabytes)
@@ -131,56 +124,3 @@ def make(
             index_of(path)
             bar.update(len(numbers))
     return paths
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m train.shard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("data", help="embedded, vqav2:DIR (official files), or jsonl:FILE (image, prefix, suffix)")
-    parser.add_argument("--out", type=Path, required=True, metavar="PREFIX", help="shards are PREFIX-000.tar, …")
-    parser.add_argument(
-        "--per-shard", type=int, default=1000, metavar="N", help="pictures of a shard, at most (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--megabytes",
-        type=float,
-        default=1000.0,
-        metavar="M",
-        help="picture files of a shard in 10^6 bytes, at most (default: %(default)s)",
-    )
-    parser.add_argument("--prompt", default=Settings.prompt, help="prompt of a VQAv2 question (default: %(default)r)")
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=Settings.samples,
-        metavar="N",
-        help="questions of the embedded data (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the order of pictures (default: %(default)s)")
-    parser.add_argument(
-        "--max-bad",
-        type=int,
-        default=Settings.max_bad,
-        metavar="N",
-        help="records without a readable picture to leave out before giving up (default: %(default)s)",
-    )
-    args = parser.parse_args(argv)
-    if args.per_shard < 1 or args.samples < 1 or not args.megabytes > 0:
-        raise UserError("--per-shard, --samples and --megabytes must be above 0")
-    if args.data.startswith("shards:"):
-        raise UserError(f"{args.data}: these are shards already: give what they were made of")
-    # all of it: what is held out, and how much is used, is said where the shards are read
-    settings = Settings(
-        data=args.data,
-        prompt=args.prompt,
-        samples=args.samples,
-        seed=args.seed,
-        fraction=1.0,
-        validation=0.0,
-        answers="sampled",
-    )
-    paths = make(read_records(settings), args.out, args.per_shard, args.megabytes, args.seed, args.max_bad)
-    first, last = (path.stem.removeprefix(f"{args.out.name}-") for path in (paths[0], paths[-1]))
-    pattern = args.out.with_name(f"{args.out.name}-{{{first}..{last}}}.tar")
-    print(f"{len(paths)} shards: --data shards:'{pattern}'")

@@ -1,14 +1,13 @@
-"""Tar shards in webdataset's layout, read at random: a data set of any size in a few large files.
+"""Records in tar shards, as in webdataset: `name.jpg` beside `name.json`, which holds {"prefix", "suffix"}.
 
-In: `shards:'vqa-{000..127}.tar'`, uncompressed tars in which KEY.jpg (or png, webp, …) and KEY.json stand side by side.
-KEY.json holds {"prefix", "suffix"}, perhaps with "name" and "choices", or a list of such: questions on one picture.
-Out: `Shards`, a sequence of `Record`s with a plan for each epoch, in place of a list of them. Next:
-`train/data/batches.py`.
+In: tar files; a .json may hold a list, for several questions on one picture. Out: `Shards`, a sequence of records that
+`train/data/batches.py` accepts instead of a list.
 
-Beside each shard lies an index, made by `train/data/pack.py` or here: where every picture and text begins and ends. So
-a record is read by its number, wherever it lies, and splitting an epoch between processes and workers, or resuming in
-the middle, is arithmetic on numbers: nothing is lost or doubled, no part of a tar is unpacked, and the names in it are
-only names. The order is shuffled in two steps that keep reads close together: the shards, then a buffer of records.
+Beside each shard lies an index, written by `train/data/pack.py` or here: where every picture and text begins and how
+long it is. So a record is read by its number; dividing an epoch between processes and workers, or resuming in the
+middle, is arithmetic on numbers, and no record is lost or read twice. No part of a tar is unpacked, and names in it are
+never used as paths. The order is shuffled in two steps, so that reads stay close together: the shards, then a buffer
+of records.
 """
 
 import json
@@ -36,17 +35,21 @@ from train.data.batches import plan_epoch
 from train.data.records import Record
 
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2")
-# the columns of an index, one row a record: number of its sample, of the question in it, where its picture and its text
-# begin (0: there is none, or more than one) and their sizes, all in bytes, and the characters of prefix and suffix
+# Columns of an index, one row for each record: the number of its sample, the number of its question in the sample,
+# offset and size of its picture and of its text in bytes (0: there is none, or more than one), and the number of
+# characters in prefix and suffix.
 SAMPLE, QUESTION, PICTURE, PICTURE_SIZE, TEXT, TEXT_SIZE, LENGTH = range(7)
 BLOCK = tarfile.BLOCKSIZE
-MOST_BYTES = 64 << 20  # of one picture or text: what says more is damaged, or means harm
-CHARACTERS = 4  # of a token, about
+MAX_BYTES = 64 << 20  # of one picture or text: a larger size is damage, or an attack
+CHARACTERS = 4  # in a token, roughly
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 def expand(pattern: str) -> list[Path]:
-    """The paths that a pattern with {first..last} in it stands for, with as many digits as `first`, as in a shell."""
+    """The paths that a pattern with {first..last} stands for, with as many digits as `first`, as in a shell.
+
+    Raises UserError for a range that is empty, or of a million numbers and more.
+    """
     found = RANGE.search(pattern)
     if not found:
         return [Path(pattern)]
@@ -63,26 +66,26 @@ def expand(pattern: str) -> list[Path]:
 
 
 def index_of(shard: Path) -> np.ndarray:
-    """The index (records, 7) int64 of a shard; made, and written beside it, if there is none that fits.
+    """The index (records, 7) int64 of a shard; if there is none that fits, it is made and written beside the shard.
 
     Raises UserError for a shard that is absent, compressed, damaged or cut short.
     """
     if not shard.is_file():
         raise UserError(f"{shard}: not found: check the path, and the range of numbers in it")
-    _open.cache_clear()  # it may be another file by now
+    _open.cache_clear()  # the file may have been replaced
     path, size = shard.with_suffix(".index.safetensors"), shard.stat().st_size
     with suppress(OSError, SafetensorError, KeyError, ValueError, TypeError):
         tensors = load_file(path)
         if _fits(tensors["records"], tensors["shard_bytes"], size):
             return tensors["records"]
     rows = build_index(shard)
-    with suppress(OSError), atomic_path(path) as temporary:  # a folder that cannot be written to
+    with suppress(OSError), atomic_path(path) as temporary:  # the folder may be read-only
         save_file({"records": rows, "shard_bytes": np.array([size])}, temporary)
     return rows
 
 
 def _fits(rows: np.ndarray, shard_bytes: np.ndarray, size: int) -> bool:
-    """Whether an index is one, and belongs to a shard of that size."""
+    """Whether these arrays are a well-formed index of a shard of `size` bytes."""
     if rows.dtype != np.int64 or rows.ndim != 2 or rows.shape[1] != LENGTH + 1 or shard_bytes.tolist() != [size]:
         return False
     steps = np.diff(rows[:, SAMPLE], prepend=0)
@@ -110,20 +113,20 @@ def build_index(shard: Path) -> np.ndarray:
                 rows += [(sample, number, *places[0], *places[1], length) for number, length in enumerate(lengths)]
                 sample += 1
             end = tar.offset
-        # tarfile ends in silence where it can read no header; a sound tar ends with empty blocks
+        # tarfile stops without an error where it cannot read a header; a complete tar ends with empty blocks
         with shard.open("rb") as file:
             file.seek(end)
             if file.read(BLOCK) != bytes(BLOCK):
                 raise UserError(f"{shard}: damaged or cut short at byte {end:,}: {remedy}")
     except UserError:
         raise
-    except Exception as error:  # hostile files make tarfile raise nearly anything
+    except Exception as error:  # tarfile raises errors of many kinds on damaged files
         raise UserError(f"{shard}: cannot be read as a tar ({error}): {remedy}") from None
     return np.array(rows, dtype=np.int64).reshape(-1, LENGTH + 1)
 
 
 def _files(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The plain files of a tar: no links, folders or devices."""
+    """The regular files of a tar: no links, folders or devices."""
     for member in tar:
         if member.size < 0:
             raise tarfile.ReadError(f"a member of {member.size} bytes")
@@ -132,14 +135,14 @@ def _files(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A member's name as key and ending: up to the first dot of the file name, as in webdataset, and after the last."""
+    """A member's name as key and ending: the key ends at the file name's first dot, as in webdataset."""
     folder, slash, file = name.rpartition("/")
     stem = file.partition(".")[0]
     return (folder + slash + stem if stem else ""), file.rpartition(".")[2].lower()
 
 
 def _lengths(shard: Path, offset: int, size: int) -> list[int]:
-    """The characters of each question of a text; what is no text counts as one, and is told when it is read."""
+    """The characters of each question in a text; a damaged text counts as one, and is reported when it is read."""
     try:
         value = json.loads(read_member(shard, offset, size)[1])
     except (UserError, ValueError, RecursionError):
@@ -165,10 +168,10 @@ def _open(shard: Path) -> BinaryIO:
 
 def read_member(shard: Path, offset: int, size: int) -> tuple[str, bytes]:
     """Name and bytes of the member whose content begins at `offset`. Raises UserError if there is no such member."""
-    if size > MOST_BYTES:
-        raise UserError(f"{shard}: a member of {size:,} bytes, expected at most {MOST_BYTES:,}: make the shard again")
+    if size > MAX_BYTES:
+        raise UserError(f"{shard}: a member of {size:,} bytes, expected at most {MAX_BYTES:,}: make the shard again")
     try:
-        # pread: a worker shares the file, and its position, with the process that it was forked from
+        # pread: a worker shares the file and its position with the process that it was forked from
         raw = os.pread(_open(shard).fileno(), BLOCK + size, offset - BLOCK)
         member = tarfile.TarInfo.frombuf(raw[:BLOCK], "utf-8", "surrogateescape")
         if member.size != size or len(raw) != BLOCK + size:
@@ -179,12 +182,12 @@ def read_member(shard: Path, offset: int, size: int) -> tuple[str, bytes]:
             f"{shard}: no member of {size:,} bytes at byte {offset:,} ({error}): "
             f"delete {index} if the shard is not the one it was made for"
         ) from None
-    # a name is shown in messages, and may hold anything
+    # the name is printed in messages, and may hold control characters
     return "".join(sign if sign.isprintable() else f"\\x{ord(sign):02x}" for sign in member.name), raw[BLOCK:]
 
 
 def open_picture(shard: Path, offset: int, size: int) -> BytesIO:
-    """The picture at `offset` as a file in memory that knows its name."""
+    """The picture at `offset` as a file in memory, with a `name` for messages."""
     name, raw = read_member(shard, offset, size)
     file = BytesIO(raw)
     file.name = f"{shard}: {name}"
@@ -192,11 +195,11 @@ def open_picture(shard: Path, offset: int, size: int) -> BytesIO:
 
 
 class Shards(Sequence):
-    """The records of tar shards by number, each read when it is asked for; 56 bytes of memory a record.
+    """The records of tar shards by number, each read when it is needed; 56 bytes of memory for each record.
 
     split, fraction, validation: as for other data on disk, by sample: all questions of one are in the same split.
-    buffer: how many records are shuffled together. sampled: keep "choices", to draw an answer from anew each epoch.
-    Raises UserError for a pattern that names no readable shards.
+    buffer: how many records are shuffled together. sampled: keep "choices", from which each epoch draws an answer.
+    Raises UserError for a pattern without readable shards.
     """
 
     def __init__(
@@ -216,7 +219,7 @@ class Shards(Sequence):
                 f"{pattern}: {len(absent)} of {len(self.paths)} shards are not there ({some(absent)}): check the path "
                 "and the range"
             )
-        # where indices must be made, each process begins at another shard and finds the others' work
+        # each process begins at another shard, so that all processes make missing indices together
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         numbers = list(range(len(self.paths)))
         turn = rank * len(numbers) // size
@@ -240,7 +243,7 @@ class Shards(Sequence):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Record:
-        """Raises UserError, naming shard and member, for what is no record."""
+        """The record `index`. Raises UserError, naming shard and member, for a damaged one."""
         shard = self.paths[int(np.searchsorted(self.ends, index, side="right"))]
         sample, question, picture, picture_size, text, text_size, _ = self.rows[index].tolist()
         if not picture or not text:
@@ -270,9 +273,9 @@ class Shards(Sequence):
         )
 
     def plan(self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0) -> Iterator[list[int]]:
-        """The micro-batches of an epoch from number `first` on, as `plan_epoch` makes them in a buffer at a time.
+        """The micro-batches of an epoch from number `first` on, planned by `plan_epoch` within one buffer at a time.
 
-        Every epoch has ⌈records / batch_size⌉ of them, and each record once.
+        Every epoch has ⌈records / batch_size⌉ micro-batches, and each record once.
         """
         shards = list(range(len(self.paths)))
         random.Random(f"shards/{seed}/{epoch}").shuffle(shards)
