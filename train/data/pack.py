@@ -31,7 +31,7 @@ def group(records: Sequence[Record], seed: int) -> list[list[Record]]:
 
 
 def cut(samples: Sequence[Sequence[Record]], per_shard: int, megabytes: float) -> list[range]:
-    """Which samples each shard gets: at most `per_shard`, and at most `megabytes` of picture files, but at least one."""
+    """Which samples each shard gets: at most `per_shard`, at most `megabytes` of picture files, at least one."""
     shards, first, size = [], 0, 0
     for number, sample in enumerate(samples):
         picture = sample[0].picture
