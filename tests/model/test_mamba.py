@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
 from model.generate import generate
-from model.mamba import BLOCK, Mamba, MambaLM, _kernel_scan, initialize_mamba, selective_scan, use_kernel
+from model.mamba import Mamba, MambaLM, initialize_mamba
+from model.scan import BLOCK, _kernel_scan, selective_scan, use_kernel
 from model.system_configs import MAMBA_PRESETS, MambaConfig
 from tests.reference import relative_error
 
@@ -99,7 +100,7 @@ def test_a_large_batch_is_read_by_rows(monkeypatch):
     """Breaks when the rows that share a cache are put together in another order, or lose a part of A's gradient."""
     inputs = scan_inputs(20, batch=5)
     exact = run_with_gradients(loop, inputs, torch.float64)
-    monkeypatch.setattr("model.mamba.CACHED", 2 * BLOCK * 6 * 5)  # two rows at a time
+    monkeypatch.setattr("model.scan.CACHE_SIZE", 2 * BLOCK * 6 * 5)  # two rows at a time
     for a, b in zip(run_with_gradients(selective_scan, inputs, torch.float64), exact, strict=True):
         assert relative_error(a, b) <= 1e-12
 
