@@ -13,8 +13,8 @@ import torch
 
 from model.common import UserError, run_command, write_text
 from model.config import PRESETS
+from weights.checkpoint import empty_model
 from weights.export import DTYPE_FLAGS
-from weights.load import empty_model
 from weights.mapping import DIALECTS, dialect_names
 from weights.streaming import byte_size, write_checkpoint
 

@@ -21,7 +21,8 @@ from model.common import UserError, run_command, sync_folder, write_text
 from model.config import PRESETS
 from model.paligemma import PaliGemma
 from model.source import EMBEDDED, resolve
-from weights.load import empty_model, examine, load_model
+from weights.checkpoint import empty_model, examine
+from weights.load import load_model
 from weights.mapping import DIALECTS, OWN, dialect_names
 from weights.registry import is_published
 from weights.streaming import CHUNK_BYTES, DTYPES, byte_size, write_checkpoint

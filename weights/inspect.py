@@ -10,7 +10,7 @@ from collections import Counter
 from math import prod
 
 from model.common import UserError, run_command
-from weights.load import Checkpoint, examine
+from weights.checkpoint import Checkpoint, examine
 from weights.mapping import EMBEDDING, HEADS, OWN
 from weights.npz import NPZ
 from weights.registry import is_published

@@ -1,15 +1,16 @@
 """What the published tensors are called, and which of our parameters they are.
 
-In: the names of a checkpoint. Out: a map from them to the names of `model.paligemma.PaliGemma`, which are those of
-transformers 5 without the leading `model.`. Four dialects of safetensors are in the wild, told apart by the prefixes
-of the model's three parts; big_vision's .npz stacks its layers and keeps heads as axes. Next: `weights/load.py`.
+In: the names in a checkpoint. Out: a map from them to our names, which are those of transformers 5 without the leading
+`model.`. PaliGemma's safetensors come in four dialects, which differ in the prefixes of the model's three parts.
+big_vision's .npz stacks the layers of a tower in one array and keeps the attention heads as an axis.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-# our prefix of each part: the dialect's
+# the dialects of PaliGemma: {our prefix: the dialect's}
 DIALECTS: dict[str, dict[str, str]] = {
     # the hub's files of 2024, transformers 4.41 to 4.51
     "A": {
@@ -36,29 +37,48 @@ DIALECTS: dict[str, dict[str, str]] = {
         "vision_tower.": "vision_tower.",
     },
 }
-OWN = "own"  # our own names, for models that nobody else has
+OWN, SIGLIP = "own", "siglip"  # our own names; those of a SigLIP without a decoder
+_PREFIXES = DIALECTS | {OWN: {"": ""}, SIGLIP: {"": "vision_model."}}
 EMBEDDING = "language_model.embed_tokens.weight"
 # the tied head, which any dialect may store besides the embedding or in its place
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+MAMBA_EMBEDDING = "backbone.embeddings.weight"
+
+
+@dataclass(frozen=True)
+class Names:
+    """How the files of one kind of model name its tensors."""
+
+    dialects: tuple[str, ...] = (OWN,)
+    aliases: Mapping[str, str] = field(default_factory=dict)  # further names, in any dialect: ours
+    ignored: tuple[str, ...] = ()  # prefixes of tensors that the model does not have
+
+
+OWN_NAMES = Names()
+PALIGEMMA_NAMES = Names(tuple(DIALECTS), dict.fromkeys(HEADS, EMBEDDING))
+# the original repository's name of the embedding, and the tied head
+MAMBA_NAMES = Names(aliases=dict.fromkeys(("backbone.embedding.weight", "lm_head.weight"), MAMBA_EMBEDDING))
+# the text tower and the pooling head are left out
+SIGLIP_NAMES = Names(
+    (SIGLIP,), ignored=("text_model.", "logit_", "vision_model.head.", "vision_model.embeddings.position_ids")
+)
 
 
 def dialect_names(ours: Iterable[str], dialect: str) -> dict[str, str]:
     """{the dialect's name: our name} of each of our parameters."""
-    if dialect == OWN:
-        return {name: name for name in ours}
+    prefixes = _PREFIXES[dialect]
     names = {}
     for name in ours:
-        prefix = name[: name.index(".") + 1]
-        names[DIALECTS[dialect][prefix] + name.removeprefix(prefix)] = name
+        prefix = next(prefix for prefix in prefixes if name.startswith(prefix))
+        names[prefixes[prefix] + name.removeprefix(prefix)] = name
     return names
 
 
-def detect_dialect(names: Iterable[str], ours: Iterable[str]) -> str | None:
-    """The dialect that most of a checkpoint's names are in; None when no name is in any."""
-    names, ours = set(names), list(ours)
-    counts = {dialect: len(names & dialect_names(ours, dialect).keys()) for dialect in DIALECTS}
-    best = max(counts, key=counts.get)
-    return best if counts[best] else None
+def detect_dialect(names: Collection[str], ours: Collection[str], dialects: tuple[str, ...]) -> str | None:
+    """The one of `dialects` that most of a checkpoint's names are in; None when no name is in any of several."""
+    counts = {dialect: len(dialect_names(ours, dialect).keys() & set(names)) for dialect in dialects}
+    best = max(dialects, key=lambda dialect: counts[dialect])
+    return best if counts[best] or len(dialects) == 1 else None
 
 
 Rule = Callable[[Tensor], Tensor]

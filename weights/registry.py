@@ -1,20 +1,41 @@
-"""The model class of each configuration. A new model is a line here and one in `model/system_configs.py`."""
+"""The model class of each configuration and the names in its files. A new model is a line here and one in
+`model/system_configs.py`."""
 
-from model.config import PaliGemmaConfig
+from torch import nn
+
+from model.config import PaliGemmaConfig, VisionConfig
+from model.mamba import MambaLM
 from model.paligemma import PaliGemma
 from model.qmamba import QMamba
-from model.system_configs import QMambaConfig, TextModelConfig, WingsConfig
+from model.siglip import Siglip
+from model.system_configs import MambaConfig, QMambaConfig, TextModelConfig, WingsConfig
 from model.text import TextModel
 from model.wings import Wings
+from weights.mapping import MAMBA_NAMES, OWN_NAMES, PALIGEMMA_NAMES, SIGLIP_NAMES, Names
 
-MODELS = {PaliGemmaConfig: PaliGemma, QMambaConfig: QMamba, TextModelConfig: TextModel, WingsConfig: Wings}
+Config = PaliGemmaConfig | QMambaConfig | TextModelConfig | MambaConfig | VisionConfig
+
+KINDS: dict[type, tuple[type[nn.Module], Names]] = {
+    PaliGemmaConfig: (PaliGemma, PALIGEMMA_NAMES),
+    QMambaConfig: (QMamba, OWN_NAMES),
+    TextModelConfig: (TextModel, OWN_NAMES),
+    WingsConfig: (Wings, OWN_NAMES),
+    # parts of models, which load_mamba and load_siglip open
+    MambaConfig: (MambaLM, MAMBA_NAMES),
+    VisionConfig: (Siglip, SIGLIP_NAMES),
+}
 
 
-def build(config: PaliGemmaConfig | QMambaConfig | TextModelConfig) -> PaliGemma | TextModel:
+def build(config: Config) -> nn.Module:
     """The model of a configuration, its weights as its layers draw them."""
-    return MODELS[type(config)](config)
+    return KINDS[type(config)][0](config)
 
 
-def is_published(config: PaliGemmaConfig | QMambaConfig | TextModelConfig) -> bool:
-    """Whether transformers has this model; the parameter names of the others are our own."""
+def names_of(config: Config) -> Names:
+    """The names in the files of such a model."""
+    return KINDS[type(config)][1]
+
+
+def is_published(config: Config) -> bool:
+    """Whether transformers has PaliGemma's class for this model; the names of the other systems are our own."""
     return type(config) is PaliGemmaConfig

@@ -31,7 +31,7 @@ from train import finetune
 from train.data.batches import collate
 from train.data.records import embedded_records
 from train.optim import trainable
-from weights.load import empty_model
+from weights.checkpoint import empty_model
 
 LORA = r"language_model\..*\.[qkvo]_proj"
 

@@ -24,8 +24,7 @@ from train.settings import Settings, parse
 from train.systems.open import open_model, open_processor, open_stage
 from weights import inspect
 from weights.export import export_model
-from weights.load import load_model
-from weights.siglip import load_siglip
+from weights.load import load_model, load_siglip
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from model.source import BUNDLED_FOLDER
 from model.system_configs import MambaConfig, ProjectorConfig, QMambaConfig
 from tests.model.test_mamba import ORIGINAL, hf_mamba, prompts
 from tests.reference import relative_error
-from weights.mamba import load_mamba
+from weights.load import load_mamba
 from weights.streaming import INDEX_FILE, SINGLE_FILE
 
 # hf_mamba's sizes, as the original repository writes them: 57 tokens, padded to 60
@@ -183,8 +183,8 @@ def test_pickles_are_refused_with_a_remedy(published):
     ("write", "told"),
     [
         (None, "config.json: not found"),
-        ("{", "config.json: not a JSON object"),
-        ("[]", "config.json: not a JSON object"),
+        ("{", "config.json: not valid JSON"),
+        ("[]", "config.json: holds a JSON list, expected an object"),
         ('{"model_type": "mamba2"}', "model_type is 'mamba2'"),
     ],
 )

@@ -19,19 +19,21 @@ from safetensors.torch import load_file, save_file
 from transformers import PaliGemmaForConditionalGeneration
 
 import tests.make_checkpoint as make_checkpoint
+import weights.checkpoint
 import weights.export
 import weights.inspect
-import weights.load
 from lora import adapter
 from model.attention import set_attention_backend
 from model.common import UserError, run_command
 from model.config import PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
 from model.differential import graft
 from model.paligemma import PaliGemma, initialize
+from model.system_configs import MambaConfig
 from tests.reference import batch, hf_forward, hf_model, relative_error
 from train.benchmark.timing import in_own_process
+from weights.checkpoint import empty_model, examine
 from weights.export import export_model
-from weights.load import empty_model, examine, load_model
+from weights.load import load_mamba, load_model
 from weights.mapping import DIALECTS
 from weights.npz import read_npz
 from weights.streaming import CHUNK_BYTES, INDEX_FILE, SINGLE_FILE, read_header, write_checkpoint
@@ -380,7 +382,7 @@ def test_big_vision_einsums(hf1, tmp_path):
 def test_big_vision_dtypes_and_presets(hf1, tmp_path, monkeypatch):
     """Breaks when bfloat16, which numpy stores as raw bytes, is misread, or sizes no longer name the preset."""
     config = PaliGemmaConfig.from_dict(hf1.config.to_dict())
-    monkeypatch.setattr(weights.load, "PRESETS", {"other": small(), "this": config})
+    monkeypatch.setattr(weights.checkpoint, "PRESETS", {"other": small(), "this": config})
     arrays = {}
     for number, (key, array) in enumerate(arrays_of(hf1, rows=128).items()):
         bf16 = torch.from_numpy(array).bfloat16()
@@ -389,7 +391,7 @@ def test_big_vision_dtypes_and_presets(hf1, tmp_path, monkeypatch):
     model = load_model(tmp_path, dtype=torch.bfloat16)
     assert model.config == config
     assert_same_state(model, hf1, torch.bfloat16)
-    monkeypatch.setattr(weights.load, "PRESETS", {"other": small()})
+    monkeypatch.setattr(weights.checkpoint, "PRESETS", {"other": small()})
     with pytest.raises(UserError, match="fit no preset.*write a config.json"):
         load_model(tmp_path)
 
@@ -562,7 +564,7 @@ BAD_SHARDS = {
         lambda f: shutil.copy(f / SHARD1, f / SHARD2),
         rf"2 problems: .*{SHARD2}: lacks what {INDEX_FILE} places there .*and.*{SHARD2}: holds what",
     ),
-    "no index": (lambda f: (f / INDEX_FILE).unlink(), "holds shards, but no"),
+    "no index": (lambda f: (f / INDEX_FILE).unlink(), "holds parts of a model, but no"),
 }
 
 
@@ -570,7 +572,7 @@ BAD_SHARDS = {
 def test_bad_checkpoints_are_told_in_one_line(hf1, case, tmp_path, monkeypatch):
     """Breaks when damage ends in a traceback, is found only after gigabytes were read, or passes unseen."""
     for stream in ("stream_into", "stream_npz_into"):
-        monkeypatch.setattr(weights.load, stream, lambda *_: pytest.fail("tensors were read"))
+        monkeypatch.setattr(weights.checkpoint, stream, lambda *_: pytest.fail("tensors were read"))
     damage, message = (BAD_SINGLE | BAD_SHARDS)[case]
     folder = save(tmp_path / "model", hf1, tensors_of(hf1), shards=1 if case in BAD_SINGLE else 2)
     damage(folder)
@@ -678,7 +680,7 @@ BAD_NPZ = {
 @pytest.mark.parametrize("case", BAD_NPZ)
 def test_bad_arrays_are_told_in_one_line(hf1, case, tmp_path, monkeypatch):
     """Breaks when an .npz that does not fit is read, or a pickle in it is opened."""
-    monkeypatch.setattr(weights.load, "stream_npz_into", lambda *_: pytest.fail("tensors were read"))
+    monkeypatch.setattr(weights.checkpoint, "stream_npz_into", lambda *_: pytest.fail("tensors were read"))
     monkeypatch.chdir(tmp_path)
     damage, message = BAD_NPZ[case]
     hf1.config.save_pretrained(tmp_path)
@@ -687,6 +689,18 @@ def test_bad_arrays_are_told_in_one_line(hf1, case, tmp_path, monkeypatch):
         load_model(tmp_path)
     assert "\n" not in str(caught.value) and "pt.npz" in str(caught.value)
     assert not Path("trace").exists()
+
+
+def test_arrays_belong_to_a_paligemma(hf1, tmp_path):
+    """Breaks when big_vision's arrays are read into another model, or end in a KeyError."""
+    np.savez(tmp_path / "pt.npz", **arrays_of(hf1, rows=128))
+    with pytest.raises(UserError, match="config.json: not found"):
+        load_mamba(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(MambaConfig(vocab_size=60, hidden_size=36).to_dict()))
+    with pytest.raises(UserError, match="holds a PaliGemma, but config.json is of another model: remove one"):
+        load_mamba(tmp_path)
+    with pytest.raises(UserError, match="model_type is 'mamba'"):
+        load_model(tmp_path)
 
 
 def test_damaged_archives(hf1, tmp_path):

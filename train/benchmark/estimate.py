@@ -9,7 +9,7 @@ import torch
 
 from model.config import PRESETS, PaliGemmaConfig
 from model.paligemma import CHUNK
-from weights.load import empty_model
+from weights.checkpoint import empty_model
 
 SIZES = {"3B": "paligemma-3b-224", "10B": "paligemma2-10b-224", "28B": "paligemma2-28b-224"}
 RANK, TEXT = 32, 24  # the paper's rank; tokens of text beside the picture's 256

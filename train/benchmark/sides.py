@@ -30,7 +30,7 @@ from train.benchmark.timing import COMPILED, OURS, THEIRS
 from train.data.batches import MicroBatch, supervised
 from train.finetune import free_sizes, supervised_loss
 from train.optim import Rule, make_adamw, parameter_groups, trainable
-from weights.load import empty_model
+from weights.checkpoint import empty_model
 
 ATTENTION = r"language_model\.layers\.\d+\.self_attn\.[qkvo]_proj"
 PREFIX, SUFFIX = 16, 16  # tokens of text beside the picture's

@@ -54,7 +54,7 @@ from train.recipes import RECIPES
 from train.settings import Settings, parse
 from train.studies.cells import digest
 from train.systems.open import load_base, open_model
-from weights.load import empty_model
+from weights.checkpoint import empty_model
 
 VERSION = 1  # of the code that decides a cell's result: raise it, and all cells are done again
 
