@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from eval import figures
-from eval.run import add_model_flags, open_model
+from eval.session import add_model_flags, open_model
 from model.common import UserError, run_command
 from model.generate import generate
 from model.images import load_image

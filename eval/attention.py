@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 
 from eval import figures
-from eval.run import add_model_flags, model_of, open_model
+from eval.session import add_model_flags, model_of, open_model
 from model.attention import attention_modules
 from model.common import UserError, run_command
 from model.generate import generate

@@ -30,7 +30,7 @@ from PIL import Image
 from eval import figures, scenes
 from eval.attention import look
 from eval.datasets import read_examples
-from eval.run import add_model_flags, open_model, positive
+from eval.session import add_model_flags, open_model, positive
 from eval.statistics import Interval, bootstrap
 from model.common import UserError, run_command, write_text
 from model.paligemma import PaliGemma

@@ -5,23 +5,18 @@
     python -m eval.vqa score --questions Q --annotations A --results R
 
 In: questions and annotations (`eval/datasets.py`), and a model, or its answers. Out: a results file, and accuracy in
-percent, overall and by type, beside that of the best guess without a picture. Next: `eval/needle.py`, the other half of
-the paper's evaluation.
-
-The VQAv2 scorer follows the official one, its oddities included, since every published number has them
-(https://visualqa.org/evaluation.html; Antol et al., "VQA: Visual Question Answering", ICCV 2015).
+percent, overall and by type, beside that of the best guess without a picture. The scorers: `eval/vqa_scoring.py`.
 """
 
 import argparse
 import json
-import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from eval import scenes
+from eval.command import PROMPT, Ask, Command, Report, ask_model, make_asks
 from eval.datasets import (
     Annotation,
     Question,
@@ -38,147 +33,8 @@ from eval.datasets import (
     some,
 )
 from eval.statistics import blind_guesses
+from eval.vqa_scoring import SCORERS, question_accuracies, summarize
 from model.common import UserError, run_command, write_text
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Normalisation of answers
-# ---------------------------------------------------------------------------------------------------------------------
-
-PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'  # kept by the official scorer: ' : & % $ # *
-DIGIT_COMMA_DIGIT = re.compile(r"\d,\d")
-LONE_PERIOD = re.compile(r"\.(?!\d)")
-NUMBERS = {"none": "0"} | {
-    word: str(number) for number, word in enumerate("zero one two three four five six seven eight nine ten".split())
-}
-ARTICLES = {"a", "an", "the"}
-_CONTRACTED = """
-    'ow's'at 'twas ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't
-    he'd he'd've he's how'd how'll how's isn't it'd it'd've it'll ma'am might've mightn't mightn't've must've mustn't
-    needn't not've o'clock oughtn't shan't she'd've should've shouldn't shouldn't've somebody'd've somebody'll
-    somebody's someone'd someone'd've someone'll someone's something'd something'd've something'll that's there'd
-    there'd've there're there's they'd they'd've they'll they're they've wasn't we'd've we've weren't what'll what're
-    what's what've when's where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't would've
-    wouldn't wouldn't've y'all y'all'd've y'all'll you'd you'd've you'll you're you've""".split()
-# A word that lost one of its apostrophes gets it back; the official list has one entry the other way round.
-CONTRACTIONS = {
-    word[:at] + word[at + 1 :]: word for word in _CONTRACTED for at, letter in enumerate(word) if letter == "'"
-} | {"somebody'd": "somebodyd"}
-
-
-def clean_space(text: str) -> str:
-    """Newlines and tabs as spaces, none at the ends."""
-    return text.replace("\n", " ").replace("\t", " ").strip()
-
-
-def clean_punctuation(text: str) -> str:
-    """Punctuation deleted, or made a space where it joins two words; periods deleted unless a digit follows."""
-    result, number = text, DIGIT_COMMA_DIGIT.search(text)
-    for mark in PUNCTUATION:
-        # decided on the original text: "1,000 (approx)" loses its comma, "red/blue" becomes two words
-        apart = mark + " " in text or " " + mark in text
-        result = result.replace(mark, "" if apart or number else " ")
-    return LONE_PERIOD.sub("", result, count=32)  # the official call passes re.UNICODE, 32, where the count goes
-
-
-def clean_words(text: str) -> str:
-    """Lower case; numbers up to ten as digits; no articles; contractions with their apostrophe."""
-    words = (NUMBERS.get(word, word) for word in text.lower().split())
-    return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in ARTICLES)
-
-
-@lru_cache(maxsize=1 << 18)  # a few thousand answers make up most of VQAv2
-def clean(text: str) -> str:
-    """Punctuation, then words."""
-    return clean_words(clean_punctuation(text))
-
-
-def clean_textvqa(text: str) -> str:
-    """The normaliser of TextVQA's scorer (EvalAI): tokens first, then as `clean`."""
-    text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's")
-    return clean(clean_space(text))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Scorers: one annotation and one prediction to an accuracy in 0..1
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def leave_one_out(records: list, prediction: str) -> float:
-    """Mean over the annotators of min(1, matches among the *other* records / 3).
-
-    "Other" means unequal: records that are equal (answers without ids) are all left out together, as upstream.
-    """
-    matching = [record for record in records if record["answer"] == prediction]
-    accuracies = [min(1, (len(matching) - matching.count(record)) / 3) for record in records]
-    return sum(accuracies) / len(accuracies)
-
-
-def official(annotation: Annotation, prediction: str) -> float:
-    """VQAv2's scorer (2021 and later): answers are normalised only where the annotators do not all agree."""
-    prediction = clean_space(prediction)
-    records = [given | {"answer": clean_space(given["answer"])} for given in annotation.answers]
-    if len({record["answer"] for record in records}) > 1:
-        prediction = clean(prediction)
-        records = [record | {"answer": clean(record["answer"])} for record in records]
-    return leave_one_out(records, prediction)
-
-
-def paper(annotation: Annotation, prediction: str) -> float:
-    """The script of the differential PaliGemma paper: min(1, matches / 3) on lower-cased raw strings."""
-    return min(1, sum(given["answer"].lower() == prediction.lower() for given in annotation.answers) / 3)
-
-
-def textvqa(annotation: Annotation, prediction: str) -> float:
-    """TextVQA's scorer: its own normaliser on both sides, annotators left out by position."""
-    return leave_one_out(_by_position(annotation, clean_textvqa), clean_textvqa(prediction))
-
-
-def vizwiz(annotation: Annotation, prediction: str) -> float:
-    """VizWiz's scorer: only the prediction is normalised, annotators left out by position."""
-    return leave_one_out(_by_position(annotation, str), clean(clean_space(prediction)))
-
-
-def gqa(annotation: Annotation, prediction: str) -> float:
-    """GQA's exact match, without periods at the ends and without case."""
-    return float(prediction.strip(".").lower() == annotation.answer.strip(".").lower())
-
-
-def _by_position(annotation: Annotation, normalize: Callable[[str], str]) -> list[dict]:
-    return [{"answer": normalize(given["answer"]), "at": at} for at, given in enumerate(annotation.answers)]
-
-
-SCORERS = {"official": official, "paper": paper, "textvqa": textvqa, "vizwiz": vizwiz, "gqa": gqa}
-
-
-def question_accuracies(
-    annotations: Iterable[Annotation], answers: Mapping, scoring: str = "official"
-) -> dict[int | str, float]:
-    """Accuracy (0..1) by question id, in the order of `annotations`; GQA's unbalanced questions are not scored."""
-    scorer = SCORERS[scoring]
-    return {a.question_id: scorer(a, answers[a.question_id]) for a in annotations if a.balanced or scoring != "gqa"}
-
-
-def summarize(annotations: Iterable[Annotation], accuracies: Mapping) -> dict:
-    """{"overall", "per_answer_type", "per_question_type"} in percent, rounded to two decimals as the official scorer.
-
-    Raises UserError if there is nothing to average.
-    """
-    if not accuracies:
-        raise UserError("no scored questions: the annotations hold none (GQA scores those with isBalanced true)")
-    scored = [a for a in annotations if a.question_id in accuracies]
-
-    def percent(group: list[Annotation]) -> float:
-        return round(100 * sum(accuracies[a.question_id] for a in group) / len(group), 2)
-
-    def by(kind: str) -> dict[str, float]:
-        groups: dict[str, list[Annotation]] = {}
-        for annotation in scored:
-            if getattr(annotation, kind) is not None:
-                groups.setdefault(getattr(annotation, kind), []).append(annotation)
-        return {name: percent(group) for name, group in groups.items()}
-
-    return {"overall": percent(scored), "per_answer_type": by("answer_type"), "per_question_type": by("question_type")}
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Results files
@@ -212,7 +68,6 @@ def read_results(path: str | Path, expected: Iterable[int | str], against: str |
 # What is asked
 # ---------------------------------------------------------------------------------------------------------------------
 
-PROMPT = "answer en {question}"  # as PaliGemma's authors ask
 TRAIN_QUESTIONS = 12_000  # embedded ones that the blind baseline knows
 IN_ONE_FILE = ("textvqa", "vizwiz", "gqa")  # benchmarks whose questions file holds the answers
 
@@ -286,22 +141,17 @@ def check_annotated(ids: Iterable, annotated: Collection, questions: str | Path,
 def answer(
     model, processor, benchmark: Benchmark, prompt: str = PROMPT, *, ask_all: Callable | None = None, **options
 ) -> dict[int | str, str]:
-    """Greedy answers by question id; `options` are those of `eval.run.ask_all`, or of what is given in its place. What
-    it left out is absent."""
-    if ask_all is None:
-        from eval.run import ask_all  # only here: scoring needs no torch
-
-    answers = ask_all(model, processor, asks_of(benchmark, prompt), **options)
-    ids = (q.question_id for q in benchmark.questions)
-    return {id_: text for id_, text in zip(ids, answers, strict=True) if text is not None}
+    """Greedy answers by question id, without the questions that were left out; arguments as for `ask_model`."""
+    return by_id(benchmark, ask_model(model, processor, asks_of(benchmark, prompt), ask_all, **options))
 
 
-def asks_of(benchmark: Benchmark, prompt: str = PROMPT) -> list:
-    """The `eval.run.Ask`s of a benchmark."""
-    from eval.run import make_asks
+def by_id(benchmark: Benchmark, answers: Iterable[str | None]) -> dict[int | str, str]:
+    """The answers that are not None by question id."""
+    return {q.question_id: text for q, text in zip(benchmark.questions, answers, strict=True) if text is not None}
 
-    asked = ((q.question_id, q.image, q.question) for q in benchmark.questions)
-    return make_asks(asked, benchmark.pictures, prompt)
+
+def asks_of(benchmark: Benchmark, prompt: str = PROMPT) -> list[Ask]:
+    return make_asks(((q.question_id, q.image, q.question) for q in benchmark.questions), benchmark.pictures, prompt)
 
 
 def score_answers(benchmark: Benchmark, answers: Mapping, scoring: str = "official") -> dict:
@@ -373,18 +223,19 @@ def blind_embedded(limit: int) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def print_table(title: str, columns: Mapping[str, dict]) -> None:
+def table(title: str, columns: Mapping[str, dict]) -> list[str]:
     """Summaries side by side, each under its name."""
     first = next(iter(columns.values()))
     rows = [("overall", [summary["overall"] for summary in columns.values()])]
     for kind in ("per_answer_type", "per_question_type"):
         rows += [(f"  {name}", [summary[kind][name] for summary in columns.values()]) for name in first[kind]]
     width = max(len(name) for name, _ in rows)
-    print(title)
-    if len(columns) > 1:
-        print(" " * width + "".join(f"  {name:>6}" for name in columns))
-    for name, values in rows:
-        print(f"{name:{width}}" + "".join(f"  {value:6.2f}" for value in values))
+    head = [" " * width + "".join(f"  {name:>6}" for name in columns)] if len(columns) > 1 else []
+    return [
+        title,
+        *head,
+        *(f"{name:{width}}" + "".join(f"  {value:6.2f}" for value in values) for name, values in rows),
+    ]
 
 
 def blind_of(args: argparse.Namespace, test: Benchmark) -> dict | None:
@@ -402,7 +253,7 @@ def blind_of(args: argparse.Namespace, test: Benchmark) -> dict | None:
     return blind_answers(test, train)
 
 
-def score(args: argparse.Namespace) -> None:
+def score(args: argparse.Namespace) -> Report:
     """`python -m eval.vqa score`: the accuracy of a results file."""
     source = args.annotations or args.questions
     annotations = read_annotations(source)
@@ -411,22 +262,26 @@ def score(args: argparse.Namespace) -> None:
     summary = summarize(annotations, question_accuracies(annotations, answers, args.scoring))
     blind = {}
     if args.blind is not None:
-        by_id, ids = {q.question_id: q for q in read_questions(args.questions)}, [a.question_id for a in annotations]
-        check_ids(by_id, ids, args.questions, source)
-        test = Benchmark([by_id[id_] for id_ in ids], annotations, {})
+        questions, ids = (
+            {q.question_id: q for q in read_questions(args.questions)},
+            [a.question_id for a in annotations],
+        )
+        check_ids(questions, ids, args.questions, source)
+        test = Benchmark([questions[id_] for id_ in ids], annotations, {})
         blind = {"blind": score_answers(test, blind_of(args, test), args.scoring)}
-    if args.json:
-        print(json.dumps(summary | blind))
-        return
-    print_table(
-        f"VQA accuracy (%), {args.scoring} scoring, {len(annotations)} questions", {args.scoring: summary} | blind
-    )
+    title = f"VQA accuracy (%), {args.scoring} scoring, {len(annotations)} questions"
+    return Report(summary | blind, table(title, {args.scoring: summary} | blind))
 
 
-def run(args: argparse.Namespace) -> None:
-    """`python -m eval.vqa`: answers, the results file, and their accuracy."""
-    from eval.run import compare_speed, open_session  # only here: scoring needs no torch
+class Data(NamedTuple):
+    """What `load` reads: the questions, and the blind guesses to those that have annotations."""
 
+    benchmark: Benchmark
+    blind: dict | None
+
+
+def load(args: argparse.Namespace) -> tuple[Data, dict[str, list[Ask]]]:
+    """The questions of the files, or of the embedded scenes, and what to ask."""
     if (args.questions is None) != (args.images is None) or args.annotations and args.questions is None:
         raise UserError(
             "--questions, --images and --annotations go together: give all of them, or none for the embedded scenes"
@@ -438,41 +293,28 @@ def run(args: argparse.Namespace) -> None:
         source = args.annotations or (args.questions if args.scoring in IN_ONE_FILE else None)
         benchmark = from_files(args.questions, source, args.images, args.limit)
         blind = blind_of(args, benchmark) if benchmark.annotations else None
-    session = open_session(args, "vqa")
-    answers = answer(session.model, session.processor, benchmark, args.prompt, **session.options)
-    session.report_left_out()
-    if not answers:
-        raise UserError(f"none of the {len(benchmark.questions)} questions could be asked: repair what is named above")
-    write_results(session.out / "results.json", answers)
-    files = ["results.json", "answers.jsonl"] + ["questions.json", "annotations.json"] * (args.questions is None)
-    if args.questions is None:  # the files that `score` wants
-        for name, content in zip(files[2:], scenes.vqav2_files("test", len(benchmark.pictures)), strict=True):
-            key = name.removesuffix(".json")
+    return Data(benchmark, blind), {"vqa": asks_of(benchmark, args.prompt)}
+
+
+def finish(args: argparse.Namespace, data: Data, answers: dict, out: Path, title: str) -> Report:
+    """The results file, for embedded questions also the files that `score` takes, and the accuracies."""
+    benchmark, said = data.benchmark, by_id(data.benchmark, answers["vqa"])
+    write_results(out / "results.json", said)
+    files = ["results.json", "answers.jsonl"]
+    if args.questions is None:
+        for key, content in zip(
+            ("questions", "annotations"), scenes.vqav2_files("test", len(benchmark.pictures)), strict=True
+        ):
             content[key] = content[key][: len(benchmark.questions)]
-            write_text(session.out / name, json.dumps(content) + "\n")
-    summary = score_answers(benchmark, answers, args.scoring) if benchmark.annotations else {}
-    columns = {}
-    if blind is not None:  # on the same questions as the model
-        columns["blind"] = score_answers(benchmark, {id_: blind[id_] for id_ in answers}, args.scoring)
-    if args.json:
-        print(json.dumps(summary | columns | ({"left_out": session.left_out} if session.left_out else {})))
-    elif summary:
-        print_table(
-            f"VQA accuracy (%), {args.scoring} scoring, {len(answers)} questions, {session.title}",
-            {"model": summary} | columns,
-        )
-    if args.one_by_one:
-        asks = asks_of(benchmark, args.prompt)[: args.one_by_one]
-        speed = compare_speed(session.model, session.processor, asks, args.max_new_tokens, args.batch_size)
-        print(
-            "{questions} questions: {one_by_one:.1f} a second one by one, {batched:.1f} batched, {factor:.1f} times as "
-            "fast; {same:.1f} % of the answers agree".format(
-                **speed, factor=speed["batched"] / speed["one_by_one"], same=100 * speed["agree"]
-            ),
-            file=sys.stderr if args.json else sys.stdout,
-        )
-    if not args.json:
-        print(f"in {session.out}: {', '.join(files)}")
+            write_text(out / f"{key}.json", json.dumps(content) + "\n")
+            files.append(f"{key}.json")
+    if not benchmark.annotations:
+        return Report({}, [], files)
+    summary, blind = score_answers(benchmark, said, args.scoring), {}
+    if data.blind is not None:  # on the same questions as the model
+        blind["blind"] = score_answers(benchmark, {id_: data.blind[id_] for id_ in said}, args.scoring)
+    title = f"VQA accuracy (%), {args.scoring} scoring, {len(said)} questions, {title}"
+    return Report(summary | blind, table(title, {"model": summary} | blind), files)
 
 
 def add_data_flags(parser: argparse.ArgumentParser, required: bool) -> None:
@@ -496,36 +338,19 @@ def add_data_flags(parser: argparse.ArgumentParser, required: bool) -> None:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.vqa", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
     add_data_flags(parser, required=False)
     parser.add_argument("--images", metavar="DIR", help="folder of the pictures of --questions")
     parser.add_argument("--prompt", default=PROMPT, metavar="TEMPLATE", help="(default: %(default)r)")
-    parser.add_argument(
-        "--one-by-one",
-        type=int,
-        default=0,
-        metavar="N",
-        help="also ask the first N questions one at a time, and print by how much that is slower and "
-        "whether the answers agree (default: %(default)s)",
-    )
-    commands = parser.add_subparsers(dest="command")
-    scorer = commands.add_parser("score", help="score a results file", description="Score a results file.")
-    add_data_flags(scorer, required=True)
-    scorer.add_argument("--results", required=True, help='results file, [{"question_id", "answer"}, …]')
-    scorer.add_argument(
-        "--json", action=argparse.BooleanOptionalAction, default=False, help="print JSON only (default: a table)"
-    )
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] != ["score"]:
-        from eval.run import add_answer_flags
 
-        add_answer_flags(parser, "questions to ask, the first N (default: all of files, 1200 of the embedded scenes)")
-    args = parser.parse_args(argv)
-    score(args) if args.command == "score" else run(args)
 
+def add_score_flags(parser: argparse.ArgumentParser) -> None:
+    add_data_flags(parser, required=True)
+    parser.add_argument("--results", required=True, help='results file, [{"question_id", "answer"}, …]')
+
+
+LIMIT = "questions to ask, the first N (default: all of files, 1200 of the embedded scenes)", None
+main = Command("vqa", __doc__, add_flags, add_score_flags, load, finish, score, LIMIT).main
 
 if __name__ == "__main__":
     run_command(main)

@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 from torch._dynamo.testing import CompileCounter
 
-from eval import attention, needle, pictures, pope, run, scenes, vqa
+from eval import attention, haystacks, needle, needle_scoring, pictures, pope, run, scenes, session, vqa
+from eval.command import Ask, command_parser
 from eval.datasets import ABSENT, NeedleTest, read_needle_tests
 from lora import adapter
 from model.attention import attention_modules
@@ -118,9 +119,9 @@ def test_several_pictures_in_one_prompt(model, processor):
     """MMNeedle's ten pictures are shuffled, or those of another test."""
     pictures = [[noise(3 * number + part) for part in range(3)] for number in range(4)]
     asks = [
-        run.Ask(str(n), str(n), lambda three=three: three, f"count {'dog ' * n}cat") for n, three in enumerate(pictures)
+        Ask(str(n), str(n), lambda three=three: three, f"count {'dog ' * n}cat") for n, three in enumerate(pictures)
     ]
-    asks.append(run.Ask("one", "one", pictures[0][0], "count cat"))
+    asks.append(Ask("one", "one", pictures[0][0], "count cat"))
     single = run.ask_one_by_one(model, processor, asks, max_new_tokens=6)
     assert run.ask_all(model, processor, asks, max_new_tokens=6) == single
     assert len(set(single)) == 5
@@ -131,7 +132,7 @@ def test_a_picture_is_encoded_once_for_all_its_questions(model, processor, monke
     encoded, drawn = [], []
     encode = model.encode_images
     monkeypatch.setattr(model, "encode_images", lambda pixels: encoded.append(len(pixels)) or encode(pixels))
-    asks = [run.Ask(q.id, q.key, lambda q=q: drawn.append(q.key) or q.picture(), q.prefix) for q in questions_on(7)]
+    asks = [Ask(q.id, q.key, lambda q=q: drawn.append(q.key) or q.picture(), q.prefix) for q in questions_on(7)]
     run.ask_all(model, processor, asks, max_new_tokens=1, batch_size=3)
     assert sum(encoded) == 7 and len(drawn) == 7 and max(encoded) <= 3
 
@@ -178,7 +179,7 @@ def test_constrained_mode_takes_the_likelier_word(processor, kind):
             if ".q2.lora_B" in name or ".k2.lora_B" in name:
                 parameter.normal_(std=0.3)
     choices = ("top", "bottom left", "row 2 column 3", "dog")
-    asks = [run.Ask(str(n), str(n), noise(n), f"count {'dog ' * n}cat", choices) for n in range(6)]
+    asks = [Ask(str(n), str(n), noise(n), f"count {'dog ' * n}cat", choices) for n in range(6)]
     expected = [choices_by_hand(model, processor, ask.picture, ask.prefix, choices) for ask in asks]
     batch = processor.pad([processor.layout(1, ask.prefix) for ask in asks])
     features = model.encode_images(processor([ask.picture for ask in asks], ["-"] * len(asks)).pixel_values)
@@ -245,7 +246,7 @@ def test_answers_of_another_model_or_prompt_are_not_taken(model, processor, tmp_
         other.language_model.layers[3].mlp.down_proj.weight += 0.5
     sizes = interrupt_after(monkeypatch, 99)
     assert run.ask_all(other, processor, asks, max_new_tokens=2, log=log) != first and sum(sizes) == 12
-    longer = [run.Ask(q.id, q.key, q.picture, q.prefix + " now") for q in asks]
+    longer = [Ask(q.id, q.key, q.picture, q.prefix + " now") for q in asks]
     run.ask_all(model, processor, longer, max_new_tokens=2, log=log)
     run.ask_all(model, processor, asks, max_new_tokens=3, log=log)
     assert sum(sizes) == 36
@@ -495,11 +496,11 @@ def test_embedded_trials_ask_what_is_trained(kind, needles, absent):
         samples = scenes.needle(kind, "test", number, needles=needles, negative=absent).samples()
         assert [prompt for prompt, _ in needle.prompts_of(test, "paper")] == [s.prefix for s in samples]
         assert np.array_equal(stitched()[0], samples[0].scene.render())
-        right = needle.response_record(test, needle.respond(test, [s.suffix for s in samples], "paper"))
-        assert needle.judge(right) == (True, True, True)
+        right = needle_scoring.response_record(test, needle.respond(test, [s.suffix for s in samples], "paper"))
+        assert needle_scoring.judge(right) == (True, True, True)
         if not absent:
             wrong = needle.respond(test, [samples[0].suffix] * (len(samples) - 1) + ["here"], "paper")
-            assert needle.judge(needle.response_record(test, wrong))[2] is False
+            assert needle_scoring.judge(needle_scoring.response_record(test, wrong))[2] is False
             choices = [choices for _, choices in needle.prompts_of(test, "constrained")]
             assert all(s.suffix in words for s, words in zip(samples, choices, strict=True))
 
@@ -693,11 +694,11 @@ def test_choose_is_balanced_over_places_or_drawn(coco):
     """The paper's 50 tests a quadrant; of other grids, and of negatives, a plain sample."""
     tests = read_needle_tests(coco / "2_2.json", coco / "annotations_1_2_2.json", coco / "C")
     positives, negatives = tests[:8], tests[8:]
-    assert [t.places[0][1:] for t in needle.choose(positives, 4, 1)] != []
-    assert sorted(t.places[0][1:] for t in needle.choose(positives, 5, 1)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert len(needle.choose(positives, 3, 1)) == 3 and len(needle.choose(negatives, 2, 1)) == 2
+    assert [t.places[0][1:] for t in haystacks.choose(positives, 4, 1)] != []
+    assert sorted(t.places[0][1:] for t in haystacks.choose(positives, 5, 1)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len(haystacks.choose(positives, 3, 1)) == 3 and len(haystacks.choose(negatives, 2, 1)) == 2
     with pytest.raises(UserError, match="there are 2 of this kind"):
-        needle.choose(negatives, 3, 1)
+        haystacks.choose(negatives, 3, 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -853,9 +854,9 @@ def test_attention_command(source, twin, workplace, capsys):
 def test_default_is_the_last_run_or_the_embedded_base(source, twin, workplace, monkeypatch, capsys):
     """Without flags another model than the last one trained is measured."""
     monkeypatch.setattr("model.source.BUNDLED_FOLDER", Path(source))
-    parser = run.argparse.ArgumentParser()
-    run.add_model_flags(parser)
-    assert run.model_of(parser.parse_args([])) == ("embedded", None, "embedded")
+    parser = command_parser("test", "")
+    session.add_model_flags(parser)
+    assert session.model_of(parser.parse_args([])) == ("embedded", None, "embedded")
     for name, base in (("old", "embedded"), ("other", "somewhere/else"), ("unfinished", "embedded")):
         folder = workplace / "runs" / name
         model = random_model()
@@ -864,10 +865,10 @@ def test_default_is_the_last_run_or_the_embedded_base(source, twin, workplace, m
         (folder / "config.json").write_text(json.dumps({"base": base}))
         if name != "unfinished":
             (folder / "summary.json").write_text("{}")
-    assert run.model_of(parser.parse_args([]))[2] == "old"
-    assert run.model_of(parser.parse_args(["--adapter", "none"])) == ("embedded", None, "embedded")
-    assert run.model_of(parser.parse_args(["--model", source]))[1] is None
-    assert run.model_of(parser.parse_args(["--adapter", "runs/other"]))[0] == "somewhere/else"
+    assert session.model_of(parser.parse_args([]))[2] == "old"
+    assert session.model_of(parser.parse_args(["--adapter", "none"])) == ("embedded", None, "embedded")
+    assert session.model_of(parser.parse_args(["--model", source]))[1] is None
+    assert session.model_of(parser.parse_args(["--adapter", "runs/other"]))[0] == "somewhere/else"
     pope.main(["--limit", "6", *FAST])
     assert "POPE (%), old" in capsys.readouterr().out
 

@@ -6,7 +6,7 @@ import math
 import pytest
 from PIL import Image
 
-from eval import needle
+from eval import haystacks, needle, needle_scoring
 from eval.datasets import ABSENT, NeedleTest
 from model.common import UserError
 
@@ -73,7 +73,7 @@ def record(truth, response, id_=0):
 )
 def test_verdicts_by_hand(truth, response, verdict):
     """A rule of MMNeedle's parsing or of one of its three accuracies is broken."""
-    assert needle.judge(record(truth, response)) == verdict
+    assert needle_scoring.judge(record(truth, response)) == verdict
 
 
 def test_a_missing_response_leaves_the_denominator():
@@ -86,7 +86,7 @@ def test_a_missing_response_leaves_the_denominator():
         ("0, 0, 0", "2, 1, 1"),
     ]
     records = [record(truth, response) for truth, response in pairs]
-    assert needle.score_responses(records) == {
+    assert needle_scoring.score_responses(records) == {
         "existence_accuracy": 3 / 4,
         "index_accuracy": 3 / 4,
         "exact_accuracy": 2 / 4,
@@ -96,8 +96,8 @@ def test_a_missing_response_leaves_the_denominator():
 def test_no_response_at_all_scores_zero():
     """An empty denominator must not end a long evaluation with a traceback."""
     nothing = {"existence_accuracy": 0.0, "index_accuracy": 0.0, "exact_accuracy": 0.0}
-    assert needle.score_responses([record("1, 1, 1", None)]) == nothing
-    assert math.isnan(needle.mean_over_places(needle.accuracy_by_place([record("1, 1, 1", None)])))
+    assert needle_scoring.score_responses([record("1, 1, 1", None)]) == nothing
+    assert math.isnan(needle_scoring.mean_over_places(needle_scoring.accuracy_by_place([record("1, 1, 1", None)])))
 
 
 def test_accuracy_by_place():
@@ -110,10 +110,12 @@ def test_accuracy_by_place():
         record("0, 0, 0", "-1"),
         record("2, 1, 1; 1, 1, 2", "2, 1, 1; 2, 1, 2"),
     ]
-    grid = needle.accuracy_by_place(records)
+    grid = needle_scoring.accuracy_by_place(records)
     assert grid[0] == [1.0, 1 / 3] and grid[1][0] == 0.0 and math.isnan(grid[1][1])
-    assert needle.mean_over_places(grid) == pytest.approx((1 + 1 / 3 + 0) / 3)  # places, not responses, are averaged
-    assert len(needle.accuracy_by_place(records, side=4)) == 4
+    assert needle_scoring.mean_over_places(grid) == pytest.approx(
+        (1 + 1 / 3 + 0) / 3
+    )  # places, not responses, are averaged
+    assert len(needle_scoring.accuracy_by_place(records, side=4)) == 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,12 +178,12 @@ COLORS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)]
 def test_stitch_is_row_major_and_square():
     """The needle's picture is not at its row and column, or aspect is kept, or the size is not 256 px a sub-image."""
     images = [Image.new("RGB", (30 + 40 * n, 50), color) for n, color in enumerate(COLORS)]
-    stitched = needle.stitch(images)
+    stitched = haystacks.stitch(images)
     assert stitched.size == (512, 512)
     corners = [(0, 0), (511, 0), (0, 511), (511, 511)]  # (x, y)
     assert [stitched.getpixel(at) for at in corners] == COLORS
     assert stitched.getpixel((255, 255)) == COLORS[0] and stitched.getpixel((256, 255)) == COLORS[1]
-    assert needle.stitch([Image.new("L", (5, 5), 9)]).getpixel((0, 0)) == (9, 9, 9)
+    assert haystacks.stitch([Image.new("L", (5, 5), 9)]).getpixel((0, 0)) == (9, 9, 9)
 
 
 def test_haystack_is_built_from_files(tmp_path):
@@ -190,11 +192,11 @@ def test_haystack_is_built_from_files(tmp_path):
     for number, color in enumerate(COLORS):
         Image.new("RGB", (8, 8), color).save(tmp_path / ("val2014" if number % 2 else "") / f"{number}.png")
     test = NeedleTest(0, (tuple(f"val2014/{n}.png" for n in range(4)),), ((0, 1, 0),), ("val2014/2.png",), ("blue",))
-    needle.check_haystacks([test], tmp_path, "2_2.json")
-    assert needle.build_haystack(test, tmp_path, size=4)[0].getpixel((0, 7)) == COLORS[2]
+    haystacks.check_haystacks([test], tmp_path, "2_2.json")
+    assert haystacks.build_haystack(test, tmp_path, size=4)[0].getpixel((0, 7)) == COLORS[2]
     (tmp_path / "2.png").unlink()
     with pytest.raises(UserError, match=r"2_2.json: 1 of its 4 pictures are not in .*'val2014/2.png'"):
-        needle.check_haystacks([test], tmp_path, "2_2.json")
+        haystacks.check_haystacks([test], tmp_path, "2_2.json")
 
 
 def placed_at(places):
@@ -204,25 +206,27 @@ def placed_at(places):
 def test_sample_has_each_place_equally_often():
     """The paper draws 50 of each quadrant with a seed; negatives are not among them."""
     tests = placed_at([(0, n // 2 % 2, n % 2) for n in range(80)] + [ABSENT] * 20)
-    chosen = needle.sample_by_place(tests, each=5, seed=42)
+    chosen = haystacks.sample_by_place(tests, each=5, seed=42)
     assert [sum(t.places[0] == (0, r, c) for t in chosen) for r in (0, 1) for c in (0, 1)] == [5, 5, 5, 5]
     assert len(chosen) == 20
-    assert chosen == needle.sample_by_place(tests, each=5, seed=42) != needle.sample_by_place(tests, each=5, seed=43)
+    assert (
+        chosen == haystacks.sample_by_place(tests, each=5, seed=42) != haystacks.sample_by_place(tests, each=5, seed=43)
+    )
     assert [t.id for t in chosen] == sorted(t.id for t in chosen)
     with pytest.raises(UserError, match="only 20 tests"):
-        needle.sample_by_place(tests, each=21)
+        haystacks.sample_by_place(tests, each=21)
 
 
 @pytest.mark.parametrize(("pictures", "side", "needles"), [(1, 1, 1), (1, 2, 2), (10, 2, 5), (2, 4, 1)])
 def test_drawn_tests_are_true(pictures, side, needles):
     """A needle drawn from a user's own pictures is not where the truth says, or an absent one is there."""
     captions = {f"{n}.jpg": f"caption {n}" for n in range(60)}
-    for test in needle.draw_tests(captions, 20, pictures, side, needles, seed=1):
+    for test in haystacks.draw_tests(captions, 20, pictures, side, needles, seed=1):
         assert len(test.haystack) == pictures and test.side == side and len(set(test.places)) == needles
         assert len({name for cells in test.haystack for name in cells}) == pictures * side**2
         for (index, row, col), target, caption in zip(test.places, test.targets, test.captions, strict=True):
             assert test.haystack[index][row * side + col] == target and captions[target] == caption
-    for test in needle.draw_tests(captions, 20, pictures, side, needles, absent=True, seed=1):
+    for test in haystacks.draw_tests(captions, 20, pictures, side, needles, absent=True, seed=1):
         assert test.id >= 5000 and test.places == (ABSENT,) * needles
         assert not set(test.targets) & {name for cells in test.haystack for name in cells}
 
@@ -230,10 +234,12 @@ def test_drawn_tests_are_true(pictures, side, needles):
 def test_drawn_tests_are_reproducible_and_refuse_too_few_pictures():
     """The same seed must give the same haystacks in every run that is compared."""
     captions = {f"{n}.jpg": "x" for n in range(4)}
-    assert needle.draw_tests(captions, 3, seed=1) == needle.draw_tests(dict(reversed(captions.items())), 3, seed=1)
-    assert needle.draw_tests(captions, 3, seed=1) != needle.draw_tests(captions, 3, seed=2)
+    assert haystacks.draw_tests(captions, 3, seed=1) == haystacks.draw_tests(
+        dict(reversed(captions.items())), 3, seed=1
+    )
+    assert haystacks.draw_tests(captions, 3, seed=1) != haystacks.draw_tests(captions, 3, seed=2)
     with pytest.raises(UserError, match="4 captioned pictures are too few"):
-        needle.draw_tests(captions, 1, absent=True)
+        haystacks.draw_tests(captions, 1, absent=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,7 +250,7 @@ def test_drawn_tests_are_reproducible_and_refuse_too_few_pictures():
 def test_response_records_are_mmneedles_own():
     """The field names, the 1-based truth and the bare file names that MMNeedle's evaluators read."""
     one = NeedleTest(7, (tuple("abcd"),), ((0, 1, 0),), ("val2014/c.jpg",), ("a cat",))
-    assert needle.response_record(one, "1, 2, 1") == {
+    assert needle_scoring.response_record(one, "1, 2, 1") == {
         "id": 7,
         "response": "1, 2, 1",
         "ground_truth": "1, 2, 1",
@@ -252,7 +258,7 @@ def test_response_records_are_mmneedles_own():
         "caption": "a cat",
     }
     two = NeedleTest(5001, (tuple("abcd"),), (ABSENT, ABSENT), ("v/c.jpg", "v/e.jpg"), ("a cat", "an eel"))
-    assert needle.response_record(two, None) == {
+    assert needle_scoring.response_record(two, None) == {
         "id": 5001,
         "response": None,
         "ground_truth": "0, 0, 0; 0, 0, 0",
@@ -269,7 +275,7 @@ def responses(tmp_path):
         record("1, 1, 2", None, 2),
         record("0, 0, 0", "1, 1, 1", 5000),
     ]
-    needle.write_responses(tmp_path / "F.json", records)
+    needle_scoring.write_responses(tmp_path / "F.json", records)
     return tmp_path / "F.json"
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from eval import vqa
+from eval import vqa, vqa_scoring
 from eval.datasets import Annotation
 from model.common import UserError
 
@@ -103,12 +103,12 @@ def plural(answer):
 )
 def test_normalisation_by_hand(text, clean):
     """A rule of the official normaliser is missing or applied to the wrong text: published scores are not reached."""
-    assert vqa.clean(text) == clean
+    assert vqa_scoring.clean(text) == clean
 
 
 def test_space_comes_off_the_ends_and_newlines_become_spaces():
     """Trailing newlines of generated text would make every unanimous question wrong."""
-    assert vqa.clean_space("\n yes\tit is \n") == "yes it is"
+    assert vqa_scoring.clean_space("\n yes\tit is \n") == "yes it is"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_space_comes_off_the_ends_and_newlines_become_spaces():
 def test_leave_one_out(matches, accuracy):
     """Accuracy is min(1, matches / 3) without leaving annotators out: 3 of 10 would count 1 instead of 0.9."""
     answers = {"red": matches, "blue": 10 - matches} if matches else {"blue": 9, "green": 1}
-    assert vqa.official(annotation(answers), "red") == pytest.approx(accuracy, abs=1e-12)
+    assert vqa_scoring.official(annotation(answers), "red") == pytest.approx(accuracy, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,13 @@ def test_leave_one_out(matches, accuracy):
 )
 def test_unanimous_answers_are_not_normalised(prediction, accuracy):
     """Upstream compares raw strings where all ten agree; normalising there inflates yes/no scores."""
-    assert vqa.official(annotation({"yes": 10}), prediction) == accuracy
+    assert vqa_scoring.official(annotation({"yes": 10}), prediction) == accuracy
 
 
 def test_unanimity_is_judged_after_space_is_stripped():
     """Ten times "yes" with stray spaces is unanimous: "Yes." must still count 0."""
-    assert vqa.official(annotation({"yes": 5, " yes\n": 5}), "Yes.") == 0
-    assert vqa.official(annotation({"yes": 5, " yes\n": 5}), "yes") == 1
+    assert vqa_scoring.official(annotation({"yes": 5, " yes\n": 5}), "Yes.") == 0
+    assert vqa_scoring.official(annotation({"yes": 5, " yes\n": 5}), "yes") == 1
 
 
 @pytest.mark.parametrize(
@@ -155,31 +155,31 @@ def test_unanimity_is_judged_after_space_is_stripped():
 )
 def test_both_sides_are_normalised_where_annotators_differ(truth, prediction, accuracy):
     """Ground truths or predictions stay raw: every answer with an article, a digit word or a period is lost."""
-    assert vqa.official(plural(truth), prediction) == accuracy
+    assert vqa_scoring.official(plural(truth), prediction) == accuracy
 
 
 def test_equal_records_are_left_out_together():
     """Without answer_id, upstream's `!=` leaves out all equal records: 4 of 10 then count 0.6, not 1."""
     # four equal records see no other match (0), the six others see four (1): 6 / 10
-    assert vqa.official(annotation({"yes": 4, "no": 6}, ids=False), "yes") == pytest.approx(0.6)
-    assert vqa.official(annotation({"yes": 4, "no": 6}, ids=True), "yes") == 1
+    assert vqa_scoring.official(annotation({"yes": 4, "no": 6}, ids=False), "yes") == pytest.approx(0.6)
+    assert vqa_scoring.official(annotation({"yes": 4, "no": 6}, ids=True), "yes") == 1
 
 
 def test_a_differing_field_makes_records_unequal():
     """Only the whole record counts: two of four "maybe" leave two other matches, (4 · 2/3 + 6) / 10."""
     records = [{"answer": "yes", "answer_confidence": c} for c in ("yes", "yes", "maybe", "maybe")]
     records += [{"answer": "no", "answer_confidence": "yes"}] * 6
-    assert vqa.official(Annotation(1, tuple(records), "no"), "yes") == pytest.approx((4 * 2 / 3 + 6) / 10)
+    assert vqa_scoring.official(Annotation(1, tuple(records), "no"), "yes") == pytest.approx((4 * 2 / 3 + 6) / 10)
 
 
 def test_records_are_compared_after_normalisation():
     """ "Yes" and "yes" without ids are equal once normalised, and left out together: 0.6 again, not 0.8667."""
-    assert vqa.official(annotation({"Yes": 2, "yes": 2, "no": 6}, ids=False), "yes") == pytest.approx(0.6)
+    assert vqa_scoring.official(annotation({"Yes": 2, "yes": 2, "no": 6}, ids=False), "yes") == pytest.approx(0.6)
 
 
 def test_fewer_than_ten_annotators():
     """The mean is over the annotators there are: two of two see one other match, 1/3 each."""
-    assert vqa.official(annotation({"yes": 2}), "yes") == pytest.approx(1 / 3)
+    assert vqa_scoring.official(annotation({"yes": 2}), "yes") == pytest.approx(1 / 3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_fewer_than_ten_annotators():
 )
 def test_paper(answers, prediction, accuracy):
     """The paper's script only lowers case and does not leave out; another rule cannot reproduce its Table 1."""
-    assert vqa.paper(annotation(answers), prediction) == pytest.approx(accuracy)
+    assert vqa_scoring.paper(annotation(answers), prediction) == pytest.approx(accuracy)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_paper(answers, prediction, accuracy):
 )
 def test_textvqa(answers, prediction, accuracy):
     """TextVQA's tokens differ from VQAv2's, and equal answers without ids are still ten annotators."""
-    assert vqa.textvqa(annotation(answers, ids=False), prediction) == pytest.approx(accuracy)
+    assert vqa_scoring.textvqa(annotation(answers, ids=False), prediction) == pytest.approx(accuracy)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_textvqa(answers, prediction, accuracy):
 )
 def test_vizwiz(answers, prediction, accuracy):
     """VizWiz normalises predictions only, and equal answers without ids are not left out together."""
-    assert vqa.vizwiz(annotation(answers, ids=False), prediction) == pytest.approx(accuracy)
+    assert vqa_scoring.vizwiz(annotation(answers, ids=False), prediction) == pytest.approx(accuracy)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_vizwiz(answers, prediction, accuracy):
 )
 def test_gqa(answer, prediction, accuracy):
     """GQA is exact match without case and periods; more normalisation inflates it."""
-    assert vqa.gqa(annotation({answer: 1}), prediction) == accuracy
+    assert vqa_scoring.gqa(annotation({answer: 1}), prediction) == accuracy
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_summary_by_type_rounds_once():
     one = annotation({"yes": 10}, answer_type="yes/no", question_type="is the")
     annotations = [replace(one, question_id=number) for number in range(3)]
     annotations.append(replace(one, question_id=3, answer_type="other", question_type=None))
-    summary = vqa.summarize(annotations, {0: 1, 1: 0.3, 2: 0, 3: 0.9})
+    summary = vqa_scoring.summarize(annotations, {0: 1, 1: 0.3, 2: 0, 3: 0.9})
     # 100 · 2.2 / 4; 100 · 1.3 / 3 = 43.333…; a question without a type counts in the overall mean only
     assert summary == {
         "overall": 55.0,
@@ -272,10 +272,10 @@ def test_gqa_scores_balanced_questions_only():
     """Unbalanced questions are there for consistency measures; averaging them in changes published accuracies."""
     hit = replace(annotation({"yes": 1}, answer_type="binary"), question_id="a")
     miss = replace(hit, question_id="b", balanced=False)
-    accuracies = vqa.question_accuracies([hit, miss], {"a": "yes", "b": "no"}, "gqa")
+    accuracies = vqa_scoring.question_accuracies([hit, miss], {"a": "yes", "b": "no"}, "gqa")
     assert accuracies == {"a": 1}
     with pytest.raises(UserError, match="no scored questions"):
-        vqa.summarize([miss], vqa.question_accuracies([miss], {"b": "no"}, "gqa"))
+        vqa_scoring.summarize([miss], vqa_scoring.question_accuracies([miss], {"b": "no"}, "gqa"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 from eval import figures, needle, vqa
 from eval.datasets import Annotation, Question
-from eval.run import positive
+from eval.session import positive
 from eval.statistics import Interval, bootstrap
 from lora import adapter
 from model.common import UserError, write_text

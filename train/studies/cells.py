@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from eval.run import positive
+from eval.session import positive
 from model.common import UserError, write_text
 
 

@@ -1,0 +1,111 @@
+"""A benchmark as a command, `python -m eval.NAME`: its flags, its questions, its scorer, and what is common to all.
+
+In: a `Command`, the part that differs. Out: the command that asks a model, and its `score` subcommand, which scores a
+file of answers and needs no torch. A new benchmark is one file like `eval/pope.py`. `eval/session.py` asks the model.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+from model.common import UserError
+
+PROMPT = "answer en {question}"  # the prompt of PaliGemma's authors
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One question. `picture` is a path, an image, or a function that returns one or a list of them; questions with the
+    same `key` share it. With `choices` the answer is the likeliest of them, else it is decoded greedily."""
+
+    id: str
+    key: str
+    picture: Path | Image.Image | Callable[[], Image.Image | list[Image.Image]]
+    prefix: str
+    choices: tuple[str, ...] = ()
+
+
+class Report(NamedTuple):
+    """What a command prints: `values` with --json, else `lines`. `files` are the names of the files it has written."""
+
+    values: Mapping[str, Any]
+    lines: Sequence[str]
+    files: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a benchmark adds to what all have in common.
+
+    load: from the flags, its data, and the questions of each of its sets by name. finish: from the flags, the data, the
+    answers of each set (None: could not be asked), the output folder and the model's title, writes its files and
+    returns the report. score: from the flags of the subcommand, the report. limit: the help and the default of --limit.
+    """
+
+    name: str
+    doc: str
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    add_score_flags: Callable[[argparse.ArgumentParser], None]
+    load: Callable[[argparse.Namespace], tuple[Any, dict[str, list[Ask]]]]
+    finish: Callable[[argparse.Namespace, Any, dict[str, list[str | None]], Path, str], Report]
+    score: Callable[[argparse.Namespace], Report]
+    limit: tuple[str, int | None]
+    max_new_tokens: int = 32
+
+    def main(self, argv: Sequence[str] | None = None) -> None:
+        """The command: `score …`, or else asking a model. Raises UserError."""
+        argv = sys.argv[1:] if argv is None else list(argv)
+        parser = command_parser(f"eval.{self.name}", self.doc)
+        self.add_flags(parser)
+        scorer = parser.add_subparsers(dest="command").add_parser(
+            "score", help="score a file of answers", description="Score a file of answers."
+        )
+        self.add_score_flags(scorer)
+        add_json_flag(scorer)
+        if argv[:1] == ["score"]:
+            args = parser.parse_args(argv)
+            print_report(self.score(args), args.json)
+            return
+        from eval.session import add_answer_flags, run  # imports torch, which scoring does not need
+
+        add_answer_flags(parser, *self.limit, self.max_new_tokens)
+        run(self, parser.parse_args(argv))
+
+
+def command_parser(name: str, doc: str) -> argparse.ArgumentParser:
+    """The parser of `python -m name`, with the module's docstring as its help."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", action=argparse.BooleanOptionalAction, default=False, help="print JSON only (default: a table)"
+    )
+
+
+def print_report(report: Report, as_json: bool) -> None:
+    for line in [json.dumps(report.values)] if as_json else report.lines:
+        print(line)
+
+
+def make_asks(questions: Iterable[tuple[int | str, str, str]], pictures: Mapping, template: str) -> list[Ask]:
+    """The `Ask`s of (id, name of the picture, question) triples: `pictures` has the pictures by name, `template` is the
+    prompt with {question} in it. Raises UserError for a template without."""
+    if "{question}" not in template:
+        raise UserError(f"prompt template {template!r}: must contain {{question}}, such as 'answer en {{question}}'")
+    return [Ask(str(id_), name, pictures[name], template.replace("{question}", text)) for id_, name, text in questions]
+
+
+def ask_model(model, processor, asks: Sequence[Ask], ask_all: Callable | None = None, **options) -> list[str | None]:
+    """`eval.run.ask_all`, or the function given in its place, such as one that spreads the questions over GPUs."""
+    if ask_all is None:
+        from eval.run import ask_all  # imports torch, which scoring does not need
+    return ask_all(model, processor, asks, **options)

@@ -1,0 +1,110 @@
+"""MMNeedle's haystacks: stitched pictures, and tests that are chosen from its files or drawn from a user's pictures.
+
+In: tests (`eval/datasets.py`), or captioned pictures. Out: M stitched pictures for a test, and the tests to ask.
+`eval/needle.py` asks them.
+"""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from PIL import Image
+
+from eval.datasets import ABSENT, NeedleTest, check_images, find_image
+from model.common import UserError
+
+SUB_IMAGE = 256  # px along each side of a sub-image
+FIRST_ABSENT_ID = 5000  # MMNeedle's ids from here on have no needle in the haystack
+
+
+def stitch(images: Sequence[Image.Image], size: int = SUB_IMAGE) -> Image.Image:
+    """N² pictures, row-major, each resized to size×size px (aspect not kept), as one of N·size×N·size px."""
+    side = round(len(images) ** 0.5)
+    assert side * side == len(images), f"{len(images)} pictures do not fill a square"
+    canvas = Image.new("RGB", (side * size, side * size))
+    for at, image in enumerate(images):
+        row, col = divmod(at, side)
+        canvas.paste(image.convert("RGB").resize((size, size)), (col * size, row * size))
+    return canvas
+
+
+def build_haystack(test: NeedleTest, coco: str | Path, size: int = SUB_IMAGE) -> list[Image.Image]:
+    """The M stitched pictures of `test`. Raises UserError if a picture is absent or unreadable."""
+    from model.images import load_image  # imports torch, which scoring does not need
+
+    return [stitch([load_image(find_image(coco, name)) for name in names], size) for names in test.haystack]
+
+
+def check_haystacks(tests: Iterable[NeedleTest], coco: str | Path, metadata: str | Path) -> None:
+    """Raise UserError that names the pictures of `tests` which are not in the folder `coco`, before a long run."""
+    check_images((name for test in tests for names in test.haystack for name in names), coco, metadata)
+
+
+def sample_by_place(tests: Iterable[NeedleTest], each: int = 50, seed: int = 42) -> list[NeedleTest]:
+    """`each` single-needle tests for every place of the grid, drawn with `seed`, in the order of their ids.
+
+    Raises UserError if a place has fewer.
+    """
+    places: dict[tuple[int, int, int], list[NeedleTest]] = {}
+    for test in tests:
+        if len(test.places) == 1 and test.places[0] != ABSENT:
+            places.setdefault(test.places[0], []).append(test)
+    draw, chosen = random.Random(seed), []
+    for place, found in sorted(places.items()):
+        if len(found) < each:
+            raise UserError(f"only {len(found)} tests have their needle at {place}, {each} are wanted: ask for fewer")
+        chosen += draw.sample(found, each)
+    return sorted(chosen, key=lambda test: test.id)
+
+
+def draw_tests(
+    captions: Mapping[str, str],
+    count: int,
+    pictures: int = 1,
+    side: int = 2,
+    needles: int = 1,
+    *,
+    absent: bool = False,
+    seed: int = 42,
+) -> list[NeedleTest]:
+    """`count` tests over any captioned pictures (name to caption), of M `pictures` of `side`×`side` and K `needles`.
+
+    First needles take all places in turn. No picture occurs twice in a test; with `absent` the needles are not in it.
+    Raises UserError if pictures are few.
+    """
+    names, draw, tests = sorted(captions), random.Random(seed), []
+    size = pictures * side**2
+    if needles > size or len(names) < size + needles * absent:
+        raise UserError(
+            f"{len(names)} captioned pictures are too few for {pictures} picture(s) of {side} by {side} with {needles} "
+            f"needle(s) {'beside' if absent else 'among'} them: give more, or ask for less"
+        )
+    for number in range(count):
+        names_drawn = draw.sample(names, size + needles * absent)
+        first = number % size
+        others = draw.sample([spot for spot in range(size) if spot != first], needles - 1)
+        spots = list(range(size, size + needles)) if absent else [first, *others]
+        targets = tuple(names_drawn[spot] for spot in spots)
+        tests.append(
+            NeedleTest(
+                id=number + FIRST_ABSENT_ID * absent,
+                haystack=tuple(tuple(names_drawn[at : at + side**2]) for at in range(0, size, side**2)),
+                places=tuple(ABSENT if absent else (s // side**2, s % side**2 // side, s % side) for s in spots),
+                targets=targets,
+                captions=tuple(captions[name] for name in targets),
+            )
+        )
+    return tests
+
+
+def choose(tests: Sequence[NeedleTest], count: int, seed: int) -> list[NeedleTest]:
+    """`count` tests drawn at random; if each has one needle, the same number for every place of the grid.
+
+    Raises UserError if there are too few.
+    """
+    places = {test.places for test in tests}
+    if all(len(place) == 1 for place in places) and ((ABSENT,) not in places) and count >= len(places) > 0:
+        return sample_by_place(tests, count // len(places), seed)
+    if count > len(tests):
+        raise UserError(f"{count} tests are asked for, but there are {len(tests)} of this kind: lower --limit")
+    return sorted(random.Random(seed).sample(tests, count), key=lambda test: test.id)
