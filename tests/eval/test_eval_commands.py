@@ -21,7 +21,7 @@ from model.config import PRESETS
 from model.differential import graft
 from model.generate import CompiledStep
 from model.paligemma import PaliGemma, initialize
-from model.processor import Processor, load_tokenizer
+from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from weights.export import export_model
 
@@ -40,11 +40,6 @@ def random_model(seed: int = 0) -> PaliGemma:
 @pytest.fixture(scope="module")
 def model():
     return random_model()
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return Processor(PRESETS["tiny"], load_tokenizer(TOKENIZER))
 
 
 @pytest.fixture(scope="module")

@@ -14,16 +14,11 @@ from eval.statistics import bootstrap
 from model.attention import attention_modules
 from model.common import UserError
 from model.differential import graft
-from model.processor import SLOT, Processor
+from model.processor import SLOT
 from model.wings import attach
 from tests.model.test_wings import randomized
 from weights.export import companions, export_model
 from weights.load import load_model
-
-
-@pytest.fixture(scope="module")
-def processor() -> Processor:
-    return Processor.from_source("embedded")
 
 
 def picture() -> Image.Image:

@@ -39,40 +39,12 @@ from eval.text.measures import (
     table,
     windows,
 )
-from eval.text.tasks import CITIES, CLASSES, LETTERS, SHOWN, WORDS, Document, Tasks
+from eval.text.tasks import CITIES, CLASSES, LETTERS, SHOWN, Document, Tasks
 from model.common import UserError
 from model.config import TextConfig
 from model.system_configs import TextModelConfig
 from model.text import TextModel
-
-SYLLABLES = [a + b for a in "bdfgklmnprst" for b in "aeiou"]
-
-
-def prose(seed: int, lines: int = 60) -> str:
-    """Lines of made-up words, some indented, a number at each end."""
-    dice = random.Random(seed)
-    return "".join(
-        " " * dice.choice((0, 0, 4, 8))
-        + " ".join("".join(dice.choices(SYLLABLES, k=dice.randint(1, 3))) for _ in range(dice.randint(3, 9)))
-        + f" {dice.randrange(10_000)}\n"
-        for _ in range(lines)
-    )
-
-
-def write_prose(folder: Path) -> Path:
-    for number in range(40):
-        (folder / f"{number}.txt").write_text(prose(number))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    return write_prose(tmp_path_factory.mktemp("source"))
-
-
-@pytest.fixture(scope="module")
-def corpus(source, tmp_path_factory) -> Corpus:
-    return open_corpus(tmp_path_factory.mktemp("corpus"), [source], 1024, WORDS)
+from tests.files import prose
 
 
 def decode(corpus: Corpus, ids) -> str:
@@ -93,9 +65,9 @@ def test_documents_are_split_by_the_hash_of_their_names():
     assert all(split(names[:HELD_OUT]).values())
 
 
-def test_a_corpus_is_the_text_token_by_token(source, corpus):
+def test_a_corpus_is_the_text_token_by_token(text_folder, corpus):
     """Breaks when the tokenizer loses a character, documents run together, or held-out text is learned from."""
-    texts = {str(path): path.read_text() for path in source.iterdir()}
+    texts = {str(path): path.read_text() for path in text_folder.iterdir()}
     seen = []
     for name, documents in split(texts).items():
         ids, starts = corpus.ids[name].tolist(), corpus.starts[name].tolist()
@@ -110,19 +82,19 @@ def test_a_corpus_is_the_text_token_by_token(source, corpus):
     assert pieces[-5:] == ["1", "2", "\n", "\n", "▁Lisbon"]
 
 
-def test_a_corpus_is_made_once(source, tmp_path):
+def test_a_corpus_is_made_once(text_folder, tmp_path):
     """Breaks when every run trains a tokenizer again, or goes on with one of other text, or of half a folder."""
-    first = open_corpus(tmp_path, [source], 512)
+    first = open_corpus(tmp_path, [text_folder], 512)
     stamp = (tmp_path / "tokenizer.model").stat().st_mtime_ns
-    again = open_corpus(tmp_path, [source], 512)
+    again = open_corpus(tmp_path, [text_folder], 512)
     assert (tmp_path / "tokenizer.model").stat().st_mtime_ns == stamp
     assert torch.equal(again.ids["train"], first.ids["train"]) and again.digest == kept_corpus(tmp_path).digest
-    other = open_corpus(tmp_path, [source], 400)
+    other = open_corpus(tmp_path, [text_folder], 400)
     assert other.digest != first.digest and other.tokenizer.vocab_size() == 400
     (tmp_path / "tokens.safetensors").write_bytes(b"half")
     with pytest.raises(UserError, match="no corpus here"):
         kept_corpus(tmp_path)
-    assert torch.equal(open_corpus(tmp_path, [source], 512).ids["test"], first.ids["test"])
+    assert torch.equal(open_corpus(tmp_path, [text_folder], 512).ids["test"], first.ids["test"])
 
 
 def test_one_file_is_cut_into_documents(tmp_path):
@@ -436,7 +408,7 @@ def test_chance_by_hand():
     assert chance("nll") == {}
 
 
-def test_the_commands_measure_runs(source, tmp_path, capsys):
+def test_the_commands_measure_runs(text_folder, tmp_path, capsys):
     """Breaks when a command does not find a run's model or corpus, or its JSON and pictures go missing."""
     from train import text as train
 
@@ -444,7 +416,7 @@ def test_the_commands_measure_runs(source, tmp_path, capsys):
         train.main(
             [
                 "--text",
-                str(source),
+                str(text_folder),
                 "--corpus",
                 str(tmp_path / "corpus"),
                 "--attention",

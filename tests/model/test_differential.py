@@ -18,6 +18,8 @@ from model.generate import generate
 from model.lowrank import LowRank
 from model.paligemma import PaliGemma, initialize
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 # Each way to compute a head. Adding a variant adds its line here and its equation to `heads_by_equation`.
 VARIANTS = {
     "softmax": ("softmax", {}),
@@ -34,11 +36,6 @@ VARIANTS = {
 EXACT = ("softmax", "twin", "dex", "dex-heads")
 THETA, IMAGE = 10000.0, 127
 TARGETS = r"language_model\..*\.(self_attn|mlp)\.\w+_proj"
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def plain_attention(n=4, k=2, d=16, hidden=24, softcap=None, bias=False) -> Attention:

@@ -22,8 +22,6 @@ from model.config import PRESETS
 from model.generate import CompiledStep, generate
 from model.linear import Linear, activated, linear
 from model.paligemma import initialize
-from model.processor import Processor, load_tokenizer
-from model.source import BUNDLED_FOLDER
 from tests.model.test_differential import VARIANTS, grafted, inputs, sibling
 from tests.model.test_differential import batch as prompt_of
 from tests.reference import batch, hf_model, ours, relative_error
@@ -348,11 +346,6 @@ def counter():
     torch._dynamo.reset()
     yield CompileCounter()
     torch._dynamo.reset()
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return Processor(PRESETS["tiny"], load_tokenizer(BUNDLED_FOLDER / "tokenizer.model"))
 
 
 def micro_batches(processor):

@@ -15,12 +15,9 @@ from model.text import TextModel, new_model
 from weights.export import export_model
 from weights.load import load_model
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 HIDDEN, THETA = 48, 10000.0
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def plain_config(heads=8, key_heads=4, layers=3) -> TextConfig:

@@ -402,11 +402,6 @@ def test_what_decoding_cannot_do_is_told():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def processor() -> Processor:
-    return Processor.from_source("embedded")
-
-
 def picture(color=(200, 30, 90)) -> Image.Image:
     return Image.new("RGB", (112, 112), color)
 

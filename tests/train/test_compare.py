@@ -14,9 +14,8 @@ from PIL import Image
 from model.common import UserError
 from model.config import PRESETS
 from model.paligemma import PaliGemma, initialize
-from model.processor import Processor
 from model.source import BUNDLED_FOLDER
-from tests.train.test_data import write_vqav2
+from tests.files import write_vqav2
 from train import finetune
 from train.distributed import World
 from train.optim import count, trainable
@@ -30,11 +29,6 @@ from weights.export import export_model
 WORLD = World(0, 1, torch.device("cpu"))
 PLAIN_BASE = Settings(base="tiny", device="cpu", samples=32, batch_size=16, **compare.PLAIN)
 ROWS = {row.name: row for rows in compare.GROUPS.values() for row in rows}
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return Processor.from_source("tiny")
 
 
 @pytest.fixture(scope="module")

@@ -8,16 +8,9 @@ import torch
 from PIL import Image
 
 from model.common import UserError
-from model.config import PRESETS
-from model.processor import Processor, load_tokenizer
-from model.source import BUNDLED_FOLDER
+from tests.files import write_vqav2
 from train.data.batches import Order, collate, load_batches, plan_epoch, supervised
 from train.data.records import Record, embedded_records, jsonl_records, vqav2_records
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return Processor(PRESETS["tiny"], load_tokenizer(BUNDLED_FOLDER / "tokenizer.model"))
 
 
 def records(count=40, pictures=10):
@@ -136,24 +129,6 @@ def test_embedded_records_take_the_tasks_in_turn():
     assert Counter(record.key.split("/")[0] for record in made) == {"vqa": 20, "n2o1": 40, "n2o2": 20}
     assert len({record.name for record in made}) == 80
     assert len({record.key for record in made if record.key.startswith("n2o1")}) == 20
-
-
-def write_vqav2(folder, images=20):
-    questions, annotations = [], []
-    (folder / "train2014").mkdir(parents=True)
-    for image_id in range(1, images + 1):
-        Image.new("RGB", (30, 20), (image_id * 10, 0, 0)).save(folder / f"train2014/COCO_train2014_{image_id:012d}.jpg")
-        for number in range(3):
-            qid = image_id * 1000 + number
-            questions.append({"image_id": image_id, "question": f"What is {number}?", "question_id": qid})
-            answers = [
-                {"answer": "yes" if i < 7 else "no", "answer_confidence": "yes", "answer_id": i + 1} for i in range(10)
-            ]
-            types = {"question_type": "what is", "answer_type": "other", "multiple_choice_answer": "yes"}
-            annotations.append({"question_id": qid, "image_id": image_id, "answers": answers} | types)
-    head = {"info": {}, "license": {}, "data_type": "mscoco", "data_subtype": "train2014", "task_type": "Open-Ended"}
-    (folder / "v2_OpenEnded_mscoco_train2014_questions.json").write_text(json.dumps(head | {"questions": questions}))
-    (folder / "v2_mscoco_train2014_annotations.json").write_text(json.dumps(head | {"annotations": annotations}))
 
 
 def test_vqav2_is_read_and_split_by_picture(tmp_path, processor):

@@ -19,7 +19,7 @@ from torch import nn
 from eval.run import Ask, ask_all
 from model.common import UserError
 from model.processor import Processor
-from tests.train.test_data import write_vqav2
+from tests.files import write_vqav2
 from train import finetune
 from train.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from train.distributed import World, ask_together, divide

@@ -18,11 +18,6 @@ from train.systems.open import open_model
 from weights.load import load_model
 
 
-@pytest.fixture(scope="module")
-def processor():
-    return Processor.from_source("tiny")
-
-
 @pytest.fixture
 def model():
     return load_model("tiny").requires_grad_(False)

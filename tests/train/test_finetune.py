@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from lora import adapter
 from model.common import UserError
 from model.differential import KINDS
-from tests.train.test_data import write_vqav2
+from tests.files import write_vqav2
 from train import finetune
 from train.data.batches import collate
 from train.data.records import embedded_records
@@ -61,13 +61,6 @@ def settings(*arguments) -> Settings:
 def batches(model, processor, count):
     records = embedded_records(("vqa", "caption", "detect"), count=count)  # answers of different length
     return [collate([record], processor).to("cpu") for record in records], collate(records, processor)
-
-
-@pytest.fixture(scope="module")
-def processor():
-    from model.processor import Processor
-
-    return Processor.from_source("tiny")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,15 +14,9 @@ from eval import scenes
 from model.common import UserError
 from model.config import PRESETS
 from model.paligemma import PaliGemma, initialize
-from model.processor import Processor
 from train.distributed import World
 from train.embedded.base import ALONE, STAGES, batches, losses, main, make_optimizers, matched, shares
 from weights.load import load_model
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return Processor.from_source("embedded")
 
 
 def process(rank: int) -> World:

@@ -17,9 +17,9 @@ from PIL import Image
 from model.common import UserError
 from model.config import PRESETS
 from model.images import load_image
-from model.processor import Processor, load_tokenizer
-from model.source import BUNDLED_FOLDER
-from tests.train.test_data import records, write_vqav2
+from model.processor import Processor
+from tests.files import write_vqav2
+from tests.train.test_data import records
 from train import finetune
 from train import shard as shard_command
 from train.data import pack as shard
@@ -27,11 +27,6 @@ from train.data.batches import Order, collate, plan_epoch
 from train.data.records import Record, embedded_records, jsonl_records, vqav2_records
 from train.data.shards import Shards, build_index, expand, index_of
 from train.settings import parse
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return Processor(PRESETS["tiny"], load_tokenizer(BUNDLED_FOLDER / "tokenizer.model"))
 
 
 def picture(colour: int = 0, kind: str = "png", size=(8, 6)) -> bytes:

@@ -10,21 +10,15 @@ import pytest
 import torch
 
 from model.common import UserError
-from tests.eval.test_text_eval import write_prose
 from train.studies import attention as compare
 from train.studies import text as study_text
 from train.studies.text import KINDS, main, read_arguments, tell
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    return write_prose(tmp_path_factory.mktemp("source"))
-
-
-def flags(source: Path, out: Path, *more: str) -> list[str]:
+def flags(text_folder: Path, out: Path, *more: str) -> list[str]:
     return [
         "--text",
-        str(source),
+        str(text_folder),
         "--preset",
         "nano",
         "--length",
@@ -47,11 +41,11 @@ def flags(source: Path, out: Path, *more: str) -> list[str]:
     ]
 
 
-def test_the_comparison_runs_end_to_end_and_only_once(source, tmp_path, capsys, monkeypatch):
+def test_the_comparison_runs_end_to_end_and_only_once(text_folder, tmp_path, capsys, monkeypatch):
     """Breaks when `--rows text` does not reach the study, results are computed again, or the report lacks a
     measurement, a picture, an interval or the distance to the published claim."""
     out = tmp_path / "out"
-    given = ["--rows", "text", "--processes", "1", *flags(source, out)]
+    given = ["--rows", "text", "--processes", "1", *flags(text_folder, out)]
     compare.main(given)
     printed = capsys.readouterr().out
     summary, report = json.loads((out / "comparison.json").read_text()), (out / "comparison.md").read_text()
@@ -80,10 +74,10 @@ def test_the_comparison_runs_end_to_end_and_only_once(source, tmp_path, capsys, 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("RUN_SLOW"), reason="starts processes: set RUN_SLOW=1")
-def test_cells_side_by_side_are_cells_in_turn(source, tmp_path):
+def test_cells_side_by_side_are_cells_in_turn(text_folder, tmp_path):
     """Breaks when a process of its own computes another result."""
-    _, settings = read_arguments(flags(source, tmp_path))
-    settings = replace(settings, corpus=str(tmp_path / "corpus"), text=(str(source),))
+    _, settings = read_arguments(flags(text_folder, tmp_path))
+    settings = replace(settings, corpus=str(tmp_path / "corpus"), text=(str(text_folder),))
     results = []
     for processes in (1, 2):
         jobs = [(tmp_path / str(processes), replace(settings, attention=kind), 0) for kind in KINDS]
@@ -122,17 +116,17 @@ def fake(monkeypatch, loss, panel) -> list:
     return asked
 
 
-def run(source: Path, out: Path, *more: str) -> tuple[dict, str]:
-    args, settings = read_arguments(flags(source, out, *more))
+def run(text_folder: Path, out: Path, *more: str) -> tuple[dict, str]:
+    args, settings = read_arguments(flags(text_folder, out, *more))
     summary = study_text.compare(settings, out, args.seeds, args.rates, args.search, args.limit, 1)
     return summary, tell(summary, out)
 
 
-def test_both_kinds_get_the_same_search(source, tmp_path, monkeypatch):
+def test_both_kinds_get_the_same_search(text_folder, tmp_path, monkeypatch):
     """Breaks when a kind tries other rates, is searched on other seeds or for longer, or trains at another's rate."""
     best = {"plain": 1e-3, "differential": 4e-3}
     asked = fake(monkeypatch, lambda own: abs(own.lr - best[own.attention]), lambda own: [1.0, 2.0])
-    summary, text = run(source, tmp_path, "--rates", "1e-3,2e-3,4e-3", "--search", "0.5")
+    summary, text = run(text_folder, tmp_path, "--rates", "1e-3,2e-3,4e-3", "--search", "0.5")
     search, final = asked[:6], asked[6:]
     assert {(own.attention, own.lr, own.seed, own.tokens, limit) for _, own, limit in search} == {
         (kind, rate, 0, 800, 0) for kind in KINDS for rate in (1e-3, 2e-3, 4e-3)
@@ -143,10 +137,10 @@ def test_both_kinds_get_the_same_search(source, tmp_path, monkeypatch):
     assert "a better one may lie beyond, for: plain, differential" in text
     assert summary["rates"]["plain"] == {"chosen": 1e-3, "validation": {"0.001": 0.0, "0.002": 0.001, "0.004": 0.003}}
     asked.clear()
-    summary, text = run(source, tmp_path, "--rates", "2e-3")  # one rate: nothing to search
+    summary, text = run(text_folder, tmp_path, "--rates", "2e-3")  # one rate: nothing to search
     assert len(asked) == 4 and {own.lr for _, own, _ in asked} == {2e-3} and "may lie beyond" not in text
     asked.clear()
-    summary, text = run(source, tmp_path, "--rates", "1e-3,2e-3", "--search", "1")  # whole runs are results
+    summary, text = run(text_folder, tmp_path, "--rates", "1e-3,2e-3", "--search", "1")  # whole runs are results
     assert [job for job in asked[:4] if job in asked[4:]] == [
         (tmp_path, replace(asked[0][1], attention=kind, lr=rate), 5)
         for kind, rate in (("plain", 1e-3), ("differential", 2e-3))
@@ -158,16 +152,16 @@ def test_both_kinds_get_the_same_search(source, tmp_path, monkeypatch):
     ("gain", "words"),
     [(-0.5, "-0.500 [-0.500, -0.500]: better."), (0.5, "+0.500 [+0.500, +0.500]: worse."), (0, "no significant")],
 )
-def test_words_follow_intervals(source, tmp_path, monkeypatch, gain, words):
+def test_words_follow_intervals(text_folder, tmp_path, monkeypatch, gain, words):
     """Breaks when less loss is called worse, or a difference whose interval holds 0 is claimed."""
     fake(
         monkeypatch,
         lambda own: 1.0,
         lambda own: [2 + gain * (own.attention == "differential"), 1 + gain * (own.attention == "differential")],
     )
-    assert words in run(source, tmp_path)[1]
+    assert words in run(text_folder, tmp_path)[1]
     fake(monkeypatch, lambda own: 1.0, lambda own: [2 + (own.attention == "plain") * (own.seed - 0.5)] * 2)
-    assert "no significant difference" in run(source, tmp_path)[1]
+    assert "no significant difference" in run(text_folder, tmp_path)[1]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +175,7 @@ def test_words_follow_intervals(source, tmp_path, monkeypatch, gain, words):
         (("--text", "/nowhere"), "--text /nowhere: no such file"),
     ],
 )
-def test_mistakes_are_told(source, tmp_path, more, message):
+def test_mistakes_are_told(text_folder, tmp_path, more, message):
     """Breaks when a wrong flag ends in a traceback."""
     with pytest.raises(UserError, match=message):
-        main(flags(source, tmp_path, *more))
+        main(flags(text_folder, tmp_path, *more))

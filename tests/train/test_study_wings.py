@@ -14,7 +14,6 @@ from lora import adapter
 from lora.adapter import DECODER_TARGETS
 from model.common import UserError
 from model.paligemma import PaliGemma
-from model.processor import Processor
 from model.wings import attach
 from train.data.batches import collate
 from train.data.records import Record
@@ -24,11 +23,6 @@ from train.studies import attention as compare
 from train.studies import wings as study_wings
 from train.studies.wings import Bench, Prepared, answer, choose, lora_rank, prepare, projected_loss, text_records
 from weights.load import load_model
-
-
-@pytest.fixture(scope="module")
-def processor() -> Processor:
-    return Processor.from_source("embedded")
 
 
 def read(task: str, prefix: str) -> str:

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.text.corpus import BOS, EOS, Corpus, open_corpus
-from eval.text.tasks import WORDS, Tasks
+from eval.text.corpus import BOS, EOS, open_corpus
+from eval.text.tasks import Tasks
 from model.common import UserError
 from model.text import new_model
-from tests.eval.test_text_eval import prose
 from train.embedded import base as pretrain
 from train.finetune import Interrupted
 from train.text import TextOrder, TextSettings, draw_row, main, make_optimizer, pack, text_loss
@@ -23,22 +22,9 @@ from weights.load import load_model
 SETTINGS = TextSettings(preset="nano", length=128, batch_size=2, tokens=2000)
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("source")
-    for number in range(30):
-        (folder / f"{number}.txt").write_text(prose(number, 30))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def corpus(source, tmp_path_factory) -> Corpus:
-    return open_corpus(tmp_path_factory.mktemp("corpus"), [source], 1024, WORDS)
-
-
-def flags(source: Path, corpus_folder: Path, out: Path, **more) -> list[str]:
+def flags(text_folder: Path, corpus_folder: Path, out: Path, **more) -> list[str]:
     given = {
-        "text": source,
+        "text": text_folder,
         "corpus": corpus_folder,
         "preset": "nano",
         "length": 128,
@@ -145,9 +131,9 @@ def test_learning_lowers_the_loss(corpus):
 
 
 @pytest.mark.parametrize("kind", ["differential", "plain"])
-def test_a_run_resumes_to_the_bit(source, tmp_path, kind, capsys):
+def test_a_run_resumes_to_the_bit(text_folder, tmp_path, kind, capsys):
     """Breaks when an interrupted run ends elsewhere than an uninterrupted one."""
-    main(flags(source, tmp_path / "corpus", tmp_path / "whole", attention=kind))
+    main(flags(text_folder, tmp_path / "corpus", tmp_path / "whole", attention=kind))
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "model")
     steps = sorted((tmp_path / "cut" / "checkpoints").iterdir())
@@ -171,7 +157,7 @@ def test_pretraining_on_text_is_this_command(monkeypatch):
         assert given.pop() == flags
 
 
-def test_an_interrupted_run_says_how_to_go_on(source, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_run_says_how_to_go_on(text_folder, tmp_path, monkeypatch, capsys):
     """Breaks when Ctrl-C loses a run."""
 
     def interrupted(*args, **kwargs):
@@ -179,7 +165,7 @@ def test_an_interrupted_run_says_how_to_go_on(source, tmp_path, monkeypatch, cap
 
     monkeypatch.setattr("train.text.train", interrupted)
     with pytest.raises(SystemExit) as stopped:
-        main(flags(source, tmp_path / "corpus", tmp_path / "run"))
+        main(flags(text_folder, tmp_path / "corpus", tmp_path / "run"))
     assert stopped.value.code == 130
     assert f"go on with: python -m train.text --resume {tmp_path / 'run'}" in capsys.readouterr().err
 
@@ -194,25 +180,25 @@ def test_an_interrupted_run_says_how_to_go_on(source, tmp_path, monkeypatch, cap
         ({"length": 100000}, "fewer than a row of 100000"),
     ],
 )
-def test_mistakes_are_told_before_a_step(source, tmp_path, more, message):
+def test_mistakes_are_told_before_a_step(text_folder, tmp_path, more, message):
     """Breaks when a wrong flag ends in a traceback."""
     with pytest.raises(UserError, match=message):
-        main(flags(source, tmp_path / "corpus", tmp_path / "run", **more))
+        main(flags(text_folder, tmp_path / "corpus", tmp_path / "run", **more))
 
 
-def test_folders_are_checked(source, tmp_path):
+def test_folders_are_checked(text_folder, tmp_path):
     """Breaks when a run is overwritten, or another folder is resumed."""
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "config.json").write_text(json.dumps({"base": "embedded"}))
     with pytest.raises(UserError, match="not empty: choose another folder"):
-        main(flags(source, tmp_path / "corpus", tmp_path / "full"))
+        main(flags(text_folder, tmp_path / "corpus", tmp_path / "full"))
     with pytest.raises(UserError, match="no run folder of train.text"):
         main(["--resume", str(tmp_path / "full")])
     with pytest.raises(UserError, match="leave the other flags out"):
         main(["--resume", str(tmp_path / "full"), "--lr", "1"])
-    open_corpus(tmp_path / "small", [source], 1040)
+    open_corpus(tmp_path / "small", [text_folder], 1040)
     with pytest.raises(UserError, match="has 1040 pieces, preset nano knows 1024"):
         from train.distributed import join_world
         from train.text import learn
 
-        learn(SETTINGS, open_corpus(tmp_path / "small", [source], 1040), tmp_path, join_world("cpu"))
+        learn(SETTINGS, open_corpus(tmp_path / "small", [text_folder], 1040), tmp_path, join_world("cpu"))

@@ -1,0 +1,35 @@
+"""What many tests share. Session fixtures are read-only: a test that changes one makes a copy."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval.text.corpus import Corpus, open_corpus
+from eval.text.tasks import WORDS
+from model.processor import Processor
+from tests.files import write_prose
+
+
+@pytest.fixture(scope="session")
+def processor() -> Processor:
+    """The processor of the embedded base."""
+    return Processor.from_source("embedded")
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory) -> Path:
+    """A folder of plain text."""
+    return write_prose(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="session")
+def corpus(text_folder, tmp_path_factory) -> Corpus:
+    """The corpus of `text_folder`, with 1,024 pieces."""
+    return open_corpus(tmp_path_factory.mktemp("corpus"), [text_folder], 1024, WORDS)
+
+
+@pytest.fixture
+def seeded() -> None:
+    """Fresh weights are the same in every run."""
+    torch.manual_seed(0)
