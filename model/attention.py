@@ -5,15 +5,15 @@ Both towers use this class; `model/differential.py` holds its siblings. Next: `m
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from model import cpu
 from model.common import UserError
-from model.linear import Linear, linear, onednn_is_faster
+from model.linear import Linear
 
 
 class Rope:
@@ -206,8 +206,8 @@ class Attention(nn.Module):
         """softmax(qkᵀ·scale)·v for any number of query heads that is a multiple of the key heads."""
         scale, groups = self.scale if scale is None else scale, q.shape[1] // k.shape[1]
         if self.fused:
-            if rows_are_faster(q, k):
-                return row_attention([(q, k)], v, mask, scale)
+            if cpu.rows_are_faster(q, k):
+                return cpu.row_attention([(q, k)], v, mask, scale)
             if q.shape[2] == 1:  # the heads of a lone query become the queries of their key head
                 by_key_head = q.reshape(*k.shape[:2], groups, -1)
                 heads = F.scaled_dot_product_attention(by_key_head, k, v, mask, scale=scale)
@@ -225,96 +225,6 @@ class Attention(nn.Module):
         if self.tap is not None:
             self.tap(weights)
         return torch.matmul(weights, v)
-
-
-MOST_WEIGHTS = 1 << 18  # of a head: 512 queries and keys. `row_attention` holds them all
-
-
-def rows_are_faster(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether to compute by `row_attention`, from queries (B, N, S, D) and keys (B, K, Sk, D)."""
-    if torch.compiler.is_compiling() or q.shape[2] == 1 or q.shape[2] * k.shape[2] > MOST_WEIGHTS:
-        return False
-    return onednn_is_faster(q[0, : q.shape[1] // k.shape[1]], k[0])
-
-
-def row_attention(
-    maps: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    factor: torch.Tensor | None = None,
-    apart: bool = False,
-) -> torch.Tensor:
-    """softmax(qkᵀ·scale)·v by one product after the other, key head by key head: where `linear` is faster than what
-    the fused CPU kernel multiplies with, so is this.
-
-    Of two maps, (q, k) each, `blend` makes one before the product with v. factor: (B, N, S or 1, 1).
-    """
-    (rows, heads, queries, _), keys = maps[0][0].shape, v.shape[1]
-
-    def parts(t: torch.Tensor) -> torch.Tensor:
-        """(B, N, S, …) as (B·K, N/K·S, …)."""
-        return t.reshape(rows * keys, heads // keys * queries, -1)
-
-    bias = None if mask is None else torch.zeros_like(mask, dtype=v.dtype).masked_fill_(~mask, -torch.inf)
-    factor = None if factor is None else parts(factor.expand(-1, -1, queries, -1))
-    sides = [*(parts(q) for q, _ in maps), *((k * scale).flatten(0, 1) for _, k in maps)]  # keys have fewer heads
-    return _RowAttention.apply(v.flatten(0, 1), factor, bias, apart, *sides).view(rows, heads, queries, -1)
-
-
-def blend(first: torch.Tensor, second: torch.Tensor, factor: torch.Tensor, apart: bool) -> torch.Tensor:
-    """first − factor · second, or `apart`, first + factor · (first − second): exactly `first` where both are equal."""
-    return torch.lerp(first, second, -factor) if apart else torch.addcmul(first, factor, second, value=-1)
-
-
-class _RowAttention(torch.autograd.Function):
-    """For each of P parts, a key head of a row: products of queries (P, R, D), keys (P, Sk, D) and values (P, Sk, D).
-
-    The gradients are written out: autograd would pass over each map, R × Sk, a dozen times more, and keep the blend.
-    """
-
-    @staticmethod
-    def forward(ctx, v, factor, bias, apart, *sides):
-        count, keep = len(sides) // 2, any(ctx.needs_input_grad)
-        out, kept = [], []
-        for part in range(len(v)):
-            maps = []
-            for q, k in zip(sides[:count], sides[count:], strict=True):
-                logits = linear(q[part], k[part])
-                if bias is not None:
-                    hidden = bias[part * len(bias) // len(v)]  # (1, S, Sk), of every head
-                    logits.view(-1, *hidden.shape[1:]).add_(hidden)
-                maps.append(logits.softmax(-1))
-            whole = maps[0] if factor is None else blend(*maps, factor[part], apart)
-            out.append(linear(whole, v[part].T))
-            kept += maps if keep else []
-        ctx.save_for_backward(v, factor, *sides, *kept)
-        ctx.apart, ctx.count = apart, count
-        return torch.stack(out)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (v, factor, *rest), count = ctx.saved_tensors, ctx.count
-        sides, kept = rest[: 2 * count], rest[2 * count :]
-        grad_v, grad_factor, grad_sides = [], [], [[] for _ in sides]
-        for part in range(len(v)):
-            maps, of_rows = kept[part * count :][:count], grad[part].contiguous()
-            of_whole, whole, weights = linear(of_rows, v[part]), maps[0], [None]
-            if factor is not None:
-                sign, by_row = 1 if ctx.apart else -1, factor[part]
-                other = maps[0] - maps[1] if ctx.apart else maps[1]
-                whole = blend(*maps, by_row, ctx.apart)
-                grad_factor.append(torch.linalg.vecdot(other, of_whole)[:, None] * sign)
-                weights = [1 + by_row if ctx.apart else None, -by_row]
-            grad_v.append(linear(of_rows.T, whole.T).T)  # oneDNN copies a transposed first operand: the narrow one
-            for n, weight in enumerate(weights):
-                of_logits = torch._softmax_backward_data(of_whole, maps[n], -1, v.dtype)
-                of_q, q = linear(of_logits, sides[count + n][part].T), sides[n][part]
-                grad_sides[n].append(of_q if weight is None else of_q.mul_(weight))
-                grad_sides[count + n].append(linear((q if weight is None else q * weight).T, of_logits.T).T)
-        grad_factor = torch.stack(grad_factor) if grad_factor else None
-        return torch.stack(grad_v), grad_factor, None, None, *map(torch.stack, grad_sides)
 
 
 def attention_modules(model: nn.Module) -> dict[str, Attention]:

@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.attention import Attention, Rope, attention_modules, blend, row_attention, rows_are_faster
+from model import cpu
+from model.attention import Attention, Rope, attention_modules
 from model.common import UserError
 from model.linear import Linear
 from model.lowrank import LowRank
@@ -53,16 +54,18 @@ class Differential(Attention):
             super().__init__(**sizes(plain))
         hand_over(plain, self)
 
-    def blended(self, maps, v, mask, factor: torch.Tensor, apart=False, scale: float | None = None) -> torch.Tensor:
-        """blend(A₁·V, A₂·V, factor, apart) (B, N, S, D) in fp32, of two maps (q, k); factor spreads to (B, N, S, 1).
+    def blended(
+        self, maps, v, mask, factor: torch.Tensor, extrapolate=False, scale: float | None = None
+    ) -> torch.Tensor:
+        """blend(A₁·V, A₂·V, factor, extrapolate) (B, N, S, D) in fp32, of two maps (q, k); factor fits (B, N, S, 1).
 
         `blend` is linear in the maps, so it may as well blend these, and V is multiplied once.
         """
-        if self.fused and rows_are_faster(*maps[0]):
+        if self.fused and cpu.rows_are_faster(*maps[0]):
             factor = factor.expand(*maps[0][0].shape[:2], -1, 1)
-            return row_attention(maps, v, mask, self.scale if scale is None else scale, factor, apart)
+            return cpu.row_attention(maps, v, mask, self.scale if scale is None else scale, factor, extrapolate)
         first, second = (self.softmax_attention(q, k, v, mask, scale).float() for q, k in maps)
-        return blend(first, second, factor, apart)
+        return cpu.blend(first, second, factor, extrapolate)
 
     def coefficient(self) -> torch.Tensor | None:
         """What weighs the second map, λ (1,) or λ or μ by head (N,), in fp32; None where nothing does."""
@@ -222,7 +225,7 @@ class Twin(Differential):
     def mix(self, x, q, k, v, mask) -> torch.Tensor:
         # two calls, each the plain one: as fast as one of 2N heads, and no kernel can tell the first from the base
         maps = list(zip(q.chunk(2, dim=1), k.chunk(2, dim=1), strict=True))
-        return self.blended(maps, v, mask, self.mu.float()[:, None, None], apart=True).to(v.dtype)
+        return self.blended(maps, v, mask, self.mu.float()[:, None, None], extrapolate=True).to(v.dtype)
 
     def coefficient(self) -> torch.Tensor:
         """μ (N,); λ is μ/(1 + μ)."""

@@ -12,15 +12,15 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import model.attention as attention
+import model.cpu as cpu
 import model.differential as differential
-import model.linear as linear_module
 import model.paligemma as paligemma
 from lora import adapter
 from lora.layer import LoRALinear
 from model.common import UserError
 from model.config import PRESETS
 from model.generate import CompiledStep, generate
-from model.linear import Linear, activated, linear
+from model.linear import ACTIVATIONS, Linear, activated, linear
 from model.paligemma import initialize
 from tests.model.test_differential import VARIANTS, grafted, inputs, sibling
 from tests.model.test_differential import batch as prompt_of
@@ -37,12 +37,12 @@ LORA = r"language_model\..*\.[qkvo]_proj"
 @pytest.fixture
 def onednn(monkeypatch):
     """oneDNN takes every product in fp32, however small, and is counted."""
-    if linear_module._product is None or not torch.backends.mkldnn.is_available():
+    if cpu.onednn_linear is None or not torch.backends.mkldnn.is_available():
         pytest.skip("this PyTorch has no oneDNN")
-    honest, calls = linear_module._product, []
-    monkeypatch.setattr(linear_module, "LARGE", 0)
-    monkeypatch.setattr(linear_module, "_wide", True)
-    monkeypatch.setattr(linear_module, "_product", lambda *args: calls.append(1) or honest(*args))
+    honest, calls = cpu.onednn_linear, []
+    monkeypatch.setattr(cpu, "MIN_OPERATIONS", 0)
+    monkeypatch.setattr(cpu, "_has_avx512", True)
+    monkeypatch.setattr(cpu, "onednn_linear", lambda *args: calls.append(1) or honest(*args))
     return calls
 
 
@@ -106,7 +106,7 @@ def test_an_activation_within_the_product_is_the_activation(activation, onednn):
     """Breaks when oneDNN is asked for another GELU, a bias is lost, or gradients, LoRA and 8 bits are passed by."""
     torch.manual_seed(0)
     layer, x = Linear(24, 40), torch.randn(3, 5, 24)
-    exact = linear_module.ACTIVATIONS[activation](F.linear(x.double(), layer.weight.double(), layer.bias.double()))
+    exact = ACTIVATIONS[activation](F.linear(x.double(), layer.weight.double(), layer.bias.double()))
     learned = activated(layer, x, activation)
     assert learned.requires_grad and relative_error(learned, exact) < 1e-6
     asked = []
@@ -118,24 +118,24 @@ def test_an_activation_within_the_product_is_the_activation(activation, onednn):
     adapted = LoRALinear(layer, 2, 4.0)
     nn.init.normal_(adapted.lora.lora_B.weight)
     with torch.no_grad():
-        expected = linear_module.ACTIVATIONS[activation](adapted(x))
+        expected = ACTIVATIONS[activation](adapted(x))
         assert torch.equal(activated(adapted, x, activation), expected) and relative_error(expected, exact) > 1e-2
 
 
 @pytest.mark.parametrize("shape", [(1, 24), (1, 1, 24), (2, 1, 24), (2, 2, 24), (3, 24), (5, 24)])
 def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
     """Breaks when the doubled vector's copy is returned, rows are exchanged, or the result has gaps in memory."""
-    monkeypatch.setattr(linear_module, "WORTH_IT", 0)
-    monkeypatch.setattr(linear_module, "_wide", True)
-    monkeypatch.setattr(linear_module, "_has_mkl", True)
+    monkeypatch.setattr(cpu, "MIN_WEIGHT_ELEMENTS", 0)
+    monkeypatch.setattr(cpu, "_has_avx512", True)
+    monkeypatch.setattr(cpu, "_has_mkl", True)
     torch.manual_seed(0)
     rows, bias = torch.Size(shape[:-1]).numel(), torch.randn(40)
     for x in (torch.randn(shape), torch.randn(*shape[:-1], 48)[..., ::2], torch.randn(24, *shape[:-1]).movedim(0, -1)):
         for weight in (torch.randn(40, 24), torch.randn(24, 40).T):
-            assert not linear_module.rows_are_few(x, weight, None)  # gradients may be asked for
+            assert not cpu.few_rows_are_faster(x, weight, None)  # gradients may be asked for
             with torch.no_grad():
-                assert linear_module.rows_are_few(x, weight, None) == (rows <= 4)
-                assert not linear_module.rows_are_few(x, weight, bias)
+                assert cpu.few_rows_are_faster(x, weight, None) == (rows <= 4)
+                assert not cpu.few_rows_are_faster(x, weight, bias)
                 y = linear(x, weight)
             assert y.is_contiguous() and y.shape == (*shape[:-1], 40)
             assert relative_error(y, F.linear(x.double(), weight.double())) < 1e-6
@@ -163,7 +163,7 @@ def test_rows_equal_the_fused_kernel(heads, keys, masked, queries, forced, reque
         request.getfixturevalue("onednn")
     q, k, v = qkv(heads, keys, queries=queries)
     mask = inputs(width=10)[2][:, :, -q.shape[2] :] if masked else None
-    rows = attention.row_attention([(q, k)], v, mask, 0.3)
+    rows = cpu.row_attention([(q, k)], v, mask, 0.3)
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask, scale=0.3, enable_gqa=True)
     assert rows.shape == exact.shape and relative_error(rows, exact) < 1e-6
     for mine, theirs in zip(gradients(rows, q, k, v), gradients(exact, q, k, v), strict=True):
@@ -179,13 +179,11 @@ def test_every_variant_computes_the_same_by_rows(variant, lora, onednn, monkeypa
     x.requires_grad_(True)
     leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
     asked = []
-    honest = attention.row_attention
-    for place in (attention, differential):
-        monkeypatch.setattr(place, "row_attention", lambda *args: asked.append(1) or honest(*args))
+    honest = cpu.row_attention
+    monkeypatch.setattr(cpu, "row_attention", lambda *args: asked.append(1) or honest(*args))
     results = []
     for faster in (True, False):
-        for place in (attention, differential):
-            monkeypatch.setattr(place, "rows_are_faster", lambda *args, faster=faster: faster)
+        monkeypatch.setattr(cpu, "rows_are_faster", lambda *args, faster=faster: faster)
         out = module(x, rope, mask)
         results.append((out, torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)))
         assert asked == [1], "one call, which both maps share"
@@ -200,10 +198,10 @@ def test_every_variant_computes_the_same_by_rows(variant, lora, onednn, monkeypa
 def test_rows_are_left_where_weights_are_looked_at_or_too_many(onednn):
     """Breaks when a tap sees nothing, a soft cap is forgotten, or a long prompt's weights fill the memory."""
     q, k, v = qkv(4, 1)
-    assert attention.rows_are_faster(q, k)
-    assert not attention.rows_are_faster(q[:, :, :1], k), "a lone query is decoding"
+    assert cpu.rows_are_faster(q, k)
+    assert not cpu.rows_are_faster(q[:, :, :1], k), "a lone query is decoding"
     long = torch.empty(1, 1, 1024, 8, device="meta")
-    assert not attention.rows_are_faster(long, long)
+    assert not cpu.rows_are_faster(long, long)
     layer = attention.Attention(32, 4, 1, 8, scale=0.3, softcap=2.0)
     assert not layer.fused
     layer.softcap = None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import model.linear as linear_module
+import model.cpu as cpu
 from model.attention import set_attention_backend
 from model.common import UserError
 from model.config import PRESETS
@@ -92,7 +92,7 @@ def test_the_weights_are_shared_not_copied(setup):
 
 def test_flops_are_those_of_the_products(setup, monkeypatch):
     """Breaks when a share of the peak counts products that are not done, such as the head at every position."""
-    monkeypatch.setattr(linear_module, "LARGE", 1 << 60)  # the counter knows PyTorch's own products
+    monkeypatch.setattr(cpu, "MIN_OPERATIONS", 1 << 60)  # the counter knows PyTorch's own products
     model = benchmark_sides.our_model(setup, random_state(setup.config, setup.dtype, CPU))
     set_attention_backend(model, "sdpa")
     inputs = prompt(setup, 3)

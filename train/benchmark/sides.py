@@ -18,12 +18,12 @@ from eval.run import Ask, ask_all
 from lora import adapter
 from lora.adapter import DECODER_TARGETS
 from lora.quantize import quantize
-from model.attention import row_attention
+from model import cpu
 from model.common import UserError
 from model.config import PRESETS, PaliGemmaConfig
 from model.differential import KINDS, graft
 from model.generate import CompiledStep, generate, last_valid
-from model.linear import _product, linear
+from model.linear import linear
 from model.paligemma import PaliGemma
 from model.processor import Batch, Processor
 from train.benchmark.timing import COMPILED, OURS, THEIRS
@@ -364,7 +364,7 @@ def evaluate(setup: Setup, side: str, state: State, pictures: int = 4, per_pictu
 
 def products(setup: Setup, side: str, state: State) -> dict[str, Work]:
     """The products of a training batch, forward and backward, through MKL and oneDNN, and attention by either."""
-    if setup.on_gpu or _product is None:
+    if setup.on_gpu or cpu.onednn_linear is None:
         raise UserError("section linear compares oneDNN with MKL on a CPU: there is no choice on this device")
     text = setup.config.text
     tokens = setup.batch * (setup.config.num_image_tokens + PREFIX + SUFFIX)
@@ -387,7 +387,7 @@ def products(setup: Setup, side: str, state: State) -> dict[str, Work]:
 
     def attend():
         if side == "oneDNN":
-            out = row_attention([(q, k)], v, mask, text.head_dim**-0.5)
+            out = cpu.row_attention([(q, k)], v, mask, text.head_dim**-0.5)
         else:
             out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
         out.sum().backward()

@@ -1,0 +1,246 @@
+"""Faster matrix products and attention in fp32 on a CPU. Nothing here changes a result beyond rounding.
+
+`model/linear.py` and `model/attention.py` ask here first and otherwise call PyTorch's own functions.
+
+F.linear in fp32 is Intel's MKL, which does not use the AVX-512 units of other makers' processors. oneDNN does, and is
+about twice as fast there (`python -m train.benchmark` prints both). `torch.backends.mkldnn.flags(enabled=False)`
+switches it off. Attention that is computed key head by key head with these products also beats the fused CPU kernel.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+# Multiplications from which oneDNN is faster than MKL. Below, its set-up costs more than it saves, unless the weight
+# has at least an eighth of this number of elements and so has to be read from memory.
+MIN_OPERATIONS = 1 << 21
+MAX_DECODE_ROWS = 4  # rows of x in a step of decoding
+MIN_WEIGHT_ELEMENTS = 1 << 16  # elements of a weight from which `_few_rows` is faster
+MAX_MAP_ELEMENTS = 1 << 18  # elements of an attention map, 512 queries times keys: `row_attention` holds all maps
+
+# Read once, at import: torch.compile cannot trace these queries.
+_has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+_has_mkl = torch.backends.mkl.is_available()
+# oneDNN's x·Wᵀ + b, with an optional activation. A private operator: PyTorch's compiler emits it too.
+onednn_linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    """x (…, in) · weightᵀ (in, out) + bias (out,), or None where F.linear is as fast or has to be used."""
+    if few_rows_are_faster(x, weight, bias):
+        return _few_rows(x, weight)
+    # the compiler chooses a product itself; a test of sizes would make it recompile for every new size
+    if torch.compiler.is_compiling() or not onednn_is_faster(x, weight):
+        return None
+    if _needs_gradient(x, weight, bias):
+        return _Linear.apply(x, weight, bias)
+    if not (weight.is_contiguous() or weight.T.is_contiguous()):  # oneDNN is very slow for a weight with strides
+        weight = weight.contiguous()
+    return onednn_linear(x, weight, bias, "none", [], "")
+
+
+def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    """gelu(x·weightᵀ + bias), tanh approximation, in one kernel; None where it does not pay or gradients are needed."""
+    if (
+        torch.compiler.is_compiling()
+        or _needs_gradient(x, weight, bias)
+        or few_rows_are_faster(x, weight, bias)
+        or not onednn_is_faster(x, weight)
+    ):
+        return None
+    return onednn_linear(x, weight, bias, "gelu", [], "tanh")
+
+
+def onednn_is_faster(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether oneDNN multiplies x (…, in) by weight (…, out, in) faster than F.linear."""
+    return (
+        (x.numel() * weight.shape[-2] >= MIN_OPERATIONS or weight.numel() >= MIN_OPERATIONS >> 3)
+        and _is_fp32_with_avx512(x, weight)
+        and onednn_linear is not None
+        and torch.backends.mkldnn.enabled
+    )
+
+
+def few_rows_are_faster(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether `_few_rows` is faster: true for a step of decoding, whose time is spent reading the weights."""
+    return (
+        bias is None
+        and not torch.is_grad_enabled()
+        and x.numel() <= MAX_DECODE_ROWS * x.shape[-1]
+        and weight.numel() >= MIN_WEIGHT_ELEMENTS
+        and _is_fp32_with_avx512(x, weight)
+        and _has_mkl
+    )
+
+
+def _is_fp32_with_avx512(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return (
+        x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and _has_avx512
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _few_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x·Wᵀ as (W·xᵀ)ᵀ: MKL then reads W in order, up to twice as fast. Not for one row, which is therefore doubled."""
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.shape[0] == 1:
+        product = F.linear(weight, torch.cat((rows, rows)))[:, 0]
+    else:
+        product = F.linear(weight, rows).T
+    return product.contiguous().view(*x.shape[:-1], -1)
+
+
+def _needs_gradient(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x·weightᵀ by the fastest of the products above."""
+    product = linear(x, weight)
+    return F.linear(x, weight) if product is None else product
+
+
+class _Linear(torch.autograd.Function):
+    """oneDNN's product and the gradients that are needed of dx = dy·W, dW = dyᵀ·x and db = Σ dy."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        return onednn_linear(x, weight, bias, "none", [], "")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_x = None if weight is None else _multiply(grad, weight.T)
+        grad_weight = None
+        if x is not None:  # oneDNN copies a transposed first operand, so the narrower matrix is put first
+            x = x.flatten(0, -2)
+            grad_weight = _multiply(x.T, rows.T).T if x.shape[1] < rows.shape[1] else _multiply(rows.T, x.T)
+        return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def rows_are_faster(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether `row_attention` is faster than the fused kernel, for queries (B, N, S, D) and keys (B, K, Sk, D)."""
+    if torch.compiler.is_compiling() or q.shape[2] == 1 or q.shape[2] * k.shape[2] > MAX_MAP_ELEMENTS:
+        return False
+    return onednn_is_faster(q[0, : q.shape[1] // k.shape[1]], k[0])
+
+
+def row_attention(
+    maps: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    factor: torch.Tensor | None = None,
+    extrapolate: bool = False,
+) -> torch.Tensor:
+    """softmax(qkᵀ·scale)·v (B, N, S, D), computed for one key head of one batch row after the other.
+
+    maps: one pair (q, k), or two, whose attention maps `blend` combines before the product with v; q (B, N, S, D),
+    k (B, K, Sk, D), v (B, K, Sk, D). mask (B, 1, S, Sk) or (1, 1, S, Sk). factor: of `blend`, (B, N, S or 1, 1).
+    """
+    (rows, heads, queries, _), keys = maps[0][0].shape, v.shape[1]
+
+    def by_key_head(t: torch.Tensor) -> torch.Tensor:
+        """(B, N, S, …) as (B·K, N/K·S, …)."""
+        return t.reshape(rows * keys, heads // keys * queries, -1)
+
+    bias = None if mask is None else torch.zeros_like(mask, dtype=v.dtype).masked_fill_(~mask, -torch.inf)
+    factor = None if factor is None else by_key_head(factor.expand(-1, -1, queries, -1))
+    queries_by_map = [by_key_head(q) for q, _ in maps]
+    keys_by_map = [(k * scale).flatten(0, 1) for _, k in maps]  # the scale goes to the keys: they have fewer heads
+    out = _RowAttention.apply(v.flatten(0, 1), factor, bias, extrapolate, *queries_by_map, *keys_by_map)
+    return out.view(rows, heads, queries, -1)
+
+
+def blend(first: torch.Tensor, second: torch.Tensor, factor: torch.Tensor, extrapolate: bool) -> torch.Tensor:
+    """first − factor·second, or with `extrapolate` first + factor·(first − second), which is `first` if both are equal.
+
+    It is linear: blending two attention maps and multiplying by V equals blending the two products with V.
+    """
+    return torch.lerp(first, second, -factor) if extrapolate else torch.addcmul(first, factor, second, value=-1)
+
+
+class _RowAttention(torch.autograd.Function):
+    """O = P·V for each of G groups, a group being one key head of one batch row and the R queries that read it.
+
+        Lₙ = Qₙ·Kₙᵀ + bias,  Aₙ = softmax(Lₙ) for each map n;  P = A₁, or blend(A₁, A₂, f)
+
+    Shapes in a group: Qₙ (R, D), Kₙ (Sk, D), V (Sk, D), f (R, 1), maps (R, Sk).
+    """
+
+    @staticmethod
+    def forward(ctx, v, factor, bias, extrapolate, *queries_and_keys):
+        count, keep = len(queries_and_keys) // 2, any(ctx.needs_input_grad)
+        queries, keys = queries_and_keys[:count], queries_and_keys[count:]
+        outputs, kept = [], []
+        for group in range(len(v)):
+            maps = []
+            for q, k in zip(queries, keys, strict=True):
+                logits = _multiply(q[group], k[group])
+                if bias is not None:
+                    of_row = bias[group * len(bias) // len(v)]  # (1, S, Sk), shared by all heads of the batch row
+                    logits.view(-1, *of_row.shape[1:]).add_(of_row)
+                maps.append(logits.softmax(-1))
+            combined = maps[0] if factor is None else blend(*maps, factor[group], extrapolate)
+            outputs.append(_multiply(combined, v[group].T))
+            kept += maps if keep else []
+        ctx.save_for_backward(v, factor, *queries_and_keys, *kept)
+        ctx.extrapolate, ctx.count = extrapolate, count
+        return torch.stack(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        """Gradients from dO, written out; autograd would pass over each map a dozen times more and keep P as well.
+
+            dV = Pᵀ·dO                                    P is computed again from the kept Aₙ
+            dP = dO·Vᵀ
+            df = rowsum(dP ⊙ ∂P/∂f)                       ∂P/∂f = −A₂; extrapolated: A₁ − A₂
+            dAₙ = wₙ ⊙ dP                                 w = (1, −f); extrapolated: (1 + f, −f); one number a row
+            dLₙ = Aₙ ⊙ (dAₙ − rowsum(dAₙ ⊙ Aₙ))           the Jacobian of softmax
+            dQₙ = dLₙ·Kₙ,  dKₙ = dLₙᵀ·Qₙ
+
+        The Jacobian is linear and wₙ is constant along a row, so dLₙ = wₙ ⊙ J(dP). wₙ is therefore applied to the
+        narrow matrices instead of the maps: dQₙ = wₙ ⊙ (J(dP)·Kₙ), dKₙ = J(dP)ᵀ·(wₙ ⊙ Qₙ).
+        """
+        (v, factor, *rest), count = ctx.saved_tensors, ctx.count
+        queries, keys, kept = rest[:count], rest[count : 2 * count], rest[2 * count :]
+        grad_v, grad_factor = [], []
+        grad_queries, grad_keys = [[] for _ in queries], [[] for _ in keys]
+        for group in range(len(v)):
+            maps, grad_out = kept[group * count :][:count], grad[group].contiguous()
+            combined, weights = maps[0], [None]
+            grad_combined = _multiply(grad_out, v[group])  # dP
+            if factor is not None:
+                f = factor[group]
+                combined = blend(*maps, f, ctx.extrapolate)
+                derivative, sign = (maps[0] - maps[1], 1) if ctx.extrapolate else (maps[1], -1)
+                grad_factor.append(torch.linalg.vecdot(derivative, grad_combined)[:, None] * sign)
+                weights = [1 + f if ctx.extrapolate else None, -f]
+            # oneDNN copies a transposed first operand, so the narrow matrix is put first and the product transposed
+            grad_v.append(_multiply(grad_out.T, combined.T).T)
+            for n, weight in enumerate(weights):
+                grad_logits = torch._softmax_backward_data(grad_combined, maps[n], -1, v.dtype)  # J(dP)
+                q, grad_q = queries[n][group], _multiply(grad_logits, keys[n][group].T)
+                grad_queries[n].append(grad_q if weight is None else grad_q.mul_(weight))
+                grad_keys[n].append(_multiply((q if weight is None else q * weight).T, grad_logits.T).T)
+        grad_factor = torch.stack(grad_factor) if grad_factor else None
+        return torch.stack(grad_v), grad_factor, None, None, *map(torch.stack, grad_queries + grad_keys)
