@@ -24,7 +24,7 @@ from PIL import Image
 
 from eval import figures
 from eval.session import add_model_flags, model_of, open_model
-from model.attention import attention_modules
+from model.attention import attention_modules, tapped
 from model.common import UserError, run_command
 from model.generate import generate
 from model.images import load_image
@@ -53,14 +53,8 @@ def look(model: PaliGemma, **batch) -> list[list[Look]]:
 
         return tap
 
-    before = [layer.tap for layer in layers]
-    try:
-        for layer, maps in zip(layers, found, strict=True):
-            layer.tap = watch(maps)
+    with tapped({layer: watch(maps) for layer, maps in zip(layers, found, strict=True)}):
         model(**batch, positions_to_keep=1)
-    finally:
-        for layer, tap in zip(layers, before, strict=True):
-            layer.tap = tap
     return found
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from lora.adapter import adapter_parameters, fingerprint
+from model.graft import Adaptable
 from model.linear import Linear, linear
 
 
@@ -54,7 +55,7 @@ def _put_back(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
     return weight.to(dtype).mul_(scale.to(dtype)[:, None])
 
 
-def quantize(model: nn.Module) -> int:
+def quantize(model: Adaptable) -> int:
     """Turn every linear layer of `model` that does not learn into an `Int8Linear`, in place; returns how many.
 
     Before, the model's fingerprint is taken: an adapter trained here belongs to the whole base, and opens on it. Where

@@ -1,11 +1,12 @@
-"""Attention, the plain one: rotary positions, the one mask builder, softmax attention, and its key/value cache.
+"""Plain attention: rotary positions, the only function that makes masks, softmax attention, and its key/value cache.
 
 In: hidden states (B, S, H), a `Rope`, a boolean mask (B, 1, S, Sk). Out: hidden states (B, S, H).
-Both towers use this class; `model/differential.py` holds its siblings. Next: `model/gemma.py`.
+Both towers use this class; its variants are in `model/variants.py`.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,8 @@ from model.linear import Linear
 class Rope:
     """Rotary position embedding (Su et al. 2021) of one batch, in rotate-half form: pairs are (i, i + D/2).
 
-    Angles are computed in fp32 from integer positions (B, S), whatever dtype the model has, and cast to the dtype of
-    what they turn: inverse frequencies in bf16 would cost a relative 3e-5 in the logits.
+    Sines and cosines are computed in fp32 from integer positions (B, S), whatever the model's dtype, and then cast to
+    the dtype of x: inverse frequencies in bf16 would change the logits by a relative 3e-5.
     """
 
     def __init__(self, positions: torch.Tensor, theta: float):
@@ -28,7 +29,7 @@ class Rope:
         self._tables: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x (B, N, S, D) turned by its positions; D may be any even width."""
+        """x (B, N, S, D) rotated by its positions; D may be any even width."""
         cos, sin = self._table(x.shape[-1], x.dtype)
         return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
@@ -40,7 +41,7 @@ class Rope:
         cos, sin = angles.cos(), angles.sin()  # (B, 1, S, D/2)
         # (x₁, x₂) becomes (x₁·cos − x₂·sin, x₂·cos + x₁·sin): the sign is in the table
         table = torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
-        if not torch.compiler.is_compiling():  # a compiled, checkpointed layer may leave nothing behind
+        if not torch.compiler.is_compiling():  # a compiled layer with checkpointing must not have side effects
             self._tables[width, dtype] = table
         return table
 
@@ -52,11 +53,11 @@ def attention_mask(
     window: int | None = None,
     documents: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Who may see whom: a boolean mask (B, 1, Sq, Sk), True where query i may attend to key j.
+    """A boolean mask (B, 1, Sq, Sk), True where query i may attend to key j.
 
-    valid (B, Sk) is False at padding; types (B, Sk) is 0 for image and prefix, 1 for the causal suffix; `queries` is
-    how many of the last positions ask (None: all of them), or which ones (Sq,). Types 0 see each other, all else looks
-    back:
+    valid (B, Sk) is False at padding. types (B, Sk) is 0 for image and prefix, 1 for the causal suffix. `queries`: how
+    many of the last positions are queries, or which positions (Sq,); None means all. Positions of type 0 attend to
+    each other; every other pair is causal, j ≤ i:
 
         types 0 0 0 1 1         0: x x x . .        types all 1: causal
                                 0: x x x . .        types all 0: bidirectional
@@ -64,28 +65,28 @@ def attention_mask(
                                 1: x x x x .
                                 1: x x x x x
 
-    With a sliding `window` W (Gemma 2), looking back reaches i − j < W; the prefix block stays whole.
-    `documents` (B, Sk) numbers the documents that are packed into a row: none sees another.
-    Every position sees itself, so that no row is empty, padding included: what padding computes, nobody reads.
+    A sliding `window` W (Gemma 2) limits causal pairs to i − j < W; pairs of type 0 are not limited.
+    `documents` (B, Sk) numbers the documents packed into a row: positions attend within their own document only.
+    Every position attends to itself, padding included, so that no row is empty; outputs at padding are never used.
     """
-    if isinstance(queries, int) and queries == 1 and window is None and documents is None:  # a step of decoding
+    if isinstance(queries, int) and queries == 1 and window is None and documents is None:  # decoding, one token
         return F.pad(valid[:, None, None, :-1].bool(), (0, 1), value=True)
     query = key = torch.arange(valid.shape[1], device=valid.device)
     if queries is not None:
         query = queries if isinstance(queries, torch.Tensor) else key[-queries:]
-    back = key[None, :] <= query[:, None]
+    causal = key[None, :] <= query[:, None]
     if window is not None:
-        back &= query[:, None] - key[None, :] < window
+        causal &= query[:, None] - key[None, :] < window
     prefix = types == 0
-    block = prefix[:, query, None] & prefix[:, None, :]
-    seen = (back | block) & valid[:, None, :].bool()
+    both_prefix = prefix[:, query, None] & prefix[:, None, :]
+    visible = (causal | both_prefix) & valid[:, None, :].bool()
     if documents is not None:
-        seen &= documents[:, query, None] == documents[:, None, :]
-    return (seen | (key[None, :] == query[:, None]))[:, None]
+        visible &= documents[:, query, None] == documents[:, None, :]
+    return (visible | (key[None, :] == query[:, None]))[:, None]
 
 
 def keep_positions(x: torch.Tensor, positions: int | torch.Tensor | None, dim: int = 1) -> torch.Tensor:
-    """What `positions_to_keep` of `PaliGemma.forward` names along `dim` of x (B, …, S, …), a boolean mask along 1."""
+    """The `positions_to_keep` of `PaliGemma.forward` along `dim` of x (B, …, S, …); a boolean mask requires dim 1."""
     if positions is None:
         return x
     if isinstance(positions, int):
@@ -100,19 +101,19 @@ def keep_positions(x: torch.Tensor, positions: int | torch.Tensor | None, dim: i
 
 
 class LayerCache:
-    """Keys and values of one layer, allocated once for `capacity` positions on first use.
+    """Keys and values of one layer, allocated once for `capacity` positions, on first use.
 
-    A compiled step must find nothing changed, neither sizes nor numbers: when `position` (S,) is set, a tensor, k and v
-    are written there, the whole capacity is returned, and the mask hides what is not written.
+    A compiled step must see constant sizes and constants. When `position` (S,), a tensor, is set, k and v are written
+    there and the whole capacity is returned; the mask hides what is not written yet.
     """
 
     def __init__(self, capacity: int):
         self.capacity, self.length = capacity, 0
         self.position: torch.Tensor | None = None
-        self.keys = self.values = None
+        self.keys = self.values = torch.empty(0)
 
     def extend(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append k and v (B, heads, S, width) and return all that is held. UserError when it is full."""
+        """Append k and v (B, heads, S, width) and return all keys and values so far. UserError when it is full."""
         if self.position is not None:
             self.keys.index_copy_(2, self.position, k)
             self.values.index_copy_(2, self.position, v)
@@ -123,8 +124,8 @@ class LayerCache:
                 f"{end} positions do not fit into a cache of {self.capacity}: shorten the prompt, ask for fewer new "
                 "tokens, or allocate a larger cache"
             )
-        if self.keys is None:
-            self.keys = k.new_zeros(*k.shape[:2], self.capacity, k.shape[3])  # hidden is not harmless: 0 · NaN is NaN
+        if self.keys.numel() == 0:  # zeros, not empty: a masked weight of 0 times a NaN left in memory would be NaN
+            self.keys = k.new_zeros(*k.shape[:2], self.capacity, k.shape[3])
             self.values = v.new_zeros(*v.shape[:2], self.capacity, v.shape[3])
         self.keys.narrow(2, self.length, k.shape[2]).copy_(k)
         self.values.narrow(2, self.length, k.shape[2]).copy_(v)
@@ -135,9 +136,9 @@ class LayerCache:
 class Attention(nn.Module):
     """Softmax attention with N query heads sharing K key heads: softmax(QKᵀ·scale)·V, then the output projection.
 
-    `softcap` c bounds the logits to c·tanh(x/c) before the mask (Gemma 2). `backend` is "sdpa" or "eager"; soft-capped
-    logits and a `tap`, a function that is handed the weights (B, N, Sq, Sk), always take the eager path.
-    A differential sibling overrides `project` (what q, k and v are) and `mix` (how they meet), and nothing else.
+    `softcap` c bounds the logits to c·tanh(x/c) before the mask (Gemma 2). `backend` is "sdpa" or "eager". A `tap` is
+    a function that receives the weights (B, N, Sq, Sk); with a tap or a softcap the eager path is always taken.
+    A variant overrides `project` (how q, k and v are made) and `mix` (how they are combined), and nothing else.
     """
 
     def __init__(
@@ -153,15 +154,31 @@ class Attention(nn.Module):
         output_name: str = "o_proj",
     ):
         super().__init__()
+        self.hidden_size, self.bias, self.output_name = hidden_size, bias, output_name
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
-        self.scale, self.softcap, self.output_name = scale, softcap, output_name
+        self.scale, self.softcap = scale, softcap
         self.backend = "sdpa"
         self.tap: Callable[[torch.Tensor], None] | None = None
         self.q_proj = Linear(hidden_size, num_heads * head_dim, bias=bias)
         self.k_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias=bias)
         self.v_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias=bias)
-        # o_proj in Gemma, out_proj in SigLIP: published names stay
+        # the published name: o_proj in Gemma, out_proj in SigLIP
         self.add_module(output_name, Linear(num_heads * head_dim, hidden_size, bias=bias))
+
+    def sizes(self) -> dict[str, Any]:
+        """The arguments that make an attention of the same sizes."""
+        names = "hidden_size num_heads num_key_value_heads head_dim scale softcap bias output_name".split()
+        return {name: getattr(self, name) for name in names}
+
+    def projections(self) -> list[str]:
+        """The names of the four projections."""
+        return ["q_proj", "k_proj", "v_proj", self.output_name]
+
+    def adopt(self, other: "Attention") -> None:
+        """Take over the projections, the backend and the tap of `other`."""
+        for name in self.projections():
+            self.add_module(name, other.get_submodule(name))
+        self.backend, self.tap = other.backend, other.tap
 
     def forward(
         self,
@@ -171,21 +188,22 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
         positions: int | torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x (B, S, H) to (B, S, H), or to the `positions` to keep; `mask` (B, 1, S, Sk) is None where all see all."""
+        """x (B, S, H) to (B, S, H), or to the `positions` to keep; mask (B, 1, S, Sk), None if all keys are visible."""
         q, k, v = self.project(x, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
-        # a tap is handed the weights of all queries, and as many of each row must be left
+        # unneeded queries are dropped before the products, unless a tap needs the weights of all queries, or a boolean
+        # mask keeps a different number in each row
         early = self.tap is None and not (isinstance(positions, torch.Tensor) and positions.dtype == torch.bool)
         if early and positions is not None:
             x, q = keep_positions(x, positions), keep_positions(q, positions, dim=2)
             mask = None if mask is None else keep_positions(mask.expand(len(x), -1, -1, -1), positions, dim=2)
         heads = self.mix(x, q, k, v, mask)  # (B, N, S, D)
-        out = getattr(self, self.output_name)(heads.transpose(1, 2).flatten(2))
+        out = self.get_submodule(self.output_name)(heads.transpose(1, 2).flatten(2))
         return out if early else keep_positions(out, positions)
 
     def project(self, x: torch.Tensor, rope: Rope | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q (B, N, S, D), k and v (B, K, S, D), rotated: k and v are what the cache keeps."""
+        """q (B, N, S, D), k and v (B, K, S, D), rotated; the cache keeps k and v."""
         q, k, v = (self.split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         return (q, k, v) if rope is None else (rope(q), rope(k), v)
 
@@ -199,22 +217,14 @@ class Attention(nn.Module):
 
     @property
     def fused(self) -> bool:
-        """Whether the weights may stay inside a kernel, since nobody looks at them."""
+        """Whether a fused kernel may be used: nothing needs the logits or the weights themselves."""
         return self.backend == "sdpa" and self.softcap is None and self.tap is None
 
     def softmax_attention(self, q, k, v, mask, scale: float | None = None) -> torch.Tensor:
         """softmax(qkᵀ·scale)·v for any number of query heads that is a multiple of the key heads."""
         scale, groups = self.scale if scale is None else scale, q.shape[1] // k.shape[1]
         if self.fused:
-            if cpu.rows_are_faster(q, k):
-                return cpu.row_attention([(q, k)], v, mask, scale)
-            if q.shape[2] == 1:  # the heads of a lone query become the queries of their key head
-                by_key_head = q.reshape(*k.shape[:2], groups, -1)
-                heads = F.scaled_dot_product_attention(by_key_head, k, v, mask, scale=scale)
-                return heads.view(*q.shape[:3], -1)
-            if groups > 1 and mask is not None and q.is_cuda:  # CUDA's kernels take a mask or shared heads, not both
-                k, v, groups = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), 1
-            return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=groups > 1)
+            return _fused_attention(q, k, v, mask, scale, groups)
         k, v = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (k, v))
         logits = torch.matmul(q, k.transpose(2, 3)) * scale
         if self.softcap is not None:
@@ -227,16 +237,29 @@ class Attention(nn.Module):
         return torch.matmul(weights, v)
 
 
+def _fused_attention(q, k, v, mask, scale: float, groups: int) -> torch.Tensor:
+    """softmax(qkᵀ·scale)·v in one kernel, `groups` query heads for each key head."""
+    if cpu.rows_are_faster(q, k):
+        return cpu.row_attention([(q, k)], v, mask, scale)
+    if q.shape[2] == 1:  # one query: the query heads of a key head are treated as its queries, which is faster
+        by_key_head = q.reshape(*k.shape[:2], groups, -1)
+        heads = F.scaled_dot_product_attention(by_key_head, k, v, mask, scale=scale)
+        return heads.view(*q.shape[:3], -1)
+    if groups > 1 and mask is not None and q.is_cuda:  # CUDA's kernels take a mask or shared heads, not both
+        k, v, groups = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), 1
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=groups > 1)
+
+
 def attention_modules(model: nn.Module) -> dict[str, Attention]:
-    """Every attention of a model by its path, in order."""
+    """Every attention of a model by its path, in the model's order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
 
 
 @contextlib.contextmanager
 def tapped(taps: Mapping[Attention, Callable[[torch.Tensor], None]]) -> Iterator[None]:
-    """While the block runs, hand the weights (B, N, Sq, Sk) of each attention to its function, one call for each map.
+    """Within the block, call each attention's function with its weights (B, N, Sq, Sk), once for each map.
 
-    What was tapping before is put back afterwards, also after an error. Attention takes the eager path meanwhile.
+    Taps set before are restored afterwards, also after an error. Attention takes the eager path within the block.
     """
     before = {module: module.tap for module in taps}
     try:
@@ -249,7 +272,10 @@ def tapped(taps: Mapping[Attention, Callable[[torch.Tensor], None]]) -> Iterator
 
 
 def set_attention_backend(model: nn.Module, backend: str) -> None:
-    """Make every attention of `model` use "sdpa" (the fused kernels) or "eager" (the equations, written out)."""
+    """Make every attention of `model` use "sdpa" (the fused kernels) or "eager" (the equations).
+
+    Raises UserError for another name.
+    """
     if backend not in ("sdpa", "eager"):
         raise UserError(f"attention backend is {backend!r}, expected 'sdpa' or 'eager'")
     for module in attention_modules(model).values():

@@ -8,6 +8,7 @@ switches it off. Attention that is computed key head by key head with these prod
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ MAX_MAP_ELEMENTS = 1 << 18  # elements of an attention map, 512 queries times ke
 _has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 _has_mkl = torch.backends.mkl.is_available()
 # oneDNN's x·Wᵀ + b, with an optional activation. A private operator: PyTorch's compiler emits it too.
-onednn_linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -64,7 +65,7 @@ def onednn_is_faster(x: torch.Tensor, weight: torch.Tensor) -> bool:
         (x.numel() * weight.shape[-2] >= MIN_OPERATIONS or weight.numel() >= MIN_OPERATIONS >> 3)
         and _is_fp32_with_avx512(x, weight)
         and onednn_linear is not None
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)
     )
 
 
@@ -199,7 +200,7 @@ class _RowAttention(torch.autograd.Function):
                     of_row = bias[group * len(bias) // len(v)]  # (1, S, Sk), shared by all heads of the batch row
                     logits.view(-1, *of_row.shape[1:]).add_(of_row)
                 maps.append(logits.softmax(-1))
-            combined = maps[0] if factor is None else blend(*maps, factor[group], extrapolate)
+            combined = maps[0] if factor is None else blend(maps[0], maps[1], factor[group], extrapolate)
             outputs.append(_multiply(combined, v[group].T))
             kept += maps if keep else []
         ctx.save_for_backward(v, factor, *queries_and_keys, *kept)
@@ -231,14 +232,14 @@ class _RowAttention(torch.autograd.Function):
             grad_combined = _multiply(grad_out, v[group])  # dP
             if factor is not None:
                 f = factor[group]
-                combined = blend(*maps, f, ctx.extrapolate)
+                combined = blend(maps[0], maps[1], f, ctx.extrapolate)
                 derivative, sign = (maps[0] - maps[1], 1) if ctx.extrapolate else (maps[1], -1)
                 grad_factor.append(torch.linalg.vecdot(derivative, grad_combined)[:, None] * sign)
                 weights = [1 + f if ctx.extrapolate else None, -f]
             # oneDNN copies a transposed first operand, so the narrow matrix is put first and the product transposed
             grad_v.append(_multiply(grad_out.T, combined.T).T)
             for n, weight in enumerate(weights):
-                grad_logits = torch._softmax_backward_data(grad_combined, maps[n], -1, v.dtype)  # J(dP)
+                grad_logits = torch.ops.aten._softmax_backward_data(grad_combined, maps[n], -1, v.dtype)  # J(dP)
                 q, grad_q = queries[n][group], _multiply(grad_logits, keys[n][group].T)
                 grad_queries[n].append(grad_q if weight is None else grad_q.mul_(weight))
                 grad_keys[n].append(_multiply((q if weight is None else q * weight).T, grad_logits.T).T)

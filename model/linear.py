@@ -27,6 +27,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def activated(layer: nn.Module, x: torch.Tensor, activation: str) -> torch.Tensor:
     """One of ACTIVATIONS of layer(x)."""
-    fusible = activation == "gelu_pytorch_tanh" and type(layer) is Linear  # LoRA and 8 bits have their own `forward`
-    product = cpu.linear_gelu(x, layer.weight, layer.bias) if fusible else None
+    product = None
+    if activation == "gelu_pytorch_tanh" and type(layer) is Linear:  # LoRA and 8 bits have their own `forward`
+        product = cpu.linear_gelu(x, layer.weight, layer.bias)
     return ACTIVATIONS[activation](layer(x)) if product is None else product

@@ -15,6 +15,7 @@ from model.attention import LayerCache
 from model.common import UserError
 from model.config import PaliGemmaConfig
 from model.gemma import Gemma, RMSNorm
+from model.graft import Adaptable
 from model.linear import Linear
 from model.siglip import Siglip
 
@@ -32,7 +33,7 @@ class Projector(nn.Module):
         return self.linear(features)
 
 
-class PaliGemma(nn.Module):
+class PaliGemma(Adaptable):
     """The whole model. Its parameter names are those of transformers 5 without their leading `model.`."""
 
     def __init__(self, config: PaliGemmaConfig):

@@ -10,16 +10,15 @@ Everything in it is shared: Gemma's blocks with a silu gate (pre-norm, RMSNorm, 
 """
 
 import torch
-from torch import nn
 
 from model.common import UserError
-from model.differential import graft
 from model.gemma import Gemma
+from model.graft import Adaptable, graft
 from model.paligemma import initialize, summed_loss
 from model.system_configs import TEXT_PRESETS, TextModelConfig
 
 
-class TextModel(nn.Module):
+class TextModel(Adaptable):
     """Gemma's decoder and head alone. `seed` draws the λ vectors, which no later initialisation touches."""
 
     def __init__(self, config: TextModelConfig, seed: int = 0):

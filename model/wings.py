@@ -27,9 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.attention import Attention, LayerCache, Rope, keep_positions
+from model.attention import Attention, LayerCache, Rope, keep_positions, tapped
 from model.common import UserError
-from model.differential import hand_over, sizes
 from model.gemma import Gemma
 from model.linear import Linear
 from model.paligemma import PaliGemma, Projector, initialize
@@ -181,8 +180,8 @@ class WingsAttention(Attention):
 
     def __init__(self, plain: Attention, config: WingsConfig):
         with torch.device("meta"):
-            super().__init__(**sizes(plain))
-        hand_over(plain, self)
+            super().__init__(**plain.sizes())
+        self.adopt(plain)
         learner = config.text.hidden_size, config.text.num_attention_heads, config.rank
         self.visual = Learner(*learner)
         self.textual = Learner(*learner) if config.routed else None
@@ -207,11 +206,8 @@ class WingsAttention(Attention):
             if outer is not None:
                 outer(weights)
 
-        self.tap = tap
-        try:
+        with tapped({self: tap}):
             attended = super().forward(x, rope, mask, main)
-        finally:
-            self.tap = outer
         of_picture, of_text = seen[0].split(1, dim=-1)
         return keep_positions(attended + of_picture * visual + of_text * textual, positions)
 
@@ -293,7 +289,7 @@ def attach(base: PaliGemma, rank: int = 64, *, routed: bool = False, seed: int =
 
     Raises UserError for a base that is no plain PaliGemma.
     """
-    if type(base) is not PaliGemma or getattr(base, "grafts", None):
+    if type(base) is not PaliGemma or base.grafts:
         raise UserError("learners go beside the plain attention of a PaliGemma: take a base without other parts")
     return _assemble(WingsConfig.beside(base.config, rank=rank, routed=routed), base, seed)
 

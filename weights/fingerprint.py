@@ -11,6 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from model.graft import Adaptable
+
 SAMPLES = 64
 
 
@@ -36,7 +38,7 @@ def exact_fingerprint(model: nn.Module) -> str:
 
     Logs of answers and results of studies store this hash of the model that gave them.
     """
-    parts = [getattr(model, "grafts", [])]
+    parts: list = [[graft.arguments() for graft in model.grafts] if isinstance(model, Adaptable) else []]
     for name, tensor in (dict(model.named_parameters()) | model.state_dict()).items():
         parts.append([name, str(tensor.dtype), list(tensor.shape), _sample(tensor, torch.float32).tolist()])
     return hashlib.sha256(json.dumps([parts]).encode()).hexdigest()[:16]

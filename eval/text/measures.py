@@ -31,7 +31,7 @@ from eval import figures
 from eval.statistics import Interval, bootstrap
 from eval.text.corpus import BOS, PAD, Corpus, kept_corpus
 from eval.text.tasks import SHOWN, Document, Tasks
-from model.attention import attention_modules
+from model.attention import Attention, attention_modules, tapped
 from model.common import UserError
 from model.text import TextModel
 from weights.load import load_model
@@ -164,19 +164,15 @@ def attention_shares(model: TextModel, document: Document) -> tuple[float, float
     Absolute values, since a difference may be negative, and the norm by head takes any factor out.
     """
     (start, end), (first, last) = document.answers[0], document.needles[0]
-    found: list[torch.Tensor] = []
-    layers = attention_modules(model).values()
-    try:
-        for layer in layers:
-            maps: list[torch.Tensor] = []
-            found.append(maps)
-            layer.tap = lambda weights, maps=maps: maps.append(weights[0, :, start - 1 : end - 1].float())
+    found: dict[Attention, list[torch.Tensor]] = {layer: [] for layer in attention_modules(model).values()}
+
+    def keep_answer(maps: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+        return lambda weights: maps.append(weights[0, :, start - 1 : end - 1].float())
+
+    with tapped({layer: keep_answer(maps) for layer, maps in found.items()}):
         model(torch.tensor([document.ids[: end - 1]], device=device_of(model)), positions_to_keep=1)
-    finally:
-        for layer in layers:
-            layer.tap = None
     shares = []
-    for layer, maps in zip(layers, found, strict=True):
+    for layer, maps in found.items():
         weights = (maps[0] if len(maps) == 1 else maps[0] - layer.coefficient() * maps[1]).abs()  # (N, answer, S)
         weights = weights / weights.sum(-1, keepdim=True)
         answer = weights[..., first:last].sum(-1).mean()

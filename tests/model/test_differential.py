@@ -13,10 +13,11 @@ from model import differential
 from model.attention import Attention, Rope, attention_mask, set_attention_backend
 from model.common import UserError
 from model.config import PaliGemmaConfig, TextConfig, VisionConfig
-from model.differential import KINDS, fold, graft, lambda_schedule, lambdas, map_distance
+from model.differential import KINDS, fold, graft, lambda_schedule, lambdas, map_distance, new_parameters
 from model.generate import generate
 from model.lowrank import LowRank
 from model.paligemma import PaliGemma, initialize
+from model.variants import base_layer
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -82,7 +83,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def tiny(generation: int = 1, dtype=torch.float32, seed: int = 0, device="cpu") -> PaliGemma:
-    """Two layers a tower; heads of 20 in the eye, so that their halves (10) need filling up."""
+    """Two layers a tower; heads of 20 in the vision tower, so that their halves (10) need filling up."""
     text = {"vocab_size": 128, "hidden_size": 72, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
     if generation == 1:
         text |= {"num_attention_heads": 4, "num_key_value_heads": 1}
@@ -470,7 +471,7 @@ def test_autocast_agrees_and_keeps_lambda_in_fp32(variant):
         assert all(value.dtype == torch.float32 for value in lambdas(model).values())
     assert 0 < relative(rough, exact) < 0.2
     rough.sum().backward()
-    assert all(model.get_parameter(name).grad.isfinite().all() for name in model.grafted)
+    assert all(model.get_parameter(name).grad.isfinite().all() for name in new_parameters(model))
 
 
 def test_autocast_leaves_exact_starts_exact():
@@ -540,7 +541,7 @@ def test_checkpointing_gives_the_same_gradients(variant):
         model.language_model.checkpointing = checkpointing
         model.zero_grad()
         model(**batch()).pow(2).mean().backward()
-        gradients.append([model.get_parameter(name).grad.clone() for name in model.grafted])
+        gradients.append([model.get_parameter(name).grad.clone() for name in new_parameters(model)])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
@@ -578,7 +579,7 @@ def test_new_parameters_stay_trainable_after_lora(variant):
     names = graft(model, kind, where="both", **options)
     towers = ("language_model.layers", "vision_tower.encoder.layers")
     expected = {f"{tower}.{i}.self_attn.{name}" for tower in towers for i in (0, 1) for name in NEW[variant]}
-    assert set(names) == set(model.grafted) == expected
+    assert set(names) == set(new_parameters(model)) == expected
     paths = adapter.inject(model, TARGETS, 2, 4.0)
     assert len(paths) == 14
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -665,8 +666,8 @@ def test_new_parameters_are_fp32_reproducible_and_leave_the_rng_alone():
 
 
 def fresh(module: Attention) -> Attention:
-    plain = Attention(**differential.sizes(module))
-    differential.hand_over(module, plain)
+    plain = Attention(**module.sizes())
+    plain.adopt(module)
     return plain
 
 
@@ -688,11 +689,11 @@ def test_the_records_repeat_the_grafts():
     names = graft(model, "dex", where="vision", heads=[1])
     names += graft(model, "split", feed_forward="swiglu-new", rope_pairs="fresh", seed=4)
     again = tiny()
-    for call in json.loads(json.dumps(model.grafts)):
+    for call in json.loads(json.dumps([record.arguments() for record in model.grafts])):
         graft(again, **call)
-    assert again.grafts == model.grafts and again.grafted == model.grafted == names
+    assert again.grafts == model.grafts and list(new_parameters(again)) == list(new_parameters(model)) == names
     assert torch.equal(again(**batch()), model(**batch()))
-    assert model.grafts[1] == {
+    assert model.grafts[1].arguments() == {
         "kind": "split",
         "where": "decoder",
         "feed_forward": "swiglu-new",
@@ -754,7 +755,7 @@ def test_mistakes_are_named_and_change_nothing(arguments, message):
     kind, options = arguments
     with pytest.raises(UserError, match=message):
         graft(model, kind, **options)
-    assert not hasattr(model, "grafts")
+    assert model.grafts == ()
     assert all(type(layer.self_attn) is Attention for layer in model.language_model.layers)
     graft(model, "twin")
     with pytest.raises(UserError, match="language_model.layers.0 has 'twin' attention already"):
@@ -791,7 +792,7 @@ def test_folding_gives_a_plain_model(variant):
     plain = tiny()
     plain.load_state_dict({n.replace("base_layer.", ""): t for n, t in model.state_dict().items() if ".lora." not in n})
     assert relative(plain(**batch()), trained) < 2e-6
-    assert model.grafts == model.grafted == []
+    assert model.grafts == () and not new_parameters(model)
     assert relative(tiny()(**batch()), trained) > 0.05
 
 
@@ -856,7 +857,7 @@ def test_lambdas_are_reported_by_layer():
     assert not any(value.requires_grad for value in lambdas(model).values())
     shapes = {name: next(iter(lambdas(grafted(name)).values()), torch.empty(0)).shape for name in VARIANTS}
     assert shapes["softmax"] == (0,) and shapes["shared"] == shapes["split"] == shapes["dex"] == (1,)
-    assert shapes["v2"] == (2,)  # the eye's heads
+    assert shapes["v2"] == (2,)  # the vision tower's heads
     assert lambdas(tiny()) == {}
     start = grafted("v2", stirred=False)
     assert torch.allclose(next(iter(lambdas(start).values())), torch.tensor(0.0179862), atol=1e-6)
@@ -894,7 +895,7 @@ def test_the_base_product_is_done_once():
         _, module = sibling(variant, lora=True)
         calls = []
         for name in ("q_proj", "k_proj", "v_proj"):
-            linear = differential.base_layer(getattr(module, name))
+            linear = base_layer(getattr(module, name))
             linear.register_forward_hook(lambda linear, *_, calls=calls: calls.append(linear))
         module(*inputs())
         assert len(calls) == len(set(calls)) == 3

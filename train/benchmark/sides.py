@@ -21,7 +21,7 @@ from lora.quantize import quantize
 from model import cpu
 from model.common import UserError
 from model.config import PRESETS, PaliGemmaConfig
-from model.differential import KINDS, graft
+from model.differential import KINDS, default_options, graft
 from model.generate import CompiledStep, generate, last_valid
 from model.linear import linear
 from model.paligemma import PaliGemma
@@ -258,7 +258,7 @@ def our_step(
     model = our_model(setup, state).train()
     torch.manual_seed(0)
     if kind != "softmax":
-        graft(model, kind, **({"r": setup.r, "alpha": 2 * setup.r} if kind in ("twin", "v2") else {}))
+        graft(model, kind, **default_options(kind, setup.r, 2 * setup.r))
     adapter.inject(model, setup.targets, setup.r, 2 * setup.r)
     learns = Rule("|".join(map(re.escape, trainable(model))), 1e-4)
     optimizer = make_adamw(parameter_groups(model, [learns]), (0.9, 0.98))

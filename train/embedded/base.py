@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 from eval import scenes
 from eval.run import Ask
+from model.attention import tapped
 from model.common import UserError, write_text
 from model.config import PRESETS
 from model.paligemma import PaliGemma, initialize
@@ -162,17 +163,16 @@ def losses(
     if stage.answer_weight:
         batch, seen = micro.batch, []
         attention = model.language_model.layers[MATCHING_LAYER].self_attn
-        attention.tap = seen.append if stage.attention_weight else None
-        logits = model(
-            batch.input_ids,
-            None,
-            batch.token_type_ids,
-            batch.attention_mask,
-            positions_to_keep=micro.positions,
-            image_features=features,
-            image_index=micro.image_index,
-        )
-        attention.tap = None
+        with tapped({attention: seen.append} if stage.attention_weight else {}):
+            logits = model(
+                batch.input_ids,
+                None,
+                batch.token_type_ids,
+                batch.attention_mask,
+                positions_to_keep=micro.positions,
+                image_features=features,
+                image_index=micro.image_index,
+            )
         by_token = F.cross_entropy(logits.transpose(1, 2), micro.targets, ignore_index=-100, reduction="none")  # (B, T)
         counts = (micro.targets != -100).sum(1).clamp(min=1)
         sums[0] = (by_token.sum(1) / counts).sum() if stage.by_example else by_token.sum()

@@ -15,7 +15,7 @@ from lora import adapter
 from lora.quantize import quantize
 from model.common import UserError
 from model.device import DTYPES
-from model.differential import graft
+from model.differential import default_options, graft
 from model.paligemma import PaliGemma
 from model.processor import Processor, load_tokenizer
 from train.optim import SCALARS, Rule, make_adamw, make_radam, parameter_groups, trainable
@@ -75,12 +75,11 @@ def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
     """Graft and adapt `model` in place; returns the rules for its optimizer."""
     options = {"seed": settings.seed, "feed_forward": settings.feed_forward, "where": settings.diff_in}
     options |= settings.options
-    if settings.attention in ("twin", "v2"):  # the second branch is an adapter like the first
-        options = {"r": settings.r, "alpha": settings.alpha, "dropout": settings.dropout} | options
+    options = default_options(settings.attention, settings.r, settings.alpha, settings.dropout) | options
     if settings.attention != "softmax" or settings.feed_forward != "mlp":
         graft(model, settings.attention, **options)
     if settings.full:
-        if hasattr(model, "grafts"):
+        if model.grafts:
             raise UserError("--full trains plain weights: leave --attention softmax and --feed-forward mlp")
         return [Rule(".*", settings.lr, settings.weight_decay)]
     torch.manual_seed(settings.seed)  # LoRA's A is drawn here
