@@ -24,6 +24,7 @@ from tests.reference import batch, hf_forward, hf_model, ours, relative_error
 
 EXACT = 1e-6
 ROUNDED = 2e-5  # fp32 rounding of weights or updates by themselves, amplified by the reference's sharp attention
+SENSITIVE = 4  # times `sensitivity`: the largest ratio found is 0.8
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 DECODER_LAYER = "language_model.layers.0."
 
@@ -68,6 +69,34 @@ def valid(logits, inputs):
 
 def loss(logits, inputs):
     return F.cross_entropy(valid(logits, inputs).float(), valid(inputs["input_ids"], inputs))
+
+
+def peft_gradients(theirs, inputs):
+    """PEFT's valid logits, and the gradients of its adapter by their names in the file."""
+    for name, parameter in theirs.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        parameter.grad = None
+    logits = peft_forward(theirs, inputs)
+    loss(logits, inputs).backward()
+    gradients = {name.replace(".default.", "."): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    return valid(logits, inputs).detach(), gradients
+
+
+def sensitivity(theirs, inputs, logits, gradients):
+    """How far the reference moves when each of its weights moves by at most one unit in the last place.
+
+    No computation in fp32 can be expected to be nearer, on any processor and with any number of threads.
+    """
+    changes = []
+    for seed in range(3):
+        moved, generator = copy.deepcopy(theirs), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in moved.parameters():
+                parameter.mul_(1 + (torch.rand(parameter.shape, generator=generator) * 2 - 1) * 2**-23)
+        of_logits, of_gradients = peft_gradients(moved, inputs)
+        by_name = {name: relative_error(of_gradients[name], gradient) for name, gradient in gradients.items()}
+        changes.append((relative_error(of_logits, logits), by_name))
+    return max(c[0] for c in changes), {name: max(c[1][name] for c in changes) for name in gradients}
 
 
 @pytest.fixture(scope="module")
@@ -115,20 +144,17 @@ def test_what_peft_saved_computes_the_same_here(tmp_path, generation, name):
     paths = load(mine, tmp_path)
     wrapped = {path for path, module in theirs.base_model.model.named_modules() if isinstance(module, PeftLinear)}
     assert {"model." + path for path in paths} == wrapped
-    logits, reference = mine(**inputs), peft_forward(theirs, inputs)
-    assert relative_error(valid(reference, inputs), valid(hf_forward(hf, inputs), inputs)) > 1e-2
-    bound = EXACT if name == "the paper's scale" else ROUNDED
-    assert relative_error(valid(logits, inputs), valid(reference, inputs)) <= bound
+    logits, (reference, gradients) = valid(mine(**inputs), inputs), peft_gradients(theirs, inputs)
+    assert relative_error(reference, valid(hf_forward(hf, inputs), inputs)) > 1e-2
+    of_logits, of_gradients = sensitivity(theirs, inputs, reference, gradients)
+    bound = EXACT if name == "the paper's scale" else SENSITIVE * of_logits
+    assert relative_error(logits, reference) <= bound <= 1e-4
 
-    for _, parameter in theirs.named_parameters():
-        parameter.requires_grad_("lora_" in _)
-    loss(logits, inputs).backward()
-    loss(reference, inputs).backward()
-    gradients = {name.replace(".default.", "."): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    loss(mine(**inputs), inputs).backward()
     parameters = adapter.adapter_parameters(mine)
     assert parameters.keys() == gradients.keys()
     for key, parameter in parameters.items():
-        assert relative_error(parameter.grad, gradients[key]) <= ROUNDED, key
+        assert relative_error(parameter.grad, gradients[key]) <= SENSITIVE * of_gradients[key] <= 1e-3, key
 
 
 @pytest.mark.parametrize("generation", [1, 2])
