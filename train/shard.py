@@ -15,7 +15,7 @@ from pathlib import Path
 
 from model.common import UserError, run_command
 from train.data.pack import make
-from train.finetune import read_records
+from train.data.sources import read_records
 from train.settings import Settings
 
 

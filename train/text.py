@@ -6,228 +6,30 @@
     python -m train.text --preset small --device cuda --tokens 2e9 --text DIR
 
 In: text (`eval/text/corpus.py`) and two tasks (`eval/text/tasks.py`), mixed. Out: a run folder with the corpus and its
-tokenizer, metrics, a picture of the loss, checkpoints to resume from, and `model/`. The loop is that of
-`train/finetune.py`. Next: `eval/text/measures.py` measures the model, `train/studies/text.py` compares it with its
-twin.
+tokenizer, metrics, a picture of the loss, checkpoints to resume from, and `model/`. `eval/text/measures.py` measures
+the model, `train/studies/text.py` compares it with its twin.
 """
 
 import argparse
-import random
 import shutil
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from torch import nn
-
-from eval.text.corpus import BOS, Corpus, open_corpus, read_texts
-from eval.text.measures import device_of
-from eval.text.tasks import SHOWN, WORDS, Tasks
+from eval.text.corpus import open_corpus, read_texts
+from eval.text.tasks import WORDS
 from model.common import UserError, run_command
-from model.system_configs import TEXT_PRESETS
-from model.text import TextModel, new_model
-from train.distributed import World, join_world
-from train.finetune import Interrupted, draw_loss, train
-from train.flags import add_flags, add_run_flags, check_ranges, flag, from_values, read_config
-from train.optim import SCALARS, Rule, count, make_adamw, parameter_groups
-from train.settings import Settings, new_run
+from train.distributed import join_world
+from train.flags import add_flags, add_run_flags, from_values, read_config
+from train.metrics import draw_loss
+from train.optim import count
+from train.settings import new_run
+from train.signals import Interrupted, end_program
+from train.systems.text import TextSettings, check, learn
 from weights.export import export_model
-
-SHORTEST = 64  # positions that a task document is given at least
-MOST_NEEDLES = 8
-
-
-@dataclass(frozen=True)
-class TextSettings:
-    """All that decides a run. Each is a flag of the same name; the help text is its metadata."""
-
-    text: tuple[str, ...] = flag(
-        (), "files or folders of plain text (default: Python's standard library)", nargs="*", metavar="PATH"
-    )
-    corpus: str = flag("", "folder of the prepared corpus (default: RUN/corpus)")
-    attention: str = flag("differential", "what attends", choices=["differential", "plain"])
-    preset: str = flag("tiny", "size of the model", choices=list(TEXT_PRESETS))
-    length: int = flag(256, "positions of a row: the longest context", least=SHORTEST)
-    batch_size: int = flag(4, "rows of a micro-batch", least=1)
-    accumulate: int = flag(1, "micro-batches of a step", least=1)
-    tokens: float = flag(2e6, "tokens to learn from", least=1)
-    needles: float = flag(0.5, "share of needle documents among those drawn", least=0)
-    examples: float = flag(0.25, "share of documents of examples", least=0)
-    lr: float = flag(3e-3, "peak learning rate of AdamW", least=0)
-    weight_decay: float = flag(0.1, "AdamW weight decay, on matrices", least=0)
-    beta2: float = flag(0.95, "AdamW's second momentum")
-    warmup: float = flag(0.05, "warm-up steps; below 1, a share of all steps", least=0)
-    schedule: str = flag("cosine", "decay after warm-up", choices=["linear", "cosine", "constant"])
-    clip: float = flag(1.0, "largest gradient norm; 0 does not clip", least=0)
-    seed: int = flag(0, "of the weights and of what is drawn", least=0)
-    device: str = flag("auto", "cuda, cpu, … (default: cuda if there is one)")
-    autocast: str = flag("auto", "autocast dtype (default: bf16 on CUDA, else none)", choices=["auto", "none", "bf16"])
-    checkpointing: bool = flag(False, "recompute activations in the backward pass, for memory")
-    checkpoint_every: int = flag(200, "steps between checkpoints", least=1)
-
-    @property
-    def vocab_size(self) -> int:
-        return TEXT_PRESETS[self.preset].vocab_size
-
-    @property
-    def steps(self) -> int:
-        return max(1, round(self.tokens / (self.batch_size * self.accumulate * self.length)))
-
-    def of_loop(self) -> Settings:
-        """What the loop reads of it."""
-        names = (
-            "batch_size",
-            "accumulate",
-            "lr",
-            "warmup",
-            "schedule",
-            "clip",
-            "seed",
-            "device",
-            "autocast",
-            "checkpoint_every",
-        )
-        return Settings(steps=self.steps, measure_every=0, **{name: getattr(self, name) for name in names})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is learned, in which order
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TextBatch:
-    """Packed rows: input_ids, documents and targets (B, S). A document's last token is a target only."""
-
-    input_ids: torch.Tensor
-    documents: torch.Tensor
-    targets: torch.Tensor
-    names: tuple[str, ...]
-    bad: tuple[str, ...] = ()
-    is_empty: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return self.targets.numel()
-
-    def to(self, device: str | torch.device) -> "TextBatch":
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True) for name in ("input_ids", "documents", "targets")
-        }
-        return replace(self, **moved)
-
-
-def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -> list[list[int]]:
-    """The documents of one row of the split that `tasks` are made of, a pure function of the seed and the row's number:
-    `length` inputs and as many targets.
-
-    Tasks come as they are drawn; the first piece of text fills the row, from anywhere in the split to the end of its
-    file, and another piece follows if that is near. So nothing is padded, and nothing but text is cut.
-    """
-    dice = random.Random(f"{tasks.split}/{settings.seed}/{index}")
-    ids, starts = corpus.ids[tasks.split], corpus.starts[tasks.split]
-    documents, room = [], settings.length
-    while room:
-        kind = dice.random()
-        if room >= SHORTEST and kind < settings.needles:
-            length = round(SHORTEST * (room / SHORTEST) ** dice.random())  # as often from 64 to 128 as from 256 to 512
-            needles = dice.randint(1, min(MOST_NEEDLES, length // (3 * tasks.line)))
-            queries = dice.randint(needles, max(needles, min(4 * needles, length // (2 * tasks.pair) - 2)))
-            document = tasks.needles(dice, length, needles, queries).ids
-        elif room >= SHORTEST and kind < settings.needles + settings.examples:
-            examples, classes = dice.randint(4, min(32, room // 3)), dice.randint(1, SHOWN)  # of one class: a start
-            while len(document := tasks.examples(*tasks.episode(dice, examples, classes)).ids) > room + 1:
-                examples -= 1  # with its question and its end it must fit
-        else:
-            start = dice.randrange(len(ids))
-            end = starts[torch.searchsorted(starts, start, right=True)]
-            document = [BOS, *ids[start : min(start + room, int(end))].tolist()]
-        document = document[: room + 1]
-        documents.append(document)
-        room -= len(document) - 1
-    return documents
-
-
-def pack(rows: Sequence[list[list[int]]], names: Sequence[str]) -> TextBatch:
-    """Rows of documents side by side: each document's tokens but the last go in, each but the first come out."""
-    return TextBatch(
-        torch.tensor([[token for document in row for token in document[:-1]] for row in rows]),
-        torch.tensor([[n for n, document in enumerate(row) for _ in document[:-1]] for row in rows]),
-        torch.tensor([[token for document in row for token in document[1:]] for row in rows]),
-        tuple(names),
-    )
-
-
-class TextOrder:
-    """Which rows every step reads: step s takes rows s·R … s·R + R − 1, so a run can start anywhere."""
-
-    def __init__(self, corpus: Corpus, settings: TextSettings, split: str = "train"):
-        self.corpus, self.settings, self.tasks = corpus, settings, Tasks(corpus, split)
-        self.total = settings.steps
-        if len(corpus.ids[split]) < settings.length:
-            raise UserError(
-                f"the {split} split has {len(corpus.ids[split])} tokens, fewer than a row of {settings.length}: give "
-                "more text, or a smaller --length"
-            )
-
-    def steps(self, first: int, workers: int = 0, pin: bool = False) -> Iterator[list[TextBatch]]:
-        """The micro-batches of each step, from step `first` to the last."""
-        size, each = self.settings.batch_size, self.settings.accumulate
-        for step in range(first, self.total):
-            yield [self.batch((step * each + n) * size) for n in range(each)]
-
-    def batch(self, first: int) -> TextBatch:
-        numbers = range(first, first + self.settings.batch_size)
-        rows = [draw_row(self.corpus, self.tasks, self.settings, number) for number in numbers]
-        return pack(rows, [f"row {number}" for number in numbers])
-
-
-def text_loss(model: nn.Module, micro: TextBatch) -> torch.Tensor:
-    """The sum of cross-entropies over all positions."""
-    return model(micro.input_ids, micro.documents, targets=micro.targets)
-
-
-@torch.no_grad()
-def validation_loss(model: TextModel, corpus: Corpus, settings: TextSettings, batches: int = 16) -> float:
-    """Nats a token on rows of the validation split, mixed as in training, the same for all seeds."""
-    order = TextOrder(corpus, replace(settings, seed=0), "validation")
-    rows = [order.batch(number * settings.batch_size).to(device_of(model)) for number in range(batches)]
-    return sum(text_loss(model, micro).item() for micro in rows) / sum(micro.tokens for micro in rows)
-
-
-def make_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.AdamW:
-    """AdamW on everything; no decay on norms, λ and the embedding."""
-    bare = Rule(rf"{SCALARS}|.*norm\.weight|.*embed_tokens\.weight", settings.lr)
-    return make_adamw(
-        parameter_groups(model, [bare, Rule(".*", settings.lr, settings.weight_decay)]), (0.9, settings.beta2)
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A run
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def learn(settings: TextSettings, corpus: Corpus, run: Path, world: World) -> tuple[TextModel, dict]:
-    """The trained model and the loop's progress; it goes on from the newest checkpoint in `run`."""
-    if corpus.tokenizer.vocab_size() > settings.vocab_size:
-        raise UserError(
-            f"the corpus has {corpus.tokenizer.vocab_size()} pieces, preset {settings.preset} knows "
-            f"{settings.vocab_size}: prepare it for this preset, in another folder"
-        )
-    model = new_model(settings.preset, settings.attention == "differential", settings.seed).to(world.device)
-    model.language_model.checkpointing = settings.checkpointing
-    optimizer = make_optimizer(model, settings)
-    progress = train(
-        model, optimizer, None, settings.of_loop(), run, world, order=TextOrder(corpus, settings), loss_of=text_loss
-    )
-    return model.eval(), progress
 
 
 def parse(argv: Sequence[str] | None) -> tuple[TextSettings, Path | None, Path | None]:
-    """Settings, --out and --resume from the command line. Raises UserError for numbers that make no run."""
+    """Settings, --out and --resume from the command line. Raises UserError for values out of range."""
     parser = argparse.ArgumentParser(
         prog="python -m train.text", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -244,31 +46,20 @@ def parse(argv: Sequence[str] | None) -> tuple[TextSettings, Path | None, Path |
     return settings, out, None
 
 
-def check(settings: TextSettings) -> None:
-    """Raise UserError for numbers that make no run."""
-    check_ranges(settings)
-    if settings.needles + settings.examples > 0.95:
-        raise UserError(
-            f"--needles {settings.needles} and --examples {settings.examples} leave no room for text: keep their sum "
-            "at 0.95 or below"
-        )
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     settings, out, resume = parse(argv)
     world = join_world(settings.device)
     if world.size > 1:
         raise UserError("a language model is trained by one process: start it without torchrun")
     if settings.text:
-        read_texts(settings.text)  # a wrong path is told before a folder is made
+        read_texts(settings.text)  # a wrong path is refused before a folder is made
     run = resume or new_run(settings, out, f"text-{settings.attention}")
     corpus = open_corpus(Path(settings.corpus or run / "corpus"), settings.text, settings.vocab_size, WORDS)
     print(f"{len(corpus.ids['train']):,} tokens of text to learn from, {len(corpus.starts['train']) - 1} documents")
     try:
         model, progress = learn(settings, corpus, run, world)
     except Interrupted as stopped:
-        print(f"\nsaved; go on with: python -m train.text --resume {run}", file=sys.stderr)
-        sys.exit(128 + stopped.args[0])
+        end_program(stopped, f"go on with: python -m train.text --resume {run}")
     shutil.rmtree(run / "model", ignore_errors=True)
     export_model(model, run / "model", companions=[Path(settings.corpus or run / "corpus") / "tokenizer.model"])
     draw_loss(run)

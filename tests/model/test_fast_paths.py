@@ -25,7 +25,7 @@ from model.paligemma import initialize
 from tests.model.test_differential import VARIANTS, grafted, inputs, sibling
 from tests.model.test_differential import batch as prompt_of
 from tests.reference import batch, hf_model, ours, relative_error
-from train import finetune
+from train import supervised
 from train.data.batches import collate
 from train.data.records import embedded_records
 from train.optim import trainable
@@ -384,8 +384,8 @@ def test_a_training_step_compiles_once(variant, checkpointing, counter, processo
     model.language_model.checkpointing = checkpointing
     called = torch.compile(model, backend=counter, fullgraph=True)
     for micro in micro_batches(processor):
-        finetune.free_sizes(micro)
-        finetune.supervised_loss(called, micro)
+        supervised.free_sizes(micro)
+        supervised.supervised_loss(called, micro)
     assert counter.frame_count == 1
 
 
@@ -398,8 +398,8 @@ def test_a_compiled_training_step_learns_the_same(processor):
         results = []
         for either in (model, called):
             model.zero_grad()
-            finetune.free_sizes(micro)
-            loss = finetune.supervised_loss(either, micro)
+            supervised.free_sizes(micro)
+            loss = supervised.supervised_loss(either, micro)
             loss.backward()
             results.append((loss.item(), {name: p.grad.clone() for name, p in trainable(model).items()}))
         assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)

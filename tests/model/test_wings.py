@@ -20,7 +20,7 @@ from model.processor import Processor
 from model.system_configs import WingsConfig, read_config
 from model.wings import OCTAVES, Learner, Router, Side, Wings, attach, initialize_wings, pick, route
 from tests.reference import relative_error
-from train import finetune
+from train import supervised
 from train.data import batches as data
 from train.data.records import Record
 from train.optim import trainable
@@ -469,8 +469,8 @@ def test_rows_with_and_without_a_picture_are_learned_together(processor):
     answers = [processor.decode(row[row != -100]) for row in micro.targets]
     assert answers == ["2", "3", "1", "no"]
     model = attach(load_model("embedded"), 4)
-    loss = finetune.supervised_loss(model, micro)
-    each = [finetune.supervised_loss(model, data.collate([record], processor)) for record in records[:4]]
+    loss = supervised.supervised_loss(model, micro)
+    each = [supervised.supervised_loss(model, data.collate([record], processor)) for record in records[:4]]
     torch.testing.assert_close(loss, sum(each), atol=1e-4, rtol=1e-5)
 
 

@@ -16,8 +16,9 @@ from model.config import PRESETS
 from model.paligemma import PaliGemma, initialize
 from model.source import BUNDLED_FOLDER
 from tests.files import write_vqav2
-from train import finetune
+from train import supervised
 from train.distributed import World
+from train.loop import Diverged
 from train.optim import count, trainable
 from train.recipes import RECIPES
 from train.settings import Settings
@@ -62,7 +63,7 @@ def fake_bench(tmp_path, processor=None, validation=None, test=None, fingerprint
 def trainings(monkeypatch):
     """Training replaced by a note of what would have been trained."""
     done = []
-    monkeypatch.setattr(finetune, "train", lambda model, optimizer, processor, settings, *rest: done.append(settings))
+    monkeypatch.setattr("train.studies.attention.train_on", lambda *given: done.append(given[4]))
     return done
 
 
@@ -141,7 +142,7 @@ def test_what_is_there_is_not_done_again(done, source, trainings):
 
 def test_an_interrupted_comparison_goes_on(done, source, tmp_path, monkeypatch):
     """Breaks when a signal in the middle of a run loses finished cells or the started one, or changes the result."""
-    steps, loss = [], finetune.supervised_loss
+    steps, loss = [], supervised.supervised_loss
 
     def interrupted_at(number):
         def supervised_loss(*args):
@@ -152,7 +153,7 @@ def test_an_interrupted_comparison_goes_on(done, source, tmp_path, monkeypatch):
 
         return supervised_loss
 
-    monkeypatch.setattr(finetune, "supervised_loss", interrupted_at(8))  # of 27: the second of the third cell
+    monkeypatch.setattr(supervised, "supervised_loss", interrupted_at(8))  # of 27: the second of the third cell
     with pytest.raises(SystemExit) as stopped:
         compare.main(arguments(source, tmp_path))
     assert stopped.value.code == 128 + signal.SIGTERM and len(steps) == 8
@@ -229,11 +230,11 @@ def test_of_equal_rates_the_smallest_and_the_default_ones(processor, tmp_path, t
 def test_a_diverged_run_scores_nothing_and_is_named(processor, tmp_path, monkeypatch):
     """Breaks when one rate that is too high ends the comparison, or a failed run is left out of the mean in silence."""
 
-    def train(model, optimizer, processor, settings, *rest):
+    def train(records, model, optimizer, processor, settings, *rest):
         if settings.lr > 2e-3 or settings.seed == 1:
-            raise finetune.Diverged("step 7: the loss is nan")
+            raise Diverged("step 7: the loss is nan")
 
-    monkeypatch.setattr(finetune, "train", train)
+    monkeypatch.setattr("train.studies.attention.train_on", train)
     bench = fake_bench(tmp_path, processor)
     lines = compare.compare(bench, [ROWS["fine-tuned"]], [0, 1], [1e-3, 3e-3])
     assert lines[0].settings.lr == 1e-3 and lines[0].validation == {1e-3: 0.5, 3e-3: 0.0}

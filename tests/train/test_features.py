@@ -9,10 +9,11 @@ import torch
 from model.common import UserError
 from model.processor import Processor
 from tests.train.test_finetune import QUICK, WORLD, metrics
-from train import finetune
+from train import supervised
 from train.data.batches import MicroBatch, collate
 from train.data.features import FeatureCache
 from train.data.records import embedded_records
+from train.data.sources import read_records
 from train.settings import parse
 from train.systems.open import open_model
 from weights.load import load_model
@@ -29,7 +30,7 @@ def micro_batch(processor, cache=None, count=4) -> MicroBatch:
 
 def features(model, processor, cache=None, count=4) -> torch.Tensor:
     micro = micro_batch(processor, cache, count)
-    return finetune.with_features(model, micro, cache).features
+    return supervised.with_features(model, micro, cache).features
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -42,7 +43,7 @@ def train(folder: Path, *arguments) -> list[dict]:
     run.mkdir(parents=True)
     processor = Processor.from_source("tiny")
     model, optimizer = open_model(settings, WORLD.device)
-    finetune.train(model, optimizer, processor, settings, run, WORLD, None)
+    supervised.train_on(read_records(settings), model, optimizer, processor, settings, run, WORLD)
     return metrics(run)
 
 
@@ -52,8 +53,8 @@ def test_a_run_learns_the_same_with_an_empty_and_a_full_cache(tmp_path, monkeypa
     empty = train(tmp_path / "a", "--cache-features", cache)
     made = files(cache)
     encoded = []
-    honest = finetune.PaliGemma.encode_images
-    monkeypatch.setattr(finetune.PaliGemma, "encode_images", lambda *args: encoded.append(1) or honest(*args))
+    honest = supervised.PaliGemma.encode_images
+    monkeypatch.setattr(supervised.PaliGemma, "encode_images", lambda *args: encoded.append(1) or honest(*args))
     full = train(tmp_path / "b", "--cache-features", cache)
     assert full == empty and made and not encoded
     assert files(cache) == made
@@ -72,17 +73,17 @@ def test_what_is_kept_are_the_towers_features(tmp_path, model, processor):
         cache.save(cache.key(micro.batch.pixel_values[number]), expected[number])
     some = micro_batch(processor, cache)
     assert some.unseen.tolist() == [1, 3] and len(some.keys) == 2 == len(some.batch.pixel_values)
-    filled = finetune.with_features(model, some, cache)
+    filled = supervised.with_features(model, some, cache)
     assert torch.allclose(filled.features.float(), expected.float(), atol=0.02)
     assert torch.equal(filled.features[[0, 2]], expected[[0, 2]])
     known = micro_batch(processor, cache)
     assert known.keys == () and torch.equal(known.features, filled.features)
-    assert finetune.with_features(model, known, cache) is known
-    loss = finetune.supervised_loss(model, known)
-    fresh = finetune.supervised_loss(model, micro)
+    assert supervised.with_features(model, known, cache) is known
+    loss = supervised.supervised_loss(model, known)
+    fresh = supervised.supervised_loss(model, micro)
     assert loss.item() == pytest.approx(fresh.item(), rel=1e-2)
     known.to("cpu").features.zero_()
-    assert finetune.supervised_loss(model, known) != loss, "the features were never read"
+    assert supervised.supervised_loss(model, known) != loss, "the features were never read"
 
 
 def test_other_weights_or_pictures_find_nothing(tmp_path, model, processor):
@@ -117,7 +118,7 @@ def test_two_runs_share_a_folder(tmp_path, model, processor):
     """Breaks when two that write the same feature at once leave a mixture, or trip over each other."""
     caches = [FeatureCache.open(tmp_path, model) for _ in range(2)]
     micros = [micro_batch(processor, cache) for cache in caches]  # neither knows any
-    first, second = (finetune.with_features(model, *pair) for pair in zip(micros, caches, strict=True))
+    first, second = (supervised.with_features(model, *pair) for pair in zip(micros, caches, strict=True))
     assert torch.equal(first.features, second.features)
     assert len(files(tmp_path)) == 4 == len([path for path in tmp_path.rglob("*") if path.is_file()])
     assert not micro_batch(processor, caches[1]).keys

@@ -16,7 +16,7 @@ from lora import adapter
 from model.common import UserError
 from model.differential import KINDS
 from tests.files import write_vqav2
-from train import finetune
+from train import finetune, supervised
 from train.data.batches import collate
 from train.data.records import embedded_records
 from train.distributed import World
@@ -122,7 +122,7 @@ def test_the_vision_tower_is_not_touched(processor):
     model, _ = open_model(settings(), WORLD.device)
     micro = collate(embedded_records(count=2), processor)
     assert not model.encode_images(micro.batch.pixel_values).requires_grad
-    finetune.supervised_loss(model, micro).backward()
+    supervised.supervised_loss(model, micro).backward()
     assert {name for name, p in model.named_parameters() if p.grad is not None} <= set(trainable(model))
 
 
@@ -134,13 +134,13 @@ def test_accumulation_is_one_large_batch(processor):
             torch.nn.init.normal_(module.lora_B.weight, std=0.02)
     small, large = batches(model, processor, 6)
     assert len({micro.tokens for micro in small}) > 1
-    finetune.supervised_loss(model, large).div(large.tokens).backward()
+    supervised.supervised_loss(model, large).div(large.tokens).backward()
     at_once = {name: p.grad.clone() for name, p in trainable(model).items()}
     model.zero_grad()
     total = sum(micro.tokens for micro in small)
     assert total == large.tokens
     for micro in small:
-        finetune.supervised_loss(model, micro).div(total).backward()
+        supervised.supervised_loss(model, micro).div(total).backward()
     for name, p in trainable(model).items():
         assert torch.allclose(p.grad, at_once[name], rtol=1e-4, atol=1e-7), name
 
@@ -153,7 +153,7 @@ def test_resumed_metrics_are_equal_to_the_bit(tmp_path, monkeypatch):
     class Power(Exception):
         pass
 
-    honest, calls = finetune.supervised_loss, []
+    honest, calls = supervised.supervised_loss, []
 
     def fails(*args):
         calls.append(1)
@@ -161,7 +161,7 @@ def test_resumed_metrics_are_equal_to_the_bit(tmp_path, monkeypatch):
             raise Power
         return honest(*args)
 
-    monkeypatch.setattr(finetune, "supervised_loss", fails)
+    monkeypatch.setattr(supervised, "supervised_loss", fails)
     with pytest.raises(Power):
         run(*arguments, out=tmp_path / "cut")
     assert len(metrics(tmp_path / "cut")) == 9
@@ -257,7 +257,7 @@ def test_two_processes_do_the_work_of_one(shard, tmp_path):
 
 def test_a_loss_that_is_not_finite_names_the_batch(tmp_path, monkeypatch):
     """Breaks when a run goes on for hours after its weights are lost."""
-    monkeypatch.setattr(finetune, "supervised_loss", lambda *args: torch.tensor(float("nan"), requires_grad=True))
+    monkeypatch.setattr(supervised, "supervised_loss", lambda *args: torch.tensor(float("nan"), requires_grad=True))
     with pytest.raises(UserError, match=r"step 0: the loss is nan on (vqa|n2o)") as caught:
         run("--steps", 3, out=tmp_path / "run")
     assert "--lr" in str(caught.value)

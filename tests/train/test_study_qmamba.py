@@ -15,7 +15,7 @@ from model.processor import Processor
 from model.qmamba import QMamba
 from model.system_configs import MambaConfig
 from tests.reference import relative_error
-from train import finetune
+from train import supervised
 from train.data.batches import collate
 from train.data.records import sample_record
 from train.embedded import mamba as pretrain_mamba
@@ -111,7 +111,7 @@ def test_features_stand_for_pictures(bench):
     plain = collate(records, processor)
     assert len(lessons.features) == len(plain.batch.pixel_values) < 12  # questions on one picture share it
     with torch.no_grad():
-        ours, theirs = projected_loss(model, micro), finetune.supervised_loss(model, plain)
+        ours, theirs = projected_loss(model, micro), supervised.supervised_loss(model, plain)
     assert relative_error(ours, theirs) <= 1e-5 and micro.tokens == plain.tokens
 
 
@@ -131,8 +131,8 @@ def test_the_stages_are_those_of_the_command(bench, monkeypatch):
     """Breaks when a row trains other parts than `--arch qmamba` does, or at other rates."""
     seen = {}
     monkeypatch.setattr(
-        finetune,
-        "train",
+        study_qmamba,
+        "fit",
         lambda model, optimizer, *rest, **more: seen.update(
             {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}
         ),
@@ -165,7 +165,7 @@ def test_the_study_runs_and_goes_on(tiny, tmp_path, monkeypatch, capsys):
         assert (tmp_path / name).stat().st_size > 1000
     for row in summary["rows"].values():
         assert set(row["test"]) == {"mean", *TASKS} and len(row["test"]["vqa"]["by_seed"]) == 2
-    monkeypatch.setattr(finetune, "train", lambda *args, **kwargs: pytest.fail("trained again"))
+    monkeypatch.setattr(study_qmamba, "fit", lambda *args, **kwargs: pytest.fail("trained again"))
     compare(flags)
     assert json.loads((tmp_path / "comparison.json").read_text()) == summary
     weights = next(iter(tmp_path.glob("cells/*/model.safetensors")))

@@ -17,11 +17,11 @@ from model.paligemma import PaliGemma
 from model.wings import attach
 from train.data.batches import collate
 from train.data.records import Record
-from train.finetune import supervised_loss
 from train.optim import count, trainable
 from train.studies import attention as compare
 from train.studies import wings as study_wings
 from train.studies.wings import Bench, Prepared, answer, choose, lora_rank, prepare, projected_loss, text_records
+from train.supervised import supervised_loss
 from weights.load import load_model
 
 

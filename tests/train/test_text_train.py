@@ -15,8 +15,9 @@ from eval.text.tasks import Tasks
 from model.common import UserError
 from model.text import new_model
 from train.embedded import base as pretrain
-from train.finetune import Interrupted
-from train.text import TextOrder, TextSettings, draw_row, main, make_optimizer, pack, text_loss
+from train.signals import Interrupted
+from train.systems.text import TextOrder, TextSettings, draw_row, learn, make_optimizer, pack, text_loss
+from train.text import main
 from weights.load import load_model
 
 SETTINGS = TextSettings(preset="nano", length=128, batch_size=2, tokens=2000)
@@ -163,7 +164,7 @@ def test_an_interrupted_run_says_how_to_go_on(text_folder, tmp_path, monkeypatch
     def interrupted(*args, **kwargs):
         raise Interrupted(2)
 
-    monkeypatch.setattr("train.text.train", interrupted)
+    monkeypatch.setattr("train.systems.text.fit", interrupted)
     with pytest.raises(SystemExit) as stopped:
         main(flags(text_folder, tmp_path / "corpus", tmp_path / "run"))
     assert stopped.value.code == 130
@@ -199,6 +200,5 @@ def test_folders_are_checked(text_folder, tmp_path):
     open_corpus(tmp_path / "small", [text_folder], 1040)
     with pytest.raises(UserError, match="has 1040 pieces, preset nano knows 1024"):
         from train.distributed import join_world
-        from train.text import learn
 
         learn(SETTINGS, open_corpus(tmp_path / "small", [text_folder], 1040), tmp_path, join_world("cpu"))

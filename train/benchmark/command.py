@@ -58,7 +58,7 @@ from train.benchmark.timing import (
 )
 from train.data.batches import collate
 from train.data.records import embedded_records
-from train.finetune import supervised_loss
+from train.supervised import supervised_loss
 from weights.checkpoint import examine
 from weights.export import DTYPE_FLAGS, export_model
 from weights.load import load_model

@@ -28,8 +28,8 @@ from model.paligemma import PaliGemma
 from model.processor import Batch, Processor
 from train.benchmark.timing import COMPILED, OURS, THEIRS
 from train.data.batches import MicroBatch, supervised
-from train.finetune import free_sizes, supervised_loss
 from train.optim import Rule, make_adamw, parameter_groups, trainable
+from train.supervised import free_sizes, supervised_loss
 from weights.checkpoint import empty_model
 
 ATTENTION = r"language_model\.layers\.\d+\.self_attn\.[qkvo]_proj"

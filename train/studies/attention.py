@@ -45,14 +45,17 @@ from lora import adapter
 from model.common import UserError, write_text
 from model.paligemma import PaliGemma
 from model.processor import Processor
-from train import finetune
 from train.data import records as data
 from train.data.records import Record
+from train.data.sources import read_records
 from train.distributed import World, join_world
+from train.loop import Diverged
 from train.optim import count, trainable
 from train.recipes import RECIPES
 from train.settings import Settings, parse
+from train.signals import same_command_goes_on
 from train.studies.cells import digest
+from train.supervised import train_on
 from train.systems.open import load_base, open_model
 from weights.checkpoint import empty_model
 
@@ -113,7 +116,7 @@ def fine_tune(settings: Settings, folder: Path, bench: Bench) -> PaliGemma:
         return model
     model, optimizer = open_model(settings, bench.world.device)
     records, _ = training_records(bench, settings)
-    finetune.train(model, optimizer, bench.processor, settings, folder, bench.world, None, records)
+    train_on(records, model, optimizer, bench.processor, settings, folder, bench.world)
     adapter.save(model, folder, base=settings.base)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return model
@@ -193,7 +196,7 @@ def vqa_measure(settings: Settings, split: str, limit: int) -> Measure:
     elif kind == "vqav2" and split == "test" and (folder / VAL_FILES[0]).exists():
         benchmark, template = vqa.from_files(*(folder / name for name in VAL_FILES), folder, limit), None
     else:
-        held_out = finetune.read_records(settings, "validation")
+        held_out = read_records(settings, "validation")
         pictures = sorted({record.key for record in held_out})
         half = set(pictures[0::2] if split == "validation" else pictures[1::2])
         held_out = [record for record in held_out if record.key in half][:limit]
@@ -296,7 +299,7 @@ def _training_records(settings: Settings) -> tuple[list[Record], str]:
             for record in data.embedded_records(TASKS, "train", settings.samples, settings.seed)
         ]
     else:
-        records = finetune.read_records(settings)
+        records = read_records(settings)
     return records, digest([(record.name, record.prefix, record.suffix) for record in records])
 
 
@@ -329,7 +332,7 @@ def run_cell(bench: Bench, row: Row, rate: float, seed: int, split: str) -> dict
         model = row.run(settings, folder, bench).eval()
         result["trainable"] = count(trainable(model).values())
         result["scores"] = {measure.name: measure.grade(model, bench.processor, settings) for measure in measures}
-    except finetune.Diverged as error:
+    except Diverged as error:
         result["diverged"] = str(error)
     result["cpu_seconds"] = round(time.process_time() - started, 2)
     write_text(file, json.dumps(result) + "\n")
@@ -789,7 +792,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     limits = {"validation": max(1, args.limit // 2), "test": args.limit}
     measures = {split: make_measures(base, split, limit, args) for split, limit in limits.items()}
     bench = Bench(base, args.out, world, processor, fingerprint, measures, args.protocol)
-    with finetune.same_command_goes_on():
+    with same_command_goes_on():
         lines = compare(bench, rows, range(args.seeds), args.rates)
     summary = summarize(bench, lines, range(args.seeds))
     text = tell(summary)

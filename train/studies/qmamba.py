@@ -40,15 +40,17 @@ from model.qmamba import QMamba, QMambaProjector, initialize_projector
 from model.siglip import Siglip
 from model.source import EMBEDDED
 from model.system_configs import QMambaConfig
-from train import finetune
 from train.data.batches import MicroBatch, supervised
 from train.distributed import join_world
 from train.embedded.mamba import accuracy, teach
+from train.loop import LoopOptions, fit
 from train.optim import Rule, count, make_radam, parameter_groups
 from train.recipes import STAGES, stage_defaults
 from train.settings import Settings
+from train.signals import same_command_goes_on
 from train.studies.attention import spell, stack, table
 from train.studies.cells import cell, study_arguments
+from train.supervised import supervised_loss
 from train.systems.qmamba import TINY, TINY_MAMBA, Parts
 from weights.fingerprint import exact_fingerprint
 from weights.load import load_mamba, load_model
@@ -209,7 +211,7 @@ def make_lessons(count: int, seed: int, stage: int = 1) -> Lessons:
 
 
 class Lesson:
-    """An order of micro-batches for `train.finetune.train`, drawn by the seed alone, with features for pictures."""
+    """An order of micro-batches for `train.loop.fit`, drawn by the seed alone, with features for pictures."""
 
     def __init__(self, lessons: Lessons, processor: Processor, batch_size: int, seed: int):
         self.lessons, self.processor, self.batch_size, self.seed = lessons, processor, batch_size, seed
@@ -238,7 +240,7 @@ class Lesson:
 
 def projected_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
     """The loss on features of the eye, which the projector has still to pass."""
-    return finetune.supervised_loss(model, replace(micro, features=model.multi_modal_projector(micro.features)))
+    return supervised_loss(model, replace(micro, features=model.multi_modal_projector(micro.features)))
 
 
 @cache
@@ -353,9 +355,7 @@ def learn(model: PaliGemma, processor: Processor, settings: Settings, lessons: L
     optimizer = make_radam(parameter_groups(model, rules), (0.9, settings.beta2))
     folder.mkdir(exist_ok=True)
     order = Lesson(lessons, processor, settings.batch_size, settings.seed)
-    finetune.train(
-        model, optimizer, processor, settings, folder, join_world("cpu"), order=order, loss_of=projected_loss
-    )
+    fit(model, optimizer, order, projected_loss, LoopOptions.of(settings), folder, join_world("cpu"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -540,7 +540,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     fingerprint = exact_fingerprint(load_mamba(TINY_MAMBA)) + exact_fingerprint(eye())
     bench = Bench(args.out, args.scale, args.limit, fingerprint)
-    with finetune.same_command_goes_on():
+    with same_command_goes_on():
         found = collect(bench, range(args.seeds))
     summary = summarize(bench, found, range(args.seeds))
     text = tell(summary)

@@ -38,10 +38,10 @@ from model.common import UserError, write_text
 from model.differential import lambdas
 from model.system_configs import TEXT_PRESETS
 from train.distributed import join_world
-from train.finetune import Interrupted, catch_signals, same_command_goes_on
 from train.optim import count
+from train.signals import Interrupted, catch_signals, same_command_goes_on
 from train.studies.cells import cell
-from train.text import TextSettings, check, learn, validation_loss
+from train.systems.text import TextSettings, check, learn, validation_loss
 from weights.export import export_model
 
 VERSION = 1  # of the code that decides a cell's result: raise it, and all cells are done again

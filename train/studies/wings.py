@@ -43,14 +43,15 @@ from model.processor import Processor
 from model.source import EMBEDDED
 from model.system_configs import WingsConfig
 from model.wings import Wings, attach, route
-from train import finetune
 from train.data.batches import MicroBatch, collate
 from train.data.records import Record
 from train.distributed import join_world
+from train.loop import LoopOptions, fit
 from train.optim import Rule, count, make_adamw, parameter_groups
-from train.settings import Settings
+from train.signals import same_command_goes_on
 from train.studies.attention import spell, stack, table
 from train.studies.cells import cell, digest, study_arguments
+from train.supervised import supervised_loss
 from weights.export import export_model
 from weights.fingerprint import exact_fingerprint
 from weights.load import load_model
@@ -142,7 +143,7 @@ def feature_shape(eye: PaliGemma) -> tuple[int, int]:
 
 def projected_loss(model: PaliGemma, micro: MicroBatch) -> torch.Tensor:
     """The loss, from features of the eye that the projector has not seen yet."""
-    return finetune.supervised_loss(model, replace(micro, features=model.multi_modal_projector(micro.features)))
+    return supervised_loss(model, replace(micro, features=model.multi_modal_projector(micro.features)))
 
 
 def text_records(steps: int, seed: int) -> list[Record]:
@@ -234,17 +235,8 @@ def learn(model: PaliGemma, rules: Sequence[Rule], micros: Sequence[MicroBatch],
     """Train what `rules` name on the micro-batches, and go on where an interrupted run in `run` ended."""
     run.mkdir(parents=True, exist_ok=True)
     optimizer = make_adamw(parameter_groups(model, rules), (0.9, 0.98))
-    settings = Settings(schedule="cosine", warmup=0.05, clip=1.0, evaluate=False, measure_every=0)
-    finetune.train(
-        model,
-        optimizer,
-        bench.processor,
-        settings,
-        run,
-        join_world("cpu"),
-        order=Prepared(micros),
-        loss_of=projected_loss,
-    )
+    options = LoopOptions(schedule="cosine", warmup=0.05, clip=1.0)
+    fit(model, optimizer, Prepared(micros), projected_loss, options, run, join_world("cpu"))
     return model.eval()
 
 
@@ -563,7 +555,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = study_arguments(argv, "wings", __doc__, 100, "questions of each text task, and pictures")
     started, eye = time.perf_counter(), load_model(EMBEDDED)
     bench = Bench(args.out, args.scale, args.limit, Processor.from_source(EMBEDDED), eye, exact_fingerprint(eye))
-    with finetune.same_command_goes_on():
+    with same_command_goes_on():
         found = collect(bench, range(args.seeds))
     summary = summarize(bench, found, range(args.seeds))
     text = tell(summary)

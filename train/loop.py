@@ -1,0 +1,202 @@
+"""The training loop: accumulate, unscale, clip, step, log, save.
+
+In: a model, its optimizer, the order of its micro-batches, and the loss of one. Out: the trained model, in place;
+metrics.jsonl and checkpoints in the run folder. It knows no command line and no data set.
+"""
+
+import contextlib
+import math
+import re
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from model.common import UserError
+from model.device import DTYPES
+from train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from train.distributed import World, set_gradient_sync, spread
+from train.metrics import Log
+from train.optim import SCALARS, rate_factor, reconnect, set_rates, trainable
+from train.signals import Interrupted, catch_signals
+
+
+class Micro(Protocol):
+    """A micro-batch: names of its rows, the number of supervised tokens, and a line for each unusable record."""
+
+    names: tuple[str, ...]
+    tokens: int
+    bad: tuple[str, ...]
+
+    def to(self, device: torch.device) -> "Micro": ...
+
+
+class Order(Protocol):
+    """`total` steps; `steps(first)` yields the micro-batches of each step of this process, from step `first` on."""
+
+    total: int
+
+    def steps(self, first: int, workers: int = 0, pin: bool = False) -> Iterator[Sequence[Micro]]: ...
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """Settings of the loop. `train/settings.py` describes each."""
+
+    schedule: str = "cosine"
+    warmup: float = 20
+    clip: float = 1.0
+    seed: int = 0
+    autocast: str = "auto"
+    compile: bool = False
+    shard: bool = False
+    workers: int = 0
+    max_bad: int = 20
+    measure_every: int = 0
+    checkpoint_every: int = 200
+    keep: int = 2
+
+    @classmethod
+    def of(cls, settings) -> "LoopOptions":
+        """The fields that the dataclass `settings` has too."""
+        names = [field.name for field in fields(cls) if hasattr(settings, field.name)]
+        return cls(**{name: getattr(settings, name) for name in names})
+
+
+class Diverged(UserError):
+    """The loss is no longer finite."""
+
+
+def fit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    order: Order,
+    loss: Callable[[nn.Module, Micro], torch.Tensor],
+    options: LoopOptions,
+    run: Path,
+    world: World,
+    *,
+    prepare: Callable[[Micro], Micro] | None = None,
+    measure: Callable[[Micro], dict] | None = None,
+    before: dict | None = None,
+) -> dict:
+    """Train `model` in place, from the newest checkpoint in `run` if there is one; returns the run's progress.
+
+    loss(model, micro): the sum over the supervised tokens. prepare(micro): the micro-batch on its device, as the model
+    reads it. measure(micro): values for the metrics. before: kept in the progress. Raises Diverged if the loss is not
+    finite, UserError for too many unusable records, Interrupted after SIGTERM or Ctrl-C, with a checkpoint written.
+    """
+    autocast, scaler = precision(options.autocast, world.device)
+    called = spread(model, world, options.shard)
+    reconnect(optimizer, model)
+    step, progress = restore(run, model, optimizer, scaler, before, world)
+    called = torch.compile(called) if options.compile else called
+    warmup = int(options.warmup if options.warmup >= 1 else options.warmup * order.total)
+    log = Log(run, step, order.total, progress, world.is_first)
+    model.train()
+    with catch_signals() as received, log.bar:
+        for micros in order.steps(step, options.workers, pin=world.device.type == "cuda"):
+            torch.manual_seed((options.seed * 1_000_003 + step) * 1_009 + world.rank)  # so no random state is saved
+            tokens = max(1, count_records(micros, progress, options.max_bad, world))
+            loss_sum, weight = 0.0, world.size / tokens  # DDP and FSDP2 average gradients over processes
+            for number, micro in enumerate(micros):
+                set_gradient_sync(called, number == len(micros) - 1)
+                with autocast:
+                    micro = prepare(micro) if prepare else micro.to(world.device)
+                    value = loss(called, micro)
+                loss_sum += finite(value, step, micro)
+                scaler.scale(value * weight).backward()
+            scaler.unscale_(optimizer)
+            set_rates(optimizer, rate_factor(step, order.total, warmup, options.schedule))
+            record = {"step": step, "loss": world.total(loss_sum) / tokens, "lr": optimizer.param_groups[-1]["lr"]}
+            record |= clip_gradients(trainable(model), options.clip)
+            if measure and options.measure_every and step % options.measure_every == 0:
+                record |= measure(micro)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            step += 1
+            log.write(record)
+            stopping = bool(world.total(float(bool(received))))
+            if stopping or step == order.total or step % options.checkpoint_every == 0:
+                log.sync()
+                save_checkpoint(run, step, model, optimizer, progress, scaler, options.keep, write=world.is_first)
+                world.barrier()
+            if stopping:
+                raise Interrupted(received[0] if received else signal.SIGTERM)
+    return progress
+
+
+def precision(name: str, device: torch.device) -> tuple[contextlib.AbstractContextManager, torch.amp.GradScaler]:
+    """Autocast to the dtype `name`, and a scaler of gradients, which is active for fp16. "auto": bf16 on a GPU."""
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" else "none"
+    autocast = contextlib.nullcontext() if name == "none" else torch.autocast(device.type, DTYPES[name])
+    return autocast, torch.amp.GradScaler(device.type, enabled=name == "fp16")
+
+
+def restore(
+    run: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    before: dict | None,
+    world: World,
+) -> tuple[int, dict]:
+    """Restore the newest checkpoint of `run`; its step and progress, or those of a run that begins."""
+    found = checkpoints(run)
+    if found:
+        state = load_checkpoint(found[-1], model, optimizer, scaler)
+        return state["step"], state["progress"]
+    return 0, {"metrics_bytes": 0, "bad": [], "seconds": 0.0, "samples": 0, "before": before, "processes": world.size}
+
+
+def count_records(micros: Sequence[Micro], progress: dict, max_bad: int, world: World) -> int:
+    """Add the samples and unusable records of a step to `progress`; returns its supervised tokens, of all processes.
+
+    Raises UserError for more than `max_bad` unusable records.
+    """
+    counts = [(len(micro.names), micro.tokens, micro.bad) for micro in micros]
+    samples, tokens, bad = zip(*(one for of_process in world.gather(counts) for one in of_process), strict=True)
+    progress["samples"] += sum(samples)
+    progress["bad"] += [line for lines in bad for line in lines]
+    if len(progress["bad"]) > max_bad:
+        raise UserError(
+            f"{len(progress['bad'])} unusable records, more than --max-bad {max_bad}; the last: {progress['bad'][-1]}"
+        )
+    return sum(tokens)
+
+
+def finite(loss: torch.Tensor, step: int, micro: Micro) -> float:
+    """The loss as a number. Raises Diverged if it is not finite."""
+    value = loss.item()
+    if not math.isfinite(value):
+        raise Diverged(
+            f"step {step}: the loss is {value} on {', '.join(micro.names)}: lower --lr, or look at these records"
+        )
+    return value
+
+
+def clip_gradients(parameters: Mapping[str, nn.Parameter], largest: float) -> dict[str, float]:
+    """Clip the gradients to the norm `largest` (0: leave them); returns their norms before that, for the metrics."""
+    norm = gradient_norm(parameters.values())
+    norms = {"gradient_norm": to_float(norm)}
+    if scalars := [parameter for name, parameter in parameters.items() if re.fullmatch(SCALARS, name)]:
+        norms["scalar_gradient_norm"] = to_float(gradient_norm(scalars))
+    if largest:
+        nn.utils.clip_grads_with_norm_(list(parameters.values()), largest, norm)
+    return norms
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """The norm of all gradients, taken as one vector."""
+    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+def to_float(norm: torch.Tensor) -> float:
+    """A norm as a number, also where FSDP2 has sharded it."""
+    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()

@@ -1,0 +1,111 @@
+"""The accuracies of a fine-tuning run before and after training, and what is printed at its end."""
+
+from functools import partial
+from pathlib import Path
+
+from eval import needle, scenes, vqa
+from model.paligemma import PaliGemma
+from model.processor import Processor
+from train.data.records import ANNOTATIONS_FILE, QUESTIONS_FILE
+from train.data.sources import read_records
+from train.distributed import World, ask_together
+from train.settings import Settings
+
+NO_ACCURACY = {"vqa": None, "needle": None}
+NEEDLE_TITLES = {
+    "n2o1": "needle, 2×2, one object each",
+    "n2o2": "needle, 2×2, two objects each",
+    "n4o1": "needle, 4×4, one object each",
+}
+
+
+def evaluate(model: PaliGemma, processor: Processor, settings: Settings, title: str, world: World) -> dict:
+    """Accuracies in percent on held-out data: "vqa", "needle", None where the data has no such questions, and details.
+
+    The processes of `world` share the questions; all of them get the result.
+    """
+    was_training, ask_all = model.training, partial(ask_together, world)
+    model.eval()
+    result: dict = dict(NO_ACCURACY)
+    if settings.data == "embedded":
+        limit = settings.eval_limit
+        details = vqa.evaluate_embedded(model, processor, limit, f"VQA, {title}", ask_all=ask_all)
+        tests = {
+            kind: needle.evaluate_embedded(model, processor, kind, limit // 2, f"{kind}, {title}", ask_all=ask_all)
+            for kind in dict.fromkeys(settings.tasks.split(","))
+            if kind in scenes.NEEDLES
+        }
+        result |= {"vqa_details": details, "needle_details": tests}
+        result |= {"vqa": details["overall"], "needle": tests.get("n2o1")}
+    elif settings.data.startswith("vqav2:"):
+        folder = Path(settings.data.partition(":")[2])
+        result["vqa_details"] = vqa.evaluate_files(
+            model,
+            processor,
+            folder / QUESTIONS_FILE,
+            folder / ANNOTATIONS_FILE,
+            folder,
+            settings.prompt,
+            limit=settings.eval_limit,
+            only={record.name for record in read_records(settings, "validation")},
+            progress=f"VQA, {title}",
+            ask_all=ask_all,
+        )
+        result["vqa"] = result["vqa_details"]["overall"]
+    model.train(was_training)
+    return result
+
+
+def summarize(settings: Settings, progress: dict, after: dict | None, trainable_parameters: int) -> dict:
+    """The content of summary.json."""
+    summary = {
+        "before": progress["before"] or NO_ACCURACY,
+        "after": after or NO_ACCURACY,
+        "trainable_parameters": trainable_parameters,
+        "seconds": round(progress["seconds"], 1),
+        "samples": progress["samples"],
+        "left_out": progress["bad"],
+    }
+    if settings.evaluate and settings.data == "embedded":
+        summary["blind"] = vqa.blind_embedded(settings.eval_limit)
+    return summary
+
+
+def print_summary(summary: dict, settings: Settings, run: Path) -> None:
+    """Print the accuracies, the files of the run, and the commands that go on from it."""
+    if settings.evaluate:
+        print_accuracies(summary, settings)
+    if summary["left_out"]:
+        print(f"left out {len(summary['left_out'])} records: {summary['left_out'][0]} …")
+    print(
+        f"\n{summary['samples']:,} samples in {summary['seconds']:.0f} s; in {run}: "
+        + ("model/" if settings.writes_model else "adapter_model.safetensors, adapter_config.json")
+        + ", metrics.jsonl, loss.png, summary.json, checkpoints/"
+    )
+    what = f"--model {run / 'model'}" if settings.writes_model else f"--adapter {run}"
+    print(
+        f"next: python -m eval.vqa {what}; python -m eval.needle {what}; "
+        f"python -m eval.ask {what} --image FILE --prompt 'answer en Where is the dog?'"
+    )
+
+
+def print_accuracies(summary: dict, settings: Settings) -> None:
+    """The table of accuracies before and after training, and of guessing."""
+
+    def row(name: str, *values: float | None) -> None:
+        print(f"{name:<34}" + "".join(f"{'-' if value is None else f'{value:.1f}':>9}" for value in values))
+
+    before, after = summary["before"], summary["after"]
+    print(f"\n{'accuracy, %':<34}{'before':>9}{'after':>9}{'chance':>9}")
+    if settings.data != "embedded":
+        row("VQA", before["vqa"], after["vqa"], None)
+        return
+    blind = summary["blind"]
+    row("VQA (chance: blind, no picture)", before["vqa"], after["vqa"], blind["overall"])
+    for kind in after["vqa_details"]["per_answer_type"]:
+        values = [result["vqa_details"]["per_answer_type"][kind] for result in (before, after)]
+        row(f"  {kind}", *values, blind.get(kind))
+    for kind, accuracy in after["needle_details"].items():
+        row(NEEDLE_TITLES[kind], before["needle_details"][kind], accuracy, 100 / scenes.NEEDLES[kind][0] ** 2)
+    if before["needle"] is not None and before["needle"] < 25:
+        print("A needle score below chance before training mostly means that its question was never seen.")

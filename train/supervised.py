@@ -1,0 +1,150 @@
+"""Supervised training on pictures and text: the loss of a micro-batch, cached features, and the call of the loop.
+
+In: an opened model, its processor, and records. Out: the trained model, in place, see `train/loop.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from model.common import UserError
+from model.differential import lambdas, map_distance
+from model.paligemma import PaliGemma
+from model.processor import Processor
+from train.checkpoint import checkpoints, read_state
+from train.data.batches import MicroBatch, Order, idle
+from train.data.features import FeatureCache
+from train.data.records import Record
+from train.distributed import World
+from train.loop import LoopOptions, fit
+from train.settings import Settings
+
+
+def supervised_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
+    """The sum of cross-entropies over the supervised tokens; the head runs at their positions only."""
+    batch = micro.batch
+    return model(
+        batch.input_ids,
+        batch.pixel_values,
+        batch.token_type_ids,
+        batch.attention_mask,
+        positions_to_keep=micro.positions,
+        image_features=micro.features,
+        image_index=micro.image_index,
+        targets=micro.targets,
+    )
+
+
+def train_on(
+    records: Sequence[Record],
+    model: PaliGemma,
+    optimizer: torch.optim.Optimizer,
+    processor: Processor,
+    settings: Settings,
+    run: Path,
+    world: World,
+    before: dict | None = None,
+) -> dict:
+    """Train `model` in place on `records`, see `train.loop.fit`; returns the run's progress."""
+    cache = open_cache(model, settings, world)
+    order = Order(
+        records,
+        processor,
+        batch_size=settings.batch_size,
+        accumulate=world.share(settings.accumulate * processes_of(run, world)),
+        epochs=settings.epochs,
+        steps=settings.steps,
+        seed=settings.seed,
+        per_picture=settings.per_picture,
+        rank=world.rank,
+        world_size=world.size,
+        cache=cache,
+    )
+
+    def prepare(micro: MicroBatch) -> MicroBatch:
+        if micro.is_empty:  # the other processes wait for this one's gradients
+            micro = idle(processor)
+        micro = with_features(model, micro.to(world.device), cache)
+        if settings.compile:
+            free_sizes(micro)
+        return micro
+
+    is_sharded = settings.shard and world.size > 1  # a part of a sharded model cannot be called alone
+    return fit(
+        model,
+        optimizer,
+        order,
+        supervised_loss,
+        LoopOptions.of(settings),
+        run,
+        world,
+        prepare=prepare,
+        measure=(lambda micro: measure(model, micro)) if world.is_first and not is_sharded else None,
+        before=before,
+    )
+
+
+def processes_of(run: Path, world: World) -> int:
+    """The number of processes that `run` began with: resumed by another number, its steps keep their micro-batches."""
+    found = checkpoints(run)
+    return read_state(found[-1])["progress"].get("processes", world.size) if found else world.size
+
+
+def open_cache(model: PaliGemma, settings: Settings, world: World) -> FeatureCache | None:
+    """The cache of `--cache-features`. Raises UserError where the vision tower is trained or sharded."""
+    if settings.cache_features is None:
+        return None
+    if settings.shard and world.size > 1:
+        raise UserError("--cache-features: with --shard no process holds a whole vision tower: leave one of them out")
+    return FeatureCache.open(settings.cache_features, model)
+
+
+@torch.no_grad()
+def with_features(model: PaliGemma, micro: MicroBatch, cache: FeatureCache | None) -> MicroBatch:
+    """The micro-batch with all its features: pictures that the cache does not have are encoded, and saved to it.
+
+    All features are rounded to bf16, the new ones too: a run learns the same whether the cache was empty or full.
+    """
+    if cache is None or not micro.keys:
+        return micro
+    new = model.encode_images(micro.batch.pixel_values).to(torch.bfloat16)
+    for key, features in zip(micro.keys, new, strict=True):
+        cache.save(key, features)
+    return replace(micro, features=micro.features.index_copy(0, micro.unseen, new))
+
+
+def free_sizes(micro: MicroBatch) -> None:
+    """Mark for torch.compile the sizes that change from batch to batch, so that it does not compile for every length.
+
+    It treats sizes of 1 apart: a batch of a single row or picture is compiled by itself.
+    """
+    batch = micro.batch
+    for tensor in (batch.input_ids, batch.token_type_ids, batch.attention_mask, micro.positions, micro.targets):
+        torch._dynamo.maybe_mark_dynamic(tensor, (0, 1))
+    for tensor in (batch.pixel_values, micro.features, micro.image_index):
+        if tensor is not None:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def measure(model: PaliGemma, micro: MicroBatch) -> dict:
+    """λ or μ, and the total variation distance between the two maps, by layer, on one micro-batch."""
+    batch = micro.batch
+    model.eval()
+    distance = map_distance(
+        model,
+        input_ids=batch.input_ids,
+        pixel_values=batch.pixel_values,
+        token_type_ids=batch.token_type_ids,
+        attention_mask=batch.attention_mask,
+        image_features=micro.features,
+        image_index=micro.image_index,
+    )
+    model.train()
+    record = {
+        "lambda": {path: value.tolist() for path, value in lambdas(model).items()},
+        "map_distance": {path: value.item() for path, value in distance.items()},
+    }
+    return {name: by_layer for name, by_layer in record.items() if by_layer}

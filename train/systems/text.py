@@ -1,0 +1,202 @@
+"""A language model trained from nothing on plain text: the Differential Transformer, or its plain twin.
+
+In: text (`eval/text/corpus.py`) and two tasks (`eval/text/tasks.py`), mixed. Out: the trained model, and checkpoints in
+the run folder. `train/text.py` is the command.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from eval.text.corpus import BOS, Corpus
+from eval.text.measures import device_of
+from eval.text.tasks import SHOWN, Tasks
+from model.common import UserError
+from model.system_configs import TEXT_PRESETS
+from model.text import TextModel, new_model
+from train.distributed import World
+from train.flags import check_ranges, flag
+from train.loop import LoopOptions, fit
+from train.optim import SCALARS, Rule, make_adamw, parameter_groups
+
+SHORTEST = 64  # positions that a task document is given at least
+MOST_NEEDLES = 8
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """All settings of a run. Each is a flag of the same name; see `train.flags.flag`."""
+
+    text: tuple[str, ...] = flag(
+        (), "files or folders of plain text (default: Python's standard library)", nargs="*", metavar="PATH"
+    )
+    corpus: str = flag("", "folder of the prepared corpus (default: RUN/corpus)")
+    attention: str = flag("differential", "attention of every layer", choices=["differential", "plain"])
+    preset: str = flag("tiny", "size of the model", choices=list(TEXT_PRESETS))
+    length: int = flag(256, "positions of a row: the longest context", least=SHORTEST)
+    batch_size: int = flag(4, "rows of a micro-batch", least=1)
+    accumulate: int = flag(1, "micro-batches of a step", least=1)
+    tokens: float = flag(2e6, "tokens to learn from", least=1)
+    needles: float = flag(0.5, "share of needle documents among those drawn", least=0)
+    examples: float = flag(0.25, "share of documents of examples", least=0)
+    lr: float = flag(3e-3, "peak learning rate of AdamW", least=0)
+    weight_decay: float = flag(0.1, "AdamW weight decay, on matrices", least=0)
+    beta2: float = flag(0.95, "AdamW's second momentum")
+    warmup: float = flag(0.05, "warm-up steps; below 1, a share of all steps", least=0)
+    schedule: str = flag("cosine", "decay after warm-up", choices=["linear", "cosine", "constant"])
+    clip: float = flag(1.0, "largest gradient norm; 0 does not clip", least=0)
+    seed: int = flag(0, "of the weights and of what is drawn", least=0)
+    device: str = flag("auto", "cuda, cpu, … (default: cuda if there is one)")
+    autocast: str = flag("auto", "autocast dtype (default: bf16 on CUDA, else none)", choices=["auto", "none", "bf16"])
+    checkpointing: bool = flag(False, "recompute activations in the backward pass, for memory")
+    checkpoint_every: int = flag(200, "steps between checkpoints", least=1)
+
+    @property
+    def vocab_size(self) -> int:
+        return TEXT_PRESETS[self.preset].vocab_size
+
+    @property
+    def steps(self) -> int:
+        return max(1, round(self.tokens / (self.batch_size * self.accumulate * self.length)))
+
+
+def check(settings: TextSettings) -> None:
+    """Raise UserError for values out of range."""
+    check_ranges(settings)
+    if settings.needles + settings.examples > 0.95:
+        raise UserError(
+            f"--needles {settings.needles} and --examples {settings.examples} leave no room for text: keep their sum "
+            "at 0.95 or below"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Packed rows: input_ids, documents and targets (B, S). A document's last token is a target only."""
+
+    input_ids: torch.Tensor
+    documents: torch.Tensor
+    targets: torch.Tensor
+    names: tuple[str, ...]
+    bad: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return self.targets.numel()
+
+    def to(self, device: str | torch.device) -> "TextBatch":
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True) for name in ("input_ids", "documents", "targets")
+        }
+        return replace(self, **moved)
+
+
+def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -> list[list[int]]:
+    """The documents of one row, `length` inputs and as many targets: a pure function of the seed and the row's number.
+
+    All come from the split of `tasks`. Task documents are drawn first; then a piece of text, from a random place to the
+    end of its file, fills the row, and more pieces follow if it is too short. No row is padded, and only text is cut.
+    """
+    dice = random.Random(f"{tasks.split}/{settings.seed}/{index}")
+    ids, starts = corpus.ids[tasks.split], corpus.starts[tasks.split]
+    documents, room = [], settings.length
+    while room:
+        kind = dice.random()
+        if room >= SHORTEST and kind < settings.needles:
+            length = round(SHORTEST * (room / SHORTEST) ** dice.random())  # log-uniform
+            needles = dice.randint(1, min(MOST_NEEDLES, length // (3 * tasks.line)))
+            queries = dice.randint(needles, max(needles, min(4 * needles, length // (2 * tasks.pair) - 2)))
+            document = tasks.needles(dice, length, needles, queries).ids
+        elif room >= SHORTEST and kind < settings.needles + settings.examples:
+            examples, classes = dice.randint(4, min(32, room // 3)), dice.randint(1, SHOWN)
+            while len(document := tasks.examples(*tasks.episode(dice, examples, classes)).ids) > room + 1:
+                examples -= 1  # the question and the end token must fit too
+        else:
+            start = dice.randrange(len(ids))
+            end = starts[torch.searchsorted(starts, start, right=True)]
+            document = [BOS, *ids[start : min(start + room, int(end))].tolist()]
+        document = document[: room + 1]
+        documents.append(document)
+        room -= len(document) - 1
+    return documents
+
+
+def pack(rows: Sequence[list[list[int]]], names: Sequence[str]) -> TextBatch:
+    """Rows of packed documents: inputs are each document's tokens but the last, targets its tokens but the first."""
+    return TextBatch(
+        torch.tensor([[token for document in row for token in document[:-1]] for row in rows]),
+        torch.tensor([[n for n, document in enumerate(row) for _ in document[:-1]] for row in rows]),
+        torch.tensor([[token for document in row for token in document[1:]] for row in rows]),
+        tuple(names),
+    )
+
+
+class TextOrder:
+    """The rows of every step: step s takes rows s·R … s·R + R − 1, so a run can start at any step."""
+
+    def __init__(self, corpus: Corpus, settings: TextSettings, split: str = "train"):
+        self.corpus, self.settings, self.tasks = corpus, settings, Tasks(corpus, split)
+        self.total = settings.steps
+        if len(corpus.ids[split]) < settings.length:
+            raise UserError(
+                f"the {split} split has {len(corpus.ids[split])} tokens, fewer than a row of {settings.length}: give "
+                "more text, or a smaller --length"
+            )
+
+    def steps(self, first: int, workers: int = 0, pin: bool = False) -> Iterator[list[TextBatch]]:
+        """The micro-batches of each step, from step `first` to the last."""
+        size, each = self.settings.batch_size, self.settings.accumulate
+        for step in range(first, self.total):
+            yield [self.batch((step * each + n) * size) for n in range(each)]
+
+    def batch(self, first: int) -> TextBatch:
+        numbers = range(first, first + self.settings.batch_size)
+        rows = [draw_row(self.corpus, self.tasks, self.settings, number) for number in numbers]
+        return pack(rows, [f"row {number}" for number in numbers])
+
+
+def text_loss(model: nn.Module, micro: TextBatch) -> torch.Tensor:
+    """The sum of cross-entropies over all positions."""
+    return model(micro.input_ids, micro.documents, targets=micro.targets)
+
+
+@torch.no_grad()
+def validation_loss(model: TextModel, corpus: Corpus, settings: TextSettings, batches: int = 16) -> float:
+    """Nats per token on rows of the validation split, with the mixture of training; the same rows for all seeds."""
+    order = TextOrder(corpus, replace(settings, seed=0), "validation")
+    rows = [order.batch(number * settings.batch_size).to(device_of(model)) for number in range(batches)]
+    return sum(text_loss(model, micro).item() for micro in rows) / sum(micro.tokens for micro in rows)
+
+
+def make_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.AdamW:
+    """AdamW on all parameters; no decay on norms, λ and the embedding."""
+    bare = Rule(rf"{SCALARS}|.*norm\.weight|.*embed_tokens\.weight", settings.lr)
+    return make_adamw(
+        parameter_groups(model, [bare, Rule(".*", settings.lr, settings.weight_decay)]), (0.9, settings.beta2)
+    )
+
+
+def learn(settings: TextSettings, corpus: Corpus, run: Path, world: World) -> tuple[TextModel, dict]:
+    """Train from the newest checkpoint in `run`, if there is one; the model and the run's progress.
+
+    Raises UserError if the corpus has more pieces than the preset's vocabulary.
+    """
+    if corpus.tokenizer.vocab_size() > settings.vocab_size:
+        raise UserError(
+            f"the corpus has {corpus.tokenizer.vocab_size()} pieces, preset {settings.preset} knows "
+            f"{settings.vocab_size}: prepare it for this preset, in another folder"
+        )
+    model = new_model(settings.preset, settings.attention == "differential", settings.seed).to(world.device)
+    model.language_model.checkpointing = settings.checkpointing
+    optimizer = make_optimizer(model, settings)
+    progress = fit(model, optimizer, TextOrder(corpus, settings), text_loss, LoopOptions.of(settings), run, world)
+    return model.eval(), progress
