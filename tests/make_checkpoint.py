@@ -13,8 +13,8 @@ import torch
 
 from model.common import UserError, run_command, write_text
 from model.config import PRESETS
+from model.device import DTYPES
 from weights.checkpoint import empty_model
-from weights.export import DTYPE_FLAGS
 from weights.mapping import DIALECTS, dialect_names
 from weights.streaming import byte_size, write_checkpoint
 
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("out", type=Path, help="folder to make")
     parser.add_argument("--preset", choices=PRESETS, default="paligemma-3b-224", help="geometry")
-    parser.add_argument("--dtype", choices=DTYPE_FLAGS, default="bf16", help="dtype of the tensors")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the tensors")
     parser.add_argument("--shards", type=int, default=1, help="number of files, at most")
     parser.add_argument("--dialect", choices=DIALECTS, default="A", help="names of the tensors (weights/mapping.py)")
     args = parser.parse_args(argv)
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{args.out}: exists already: remove it or give another folder")
     if args.shards < 1:
         raise UserError(f"--shards is {args.shards}, expected 1 or more")
-    make_checkpoint(args.out, args.preset, DTYPE_FLAGS[args.dtype], args.shards, args.dialect)
+    make_checkpoint(args.out, args.preset, DTYPES[args.dtype], args.shards, args.dialect)
     print(f"{args.out}: {sum(file.stat().st_size for file in args.out.iterdir()) / 1e9:.2f} GB")
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints: the published names, loading, export, inspection, and the bundled base in `tiny/`."""
+"""Checkpoints: the published names, loading, export, inspection; the bundled models in `tiny/` and `tiny-mamba/`."""

@@ -1,8 +1,8 @@
-"""A model into a folder that transformers opens: config.json and safetensors under one of the published dialects.
+"""Write a model to a folder that transformers opens: config.json and safetensors in one of the published dialects.
 
-In: a plain `PaliGemma`, or a source and perhaps an adapter to merge. Out: a folder, whole or not at all, written in
-pieces straight from the model's memory. `transformers.PaliGemmaForConditionalGeneration.from_pretrained` computes the
-same logits from it, and so does `weights/load.py`.
+In: a plain `PaliGemma`, or a source and perhaps an adapter to merge. Out: a folder that is complete or absent, written
+piece by piece from the memory of the model. `transformers.PaliGemmaForConditionalGeneration.from_pretrained` computes
+the same logits from it, and so does `weights.load.load_model`.
 
     python -m weights.export SRC OUT [--dialect A] [--dtype bf16] [--max-shard-gb 5] [--adapter RUN --merge]
 """
@@ -17,18 +17,20 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lora import adapter
 from model.common import UserError, run_command, sync_folder, write_text
 from model.config import PRESETS
+from model.device import DTYPES
+from model.differential import fold
 from model.paligemma import PaliGemma
 from model.source import EMBEDDED, resolve
 from weights.checkpoint import empty_model, examine
 from weights.load import load_model
 from weights.mapping import DIALECTS, OWN, dialect_names
-from weights.registry import is_published
-from weights.streaming import CHUNK_BYTES, DTYPES, byte_size, write_checkpoint
+from weights.registry import is_published, names_of
+from weights.streaming import CHUNK_BYTES, STORED_DTYPES, byte_size, write_checkpoint
 
-DTYPE_FLAGS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# what else belongs to a model; copied as it is where the source has it
+# files of the tokenizer, the processor and generation, copied unchanged
 COMPANIONS = [
     "tokenizer.model",
     "tokenizer.json",
@@ -53,8 +55,8 @@ def export_model(
     """Write `model` to `folder`, which appears when everything is in it.
 
     dialect: a key of `weights.mapping.DIALECTS`, for a PaliGemma; other models have our own names. dtype: of all
-    tensors; None keeps the model's. max_shard_gb: size of a file in 10⁹ bytes. companions: files to copy. Merged LoRA
-    is written as the plain weights that it amounts to.
+    tensors; None keeps the model's. max_shard_gb: largest size of a file in 10⁹ bytes. companions: files to copy.
+    Merged LoRA is written as the merged weights.
     Raises UserError for a folder that exists and is not empty, a disk too small, a value that fp16 cannot hold, and a
     model that the published format cannot express: unmerged adapters and attention or feed-forward of another kind.
     """
@@ -66,7 +68,7 @@ def export_model(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists and is not empty: give a new folder")
     tensors = plain_tensors(model)
-    names = dialect_names(tensors, dialect if is_published(model.config) else OWN)
+    names = dialect_names(tensors, dialect if dialect in names_of(model.config).dialects else OWN)
     specs = {name: (dtype or tensors[ours].dtype, tuple(tensors[ours].shape)) for name, ours in names.items()}
 
     def chunks(name: str) -> Iterator[torch.Tensor]:
@@ -83,16 +85,16 @@ def export_model(
         size, free = sum(byte_size(*spec) for spec in specs.values()), shutil.disk_usage(temporary).free
         if size > free:
             raise UserError(f"{folder}: the tensors take {size:,} bytes, {free:,} are free: make room, or see --dtype")
-        write_checkpoint(temporary, specs, chunks, shard(specs, int(max_shard_gb * 1e9)))
+        write_checkpoint(temporary, specs, chunks, split_by_size(specs, int(max_shard_gb * 1e9)))
         for file in companions:
             shutil.copyfile(file, temporary / file.name)
-        # older transformers know torch_dtype alone, newer ones both
+        # older versions of transformers read torch_dtype only, newer ones both
         config = model.config.to_dict() | {"torch_dtype": str(next(iter(specs.values()))[0]).removeprefix("torch.")}
         write_text(temporary / "config.json", json.dumps(config, indent=2) + "\n")
         for file in temporary.iterdir():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
-        if folder.exists():  # empty; only POSIX renames onto it
+        if folder.exists():  # it is empty; only POSIX can rename onto it
             folder.rmdir()
         temporary.rename(folder)
         sync_folder(folder.absolute().parent)
@@ -101,13 +103,11 @@ def export_model(
 
 
 def plain_tensors(model: PaliGemma) -> dict[str, torch.Tensor]:
-    """The parameters of `model` under the names of a plain PaliGemma, merged LoRA included.
+    """The parameters of `model` under the names of a plain model, with merged LoRA in the weights.
 
-    Raises UserError, and says where, for a model that computes anything else.
+    Raises UserError, which names the layer, for a model that computes anything else.
     """
-    from lora.adapter import lora_layers  # the same floor: only who merges needs it
-
-    layers = lora_layers(model)
+    layers = adapter.lora_layers(model)
     if unmerged := [path for path, layer in layers.items() if not layer.merged]:
         raise UserError(f"{unmerged[0]}: carries an unmerged adapter: merge it first (lora.adapter.merge, or --merge)")
     if is_published(model.config) and (layer := model.config.vision.feature_layer) is not None:
@@ -128,7 +128,7 @@ def plain_tensors(model: PaliGemma) -> dict[str, torch.Tensor]:
 
 
 def _kinds(model: nn.Module) -> dict[str, str]:
-    """What computes at each path, with the feed-forward's activation, in words."""
+    """The class of the module at each path, with the activation of a feed-forward."""
     return {
         path: " ".join(filter(None, (type(module).__name__, getattr(module, "activation", ""))))
         for path, module in model.named_modules()
@@ -136,16 +136,16 @@ def _kinds(model: nn.Module) -> dict[str, str]:
 
 
 def companions(source: str | Path, revision: str | None = None) -> list[Path]:
-    """What else belongs to the model `source` and is there: files of its tokenizer, processor and generation."""
+    """The files of `COMPANIONS` that the model `source` has."""
     path = Path(source).expanduser()
     if str(source) in PRESETS and not path.is_dir():
-        source = EMBEDDED  # whose tokenizer they read with
+        source = EMBEDDED  # presets use its tokenizer
     folder = path.parent if path.is_file() else resolve(source, COMPANIONS, revision)
     return [folder / name for name in COMPANIONS if (folder / name).exists()]
 
 
-def shard(specs: dict[str, tuple[torch.dtype, tuple[int, ...]]], limit: int) -> list[list[str]]:
-    """Names in order, in groups of at most `limit` bytes; a tensor larger than that has a group of its own."""
+def split_by_size(specs: dict[str, tuple[torch.dtype, tuple[int, ...]]], limit: int) -> list[list[str]]:
+    """The names in order, in groups of at most `limit` bytes. A tensor larger than that has a group of its own."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, spec in specs.items():
@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
         help="names of the tensors: A as on the hub since 2024, opened by old and new transformers; B as modules of "
         "4.52, C as those of 5, D as 5 saves them: older versions leave their towers random (default: A)",
     )
-    parser.add_argument("--dtype", choices=DTYPE_FLAGS, help="dtype of the tensors (default: as in the source)")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the tensors (default: as in the source)")
     parser.add_argument("--max-shard-gb", type=float, default=5, help="size of a file in 10^9 bytes (default: 5)")
     parser.add_argument("--adapter", metavar="RUN", type=Path, help="adapter folder to load (default: none)")
     parser.add_argument(
@@ -184,13 +184,10 @@ def main(argv: list[str] | None = None) -> None:
 
     checkpoint = examine(args.source, args.revision)
     stored = {entry.dtype for entry in checkpoint.entries.values()}
-    stored_dtype = DTYPES.get(stored.pop(), torch.float32) if len(stored) == 1 else torch.float32
-    # in the dtype of the file nothing is read before it is written, and the merge rounds once
+    stored_dtype = STORED_DTYPES.get(stored.pop(), torch.float32) if len(stored) == 1 else torch.float32
+    # in the dtype of the file nothing is read before it is written, and merging rounds once
     model = load_model(args.source, dtype=stored_dtype, revision=args.revision)
     if args.adapter is not None:
-        from lora import adapter
-        from model.differential import fold
-
         adapter.load(model, args.adapter)
         adapter.merge(model)
         fold(model)
@@ -198,7 +195,7 @@ def main(argv: list[str] | None = None) -> None:
         model,
         args.out,
         dialect=args.dialect,
-        dtype=DTYPE_FLAGS.get(args.dtype),
+        dtype=DTYPES.get(args.dtype),
         max_shard_gb=args.max_shard_gb,
         companions=companions(args.source, args.revision),
     )

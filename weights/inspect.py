@@ -1,7 +1,7 @@
-"""What a checkpoint holds, from its headers alone: `python -m weights.inspect SRC [--json]`.
+"""Report what a checkpoint holds, from its headers alone: `python -m weights.inspect SRC [--json]`.
 
-In: a folder, a hub id, a .npz, or `embedded`. Out: dialect, dtypes, parameters by part, and whatever is missing,
-unexpected or misshaped. Exit code 2 if anything is wrong.
+In: a folder, a hub id, a .npz, or `embedded`. Out: dialect, dtypes, parameters by part, and the tensors that are
+missing, unexpected or of another shape. Exit code 2 if anything is wrong.
 """
 
 import argparse
@@ -26,7 +26,7 @@ PARTS = {
 
 
 def describe(checkpoint: Checkpoint) -> dict:
-    """All that is known of a checkpoint without reading a tensor, as JSON can hold it; None where it is not known."""
+    """All that is known of a checkpoint without reading a tensor, as JSON; None where something is not known."""
     entries, config, comparison = checkpoint.entries, checkpoint.config, checkpoint.comparison
     facts = {
         "folder": str(checkpoint.folder),
@@ -43,7 +43,7 @@ def describe(checkpoint: Checkpoint) -> dict:
     if comparison is None:
         return facts
     parameters, stored = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
-    counted = set()  # a head is a second copy of the embedding
+    counted = set()  # a stored head is a second copy of the embedding and counts once
     for name, ours in comparison.name_map.items():
         part = next((part for part, prefix in PARTS.items() if ours.startswith(prefix)), "decoder")
         parameters[part] += prod(entries[name].shape) * (ours not in counted)
@@ -57,7 +57,7 @@ def describe(checkpoint: Checkpoint) -> dict:
 
 
 def _title(config) -> str:
-    """What a model is called."""
+    """The name of a model."""
     return f"PaliGemma {2 if config.text.is_gemma2 else 1}" if is_published(config) else config.to_dict()["model_type"]
 
 

@@ -1,4 +1,4 @@
-"""Models from checkpoints: a PaliGemma or another whole model, a Mamba language model, a vision tower.
+"""Models from checkpoints: a PaliGemma or another complete model, a Mamba language model, a vision tower.
 
 In: a folder, a hub id "owner/name", "embedded", a preset's name, or a big_vision .npz. Out: the model in eval mode, in
 the dtype and on the device asked for, in no more memory than its weights. Needs config.json and the tensors, no

@@ -83,8 +83,8 @@ def detect_dialect(names: Collection[str], ours: Collection[str], dialects: tupl
 
 Rule = Callable[[Tensor], Tensor]
 
-# big_vision (https://github.com/google-research/big_vision) multiplies from the right (x @ kernel, torch: x @ weight.T)
-# and keeps heads as an axis. The rules take one layer; the arrays stack the layers in front.
+# big_vision (https://github.com/google-research/big_vision) computes x @ kernel where torch computes x @ weight.T, and
+# keeps the heads as an axis. A rule maps the array of one layer; the file stacks the layers on the first axis.
 
 
 def _same(w: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def _transposed(w: Tensor) -> Tensor:
 
 
 def _out_heads(w: Tensor) -> Tensor:
-    """(N, H, D), one matrix a head, to (N·D, H)."""
+    """(N, H, D) to (N·D, H)."""
     return w.transpose(1, 2).flatten(0, 1)
 
 
@@ -153,7 +153,8 @@ _BIG_VISION: dict[str, dict[str, Rule]] = {
     f"{_LAYER}/mlp/linear": {f"{_TEXT}.mlp.down_proj.weight": _transposed},
     "llm/final_norm/scale": {"language_model.norm.weight": _same},
 }
-# Gemma's generation: its norms; one name of transformers means the MLP's pre-norm in 1, a post-norm in 2
+# The norms by Gemma's generation. `post_attention_layernorm` is the pre-norm of the MLP in Gemma 1 and the post-norm of
+# the attention in Gemma 2.
 _NORMS = {
     1: {"pre_attention_norm": "input_layernorm", "pre_ffw_norm": "post_attention_layernorm"},
     2: {
@@ -168,7 +169,7 @@ _NORMS = {
 def big_vision_rules(ours: Collection[str]) -> dict[str, list[dict[str, Rule]]]:
     """{key of the .npz: for each layer that it stacks, {our name: how the layer's array becomes the parameter}}.
 
-    ours: the model's parameters; they tell the number of layers and Gemma's generation.
+    ours: the names of the model's parameters; the number of layers and Gemma's generation follow from them.
     """
     layers = {}  # by tower
     for name in ours:

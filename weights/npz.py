@@ -1,7 +1,7 @@
-"""big_vision's .npz of PaliGemma: a zip of arrays with the layers stacked, read a layer at a time.
+"""big_vision's .npz of PaliGemma: a zip of arrays with the layers stacked, read one layer at a time.
 
-In: the file that Google published beside the hub's (https://github.com/google-research/big_vision). Out: filled
-parameters. Names and axes are data in `weights/mapping.py`. Pickled arrays are refused. Next: `weights/load.py`.
+In: a file as Google published it (https://github.com/google-research/big_vision). Out: filled parameters. Names and
+axes are data in `weights/mapping.py`. Pickled arrays are refused.
 """
 
 import zipfile
@@ -17,17 +17,17 @@ from torch import nn
 
 from model.common import UserError
 from weights.mapping import EMBEDDING_KEY, big_vision_rules, is_stacked
-from weights.streaming import DTYPES, Comparison, Entry
+from weights.streaming import STORED_DTYPES, Comparison, Entry
 
-NPZ = "big_vision"  # the dialect's name
-_DTYPES = {"<f8": "F64", "<f4": "F32", "<f2": "F16", "|V2": "BF16"}  # numpy has no bfloat16, files hold its bytes
+NPZ = "big_vision"  # the name of this dialect
+_DTYPES = {"<f8": "F64", "<f4": "F32", "<f2": "F16", "|V2": "BF16"}  # numpy has no bfloat16: files hold it as raw bytes
 _ROWS = 4096
 _MAX_PADDING = 65  # transformers' conversion adds two rows, then rounds up to a multiple of 64
-_TREE = "params/"  # a training checkpoint holds other trees too
+_TREE = "params/"  # the weights; a training checkpoint holds other trees too
 
 
 def read_npz(path: Path) -> dict[str, Entry]:
-    """The arrays of the model by key, without "params/"; no array is read. Byte ranges count within a zip member.
+    """The arrays of the model by key, without "params/"; no array is read. Byte ranges are those within a zip member.
 
     Raises UserError for a damaged file and for a pickled array.
     """
@@ -61,7 +61,7 @@ def _read_array_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def compare_npz(entries: Mapping[str, Entry], wanted: Mapping[str, tuple[int, ...]]) -> Comparison:
-    """How the arrays cover the parameters `wanted`, {name: shape}; the map names the first parameter of each array."""
+    """How the arrays cover the parameters `wanted`, {name: shape}. The map gives the first parameter of each array."""
     rules = big_vision_rules(wanted)
     name_map, misshaped = {}, []
     missing = set(wanted)
@@ -85,10 +85,11 @@ def compare_npz(entries: Mapping[str, Entry], wanted: Mapping[str, tuple[int, ..
 def stream_npz_into(
     model: nn.Module, entries: Mapping[str, Entry], name_map: Mapping[str, str], device: torch.device | str = "cpu"
 ) -> None:
-    """`weights.streaming.stream_into` for the arrays of a .npz; beside the model, memory holds a layer of one array.
+    """`weights.streaming.stream_into` for the arrays of a .npz. Beside the model, memory holds one layer of one array.
 
-    The file has no rows for `<image>` and for rounding the vocabulary up. transformers' conversion draws them around
-    the mean of the embeddings (variance 1e-5 of theirs, no seed); here they are that mean. No text ever looks them up.
+    The embedding in the file lacks the rows of `<image>` and of the padding of the vocabulary. transformers' conversion
+    draws them around the mean of the others (with 1e-5 of their variance, unseeded); here they are that mean. No text
+    uses them.
     """
     wanted = model.state_dict()
     filled = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for name, tensor in wanted.items()}
@@ -114,7 +115,7 @@ def stream_npz_into(
 
 
 def _fill_embedding(target: torch.Tensor, file: IO[bytes], entry: Entry) -> None:
-    """The rows of the file, and their mean in the rows that it lacks."""
+    """Copy the rows of the file, and fill the rows that it lacks with their mean."""
     rows, width = entry.shape
     total = torch.zeros(width, dtype=torch.float64)
     for start in range(0, rows, _ROWS):
@@ -126,11 +127,11 @@ def _fill_embedding(target: torch.Tensor, file: IO[bytes], entry: Entry) -> None
 
 def _read_array(file: IO[bytes], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """The next array of a zip member."""
-    buffer = bytearray(DTYPES[dtype].itemsize * prod(shape))
+    buffer = bytearray(STORED_DTYPES[dtype].itemsize * prod(shape))
     view = memoryview(buffer)
     while view:
         count = file.readinto(view)
         if not count:
             raise EOFError("an array ends early")
         view = view[count:]
-    return torch.frombuffer(buffer, dtype=DTYPES[dtype]).view(shape)
+    return torch.frombuffer(buffer, dtype=STORED_DTYPES[dtype]).view(shape)

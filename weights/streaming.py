@@ -1,10 +1,10 @@
-"""safetensors files, a chunk at a time: strict headers, straight into a model's parameters, and out again.
+"""safetensors files read into a model's parameters, and written, one chunk at a time.
 
-In: paths and names; what the names mean is the business of `weights/mapping.py`. Out: filled parameters, or files.
+In: paths and names (their meaning is data in `weights/mapping.py`). Out: filled parameters, or files.
 The format (https://github.com/huggingface/safetensors#format) is eight bytes of header length, a JSON header of
-{name: dtype, shape, byte range}, and the bytes. Tensors that stay as they are on the CPU are views of the mapped
-file. What is cast or sent to a device is mapped a chunk at a time, since mapped pages count towards the process:
-casting a 12 GB file to bf16 would hold both. Next: `weights/load.py`.
+{name: dtype, shape, byte range}, and the bytes of the tensors. A tensor that keeps its dtype on the CPU is a view of
+the mapped file. A tensor that is cast or moved to a device is mapped one chunk at a time: mapped pages count as memory
+of the process, so casting a whole 12 GB file to bf16 would hold both copies.
 """
 
 import json
@@ -21,8 +21,8 @@ from torch import nn
 from model.common import UserError, write_text
 
 # what a checkpoint of weights may hold; quantised and integer tensors are refused by name
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 CHUNK_BYTES = 16 << 20
 READERS = 2  # one converts while the other waits for the disk
@@ -31,7 +31,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor in a file: its dtype as the file spells it, shape, and byte range from the beginning of the file."""
+    """One tensor in a file: its dtype as the file names it, its shape, and its byte range in the file."""
 
     path: Path
     dtype: str
@@ -43,8 +43,8 @@ class Entry:
 def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file by name; no tensor is read.
 
-    Raises UserError for anything but a whole, well-formed file: one that is truncated or has bytes to spare, a header
-    that is no JSON, names twice, byte ranges that overlap, leave gaps or disagree with dtype and shape.
+    Raises UserError for a file that is truncated or too long, a header that is not JSON or names a tensor twice, and
+    byte ranges that overlap, leave gaps, or disagree with dtype and shape.
     """
     remedy = "download or save the file again"
     try:
@@ -76,14 +76,14 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def find_tensors(folder: Path) -> tuple[dict[str, Entry], set[str], list[str]]:
-    """The tensors of a folder's model.safetensors, or of the shards that its index names.
+    """The tensors of a folder's model.safetensors, or of the weight files that its index names.
 
-    Returns them by name, the names that an unreadable shard was to hold, and what is wrong, a line each. An index may
-    name files of its folder only (or, in the hub's download cache, links to that model's blobs).
+    Returns them by name, the names that an unreadable file should hold, and what is wrong, a line each. An index may
+    name files of its folder only (or, in the hub's download cache, links to the blobs of that model).
     """
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if single.exists() and index.exists():
-        return {}, set(), [f"{folder}: holds both {SINGLE_FILE} and {INDEX_FILE}: remove the one that is not meant"]
+        return {}, set(), [f"{folder}: holds both {SINGLE_FILE} and {INDEX_FILE}: remove one of them"]
     if not index.exists():
         try:
             return read_header(single), set(), []
@@ -95,12 +95,12 @@ def find_tensors(folder: Path) -> tuple[dict[str, Entry], set[str], list[str]]:
         if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
             raise ValueError("weight_map must give a file name for each tensor")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return {}, set(), [f"{index}: no index of shards ({error!r}): download the file again"]
+        return {}, set(), [f"{index}: no index of weight files ({error!r}): download the file again"]
     entries, unreadable, problems = {}, set(), []
-    for shard in sorted(set(weight_map.values())):
-        promised = {name for name, file in weight_map.items() if file == shard}
+    for file in sorted(set(weight_map.values())):
+        promised = {name for name, place in weight_map.items() if place == file}
         try:
-            held = read_header(_inside(folder, shard, index))
+            held = read_header(_inside(folder, file, index))
         except UserError as error:
             unreadable |= promised
             problems.append(str(error))
@@ -110,24 +110,24 @@ def find_tensors(folder: Path) -> tuple[dict[str, Entry], set[str], list[str]]:
             (held.keys() - promised, f"holds what {index.name} does not place there"),
         ):
             if names:
-                problems.append(f"{folder / shard}: {what} ({shorten(names)}): download the index and the shards again")
+                problems.append(f"{folder / file}: {what} ({shorten(names)}): download the index and the files again")
         unreadable |= promised - held.keys()
         entries |= {name: entry for name, entry in held.items() if name in promised}
     return entries, unreadable, problems
 
 
-def _inside(folder: Path, shard: str, index: Path) -> Path:
+def _inside(folder: Path, file: str, index: Path) -> Path:
     home = folder.resolve()
     homes = [home]
     if home.parent.name == "snapshots":  # the hub's cache links from <model>/snapshots/<commit> to <model>/blobs
         homes.append(home.parents[1] / "blobs")
     try:
-        target = (home / shard).resolve()
+        target = (home / file).resolve()
     except (OSError, RuntimeError, ValueError):  # a loop of links, a zero byte
         homes = []
-    if "\\" in shard or not any(target.is_relative_to(home) for home in homes):
-        raise UserError(f"{index}: names {shard!r}, a file outside its folder: get the checkpoint from its publisher")
-    return folder / shard
+    if "\\" in file or not any(target.is_relative_to(home) for home in homes):
+        raise UserError(f"{index}: names {file!r}, a file outside its folder: take the checkpoint from its publisher")
+    return folder / file
 
 
 @dataclass
@@ -140,14 +140,14 @@ class Comparison:
     misshaped: list[str]  # "name is (2, 3), expected (3, 2)"
 
     def problems(self, where: Path, entries: Mapping[str, Entry]) -> list[str]:
-        """What is wrong, a line each, dtypes that are no floats included."""
+        """What is wrong, a line each, including tensors that are not floating point."""
         remedy = "the files are incomplete or config.json is another model's: take all of them from one place"
-        strange = [f"{name} is {entry.dtype}" for name, entry in entries.items() if entry.dtype not in DTYPES]
+        strange = [f"{name} is {entry.dtype}" for name, entry in entries.items() if entry.dtype not in STORED_DTYPES]
         found = (
             (self.missing, "missing", remedy),
             (self.unexpected, "unexpected", remedy),
             (self.misshaped, "of other sizes than config.json says", remedy),
-            (strange, f"not in {', '.join(DTYPES)}", "quantised checkpoints are not read, take the original one"),
+            (strange, f"not in {', '.join(STORED_DTYPES)}", "quantised checkpoints are not read: take the original"),
         )
         return [f"{where}: tensors {what}, {len(names)}: {shorten(names)}: {do}" for names, what, do in found if names]
 
@@ -155,16 +155,16 @@ class Comparison:
 def compare(
     entries: Mapping[str, Entry],
     unreadable: Iterable[str],
-    meant: Mapping[str, str],
+    allowed: Mapping[str, str],
     wanted: Mapping[str, tuple[int, ...]],
 ) -> Comparison:
-    """Compare files with a model. meant: every name that a file may use, to ours; wanted: our names and shapes."""
-    name_map = {name: meant[name] for name in entries if name in meant}
-    promised = {*name_map.values(), *(meant[name] for name in unreadable if name in meant)}
+    """Compare files with a model. allowed: {name that a file may use: ours}. wanted: our names and shapes."""
+    name_map = {name: allowed[name] for name in entries if name in allowed}
+    promised = {*name_map.values(), *(allowed[name] for name in unreadable if name in allowed)}
     return Comparison(
         name_map,
         missing=[name for name in wanted if name not in promised],
-        unexpected=[name for name in entries if name not in meant],
+        unexpected=[name for name in entries if name not in allowed],
         misshaped=[
             f"{name} is {entries[name].shape}, expected {wanted[ours]}"
             for name, ours in name_map.items()
@@ -192,7 +192,7 @@ def _entry(path: Path, base: int, *, dtype: str, shape: list[int], data_offsets:
     start, end = data_offsets
     if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in (*shape, start, end)):
         raise ValueError(f"impossible dtype, shape or byte range {dtype!r}, {shape}, {data_offsets}")
-    if start > end or dtype in DTYPES and end - start != prod(shape) * DTYPES[dtype].itemsize:
+    if start > end or dtype in STORED_DTYPES and end - start != prod(shape) * STORED_DTYPES[dtype].itemsize:
         raise ValueError(f"{end - start} bytes for {dtype} of shape {shape}")
     return Entry(path, dtype, tuple(shape), base + start, base + end)
 
@@ -207,14 +207,14 @@ def _without_duplicates(pairs: list[tuple]) -> dict:
 def stream_into(
     model: nn.Module, entries: Mapping[str, Entry], name_map: Mapping[str, str], device: torch.device | str = "cpu"
 ) -> None:
-    """Give `model`, built on the meta device in its final dtype, its tensors from safetensors files, on `device`.
+    """Fill `model`, built on the meta device in its final dtype, from safetensors files; its tensors are on `device`.
 
-    entries: tensors in files by name, as `read_header` returns them. name_map: their names to the model's. Every
-    parameter and persistent buffer must be named, shapes must agree. A CPU tensor that needs no cast is a private
-    view of the mapped file, read when first used and copied page by page when written (so the file may be replaced
-    while the model lives, but not changed in place). All else goes by chunks, of which memory holds one a reader beside
-    the model. Where several tensors feed one parameter (a tied head beside the embedding), the first fills it
-    and the others must equal it. Raises UserError if they do not; the model is then as it was.
+    entries: tensors in files by name, as `read_header` returns them. name_map: {their name: the model's}, with every
+    parameter and persistent buffer; shapes must agree. A CPU tensor that needs no cast is a private view of the mapped
+    file: the system reads its pages when they are first used and copies them when they are written. So the file may be
+    replaced while the model lives, but not changed in place. All other tensors are copied in chunks, and memory holds
+    one chunk a reader beside the model. Where several tensors map to one parameter (a tied head and the embedding), the
+    first fills it and the others must equal it. Raises UserError if they do not; the model is then unchanged.
     """
     device = torch.device(device)
     filled: dict[str, torch.Tensor] = {}
@@ -227,7 +227,7 @@ def stream_into(
         assert shape == entry.shape, f"{name}: shapes are compared before anything is read"
         if first.setdefault(target, name) != name:
             check.append((name, entry, filled[target].view(-1)))
-        elif device.type == "cpu" and dtype == DTYPES[entry.dtype]:
+        elif device.type == "cpu" and dtype == STORED_DTYPES[entry.dtype]:
             filled[target] = _view(entry, 0, shape.numel()).view(shape)
         else:
             filled[target] = torch.empty(shape, dtype=dtype, device=device)
@@ -251,17 +251,17 @@ def stream_into(
 
 
 def _chunks(tensors: Iterable[tuple]) -> Iterator[tuple]:
-    """(name, entry, first element, last element + 1, that part of the flat target) in pieces of CHUNK_BYTES at most."""
+    """Pieces of at most CHUNK_BYTES: (name, entry, first element, last element + 1, that part of the flat target)."""
     for name, entry, flat in tensors:
-        step = CHUNK_BYTES // DTYPES[entry.dtype].itemsize
+        step = CHUNK_BYTES // STORED_DTYPES[entry.dtype].itemsize
         for start in range(0, flat.numel(), step):
             end = min(start + step, flat.numel())
             yield name, entry, start, end, flat[start:end]
 
 
 def _view(entry: Entry, start: int, end: int) -> torch.Tensor:
-    """Elements start … end of a tensor as a private view of its file: writing to it changes memory only."""
-    dtype = DTYPES[entry.dtype]
+    """Elements start to end of a tensor as a private view of its file: writing to it changes memory only."""
+    dtype = STORED_DTYPES[entry.dtype]
     if start == end:
         return torch.empty(0, dtype=dtype)
     begin, length = entry.start + start * dtype.itemsize, (end - start) * dtype.itemsize
@@ -277,20 +277,20 @@ def write_checkpoint(
     folder: Path,
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     chunks: Callable[[str], Iterable[torch.Tensor]],
-    shards: list[list[str]],
+    parts: list[list[str]],
 ) -> None:
-    """Write tensors to `folder` as model.safetensors, or as shards with the index that transformers reads.
+    """Write tensors to `folder` as model.safetensors, or as several files with the index that transformers reads.
 
-    tensors: dtype and shape by name. chunks: yields a tensor's elements in order, as flat pieces of that dtype.
-    shards: which names go together; every file is written piece by piece, so memory holds one.
+    tensors: dtype and shape by name. chunks: yields the elements of a tensor in order, as flat pieces of that dtype.
+    parts: the names in each file. Memory holds one piece at a time.
     """
     files = (
         [SINGLE_FILE]
-        if len(shards) == 1
-        else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        if len(parts) == 1
+        else [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
     )
-    for file, names in zip(files, shards, strict=True):
-        names = sorted(names, key=lambda name: -tensors[name][0].itemsize)  # so that every tensor is aligned
+    for file, names in zip(files, parts, strict=True):
+        names = sorted(names, key=lambda name: -tensors[name][0].itemsize)  # every tensor is then aligned
         header, position = {"__metadata__": {"format": "pt"}}, 0
         for name in names:
             dtype, shape = tensors[name]
@@ -305,9 +305,9 @@ def write_checkpoint(
                 for chunk in chunks(name):
                     out.write(chunk.contiguous().view(torch.uint8).numpy())
             assert out.tell() == 8 + len(raw) + position, f"{file}: chunks and shapes disagree"
-    if len(shards) > 1:
+    if len(parts) > 1:
         total = sum(byte_size(*spec) for spec in tensors.values())
-        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        weight_map = {name: file for file, names in zip(files, parts, strict=True) for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_text(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
 

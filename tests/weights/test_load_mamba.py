@@ -99,8 +99,8 @@ def test_a_loaded_model_answers_as_transformers_does(published):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shards_and_dtypes(hf, published, tmp_path, dtype):
-    """Breaks when a shard is passed over, or a cast is not torch's own."""
+def test_several_files_and_dtypes(hf, published, tmp_path, dtype):
+    """Breaks when a file is skipped, or a cast is not torch's own."""
     hf.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
     assert (tmp_path / "shards" / INDEX_FILE).exists()
     model = load_mamba(tmp_path / "shards", dtype)
@@ -132,21 +132,21 @@ def refusal(folder: Path) -> str:
 def test_weights_of_another_state_size_are_refused(published):
     """Breaks when config.json and tensors that disagree are found in the middle of loading, or not at all."""
     change_config(published, state_size=4)
-    told = refusal(published)
-    assert "mixer.A_log is (72, 5), expected (72, 4)" in told and "config.json is another model's" in told
+    message = refusal(published)
+    assert "mixer.A_log is (72, 5), expected (72, 4)" in message and "config.json is another model's" in message
 
 
-def test_all_problems_are_told_at_once(published):
+def test_all_problems_are_reported_at_once(published):
     """Breaks when the user repairs one problem only to meet the next."""
     change_config(published, use_bias=True, tie_word_embeddings=False)
     (published / SINGLE_FILE).write_bytes((published / SINGLE_FILE).read_bytes()[:-8])
-    told = refusal(published)
-    assert "2 problems" in told and "use_bias is True" in told and "tie_word_embeddings is False" in told
-    assert "8 of" in told and "bytes are missing" in told
+    message = refusal(published)
+    assert "2 problems" in message and "use_bias is True" in message and "tie_word_embeddings is False" in message
+    assert "8 of" in message and "bytes are missing" in message
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"backbone__norm_f__weight": None}, "missing, 1: backbone.norm_f.weight"),
         ({"backbone__embeddings__weight": None}, "missing, 1: backbone.embeddings.weight"),
@@ -155,10 +155,10 @@ def test_all_problems_are_told_at_once(published):
         ({"lm_head__weight": torch.ones(61, 36)}, r"lm_head.weight is (61, 36), expected (60, 36)"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(published, changes, told):
+def test_tensors_that_do_not_fit_are_refused(published, changes, message):
     """Breaks when a layer stays as it was initialised, or a tensor of the file is dropped in silence."""
     change_tensors(published, **changes)
-    assert told in refusal(published)
+    assert message in refusal(published)
 
 
 @pytest.mark.parametrize("names", ["transformers", "original"])
@@ -174,13 +174,13 @@ def test_a_head_of_its_own_is_refused(hf, published, tmp_path, names):
 
 
 def test_pickles_are_refused_with_a_remedy(published):
-    """Breaks when a file that can run code is opened, or the user is not told what to take instead."""
+    """Breaks when a file that can run code is opened, or the user is not shown what to take instead."""
     (published / SINGLE_FILE).rename(published / "pytorch_model.bin")
-    assert "pytorch_model.bin" in (told := refusal(published)) and "state-spaces/mamba-130m-hf" in told
+    assert "pytorch_model.bin" in (message := refusal(published)) and "state-spaces/mamba-130m-hf" in message
 
 
 @pytest.mark.parametrize(
-    ("write", "told"),
+    ("write", "message"),
     [
         (None, "config.json: not found"),
         ("{", "config.json: not valid JSON"),
@@ -188,12 +188,12 @@ def test_pickles_are_refused_with_a_remedy(published):
         ('{"model_type": "mamba2"}', "model_type is 'mamba2'"),
     ],
 )
-def test_unusable_configs_are_refused(published, write, told):
+def test_unusable_configs_are_refused(published, write, message):
     """Breaks when a folder without a readable config.json ends in a traceback."""
     (published / "config.json").unlink()
     if write:
         (published / "config.json").write_text(write)
-    assert told in refusal(published)
+    assert message in refusal(published)
 
 
 def test_an_empty_prompt_is_refused(published):
@@ -284,7 +284,7 @@ def test_control_tokens_cannot_be_spelled(neox_file, tmp_path):
 
 
 def test_a_missing_package_is_named(neox_file, tmp_path, monkeypatch):
-    """Breaks when the optional package is imported without need, or its absence is not told in one line."""
+    """Breaks when the optional package is imported without need, or its absence is not reported in one line."""
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match="pip install tokenizers"):
         Processor.from_source(folder_of(tmp_path, neox_file))
@@ -298,9 +298,9 @@ def test_unusable_tokenizers_are_refused(neox_file, tmp_path):
     raw = json.loads(neox_file.read_text())
     raw["added_tokens"] = []
     del raw["model"]["vocab"]["<|endoftext|>"]
-    for content, told in ((json.dumps(raw), "not GPT-NeoX's"), ("{", "not a tokenizer")):
+    for content, message in ((json.dumps(raw), "not GPT-NeoX's"), ("{", "not a tokenizer")):
         file.write_text(content)
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             Processor.from_source(folder)
     file.unlink()
     with pytest.raises(UserError, match="not found, nor a tokenizer.model"):

@@ -126,7 +126,7 @@ def assert_same_logits(model: PaliGemma, hf) -> None:
 )
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_every_dialect_loads_bit_for_bit(hf, dialect, shards, head, tmp_path):
-    """Breaks when a published name lands on another parameter, or a shard or a tied head confuses the loader."""
+    """Breaks when a published name lands on another parameter, or several files or a tied head confuse the loader."""
     model = load_model(save(tmp_path, hf, tensors_of(hf, dialect, head), shards))
     assert not model.training and all(parameter.requires_grad for parameter in model.parameters())
     assert examine(tmp_path).dialect == dialect
@@ -243,7 +243,7 @@ def test_presets_have_random_weights_and_folders_come_first(hf1, tmp_path, monke
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize(("stored", "wanted"), [("fp32", "bf16"), ("fp32", "fp32"), ("bf16", "bf16")])
 def test_peak_memory(stored, wanted, tmp_path, monkeypatch):
-    """Breaks when loading holds a second copy: the file's tensors beside the cast ones, or a whole shard."""
+    """Breaks when loading holds a second copy: the file's tensors beside the cast ones, or all of a file."""
     config = small(vocab_size=8192, hidden_size=1024, intermediate_size=8192)
     monkeypatch.setitem(PRESETS, "big", config)
     folder = tmp_path / "checkpoint"
@@ -261,7 +261,7 @@ def arrays_of(hf, rows: int) -> dict[str, np.ndarray]:
     """The arrays that big_vision would hold for the weights of a transformers model, from its einsums' axes."""
     state = {name.removeprefix("model."): tensor.numpy() for name, tensor in hf.state_dict().items()}
     text, vision = hf.config.text_config, hf.config.vision_config
-    heads, width, eyes = text.num_attention_heads, text.head_dim, vision.num_attention_heads
+    heads, width, vision_heads = text.num_attention_heads, text.head_dim, vision.num_attention_heads
 
     def stack(template: str, change, layers: int) -> np.ndarray:
         return np.stack([change(state[template.format(layer)]) for layer in range(layers)])
@@ -287,13 +287,17 @@ def arrays_of(hf, rows: int) -> dict[str, np.ndarray]:
     attention = f"{block}/MultiHeadDotProductAttention_0"
     for key, name in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
         arrays[f"{attention}/{key}/kernel"] = stack(
-            f"{layer}.self_attn.{name}.weight", lambda w: w.reshape(eyes, -1, w.shape[1]).transpose(2, 0, 1), count
+            f"{layer}.self_attn.{name}.weight",
+            lambda w: w.reshape(vision_heads, -1, w.shape[1]).transpose(2, 0, 1),
+            count,
         )
         arrays[f"{attention}/{key}/bias"] = stack(
-            f"{layer}.self_attn.{name}.bias", lambda w: w.reshape(eyes, -1), count
+            f"{layer}.self_attn.{name}.bias", lambda w: w.reshape(vision_heads, -1), count
         )
     arrays[f"{attention}/out/kernel"] = stack(
-        f"{layer}.self_attn.out_proj.weight", lambda w: w.reshape(w.shape[0], eyes, -1).transpose(1, 2, 0), count
+        f"{layer}.self_attn.out_proj.weight",
+        lambda w: w.reshape(w.shape[0], vision_heads, -1).transpose(1, 2, 0),
+        count,
     )
     arrays[f"{attention}/out/bias"] = stack(f"{layer}.self_attn.out_proj.bias", lambda w: w, count)
 
@@ -302,7 +306,7 @@ def arrays_of(hf, rows: int) -> dict[str, np.ndarray]:
     def per_head(w):  # BTD,NDH->BTNH
         return w.reshape(-1, width, w.shape[1]).transpose(0, 2, 1)
 
-    def whole(w):
+    def transposed(w):
         return w.T
 
     arrays["llm/layers/attn/q_einsum/w"] = stack(f"{layer}.self_attn.q_proj.weight", per_head, count)
@@ -313,9 +317,9 @@ def arrays_of(hf, rows: int) -> dict[str, np.ndarray]:
         f"{layer}.self_attn.o_proj.weight", lambda w: w.T.reshape(heads, width, -1), count
     )
     arrays["llm/layers/mlp/gating_einsum"] = np.stack(
-        [stack(f"{layer}.mlp.{name}.weight", whole, count) for name in ("gate_proj", "up_proj")], axis=1
+        [stack(f"{layer}.mlp.{name}.weight", transposed, count) for name in ("gate_proj", "up_proj")], axis=1
     )
-    arrays["llm/layers/mlp/linear"] = stack(f"{layer}.mlp.down_proj.weight", whole, count)
+    arrays["llm/layers/mlp/linear"] = stack(f"{layer}.mlp.down_proj.weight", transposed, count)
     norms = {"pre_attention_norm": "input_layernorm", "pre_ffw_norm": "post_attention_layernorm"}
     if text.model_type == "gemma2":
         norms = {
@@ -371,12 +375,12 @@ def test_big_vision_einsums(hf1, tmp_path):
     ):
         assert relative_error(ours, theirs) < 1e-6
     x = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(0))
-    eye = model.vision_tower.encoder.layers[1].self_attn
+    vision = model.vision_tower.encoder.layers[1].self_attn
     key = "img/Transformer/encoderblock/MultiHeadDotProductAttention_0"
     q = torch.einsum("btd,dnh->btnh", x, a[f"{key}/query/kernel"][1]) + a[f"{key}/query/bias"][1]
-    assert relative_error(eye.q_proj(x), q.flatten(2)) < 1e-6
+    assert relative_error(vision.q_proj(x), q.flatten(2)) < 1e-6
     out = torch.einsum("btnh,nhd->btd", q, a[f"{key}/out/kernel"][1]) + a[f"{key}/out/bias"][1]
-    assert relative_error(eye.out_proj(q.flatten(2)), out) < 1e-6
+    assert relative_error(vision.out_proj(q.flatten(2)), out) < 1e-6
 
 
 def test_big_vision_dtypes_and_presets(hf1, tmp_path, monkeypatch):
@@ -550,9 +554,9 @@ BAD_SINGLE = {
 }
 BAD_SHARDS = {
     "missing shard": (lambda f: (f / SHARD2).unlink(), f"{SHARD2}: cannot be read .No such file"),
-    "index without map": (lambda f: (f / INDEX_FILE).write_text("{}"), "no index of shards"),
-    "index is no JSON": (lambda f: (f / INDEX_FILE).write_text("<html>"), "no index of shards"),
-    "index of numbers": (lambda f: (f / INDEX_FILE).write_text('{"weight_map": {"a": 1}}'), "no index of shards"),
+    "index without map": (lambda f: (f / INDEX_FILE).write_text("{}"), "no index of weight files"),
+    "index is no JSON": (lambda f: (f / INDEX_FILE).write_text("<html>"), "no index of weight files"),
+    "index of numbers": (lambda f: (f / INDEX_FILE).write_text('{"weight_map": {"a": 1}}'), "no index of weight files"),
     "absolute path": (lambda f: point_index_to(f, "/etc/passwd"), "names '/etc/passwd', a file outside its folder"),
     "parent folder": (lambda f: point_index_to(f, "../x.safetensors"), "'../x.safetensors', a file outside"),
     "zero byte": (lambda f: point_index_to(f, "a\0b"), "a file outside its folder"),
@@ -569,7 +573,7 @@ BAD_SHARDS = {
 
 
 @pytest.mark.parametrize("case", BAD_SINGLE | BAD_SHARDS)
-def test_bad_checkpoints_are_told_in_one_line(hf1, case, tmp_path, monkeypatch):
+def test_bad_checkpoints_are_refused_in_one_line(hf1, case, tmp_path, monkeypatch):
     """Breaks when damage ends in a traceback, is found only after gigabytes were read, or passes unseen."""
     for stream in ("stream_into", "stream_npz_into"):
         monkeypatch.setattr(weights.checkpoint, stream, lambda *_: pytest.fail("tensors were read"))
@@ -678,7 +682,7 @@ BAD_NPZ = {
 
 
 @pytest.mark.parametrize("case", BAD_NPZ)
-def test_bad_arrays_are_told_in_one_line(hf1, case, tmp_path, monkeypatch):
+def test_bad_arrays_are_refused_in_one_line(hf1, case, tmp_path, monkeypatch):
     """Breaks when an .npz that does not fit is read, or a pickle in it is opened."""
     monkeypatch.setattr(weights.checkpoint, "stream_npz_into", lambda *_: pytest.fail("tensors were read"))
     monkeypatch.chdir(tmp_path)
@@ -855,7 +859,7 @@ def test_a_silu_model_is_exported_as_one(hf1, tmp_path):
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError])
 def test_an_interrupted_export_leaves_nothing(hf1, failure, tmp_path, monkeypatch):
-    """Breaks when half a checkpoint can be mistaken for a whole one."""
+    """Breaks when half a checkpoint can be mistaken for a complete one."""
     model = load_model(save(tmp_path / "in", hf1, tensors_of(hf1)))
     write = weights.export.write_text
 
@@ -905,7 +909,7 @@ def test_the_export_command(hf1, tmp_path, capsys):
 
 
 def test_inspect(hf1, tmp_path, capsys):
-    """Breaks when inspection miscounts, reads tensors, or calls a damaged checkpoint whole."""
+    """Breaks when inspection miscounts, reads tensors, or reports a damaged checkpoint as complete."""
     folder = save(tmp_path / "in", hf1, tensors_of(hf1, "B", "lm_head.weight"), shards=2)
     weights.inspect.main([str(folder), "--json"])
     facts = json.loads(capsys.readouterr().out)

@@ -28,6 +28,7 @@ from eval import figures
 from lora.quantize import Int8Linear, quantize
 from model.common import UserError, write_text
 from model.config import PRESETS
+from model.device import DTYPES as DTYPE_FLAGS
 from model.processor import Processor
 from train.benchmark.estimate import estimate
 from train.benchmark.sides import (
@@ -60,7 +61,7 @@ from train.data.batches import collate
 from train.data.records import embedded_records
 from train.supervised import supervised_loss
 from weights.checkpoint import examine
-from weights.export import DTYPE_FLAGS, export_model
+from weights.export import export_model
 from weights.load import load_model
 
 TITLES = {
