@@ -139,9 +139,10 @@ def fingerprint(model: Adaptable) -> str:
     if model.base_fingerprint is not None:
         return model.base_fingerprint
     adapter = set(adapter_parameters(model).values())
-    merged = {layer.base_layer.weight: layer.original for layer in lora_layers(model).values() if layer.merged}
+    layers = lora_layers(model).values()
+    originals = {layer.base_layer.weight: layer.original for layer in layers if layer.original is not None}
     base = {
-        name.replace(".base_layer.", "."): _gathered(merged.get(parameter, parameter))
+        name.replace(".base_layer.", "."): _gathered(originals.get(parameter, parameter))
         for name, parameter in model.named_parameters()
         if parameter not in adapter
     }
@@ -236,7 +237,9 @@ def _linear_paths(model: nn.Module) -> list[str]:
 
 
 def _wrap(model: nn.Module, path: str, r: int, alpha: float, dropout: float) -> None:
-    model.set_submodule(path, LoRALinear(model.get_submodule(path), r, alpha, dropout))
+    layer = model.get_submodule(path)
+    assert isinstance(layer, nn.Linear)
+    model.set_submodule(path, LoRALinear(layer, r, alpha, dropout))
 
 
 def _train_adapter_only(model: nn.Module) -> None:

@@ -1,6 +1,6 @@
-"""LoRA on one linear layer: a frozen base and a trained low-rank update beside it, or folded into its weight.
+"""LoRA on one linear layer: a frozen base and a trained low-rank update beside it, or merged into its weight.
 
-In: x (…, in_features). Out: base_layer(x) + (alpha / r)·B·A·dropout(x) (…, out_features). Next: `lora/adapter.py`.
+In: x (…, in_features). Out: base_layer(x) + (alpha / r)·B·A·dropout(x) (…, out_features).
 """
 
 import torch
@@ -10,9 +10,10 @@ from model.lowrank import LowRank
 
 
 class LoRALinear(nn.Module):
-    """W x + (alpha / r)·B·A·x (Hu et al. 2021, Eq. 3). `base_layer` is PEFT's name for what holds W.
+    """W x + (alpha / r)·B·A·x (Hu et al. 2021, Eq. 3). `base_layer`, PEFT's name, holds W.
 
-    A differential sibling of attention calls `base_layer` once and adds `lora`, and a second update, itself.
+    Differential attention with two branches does not call this layer: it calls `base_layer` once and adds `lora`, and
+    its second update, itself.
     """
 
     def __init__(self, base_layer: nn.Linear, r: int, alpha: float, dropout: float = 0.0):
@@ -21,7 +22,7 @@ class LoRALinear(nn.Module):
         self.alpha = alpha
         device = base_layer.weight.device
         self.lora = LowRank(base_layer.in_features, base_layer.out_features, r, alpha, dropout, device)
-        self.original: torch.Tensor | None = None  # W while merged; no buffer: it is neither saved nor moved
+        self.original: torch.Tensor | None = None  # W while merged; not a buffer, so it is neither saved nor moved
         self.train(base_layer.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -34,9 +35,9 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Fold the update into the weight: summed in fp32 (fp64 for an fp64 base), rounded once to the weight's dtype.
+        """Add the update to the weight: summed in fp32 (fp64 for an fp64 base), rounded once to the weight's dtype.
 
-        (W + Δ) − Δ is not W in floating point, so W itself is kept, in main memory: the size of the weight once more.
+        (W + Δ) − Δ is not W in floating point, so W itself is kept in main memory.
         """
         if self.merged:
             return
@@ -44,10 +45,10 @@ class LoRALinear(nn.Module):
         exact = torch.promote_types(weight.dtype, torch.float32)
         merged = weight.to(exact) + self.lora.delta_weight().to(exact)
         self.original = weight.detach().cpu()
-        weight.data = merged.to(weight.dtype)  # a new storage: on a CPU `original` is the old one, not a copy
+        weight.data = merged.to(weight.dtype)  # new storage: on a CPU `original` keeps the old one without a copy
 
     def unmerge(self) -> None:
-        """Put W back, to the bit."""
-        if self.merged:
+        """Restore W, to the bit."""
+        if self.original is not None:
             self.base_layer.weight.data = self.original.to(self.base_layer.weight)
             self.original = None

@@ -1,7 +1,7 @@
-"""Frozen weights in 8 bits: a quarter of fp32's memory, half of bf16's, for what LoRA leaves as it is.
+"""Frozen weights in 8 bits: a quarter of fp32's memory, half of bf16's.
 
 In: a model, adapted or not. Out: the same model, each frozen linear layer an `Int8Linear`. Embedding, head, norms and
-all that learns stay as they are. Next: `train/finetune.py --quantize int8`.
+all trained parameters are unchanged. `python -m train.finetune --quantize int8` uses it.
 """
 
 import torch
@@ -16,8 +16,8 @@ from model.linear import Linear, linear
 class Int8Linear(Linear):
     """x·Wᵀ + b with W = scale · weight: 8 bits of weight, −127 … 127, and one scale for each output channel (row).
 
-    W differs from the original by at most half a scale, which is the row's largest value / 127, rounded to bf16: so no
-    dtype that W is put back into for a product changes the scale.
+    The scale is the row's largest value / 127, rounded to bf16, so that it is the same in every dtype that a product is
+    computed in. W differs from the original by at most half a scale.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -26,8 +26,8 @@ class Int8Linear(Linear):
         weight = linear.weight.detach()
         largest = weight.abs().amax(dim=1).float()
         scale = (largest / 127).bfloat16().float()
-        whole = weight / torch.where(largest > 0, scale, 1.0)[:, None]
-        self.weight = nn.Parameter(whole.round().to(torch.int8), requires_grad=False)
+        steps = weight / torch.where(largest > 0, scale, 1.0)[:, None]
+        self.weight = nn.Parameter(steps.round().to(torch.int8), requires_grad=False)
         self.register_buffer("scale", scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -38,28 +38,29 @@ class Int8Linear(Linear):
 
 
 class _Product(torch.autograd.Function):
-    """x·(scale · weight)ᵀ. The backward pass puts the weight back anew: autograd would keep all of them till then."""
+    """x·(scale · weight)ᵀ. The backward pass dequantizes again: autograd would keep every dequantized weight."""
 
     @staticmethod
     def forward(ctx, x, weight, scale):
         ctx.save_for_backward(weight, scale)
-        return linear(x, _put_back(weight, scale, x.dtype))
+        return linear(x, _dequantized(weight, scale, x.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return linear(grad, _put_back(*ctx.saved_tensors, grad.dtype).T), None, None
+        weight, scale = ctx.saved_tensors
+        return linear(grad, _dequantized(weight, scale, grad.dtype).T), None, None
 
 
-def _put_back(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _dequantized(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return weight.to(dtype).mul_(scale.to(dtype)[:, None])
 
 
 def quantize(model: Adaptable) -> int:
-    """Turn every linear layer of `model` that does not learn into an `Int8Linear`, in place; returns how many.
+    """Turn every frozen linear layer of `model` into an `Int8Linear`, in place; returns how many.
 
-    Before, the model's fingerprint is taken: an adapter trained here belongs to the whole base, and opens on it. Where
-    nothing is to learn, switch off `requires_grad` first.
+    The model keeps the fingerprint of its weights before: an adapter trained here belongs to the base in full precision
+    and opens on it. Frozen means `requires_grad` is off.
     """
     model.base_fingerprint = fingerprint(model)
     own = set(adapter_parameters(model).values())
@@ -72,6 +73,5 @@ def quantize(model: Adaptable) -> int:
         and module.weight not in own
     ]
     for path, module in frozen:
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, Int8Linear(module).train(module.training))
+        model.set_submodule(path, Int8Linear(module).train(module.training))
     return len(frozen)

@@ -1,7 +1,7 @@
-"""Gemma's decoder, generations 1 (Gemma Team 2024a) and 2 (2024b), over embeddings that text and picture share.
+"""Gemma's decoder, generations 1 (Gemma Team 2024a) and 2 (2024b), over the embeddings of text and pictures.
 
-In: embeddings (B, S, H), who is valid and of which type (B, Sk), a cache when decoding.
-Out: hidden states (B, S, H) after the final norm; `head` turns those asked for into logits. Next: `model/generate.py`.
+In: embeddings (B, S, H), which positions are valid and of which type (B, Sk), a cache when decoding.
+Out: hidden states (B, S, H) after the final norm; `head` computes logits from them. `model/generate.py` decodes.
 """
 
 import torch
@@ -15,7 +15,7 @@ from model.linear import Linear, activated, linear
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · (1 + weight), wholly in fp32: multiplying after the cast back would round differently."""
+    """x / rms(x) · (1 + weight), all in fp32: multiplying after the cast back would round differently."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -41,19 +41,20 @@ class GemmaMLP(nn.Module):
 
 
 class GemmaLayer(nn.Module):
-    """Pre-norm layer. Gemma 2 also normalises each branch before it is added, and reuses a name for that.
+    """Pre-norm layer. Gemma 2 also normalises the output of each branch before it is added.
 
-    `post_attention_layernorm` is the MLP's pre-norm in Gemma 1, and the attention branch's post-norm in Gemma 2.
+    The name `post_attention_layernorm` is published for two things: in Gemma 1 it is the norm before the MLP, in Gemma
+    2 the norm of the attention's output.
     """
 
     def __init__(self, config: TextConfig):
         super().__init__()
-        norms = ["input_layernorm", "post_attention_layernorm"]
-        if config.is_gemma2:
-            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        for name in norms:
-            self.add_module(name, RMSNorm(config.hidden_size, config.rms_norm_eps))
         self.is_gemma2 = config.is_gemma2
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.is_gemma2:
+            self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(
             config.hidden_size,
             config.num_attention_heads,
@@ -72,7 +73,7 @@ class GemmaLayer(nn.Module):
         cache: LayerCache | None = None,
         positions: int | torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x (B, S, H) to (B, S, H), or to the `positions` to keep: no other asks, or reaches the MLP."""
+        """x (B, S, H) to (B, S, H), or to the `positions` to keep: the others are keys and values only."""
         attended = self.self_attn(self.input_layernorm(x), rope, mask, cache, positions)
         x = keep_positions(x, positions)
         if self.is_gemma2:
@@ -83,7 +84,7 @@ class GemmaLayer(nn.Module):
 
 
 class Gemma(nn.Module):
-    """The decoder with its embedding, which is the head too."""
+    """The decoder with its embedding, whose matrix is also the head's."""
 
     def __init__(self, config: TextConfig):
         super().__init__()
@@ -94,9 +95,9 @@ class Gemma(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """ids (B, S) to embeddings (B, S, H) times √H; the factor is first cast to the weights' dtype."""
+        """ids (B, S) to embeddings (B, S, H) times √H; the factor is first cast to the dtype of the weights."""
         embeddings = self.embed_tokens(input_ids)
-        return embeddings * embeddings.new_full((), self.config.hidden_size**0.5)  # a GPU need not wait for it
+        return embeddings * embeddings.new_full((), self.config.hidden_size**0.5)  # filled on the device: nothing waits
 
     def forward(
         self,
@@ -107,11 +108,11 @@ class Gemma(nn.Module):
         positions_to_keep: int | torch.Tensor | None = None,
         documents: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x (B, S, H), the last S of the Sk positions that valid (B, Sk) and types (B, Sk) describe, to (B, S, H).
+        """x (B, S, H) to hidden states (B, S, H), or those of `positions_to_keep`, as in `keep_positions`.
 
-        Or to the positions asked for, as in `keep_positions`: in the last layer the others are only keys and values.
-        With a `cache` whose `position` is set, x is one token, and nothing after it is valid. `documents` (B, Sk) are
-        kept apart by the mask alone: positions count on through a row, since RoPE knows differences only.
+        x holds the last S of the Sk positions that valid (B, Sk) and types (B, Sk) describe. With a `cache` whose
+        `position` is set, x is one token, and no position after it is valid. `documents` (B, Sk) are separated by the
+        mask alone: positions are counted through the whole row, because RoPE depends on differences only.
         """
         rope, full, sliding = self.geometry(x, valid, types, cache, documents)
         for index, layer in enumerate(self.layers):
@@ -131,18 +132,21 @@ class Gemma(nn.Module):
         cache: list[LayerCache] | None = None,
         documents: torch.Tensor | None = None,
     ) -> tuple[Rope, torch.Tensor | None, torch.Tensor | None]:
-        """What all layers share, from the arguments of `forward`: positions, and the full and the sliding mask."""
+        """What all layers share, from the arguments of `forward`: rotations, the full and the sliding mask.
+
+        A mask is None where every query sees every key: attention is faster without one.
+        """
         queries = x.shape[1]
         # valid tokens count from 1, wherever the padding is
         positions = valid.sum(-1, keepdim=True) if queries == 1 else valid.long().cumsum(-1)[:, -queries:]
         rope = Rope(positions, self.config.rope_theta)
         if cache is not None and cache[0].position is not None:
             queries = cache[0].position
-        may_look = x.device.type == "cpu" and not torch.compiler.is_compiling()  # a GPU would have to be waited for
+        may_read = x.device.type == "cpu" and not torch.compiler.is_compiling()  # reading a GPU's values would wait
 
         def mask(window: int | None = None) -> torch.Tensor | None:
-            seen = attention_mask(valid, types, queries, window, documents=documents)
-            return None if may_look and bool(seen.all()) else seen
+            visible = attention_mask(valid, types, queries, window, documents=documents)
+            return None if may_read and bool(visible.all()) else visible
 
         full = sliding = mask()
         if self.config.sliding_window is not None and valid.shape[1] > self.config.sliding_window:

@@ -1,8 +1,11 @@
-"""Decoding: a prompt is read once into the cache, then one token a step for all rows until every row has ended.
+"""Decoding: the prompts are read once into the cache, then one token a step for all rows until every row has ended.
 
-In: a batch of prompts of unequal length, padded on either side. Out: the new tokens of each row.
-Next: `Processor.decode` in `model/processor.py` turns them into text.
+In: a batch of prompts of unequal length, padded on either side. Out: the new tokens of each row, which
+`Processor.decode` turns into text.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -10,17 +13,18 @@ from model.attention import LayerCache
 from model.common import UserError
 from model.paligemma import PaliGemma
 
-CHECK_EVERY = 8  # steps between looks at whether all rows have ended: each makes the CPU wait for the GPU
+CHECK_EVERY = 8  # steps between checks whether all rows have ended on a GPU: each makes the CPU wait for it
 
 
 class CompiledStep:
     """One step of decoding through torch.compile, for many calls of `generate`; on CUDA as a CUDA graph.
 
-    It keeps its cache, for a CUDA graph is bound to addresses; the capacity is rounded up to a multiple of `bucket`, so
-    that prompts of another length seldom need another. `options` are torch.compile's. The first call takes a while.
+    It keeps its cache, because a CUDA graph reads fixed addresses. The capacity is rounded up to a multiple of
+    `bucket`, so that prompts of another length seldom need another cache. `options` are torch.compile's. The first
+    call takes long.
     """
 
-    def __init__(self, model: PaliGemma, bucket: int = 128, **options):
+    def __init__(self, model: PaliGemma, bucket: int = 128, **options: Any):
         if options == {} and next(model.parameters()).is_cuda:
             options = {"mode": "reduce-overhead"}
         self.model, self.bucket = model, bucket
@@ -40,7 +44,7 @@ class CompiledStep:
         return self.cache
 
     def seal(self) -> None:
-        """The prompts are read: from here on, steps of one token follow."""
+        """Call this once the prompts are read: from here on, steps of one token follow."""
         self.position.fill_(self.cache[0].length - 1)
         for layer in self.cache:
             torch._dynamo.mark_static_address(layer.keys)
@@ -48,7 +52,7 @@ class CompiledStep:
             layer.position = self.position
 
     def __call__(self, token: torch.Tensor, types: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        """Logits (B, V) after `token` (B,); types and valid (B, capacity) tell of all positions that will ever be.
+        """Logits (B, V) after `token` (B,); types and valid (B, capacity) describe all positions, later ones included.
 
         Raises UserError where the compiler cannot work.
         """
@@ -56,7 +60,7 @@ class CompiledStep:
         torch.compiler.cudagraph_mark_step_begin()
         try:
             return self.step(token[:, None], types, valid, self.cache)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
+        except torch._dynamo.exc.BackendCompilerFailed as error:  # pyright: ignore[reportAttributeAccessIssue]
             message = " ".join(str(error).partition("\n\n")[0].split())
             raise UserError(f"torch.compile: {message}: install a C++ compiler, or decode without --compile") from error
 
@@ -92,14 +96,14 @@ def generate(
             f"max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}: expected at least 1, "
             "at least 0, and in (0, 1]"
         )
-    # without a graph, and without the versions of tensors that one would need: a step is short
+    # inference mode saves the bookkeeping of autograd in every step; torch.compile does not allow it
     with torch.inference_mode() if compiled is None else torch.no_grad():
         rows, prompt = input_ids.shape
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         capacity = prompt + max_new_tokens
         cache = model.new_cache(capacity) if compiled is None else compiled.open(rows, capacity)
-        # valid and types of all positions that will ever be: new tokens are valid, and causal
+        # valid and types of all positions, the new tokens' included, which are valid and causal
         new = attention_mask.new_ones(rows, (capacity if compiled is None else cache[0].capacity) - prompt)
         valid, types = torch.cat((attention_mask, new), dim=1), torch.cat((token_type_ids, new), dim=1)
         logits = model(
@@ -111,34 +115,46 @@ def generate(
             image_features=image_features,
             image_index=image_index,
             cache=cache,
-        )
-        logits = logits[:, -1]
+        )[:, -1]
         if compiled is not None:
             compiled.seal()
-        tokens = torch.full((rows, max_new_tokens), model.config.eos_token_id, device=input_ids.device)
-        ended = torch.zeros(rows, dtype=torch.bool, device=input_ids.device)
-        check_every = CHECK_EVERY if input_ids.is_cuda else 1
-        for step in range(max_new_tokens):
-            token = torch.where(ended, model.config.eos_token_id, pick(logits, temperature, top_p, generator))
-            tokens[:, step] = token
-            ended |= token == model.config.eos_token_id
-            if step + 1 == max_new_tokens or (step + 1) % check_every == 0 and bool(ended.all()):
-                break
+
+        def choose(logits: torch.Tensor) -> torch.Tensor:
+            return pick(logits, temperature, top_p, generator)
+
+        def advance(token: torch.Tensor, count: int) -> torch.Tensor:
             if compiled is not None:
-                logits = compiled(token, types, valid)
-                continue
-            seen = prompt + step + 1
-            logits = model(
-                token[:, None],
-                pixel_values=None,
-                token_type_ids=types[:, :seen],
-                attention_mask=valid[:, :seen],
-                cache=cache,
-            )[:, -1]
-        is_end = tokens[:, : step + 1] == model.config.eos_token_id
-        lengths = torch.where(is_end.any(1), is_end.long().argmax(1) + 1, step + 1)
-    rows_and_lengths = zip(tokens, lengths.tolist(), strict=True)
-    return [row[:length].clone() for row, length in rows_and_lengths]  # tensors like any others
+                return compiled(token, types, valid)
+            seen = prompt + count
+            return model(token[:, None], None, types[:, :seen], valid[:, :seen], cache=cache)[:, -1]
+
+        tokens = _decode(logits, choose, advance, model.config.eos_token_id, max_new_tokens)
+        is_end = tokens == model.config.eos_token_id
+        lengths = torch.where(is_end.any(1), is_end.long().argmax(1) + 1, tokens.shape[1]).tolist()
+    # copies made outside of inference mode, which autograd may use
+    return [row[:length].clone() for row, length in zip(tokens, lengths, strict=True)]
+
+
+def _decode(
+    logits: torch.Tensor,
+    choose: Callable[[torch.Tensor], torch.Tensor],
+    advance: Callable[[torch.Tensor, int], torch.Tensor],
+    eos: int,
+    limit: int,
+) -> torch.Tensor:
+    """Tokens (B, T), T ≤ limit, from the logits (B, V) after the prompts; rows that have ended repeat `eos`.
+
+    choose: a token (B,) from logits. advance: the logits after a token, which is the n-th new one.
+    """
+    tokens, ended = [], torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    check_every = CHECK_EVERY if logits.is_cuda else 1
+    while True:
+        token = torch.where(ended, eos, choose(logits))
+        tokens.append(token)
+        ended |= token == eos
+        if len(tokens) == limit or len(tokens) % check_every == 0 and bool(ended.all()):
+            return torch.stack(tokens, dim=1)
+        logits = advance(token, len(tokens))
 
 
 def last_valid(attention_mask: torch.Tensor) -> torch.Tensor:

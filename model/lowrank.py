@@ -1,4 +1,4 @@
-"""A low-rank linear map, the part that LoRA and the differential branches share.
+"""A low-rank linear map, used by LoRA and by the second branches of differential attention.
 
 In: x (…, in_features). Out: scale · B(A(dropout(x))) (…, out_features), exactly zero at the start.
 """
@@ -14,8 +14,8 @@ from model.linear import Linear
 class LowRank(nn.Module):
     """ΔW = (alpha / r) · B·A, LoRA's update (Hu et al. 2021, Eq. 3).
 
-    `lora_A` is drawn Kaiming-uniform with a = √5, `lora_B` is zero, so the map starts at zero and its first gradient
-    reaches B alone. Parameters stay in fp32 whatever the base's dtype: the product is cast to the dtype of x.
+    `lora_A` is drawn Kaiming-uniform with a = √5, `lora_B` is zero, so the map starts at zero and only B has a gradient
+    in the first step. Parameters stay in fp32 whatever the base's dtype: the product is cast to the dtype of x.
     """
 
     def __init__(self, in_features: int, out_features: int, r: int, alpha: float, dropout: float = 0.0, device=None):
@@ -32,14 +32,14 @@ class LowRank(nn.Module):
         nn.init.zeros_(self.lora_B.weight)
 
     def add_to(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """base + scale · B(A(dropout(x))) in the dtype of `base`, or `base` untouched while disabled."""
+        """base + scale · B(A(dropout(x))) in the dtype of `base`, or `base` itself while disabled."""
         return (base + self(x)).to(base.dtype) if self.enabled else base
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = nn.functional.dropout(x, self.dropout, self.training)
         if not torch.is_autocast_enabled(x.device.type):
             h = h.to(self.lora_A.weight.dtype)
-        return self.lora_B(self.lora_A(h) * self.scaling).to(x.dtype)  # scaled where it is narrow
+        return self.lora_B(self.lora_A(h) * self.scaling).to(x.dtype)  # scaled at rank r, the narrowest point
 
     def delta_weight(self) -> torch.Tensor:
         """ΔW (out_features, in_features) in fp32."""

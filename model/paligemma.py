@@ -1,7 +1,7 @@
-"""PaliGemma (Beyer et al. 2024): SigLIP's patches, a linear projector, and Gemma reading both as one sequence.
+"""PaliGemma (Beyer et al. 2024): SigLIP, a linear projector, and Gemma over patches and text as one sequence.
 
 In: a batch of `model/processor.py`: input_ids (B, S) with I image tokens a picture, pixel_values (pictures, 3, R, R),
-token_type_ids and attention_mask (B, S). Out: float32 logits (B, S, V). Next: `model/gemma.py`, `model/generate.py`.
+token_type_ids and attention_mask (B, S). Out: float32 logits (B, S, V).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ from model.graft import Adaptable
 from model.linear import Linear
 from model.siglip import Siglip
 
-CHUNK = 1 << 25  # logits that the loss holds at a time: 130 rows of PaliGemma's vocabulary
+MAX_LOGITS = 1 << 25  # that the loss holds at a time: 130 positions of PaliGemma's vocabulary
 
 
 class Projector(nn.Module):
-    """One linear map from the eye's width to the decoder's."""
+    """One linear map from the vision tower's width to the decoder's."""
 
     def __init__(self, config: PaliGemmaConfig):
         super().__init__()
@@ -58,20 +58,20 @@ class PaliGemma(Adaptable):
     ) -> torch.Tensor:
         """float32 logits (B, S, V), or those of the positions asked for; with `targets`, the loss against them.
 
-        token_type_ids (B, S): 0 for image, prefix and padding, which see each other, 1 for the causal suffix.
+        token_type_ids (B, S): 0 for image, prefix and padding, which attend to each other, 1 for the causal suffix.
         attention_mask (B, S): 0 at padding, on either side; None means no padding.
         positions_to_keep: None for all; n for the last n (B, n, V); indices (T,) or (B, T) for (B, T, V); a boolean
         mask (B, S) for (kept, V). The last MLP and the head, the widest product of the model, run there alone.
-        image_features (pictures, I, H): what `encode_images` returned, in place of pixel_values. image_index (slots,):
-        which picture fills which image slot of the batch, so that one is encoded once for many questions; None means
-        one picture a slot, in order. With a `cache`, token_type_ids and attention_mask cover the cached positions too.
+        image_features (pictures, I, H): from `encode_images`, in place of pixel_values. image_index (slots,): the
+        picture of each image slot of the batch, so that a picture is encoded once for many questions; None means one
+        picture a slot, in order. With a `cache`, token_type_ids and attention_mask cover the cached positions too.
         targets: the token that must follow each kept position, −100 for none; see `summed_loss`.
         """
         if attention_mask is None:
             attention_mask = torch.ones_like(token_type_ids)
         if image_features is None and pixel_values is not None:
             image_features = self.encode_images(pixel_values)
-        if image_index is not None:
+        if image_index is not None and image_features is not None:
             image_features = image_features[image_index]
         embeddings = self.merge(input_ids, image_features)
         hidden = self.language_model(embeddings, attention_mask.bool(), token_type_ids, cache, positions_to_keep)
@@ -86,20 +86,21 @@ class PaliGemma(Adaptable):
                 f"pixel_values are {tuple(pixel_values.shape)}, expected (pictures, 3, {side}, {side}): prepare the "
                 "pictures with this model's own processor"
             )
-        if len(pixel_values) == 0:  # text alone: the parameters take part all the same, as processes that train
-            return self.encode_images(pixel_values.new_zeros(1, 3, side, side))[:0]  # together must have the same ones
+        if len(pixel_values) == 0:
+            # text alone: an unused picture keeps the parameters in the graph, as distributed training requires
+            return self.encode_images(pixel_values.new_zeros(1, 3, side, side))[:0]
         return self.multi_modal_projector(self.vision_tower(pixel_values))
 
     def merge(self, input_ids: torch.Tensor, image_features: torch.Tensor | None) -> torch.Tensor:
-        """Embeddings (B, S, H): text scaled by √H, and picture rows, unscaled, at the image tokens in order.
+        """Embeddings (B, S, H): text scaled by √H, and at the image tokens, in order, the features unscaled.
 
-        The slots of a row may be anywhere in it: PaliGemma's place before the text is the processor's choice. Raises
+        The slots may be anywhere in a row; that PaliGemma's is before the text is decided by the processor. Raises
         UserError, naming the row, for a slot without a picture and for pictures without a slot.
         """
         is_image = input_ids == self.config.image_token_id
         # some checkpoints have no embedding row for the image token; its value is overwritten anyway
         embeddings = self.language_model.embed(input_ids.masked_fill(is_image, self.config.pad_token_id))
-        if not input_ids.is_cuda and not torch.compiler.is_compiling():  # on a GPU the count would stall the stream
+        if not input_ids.is_cuda and not torch.compiler.is_compiling():  # counting on a GPU would make the CPU wait
             check_slots(
                 is_image.sum(1).tolist(),
                 0 if image_features is None else len(image_features),
@@ -115,7 +116,7 @@ class PaliGemma(Adaptable):
 
 
 def check_slots(tokens: Sequence[int], pictures: int, length: int) -> None:
-    """Raise UserError unless rows of so many image `tokens` each are whole slots of `length`, one for each picture."""
+    """Raise UserError unless the rows' counts of image `tokens` make whole slots of `length`, one for each picture."""
     remedy = f"give every row one picture for each block of {length} image tokens"
     slots = 0
     for row, count in enumerate(tokens):
@@ -131,28 +132,30 @@ def check_slots(tokens: Sequence[int], pictures: int, length: int) -> None:
 def summed_loss(
     head: Callable[[torch.Tensor], torch.Tensor], vocab_size: int, hidden: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """The sum of cross-entropies, in nats, of `head` at hidden states (…, H) against targets (…); −100 is none.
+    """The sum of cross-entropies, in nats, of `head` at hidden states (…, H) against targets (…); −100 means none.
 
-    More than CHUNK logits are made in chunks, and again in the backward pass: one row of 257,152 takes a megabyte in
-    fp32, and cross-entropy keeps several copies.
+    More than MAX_LOGITS are computed in chunks, and again in the backward pass: one position of 257,152 logits takes a
+    megabyte in fp32, and cross-entropy keeps several copies.
     """
 
-    def of_rows(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(head(hidden), targets, ignore_index=-100, reduction="sum")
 
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
-    rows = max(1, CHUNK // vocab_size)
+    rows = max(1, MAX_LOGITS // vocab_size)
     if len(hidden) <= rows:
-        return of_rows(hidden, targets)
+        return loss_of(hidden, targets)
     chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
-    return sum(checkpoint(of_rows, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks)
+    losses = (checkpoint(loss_of, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks)
+    return sum(losses, start=hidden.new_zeros(()))
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int = 0, position_std: float = 0.02) -> nn.Module:
-    """Fill a model with random weights: unit variance through every layer, norms at their neutral value.
+    """Fill a model with random weights: unit variance through every layer, norms as the identity.
 
-    Embeddings have std H^-½ (√H restores 1 at the input, the tied head keeps logits near 1), positions `position_std`.
+    Embeddings have a standard deviation of H^-½: the factor √H makes it 1 at the input, and the logits of the tied head
+    are near 1. Position embeddings have `position_std`.
     """
     generator = torch.Generator().manual_seed(seed)
 

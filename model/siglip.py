@@ -1,7 +1,7 @@
-"""SigLIP's vision transformer (Zhai et al. 2023): pixels become one vector a patch.
+"""SigLIP's vision transformer (Zhai et al. 2023): one vector for each patch of a picture.
 
 In: pixel_values (B, 3, R, R) in [-1, 1]. Out: features (B, I, H) of I = (R / patch)² patches, row-major.
-Next: the projector in `model/paligemma.py`. Module names are the published ones.
+Module names are the published ones.
 """
 
 import torch
@@ -36,7 +36,7 @@ class SiglipMLP(nn.Module):
 
 
 class SiglipLayer(nn.Module):
-    """Pre-norm transformer layer; every patch sees every patch."""
+    """Pre-norm transformer layer; every patch attends to every patch."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()

@@ -266,7 +266,7 @@ def test_the_loss_in_chunks_is_the_loss(rows_at_once, monkeypatch):
     expected = F.cross_entropy(head(hidden).flatten(0, 1).double(), targets.flatten(), reduction="sum")
     leaves = (hidden, head.weight)
     whole = torch.autograd.grad(expected, leaves)
-    monkeypatch.setattr(paligemma, "CHUNK", 50 * rows_at_once)
+    monkeypatch.setattr(paligemma, "MAX_LOGITS", 50 * rows_at_once)
     sizes = []
     head.register_forward_hook(lambda module, args, out: sizes.append(len(out)))
     loss = paligemma.summed_loss(head, 50, hidden, targets)
@@ -280,7 +280,7 @@ def test_the_loss_in_chunks_is_the_loss(rows_at_once, monkeypatch):
 
 def test_chunks_hold_no_logits_for_the_backward_pass(monkeypatch):
     """Breaks when the chunks' logits are kept after all, which they are for."""
-    monkeypatch.setattr(paligemma, "CHUNK", 4000)
+    monkeypatch.setattr(paligemma, "MAX_LOGITS", 4000)
     head, held = nn.Linear(8, 1000, bias=False), []
     hidden = torch.randn(16, 8, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.numel()) or t, lambda t: t):
@@ -298,8 +298,8 @@ def test_the_models_loss_is_that_of_its_logits(generation, monkeypatch):
     expected = F.cross_entropy(
         model(**prompt, positions_to_keep=positions).flatten(0, 1), targets.flatten(), reduction="sum"
     )
-    for chunk in (paligemma.CHUNK, 256):
-        monkeypatch.setattr(paligemma, "CHUNK", chunk)
+    for chunk in (paligemma.MAX_LOGITS, 256):
+        monkeypatch.setattr(paligemma, "MAX_LOGITS", chunk)
         loss = model(**prompt, positions_to_keep=positions, targets=targets)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from model.config import PRESETS, PaliGemmaConfig
-from model.paligemma import CHUNK
+from model.paligemma import MAX_LOGITS
 from weights.checkpoint import empty_model
 
 SIZES = {"3B": "paligemma-3b-224", "10B": "paligemma2-10b-224", "28B": "paligemma2-28b-224"}
@@ -46,7 +46,7 @@ def memory(config: PaliGemmaConfig, rows: int = 4, gpus: int = 1, r: int = RANK)
     heads = text.head_dim * (2 * text.num_attention_heads + 2 * text.num_key_value_heads)
     within = tokens * (2 * (4 * text.hidden_size + heads + 4 * text.intermediate_size) + 4 * 4 * text.hidden_size)
     between = tokens * text.hidden_size * text.num_hidden_layers * 2
-    return Memory(2 * (total / gpus + gathered), 16 * lora / gpus, between + within + 3 * 4 * CHUNK)
+    return Memory(2 * (total / gpus + gathered), 16 * lora / gpus, between + within + 3 * 4 * MAX_LOGITS)
 
 
 def estimate(rows: int = 4) -> str:
