@@ -1,12 +1,14 @@
-"""Checkpoints of a run: all that the next step depends on, written so that no moment of death can break one.
+"""Checkpoints of a run: everything that the next step depends on, written atomically.
 
-In: what learns, its optimizer, the scaler, and where the loop stands; random numbers are seeded anew at every step, so
-that they have no state to keep. Out: `checkpoints/step-N/` with `trainable.safetensors`, `optimizer.safetensors` and
-`state.json`; or, where FSDP2 has spread the parameters, one `shard-R-….safetensors` a process in place of the first
-two, each with its own part of every tensor (torch.distributed.checkpoint): no process ever holds a whole one. Either
-kind is resumed by any number of processes, spread or not. A checkpoint is made under another name, flushed to disk and
-renamed, so a folder named `step-N` is whole or not there. No pickles: torch's usual `.metadata` file is one, so the
-parts carry their places in their own headers, as its safetensors writer puts them there.
+In: the trained parameters, the optimizer, the gradient scaler, and the progress of the loop. Random numbers are seeded
+at every step, so they have no state to save. Out: `checkpoints/step-N/` with `trainable.safetensors`,
+`optimizer.safetensors` and `state.json`; or, where FSDP2 has sharded the parameters, in place of the first two one
+`shard-R-….safetensors` for each process, with its part of every tensor (torch.distributed.checkpoint), so that no
+process holds a whole one. Any number of processes, with or without FSDP2, resumes from either kind.
+
+Atomic: a checkpoint is written under another name, flushed to disk and renamed; a crash leaves the previous one intact.
+No pickles: torch's usual `.metadata` file is one, so the files carry the places of their parts in their own headers, as
+torch's safetensors writer puts them there.
 """
 
 import json
@@ -39,24 +41,24 @@ def save_checkpoint(
     keep: int = 2,
     write: bool = True,
 ) -> Path:
-    """Write `run/checkpoints/step-N`, delete all but the newest `keep`. `progress` is the loop's own JSON.
+    """Write `run/checkpoints/step-N`, and delete all but the newest `keep`. progress: JSON data of the loop.
 
-    Every process calls it, since each writes its part of what FSDP2 has spread, to a folder that all of them see; the
-    rest is written by the one with `write`.
+    Every process must call it: each writes its part of what FSDP2 has sharded, to a folder that all of them share. The
+    process with `write` writes the rest.
     """
     weights, moments = dict(trainable(model)), _optimizer_tensors(optimizer)
-    spread = any(isinstance(tensor, DTensor) for tensor in weights.values())
+    is_sharded = any(isinstance(tensor, DTensor) for tensor in weights.values())
     folder = run / "checkpoints" / f"step-{step}"
     temporary = folder.with_name(f".{folder.name}.partial")
     if write:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-    if spread:
+    if is_sharded:
         dist.barrier()  # the folder is there
         dcp.save(weights | moments, storage_writer=HuggingFaceStorageWriter(str(temporary), save_distributed=True))
     if not write:
         return folder
-    if not spread:
+    if not is_sharded:
         save_file({name: tensor.detach() for name, tensor in weights.items()}, temporary / "trainable.safetensors")
         save_file(moments, temporary / "optimizer.safetensors")
     state = {"step": step, "progress": progress, "scaler": scaler.state_dict() if scaler is not None else None}
@@ -65,7 +67,7 @@ def save_checkpoint(
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
     sync_folder(temporary)
-    if folder.exists():  # a run that was resumed from an older checkpoint writes this step again
+    if folder.exists():  # the run was resumed from an older checkpoint and writes this step again
         _discard(folder)
     temporary.rename(folder)
     sync_folder(folder.parent)
@@ -75,13 +77,13 @@ def save_checkpoint(
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
+    """The complete checkpoints of a run, oldest first."""
     found = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def read_state(folder: Path) -> dict:
-    """Where the loop stood: step, progress, scaler. Raises UserError."""
+    """The state of the loop: "step", "progress", "scaler". Raises UserError if it cannot be read."""
     try:
         return json.loads((folder / "state.json").read_text())
     except (OSError, ValueError) as error:
@@ -91,10 +93,10 @@ def read_state(folder: Path) -> dict:
 def load_checkpoint(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
 ) -> dict:
-    """Restore model, optimizer and scaler in place; the returned dictionary holds step and progress.
+    """Restore model, optimizer and scaler in place; returns the state of the loop, see `read_state`.
 
-    Every process calls it and reads what it holds itself. Raises UserError if the checkpoint belongs to other
-    parameters or is damaged.
+    Every process must call it, and reads its own part. Raises UserError if the checkpoint is damaged, or belongs to
+    other parameters.
     """
     state, sizes, parameters = read_state(folder), _sizes(folder), trainable(model)
     moments = {name: size for name, size in sizes.items() if "/" in name}
@@ -121,7 +123,10 @@ def load_checkpoint(
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
-    """Put the trained weights of a checkpoint into a plain `model`, in one process, without its optimizer."""
+    """Load the trained weights of a checkpoint, without its optimizer, into a `model` that is not sharded.
+
+    Raises UserError if the model lacks one of these parameters.
+    """
     sizes, parameters = _sizes(folder), dict(model.named_parameters())
     found = {name: parameters.get(name) for name in sizes if "/" not in name}
     if any(parameter is None or parameter.shape != sizes[name] for name, parameter in found.items()):
@@ -130,7 +135,7 @@ def load_weights(folder: Path, model: nn.Module) -> None:
 
 
 def _sizes(folder: Path) -> dict[str, torch.Size]:
-    """The whole size of every tensor in the files of a checkpoint."""
+    """The unsharded size of every tensor in the files of a checkpoint. Raises UserError if a part is missing."""
     try:
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except (OSError, SafetensorError) as error:
@@ -142,15 +147,15 @@ def _sizes(folder: Path) -> dict[str, torch.Size]:
 
 
 def _fill(folder: Path, tensors: dict[str, torch.Tensor], alone: bool = False) -> None:
-    """Fill `tensors` in place, each process what it holds of them, from files however spread."""
+    """Fill `tensors` in place from the files of a checkpoint; each process fills the part that it holds."""
     alone = alone or not dist.is_initialized()
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*in a single process")  # which is just what is meant
+        warnings.filterwarnings("ignore", ".*in a single process")  # which is intended
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
 
 
 def _discard(folder: Path) -> None:
-    """Delete a checkpoint, under another name first: half of one must never bear the name of a whole one."""
+    """Delete a checkpoint, renamed first: a half-deleted one must not have the name of a complete one."""
     doomed = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)

@@ -1,8 +1,7 @@
-"""One process or many: what a training loop must know of the others, and nothing more.
+"""One process or several: sums over them, DDP and FSDP2, and evaluation questions that they share.
 
-In: the environment that `torchrun` sets. Out: a `World`; a model wrapped by DDP, or sharded by FSDP2; answers to
+In: the environment that `torchrun` sets. Out: a `World`; a model wrapped by DDP or sharded by FSDP2; the answers to
 questions that all processes share.
-Next: `train/finetune.py`.
 """
 
 import gc
@@ -19,13 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from eval.run import Ask, ask_all
 from model.common import UserError
+from model.device import choose_device
 from model.paligemma import PaliGemma
 from model.processor import Processor
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among `size`, and the device that it works on."""
+    """The rank of this process among `size` processes, and its device."""
 
     rank: int
     size: int
@@ -33,7 +33,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """The one that prints and writes."""
+        """Whether this process is the one that prints and writes."""
         return self.rank == 0
 
     def total(self, value: float) -> float:
@@ -45,7 +45,7 @@ class World:
         return tensor.item()
 
     def gather(self, value) -> list:
-        """The `value` of every process, by rank, on each of them."""
+        """The `value` of every process, by rank; all processes get the list."""
         if self.size == 1:
             return [value]
         values = [None] * self.size
@@ -53,9 +53,9 @@ class World:
         return values
 
     def share(self, micro_batches: int) -> int:
-        """How many of a step's micro-batches each process takes. Raises UserError if they cannot all take equally many.
+        """The number of a step's micro-batches for each process. Raises UserError if it is not a whole number.
 
-        So a run goes on with another number of processes, and its steps stay what they were.
+        A run resumed with another number of processes keeps the micro-batches of its steps.
         """
         if micro_batches % self.size:
             raise UserError(
@@ -70,17 +70,13 @@ class World:
 
 
 def join_world(device: str = "auto") -> World:
-    """Join the processes that `torchrun` started, or be alone. Raises UserError for a device that is not there."""
+    """Join the processes that `torchrun` started, if it did. Raises UserError for a device that is not there."""
     size, rank, local = (
         int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
     )
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(
-            f"--device {device}: this PyTorch sees no CUDA device: use --device cpu, or install CUDA's build"
-        )
-    chosen = torch.device(f"cuda:{local}" if device == "cuda" else device)
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        device = f"cuda:{local}"
+    chosen = choose_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if size > 1 and not dist.is_initialized():
@@ -89,15 +85,17 @@ def join_world(device: str = "auto") -> World:
 
 
 def leave_world() -> None:
-    gc.collect()  # a group of processes that a cycle of references kept alive would be taken apart too late, and abort
+    """Leave the processes that `join_world` joined."""
+    gc.collect()  # a process group kept alive by a reference cycle would be destroyed too late, and abort
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def spread(model: PaliGemma, world: World, shard: bool) -> nn.Module:
-    """What to call in place of `model`: itself when alone, else DDP's wrapper, or with `shard` FSDP2 layer by layer.
+    """The module to call in place of `model`: itself in one process, else wrapped by DDP, or with `shard` sharded by
+    FSDP2 layer by layer.
 
-    DDP averages gradients over processes; so does FSDP2. The loss is therefore to be multiplied by `world.size`.
+    Both average gradients over processes, so the loss must be multiplied by `world.size`.
     """
     if world.size == 1:
         return model
@@ -110,7 +108,7 @@ def spread(model: PaliGemma, world: World, shard: bool) -> nn.Module:
 
 
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:
-    """Whether the next backward pass exchanges gradients: only the last one of an accumulated step needs to."""
+    """Set whether the next backward pass exchanges gradients: only the last micro-batch of a step needs to."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = sync
     elif hasattr(model, "set_requires_gradient_sync"):
@@ -118,11 +116,10 @@ def set_gradient_sync(model: nn.Module, sync: bool) -> None:
 
 
 def divide(world: World, items: Sequence, work: Callable[[list], Sequence], key: Callable[..., Hashable]) -> list:
-    """`work(items)`, one result an item in their order, done by all processes, each on its share; all get all of it.
+    """`work(items)`, one result for each item, in order: each process works on its share, and all get all results.
 
-    Items with the same `key` stay together. The results are put in the places of their items, so each item counts
-    once: there is no padding to a multiple of the processes, whose doubled answers would have to be found again.
-    Every process must call it with the same items.
+    Items with the same `key` go to the same process. The items are not padded to a multiple of the processes, so each
+    is worked on once. Every process must call it with the same items.
     """
     numbers: dict[Hashable, int] = {}
     owners = [numbers.setdefault(key(item), len(numbers)) % world.size for item in items]
@@ -145,9 +142,9 @@ def ask_together(
     log: Path | None = None,
     **options,
 ) -> list[str | None]:
-    """`eval.run.ask_all`, each process asking its own copy of the model about its share of the pictures; all get all
-    answers, one for each question, in order. It keeps no log."""
-    assert log is None, "processes would write into each other's lines"
+    """`eval.run.ask_all`, shared by all processes: each asks its copy of the model about its share of the pictures. All
+    get all answers, one for each question, in order. It writes no log."""
+    assert log is None, "the lines of several processes would mix"
     problems = None if left_out is None else {}
 
     def work(own: list[Ask]) -> list[str | None]:

@@ -1,5 +1,6 @@
-"""What a run writes down at each step: metrics.jsonl, TensorBoard, the progress bar; and the picture of its loss."""
+"""The log of a run: metrics.jsonl, TensorBoard where installed, the progress bar, and the picture of its loss."""
 
+import contextlib
 import json
 import os
 import time
@@ -10,63 +11,50 @@ from tqdm import tqdm
 from eval import figures
 
 
-class Metrics:
-    """`metrics.jsonl`, and TensorBoard beside it if that is installed. Lines after the first `size` bytes are cut off:
-    they belong to steps after the checkpoint that the run resumes from."""
-
-    def __init__(self, path: Path, size: int):
-        path.touch()
-        os.truncate(path, size)
-        self.file = path.open("a", encoding="utf-8")
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(path.parent / "tensorboard")
-        except ImportError:
-            self.board = None
-
-    def write(self, record: dict) -> None:
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
-        if self.board is not None:
-            for name, value in record.items():
-                if isinstance(value, float):
-                    self.board.add_scalar(name, value, record["step"])
-
-    def sync(self) -> int:
-        """Flush it to disk; its length in bytes."""
-        os.fsync(self.file.fileno())
-        return self.file.tell()
-
-
 class Log:
-    """The metrics, the progress bar and the clock of a run; only the first process writes.
+    """The metrics, the progress bar and the clock of a run; only the process with `writes` writes.
 
-    progress: the run's counts, updated in place: "seconds" of training, "metrics_bytes".
+    progress: the counts of the run; `sync` updates "seconds" of training and "metrics_bytes". Lines of metrics.jsonl
+    after the first "metrics_bytes" are cut off: they belong to steps after the checkpoint that the run resumes from.
     """
 
     def __init__(self, run: Path, step: int, total: int, progress: dict, writes: bool):
         self.progress, self.seconds_before, self.started = progress, progress["seconds"], time.perf_counter()
-        self.metrics = Metrics(run / "metrics.jsonl", progress["metrics_bytes"]) if writes else None
         self.bar = tqdm(total=total, initial=step, desc="training", unit="step", disable=not writes)
+        self.file = self.board = None
+        if writes:
+            path = run / "metrics.jsonl"
+            path.touch()
+            os.truncate(path, progress["metrics_bytes"])
+            self.file = path.open("a", encoding="utf-8")
+            with contextlib.suppress(ImportError):
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.board = SummaryWriter(run / "tensorboard")
 
     def seconds(self) -> float:
         """Seconds of training, those before the run was resumed included."""
         return self.seconds_before + time.perf_counter() - self.started
 
     def write(self, record: dict) -> None:
-        if self.metrics is not None:
-            self.metrics.write(record)
-            self.bar.set_postfix_str(
-                f"loss {record['loss']:.3f}, {self.progress['samples'] / self.seconds():.0f} samples/s"
-            )
+        """Write the metrics of one step."""
+        if self.file is not None:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+            samples_per_second = self.progress["samples"] / self.seconds()
+            self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {samples_per_second:.0f} samples/s")
             self.bar.update()
+        if self.board is not None:
+            for name, value in record.items():
+                if isinstance(value, float):
+                    self.board.add_scalar(name, value, record["step"])
 
     def sync(self) -> None:
-        """Flush the metrics to disk, and bring `progress` up to date."""
+        """Flush the metrics to disk, and update `progress`."""
         self.progress["seconds"] = self.seconds()
-        if self.metrics is not None:
-            self.progress["metrics_bytes"] = self.metrics.sync()
+        if self.file is not None:
+            os.fsync(self.file.fileno())
+            self.progress["metrics_bytes"] = self.file.tell()
 
 
 def draw_loss(run: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from lora import adapter
 from lora.quantize import quantize
 from model.common import UserError
-from model.device import DTYPES
+from model.device import choose_dtype
 from model.differential import default_options, graft
 from model.paligemma import PaliGemma
 from model.processor import Processor, load_tokenizer
@@ -42,14 +42,9 @@ class System:
 SYSTEMS: dict[str, System] = {"wings": System(open_wings), "qmamba": System(open_qmamba, language_model)}
 
 
-def base_dtype(settings: Settings, device: torch.device) -> torch.dtype:
-    """The dtype of `--dtype`; "auto" is bf16 on a GPU, else fp32."""
-    return DTYPES["bf16" if device.type == "cuda" else "fp32"] if settings.dtype == "auto" else DTYPES[settings.dtype]
-
-
 def load_base(settings: Settings, device: torch.device) -> PaliGemma:
     """The base without graft and adapter, in its dtype, on `device`."""
-    return load_model(settings.base, dtype=base_dtype(settings, device), device=device)
+    return load_model(settings.base, dtype=choose_dtype(settings.dtype, device), device=device)
 
 
 def open_model(settings: Settings, device: torch.device) -> tuple[PaliGemma, torch.optim.Optimizer]:
@@ -58,7 +53,7 @@ def open_model(settings: Settings, device: torch.device) -> tuple[PaliGemma, tor
     Raises UserError for settings that exclude each other.
     """
     if settings.stage is not None:
-        model, rules = open_stage(settings, base_dtype(settings, device), device)
+        model, rules = open_stage(settings, choose_dtype(settings.dtype, device), device)
     else:
         model = load_base(settings, device)
         rules = adapt(model, settings)

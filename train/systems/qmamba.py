@@ -21,7 +21,7 @@ from weights.checkpoint import empty_model
 from weights.load import load_mamba, load_model, load_siglip
 
 TINY_MAMBA = BUNDLED_FOLDER.parent / "tiny-mamba"  # the embedded language model
-# for the embedded base, whose picture has 16 features
+# for the embedded base, which has 16 image tokens
 TINY = ProjectorConfig(queries=8, hidden_size=64, num_blocks=4, num_attention_heads=4, state_size=8)
 
 
