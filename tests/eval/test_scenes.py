@@ -18,7 +18,8 @@ from transformers.tokenization_utils_base import generate_merges
 from eval import pictures, scenes
 from model.common import UserError
 from model.source import BUNDLED_FOLDER
-from train.embedded.tokenizer import main, train_tokenizer, words
+from train.embedded.tokenizer import train_tokenizer, words
+from train.tokenizer import main
 
 MODEL_FILE = BUNDLED_FOLDER / "tokenizer.model"
 LOCATIONS = [f"<loc{value:04d}>" for value in range(1024)]

@@ -15,7 +15,8 @@ from model.common import UserError
 from model.config import PRESETS
 from model.paligemma import PaliGemma, initialize
 from train.distributed import World
-from train.embedded.base import ALONE, STAGES, batches, losses, main, make_optimizers, matched, shares
+from train.embedded.base import ALONE, STAGES, batches, losses, make_optimizers, matched, shares
+from train.pretrain import main
 from weights.load import load_model
 
 

@@ -15,10 +15,10 @@ from model.processor import Processor
 from model.qmamba import QMamba
 from model.system_configs import MambaConfig
 from tests.reference import relative_error
-from train import supervised
+from train import pretrain_mamba, supervised
 from train.data.batches import collate
 from train.data.records import sample_record
-from train.embedded import mamba as pretrain_mamba
+from train.embedded import mamba as embedded_mamba
 from train.optim import count
 from train.studies import qmamba as study_qmamba
 from train.studies.attention import main as compare
@@ -207,12 +207,12 @@ def test_senseless_flags_are_refused(flags, told, tmp_path):
 def test_scenes_are_told_right():
     """Breaks when words and questions are of different scenes, or a question carries loss."""
     processor = Processor.from_source("embedded")
-    ids, types = pretrain_mamba.tell(7, "train", processor)
+    ids, types = embedded_mamba.describe_scene(7, "train", processor)
     assert processor.decode(ids[:16]).split() == list(scenes.vqa_picture("train", 7)[0].scene.squares)
     text = [processor.decode([i for i, t in zip(ids, types, strict=True) if t and i != 1])]
     samples = scenes.vqa_picture("train", 7)
     assert all(sample.suffix in text[0] for sample in samples) and sum(types) > 2 * len(samples)
-    batch = next(pretrain_mamba.told_batches(processor, 3, 3))
+    batch = next(embedded_mamba.described_batches(processor, 3, 3))
     for row in range(3):
         valid = batch.attention_mask[row].bool()
         assert batch.token_type_ids[row][valid].tolist() == [0] * 16 + [1] * (int(valid.sum()) - 16)
@@ -221,7 +221,7 @@ def test_scenes_are_told_right():
 def test_the_language_model_is_made_and_loads(tmp_path, monkeypatch, capsys):
     """Breaks when the command's folder is no published Mamba, or it does not learn."""
     monkeypatch.setattr(pretrain_mamba, "CONFIG", MambaConfig(1728, 32, 1, 4, eos_token_id=1, bos_token_id=2))
-    monkeypatch.setattr(pretrain_mamba, "RATE", 1e-2)
+    monkeypatch.setattr(embedded_mamba, "RATE", 1e-2)
     before = MambaLM(pretrain_mamba.CONFIG)
     initialize_mamba(before.backbone)
     processor = Processor.from_source("embedded")

@@ -14,7 +14,7 @@ from eval.text.corpus import BOS, EOS, open_corpus
 from eval.text.tasks import Tasks
 from model.common import UserError
 from model.text import new_model
-from train.embedded import base as pretrain
+from train import pretrain
 from train.signals import Interrupted
 from train.systems.text import TextOrder, TextSettings, draw_row, learn, make_optimizer, pack, text_loss
 from train.text import main

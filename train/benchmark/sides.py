@@ -142,7 +142,7 @@ def micro_batch(setup: Setup, rows: int) -> MicroBatch:
     positions, targets = supervised(labels)
     index = torch.arange(rows, device=setup.device)
     batch = Batch(**inputs, labels=labels, image_index=index)
-    return MicroBatch(batch, index, positions, targets, rows * SUFFIX, ("",) * rows)
+    return MicroBatch(batch, positions, targets, rows * SUFFIX, ("",) * rows)
 
 
 def matmul_flops(setup: Setup, rows: int, length: int, head_rows: int, backward: bool) -> float:

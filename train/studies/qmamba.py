@@ -225,11 +225,11 @@ class Lesson:
     def batch(self, rows: list[int]) -> MicroBatch:
         samples = [self.lessons.samples[row] for row in rows]
         batch = self.processor.pad([self.processor.layout(1, s.prefix, s.suffix) for s in samples])
+        batch = replace(batch, image_index=torch.arange(len(rows)))
         positions, targets = supervised(batch.labels)
         features = self.lessons.features[[self.lessons.pictures[row] for row in rows]]
         return MicroBatch(
             batch,
-            None,
             positions,
             targets,
             int((targets != -100).sum()),
