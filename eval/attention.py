@@ -1,20 +1,20 @@
-"""Where a model looks: how much attention each layer spends on the picture, and which parts of it an answer looks at.
+"""Attention on the picture: the share of it in each layer, and the parts that the query deciding an answer attends to.
 
     python -m eval.attention --image photo.jpg --prompt "answer en What is on the table?"
 
 In: a picture and a prompt. Out: LAWS by layer, printed and as `laws.png`; and `attention.png`, the attention of the
 position that decides an answer token, drawn over the picture: of the plain model, and for a differential one of both
-its maps and of their difference. Next: nothing; this is for the reader.
+its maps and of their difference.
 
 LAWS (Zhang et al., "Wings: Learning Multimodal LLMs without Text-only Forgetting", NeurIPS 2024): the attention weights
 of a layer, averaged over heads, summed over all queries i and over the keys j of a token group. Rows of attention sum
-to 1, so the groups' LAWS add up to the number of queries. A picture comes first in PaliGemma: the groups are the
-picture and the text after it.
+to 1, so the LAWS of all groups add up to the number of queries. The picture comes first in PaliGemma: the groups are
+the picture and the text after it.
 """
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from typing import NamedTuple
@@ -23,17 +23,19 @@ import torch
 from PIL import Image
 
 from eval import figures
+from eval.command import Report, add_json_flag, command_parser, print_report
 from eval.session import add_model_flags, model_of, open_model
-from model.attention import attention_modules, tapped
+from model.attention import Attention, attention_modules, tapped
 from model.common import UserError, run_command
 from model.generate import generate
 from model.images import load_image
 from model.paligemma import PaliGemma
+from model.processor import Processor
 from weights.load import load_model
 
 
 class Look(NamedTuple):
-    """What one attention map of one layer does with each key, mean over heads: (S,) float32 on the CPU, of one row."""
+    """One attention map of one layer, reduced, mean over heads: (S,) float32 on the CPU, of one row."""
 
     received: torch.Tensor  # weights summed over all queries
     last: torch.Tensor  # the weights of the last query
@@ -41,21 +43,18 @@ class Look(NamedTuple):
 
 @torch.no_grad()
 def look(model: PaliGemma, **batch) -> list[list[Look]]:
-    """One forward pass of one row, `batch` as the model's arguments: for each decoder layer its one map or two, A₁
-    first. Maps are reduced as they come: whole ones of a long prompt would fill the memory."""
+    """The one or two maps of each decoder layer, A₁ first, in a forward pass of one row; `batch` are the model's
+    arguments. Each map is reduced at once: complete maps of a long prompt would fill the memory."""
     layers = [m for path, m in attention_modules(model).items() if path.startswith("language_model.")]
-    found: list[list[Look]] = [[] for _ in layers]
+    found: dict[Attention, list[Look]] = {layer: [] for layer in layers}
 
-    def watch(maps: list[Look]):
-        def tap(weights: torch.Tensor) -> None:
-            mean = weights[0].float().mean(0)  # (Sq, Sk)
-            maps.append(Look(mean.sum(0).cpu(), mean[-1].cpu()))
+    def reduce(maps: list[Look], weights: torch.Tensor) -> None:
+        mean = weights[0].float().mean(0)  # (Sq, Sk)
+        maps.append(Look(mean.sum(0).cpu(), mean[-1].cpu()))
 
-        return tap
-
-    with tapped({layer: watch(maps) for layer, maps in zip(layers, found, strict=True)}):
+    with tapped({layer: partial(reduce, maps) for layer, maps in found.items()}):
         model(**batch, positions_to_keep=1)
-    return found
+    return list(found.values())
 
 
 def laws(maps: Sequence[Look], is_picture: torch.Tensor) -> list[tuple[float, float]]:
@@ -70,10 +69,10 @@ def overlays(
     layers: Sequence[int],
     title: str,
 ) -> Image.Image:
-    """The last query's attention on the picture, a picture a map; several maps of one of the `layers` (counted from 1)
-    fill a row. With maps A1 and A2 their difference follows, red where A1 is larger and blue where A2 is.
+    """The last query's attention drawn over the picture, one per map; the maps of one of the `layers` (counted from 1)
+    share a row. After maps A1 and A2 comes their difference, red where A1 is larger and blue where A2 is.
 
-    Maps of one layer share their scale, the difference has its own; captions name what full color stands for.
+    Maps of one layer share their scale, the difference has its own; captions give the weight of full color.
     """
     pictures, captions = [], []
     side = round(sqrt(int(is_picture.sum())))
@@ -94,14 +93,33 @@ def overlays(
 
 
 def spread(layers: int, most: int = 4) -> list[int]:
-    """Up to `most` of the layers 1 … `layers`, evenly from the first to the last."""
+    """Up to `most` of the layers 1 … `layers`, evenly spaced from the first to the last."""
     return sorted({round(1 + (layers - 1) * step / max(1, most - 1)) for step in range(most)})
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def answer(
+    model: PaliGemma, processor: Processor, image: Image.Image, prompt: str, token: int
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The ids of the greedy answer, and the model's inputs up to the position that decides its token number `token`.
+
+    Raises UserError for a number that the answer does not have.
+    """
+    batch = processor([image], [prompt]).to(next(model.parameters()).device)
+    new = generate(
+        model, batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask, max(32, token + 1)
+    )[0]
+    if not 0 <= token < len(new):
+        raise UserError(f"--token {token}: the answer {processor.decode(new)!r} has tokens 0 to {len(new) - 1}")
+    before = new[:token]  # the position before a token decides it: it is the last query
+    inputs = {
+        "input_ids": torch.cat((batch.input_ids[0], before))[None],
+        "pixel_values": batch.pixel_values,
+        "token_type_ids": torch.cat((batch.token_type_ids[0], torch.ones_like(before)))[None],
+    }
+    return new, inputs
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     parser.add_argument("--image", required=True, metavar="FILE", help="a picture")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="such as 'answer en Where is the dog?'")
@@ -122,9 +140,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the figures (default: runs/eval/MODEL/attention)"
     )
-    parser.add_argument(
-        "--json", action=argparse.BooleanOptionalAction, default=False, help="print JSON only (default: a table)"
-    )
+    add_json_flag(parser)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command_parser("eval.attention", __doc__)
+    add_flags(parser)
     args = parser.parse_args(argv)
     image = load_image(args.image)
     source, run, _ = model_of(args)
@@ -133,70 +154,57 @@ def main(argv: Sequence[str] | None = None) -> None:
     layers = args.layers or spread(depth)
     if not all(1 <= layer <= depth for layer in layers):
         raise UserError(f"--layers {' '.join(map(str, layers))}: expected numbers from 1 to {depth}")
-
-    weight = model.language_model.embed_tokens.weight
-    batch = processor([image], [args.prompt]).to(weight.device)
-    new = generate(
-        model, batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask, max(32, args.token + 1)
-    )[0]
-    if not 0 <= args.token < len(new):
-        raise UserError(f"--token {args.token}: the answer {processor.decode(new)!r} has tokens 0 to {len(new) - 1}")
-    told = new[: args.token]  # the position before a token decides it: it is the last query
-    inputs = {
-        "input_ids": torch.cat((batch.input_ids[0], told))[None],
-        "pixel_values": batch.pixel_values,
-        "token_type_ids": torch.cat((batch.token_type_ids[0], torch.ones_like(told)))[None],
-    }
-    by_layer = look(model, **inputs)
-    maps = list(zip(*by_layer, strict=True))  # one or two, each with a Look a layer
+    new, inputs = answer(model, processor, image, args.prompt, args.token)
+    maps = list(zip(*look(model, **inputs), strict=True))  # one or two, each with a Look per layer
     columns = dict(zip(("A1", "A2") if len(maps) == 2 else (title,), maps, strict=True))
     if run is not None:
+        weight = model.language_model.embed_tokens.weight
         del model
         plain = look(load_model(source, dtype=weight.dtype, device=weight.device), **inputs)
-        columns = {"plain": [look_ for (look_,) in plain]} | columns
+        columns = {"plain": [map_ for (map_,) in plain]} | columns
 
     is_picture = (inputs["input_ids"][0] == processor.config.image_token_id).cpu()
-    measured = {name: laws(of_model, is_picture) for name, of_model in columns.items()}
-    shares = {name: [100 * picture / (picture + text) for picture, text in pairs] for name, pairs in measured.items()}
-    answers = {name: [100 * float(m.last[is_picture].sum()) for m in of_model] for name, of_model in columns.items()}
     token = processor.tokenizer.id_to_piece(int(new[args.token])).replace("\u2581", " ").strip()
     out = args.out or Path("runs", "eval", title, "attention")
+    sheet = overlays(image, columns, is_picture, layers, f"{title}: attention that decides {token!r}")
+    figures.save(sheet, out / "attention.png")
+    report = report_of(columns, is_picture, token, processor.decode(new))
     chart = figures.line_chart(
-        {name: list(enumerate(values, start=1)) for name, values in shares.items()},
+        {
+            name: [(n, 100 * picture / (picture + text)) for n, (picture, text) in enumerate(laws(maps, is_picture), 1)]
+            for name, maps in columns.items()
+        },
         f"{title}: attention on the picture",
         "layer",
         "LAWS, % of the weight of all queries",
     )
-    sheet = overlays(image, columns, is_picture, layers, f"{title}: attention that decides {token!r}")
     figures.save(chart, out / "laws.png")
-    figures.save(sheet, out / "attention.png")
-    if args.json:
-        print(
-            json.dumps(
-                {
-                    "answer": processor.decode(new),
-                    "token": token,
-                    "queries": len(is_picture),
-                    "laws": {
-                        name: [{"picture": picture, "text": text} for picture, text in pairs]
-                        for name, pairs in measured.items()
-                    },
-                    "deciding_query": {name: [value / 100 for value in values] for name, values in answers.items()},
-                }
-            )
-        )
-        return
-    print(f"{args.prompt} | {processor.decode(new)}")
-    print(
+    lines = [f"{args.prompt} | {processor.decode(new)}", *report.lines, f"in {out}: laws.png, attention.png"]
+    print_report(Report(report.values, lines), args.json)
+
+
+def report_of(columns: Mapping[str, Sequence[Look]], is_picture: torch.Tensor, token: str, text: str) -> Report:
+    """LAWS by layer, and the share of the deciding query's attention that is on the picture, for each column."""
+    measured = {name: laws(maps, is_picture) for name, maps in columns.items()}
+    deciding = {name: [float(m.last[is_picture].sum()) for m in maps] for name, maps in columns.items()}
+    values = {
+        "answer": text,
+        "token": token,
+        "queries": len(is_picture),
+        "laws": {name: [{"picture": p, "text": t} for p, t in pairs] for name, pairs in measured.items()},
+        "deciding_query": deciding,
+    }
+    lines = [
         f"% of the attention that falls on the picture: of all {len(is_picture)} queries (LAWS), and of the one that "
-        f"decides {token!r}"
-    )
-    print("     " + "".join(f"{name:>20}" for name in columns))
-    print("layer" + f"{'LAWS':>11}{'deciding':>9}" * len(columns))
-    for number in range(depth):
-        values = (f"{shares[name][number]:11.2f}{answers[name][number]:9.2f}" for name in columns)
-        print(f"{number + 1:5}" + "".join(values))
-    print(f"in {out}: laws.png, attention.png")
+        f"decides {token!r}",
+        "     " + "".join(f"{name:>20}" for name in columns),
+        "layer" + f"{'LAWS':>11}{'deciding':>9}" * len(columns),
+    ]
+    for number in range(len(next(iter(columns.values())))):
+        pairs = ((*measured[name][number], deciding[name][number]) for name in columns)
+        shares = (f"{100 * picture / (picture + text):11.2f}{100 * share:9.2f}" for picture, text, share in pairs)
+        lines.append(f"{number + 1:5}" + "".join(shares))
+    return Report(values, lines)
 
 
 if __name__ == "__main__":

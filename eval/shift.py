@@ -1,17 +1,16 @@
-"""Attention shift: does a picture in the middle of a text turn the attention on what stands before it?
+"""Attention shift: how a picture in the middle of a text changes which layers attend to the text before and after it.
 
     python -m eval.shift --model runs/wings-2/model
     python -m eval.shift --model embedded --slot inside --data examples.jsonl
 
 In: a model, and prompts with a picture each. Out: LAWS by layer for the text before the picture, the picture and the
 text after it; the attention shift with its 95 % interval; shift.json, and shift.png with the three curves.
-Next: nothing; this is for the reader.
 
 LAWS (Zhang et al., "Wings: Learning Multimodal LLMs without Text-only Forgetting", NeurIPS 2024): the attention weights
 of a layer, mean over heads, summed over all queries and over the keys of a group. Each query's weights sum to 1, so the
 three add up to the number of queries; bos is text. The shift is 1 − E[ρ(before, after)], ρ Pearson's correlation of two
-LAWS over the layers: 0 where both texts are looked at in the same layers, 2 where they are in opposite ones. The paper
-finds it larger in models that forget more of what they knew about text.
+LAWS over the layers: 0 where the same layers attend to both texts, 2 where opposite ones do. The paper finds it larger
+in models that lose more of their text-only ability.
 
 PaliGemma puts the picture first: nothing stands before it, and the shift is not defined. `--slot inside` puts the
 picture into the middle of the prompt's words, where models of WINGS are asked by default.
@@ -29,7 +28,9 @@ from PIL import Image
 
 from eval import figures, scenes
 from eval.attention import look
+from eval.command import Report, add_json_flag, command_parser, print_report
 from eval.datasets import read_examples
+from eval.report import interval_text
 from eval.session import add_model_flags, open_model, positive
 from eval.statistics import Interval, bootstrap
 from model.common import UserError, run_command, write_text
@@ -69,8 +70,8 @@ class Shift:
 def put_slot(prompt: str, share: float = 0.5) -> str:
     """`prompt` with a picture's slot after that share of its words, but never before the first nor after the last.
 
-    It stands before the space, so that the words around it are cut into the same pieces as without it. A prompt of one
-    word gets it behind that; one that has a slot keeps it.
+    It stands before the space, so that the words around it have the same tokens as without it. A prompt of one word
+    gets it after the word; one that has a slot is unchanged.
     """
     words = prompt.split(" ")
     if SLOT in prompt:
@@ -87,8 +88,8 @@ def measure(
 ) -> Shift:
     """LAWS of (picture, prompt) pairs, one picture each; `model` must be in eval mode.
 
-    causal: no token sees a later one, as always in WINGS; else PaliGemma's prompts are read both ways. Raises UserError
-    for a prompt with several slots, and for what the processor refuses.
+    causal: no query sees a later key, as always in WINGS; else attention within PaliGemma's prompt is bidirectional.
+    Raises UserError for a prompt with several slots, and for one that the processor refuses.
     """
     laws, queries = [], []
     device = next(model.parameters()).device
@@ -99,7 +100,7 @@ def measure(
         is_picture = (batch.input_ids[0] == processor.config.image_token_id).cpu()
         after = is_picture.long().cumsum(0) > 0
         groups = (~after, is_picture, after & ~is_picture)
-        # of a differential attention the first map: both have rows that sum to 1, their difference has not
+        # the first map of a differential attention: the rows of both maps sum to 1, those of their difference do not
         laws.append([[float(layer[0].received[group].sum()) for group in groups] for layer in maps])
         queries.append(len(is_picture))
     return Shift(np.array(laws), np.array(queries))
@@ -117,10 +118,7 @@ def file_examples(path: str, count: int) -> list[tuple[Path, str]]:
     return [(example.image, example.prefix) for example in read_examples(path)[:count]]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.shift", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     parser.add_argument(
         "--data",
@@ -137,9 +135,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--limit", type=positive, default=100, metavar="N", help="prompts (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the files (default: runs/eval/MODEL/shift)")
-    parser.add_argument(
-        "--json", action=argparse.BooleanOptionalAction, default=False, help="print JSON only (default: a table)"
-    )
+    add_json_flag(parser)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command_parser("eval.shift", __doc__)
+    add_flags(parser)
     args = parser.parse_args(argv)
     examples = embedded_examples(args.limit) if args.data == "embedded" else file_examples(args.data, args.limit)
     model, processor, title = open_model(args)
@@ -162,22 +163,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         "undefined": undefined,
     }
     write_text(out / "shift.json", json.dumps(result, indent=1) + "\n")
-    lines = {name: list(enumerate(curve, start=1)) for name, curve in zip(GROUPS, shares.T, strict=True) if curve.any()}
-    chart = figures.line_chart(lines, f"{title}: LAWS", "layer", "% of the attention of all queries")
+    curves = {
+        name: list(enumerate(curve, start=1)) for name, curve in zip(GROUPS, shares.T, strict=True) if curve.any()
+    }
+    chart = figures.line_chart(curves, f"{title}: LAWS", "layer", "% of the attention of all queries")
     figures.save(chart, out / "shift.png")
-    if args.json:
-        print(json.dumps(result))
-        return
-    print(f"LAWS of {title}, % of the attention of all queries, mean of {len(examples)} prompts, picture {slot}")
-    print("layer" + "".join(f"{name:>13}" for name in GROUPS))
-    for number, layer in enumerate(shares, start=1):
-        print(f"{number:5}" + "".join(f"{share:13.2f}" for share in layer))
-    if interval is None:
-        print("attention shift: not defined, since nothing stands before the picture; --slot inside puts text there")
-    else:
+    lines = [
+        f"LAWS of {title}, % of the attention of all queries, mean of {len(examples)} prompts, picture {slot}",
+        "layer" + "".join(f"{name:>13}" for name in GROUPS),
+        *(f"{n:5}" + "".join(f"{share:13.2f}" for share in layer) for n, layer in enumerate(shares, start=1)),
+        "attention shift: not defined, since nothing stands before the picture; --slot inside puts text there",
+        f"in {out}: shift.json, shift.png",
+    ]
+    if interval is not None:
         left_out = f", {undefined} prompts without one left out" if undefined else ""
-        print(f"attention shift {interval.mean:.3f} [{interval.low:.3f}, {interval.high:.3f}], from 0 to 2{left_out}")
-    print(f"in {out}: shift.json, shift.png")
+        lines[-2] = f"attention shift {interval_text(interval, 3)}, from 0 to 2{left_out}"
+    print_report(Report(result, lines), args.json)
 
 
 if __name__ == "__main__":

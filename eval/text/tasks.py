@@ -1,8 +1,7 @@
-"""Two tasks that a language model can only solve by what stands before: needles in a haystack, and examples in context.
+"""Two tasks that a language model can only solve from its context: needles in a haystack, and examples in context.
 
-In: a `Corpus` and a source of random numbers. Out: documents as token ids, and where their answers are. They are made
-for both models alike, mixed into what is learned, and asked on the test split. Next: `eval/text/measures.py`,
-`train/text.py`.
+In: a `Corpus` and a source of random numbers. Out: documents as token ids, and the places of their answers. The same
+documents are mixed into the training text of both models; `eval/text/measures.py` asks about the test split.
 
 Needles (Ye et al. 2024, 3.4): N lines such as "# secret: Lisbon C", a city and its letter, are put between the lines of
 a text; the last line, "# secrets: Lisbon C Oslo …", asks for R of them. The first one asked for lies at a chosen depth,
@@ -11,8 +10,8 @@ the others anywhere.
 Examples: lines such as "tiger B", where the word's class (animal, color, …) decides the letter, and which letter stands
 for which class is drawn anew for each document. The last line is to be completed; its word is in no example.
 
-An answer follows its key at once, which two layers of attention can learn to look up (Olsson et al. 2022, "In-context
-learning and induction heads"): the paper's sentences take more training than two cores give.
+An answer directly follows its key, which two layers of attention can learn to look up (Olsson et al. 2022, "In-context
+learning and induction heads"): the paper's sentences need more training than two CPU cores allow.
 """
 
 import random
@@ -22,31 +21,9 @@ from dataclasses import dataclass
 from eval.text.corpus import BOS, EOS, Corpus
 from model.common import UserError
 
-CITIES = (
-    "Lisbon",
-    "Cairo",
-    "Oslo",
-    "Lima",
-    "Paris",
-    "Tokyo",
-    "Delhi",
-    "Rome",
-    "Quito",
-    "Seoul",
-    "Dakar",
-    "Berlin",
-    "Havana",
-    "Athens",
-    "Madrid",
-    "Vienna",
-    "Prague",
-    "Dublin",
-    "Nairobi",
-    "Ottawa",
-    "Warsaw",
-    "Hanoi",
-    "Tunis",
-    "Riga",
+CITIES = tuple(
+    "Lisbon Cairo Oslo Lima Paris Tokyo Delhi Rome Quito Seoul Dakar Berlin Havana Athens "
+    "Madrid Vienna Prague Dublin Nairobi Ottawa Warsaw Hanoi Tunis Riga".split()
 )
 CLASSES = {
     "animal": ("horse", "tiger", "eagle", "sheep", "whale", "rabbit", "camel", "goose"),
@@ -59,13 +36,13 @@ CLASSES = {
 LETTERS = "ABCDEFGH"
 SHOWN = 4  # classes in a test: 1 of 4 is right by chance
 EXAMPLES = tuple(word for words in CLASSES.values() for word in words)
-WORDS = ("secret", "secrets", *CITIES, *EXAMPLES, *LETTERS)  # what the tokenizer should know
+WORDS = ("secret", "secrets", *CITIES, *EXAMPLES, *LETTERS)  # words that the tokenizer should encode in few pieces
 
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids, and spans (start, end) in them: what must be answered; for needles their lines, in the order in which
-    they are asked for, and the haystack that they lie in."""
+    """Token ids, and spans (start, end) in them: the answers; for needles their lines, in the order in which they are
+    asked for, and the haystack around them."""
 
     ids: list[int]
     answers: list[tuple[int, int]]
@@ -87,8 +64,8 @@ class Tasks:
     def needles(
         self, dice: random.Random, length: int, needles: int, queries: int, depth: float | None = None
     ) -> Document:
-        """A haystack with N `needles` and R `queries`, at most `length` tokens together. depth: of the needle asked
-        first, 0 at the start of the text, 1 at its end, None anywhere. More queries than needles ask again, in other
+        """A haystack with N `needles` and R `queries`, at most `length` tokens in total. depth: of the needle asked
+        first, 0 at the start of the text, 1 at its end, None at random. More queries than needles repeat them, in other
         orders. Raises UserError if they do not fit."""
         cities, letters = dice.sample(CITIES, needles), dice.sample(LETTERS, needles)
         keys, secrets = ([self.encode(f" {word}") for word in words] for words in (cities, letters))
