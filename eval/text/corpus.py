@@ -1,8 +1,8 @@
-"""Text to learn from: files, split and turned into token ids once, with a tokenizer trained on the train split.
+"""Training text: files, split and tokenized once, with a tokenizer trained on the train split.
 
-In: paths of plain text, or none: then the source of Python's own standard library, which every machine has. Out: a
-`Corpus`, kept in a folder (tokenizer.model, tokens.safetensors, corpus.json) and read back from it as long as the text
-is the same. Next: `eval/text/tasks.py` hides needles in it, `train/text.py` and `eval/text/measures.py` read it.
+In: paths of plain text; by default the source of Python's standard library, which every machine has. Out: a `Corpus`,
+kept in a folder (tokenizer.model, tokens.safetensors, corpus.json) and read from it again while the text is unchanged.
+`eval/text/tasks.py` hides needles in it; `train/text.py` and `eval/text/measures.py` read it.
 """
 
 import io
@@ -24,15 +24,15 @@ from model.common import UserError, atomic_path, write_text
 PAD, EOS, BOS, UNK = range(4)
 NEWLINE = "\n"
 SPLITS = ("train", "validation", "test")
-LINES = 100_000  # of the train split that the tokenizer is trained on, evenly taken
-HELD_OUT = 20  # one document of so many is for validation, another for testing
-# what is no library: installed packages, and tests, which some distributions leave out
+LINES = 100_000  # lines of the train split for the tokenizer's training, evenly spaced
+HELD_OUT = 20  # one document in 20 is for validation, another one for testing
+# not part of the library: installed packages, and tests, which some distributions omit
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "distutils"}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """ids (T,) int32 of each split, its documents one after the other, and where they start (documents + 1,)."""
+    """ids (T,) int32 of each split, its documents concatenated, and where they start (documents + 1,)."""
 
     tokenizer: sentencepiece.SentencePieceProcessor
     ids: dict[str, torch.Tensor]
@@ -53,8 +53,8 @@ def standard_library() -> dict[str, str]:
 
 
 def read_texts(paths: Sequence[str | Path]) -> dict[str, str]:
-    """Texts by name. A folder stands for all files in it that are UTF-8; fewer than HELD_OUT files are cut at line ends
-    into HELD_OUT parts each, so that every split gets some. Raises UserError for a path that is absent or no text."""
+    """Texts by name. A folder stands for all its UTF-8 files; fewer than HELD_OUT files are cut at line ends into
+    HELD_OUT parts each, so that no split is empty. Raises UserError for a path that is absent or not text."""
     texts = {}
     for path in map(Path, paths):
         if path.is_dir():
@@ -84,7 +84,7 @@ def _decoded(path: Path) -> str | None:
 
 
 def _parts(text: str) -> list[str]:
-    """HELD_OUT parts of about equal length, each ending where a line does."""
+    """HELD_OUT parts of about equal length, each of whole lines."""
     lines, size = text.splitlines(keepends=True), len(text) / HELD_OUT
     parts, end = [""] * HELD_OUT, 0
     for line in lines:
@@ -94,7 +94,7 @@ def _parts(text: str) -> list[str]:
 
 
 def split(names: Iterable[str]) -> dict[str, list[str]]:
-    """Which documents are in which split, by the hash of their names: the same on every machine."""
+    """The documents of each split, by the hash of their names: the same on every machine."""
     ordered = sorted(names, key=lambda name: sha256(name.encode()).digest())
     held_out = -(-len(ordered) // HELD_OUT)
     parts = ordered[2 * held_out :], ordered[:held_out], ordered[held_out : 2 * held_out]
@@ -102,10 +102,10 @@ def split(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, known: Sequence[str] = ()) -> bytes:
-    """A sentencepiece BPE model, serialised: byte fallback, digits one by one, text taken as it is, "\\n" a symbol.
+    """A sentencepiece BPE model, serialised: byte fallback, single digits, no normalisation, "\\n" a symbol.
 
-    known: words that shall become few pieces, whatever the texts are. Raises UserError where there is too little text
-    for so many pieces.
+    known: words that shall become few pieces, whatever the texts are. Raises UserError if the text is too short for the
+    number of pieces.
     """
     model = io.BytesIO()
     lines = [line for text in texts for line in text.split(NEWLINE) if line]
@@ -163,33 +163,33 @@ def open_corpus(
         temporary.write_bytes(proto)
     with atomic_path(folder / "tokens.safetensors") as temporary:
         save_file(tensors, temporary)
-    told = {
+    summary = {
         "digest": digest,
         "paths": list(map(str, paths)),
         "documents": {n: len(d) for n, d in parts.items()},
         "tokens": {name: len(tensors[f"{name}_ids"]) for name in parts},
     }
-    write_text(folder / "corpus.json", json.dumps(told, indent=1) + "\n")  # last: it says that the rest is there
+    write_text(folder / "corpus.json", json.dumps(summary, indent=1) + "\n")  # last: it marks the folder as complete
     return _kept(folder)
 
 
 def _kept(folder: Path) -> Corpus | None:
     try:
-        told = json.loads((folder / "corpus.json").read_text())
+        summary = json.loads((folder / "corpus.json").read_text())
         tensors = load_file(folder / "tokens.safetensors")
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
         return Corpus(
             tokenizer,
             {name: tensors[f"{name}_ids"] for name in SPLITS},
             {name: tensors[f"{name}_starts"] for name in SPLITS},
-            told["digest"],
+            summary["digest"],
         )
     except (OSError, ValueError, KeyError, SafetensorError):
         return None
 
 
 def kept_corpus(folder: Path) -> Corpus:
-    """The corpus that a run has left in `folder`. Raises UserError if there is none."""
+    """The corpus in `folder`. Raises UserError if there is none."""
     corpus = _kept(folder)
     if corpus is None:
         raise UserError(f"{folder}: no corpus here (tokenizer.model, tokens.safetensors, corpus.json): give the run's")

@@ -6,13 +6,12 @@
     python -m eval.text examples RUN…      accuracy by the number of examples in context, in several orders
     python -m eval.text all RUN…
 
-In: run folders of `train.text`. Out: a table and a picture of each, runs of one kind of attention taken together, and
-the difference of the kinds on the same examples, with 95 % intervals over runs and examples. All is asked on the test
-split. Next: `train/studies/text.py` trains the runs that are compared.
+In: run folders of `train.text`. Out: a table and a figure of each, over all runs of one kind of attention, and the
+difference of the kinds on the same examples, with 95 % intervals over runs and examples, all on the test split.
 
 Protocols: Ye et al. 2024, sections 3.3 (context), 3.4 (needles, attention) and 3.5 (examples), at a smaller size.
-Answers are judged in one forward pass: an answer is right if each of its tokens is the likeliest after what stands
-before it, earlier answers of its document included. So a right one is what greedy decoding would have said.
+Answers are judged in one forward pass: an answer is right if each of its tokens is the likeliest after the tokens
+before it, earlier answers of its document included: greedy decoding would give a right one.
 """
 
 import argparse
@@ -28,11 +27,14 @@ import torch.nn.functional as F
 from PIL import Image
 
 from eval import figures
-from eval.statistics import Interval, bootstrap
+from eval.command import Report, add_json_flag, command_parser, print_report
+from eval.report import interval_text, markdown_table
+from eval.statistics import bootstrap
 from eval.text.corpus import BOS, PAD, Corpus, kept_corpus
 from eval.text.tasks import SHOWN, Document, Tasks
 from model.attention import Attention, attention_modules, tapped
 from model.common import UserError
+from model.device import choose_device
 from model.text import TextModel
 from weights.load import load_model
 
@@ -41,12 +43,12 @@ NEEDLES = ((1, 1), (2, 2), (4, 2), (6, 2))  # (N, R), as in the paper's Table 2
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 EXAMPLES = (1, 2, 4, 8, 16, 32)
 ORDERS = 6  # of the same examples
-BATCH = 16  # rows of a forward pass
+BATCH = 16  # rows per forward pass
 
 
 class Scores(NamedTuple):
-    """One panel: a score for each example, its label (where it stands on the x axis), and its group: examples of one
-    group are not independent. `better` is +1 where more is better, −1 where less is, 0 where neither."""
+    """One panel: the score of each example, its label (its place on the x axis) and its group; examples of one group
+    are not independent. `better` is +1 where more is better, −1 where less is, 0 where neither."""
 
     title: str
     x_label: str
@@ -137,8 +139,8 @@ def needle(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[st
 
 
 def attention(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, Scores]:
-    """Shares of the attention, by the depth of the needle, where its secret is being said: on its line, and on the
-    noise, which is the rest of the text and the other needles. Of the hardest kind of needle test."""
+    """Shares of the attention that predicts a needle's secret, by the needle's depth: on its line, and on the noise,
+    which is the rest of the text and the other needles. For the hardest kind of needle test."""
     tests = [
         (number, depth, document)
         for number, (kind, depth, document) in enumerate(needle_tests(corpus, length, limit))
@@ -214,13 +216,13 @@ def _scores(title: str, x_label: str, y_label: str, better: int, rows: Sequence[
 
 @torch.no_grad()
 def hits(model: TextModel, documents: Sequence[Document]) -> list[list[bool]]:
-    """For each answer of each document, whether every token of it is the likeliest after what stands before it."""
+    """For each answer of each document, whether each of its tokens is the likeliest after the tokens before it."""
     right = []
     for start in range(0, len(documents), BATCH):
         batch = documents[start : start + BATCH]
         spans = [[place for first, last in document.answers for place in range(first, last)] for document in batch]
         ids, places = (_filled(rows).to(device_of(model)) for rows in ([d.ids for d in batch], spans))
-        places = places.clamp(min=1)  # what fills up, nobody reads
+        places = places.clamp(min=1)  # padding, whose logits are not used
         logits = model(ids, positions_to_keep=places - 1)
         is_right = (logits.argmax(-1) == ids.gather(1, places)).tolist()
         for document, of_row in zip(batch, is_right, strict=True):
@@ -230,7 +232,7 @@ def hits(model: TextModel, documents: Sequence[Document]) -> list[list[bool]]:
 
 
 def _filled(rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Rows of unequal length as one tensor, filled up on the right: a causal model does not see it."""
+    """Rows of unequal length as one tensor, padded on the right, where a causal model does not see it."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows])
 
@@ -271,8 +273,8 @@ def by_label(found: Found) -> dict:
 
 
 def chance(name: str) -> dict:
-    """By label of a panel, how often one is right who repeats any answer that the document shows, none a second time
-    where several are asked for: the first of N needles 1 time in N, the next 1 in N − 1. Empty where that says nothing.
+    """By label of a panel, the accuracy of repeating a random answer of the document, each at most once if several are
+    asked for: 1/N for the first of N needles, 1/(N − 1) for the next. Empty for panels without such a baseline.
     """
     if name == "needle":
         return {f"{n}/{r}": sum(1 / (n - i) for i in range(r)) / r for n, r in NEEDLES}
@@ -281,31 +283,26 @@ def chance(name: str) -> dict:
     return {count: 1 / min(count, SHOWN) for count in EXAMPLES} if name == "examples" else {}
 
 
-def spell(value: Interval, sign: str = "") -> str:
-    return f"{value.mean:{sign}.3f} [{value.low:{sign}.3f}, {value.high:{sign}.3f}]"
-
-
 def table(panel: Scores, rows: Mapping, chances: Mapping) -> list[str]:
-    """A Markdown table: a line a label, with its `chances` if there are any."""
-    columns = [panel.x_label, *(["chance"] if chances else []), *rows["all"]]
-    lines = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
+    """A Markdown table: a row per label, with its `chances` if there are any."""
+    body = []
     for label, by_kind in rows.items():
-        cells = [f"{label:g}" if isinstance(label, float) else str(label)]
+        line = [f"{label:g}" if isinstance(label, float) else str(label)]
         if chances:
-            cells.append(f"{chances[label]:.3f}" if label in chances else "")
+            line.append(f"{chances[label]:.3f}" if label in chances else "")
         for kind, value in by_kind.items():
             unsure = " n.s." if kind == "difference" and not value.significant else ""
-            cells.append(spell(value, "+" if kind == "difference" else "") + unsure)
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+            line.append(interval_text(value, 3, signed=kind == "difference") + unsure)
+        body.append(line)
+    return markdown_table([panel.x_label, *(["chance"] if chances else []), *rows["all"]], body)
 
 
 def chart(panel: Scores, rows: Mapping) -> Image.Image:
-    """The means by label with their intervals, a line a kind of attention."""
+    """The means by label with their intervals, a line per kind of attention."""
     labels = [label for label in rows if label != "all"]
     kinds = [kind for kind in rows["all"] if kind != "difference"]
     log = all(isinstance(label, int) for label in labels)
-    if not all(isinstance(label, int | float) for label in labels):  # (N, R) is no number
+    if not all(isinstance(label, int | float) for label in labels):  # (N, R) is not a number
         bars = [(f"{label} {kind}", *rows[label][kind]) for label in labels for kind in kinds]
         return figures.interval_chart(bars, panel.title, f"{panel.y_label} ({panel.x_label})")
     lines = {kind: [(label, rows[label][kind].mean) for label in labels] for kind in kinds}
@@ -314,7 +311,7 @@ def chart(panel: Scores, rows: Mapping) -> Image.Image:
 
 
 class Run(NamedTuple):
-    """A folder of `train.text`: its model, its corpus, and what they are called."""
+    """A run folder of `train.text`: its kind of attention, its row length, and its corpus."""
 
     kind: str
     length: int
@@ -323,7 +320,7 @@ class Run(NamedTuple):
 
 
 def open_run(folder: Path) -> Run:
-    """Raises UserError if `folder` is no finished run."""
+    """The run in `folder`. Raises UserError if it is not a finished one."""
     try:
         settings = json.loads((folder / "config.json").read_text())
         kind, length, place = settings["attention"], settings["length"], settings["corpus"]
@@ -334,10 +331,7 @@ def open_run(folder: Path) -> Run:
     return Run(kind, length, kept_corpus(Path(place or folder / "corpus")), folder)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.text", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("measure", choices=[*MEASURES, "all"], help="what to measure")
     parser.add_argument("run", nargs="+", type=Path, help="run folder of train.text; seeds of both kinds in one order")
     parser.add_argument(
@@ -347,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="N",
         help="windows, tests of a kind, questions of a number (default: %(default)s)",
     )
-    parser.add_argument("--length", type=int, metavar="N", help="longest context (default: what the runs learned from)")
+    parser.add_argument("--length", type=int, metavar="N", help="longest context (default: that of the runs' training)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, … (default: %(default)s)")
     parser.add_argument(
         "--out",
@@ -356,39 +350,35 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="DIR",
         help="folder of the pictures (default: %(default)s)",
     )
-    parser.add_argument(
-        "--json",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="print JSON instead of tables (default: --no-json)",
-    )
+    add_json_flag(parser)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command_parser("eval.text", __doc__)
+    add_flags(parser)
     args = parser.parse_args(argv)
     if args.limit < len(DEPTHS):
-        raise UserError(f"--limit is {args.limit}, expected at least {len(DEPTHS)}: one test a depth")
+        raise UserError(f"--limit is {args.limit}, expected at least {len(DEPTHS)}: one test per depth")
     runs = [open_run(folder) for folder in args.run]
     if len({run.corpus.digest for run in runs}) > 1 or len({run.length for run in runs}) > 1:
         raise UserError("the runs learned from different text or rows: measure them one by one")
     panels: dict[str, dict[str, list[Scores]]] = {}
     for run in runs:
-        model = load_model(run.folder / "model", device=args.device)
+        model = load_model(run.folder / "model", device=choose_device(args.device))
         for name in MEASURES if args.measure == "all" else [args.measure]:
             for panel, scores in MEASURES[name](model, run.corpus, args.length or run.length, args.limit).items():
                 panels.setdefault(panel, {}).setdefault(run.kind, []).append(scores)
-    files, told = [], {}
+    values, lines = {}, []
     for name, found in panels.items():
         panel, rows = next(iter(found.values()))[0], by_label(found)
         figures.save(chart(panel, rows), args.out / f"{name}.png")
-        files.append(f"{name}.png")
-        told[name] = {
+        values[name] = {
             str(label): {kind: value._asdict() for kind, value in by_kind.items()} for label, by_kind in rows.items()
         }
-        if not args.json:
-            print(f"\n{panel.title}, {panel.y_label}\n")
-            print("\n".join(table(panel, rows, chance(name))))
-    if args.json:
-        print(json.dumps(told))
-        return
+        lines += ["", f"{panel.title}, {panel.y_label}", "", *table(panel, rows, chance(name))]
     counts = {kind: len(of_kind) for kind, of_kind in next(iter(panels.values())).items()}
     if min(counts.values()) < 3:
-        print("\nFewer than three runs of a kind: the intervals hardly know how runs differ.")
-    print(f"\n{', '.join(f'{count} {kind}' for kind, count in counts.items())}; in {args.out}: {', '.join(files)}")
+        lines += ["", "Fewer than three runs of a kind: the intervals hardly reflect how runs differ."]
+    files = ", ".join(f"{name}.png" for name in panels)
+    lines += ["", f"{', '.join(f'{count} {kind}' for kind, count in counts.items())}; in {args.out}: {files}"]
+    print_report(Report(values, lines), args.json)

@@ -1,16 +1,16 @@
 """Text-only tasks in the words of the embedded base's tokenizer: sums, copying, lookup and facts, in sentences.
 
-In: a task's name, a split and an index. Out: a `Sentence`, a prompt and its one right answer, about no picture.
-Next: `train/studies/wings.py` asks what is left of them in a model that has since learned to look at pictures.
+In: a task's name, a split and an index. Out: a `Sentence`, a prompt and its one right answer, without a picture.
+`train/studies/wings.py` measures how much of them a model forgets when it is trained on pictures.
 
     add       How many are 7 and 5?                                  12
     copy      Caption: cat 4 key dog 9. What is the caption?         cat 4 key dog 9
     lookup    Row: cat 4 key dog 9. What is in column 3?             key
     fact      What is a tiger?                                       animal
 
-Everything follows from (task, split, seed, index) alone. A prompt to copy or to look up belongs to exactly one split,
-by its hash: what is asked in the test split was never learned, word for word. Sums and facts are few, a hundred and
-forty, and learned by heart: all splits ask the same ones.
+Everything follows from (task, split, seed, index). A prompt to copy or to look up belongs to exactly one split, by its
+hash: no prompt of the test split occurs in training. There are only 140 sums and facts, to be memorised: all splits ask
+the same ones.
 """
 
 from collections.abc import Callable

@@ -31,8 +31,9 @@ from pathlib import Path
 import torch
 
 from eval import figures
+from eval.report import interval_text
 from eval.text.corpus import open_corpus
-from eval.text.measures import MEASURES, Scores, by_label, chance, chart, spell, table
+from eval.text.measures import MEASURES, Scores, by_label, chance, chart, table
 from eval.text.tasks import WORDS
 from model.common import UserError, write_text
 from model.differential import lambdas
@@ -202,7 +203,7 @@ def tell(summary: dict, out: Path) -> str:
         word = "no significant difference"
         if gain.significant:
             word = "better" if gain.mean * panel.better > 0 else "worse"
-        sentences.append(f"{panel.title}: differential against plain {spell(gain, '+')}: {word}.")
+        sentences.append(f"{panel.title}: differential against plain {interval_text(gain, 3, signed=True)}: {word}.")
     lines += ["", "## In words", "", *(f"- {sentence}" for sentence in sentences)]
     if seeds < 10:
         lines.append(f"- {seeds} seeds are few: intervals that resample them are rather too narrow than too wide.")
