@@ -8,7 +8,7 @@ applied and 16-bit pictures keep their contrast.
 """
 
 import os
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -31,10 +31,12 @@ def load_image(source: Picture, draft: int | None = None) -> Image.Image:
     draft: let the JPEG decoder scale down by 2, 4 or 8 while both sides stay at or above `draft` pixels. Several times
     faster on photographs, and not bit-equal. Raises UserError, naming the file, for what is no sound picture.
     """
+    file: Any = None
+    given: Any = None
     if isinstance(source, str | os.PathLike):
-        name, file, given = os.fspath(source), source, None
+        name, file = os.fspath(source), source
     elif hasattr(source, "read"):
-        name, file, given = getattr(source, "name", "the open file"), source, None
+        name, file = getattr(source, "name", "the open file"), source
     else:
         name = getattr(source, "filename", "") or f"the {type(source).__name__} passed as a picture"
         given = source

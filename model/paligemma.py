@@ -5,6 +5,7 @@ token_type_ids and attention_mask (B, S). Out: float32 logits (B, S, V).
 """
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ from model.gemma import Gemma, RMSNorm
 from model.graft import Adaptable
 from model.linear import Linear
 from model.siglip import Siglip
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 MAX_LOGITS = 1 << 25  # that the loss holds at a time: 130 positions of PaliGemma's vocabulary
 
@@ -151,7 +154,7 @@ def summed_loss(
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int = 0, position_std: float = 0.02) -> nn.Module:
+def initialize(model: ModelT, seed: int = 0, position_std: float = 0.02) -> ModelT:
     """Fill a model with random weights: unit variance through every layer, norms as the identity.
 
     Embeddings have a standard deviation of H^-½: the factor √H makes it 1 at the input, and the logits of the tied head

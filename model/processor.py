@@ -23,7 +23,10 @@ from model.common import UserError
 from model.config import PRESETS, PaliGemmaConfig
 from model.images import Picture, load_image, to_pixels
 from model.source import EMBEDDED, resolve
-from model.system_configs import QMambaConfig, read_config
+from model.system_configs import QMambaConfig, TextModelConfig, read_config
+
+Config = PaliGemmaConfig | QMambaConfig | TextModelConfig
+Tokenizer = sentencepiece.SentencePieceProcessor | BytePairTokenizer
 
 TokenRow = tuple[list[int], list[int]]  # token ids, and their types: 0 for what is given, 1 for what is to be answered
 
@@ -62,8 +65,8 @@ class Processor:
 
     def __init__(
         self,
-        config: PaliGemmaConfig,
-        tokenizer: sentencepiece.SentencePieceProcessor,
+        config: Config,
+        tokenizer: Tokenizer,
         *,
         max_length: int | None = None,
         padding_side: str = "left",
@@ -238,7 +241,7 @@ def load_tokenizer(path: str | Path) -> sentencepiece.SentencePieceProcessor | B
         raise UserError(f"{path}: not a sentencepiece model ({error}): download the file again") from None
 
 
-def _check_tokenizer(config: PaliGemmaConfig, tokenizer: sentencepiece.SentencePieceProcessor) -> None:
+def _check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
     """Raise UserError if the tokenizer belongs to another model: its ids would name other rows of the embedding."""
     pieces, image_id = tokenizer.vocab_size(), config.image_token_id
     problems = [

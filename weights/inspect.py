@@ -31,7 +31,7 @@ def describe(checkpoint: Checkpoint) -> dict:
     facts = {
         "folder": str(checkpoint.folder),
         "model": None if config is None else _title(config),
-        "image_size": config.vision.image_size if hasattr(config, "vision") else None,
+        "image_size": None if config is None or not hasattr(config, "vision") else config.vision.image_size,
         "dialect": checkpoint.dialect,
         "files": sorted({entry.path.name for entry in entries.values()}),
         "tensors": len(entries),

@@ -5,7 +5,7 @@ In: the names in a checkpoint. Out: a map from them to our names, which are thos
 big_vision's .npz stacks the layers of a tower in one array and keeps the attention heads as an axis.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -50,7 +50,7 @@ class Names:
     """How the files of one kind of model name its tensors."""
 
     dialects: tuple[str, ...] = (OWN,)
-    aliases: Mapping[str, str] = field(default_factory=dict)  # further names, in any dialect: ours
+    aliases: dict[str, str] = field(default_factory=dict)  # further names, in any dialect: ours
     ignored: tuple[str, ...] = ()  # prefixes of tensors that the model does not have
 
 

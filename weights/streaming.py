@@ -291,7 +291,8 @@ def write_checkpoint(
     )
     for file, names in zip(files, parts, strict=True):
         names = sorted(names, key=lambda name: -tensors[name][0].itemsize)  # every tensor is then aligned
-        header, position = {"__metadata__": {"format": "pt"}}, 0
+        header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+        position = 0
         for name in names:
             dtype, shape = tensors[name]
             end = position + byte_size(dtype, shape)
@@ -303,7 +304,7 @@ def write_checkpoint(
             out.write(len(raw).to_bytes(8, "little") + raw)
             for name in names:
                 for chunk in chunks(name):
-                    out.write(chunk.contiguous().view(torch.uint8).numpy())
+                    out.write(chunk.contiguous().view(torch.uint8).numpy().data)
             assert out.tell() == 8 + len(raw) + position, f"{file}: chunks and shapes disagree"
     if len(parts) > 1:
         total = sum(byte_size(*spec) for spec in tensors.values())
