@@ -4,10 +4,9 @@
     python -m eval.ask --image photo.jpg --prompt "detect cat" --draw boxes.png
 
 In: picture files and prompts in PaliGemma's language (`caption en`, `answer en QUESTION`, `detect THING`, …).
-Out: every prompt's answer for every picture; for detections, boxes in the picture's own pixels, and a drawing of them.
+Out: the answer to every prompt for every picture; for detections, boxes in the picture's own pixels, and a drawing.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 from eval import figures
+from eval.command import command_parser
 from eval.session import add_model_flags, open_model
 from model.common import UserError, run_command
 from model.generate import generate
@@ -23,9 +23,7 @@ from model.processor import parse_boxes
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.ask", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("eval.ask", __doc__)
     add_model_flags(parser)
     parser.add_argument("--image", nargs="+", required=True, metavar="FILE", help="pictures")
     parser.add_argument("--prompt", nargs="+", required=True, metavar="TEXT", help="prompts, all for each picture")
@@ -36,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--draw", type=Path, metavar="OUT.png", help="draw the boxes of all answers on their pictures")
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     args = parser.parse_args(argv)
-    # what can be wrong with the question is told before a large model is read
+    # bad input is reported before a large model is read
     images = {name: load_image(name) for name in args.image}
     if any(not prompt.strip() for prompt in args.prompt):
         raise UserError("--prompt: a prompt is empty: write what to answer, such as 'caption en'")
@@ -47,10 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     batch = processor([images[name] for name, _ in asked], [prompt for _, prompt in asked]).to(device)
     rows = generate(
         model,
-        batch.input_ids,
-        batch.pixel_values,
-        batch.token_type_ids,
-        batch.attention_mask,
+        *(batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask),
         args.max_new_tokens,
         temperature=args.temperature,
         top_p=args.top_p,
@@ -60,10 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     answers = []
     for (name, prompt), row in zip(asked, rows, strict=True):
         text = processor.decode(row)
-        boxes = [
-            {"label": label, "box": [round(side, 1) for side in box]}
-            for label, box in parse_boxes(text, *images[name].size)
-        ]
+        found = parse_boxes(text, *images[name].size)
+        boxes = [{"label": label, "box": [round(side, 1) for side in box]} for label, box in found]
         answers.append({"image": name, "prompt": prompt, "answer": text, "boxes": boxes})
 
     if args.draw:
@@ -81,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def draw(images: dict, answers: list[dict]):
-    """One picture with the boxes of its answers, or a sheet of them. Small pictures are enlarged to be legible."""
+    """One picture with the boxes of its answers, or a sheet of several. Small pictures are enlarged."""
     drawn = []
     for name, image in images.items():
         scale = max(1, round(448 / max(image.size)))

@@ -1,7 +1,7 @@
 """Readers of the published file formats: VQAv2 and its relatives, MMNeedle, POPE, and a user's own JSONL.
 
 In: files exactly as their authors publish them. Out: small frozen records, checked; pictures stay paths until they are
-opened. Next: `eval/vqa.py`, `eval/needle.py` and `eval/pope.py` score answers to them, `train/` learns from them.
+opened. `eval/vqa.py`, `eval/needle.py` and `eval/pope.py` score answers to them; `train/` learns from them.
 
 A file that breaks its format is a `UserError` with its name, the line or record, and the remedy; nothing is skipped.
 """
@@ -32,7 +32,7 @@ def read_json(path: str | Path):
 
 
 def read_jsonl(path: str | Path) -> list[tuple[str, dict]]:
-    """The objects of a JSON-lines file, each with where it stands ("file:line"); LF or CRLF, blank lines are nothing.
+    """The objects of a JSON-lines file, each with its place ("file:line"); LF or CRLF, blank lines are skipped.
 
     Raises UserError, with the line number, for a line that is not one JSON object.
     """
@@ -65,7 +65,7 @@ def _read_text(path: str | Path) -> str:
 
 
 def records_of(value, where: str) -> list[tuple[str, dict]]:
-    """The objects of a JSON list, each with where it stands. Raises UserError for anything else, and if empty."""
+    """The objects of a JSON list, each with its place. Raises UserError for anything else, and for an empty list."""
     if not isinstance(value, list) or not value:
         found = "an empty one" if value == [] else _kind(value)
         raise UserError(f"{where}: expected a list of records, found {found}: check that this is the right file")
@@ -76,7 +76,7 @@ def records_of(value, where: str) -> list[tuple[str, dict]]:
 
 
 def field(record: dict, name: str, kind: type | tuple[type, ...], where: str):
-    """`record[name]`, which must be of `kind`. Raises UserError with what stands there instead."""
+    """`record[name]`, which must be of `kind`. Raises UserError with the value found instead."""
     if name not in record:
         there = ", ".join(map(repr, record)) or "nothing"
         raise UserError(f"{where}: has no {name!r} (it has {there:.200}): add it to the record")
@@ -99,7 +99,7 @@ def check_unique(ids: Iterable[Hashable], where: str | Path) -> None:
 
 def check_ids(found: Iterable[Hashable], expected: Iterable[Hashable], where: str | Path, against: str | Path) -> None:
     """Raise UserError that names missing and extra ids unless `found` and `expected` hold the same ones."""
-    found, expected = dict.fromkeys(found), dict.fromkeys(expected)  # sets that keep the order of the file
+    found, expected = dict.fromkeys(found), dict.fromkeys(expected)  # ordered sets
     wrong = {
         "missing": [id_ for id_ in expected if id_ not in found],
         "extra": [id_ for id_ in found if id_ not in expected],
@@ -120,7 +120,7 @@ def some(ids: list) -> str:
 
 
 def find_image(folder: str | Path, name: str) -> Path:
-    """Where the picture `name` (such as val2014/COCO_val2014_….jpg) lies: under `folder`, or flat in it."""
+    """The path of the picture `name`, such as val2014/COCO_val2014_….jpg: under `folder`, or flat in it."""
     path = Path(folder, name)
     flat = Path(folder, path.name)
     return flat if flat.exists() and not path.exists() else path
@@ -144,7 +144,7 @@ def check_images(names: Iterable[str], folder: str | Path, source: str | Path) -
 
 @dataclass(frozen=True)
 class Example:
-    """What fine-tuning learns: after the picture and the prefix, say the suffix."""
+    """A training example: the suffix is the answer to the picture and the prefix."""
 
     image: Path
     prefix: str
@@ -182,7 +182,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Annotation:
-    """What annotators answered: `answers` as published, one object an annotator, and `answer`, the one most gave."""
+    """`answers` as published, one object per annotator, and `answer`, the most frequent one."""
 
     question_id: int | str
     answers: tuple[dict, ...]
@@ -205,7 +205,7 @@ def read_questions(path: str | Path) -> list[Question]:
 
 
 def read_question_ids(path: str | Path) -> list[int | str]:
-    """Only the ids of `read_questions`, which is all that scoring needs."""
+    """Only the ids of `read_questions`, for scoring."""
     ids = [_question_id(record, where) for where, record in _vqa_records(read_json(path), "questions", path)]
     check_unique(ids, path)
     return ids
@@ -235,13 +235,13 @@ def _vqa_records(value, key: str, path: str | Path) -> list[tuple[str, dict]]:
 
 
 def _question_id(record: dict, where: str) -> int | str:
-    # VizWiz asks one question a picture and has no other id
+    # VizWiz has one question per picture and no other id
     name = "image" if "image" in record and "question_id" not in record else "question_id"
     return field(record, name, (int, str), where)
 
 
 def _image_name(record: dict, subset: str, where: str) -> str:
-    if "image" in record:  # VizWiz, and anyone who writes the name
+    if "image" in record:  # VizWiz, or a user's file with the name
         return field(record, "image", str, where)
     if "imageId" in record:  # GQA
         return f"{record['imageId']}.jpg"
@@ -361,13 +361,13 @@ def read_captions(path: str | Path) -> dict[str, str]:
 def _read_grids(path: str | Path) -> dict[str, tuple[str, ...]]:
     """Sub-images, row-major, of each stitched picture in MMNeedle's {"stitched.jpg": {"row_col": "picture.jpg"}}."""
     value, grids = read_json(path), {}
-    for name, cells in value.items() if isinstance(value, dict) else ():
-        side = isqrt(len(cells)) if isinstance(cells, dict) else 0
+    for name, images in value.items() if isinstance(value, dict) else ():
+        side = isqrt(len(images)) if isinstance(images, dict) else 0
         order = [f"{row}_{col}" for row in range(side) for col in range(side)]
-        if not side or set(order) != set(cells):
-            raise UserError(f"{path}: {name!r} is no square of 'row_col' cells: download the file again")
-        grids[name] = tuple(field(cells, cell, str, f"{path}: {name}") for cell in order)
-    if not grids or len({len(cells) for cells in grids.values()}) != 1:
+        if not side or set(order) != set(images):
+            raise UserError(f"{path}: {name!r} is no square of 'row_col' names: download the file again")
+        grids[name] = tuple(field(images, place, str, f"{path}: {name}") for place in order)
+    if not grids or len({len(names) for names in grids.values()}) != 1:
         raise UserError(f"{path}: expected {{stitched picture: {{'row_col': picture}}}}, all of one size")
     return grids
 
@@ -377,7 +377,7 @@ def _check_places(test: NeedleTest, where: str) -> None:
     for place, target in zip(test.places, test.targets, strict=True):
         index, row, col = place
         if place == ABSENT:
-            if any(target in cells for cells in test.haystack):
+            if any(target in names for names in test.haystack):
                 raise UserError(f"{where}: {target!r} is given as absent but is in the haystack: {remedy}")
         elif not (0 <= index < len(test.haystack) and 0 <= row < test.side and 0 <= col < test.side):
             size = f"{len(test.haystack)} picture(s) of {test.side} by {test.side}"

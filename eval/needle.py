@@ -48,23 +48,6 @@ Place = tuple[int, int, int]  # (index, row, col), counted from 0, or ABSENT
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def paper_prompts(caption: str) -> tuple[str, str]:
-    """The two questions of the protocols `paper` and `constrained`: for the row, and for the column."""
-    return (
-        f"Caption: {caption}. Where is the caption? Top or Bottom?",
-        f"Caption: {caption}. Where is the caption? Left or Right?",
-    )
-
-
-def parse_words(vertical: str, horizontal: str) -> Place:
-    """The place in a 2×2 grid from two answers, each of which must be exactly one of the words; else `ABSENT`."""
-    row, col = (
-        words.index(word) if (word := answer.strip().lower()) in words else -1
-        for words, answer in zip(WORDS, (vertical, horizontal), strict=True)
-    )
-    return (0, row, col) if row >= 0 and col >= 0 else ABSENT
-
-
 def official_prompt(captions: Sequence[str], pictures: int, side: int) -> str:
     """MMNeedle's own instruction for K captions, M `pictures` of `side`×`side` sub-images."""
     prompt = (
@@ -125,18 +108,21 @@ def embedded_trials(
 def place_questions(caption: str, side: int) -> list[tuple[str, tuple[str, ...]]]:
     """(prompt, words to choose from) of the protocols `paper` and `constrained`: two for a 2×2 grid, as in the paper;
     for a larger one a single question with answers like "row 2 column 3", counted from 1."""
+    head = f"Caption: {caption}. Where is the caption? "
     if side == 2:
-        return list(zip(paper_prompts(caption), WORDS, strict=True))
+        return [(f"{head}Top or Bottom?", WORDS[0]), (f"{head}Left or Right?", WORDS[1])]
     places = tuple(f"row {row} column {col}" for row in range(1, side + 1) for col in range(1, side + 1))
-    return [(f"Caption: {caption}. Where is the caption? Row and Column?", places)]
+    return [(f"{head}Row and Column?", places)]
 
 
 def parse_place(answers: Sequence[str], side: int) -> Place:
-    """The place from the answers to `place_questions`, which must match its words exactly; else `ABSENT`."""
-    if side == 2:
-        return parse_words(*answers)
-    words, said = place_questions("", side)[0][1], answers[0].strip().lower()
-    return (0, *divmod(words.index(said), side)) if said in words else ABSENT
+    """The place from the answers to `place_questions`, each of which must be exactly its words; else `ABSENT`."""
+    numbers = []
+    for said, (_, words) in zip(answers, place_questions("", side), strict=True):
+        if (word := said.strip().lower()) not in words:
+            return ABSENT
+        numbers.append(words.index(word))
+    return (0, *(numbers if side == 2 else divmod(numbers[0], side)))
 
 
 def prompts_of(test: NeedleTest, protocol: str) -> list[tuple[str, tuple[str, ...]]]:

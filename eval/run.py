@@ -60,9 +60,8 @@ def ask_all(
     left = [question for question in questions if question.id not in done]
     with tqdm(total=len(questions), initial=len(questions) - len(left), desc=progress, disable=progress is None) as bar:
         for window in _windows(left, WINDOW * batch_size):
-            for batch, answers in _answer_window(
-                model, processor, window, max_new_tokens, batch_size, left_out, compiled
-            ):
+            options = max_new_tokens, batch_size, left_out, compiled
+            for batch, answers in _answer_window(model, processor, window, *options):
                 done |= {question.id: answer for question, answer in zip(batch, answers, strict=True)}
                 if log is not None:
                     _append(log, [{"id": q.id, "answer": done[q.id], "mark": marks[q.id]} for q in batch])
@@ -78,9 +77,8 @@ def ask_one_by_one(
     for question in questions:
         picture = question.picture() if callable(question.picture) else question.picture
         batch = processor([picture], [question.prefix]).to(device)
-        new = generate(
-            model, batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask, max_new_tokens
-        )
+        prompt = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
+        new = generate(model, *prompt, max_new_tokens)
         answers.append(processor.decode(new[0]))
     return answers
 
@@ -151,13 +149,7 @@ def pick_rows(memory, rows: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _answer_window(
-    model: PaliGemma,
-    processor: Processor,
-    window: list[Ask],
-    max_new_tokens: int,
-    batch_size: int,
-    left_out: dict[str, str] | None,
-    compiled: CompiledStep | None,
+    model, processor, window: list[Ask], max_new_tokens: int, batch_size: int, left_out: dict | None, compiled
 ) -> Iterator[tuple[list[Ask], list[str]]]:
     """Encode the pictures of a window, each once, then answer its questions in batches."""
     features, places, problems = _encode(model, processor, window, batch_size)
@@ -177,32 +169,23 @@ def _answer_window(
         ordered, size = [(row, question) for _, row, question in group], max(1, batch_size // max(1, choices))
         for start in range(0, len(ordered), size):
             rows, part = (list(column) for column in zip(*ordered[start : start + size], strict=True))
+            batch = processor.pad(rows).to(features.device)
+            index = torch.tensor([place for q in part for place in places[q.key]], device=features.device)
+            pictures = {"image_features": features, "image_index": index}
+            if choices:
+                yield part, _choose(model, processor, part, batch, pictures)
+                continue
             step = compiled if len(part) == batch_size else None  # another number of rows would be compiled anew
-            yield part, _answer(model, processor, part, rows, features, places, max_new_tokens, step)
+            prompt = batch.input_ids, None, batch.token_type_ids, batch.attention_mask
+            new = generate(model, *prompt, max_new_tokens, **pictures, compiled=step)
+            yield part, [processor.decode(row) for row in new]
 
 
-def _answer(
-    model, processor, questions: list[Ask], rows: list[TokenRow], features, places, max_new_tokens: int, compiled
-) -> list[str]:
-    """Answers to one batch of questions with the same number of choices."""
-    index = torch.tensor([place for question in questions for place in places[question.key]], device=features.device)
-    batch = processor.pad(rows).to(features.device)
-    if not questions[0].choices:
-        new = generate(
-            model,
-            batch.input_ids,
-            None,
-            batch.token_type_ids,
-            batch.attention_mask,
-            max_new_tokens,
-            image_features=features,
-            image_index=index,
-            compiled=compiled,
-        )
-        return [processor.decode(row) for row in new]
+def _choose(model, processor, questions: list[Ask], batch: Batch, pictures: dict[str, torch.Tensor]) -> list[str]:
+    """The likeliest choice of each question; all have the same number of choices."""
     eos = processor.config.eos_token_id
     choices = [[[*processor.encode(choice), eos] for choice in question.choices] for question in questions]
-    likelihoods = log_likelihoods(model, batch, choices, features, index)
+    likelihoods = log_likelihoods(model, batch, choices, *pictures.values())
     return [q.choices[int(scores.argmax())] for q, scores in zip(questions, likelihoods, strict=True)]
 
 
@@ -216,9 +199,8 @@ def _encode(model: PaliGemma, processor: Processor, window: list[Ask], batch_siz
         try:
             given = picture() if callable(picture) else picture
             images = given if isinstance(given, list) else [given]
-            return torch.stack(
-                [to_pixels(load_image(image, size if processor.draft else None), size) for image in images]
-            )
+            draft = size if processor.draft else None
+            return torch.stack([to_pixels(load_image(image, draft), size) for image in images])
         except UserError as error:
             return error
 

@@ -139,7 +139,7 @@ def test_accuracy_by_place():
 )
 def test_strict_parse(vertical, horizontal, place):
     """The paper accepts just the word; one invalid answer makes both -1. Leniency would hide format failures."""
-    assert needle.parse_words(vertical, horizontal) == place
+    assert needle.parse_place([vertical, horizontal], 2) == place
 
 
 def test_places_are_spelled_from_one():
@@ -150,10 +150,10 @@ def test_places_are_spelled_from_one():
 
 def test_paper_prompts():
     """The prompts of the paper's protocol are part of what is measured."""
-    assert needle.paper_prompts("A dog") == (
+    assert [prompt for prompt, _ in needle.place_questions("A dog", 2)] == [
         "Caption: A dog. Where is the caption? Top or Bottom?",
         "Caption: A dog. Where is the caption? Left or Right?",
-    )
+    ]
 
 
 def test_official_prompts():
