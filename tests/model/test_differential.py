@@ -141,7 +141,7 @@ def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.cat((z.real, z.imag), dim=-1)
 
 
-def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> torch.Tensor:
+def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> torch.Tensor:  # noqa: C901  # every variant, written a second time
     """The output of `module` for one row x (S, H) in fp64, head by head, from its parameters and the papers alone."""
     kind, options = VARIANTS[variant]
     p = {name: value.double() for name, value in module.state_dict().items()}
