@@ -1,8 +1,7 @@
-"""GPT-NeoX's tokenizer, which the published Mambas read with, behind the few calls that `model/processor.py` makes.
+"""GPT-NeoX's tokenizer, which the published Mamba models use, with the methods that `model/processor.py` calls.
 
 In: a tokenizer.json. Out: text to ids and back, by the methods of a `sentencepiece.SentencePieceProcessor`, which
-cannot read such a file: this is the one place that needs the package `tokenizers`, and nothing else imports it.
-Next: `model/processor.py`.
+cannot read such a file. No other file imports the optional package `tokenizers`.
 """
 
 from collections.abc import Sequence
@@ -10,14 +9,14 @@ from pathlib import Path
 
 from model.common import UserError
 
-END = "<|endoftext|>"  # beginning, end and padding alike: the ids of all three are 0 in the published config.json files
+END = "<|endoftext|>"  # the token for begin, end and padding: all three ids are 0 in the published config.json files
 
 
 class BytePairTokenizer:
-    """Byte-level BPE with the methods of sentencepiece. Nothing is unknown to it: any text is spelled out in bytes."""
+    """Byte-level BPE with the methods of sentencepiece. No token is unknown: any text is a string of bytes."""
 
     def __init__(self, tokenizer, end: int):
-        # what spells a control token is text: only the processor places those
+        # the spelling of a control token in a text is text: only the processor inserts control tokens
         tokenizer.encode_special_tokens = True
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -40,7 +39,7 @@ class BytePairTokenizer:
         return self.end if found is None else found
 
     def encode(self, text: str | Sequence[str], out_type: type = int) -> list:
-        """The ids of a text (its pieces with out_type=str), or a list of them for a list of texts; nothing is added."""
+        """The ids of a text (with out_type=str its pieces), or of each text of a list; no control tokens are added."""
         if not isinstance(text, str):
             return [self.encode(one, out_type) for one in text]
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
@@ -58,14 +57,14 @@ def load_bpe(path: str | Path) -> BytePairTokenizer:
             "huggingface.co/state-spaces/mamba-130m-hf"
         )
     try:
-        from tokenizers import Tokenizer  # optional: for models with such a file alone
+        from tokenizers import Tokenizer  # optional: only for models that have no tokenizer.model
     except ImportError:
         raise UserError(
             f"{path}: is read by the package tokenizers, which is not installed: pip install tokenizers"
         ) from None
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises nothing narrower
+    except Exception as error:  # the package has no exception class of its own
         raise UserError(f"{path}: not a tokenizer ({error}): download the file again") from None
     end = tokenizer.token_to_id(END)
     if end is None:

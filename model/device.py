@@ -1,6 +1,6 @@
-"""Devices and dtypes by the names that every command's flags take.
+"""Devices and dtypes by the names that the flags of commands take.
 
-In: `--device` and `--dtype`. Out: a device that is there, and a dtype.
+In: `--device` and `--dtype`. Out: a device that exists, and a dtype.
 """
 
 import torch
@@ -11,7 +11,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """The device called `name`; "auto" is CUDA if there is one, else the CPU. Raises UserError for one that is not."""
+    """The device called `name`; "auto" is CUDA if available, else the CPU. Raises UserError for an absent device."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

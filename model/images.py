@@ -8,7 +8,7 @@ applied and 16-bit pictures keep their contrast.
 """
 
 import os
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -18,34 +18,32 @@ from model.common import UserError
 
 Picture = Image.Image | np.ndarray | str | os.PathLike | BinaryIO
 
-# What Pillow decodes by itself: some of its other readers start programs (EPS: Ghostscript).
+# Formats that Pillow decodes by itself; other readers of it start programs (EPS: Ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
 
 
 def load_image(source: Picture, draft: int | None = None) -> Image.Image:
     """One picture as upright 8-bit RGB.
 
-    source: a file or an open one, a Pillow image, or a uint8 array (height, width) or (height, width, 1, 3 or 4).
-    Of an animation the first frame; transparency is dropped, not blended, as transformers does; 16 bits keep their
-    upper eight.
-    draft: let the JPEG decoder scale down by 2, 4 or 8 while both sides stay at or above `draft` pixels. Several times
-    faster on photographs, and not bit-equal. Raises UserError, naming the file, for what is no sound picture.
+    source: a path, an open file, a Pillow image, or a uint8 array (height, width) or (height, width, 1, 3 or 4). Of an
+    animation the first frame is taken. Transparency is dropped. Of 16 bits the upper eight are kept.
+    draft: let the JPEG decoder scale down by 2, 4 or 8 as long as both sides have at least `draft` pixels. This is
+    several times faster for photographs, but not bit-equal. Raises UserError, naming the file, for a broken picture.
     """
-    file: Any = None
-    given: Any = None
     if isinstance(source, str | os.PathLike):
-        name, file = os.fspath(source), source
+        name = os.fspath(source)
     elif hasattr(source, "read"):
-        name, file = getattr(source, "name", "the open file"), source
+        name = getattr(source, "name", "the open file")
     else:
         name = getattr(source, "filename", "") or f"the {type(source).__name__} passed as a picture"
-        given = source
     try:
-        if isinstance(given, Image.Image):
-            return _to_rgb(given)
-        if given is not None:
-            return _to_rgb(_from_array(given))
-        with Image.open(file, formats=FORMATS) as image:
+        if isinstance(source, Image.Image):
+            return _to_rgb(source)
+        if isinstance(source, np.ndarray):
+            return _to_rgb(_from_array(source))
+        if not (isinstance(source, str | os.PathLike) or hasattr(source, "read")):
+            raise UserError("expected a file, a Pillow image or a uint8 array (height, width, 3)")
+        with Image.open(source, formats=FORMATS) as image:
             if draft is not None:
                 image.draft(None, (draft, draft))
             return _to_rgb(image)
@@ -65,7 +63,7 @@ def load_image(source: Picture, draft: int | None = None) -> Image.Image:
 
 
 def to_pixels(image: Image.Image, size: int) -> torch.Tensor:
-    """An RGB image to float32 (3, size, size) in [-1, 1]: bicubic on 8 bits, whatever its aspect, then x/255·2-1."""
+    """An RGB image to float32 (3, size, size) in [-1, 1]: bicubic on 8 bits, aspect not kept, then x/255·2-1."""
     resized = torch.from_numpy(np.array(image.resize((size, size), Image.Resampling.BICUBIC)))
     return resized.permute(2, 0, 1).contiguous().float().div_(255).mul_(2).sub_(1)
 
@@ -79,12 +77,12 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode in ("La", "RGBa"):  # premultiplied by alpha
         image = image.convert(image.mode.upper())
     if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # the same colours as straight to RGB, without Pillow's warning
+        image = image.convert("RGBA")  # the same colours as directly to RGB, without Pillow's warning
     return image.convert("RGB")
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Grey in 16 or 32 bits to mode L. Pillow's own conversion would turn all above 255 into white."""
+    """Grey in 16 or 32 bits to mode L. Pillow's own conversion would turn values above 255 into white."""
     values = np.asarray(image)
     if image.mode == "F":
         if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= 255):
@@ -93,15 +91,13 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
             raise UserError("holds floats from 0 to 1: multiply them by 255, or save 8 bits")
     elif image.mode == "I" and not (values.min() >= 0 and values.max() <= 65535):
         raise UserError("holds integers outside 0…65535: scale them to that range, or save 8 bits")
-    # mode I does not say its depth: files put 16 bits there, Pillow's own conversion from grey 8
+    # the depth of mode I is unknown: 16 bits from a file, 8 bits after Pillow's conversion from grey
     elif image.mode != "I" or values.max() > 255:
-        values = values >> 8  # as Pillow reads colour of 16 bits
+        values = values >> 8  # as Pillow does for 16-bit colour
     return Image.fromarray(values.astype(np.uint8))
 
 
 def _from_array(array: np.ndarray) -> Image.Image:
-    if not isinstance(array, np.ndarray):
-        raise UserError("expected a file, a Pillow image or a uint8 array (height, width, 3)")
     if array.dtype != np.uint8 or array.ndim not in (2, 3) or array.ndim == 3 and array.shape[2] not in (1, 3, 4):
         raise UserError(
             f"is {array.dtype} {array.shape}, expected uint8 (height, width) or (height, width, 1, 3 or 4): "

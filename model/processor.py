@@ -1,12 +1,10 @@
-"""Pictures and text in: what becomes of a file and a question before the first matrix product.
+"""From pictures and prompts to the tensors of a batch, and from answer tokens back to text and boxes.
 
-In: pictures (files, Pillow images, uint8 arrays), prompts, and, for training, answers. Out: a `Batch` of tensors, laid
-out as PaliGemma was trained: `<image>` × I, bos, prompt and newline, then the answer and eos. On the way back,
-`decode` and `parse_boxes` turn tokens into text and boxes. Next: `model/siglip.py` takes the pixels.
+In: pictures (`model/images.py`), prompts, and, for training, answers. Out: a `Batch`, in the layout that PaliGemma was
+trained with: `<image>` × I, bos, prompt and newline, then the answer and eos. `decode` and `parse_boxes` read answers.
 
-Equal to transformers' PaliGemmaProcessor with its Pillow backend, ids and pixels, except that EXIF orientation is
-applied, 16-bit pictures keep their contrast, a prompt cannot spell control tokens, and bos stands where text begins,
-also if a picture follows (`<image>` within the prompt, as models of `model/wings.py` read it).
+Ids equal those of transformers' PaliGemmaProcessor, except that a prompt cannot spell control tokens, and that bos
+stands where the text begins, also if a picture follows (`<image>` within the prompt, for `model/wings.py`).
 """
 
 import os
@@ -25,21 +23,15 @@ from model.images import Picture, load_image, to_pixels
 from model.source import EMBEDDED, resolve
 from model.system_configs import QMambaConfig, TextModelConfig, read_config
 
-Config = PaliGemmaConfig | QMambaConfig | TextModelConfig
 Tokenizer = sentencepiece.SentencePieceProcessor | BytePairTokenizer
+TokenRow = tuple[list[int], list[int]]  # token ids, and their types: 0 for image and prefix, 1 for the answer
 
-TokenRow = tuple[list[int], list[int]]  # token ids, and their types: 0 for what is given, 1 for what is to be answered
-
-SLOT = "<image>"  # the word for a picture's place in a prompt
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Text and batches
-# ---------------------------------------------------------------------------------------------------------------------
+SLOT = "<image>"  # marks the place of a picture in a prompt
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B rows of up to S tokens, and their distinct pictures. Labels are not shifted: the loss does that."""
+    """B rows of up to S tokens, and their distinct pictures. Labels are not shifted."""
 
     input_ids: torch.Tensor  # (B, S) int64
     pixel_values: torch.Tensor  # (pictures, 3, R, R) float32 in [-1, 1]
@@ -50,13 +42,13 @@ class Batch:
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> "Batch":
         """The batch on `device`, its pixels as `dtype`."""
-        # a copy back from the GPU must be waited for: the CPU would read the tensor before it is there
+        # a non-blocking copy to the CPU could be read before it is complete
         non_blocking = torch.device(device).type == "cuda"
         moved = {f.name: getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)}
         return replace(self, **(moved | {"pixel_values": moved["pixel_values"].to(dtype=dtype)}))
 
     def pin_memory(self) -> "Batch":
-        """The batch in page-locked memory, from where copies to a GPU overlap with work; DataLoader calls it."""
+        """The batch in page-locked memory, so that copies to a GPU can overlap with work; DataLoader calls it."""
         return replace(self, **{f.name: getattr(self, f.name).pin_memory() for f in fields(self)})
 
 
@@ -65,17 +57,17 @@ class Processor:
 
     def __init__(
         self,
-        config: Config,
+        config: PaliGemmaConfig | QMambaConfig,
         tokenizer: Tokenizer,
         *,
         max_length: int | None = None,
         padding_side: str = "left",
         draft: bool = False,
     ):
-        """max_length: tokens a row may have, image and answer included; longer ones are an error, never cut.
+        """max_length: tokens a row may have, image and answer included; a longer row is an error, it is never cut.
 
-        padding_side: "left" as transformers does, where the last position of every row is its newest token, or
-        "right". draft: decode JPEGs reduced (`load_image`). Raises UserError if config and tokenizer disagree.
+        padding_side: "left" as in transformers, so that the last position of every row is its newest token, or
+        "right". draft: decode JPEGs at reduced size (`load_image`). Raises UserError if config and tokenizer disagree.
         """
         if padding_side not in ("left", "right"):
             raise UserError(f"padding_side is {padding_side!r}, expected 'left' or 'right'")
@@ -88,19 +80,21 @@ class Processor:
 
     @classmethod
     def from_source(cls, source: str | Path, *, revision: str | None = None, **options) -> "Processor":
-        """The processor of a model: a folder, `embedded`, a hub id, or a preset of the embedded model's vocabulary.
+        """The processor of a model: a folder, `embedded`, a hub id, or a preset with the embedded model's vocabulary.
 
-        Needs config.json and tokenizer.model (of a Q-Mamba, either that or tokenizer.json), and fetches nothing else;
-        the options are the constructor's. Raises UserError.
+        Needs config.json and tokenizer.model (for Q-Mamba that or tokenizer.json), and downloads nothing else. options:
+        those of the constructor. Raises UserError.
         """
         preset = None if Path(source).expanduser().is_dir() else PRESETS.get(str(source))
         folder = resolve(source if preset is None else EMBEDDED, ["config.json", "tokenizer.model"], revision)
         config = preset or read_config(folder / "config.json")
+        if isinstance(config, TextModelConfig):
+            raise UserError(f"{source}: is a language model for text alone: give a model that reads pictures")
         file = "tokenizer.model"
         if isinstance(config, QMambaConfig) and not (folder / file).exists():  # the published Mambas have none
             folder, file = resolve(source, ["tokenizer.json"], revision), "tokenizer.json"
         tokenizer = load_tokenizer(folder / file)
-        # <image> is the first id after the tokenizer's pieces, here as in PaliGemma
+        # the id of <image> is the first one after the tokenizer's pieces, as in PaliGemma
         if preset is not None and preset.image_token_id != tokenizer.vocab_size():
             raise UserError(
                 f"{source}: this preset has random weights and no tokenizer: give a folder with config.json and "
@@ -116,8 +110,8 @@ class Processor:
     ) -> Batch:
         """One row for each prefix, with one picture, a list of pictures, or None for text alone.
 
-        A picture given twice, as the same object or path, is in the batch once. Raises UserError, naming the row or
-        file.
+        A picture that is given twice, as the same object or path, is in the batch once. Raises UserError, naming the
+        row or file.
         """
         images, prefixes, suffixes = _check_rows(images, prefixes, suffixes)
         rows, pictures = [], []
@@ -131,10 +125,10 @@ class Processor:
         return self.pad(rows, pictures)
 
     def layout(self, n_images: int, prefix: str, suffix: str | None = None) -> TokenRow:
-        """One row: its token ids, and their types, 0 for what is given and 1 for what is to be answered.
+        """One row: its token ids and their types, 0 for image and prefix, 1 for the answer.
 
-        `<image>` in the prefix is the place of a picture, as many times as there are pictures. Without it they come
-        first, as in PaliGemma. Raises UserError for other numbers, and for text that cannot be laid out.
+        `<image>` in the prefix marks the place of a picture, once for each picture. Without it pictures come first, as
+        in PaliGemma. Raises UserError for another number of marks, and for text that cannot be encoded or is too long.
         """
         for name, text in (("prefix", prefix), ("suffix", suffix)):
             if not (isinstance(text, str) and text.strip() or name == "suffix" and text is None):
@@ -151,7 +145,7 @@ class Processor:
         given, slot = [], [self.config.image_token_id] * self.config.num_image_tokens
         for number, part in enumerate(parts):
             given += slot if number else []
-            if part and self.config.bos_token_id not in given:  # it stands where the text begins
+            if part and self.config.bos_token_id not in given:  # where the text begins
                 given.append(self.config.bos_token_id)
             given += self.encode(part)
         answer = [] if suffix is None else [*self.encode(suffix), self.config.eos_token_id]
@@ -166,8 +160,8 @@ class Processor:
     def pad(self, rows: Sequence[TokenRow], pictures: Sequence[Picture] | None = None) -> Batch:
         """Rows of `layout` as one batch, with the pictures of all their image slots in order.
 
-        Pictures that are the same object or path are opened once. With pictures None they are encoded elsewhere: the
-        batch has no pixels, and its image_index counts the slots. Raises UserError, naming the file.
+        Pictures that are the same object or path are opened once. pictures None: they are encoded elsewhere, the batch
+        has no pixels, and its image_index is 0, 1, … over the slots. Raises UserError, naming the file.
         """
         if pictures is None:
             slots = sum(ids.count(self.config.image_token_id) for ids, _ in rows) // self.config.num_image_tokens
@@ -185,7 +179,7 @@ class Processor:
         token_type_ids = torch.zeros_like(input_ids)
         attention_mask = torch.zeros_like(input_ids)
         for number, (ids, types) in enumerate(rows):
-            # on the left, padding comes before the image tokens
+            # padding on the left comes before the image tokens
             place = slice(width - len(ids), width) if self.padding_side == "left" else slice(0, len(ids))
             input_ids[number, place] = torch.tensor(ids)
             token_type_ids[number, place] = torch.tensor(types)
@@ -225,7 +219,7 @@ class Processor:
         return self.tokenizer.decode([i for i in ids if 0 <= i < pieces and i not in self._not_text])
 
 
-def load_tokenizer(path: str | Path) -> sentencepiece.SentencePieceProcessor | BytePairTokenizer:
+def load_tokenizer(path: str | Path) -> Tokenizer:
     """The sentencepiece model at `path`, or a tokenizer.json. Raises UserError if it is absent or no such file."""
     path = Path(path)
     if path.suffix == ".json":
@@ -241,8 +235,8 @@ def load_tokenizer(path: str | Path) -> sentencepiece.SentencePieceProcessor | B
         raise UserError(f"{path}: not a sentencepiece model ({error}): download the file again") from None
 
 
-def _check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
-    """Raise UserError if the tokenizer belongs to another model: its ids would name other rows of the embedding."""
+def _check_tokenizer(config: PaliGemmaConfig | QMambaConfig, tokenizer: Tokenizer) -> None:
+    """Raise UserError if the tokenizer belongs to another model, whose ids mean other rows of the embedding."""
     pieces, image_id = tokenizer.vocab_size(), config.image_token_id
     problems = [
         f"its {name} is {own}, but config.json says {expected}"
@@ -268,8 +262,8 @@ def _check_rows(images, prefixes, suffixes) -> tuple[Sequence, Sequence, Sequenc
             raise UserError(f"{name} is of type {type(value).__name__}, expected a list with one entry for each row")
     lengths = {name: len(value) for name, value in given.items()}
     if len(set(lengths.values())) > 1 or not prefixes:
-        told = ", ".join(f"{length} {name}" for name, length in lengths.items())
-        raise UserError(f"got {told}: give one of each for every row, and at least one row")
+        counts = ", ".join(f"{length} {name}" for name, length in lengths.items())
+        raise UserError(f"got {counts}: give one of each for every row, and at least one row")
     if suffixes is None:
         suffixes = [None] * len(prefixes)
     elif None in suffixes:
@@ -282,10 +276,6 @@ def _identity(picture: Picture) -> int | str:
     return os.fspath(picture) if isinstance(picture, str | os.PathLike) else id(picture)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Detection answers
-# ---------------------------------------------------------------------------------------------------------------------
-
 _BOX = re.compile(r"\s*<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})>(?:<seg\d{3}>)*([^<>]*)")
 
 
@@ -293,7 +283,7 @@ def parse_boxes(text: str, width: int, height: int) -> list[tuple[str, tuple[flo
     """Labels and boxes (x1, y1, x2, y2), in pixels of a width × height picture, of a detection answer.
 
     The answer reads `<locY1><locX1><locY2><locX2> label ; …`; bin b of 1024 stands for b/1024 of the side (big_vision,
-    PaliGemma's detection format). Parts of the text that are no box are passed over.
+    PaliGemma's detection format). Parts of the text that are not a box are ignored.
     """
     boxes = []
     for part in text.split(";"):

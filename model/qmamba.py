@@ -1,20 +1,19 @@
-"""Q-Mamba: learned queries draw a picture's features together, and a Mamba language model reads them.
+"""Q-Mamba: learned queries summarise the features of a picture, and a Mamba language model reads them.
 
-In: a batch of `model/processor.py`, as for PaliGemma, with Q image tokens a picture. Out: float32 logits (B, S, V).
-SigLIP's features pass a connector that scans them in both directions; the projector's blocks let Q queries, a sequence
-of their own, attend to them; a linear map brings the queries to the width of `model/mamba.py`.
-Next: `model/generate.py`, where the language model's cache is a state of constant size.
+In: a batch of `model/processor.py`, as for PaliGemma, with Q image tokens per picture. Out: float32 logits (B, S, V).
+A connector scans SigLIP's features in both directions; in the blocks of the projector Q queries attend to them; a
+linear map brings the queries to the width of the language model (`model/mamba.py`).
 
-Follows "Query-based Cross-Modal Projector Bolstering Mamba Multimodal LLM" (anonymous ACL submission). No weights of
-the authors were at hand, so nothing here was compared with their model. Three things are uncertain:
-- The feed-forward network is on, as the paper says. An early version of the authors' code has it off by default, and
-  has no residual connection across a block, as here; its width, which the paper does not tell, is that of the block.
-- There are 24 blocks, as the paper says; a later version of the code has a single one, of the language model's width.
-- The connector is the one of the authors' code, from scratch; the paper fares better with that of a trained VL-Mamba
-  (Qiao et al. 2024), whose weights are not read here.
+Follows "Query-based Cross-Modal Projector Bolstering Mamba Multimodal LLM" (anonymous ACL submission). The authors
+released no weights, so this was not compared with their model. Three choices are uncertain:
+- The feed-forward network is on, as in the paper. An early version of the authors' code has it off by default. Its
+  width, which the paper does not give, is that of the block. As in that code, no residual connection spans a block.
+- There are 24 blocks, as in the paper; a later version of the code has one block of the language model's width.
+- The connector is that of the authors' code, trained from scratch; the paper has better results with the connector of
+  a trained VL-Mamba (Qiao et al. 2024), whose weights are not read here.
 """
 
-from typing import cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +29,7 @@ from model.system_configs import ProjectorConfig, QMambaConfig
 
 
 def local_mask(queries: int, keys: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """Who may see whom (Q, K): disjoint spans of K/Q neighbouring keys; the first K mod Q queries have one key more.
+    """Boolean mask (Q, K): query i sees the i-th span of K/Q neighbouring keys; the first K mod Q spans are one longer.
 
         Q = 3, K = 8    x x x . . . . .
                         . . . x x x . .
@@ -50,7 +49,7 @@ class CrossAttention(Attention):
     """Attention whose keys and values come from a second sequence."""
 
     def forward(self, x: torch.Tensor, features: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """x (B, Q, W) and features (B, K, W) to (B, Q, W); mask (Q, K) is None where all see all."""
+        """x (B, Q, W) and features (B, K, W) to (B, Q, W); mask (Q, K), or None for none."""
         q, k, v = (
             self.split_heads(projection(source))
             for projection, source in ((self.q_proj, x), (self.k_proj, features), (self.v_proj, features))
@@ -62,8 +61,8 @@ class CrossAttention(Attention):
 class Connector(nn.Module):
     """f + M→(f) + flip(M←(flip f)), after VL-Mamba (Qiao et al. 2024).
 
-    Both directions are always there; `order` says which are used, and may be changed after training: the paper's
-    Table 4 reads a model trained in both directions in one alone.
+    Both mixers always exist. `order` selects which are used and may be changed after training, as in the paper's
+    Table 4, which evaluates one direction of a model trained with both.
     """
 
     def __init__(self, config: ProjectorConfig):
@@ -113,7 +112,7 @@ class QMambaBlock(nn.Module):
 
 
 class QMambaProjector(nn.Module):
-    """From K features of the eye to Q vectors of the language model's width."""
+    """From K features of the vision tower to Q vectors of the language model's width."""
 
     def __init__(self, config: QMambaConfig):
         super().__init__()
@@ -126,7 +125,7 @@ class QMambaProjector(nn.Module):
         self.output = Linear(width, config.text.hidden_size)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """features (pictures, K, H of the eye) to (pictures, Q, H of the language model)."""
+        """features (pictures, K, H of the vision tower) to (pictures, Q, H of the language model)."""
         features = self.connector(self.vision_norm(self.vision_proj(features)))
         mask = None
         if self.config.local_attention:
@@ -138,17 +137,15 @@ class QMambaProjector(nn.Module):
 
 
 class QMamba(PaliGemma):
-    """PaliGemma with this projector and with Mamba for a decoder: same parts, same names, same `forward`.
+    """PaliGemma with this projector and Mamba as the decoder: the same parts, names and `forward`.
 
-    Its token_type_ids change nothing: a recurrence reads image and prefix from left to right, too.
+    token_type_ids are ignored: the recurrence is causal for image and prefix, too.
     """
 
-    config: QMambaConfig
-    multi_modal_projector: QMambaProjector
-    language_model: Mamba
+    language_model: Any  # Mamba in place of Gemma
 
     def __init__(self, config: QMambaConfig):
-        nn.Module.__init__(self)  # PaliGemma's own would build its parts
+        nn.Module.__init__(self)  # PaliGemma.__init__ would build its own parts
         config.check()
         self.config = config
         self.vision_tower = Siglip(config.vision)
@@ -156,15 +153,15 @@ class QMamba(PaliGemma):
         self.language_model = Mamba(config.text)
 
     def new_cache(self, capacity: int | None = None) -> list[MambaState]:
-        """An empty state for each layer of the decoder, of the same size whatever the `capacity` in tokens."""
+        """An empty state for each decoder layer; its size does not depend on `capacity`."""
         return self.language_model.new_cache()
 
 
 @torch.no_grad()
 def fill_from_mamba(projector: QMambaProjector, source: Mamba) -> None:
-    """Copy the mixers of a language model (`MambaLM.backbone`), in order, into the projector's blocks.
+    """Copy the mixers of a language model (`MambaLM.backbone`) into the projector's blocks, layer by layer.
 
-    Raises UserError unless depth, width and state size agree: mamba-130m fits the default projector.
+    Raises UserError unless all sizes agree; mamba-130m fits the default projector.
     """
     mine, theirs = projector.config.mixers, source.config
     for name in ("num_hidden_layers", "hidden_size", "state_size", "expand", "conv_kernel", "rank"):
@@ -174,20 +171,19 @@ def fill_from_mamba(projector: QMambaProjector, source: Mamba) -> None:
                 "weights of its geometry, or size it after the weights"
             )
     for block, layer in zip(projector.blocks, source.layers, strict=True):
-        block.mixer.load_state_dict(layer.mixer.state_dict())
+        block.get_submodule("mixer").load_state_dict(layer.get_submodule("mixer").state_dict())
 
 
 @torch.no_grad()
 def initialize_projector(projector: QMambaProjector, seed: int = 0) -> None:
-    """Fill a projector with random weights: Mamba layers as Mamba's start, queries of std 0.02, the rest as usual."""
+    """Fill a projector with random weights: mixers by `initialize_mixer`, queries with std 0.02, else `initialize`."""
     initialize(projector, seed)
     generator = torch.Generator().manual_seed(seed)
-    for block in projector.blocks:
-        initialize_mixer(cast(MambaMixer, block.mixer), len(projector.blocks), generator)
-    if isinstance(projector.connector, Connector):
-        for mixer in (projector.connector.forward_mixer, projector.connector.backward_mixer):
-            initialize_mixer(mixer, 1, generator)
-    # last, so that projectors of unequally many are alike in all else
+    for part, depth in ((projector.blocks, len(projector.blocks)), (projector.connector, 1)):
+        for module in part.modules():
+            if isinstance(module, MambaMixer):
+                initialize_mixer(module, depth, generator)
+    # last, so that projectors with different numbers of queries have the same other weights
     projector.queries.copy_(torch.randn(projector.queries.shape, generator=generator) * 0.02)
 
 

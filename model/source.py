@@ -1,7 +1,7 @@
-"""Where a model's files come from: a folder, the base that is bundled with the project, or the Hugging Face hub.
+"""Where a model's files come from: a folder, the base model in this repository, or the Hugging Face hub.
 
-In: a source, as every command's `--model` takes it. Out: a folder on this disk. Next: `model/processor.py` reads
-config.json and tokenizer.model from it, `weights/load.py` the tensors.
+In: a source, as every command's `--model` takes it. Out: a folder on this disk, from which `model/processor.py` reads
+config.json and tokenizer.model, and `weights/load.py` the tensors.
 """
 
 import re
@@ -9,16 +9,16 @@ from pathlib import Path
 
 from model.common import UserError
 
-EMBEDDED = "embedded"  # names the bundled base
+EMBEDDED = "embedded"  # the name of the base model in this repository
 BUNDLED_FOLDER = Path(__file__).resolve().parent.parent / "weights" / "tiny"
 
 
 def resolve(source: str | Path, patterns: list[str], revision: str | None = None) -> Path:
-    """The folder that holds the model `source`: itself if it is one, the bundled base, or a download from the hub.
+    """The folder of the model `source`: a folder as it is, the bundled base, or a download from the hub.
 
-    source: a folder, `embedded`, or a hub id "owner/name"; a folder wins where a name means two things. patterns: the
-    file names (with * as wildcard) to fetch from the hub at `revision` (branch, tag or commit); what an interrupted
-    download left is not fetched again. Which of them are there is for the caller to check. Raises UserError.
+    source: a folder, `embedded`, or a hub id "owner/name"; if a folder has such a name, it is taken. patterns: the file
+    names (with * as wildcard) to download from the hub at `revision` (branch, tag or commit); an interrupted download
+    is continued. The caller checks which of the files exist. Raises UserError.
     """
     folder = Path(source).expanduser()
     if folder.is_dir() or source == EMBEDDED:
@@ -40,13 +40,13 @@ def resolve(source: str | Path, patterns: list[str], revision: str | None = None
 
 
 def _download(repo_id: str, patterns: list[str], revision: str | None) -> Path:
-    import huggingface_hub  # slow to import, and folders do without
+    import huggingface_hub  # slow to import, and not needed for folders
     from huggingface_hub import errors
 
     page = f"https://huggingface.co/{repo_id}"
     try:
         return Path(huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=patterns))
-    except errors.GatedRepoError:  # a kind of RepositoryNotFoundError, so it comes first
+    except errors.GatedRepoError:  # a subclass of RepositoryNotFoundError, so it comes first
         problem = f"its licence is not accepted: accept it at {page}, then set HF_TOKEN or run `hf auth login`"
     except errors.RepositoryNotFoundError:
         problem = (
@@ -62,7 +62,7 @@ def _download(repo_id: str, patterns: list[str], revision: str | None) -> Path:
             "neither a folder here nor in the download cache, and the hub cannot be reached: connect to the network, "
             "unset HF_HUB_OFFLINE, or give a model folder"
         )
-    except Exception as error:  # the HTTP library underneath changes with the version of huggingface_hub
+    except Exception as error:  # the exceptions of the HTTP library differ between versions of huggingface_hub
         problem = f"the download failed ({_first_line(error)}): run again to resume it, or give a model folder"
     raise UserError(f"{repo_id}: {problem}")
 

@@ -314,5 +314,5 @@ CONFIGS = {"paligemma": PaliGemmaConfig, "qmamba": QMambaConfig, MODEL_TYPE: Tex
 def read_config(path: str | Path) -> PaliGemmaConfig | QMambaConfig | TextModelConfig:
     """The configuration in the config.json at `path`. Raises UserError for a file that is no model of this project."""
     raw = read_json(path)
-    # PaliGemma's own reader says best what is wrong with a type that is not in the table
+    # PaliGemma's reader has the best message for a type that is not in the table
     return CONFIGS.get(str(raw.get("model_type")), PaliGemmaConfig).from_dict(raw, str(path))

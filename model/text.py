@@ -1,12 +1,12 @@
-"""A language model trained from nothing: the Differential Transformer (Ye et al. 2024), and its plain twin.
+"""A language model trained from scratch: the Differential Transformer (Ye et al. 2024), and its plain counterpart.
 
-In: token ids (B, S), and which document each belongs to. Out: float32 logits (B, S, V), or the loss against targets.
-Everything in it is shared: Gemma's blocks with a silu gate (pre-norm, RMSNorm, SwiGLU of 8/3·H, a tied head), and
-`split` of `model/differential.py` with fresh RoPE pairs, which is the published attention. Next: `train/text.py`.
+In: token ids (B, S), and the document of each token. Out: float32 logits (B, S, V), or the loss against targets.
+Every part is used elsewhere, too: Gemma's layers with a silu gate (pre-norm, RMSNorm, SwiGLU of 8/3·H, a tied head),
+and `split` of `model/differential.py` with fresh RoPE pairs, which is the published attention.
 
-    attention       heads              maps of a head     per head                            a layer has
-    plain           2h of width d      1                  A·V                                 4·H² + 8·H² weights
-    differential    h of width 2d      2, of width d      norm((A₁ − λ·A₂)·V)·(1 − λ_init)    as many, 4d + 2d more
+    attention       heads              maps of a head     per head                            weights of a layer
+    plain           2h of width d      1                  A·V                                 4·H² + 8·H²
+    differential    h of width 2d      2, of width d      norm((A₁ − λ·A₂)·V)·(1 − λ_init)    4·H² + 8·H² + 6d
 """
 
 import torch
@@ -19,7 +19,7 @@ from model.system_configs import TEXT_PRESETS, TextModelConfig
 
 
 class TextModel(Adaptable):
-    """Gemma's decoder and head alone. `seed` draws the λ vectors, which no later initialisation touches."""
+    """Gemma's decoder and head. `seed` is that of the λ vectors, which `initialize` does not change."""
 
     def __init__(self, config: TextModelConfig, seed: int = 0):
         super().__init__()
@@ -38,9 +38,9 @@ class TextModel(Adaptable):
     ) -> torch.Tensor:
         """float32 logits (B, S, V), or those of the positions asked for; with `targets`, the loss against them.
 
-        documents (B, S): a number for each token's document, where several are packed into a row: each sees its own
-        alone. None means one a row. positions_to_keep as in `PaliGemma.forward`. targets: the token that must follow
-        each kept position, −100 for none; the loss is the sum of cross-entropies, in nats.
+        documents (B, S): the number of each token's document, where a row holds several; tokens see their own document
+        only. None means one document per row. positions_to_keep as in `PaliGemma.forward`. targets: the token that must
+        follow each kept position, −100 for none; the loss is the sum of cross-entropies, in nats.
         """
         valid = torch.ones_like(input_ids)
         embeddings = self.language_model.embed(input_ids)
@@ -50,10 +50,12 @@ class TextModel(Adaptable):
 
 
 def new_model(preset: str, differential: bool, seed: int = 0) -> TextModel:
-    """A model of random weights, drawn from `seed`: with one seed, the twins' embeddings, norms and MLPs are equal.
+    """A model of random weights. For one seed, plain and differential models have equal embeddings, norms and MLPs.
 
     Raises UserError for an unknown preset.
     """
     if preset not in TEXT_PRESETS:
         raise UserError(f"unknown preset {preset!r}: choose one of {', '.join(TEXT_PRESETS)}")
-    return initialize(TextModel(TextModelConfig.of(TEXT_PRESETS[preset], differential), seed), seed)
+    model = TextModel(TextModelConfig.of(TEXT_PRESETS[preset], differential), seed)
+    initialize(model, seed)
+    return model

@@ -1,28 +1,27 @@
-"""WINGS: a low-rank learner for the picture and one for the text, beside the main attention of every layer.
+"""WINGS: a low-rank learner for pictures and one for text, beside the main attention of every decoder layer.
 
 In: a batch of `model/processor.py`, as for PaliGemma, with `<image>` anywhere in the text or not at all. Out: float32
-logits (B, S, V). Everything is causal: token_type_ids say what is learned, and change nothing here.
-Next: `model/generate.py`; `eval/shift.py` measures what the learners are there to prevent.
+logits (B, S, V). Everything is causal: token_type_ids only mark what is trained, they do not change the mask.
+`eval/shift.py` measures the shift of attention that the learners are to prevent.
 
 Source: "Wings: Learning Multimodal LLMs without Text-only Forgetting" (Zhang et al., NeurIPS 2024).
 
     h ──┬── main attention ────────────── + ── …          w = Router(the main attention's weights), w₁ + w₂ = 1
-        ├── visual learner  (picture) ─ w₁·┤              the learners' keys and values are those embeddings that
-        └── textual learner (text)   ── w₂·┘              enter the decoder, in every layer the same ones
+        ├── visual learner  (picture) ─ w₁·┤              keys and values of the learners are projections of the
+        └── textual learner (text)   ── w₂·┘              decoder's input embeddings, the same ones in every layer
 
-Training begins without routers and textual learners (`routed` False): the visual ones are added as they are. `route`
-makes the second stage's model of it. Where this differs from the authors' code:
-- h is what the main attention reads, as in the paper's formula; the code reads the sum after it.
-- A key is visible if it does not come after the query. The code compares indices from which the system's tokens are
-  missing with positions that count them, so that its textual learner sees tokens that are yet to come.
-- Padding hides keys, not queries. The routed learners are added once, not twice. There is one cache for both learners.
-- The router reads rows of attention by the distance of the key (`Router`), not by its absolute position.
+Stage 1 of training has no routers and no textual learners (`routed` False): the visual output is added unweighted.
+`route` makes the model of stage 2 from it. Differences from the authors' code:
+- h is the input of the main attention, as in the paper's formula; the code uses the sum after it.
+- A key is visible if it does not come after the query. The code compares indices that leave out the system's tokens
+  with positions that include them, so that its textual learner sees later tokens.
+- Padding is hidden as a key, not as a query. Routed learners are added once, not twice. Both learners are cached.
+- The router reads sums of attention weights by distance (`Router`), not weights at absolute positions.
 
-The router needs the attention weights themselves, so the main attention of a routed model is never a fused kernel.
+The router needs the attention weights, so a routed model computes its main attention without a fused kernel.
 """
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -30,67 +29,72 @@ from torch import nn
 
 from model.attention import Attention, LayerCache, Rope, keep_positions, tapped
 from model.common import UserError
-from model.gemma import Gemma
+from model.gemma import Gemma, GemmaLayer
 from model.linear import Linear
 from model.paligemma import PaliGemma, Projector, initialize
 from model.siglip import Siglip
 from model.system_configs import WingsConfig
 
-OCTAVES = 16  # distances that a router tells apart: 0, 1–2, 3–6, 7–14, …, 32767 and more
-NEVER = 1 << 40  # the column of a key that no query comes after
-
+OCTAVES = 16  # buckets of distance in a router: 0, 1–2, 3–6, 7–14, …, from 32767 on
+NEVER = 1 << 40  # as a column: after every query, so that no query sees it
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the learners read
+# Inputs and caches of the learners
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Side:
-    """What one learner reads in every layer: the new keys of its kind, and who sees which of all keys so far."""
+class LearnerInput:
+    """What one kind of learner reads, the same in every layer: embeddings of its kind, their positions and a mask."""
 
-    x: torch.Tensor  # (B, n, H), embeddings as they enter the decoder
+    x: torch.Tensor  # (B, n, H), embeddings as they enter the decoder; the layer projects keys and values from them
     rope: Rope  # of their positions
     mask: torch.Tensor  # (B, 1, S, Sn), cached keys included
 
 
-class Sides(Rope):
-    """The rope of a batch, which goes to every layer, and with it what the learners read there.
+class WingsRope(Rope):
+    """The rope of a batch, which every layer receives, and with it the inputs of its learners and router.
 
-    `groups` (B, S, Sk) is where a router counts a key of a query: its octave of distance, of a picture's key OCTAVES
-    more. None for a model without routers.
+    buckets (B, S, Sk): the bucket of a router in which a query counts a key, the octave of their distance, plus OCTAVES
+    for keys of pictures. None for a model without routers.
     """
 
-    def __init__(self, positions: torch.Tensor, theta: float, visual: Side, textual: Side, groups: torch.Tensor | None):
+    def __init__(
+        self,
+        positions: torch.Tensor,
+        theta: float,
+        visual: LearnerInput,
+        textual: LearnerInput,
+        buckets: torch.Tensor | None,
+    ):
         super().__init__(positions, theta)
-        self.visual, self.textual, self.groups = visual, textual, groups
+        self.visual, self.textual, self.buckets = visual, textual, buckets
 
 
-class SideCache(LayerCache):
-    """A learner's keys and values in one layer, and the columns (B, n) of the sequence that they are from."""
+class LearnerCache(LayerCache):
+    """A learner's keys and values in one layer, and the columns (B, n) of the sequence that they come from."""
 
-    columns: torch.Tensor
+    def __init__(self, capacity: int, columns: torch.Tensor):
+        super().__init__(capacity)
+        self.columns = columns
 
 
 class WingsCache:
-    """What a layer has read: the main attention's keys and values, and those of each learner.
+    """Keys and values of one layer: those of the main attention, and those of each learner from the first call on."""
 
-    Pictures come with the first call; after it, the visual learner's part stays as it is.
-    """
-
-    position = None  # no step of it is compiled
+    position = None  # single steps are not compiled
 
     def __init__(self, capacity: int):
         self.main = LayerCache(capacity)
-        self.visual: SideCache | None = None
-        self.textual: SideCache | None = None
+        self.visual: LearnerCache | None = None
+        self.textual: LearnerCache | None = None
 
 
-def pick(chosen: torch.Tensor, width: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """From chosen (B, S), boolean: where those chosen are, in order, and which of these only fill up; (B, width) each.
+def chosen_first(chosen: torch.Tensor, width: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices (B, width) of the True entries of chosen (B, S) in order, padded; and which indices are padding.
 
-    width None is that of the row with the most, but at least 1, so that a learner without keys takes part all the same:
-    processes that train together must have the same gradients.
+    width None: as many as the row with the most True entries has, but at least 1. A learner without keys then computes
+    all the same, because processes that train together must have the same gradients.
     """
     if width is None:
         width = max(1, int(chosen.sum(1).max()))
@@ -112,7 +116,7 @@ class Update(nn.Module):
         self.B = Linear(rank, width, bias=False)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        drawn = torch.empty(self.A.weight.shape)  # on the CPU, whatever the device: the same numbers everywhere
+        drawn = torch.empty(self.A.weight.shape)  # on the CPU, so that every device gets the same numbers
         with torch.no_grad():
             self.A.weight.copy_(nn.init.trunc_normal_(drawn, std=0.02, generator=generator))
             self.B.weight.zero_()
@@ -126,8 +130,8 @@ class Learner(nn.Module):
 
         q = h·(1 + W_q)    k = x·(1 + W_k)    v = x·(1 + W_v)    out = softmax(RoPE(q)·RoPE(k)ᵀ/√d + mask)·v·W_o
 
-    Each W is a product A·B of low rank; W_o has no 1 beside it, so the output starts at zero. A head is H/N wide, and
-    there are as many of keys as of queries, since the residual path needs all H channels.
+    Each W is a product A·B of low rank. W_o has no 1 beside it, so the output starts at zero. Heads are H/N wide, and
+    there are as many key heads as query heads, because the residual path needs all H channels.
     """
 
     def __init__(self, width: int, num_heads: int, rank: int):
@@ -135,15 +139,17 @@ class Learner(nn.Module):
         self.num_heads = num_heads
         self.q, self.k, self.v, self.o = (Update(width, rank) for _ in range(4))
 
-    def forward(self, h: torch.Tensor, rope: Rope, side: Side, cache: SideCache | None = None) -> torch.Tensor:
-        """h (B, S, H) to (B, S, H); exactly zero where a query sees no key of this kind."""
-        q = rope(self.split_heads(h + self.q(h)))
-        k, v = side.rope(self.split_heads(side.x + self.k(side.x))), self.split_heads(side.x + self.v(side.x))
+    def forward(
+        self, h: torch.Tensor, rope: Rope, given: LearnerInput, cache: LearnerCache | None = None
+    ) -> torch.Tensor:
+        """h (B, S, H) to (B, S, H); exactly zero where a query sees no key."""
+        q, x = rope(self.split_heads(h + self.q(h))), given.x
+        k, v = given.rope(self.split_heads(x + self.k(x))), self.split_heads(x + self.v(x))
         if cache is not None:
             k, v = cache.extend(k, v)
-        sees = side.mask.any(-1, keepdim=True)
-        # whoever sees nothing is let see all, and forgets it: an empty row of softmax would be NaN
-        heads = F.scaled_dot_product_attention(q, k, v, side.mask | ~sees) * sees  # (B, N, S, H/N)
+        # a query with no visible key attends to all keys and its output is zeroed: an empty softmax row is NaN
+        has_key = given.mask.any(-1, keepdim=True)
+        heads = F.scaled_dot_product_attention(q, k, v, given.mask | ~has_key) * has_key  # (B, N, S, H/N)
         return self.o(heads.transpose(1, 2).flatten(2))
 
     def split_heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -152,13 +158,13 @@ class Learner(nn.Module):
 
 
 class Router(nn.Module):
-    """How much each learner counts for a query: softmax(SiLU(W·a + b)), a the attention that the query pays.
+    """The weight of each learner for each query: softmax(SiLU(W·a + b)), a the attention weights of the query.
 
-    The authors' a is the row of weights itself, summed over heads: W then belongs to absolute positions, and ends with
-    the longest text that was planned for. Here the row is summed within octaves of the distance, apart for the keys of
-    pictures and of text: 2·OCTAVES numbers, whatever the length and the padding.
+    The authors' a is the row of weights itself, summed over heads: W then depends on absolute positions and limits the
+    length of a text. Here a is the row summed within octaves of the distance, separately for keys of pictures and of
+    text: 2·OCTAVES numbers for any length and padding.
 
-    W and b start at zero, where both learners count one half.
+    W and b start at zero, so that both learners have the weight ½.
     """
 
     def __init__(self):
@@ -169,10 +175,10 @@ class Router(nn.Module):
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
-    def forward(self, weights: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-        """Attention weights (B, N, S, Sk) and groups (B, S, Sk) to (B, S, 2): visual, textual."""
+    def forward(self, weights: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
+        """Attention weights (B, N, S, Sk) and buckets (B, S, Sk) to (B, S, 2): visual, textual."""
         row = weights.float().sum(1)
-        row = row.new_zeros(*row.shape[:2], 2 * OCTAVES).scatter_add(-1, groups, row)
+        row = row.new_zeros(*row.shape[:2], 2 * OCTAVES).scatter_add(-1, buckets, row)
         return F.silu(self.linear(row.to(self.linear.weight.dtype))).float().softmax(-1)
 
 
@@ -191,27 +197,26 @@ class WingsAttention(Attention):
     def forward(
         self,
         x: torch.Tensor,
-        rope: Sides,
+        rope: WingsRope,
         mask: torch.Tensor | None = None,
         cache: WingsCache | None = None,
         positions: int | torch.Tensor | None = None,
     ) -> torch.Tensor:
         main, of_visual, of_textual = (cache.main, cache.visual, cache.textual) if cache is not None else (None,) * 3
         visual = self.visual(x, rope, rope.visual, of_visual)
-        router = self.router
-        if self.textual is None or router is None:
+        if self.router is None or self.textual is None:
             return keep_positions(super().forward(x, rope, mask, main) + visual, positions)
-        textual, seen, outer = self.textual(x, rope, rope.textual, of_textual), [], self.tap
+        textual, router, outer, shares = self.textual(x, rope, rope.textual, of_textual), self.router, self.tap, []
 
         def tap(weights: torch.Tensor) -> None:
-            seen.append(router(weights, rope.groups).to(x.dtype))
+            shares.append(router(weights, rope.buckets).to(x.dtype))
             if outer is not None:
                 outer(weights)
 
         with tapped({self: tap}):
             attended = super().forward(x, rope, mask, main)
-        of_picture, of_text = seen[0].split(1, dim=-1)
-        return keep_positions(attended + of_picture * visual + of_text * textual, positions)
+        visual_share, textual_share = shares[0].split(1, dim=-1)
+        return keep_positions(attended + visual_share * visual + textual_share * textual, positions)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -220,53 +225,70 @@ class WingsAttention(Attention):
 
 
 class WingsGemma(Gemma):
-    """Gemma with learners: `types` are 0 for the tokens of pictures and 1 for text, and everything is causal."""
+    """Gemma with learners: `types` are 0 for tokens of pictures and 1 for text, and everything is causal."""
 
     def __init__(self, config: WingsConfig):
         super().__init__(config.text)
         for layer in self.layers:
-            layer.self_attn = WingsAttention(cast(Attention, layer.self_attn), config)
+            assert isinstance(layer, GemmaLayer)
+            layer.self_attn = WingsAttention(layer.self_attn, config)
         self.routed = config.routed
 
-    def geometry(self, x, valid, types, cache=None, documents=None):
-        """As `Gemma.geometry`; the rope carries what the learners read."""
-        assert documents is None, "the learners know of no documents in a row"
+    def geometry(self, x, valid, types, cache: list | None = None, documents=None):
+        """As `Gemma.geometry`; the rope is a `WingsRope` with the inputs of the learners and routers.
+
+        The columns of a row are tokens (v_c = 1) and padding (v_c = 0), column c at position p_c = Σ_{c' ≤ c} v_{c'}.
+        This call reads the columns F … F + S − 1; F columns are in the cache. For each kind κ, visual or textual,
+
+            J_κ    = the columns c ≥ F with v_c = 1 and type κ, in order, padded with ∞ to the same number n per row
+            x_κ    = (x_c for c in J_κ), (B, n, H), from which every layer projects the learner's keys and values
+            rope_κ = rotation by (p_c for c in J_κ)
+            C_κ    = the columns of the cached keys, then J_κ; each layer's cache keeps them for the next call
+            mask_κ[i, j] = C_κ[j] ≤ F + i: query i sees the keys of its own and of earlier columns, and never ∞
+
+        All pictures come with the first call (F = 0), which counts n for both kinds. In later calls n is 0 for visual
+        and S for textual, without a look at the values, for which the CPU would have to wait on a GPU.
+
+        The bucket of query i and key column c is min(⌊log₂(p_i − p_c + 1)⌋, OCTAVES − 1), plus OCTAVES if c ∈ C_visual.
+        """
+        assert documents is None, "learners do not separate the documents of a row"
         rope, full, sliding = super().geometry(x, valid, torch.ones_like(types), cache)
-        queries = x.shape[1]
-        first = valid.shape[1] - queries  # columns that the cache holds
-        query = torch.arange(first, first + queries, device=x.device)
-        sides, columns = {}, {}
-        # pictures come with the first call: how much there is of each kind must be counted there alone
-        for name, kind, width in (("visual", 0, 0), ("textual", 1, queries)):
-            index, fills = pick(((types == kind) & valid)[:, first:], width if first else None)
-            columns[name] = first + index.masked_fill(fills, NEVER)
-            if first and cache:
+        steps, first = x.shape[1], valid.shape[1] - x.shape[1]
+        query = torch.arange(first, first + steps, device=x.device)
+        inputs, columns = {}, {}
+        for name, kind, later_width in (("visual", 0, 0), ("textual", 1, steps)):
+            index, is_padding = chosen_first(((types == kind) & valid)[:, first:], later_width if first else None)
+            columns[name] = first + index.masked_fill(is_padding, NEVER)
+            if cache and first:
                 columns[name] = torch.cat((getattr(cache[0], name).columns, columns[name]), dim=1)
             for layer in cache or ():
-                if first == 0:
-                    setattr(layer, name, SideCache(index.shape[1] + kind * (layer.main.capacity - queries)))
+                if first == 0:  # there is room for new text, and pictures are complete
+                    capacity = index.shape[1] + kind * (layer.main.capacity - steps)
+                    setattr(layer, name, LearnerCache(capacity, columns[name]))
                 getattr(layer, name).columns = columns[name]
             keys = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
             mask = columns[name][:, None, None] <= query[:, None]
-            sides[name] = Side(keys, Rope(rope.positions.gather(1, index), rope.theta), mask)
-        groups = self.group(rope.positions, valid.long().cumsum(-1), columns["visual"]) if self.routed else None
-        return Sides(rope.positions, rope.theta, groups=groups, **sides), full, sliding
+            inputs[name] = LearnerInput(keys, Rope(rope.positions.gather(1, index), rope.theta), mask)
+        buckets = None
+        if self.routed:
+            buckets = self.bucket(rope.positions, valid.long().cumsum(-1), columns["visual"])
+        return WingsRope(rope.positions, rope.theta, buckets=buckets, **inputs), full, sliding
 
     @staticmethod
-    def group(query: torch.Tensor, key: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor:
-        """`Sides.groups`, from the positions of queries (B, S) and keys (B, Sk), and the columns (B, n) of pictures."""
+    def bucket(query: torch.Tensor, key: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor:
+        """`WingsRope.buckets` from positions of queries (B, S) and keys (B, Sk), and columns (B, n) of pictures."""
         distance = (query[:, :, None] - key[:, None]).clamp(min=0)
-        octave = (torch.frexp(distance + 1.0).exponent.long() - 1).clamp(max=OCTAVES - 1)  # n from 2ⁿ − 1 on
-        # one column more, for what only fills up
+        octave = (torch.frexp(distance + 1.0).exponent.long() - 1).clamp(max=OCTAVES - 1)  # octave n starts at 2ⁿ − 1
+        # with one more column, which takes the padding of `pictures`
         is_picture = key.new_zeros(len(key), key.shape[1] + 1).scatter(1, pictures.clamp(max=key.shape[1]), 1)[:, :-1]
         return octave + OCTAVES * is_picture[:, None]
 
 
 class Wings(PaliGemma):
-    """PaliGemma with a learner or two in every layer of its decoder: same parts, same names, same `forward`."""
+    """PaliGemma with one or two learners in every decoder layer: the same parts, names and `forward`."""
 
     def __init__(self, config: WingsConfig):
-        nn.Module.__init__(self)  # PaliGemma's own would build its decoder
+        nn.Module.__init__(self)  # PaliGemma.__init__ would build a decoder without learners
         config.check()
         self.config = config
         self.vision_tower = Siglip(config.vision)
@@ -274,7 +296,10 @@ class Wings(PaliGemma):
         self.language_model = WingsGemma(config)
 
     def forward(self, input_ids, pixel_values, token_type_ids, attention_mask=None, **options) -> torch.Tensor:
-        """As `PaliGemma.forward`; token_type_ids give the number of columns and no more."""
+        """As `PaliGemma.forward`; of token_type_ids only the number of columns is used.
+
+        Raises UserError for a picture in a later call with a cache.
+        """
         first = token_type_ids.shape[1] - input_ids.shape[1]
         is_text = (input_ids != self.config.image_token_id).to(token_type_ids.dtype)
         if first and not input_ids.is_cuda and not is_text.all():
@@ -287,9 +312,9 @@ class Wings(PaliGemma):
 
 
 def attach(base: PaliGemma, rank: int = 64, *, routed: bool = False, seed: int = 0) -> Wings:
-    """`base` with learners, on its own weights: it computes what `base` does where every token is causal.
+    """`base` with learners, sharing its weights. Its outputs are those of `base` with all tokens causal.
 
-    Raises UserError for a base that is no plain PaliGemma.
+    Raises UserError for a base that is not a plain PaliGemma.
     """
     if type(base) is not PaliGemma or base.grafts:
         raise UserError("learners go beside the plain attention of a PaliGemma: take a base without other parts")
@@ -297,27 +322,28 @@ def attach(base: PaliGemma, rank: int = 64, *, routed: bool = False, seed: int =
 
 
 def route(model: Wings, seed: int = 0) -> Wings:
-    """The model of stage 2 on the weights of one of stage 1: with textual learners, and routers that start at ½.
+    """The model of stage 2 from one of stage 1: with textual learners, and routers whose weights start at ½.
 
-    What the visual learners give is doubled, so that half of it is what it was. Doubling is exact: so are the logits.
+    The output weights of the visual learners are doubled, which the weight ½ makes up for. Doubling is exact in
+    floating point, so the logits stay the same. Raises UserError for another model.
     """
     if type(model) is not Wings or model.config.routed:
         raise UserError("stage 2 of WINGS goes on from a model of stage 1, which has visual learners and no router")
     routed = _assemble(WingsConfig.beside(model.config, rank=model.config.rank), model, seed)
-    for layer in routed.language_model.layers:
-        up = layer.self_attn.visual.o.B
-        up.weight = nn.Parameter(2 * up.weight.detach())
+    for module in routed.modules():
+        if isinstance(module, WingsAttention):
+            up = module.visual.o.B
+            up.weight = nn.Parameter(2 * up.weight.detach())
     return routed
 
 
 def _assemble(config: WingsConfig, source: PaliGemma, seed: int) -> Wings:
-    """A model of `config` that holds the tensors of `source`; the parts that `source` has not are fresh."""
+    """A model of `config` with the tensors of `source`; parts that `source` does not have are initialised."""
     with torch.device("meta"):
         model = Wings(config)
-    state = source.state_dict()
-    lacks = model.load_state_dict(state, strict=False, assign=True)
-    if lacks.unexpected_keys:
-        raise UserError(f"{lacks.unexpected_keys[0]} is no part of a plain PaliGemma: merge or leave out its adapter")
+    unexpected = model.load_state_dict(source.state_dict(), strict=False, assign=True).unexpected_keys
+    if unexpected:
+        raise UserError(f"{unexpected[0]} is no part of a plain PaliGemma: merge or leave out its adapter")
     weight, generator = source.language_model.embed_tokens.weight, torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, Update | Router) and next(module.parameters()).is_meta:
@@ -328,7 +354,7 @@ def _assemble(config: WingsConfig, source: PaliGemma, seed: int) -> Wings:
 
 @torch.no_grad()
 def initialize_wings(model: Wings, seed: int = 0) -> Wings:
-    """Fill a model with random weights: as PaliGemma, and learners and routers that add nothing yet."""
+    """Fill a model with random weights: as PaliGemma, with learners whose output is zero and neutral routers."""
     initialize(model, seed)
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():

@@ -18,7 +18,7 @@ from model.generate import CompiledStep, generate
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.system_configs import WingsConfig, read_config
-from model.wings import OCTAVES, Learner, Router, Side, Wings, attach, initialize_wings, pick, route
+from model.wings import OCTAVES, Learner, LearnerInput, Router, Wings, attach, chosen_first, initialize_wings, route
 from tests.reference import relative_error
 from train import supervised
 from train.data import batches as data
@@ -105,7 +105,7 @@ def test_the_leak_test_would_see_a_leak():
     def leaky(*arguments):
         sides, full, sliding = geometry(*arguments)
         side = sides.textual
-        sides.textual = Side(side.x, side.rope, side.mask | side.mask.roll(1, dims=-1))
+        sides.textual = LearnerInput(side.x, side.rope, side.mask | side.mask.roll(1, dims=-1))
         return sides, full, sliding
 
     decoder.geometry = leaky
@@ -145,8 +145,8 @@ def test_a_row_does_not_depend_on_its_batch():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def side_of(x: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> Side:
-    return Side(x, Rope(positions, 10000.0), mask)
+def input_of(x: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> LearnerInput:
+    return LearnerInput(x, Rope(positions, 10000.0), mask)
 
 
 def learner_case(dtype=torch.float64):
@@ -174,7 +174,7 @@ def test_a_learner_equals_the_formula_written_out():
     """Breaks when the residual 1 + W, the scale, RoPE's true positions, the mask or W_o are not LoRRA's."""
     learner, h, x, at, of_keys, mask = learner_case()
     # RoPE's angles are fp32 in the model: the keys' and queries' turns agree to its rounding alone
-    result = learner(h, Rope(at, 10000.0), side_of(x, of_keys, mask))
+    result = learner(h, Rope(at, 10000.0), input_of(x, of_keys, mask))
     matrix = {name: (getattr(learner, name).B.weight @ getattr(learner, name).A.weight).T for name in "qkvo"}
     q, k, v = h[0] + h[0] @ matrix["q"], x[0] + x[0] @ matrix["k"], x[0] + x[0] @ matrix["v"]
     width = HIDDEN // HEADS
@@ -207,7 +207,7 @@ def test_a_learner_equals_attention_with_merged_weights():
     )
     q, k = Rope(at, 10000.0)(q), Rope(of_keys, 10000.0)(k)
     heads = F.scaled_dot_product_attention(q[:, :, 1:], k, v, mask[:, :, 1:]).transpose(1, 2).flatten(2)
-    result = learner(h, Rope(at, 10000.0), side_of(x, of_keys, mask))
+    result = learner(h, Rope(at, 10000.0), input_of(x, of_keys, mask))
     torch.testing.assert_close(result[:, 1:], F.linear(heads, merged["o"]), atol=1e-12, rtol=1e-10)
 
 
@@ -268,7 +268,7 @@ def test_a_router_reads_octaves_of_distance():
     columns = torch.tensor([[3, 4, 5, 6, 1 << 40]])
     decoder = wings().language_model
     at = torch.arange(1, size + 1)[None]
-    result = router(weights, decoder.group(at, at, columns))
+    result = router(weights, decoder.bucket(at, at, columns))
     for i in range(size):
         pooled = torch.zeros(2 * OCTAVES)
         for j in range(i + 1):
@@ -276,15 +276,15 @@ def test_a_router_reads_octaves_of_distance():
             pooled[octave + OCTAVES * is_picture[j]] += weights[0, :, i, j].sum()
         expected = F.silu(router.linear(pooled)).softmax(-1)
         torch.testing.assert_close(result[0, i], expected, atol=1e-5, rtol=1e-5)
-    assert decoder.group(torch.tensor([[1 << 20]]), at, columns)[0, 0, 0] == OCTAVES - 1  # far away is one group
+    assert decoder.bucket(torch.tensor([[1 << 20]]), at, columns)[0, 0, 0] == OCTAVES - 1  # far away is one group
 
 
-def test_pick_keeps_the_order_and_fills_up():
+def test_chosen_first_keeps_the_order_and_fills_up():
     """Breaks when keys of one kind are reordered, lost, or padding passes for one of them."""
     chosen = torch.tensor([[0, 1, 0, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]]).bool()
-    index, fills = pick(chosen)
+    index, fills = chosen_first(chosen)
     assert index[0].tolist() == [1, 3, 4] and index[1, 0] == 2 and fills.tolist() == [[0, 0, 0], [0, 1, 1], [1, 1, 1]]
-    assert pick(torch.zeros(2, 3).bool())[0].shape == (2, 1)
+    assert chosen_first(torch.zeros(2, 3).bool())[0].shape == (2, 1)
 
 
 @pytest.mark.parametrize("generation", ["gemma", "gemma2"])
