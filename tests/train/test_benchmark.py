@@ -13,10 +13,13 @@ from model.common import UserError
 from model.config import PRESETS
 from model.generate import CompiledStep, generate
 from train.benchmark import command as benchmark
-from train.benchmark import sides as benchmark_sides
+from train.benchmark import sections
+from train.benchmark import work as works_module
 from train.benchmark.estimate import estimate, memory
-from train.benchmark.sides import COMPILED, OURS, SECTIONS, STEPS, THEIRS, Setup, Work, prompt, random_state
-from train.benchmark.timing import Row, in_own_process, spell_seconds, table, take_turns
+from train.benchmark.sections import SECTIONS
+from train.benchmark.setup import Setup, matmul_flops, our_model, prompt, random_state, their_model
+from train.benchmark.timing import COMPILED, OURS, THEIRS, Measurement, in_own_process, spell_seconds, table, take_turns
+from train.benchmark.work import ANSWER, STEPS, Work, decode_steps
 
 CPU = torch.device("cpu")
 SMALL = replace(
@@ -41,15 +44,15 @@ def run(tmp_path, *arguments) -> dict:
 
 def test_ratios_are_taken_within_a_round():
     """Breaks when a ratio is that of medians, so that a slow minute counts for one side, or is upside down."""
-    row = Row("train", "step", {OURS: [1.0, 20.0, 3.0], THEIRS: [2.0, 80.0, 4.0]}, peak={OURS: 30, THEIRS: 40})
+    row = Measurement("train", "step", {OURS: [1.0, 20.0, 3.0], THEIRS: [2.0, 80.0, 4.0]}, peak={OURS: 30, THEIRS: 40})
     assert row.ratio(OURS) == (0.5, 0.375, 0.625) and row.ratio(THEIRS) is None
     assert row.median(OURS) == 3.0 and row.peak_ratio(OURS) == 0.75 and row.peak_ratio(THEIRS) is None
     sides = row.to_dict()["sides"]
     assert sides[OURS]["ratio"] == 0.5 and sides[OURS]["ratio_quartiles"] == [0.375, 0.625]
     assert sides[THEIRS]["ratio"] is None and sides[THEIRS]["peak_bytes"] == 40
-    lines = table([row]).splitlines()
-    assert lines[2] == "| step | ours | 3.00 s | 0.50 [0.38, 0.62] | 0 MiB | 0.75 |  |"
-    assert lines[3].startswith("| step | transformers | 4.00 s |  |")
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table([row]).splitlines()]
+    assert lines[2] == ["step", "ours", "3.00 s", "0.50 [0.38, 0.62]", "0 MiB", "0.75", ""]
+    assert lines[3][:4] == ["step", "transformers", "4.00 s", ""]
     assert spell_seconds(0.01234) == "12.3 ms"
 
 
@@ -65,14 +68,14 @@ def test_sides_take_turns():
 def test_both_sides_do_the_same_work(section, setup):
     """Breaks when the peers have other weights, inputs or adapters: then their times say nothing about each other."""
     state = random_state(setup.config, setup.dtype, CPU)
-    make = SECTIONS[section][0]
+    make = SECTIONS[section].make
     ours, theirs = (make(setup, side, state) for side in (OURS, THEIRS))
     assert list(ours) == list(theirs)
     for name in list(ours)[:2]:
         mine, other = ours[name].run(), theirs[name].run()
         if section in ("decode", "eval"):
             assert len(mine) and [*map(str, mine)] == [*map(str, other)]
-            assert section == "eval" or mine.shape[1] == benchmark_sides.ANSWER
+            assert section == "eval" or mine.shape[1] == ANSWER
         else:
             assert torch.allclose(mine, other, atol=1e-4)
     if section == "train":  # B = 0 at first: after a step, LoRA itself is compared
@@ -83,7 +86,7 @@ def test_both_sides_do_the_same_work(section, setup):
 def test_the_weights_are_shared_not_copied(setup):
     """Breaks when each side holds its own copy: two models of 3B, twice, would not fit."""
     state = random_state(setup.config, setup.dtype, CPU)
-    ours, theirs = benchmark_sides.our_model(setup, state), benchmark_sides.their_model(setup, state)
+    ours, theirs = our_model(setup, state), their_model(setup, state)
     for name, parameter in ours.named_parameters():
         assert parameter.data_ptr() == state[name].data_ptr()
         assert theirs.get_parameter(f"model.{name}").data_ptr() == state[name].data_ptr()
@@ -93,7 +96,7 @@ def test_the_weights_are_shared_not_copied(setup):
 def test_flops_are_those_of_the_products(setup, monkeypatch):
     """Breaks when a share of the peak counts products that are not done, such as the head at every position."""
     monkeypatch.setattr(cpu, "MIN_OPERATIONS", 1 << 60)  # the counter knows PyTorch's own products
-    model = benchmark_sides.our_model(setup, random_state(setup.config, setup.dtype, CPU))
+    model = our_model(setup, random_state(setup.config, setup.dtype, CPU))
     set_attention_backend(model, "sdpa")
     inputs = prompt(setup, 3)
     counter = FlopCounterMode(display=False)
@@ -106,12 +109,12 @@ def test_flops_are_those_of_the_products(setup, monkeypatch):
     counted -= 2 * 3 * setup.config.num_image_tokens * vision.hidden_size * text.hidden_size
     counted += 2 * 3 * (length - 1) * 3 * text.hidden_size * text.intermediate_size
     counted += 2 * 3 * (length - 1) * text.num_attention_heads * text.head_dim * text.hidden_size
-    assert benchmark_sides.matmul_flops(setup, 3, length, 3, False) == counted
+    assert matmul_flops(setup, 3, length, 3, False) == counted
     head = 2 * 3 * text.vocab_size * text.hidden_size
-    with_backward = benchmark_sides.matmul_flops(setup, 3, length, 3, True)
-    eye = benchmark_sides.matmul_flops(setup, 3, 0, 0, False)
-    assert with_backward - eye == 2 * (counted - eye) and counted > head
-    works = SECTIONS["prefill"][0](setup, OURS, random_state(setup.config, setup.dtype, CPU))
+    with_backward = matmul_flops(setup, 3, length, 3, True)
+    tower = matmul_flops(setup, 3, 0, 0, False)
+    assert with_backward - tower == 2 * (counted - tower) and counted > head
+    works = SECTIONS["prefill"].make(setup, OURS, random_state(setup.config, setup.dtype, CPU))
     assert works[f"batch 1, {length} tokens"].flops == pytest.approx(counted / 3)
 
 
@@ -119,8 +122,8 @@ def test_decoding_steps_start_anew(setup):
     """Breaks when a second run of the steps goes on behind the first, past the cache, or counts too few bytes."""
     torch._dynamo.reset()
     state = random_state(setup.config, setup.dtype, CPU)
-    model, inputs = benchmark_sides.our_model(setup, state), prompt(setup, 2)
-    work = benchmark_sides.decode_steps(model, CompiledStep(model, backend="eager"), inputs)
+    model, inputs = our_model(setup, state), prompt(setup, 2)
+    work = decode_steps(model, CompiledStep(model, backend="eager"), inputs)
     last = torch.stack(generate(model, **inputs, max_new_tokens=STEPS + 1))[:, -1]
     assert torch.equal(work.run(), last) and torch.equal(work.run(), last)
     weights = sum(t.numel() * 4 for name, t in state.items() if name.startswith("language_model"))
@@ -129,17 +132,17 @@ def test_decoding_steps_start_anew(setup):
 
 def test_shares_of_the_limits():
     """Breaks when a GPU's share is computed from other seconds than the row's median."""
-    row = Row("train", "step", {OURS: [0.5, 2.0, 0.5]})
-    note = benchmark.notes(row, OURS, Work(print, flops=2e12, moved=3e11), {}, (8e12, 2e12))
+    row = Measurement("train", "step", {OURS: [0.5, 2.0, 0.5]})
+    note = sections.notes(row, OURS, Work(print, flops=2e12, moved=3e11), {}, (8e12, 2e12))
     assert note == f"50 % of 8 TFLOP/s, 30 % of 2000 GB/s, {500 / STEPS:.2f} ms a step"
-    assert benchmark.notes(row, OURS, Work(print, flops=2e12), {}, None) == ""
+    assert sections.notes(row, OURS, Work(print, flops=2e12), {}, None) == ""
 
 
 def test_a_compiled_side_is_measured_where_it_is_asked_for(tmp_path, setup, monkeypatch):
     """Breaks when --compile times the eager steps again, or the default waits for a compiler."""
     used = []
     monkeypatch.setattr(
-        benchmark_sides, "CompiledStep", lambda model: used.append(1) or CompiledStep(model, backend="eager")
+        works_module, "CompiledStep", lambda model: used.append(1) or CompiledStep(model, backend="eager")
     )
     torch._dynamo.reset()
     plain = run(tmp_path, "--section", "decode")["rows"]
@@ -156,8 +159,8 @@ def test_the_command(tmp_path, setup, capsys):
     rows = {(row["section"], row["work"]): row["sides"] for row in result["rows"]}
     assert {section for section, _ in rows} == {"prefill", "decode", "attention", "quantize", "linear"}
     for (section, _), sides in rows.items():
-        against = SECTIONS[section][2]
-        assert set(sides) == set(SECTIONS[section][1])
+        against = SECTIONS[section].against
+        assert set(sides) == set(SECTIONS[section].sides)
         for side, found in sides.items():
             assert found["median_s"] > 0 and len(found["seconds"]) == 1
             assert (found["ratio"] is None) == (side == against)
@@ -196,11 +199,11 @@ def test_load_and_peaks_are_measured_in_processes_of_their_own(tmp_path, capsys)
     assert set(row["sides"]) == {OURS, THEIRS}
     for side in row["sides"].values():
         assert side["peak_bytes"] > 1e6 and " × the weights" in side["note"]
-    asked = {"section": "train", "side": OURS, "geometry": "tiny", "device": "cpu", "dtype": "fp32", "threads": 1}
-    peaks = in_own_process("train.benchmark", "--child", json.dumps(asked))
+    setup = Setup(PRESETS["tiny"], CPU, torch.float32, threads=1)
+    peaks = in_own_process(sections.peaks_of, "train", OURS, setup)
     assert list(peaks) == ["batch 4, 48 tokens"] and 1e6 < peaks["batch 4, 48 tokens"] < 1e9
-    with pytest.raises(UserError, match="no-such"):
-        in_own_process("train.benchmark", "--geometry", "tiny", "--device", "no-such")
+    with pytest.raises(UserError, match="peaks_of, in a process of its own.*no-such"):
+        in_own_process(sections.peaks_of, "no-such", OURS, setup)
 
 
 def test_without_peers_there_is_no_ratio(tmp_path, setup, monkeypatch, capsys):
@@ -226,11 +229,11 @@ def test_collected_reports_say_what_is_missing(tmp_path):
         "command": "C",
     }
     for name, device in (("a", "cpu"), ("b", "cuda")):
-        rows = [Row("train", f"step {name}", {OURS: [1.0], THEIRS: [2.0]})]
+        rows = [Measurement("train", f"step {name}", {OURS: [1.0], THEIRS: [2.0]})]
         benchmark.write_report(rows, about | {"device": device}, tmp_path / name)
     benchmark.main(["--collect", str(tmp_path / "a"), "--out", str(tmp_path)])
     text = (tmp_path / "BENCHMARKS.md").read_text()
-    assert "step a" in text and text.count("not yet measured") == len(benchmark.GPU_ROWS)
+    assert "step a" in text and text.count("not yet measured") == len(benchmark.GPU_WORK)
     benchmark.main(["--collect", *(str(tmp_path / name) for name in "ab"), "--out", str(tmp_path)])
     text = (tmp_path / "BENCHMARKS.md").read_text()
     assert "step a" in text and "step b" in text and "not yet measured" not in text

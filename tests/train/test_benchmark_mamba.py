@@ -8,7 +8,7 @@ from model.generate import generate
 from model.system_configs import MambaConfig
 from tests.reference import relative_error
 from train.benchmark import mamba as benchmark_mamba
-from train.benchmark.mamba import COMPILED_PEER, Sizes, chart, language_models, mixer_run, mixers, rows, steps_after
+from train.benchmark.mamba import COMPILED_PEER, Sizes, chart, language_models, measure, mixer_run, mixers, steps_after
 from train.benchmark.timing import OURS, THEIRS, table
 
 SIZES = Sizes(
@@ -32,7 +32,7 @@ def uncompiled(monkeypatch):
 def test_every_row_is_there(uncompiled, monkeypatch):
     """Breaks when a length, a pass, a context or a side is left out, or the slow peer runs more than once."""
     monkeypatch.setattr(benchmark_mamba, "SLOW", 16)
-    found = rows("cpu", 2, SIZES)
+    found = measure("cpu", 2, SIZES)
     mixer = [row for row in found if row.work.startswith("mixer")]
     assert [(row.work, row.against) for row in mixer] == [
         (f"mixer, {length} positions, forward{more}{peer}", against)

@@ -1,12 +1,13 @@
-"""How much memory the published sizes take to fine-tune: computed from their sizes, not measured.
+"""How much memory fine-tuning the published sizes takes: computed from their sizes, not measured.
 
-In: a geometry, a batch, a number of GPUs. Out: bytes a GPU, and a table. Next: the README's "Larger than one machine".
+In: a geometry, a batch, a number of GPUs. Out: bytes on each GPU, and a table.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from eval.report import markdown_table
 from model.config import PRESETS, PaliGemmaConfig
 from model.paligemma import MAX_LOGITS
 from weights.checkpoint import empty_model
@@ -31,9 +32,9 @@ class Memory:
 def memory(config: PaliGemmaConfig, rows: int = 4, gpus: int = 1, r: int = RANK) -> Memory:
     """LoRA on the decoder's seven projections, bf16 base, each layer's activations recomputed, fp32 adapters.
 
-    On several GPUs weights and adapter are spread (FSDP2): each holds its share, and two layers and the embedding whole
-    while it computes with them. Activations: the input of every layer, what one layer keeps while its gradients are
-    computed, and the logits of a chunk in fp32, three times.
+    On several GPUs weights and adapter are sharded (FSDP2): each holds its part, and gathers two layers and the
+    embedding while it computes with them. Activations: the input of every layer, those within one layer, and three
+    copies of a chunk of logits in fp32.
     """
     model, text = empty_model(config, torch.bfloat16), config.text
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -51,20 +52,17 @@ def memory(config: PaliGemmaConfig, rows: int = 4, gpus: int = 1, r: int = RANK)
 
 def estimate(rows: int = 4) -> str:
     """The table for 1, 8 and 64 GPUs, in Markdown."""
-    lines = [
-        f"Estimates, from parameter counts: LoRA of rank {RANK} on all seven projections of the decoder, bf16 base, "
-        f"`--checkpointing`, {rows} rows of 256 + {TEXT} tokens a GPU, `--shard` on more than one.",
-        "",
-        "| size | parameters | LoRA | 1 GPU | 8 GPUs | 64 GPUs | time |",
-        "|---|--:|--:|--:|--:|--:|---|",
-    ]
+    rows_of_table = []
     for name, preset in SIZES.items():
         config = PRESETS[preset]
         total = sum(parameter.numel() for parameter in empty_model(config).parameters())
         by_gpus = [memory(config, rows, gpus) for gpus in (1, 8, 64)]
-        cells = [f"{one.total / 2**30:.1f} GiB" for one in by_gpus]
-        lines.append(
-            f"| {name} | {total / 1e9:.2f} × 10⁹ | {by_gpus[0].adapter / 16 / 1e6:.1f} × 10⁶ | "
-            f"{' | '.join(cells)} | not yet measured |"
-        )
-    return "\n".join(lines)
+        sizes = [f"{one.total / 2**30:.1f} GiB" for one in by_gpus]
+        lora = f"{by_gpus[0].adapter / 16 / 1e6:.1f} × 10⁶"
+        rows_of_table.append((name, f"{total / 1e9:.2f} × 10⁹", lora, *sizes, "not yet measured"))
+    head = ("size", "parameters", "LoRA", "1 GPU", "8 GPUs", "64 GPUs", "time")
+    about = (
+        f"Estimates, from parameter counts: LoRA of rank {RANK} on all seven projections of the decoder, bf16 base, "
+        f"`--checkpointing`, {rows} rows of 256 + {TEXT} tokens a GPU, `--shard` on more than one."
+    )
+    return "\n".join([about, "", *markdown_table(head, rows_of_table)])

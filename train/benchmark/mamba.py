@@ -1,11 +1,10 @@
 """Mamba beside transformers' mixer, and beside a transformer of its size.
 
-In: a device. Out: rows of the mixer alone (`model/mamba.py`, the sizes of mamba-130m), of one decoding step after a
-longer and longer context, and of whole generations; and a picture of the steps. Next: `train/benchmark/command.py`
-prints them.
+In: a device. Out: measurements of the mixer alone (`model/mamba.py`, the sizes of mamba-130m), of one decoding step
+after contexts of several lengths, and of whole generations; and a figure of the steps.
 
 transformers' mixer is timed as it is, a loop over positions, and under torch.compile, where it becomes an associative
-scan. Its backward pass takes time with the square of the length: at 1,024 positions it runs once.
+scan. The time of its backward pass grows with the square of the length: at 1,024 positions it runs once.
 """
 
 import copy
@@ -23,33 +22,33 @@ from model.generate import generate
 from model.mamba import MambaLM, MambaMixer, initialize_mamba, initialize_mixer
 from model.paligemma import PaliGemma, initialize
 from model.system_configs import MambaConfig
-from train.benchmark.timing import OURS, THEIRS, Row, take_turns
+from train.benchmark.timing import OURS, THEIRS, Measurement, take_turns
 from train.optim import count
 
 SECTION, COMPILED_PEER, TRANSFORMER = "mamba", f"{THEIRS}, compiled", "Gemma"
-SLOW = 512  # positions from which transformers' eager backward pass runs once
+SLOW = 512  # from so many positions on, transformers' eager backward pass runs once
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is timed. The transformer is the decoder of `base`; Mamba gets its width and about as many parameters."""
+    """What is timed. The transformer is the decoder of `base`; Mamba has its width and about as many parameters."""
 
     mixer: MambaConfig = MambaConfig()
     lengths: tuple[int, ...] = (256, 1024)
     base: PaliGemmaConfig = PRESETS["mini"]
     contexts: tuple[int, ...] = (64, 256, 1024, 4096)
-    steps: int = 16  # tokens that are timed after each context
+    steps: int = 16  # tokens timed after each context
     batch: int = 8  # rows of a generation
     prompt: int = 64
     answer: int = 128
 
 
-def rows(device: torch.device | str, rounds: int, sizes: Sizes = Sizes()) -> list[Row]:
-    """All rows of the section."""
-    return [*mixer_rows(device, rounds, sizes), *decode_rows(device, rounds, sizes)]
+def measure(device: torch.device | str, rounds: int, sizes: Sizes = Sizes()) -> list[Measurement]:
+    """All measurements of the section."""
+    return [*measure_mixers(device, rounds, sizes), *measure_decoding(device, rounds, sizes)]
 
 
-def chart(found: list[Row]) -> Image.Image:
+def chart(found: list[Measurement]) -> Image.Image:
     """Milliseconds of a decoding step against the tokens read before."""
     series: dict[str, list[tuple[float, float]]] = {}
     for row in found:
@@ -65,7 +64,7 @@ def chart(found: list[Row]) -> Image.Image:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def mixer_rows(device: torch.device | str, rounds: int, sizes: Sizes) -> list[Row]:
+def measure_mixers(device: torch.device | str, rounds: int, sizes: Sizes) -> list[Measurement]:
     """Forward, and forward and backward, at every length: against the eager mixer, and against the compiled one."""
     sides = mixers(sizes.mixer, device)
     found = []
@@ -83,12 +82,14 @@ def mixer_rows(device: torch.device | str, rounds: int, sizes: Sizes) -> list[Ro
                     if once:
                         pair[OURS]()
                     seconds = take_turns(pair, 1 if once else rounds, device, warmup=0 if once else 1)
-                except Exception as error:  # the compiler raises what it will
+                except Exception as error:  # errors of many kinds come from the compiler
                     if against != COMPILED_PEER:
                         raise
                     print(f"{work}, {COMPILED_PEER}: {str(error).splitlines()[0]}", file=sys.stderr)
                     continue
-                found.append(Row(SECTION, work + ", compiled peer" * (against == COMPILED_PEER), seconds, against))
+                found.append(
+                    Measurement(SECTION, work + ", compiled peer" * (against == COMPILED_PEER), seconds, against)
+                )
     return found
 
 
@@ -111,7 +112,7 @@ def mixers(config: MambaConfig, device: torch.device | str) -> dict[str, nn.Modu
 
 
 def mixer_run(mixer: nn.Module, h: torch.Tensor, backward: bool) -> Callable[[], object]:
-    """The work: h (1, L, H) through the mixer, and, with `backward`, the gradients of h and of all weights."""
+    """A function that runs h (1, L, H) through the mixer and, with `backward`, computes all gradients."""
     if not backward:
         return torch.no_grad()(lambda: mixer(h))
 
@@ -127,8 +128,8 @@ def mixer_run(mixer: nn.Module, h: torch.Tensor, backward: bool) -> Callable[[],
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def decode_rows(device: torch.device | str, rounds: int, sizes: Sizes) -> list[Row]:
-    """A step after each context, and whole generations of a batch."""
+def measure_decoding(device: torch.device | str, rounds: int, sizes: Sizes) -> list[Measurement]:
+    """One decoding step after each context, and whole generations of a batch."""
     models = language_models(sizes, device)
     decoders = {OURS: models[OURS].backbone, TRANSFORMER: models[TRANSFORMER].language_model}
     found = []
@@ -136,13 +137,13 @@ def decode_rows(device: torch.device | str, rounds: int, sizes: Sizes) -> list[R
         runs = {side: steps_after(model, context, sizes) for side, model in models.items()}
         seconds = take_turns(runs, rounds, device)
         seconds = {side: [one / sizes.steps for one in of_side] for side, of_side in seconds.items()}
-        found.append(Row(SECTION, f"one token after {context:,}", seconds, TRANSFORMER))
+        found.append(Measurement(SECTION, f"one token after {context:,}", seconds, TRANSFORMER))
     ids = torch.randint(3, 1000, (sizes.batch, sizes.prompt), generator=torch.Generator().manual_seed(0)).to(device)
     runs = {
         side: lambda model=model: generate(model, ids, None, torch.zeros_like(ids), None, sizes.answer)
         for side, model in models.items()
     }
-    row = Row(
+    row = Measurement(
         SECTION,
         f"{sizes.answer} tokens after {sizes.prompt}, batch {sizes.batch}",
         take_turns(runs, rounds, device),
@@ -157,24 +158,24 @@ def decode_rows(device: torch.device | str, rounds: int, sizes: Sizes) -> list[R
 
 
 def language_models(sizes: Sizes, device: torch.device | str) -> dict[str, nn.Module]:
-    """A transformer and a Mamba, random, of one vocabulary, one width and, as near as layers allow, one size."""
-    config = replace(sizes.base, eos_token_id=-1)  # every answer is as long as it may be
+    """A transformer and a Mamba with random weights: one vocabulary, one width and, as nearly as possible, one size."""
+    config = replace(sizes.base, eos_token_id=-1)  # no end token: all answers have the same length
     gemma = initialize(PaliGemma(config))
     one = MambaConfig(config.text.vocab_size, config.text.hidden_size, num_hidden_layers=1, eos_token_id=-1)
-    whole, layer = count(gemma.language_model.layers.parameters()), count(MambaLM(one).backbone.layers.parameters())
-    mamba = MambaLM(replace(one, num_hidden_layers=max(1, round(whole / layer))))
+    decoder, layer = count(gemma.language_model.layers.parameters()), count(MambaLM(one).backbone.layers.parameters())
+    mamba = MambaLM(replace(one, num_hidden_layers=max(1, round(decoder / layer))))
     initialize_mamba(mamba.backbone)
     return {OURS: mamba.to(device).eval(), TRANSFORMER: gemma.to(device).eval()}
 
 
 @torch.no_grad()
 def steps_after(model: nn.Module, context: int, sizes: Sizes) -> Callable[[], object]:
-    """The work: some tokens, one after the other, from the same place after `context` random ones."""
+    """A function that decodes `sizes.steps` tokens after a context of random ones; each call starts there again."""
     device = next(model.parameters()).device
-    whole = context + sizes.steps
-    ids = torch.randint(3, 1000, (1, whole), generator=torch.Generator().manual_seed(context)).to(device)
+    length = context + sizes.steps
+    ids = torch.randint(3, 1000, (1, length), generator=torch.Generator().manual_seed(context)).to(device)
     types, valid = torch.ones_like(ids), torch.ones_like(ids)
-    cache = model.new_cache(whole)
+    cache = model.new_cache(length)
 
     def read(first: int, last: int) -> None:
         model(
@@ -186,15 +187,15 @@ def steps_after(model: nn.Module, context: int, sizes: Sizes) -> Callable[[], ob
             positions_to_keep=1,
         )
 
-    for start in range(0, context, 512):  # in parts: a mask of all by all would be large
+    for start in range(0, context, 512):  # in chunks: a mask of all positions by all would be large
         read(start, min(start + 512, context))
 
     @torch.no_grad()
     def run() -> None:
         for layer in cache:
-            if hasattr(layer, "length"):  # a state is of one size wherever it is
+            if hasattr(layer, "length"):  # a key-value cache; Mamba's state has no length
                 layer.length = context
-        for at in range(context, whole):
+        for at in range(context, length):
             read(at, at + 1)
 
     return run

@@ -1,34 +1,35 @@
-"""How the benchmarks measure: sides that take turns, ratios within a round, and the peak memory of a process.
+"""How the benchmark measures: sides in turns, ratios within a round, and the peak memory of a process.
 
-In: one function a side. Out: `Row`s, and tables of them. Next: `train/benchmark/command.py`.
+In: one function for each side. Out: `Measurement`s, and tables of them.
 """
 
-import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
-from model.common import UserError
+from eval.report import interval_text, markdown_table
+from model.common import UserError, keep_memory
 
 OURS, COMPILED, THEIRS = "ours", "ours, compiled", "transformers"
 
 
 @dataclass
-class Row:
-    """One piece of work, done by every side once a round.
+class Measurement:
+    """One piece of work, done by every side once in each round.
 
-    seconds: by side, one number a round. peak: bytes by side, each in a process of its own. against: the side that
-    ratios are taken to. notes: what else was found, by side, as text.
+    seconds: by side, one number for each round. against: the side to which ratios are taken. peak: bytes by side, each
+    in a process of its own. notes: other results by side, as text.
     """
 
     section: str
@@ -42,7 +43,7 @@ class Row:
         return statistics.median(self.seconds[side])
 
     def ratio(self, side: str) -> tuple[float, float, float] | None:
-        """Median and quartiles of side / `against` over the rounds; None if there is nothing to compare with."""
+        """Median and quartiles over the rounds of side / `against`; None if that side was not measured."""
         if side == self.against or not self.seconds.get(self.against):
             return None
         ratios = [a / b for a, b in zip(self.seconds[side], self.seconds[self.against], strict=True)]
@@ -74,8 +75,8 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Seconds of each side in each of `rounds`, after `warmup` rounds that do not count.
 
-    What slows the machine down for a while slows all sides of a round, so ratios are taken within it. Every other
-    round goes backwards: no side always follows the same one.
+    A temporary slowdown of the machine affects all sides of a round, so ratios are taken within a round. Every other
+    round runs backwards, so that no side always follows the same one.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(-warmup, rounds):
@@ -95,7 +96,7 @@ def synchronize(device: torch.device | str) -> None:
 
 
 def peak_bytes(device: torch.device | str = "cpu") -> int:
-    """The most memory that this process has had: on the GPU, or resident, mapped files included."""
+    """The peak memory of this process: on the GPU, or resident, including mapped files."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -108,14 +109,24 @@ def peak_bytes(device: torch.device | str = "cpu") -> int:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
-def in_own_process(module: str, *arguments: str) -> dict:
-    """What `python -m module arguments` prints as JSON on its last line. Raises UserError if it fails."""
-    command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise UserError(f"{' '.join(command[1:])}: {last}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+def in_own_process(function: Callable, *arguments):
+    """What `function(*arguments)` returns in a new process. Raises UserError if it fails there.
+
+    Both must be picklable. The process imports only the module of `function`, and its output is thrown away.
+    """
+    try:
+        with ProcessPoolExecutor(1, get_context("spawn"), initializer=_start_child) as pool:
+            return pool.submit(function, *arguments).result()
+    except Exception as error:  # the child's own, or BrokenProcessPool where the system has killed it
+        last = (str(error).strip().splitlines() or [""])[-1]
+        raise UserError(f"{function.__name__}, in a process of its own: {type(error).__name__}: {last}") from None
+
+
+def _start_child() -> None:
+    keep_memory()  # as in every command
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nothing, stream)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -140,23 +151,24 @@ def copy_bandwidth(device: torch.device, size: int = 1 << 30) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def table(rows: Iterable[Row]) -> str:
-    """Markdown, a line for each side of each row."""
-    lines = ["| work | side | median | time ÷ | memory, peak | memory ÷ | |", "|---|---|--:|--:|--:|--:|---|"]
-    for row in rows:
-        for side in row.seconds:
-            ratio, peak, of_peak = row.ratio(side), row.peak.get(side), row.peak_ratio(side)
-            cells = (
-                row.work,
-                side,
-                spell_seconds(row.median(side)),
-                "" if ratio is None else "{:.2f} [{:.2f}, {:.2f}]".format(*ratio),
-                "" if peak is None else f"{peak / 2**20:,.0f} MiB",
-                "" if of_peak is None else f"{of_peak:.2f}",
-                row.notes.get(side, ""),
+def table(measurements: Iterable[Measurement]) -> str:
+    """Markdown, a line for each side of each measurement."""
+    lines = []
+    for measured in measurements:
+        for side in measured.seconds:
+            ratio, peak, of_peak = measured.ratio(side), measured.peak.get(side), measured.peak_ratio(side)
+            lines.append(
+                (
+                    measured.work,
+                    side,
+                    spell_seconds(measured.median(side)),
+                    "" if ratio is None else interval_text(ratio),
+                    "" if peak is None else f"{peak / 2**20:,.0f} MiB",
+                    "" if of_peak is None else f"{of_peak:.2f}",
+                    measured.notes.get(side, ""),
+                )
             )
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join(markdown_table(("work", "side", "median", "time ÷", "memory, peak", "memory ÷", ""), lines))
 
 
 def spell_seconds(seconds: float) -> str:

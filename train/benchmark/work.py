@@ -1,7 +1,6 @@
-"""What the benchmarks time: each section's work, by our code and by transformers and PEFT, on the same weights.
+"""The work that the benchmark times: the same inputs and weights on every side, ours and that of transformers and PEFT.
 
-In: a `Setup` and the weights by name. Out: functions without arguments, one call of which is the work.
-Next: `train/benchmark/command.py` times them.
+In: a `Setup`, a side, the weights by name. Out: `Work` by name: functions without arguments, each call one repetition.
 """
 
 import re
@@ -11,7 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from torch import nn
 
 from eval import scenes
 from eval.run import Ask, ask_all
@@ -20,141 +18,38 @@ from lora.adapter import DECODER_TARGETS
 from lora.quantize import quantize
 from model import cpu
 from model.common import UserError
-from model.config import PRESETS, PaliGemmaConfig
-from model.differential import KINDS, default_options, graft
+from model.differential import default_options, graft
 from model.generate import CompiledStep, generate, last_valid
 from model.linear import linear
 from model.paligemma import PaliGemma
-from model.processor import Batch, Processor
+from model.processor import Processor
+from train.benchmark.setup import (
+    PREFIX,
+    SUFFIX,
+    Setup,
+    State,
+    matmul_flops,
+    micro_batch,
+    our_model,
+    prompt,
+    their_model,
+)
 from train.benchmark.timing import COMPILED, OURS, THEIRS
-from train.data.batches import MicroBatch, supervised
 from train.optim import Rule, make_adamw, parameter_groups, trainable
 from train.supervised import free_sizes, supervised_loss
-from weights.checkpoint import empty_model
 
-ATTENTION = r"language_model\.layers\.\d+\.self_attn\.[qkvo]_proj"
-PREFIX, SUFFIX = 16, 16  # tokens of text beside the picture's
 ANSWER = 20  # new tokens of a generation
 STEPS = 32  # decoding steps that are timed by themselves, on a GPU
 
 
-@dataclass(frozen=True)
-class Setup:
-    """Sizes, dtype and device. A model at work has no end token: every side makes as many tokens."""
-
-    config: PaliGemmaConfig
-    device: torch.device
-    dtype: torch.dtype
-    batch: int = 4  # rows of a training step
-    targets: str = ATTENTION
-    r: int = 16
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-
 @dataclass
 class Work:
-    """One call of `run` is the work. flops, moved: what it computes, and what bytes it must read, for the limits."""
+    """One repetition is a call of `run`. flops: operations that it computes; moved: bytes that it must read."""
 
     run: Callable[[], object]
     flops: float | None = None
     moved: float | None = None
-    result: Callable[[], object] | None = None  # what a side found, to compare with the others'
-
-
-State = dict[str, torch.Tensor]
-
-
-def random_state(config: PaliGemmaConfig, dtype: torch.dtype, device: torch.device) -> State:
-    """Random weights, made on the device: matrices of unit gain, norms at their neutral value."""
-    torch.manual_seed(0)
-    model = empty_model(config, dtype).to_empty(device=device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=parameter[0].numel() ** -0.5)
-            else:
-                neutral = re.fullmatch(r"vision_tower.*norm\d?\.weight", name)
-                parameter.fill_(1.0 if neutral else 0.0)
-    return model.state_dict()
-
-
-def our_model(setup: Setup, state: State) -> PaliGemma:
-    """Our model around the tensors of `state`, not copied."""
-    model = empty_model(replace(setup.config, eos_token_id=-1), setup.dtype)
-    model.load_state_dict(state, assign=True)
-    return model
-
-
-def their_model(setup: Setup, state: State) -> nn.Module:
-    """transformers' model around the same tensors. Raises UserError where transformers is not installed."""
-    try:
-        from transformers import PaliGemmaConfig as HFConfig
-        from transformers import PaliGemmaForConditionalGeneration as HFModel
-    except ImportError:
-        raise UserError("transformers is not installed: only our side is measured") from None
-    raw = setup.config.to_dict()
-    with torch.device("meta"):
-        model = HFModel(HFConfig.from_dict(raw)).to(setup.dtype).eval()
-    missing, unexpected = model.load_state_dict({f"model.{n}": t for n, t in state.items()}, strict=False, assign=True)
-    if set(missing) - {"lm_head.weight"} or unexpected:
-        raise UserError(f"this version of transformers names its weights otherwise: {[*missing, *unexpected][:3]}")
-    model.tie_weights()
-    # its tables depend on neither depth nor vocabulary: a small twin has them, computed
-    small = {"num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 8}
-    twin = HFConfig.from_dict(
-        raw
-        | {
-            part: raw[part] | {k: v for k, v in small.items() if k in raw[part]}
-            for part in ("text_config", "vision_config")
-        }
-    )
-    for name, table in HFModel(twin).to(setup.device).named_buffers():
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, table)
-    model.generation_config.eos_token_id = None
-    return model
-
-
-def prompt(setup: Setup, rows: int, suffix: int = 0) -> dict[str, torch.Tensor]:
-    """A batch of equally long rows: a picture, PREFIX tokens, and a causal suffix."""
-    generator = torch.Generator().manual_seed(rows)
-    image, side = setup.config.num_image_tokens, setup.config.vision.image_size
-    text = torch.randint(3, 1000, (rows, PREFIX + suffix), generator=generator)
-    ids = torch.cat((torch.full((rows, image), setup.config.image_token_id), text), dim=1)
-    types = (torch.arange(ids.shape[1]) >= image + PREFIX).long().expand(rows, -1)
-    pixels = torch.rand(rows, 3, side, side, generator=generator) * 2 - 1
-    inputs = {
-        "input_ids": ids,
-        "pixel_values": pixels.to(setup.dtype),
-        "token_type_ids": types.contiguous(),
-        "attention_mask": torch.ones_like(ids),
-    }
-    return {name: tensor.to(setup.device) for name, tensor in inputs.items()}
-
-
-def micro_batch(setup: Setup, rows: int) -> MicroBatch:
-    """The training batch: the suffix is supervised."""
-    inputs = prompt(setup, rows, SUFFIX)
-    labels = inputs["input_ids"].masked_fill(inputs["token_type_ids"] == 0, -100)
-    positions, targets = supervised(labels)
-    index = torch.arange(rows, device=setup.device)
-    batch = Batch(**inputs, labels=labels, image_index=index)
-    return MicroBatch(batch, positions, targets, rows * SUFFIX, ("",) * rows)
-
-
-def matmul_flops(setup: Setup, rows: int, length: int, head_rows: int, backward: bool) -> float:
-    """2 FLOPs a parameter and token, 4 with the backward pass through frozen weights; the tower has none."""
-
-    def size(module: nn.Module) -> int:
-        return sum(p.numel() for p in module.parameters() if p.dim() > 1)
-
-    model = empty_model(setup.config)
-    decoder, head = size(model.language_model.layers), model.language_model.embed_tokens.weight.numel()
-    eye = size(model.vision_tower.encoder) * setup.config.num_image_tokens
-    return rows * 2 * eye + (4 if backward else 2) * (rows * length * decoder + head_rows * head)
+    result: Callable[[], object] | None = None  # its answers, to be compared with the other sides'
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,7 +58,7 @@ def matmul_flops(setup: Setup, rows: int, length: int, head_rows: int, backward:
 
 
 def prefill(setup: Setup, side: str, state: State) -> dict[str, Work]:
-    """Picture and prompt to the logits of the first new token, with a cache to go on from."""
+    """From picture and prompt to the logits of the first new token, with a key-value cache for the next ones."""
     model = (our_model if side == OURS else their_model)(setup, state)
     works = {}
     for rows in (1, 8):
@@ -182,7 +77,7 @@ def prefill(setup: Setup, side: str, state: State) -> dict[str, Work]:
 
 
 def decode(setup: Setup, side: str, state: State) -> dict[str, Work]:
-    """ANSWER new tokens, greedily, picture and prompt included; on a GPU also the compiled steps by themselves."""
+    """ANSWER new tokens by greedy decoding, picture and prompt included; on a GPU also the compiled steps alone."""
     model = (their_model if side == THEIRS else our_model)(setup, state)
     works = {}
     for rows in (1, 4, 16):
@@ -202,8 +97,10 @@ def decode(setup: Setup, side: str, state: State) -> dict[str, Work]:
 
 @torch.no_grad()
 def decode_steps(model: PaliGemma, compiled: CompiledStep, inputs: dict[str, torch.Tensor]) -> Work:
-    """STEPS steps after one prompt, again and again from the same place. Each reads every weight of the decoder and
-    the head, and the keys and values."""
+    """STEPS decoding steps after a prompt; every repetition starts from the same position.
+
+    Each step reads all weights of the decoder and the head, and the keys and values.
+    """
     rows, length = inputs["input_ids"].shape
     cache = compiled.open(rows, length + STEPS)
     types, valid = (
@@ -285,7 +182,7 @@ def our_compiled_step(setup: Setup, state: State, checkpointing: bool = False) -
 
 
 def their_step(setup: Setup, state: State, checkpointing: bool = False) -> Callable[[], object]:
-    """The step of transformers and PEFT, as their manuals write it. Raises UserError without them."""
+    """The training step of transformers and PEFT, as their documentation shows it. Raises UserError without them."""
     model = their_model(setup, state)
     try:
         import peft
@@ -295,7 +192,7 @@ def their_step(setup: Setup, state: State, checkpointing: bool = False) -> Calla
         model.gradient_checkpointing_enable({"use_reentrant": False})
     targets = rf".*{setup.targets}"
     config = peft.LoraConfig(r=setup.r, lora_alpha=2 * setup.r, target_modules=targets, lora_dropout=0.0)
-    torch.manual_seed(0)  # A is drawn as ours is
+    torch.manual_seed(0)  # the same A as ours
     model = peft.get_peft_model(model, config).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, betas=(0.9, 0.98))
     batch = micro_batch(setup, setup.batch).batch
@@ -321,7 +218,7 @@ def attention(setup: Setup, side: str, state: State) -> dict[str, Work]:
 
 
 def eight_bits(setup: Setup, side: str, state: State) -> dict[str, Work]:
-    """The training step around whole and around quantized weights."""
+    """The training step with frozen weights as they are, and in 8 bits."""
     return {f"LoRA step, batch {setup.batch}": Work(our_step(setup, state, eight_bits=side == "int8"))}
 
 
@@ -331,7 +228,7 @@ def eight_bits(setup: Setup, side: str, state: State) -> dict[str, Work]:
 
 
 def evaluate(setup: Setup, side: str, state: State, pictures: int = 4, per_picture: int = 6) -> dict[str, Work]:
-    """Questions on pictures, several each, from the picture to the answer's text, eight tokens each."""
+    """Several questions on each picture, from the picture to the text of the answers, eight tokens each."""
     model = (our_model if side == OURS else their_model)(setup, state)
     processor = Processor(setup.config, Processor.from_source("embedded").tokenizer)
     samples = [scenes.sample("vqa", "validation", number) for number in range(pictures * per_picture)]
@@ -363,7 +260,7 @@ def evaluate(setup: Setup, side: str, state: State, pictures: int = 4, per_pictu
 
 
 def products(setup: Setup, side: str, state: State) -> dict[str, Work]:
-    """The products of a training batch, forward and backward, through MKL and oneDNN, and attention by either."""
+    """The matrix products and the attention of a training batch, forward and backward, with MKL and oneDNN."""
     if setup.on_gpu or cpu.onednn_linear is None:
         raise UserError("section linear compares oneDNN with MKL on a CPU: there is no choice on this device")
     text = setup.config.text
@@ -394,19 +291,3 @@ def products(setup: Setup, side: str, state: State) -> dict[str, Work]:
 
     works[f"attention, {tuple(q.shape)}"] = Work(attend)
     return works
-
-
-# By section: how it is made, its sides, and the one that others are compared with.
-SECTIONS: dict[str, tuple[Callable[[Setup, str, State], dict[str, Work]], tuple[str, ...], str]] = {
-    "prefill": (prefill, (OURS, THEIRS), THEIRS),
-    "decode": (decode, (OURS, THEIRS), THEIRS),
-    "train": (train, (OURS, THEIRS), THEIRS),
-    "eval": (evaluate, (OURS, THEIRS), THEIRS),
-    "attention": (attention, tuple(KINDS), "softmax"),
-    "quantize": (eight_bits, ("whole", "int8"), "whole"),
-    "linear": (products, ("oneDNN", "MKL"), "MKL"),
-}
-
-
-def geometry(name: str) -> PaliGemmaConfig:
-    return PRESETS["paligemma-3b-224" if name == "3b" else name]
