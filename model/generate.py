@@ -66,7 +66,8 @@ class CompiledStep:
 
     def _step(self, token, types, valid, cache) -> torch.Tensor:
         written = torch.arange(valid.shape[1], device=valid.device) <= cache[0].position
-        return self.model(token, None, types, valid * written, cache=cache)[:, -1]
+        valid = valid * written
+        return self.model(token, pixel_values=None, token_type_ids=types, attention_mask=valid, cache=cache)[:, -1]
 
 
 def generate(
@@ -126,7 +127,8 @@ def generate(
             if compiled is not None:
                 return compiled(token, types, valid)
             seen = prompt + count
-            return model(token[:, None], None, types[:, :seen], valid[:, :seen], cache=cache)[:, -1]
+            masks = {"token_type_ids": types[:, :seen], "attention_mask": valid[:, :seen]}
+            return model(token[:, None], pixel_values=None, **masks, cache=cache)[:, -1]
 
         tokens = _decode(logits, choose, advance, model.config.eos_token_id, max_new_tokens)
         is_end = tokens == model.config.eos_token_id
