@@ -1,7 +1,25 @@
-"""Compare."""
+"""Compare rows under equal conditions: attention variants, WINGS, Q-Mamba, or language models trained from nothing.
+
+python -m train.compare                  attention variants against plain LoRA; see train/studies/attention.py
+python -m train.compare --rows NAME      another study, with its own flags: see STUDIES
+"""
+
+import argparse
+from collections.abc import Sequence
 
 from model.common import run_command
-from train.studies.attention import main
+from train.studies import attention, qmamba, text, wings
+
+STUDIES = {"wings": wings.main, "qmamba": qmamba.main, "text": text.main}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the study that --rows names, with all flags; any other value names rows of the attention study."""
+    parser = argparse.ArgumentParser(prog="python -m train.compare", add_help=False, allow_abbrev=False)
+    parser.add_argument("--rows")
+    rows = parser.parse_known_args(argv)[0].rows
+    STUDIES.get(rows, attention.main)(argv)
+
 
 if __name__ == "__main__":
     run_command(main)

@@ -54,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
         if kind is bool:
             arguments["action"] = argparse.BooleanOptionalAction
         else:
-            arguments["type"] = kind
+            arguments.setdefault("type", kind)
         parser.add_argument(flag_name(field.name), **arguments)
 
 

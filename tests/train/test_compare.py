@@ -11,25 +11,27 @@ import pytest
 import torch
 from PIL import Image
 
-from model.common import UserError
+from model.common import UserError, run_command
 from model.config import PRESETS
 from model.paligemma import PaliGemma, initialize
 from model.source import BUNDLED_FOLDER
 from tests.files import write_vqav2
-from train import supervised
+from train import compare, supervised
 from train.distributed import World
 from train.loop import Diverged
 from train.optim import count, trainable
 from train.recipes import RECIPES
 from train.settings import Settings
-from train.studies import attention as compare
-from train.studies.attention import Bench, Line, Measure, Row
+from train.studies import attention, attention_data, attention_report
+from train.studies.attention import AttentionRow, AttentionStudy, RowResult
+from train.studies.attention_data import Measure
+from train.studies.engine import difference
 from train.systems.open import load_base, open_model
 from weights.export import export_model
 
 WORLD = World(0, 1, torch.device("cpu"))
-PLAIN_BASE = Settings(base="tiny", device="cpu", samples=32, batch_size=16, **compare.PLAIN)
-ROWS = {row.name: row for rows in compare.GROUPS.values() for row in rows}
+PLAIN_BASE = Settings(base="tiny", device="cpu", samples=32, batch_size=16, **attention.PLAIN)
+ROWS = {row.name: row for rows in attention.GROUPS.values() for row in rows}
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +56,9 @@ def fake_measure(grade=lambda settings: [0.5] * 4, name="VQA", examples=4):
     )
 
 
-def fake_bench(tmp_path, processor=None, validation=None, test=None, fingerprint="base", base=PLAIN_BASE):
+def fake_study(tmp_path, processor=None, validation=None, test=None, fingerprint="base", base=PLAIN_BASE):
     measures = {"validation": [validation or fake_measure()], "test": [test or fake_measure()]}
-    return Bench(base, tmp_path, WORLD, processor, fingerprint, measures)
+    return AttentionStudy(base, tmp_path, WORLD, processor, fingerprint, measures)
 
 
 @pytest.fixture
@@ -170,16 +172,16 @@ def test_an_interrupted_comparison_goes_on(done, source, tmp_path, monkeypatch):
 )
 def test_the_control_is_the_smallest_that_is_large_enough(name, processor, tmp_path):
     """Breaks when a control has fewer trainable parameters than its row, or a needlessly larger rank."""
-    bench = fake_bench(tmp_path, processor)
+    study = fake_study(tmp_path, processor)
 
     def parameters(row, **changes):
-        settings = replace(compare.cell_settings(bench, row, 1e-3, 0), **changes)
+        settings = replace(attention.cell_settings(study, row, 1e-3, 0), **changes)
         return count(trainable(open_model(settings, WORLD.device)[0]).values())
 
     row = ROWS[name]
-    line = Line(row, compare.cell_settings(bench, row, 1e-3, 0), parameters(row))
-    control = compare.make_control(bench, line)
-    settings = compare.cell_settings(bench, control, 1e-3, 0)
+    line = RowResult(row, attention.cell_settings(study, row, 1e-3, 0), parameters(row))
+    control = attention.make_control(study, line)
+    settings = attention.cell_settings(study, control, 1e-3, 0)
     assert (settings.attention, settings.feed_forward) == ("softmax", "mlp")
     assert parameters(control) >= line.trainable > parameters(control, r=settings.r - 1)
     assert settings.alpha / settings.r == pytest.approx(line.settings.alpha / line.settings.r)
@@ -190,7 +192,7 @@ def test_the_control_is_the_smallest_that_is_large_enough(name, processor, tmp_p
 def test_controls_of_one_rank_are_shared(processor, tmp_path, trainings):
     """Breaks when equal controls are trained twice, or controls of different recipes are taken for one."""
     rows = [ROWS[name] for name in ("fine-tuned", "shared", "split", "dex", "swiglu")]
-    lines = compare.compare(fake_bench(tmp_path, processor), rows, [0], [1e-3])
+    lines = attention.compare(fake_study(tmp_path, processor), rows, [0], [1e-3])
     assert [line.control and line.control.row.name for line in lines[:5]] == [
         None,
         "LoRA r17",
@@ -199,8 +201,8 @@ def test_controls_of_one_rank_are_shared(processor, tmp_path, trainings):
         "fine-tuned",
     ]
     assert len(lines) == 7 and len(trainings) == 7
-    slow = Row("slow", {"attention": "dex", "beta2": 0.9})
-    lines = compare.compare(fake_bench(tmp_path, processor), [ROWS["dex"], slow], [0], [1e-3])
+    slow = AttentionRow("slow", {"attention": "dex", "beta2": 0.9})
+    lines = attention.compare(fake_study(tmp_path, processor), [ROWS["dex"], slow], [0], [1e-3])
     assert [line.row.name for line in lines] == ["dex", "slow", "LoRA r18", "LoRA r18, slow"]
 
 
@@ -213,8 +215,8 @@ def test_rates_are_chosen_by_validation_alone(processor, tmp_path, trainings):
         return [settings.lr * 100] * 4  # the test split likes the highest rate best
 
     validation = fake_measure(lambda settings: [{1e-3: 0.4, 3e-3: 0.6, 9e-3: 0.5}[settings.lr]] * 4)
-    bench = fake_bench(tmp_path, processor, validation, fake_measure(test_scores))
-    (line,) = compare.compare(bench, [ROWS["fine-tuned"]], [0, 1, 2], [9e-3, 3e-3, 1e-3])
+    study = fake_study(tmp_path, processor, validation, fake_measure(test_scores))
+    (line,) = attention.compare(study, [ROWS["fine-tuned"]], [0, 1, 2], [9e-3, 3e-3, 1e-3])
     assert line.settings.lr == 3e-3 and line.validation == {1e-3: 0.4, 3e-3: 0.6, 9e-3: 0.5}
     assert asked == [(3e-3, 0), (3e-3, 1), (3e-3, 2)]
     assert [(s.lr, s.seed) for s in trainings] == [(1e-3, 0), (3e-3, 0), (9e-3, 0), (3e-3, 1), (3e-3, 2)]
@@ -222,8 +224,8 @@ def test_rates_are_chosen_by_validation_alone(processor, tmp_path, trainings):
 
 def test_of_equal_rates_the_smallest_and_the_default_ones(processor, tmp_path, trainings):
     """Breaks when a tie is decided by chance, or a row is not tried around its own rate."""
-    bench = fake_bench(tmp_path, processor)
-    line = compare.choose_rate(bench, Row("slow", {"lr": 3e-4}), None, 0)
+    study = fake_study(tmp_path, processor)
+    line = attention.try_rates(study, AttentionRow("slow", {"lr": 3e-4}), None, 0)
     assert list(line.validation) == [1.5e-4, 3e-4, 6e-4] and line.settings.lr == 1.5e-4
 
 
@@ -235,18 +237,20 @@ def test_a_diverged_run_scores_nothing_and_is_named(processor, tmp_path, monkeyp
             raise Diverged("step 7: the loss is nan")
 
     monkeypatch.setattr("train.studies.attention.train_on", train)
-    bench = fake_bench(tmp_path, processor)
-    lines = compare.compare(bench, [ROWS["fine-tuned"]], [0, 1], [1e-3, 3e-3])
+    study = fake_study(tmp_path, processor)
+    lines = attention.compare(study, [ROWS["fine-tuned"]], [0, 1], [1e-3, 3e-3])
     assert lines[0].settings.lr == 1e-3 and lines[0].validation == {1e-3: 0.5, 3e-3: 0.0}
-    assert lines[0].scores["VQA"].tolist() == [[0.5] * 4, [0.0] * 4] and lines[0].trainable > 0
-    assert "fine-tuned: a run diverged and scores 0: step 7" in compare.tell(compare.summarize(bench, lines, [0, 1]))
+    assert lines[0].scores["VQA"].tolist() == [[50.0] * 4, [0.0] * 4] and lines[0].trainable > 0
+    assert "fine-tuned: a run diverged and scores 0: step 7" in attention_report.to_markdown(
+        attention.summarize(study, lines, [0, 1])
+    )
 
 
 def test_a_row_may_run_itself(processor, tmp_path, trainings):
     """Breaks when a later experiment cannot bring its own training, or then gets no control."""
     model = torch.nn.Linear(400, 400, bias=False)
-    row = Row("own", run=lambda settings, folder, bench: model)
-    lines = compare.compare(fake_bench(tmp_path, processor), [row], [0], [1e-3])
+    row = AttentionRow("own", run=lambda settings, folder, study: model)
+    lines = attention.compare(fake_study(tmp_path, processor), [row], [0], [1e-3])
     assert [line.row.name for line in lines] == ["own", "LoRA r15"]  # 160,000 at 10,752 a rank
     assert lines[0].control is lines[1] and len(trainings) == 1
 
@@ -255,24 +259,21 @@ def test_a_row_may_run_itself(processor, tmp_path, trainings):
 
 
 def paired(row, control, pictures):
-    def line(scores):
-        return Line(Row(""), PLAIN_BASE, scores={"VQA": np.array(scores)})
-
-    measure = SimpleNamespace(name="VQA", pictures=pictures)
-    return compare.difference(replace(line(row), control=line(control)), measure)
+    gain = difference(100 * np.array(row), 100 * np.array(control), pictures)
+    return (gain["mean"], gain["low"], gain["high"]), gain["significant"]
 
 
 def test_differences_are_paired():
     """Breaks when row and control are resampled apart, a picture's questions are parted, or seeds count as examples."""
     # by example everything varies, the gain does not
-    gain = paired([[0.9, 0.1, 0.6, 0.3]], [[0.8, 0.0, 0.5, 0.2]], list("abcd"))
-    assert gain == pytest.approx((10, 10, 10)) and gain.significant
+    gain, significant = paired([[0.9, 0.1, 0.6, 0.3]], [[0.8, 0.0, 0.5, 0.2]], list("abcd"))
+    assert gain == pytest.approx((10, 10, 10)) and significant
     # two pictures with gains of 0 and 40: of the 4 resamples one is twice the first, one is twice the second
-    gain = paired([[0.5] * 9 + [0.9] * 9], [[0.5] * 18], ["a"] * 9 + ["b"] * 9)
-    assert gain == pytest.approx((20, 0, 40)) and not gain.significant
+    gain, significant = paired([[0.5] * 9 + [0.9] * 9], [[0.5] * 18], ["a"] * 9 + ["b"] * 9)
+    assert gain == pytest.approx((20, 0, 40)) and not significant
     # two seeds with gains of 0 and 20 on every example, however many there are
-    gain = paired([[0.5] * 100, [0.7] * 100], [[0.5] * 100, [0.5] * 100], list(range(100)))
-    assert gain == pytest.approx((10, 0, 20)) and not gain.significant
+    gain, significant = paired([[0.5] * 100, [0.7] * 100], [[0.5] * 100, [0.5] * 100], list(range(100)))
+    assert gain == pytest.approx((10, 0, 20)) and not significant
 
 
 def test_the_words_follow_the_intervals(processor, tmp_path, trainings):
@@ -281,9 +282,9 @@ def test_the_words_follow_the_intervals(processor, tmp_path, trainings):
     def grade(settings):
         return [{"dex": 0.3, "twin": 0.5}.get(settings.attention, 0.5)] * 4
 
-    bench = fake_bench(tmp_path, processor, test=fake_measure(grade))
-    lines = compare.compare(bench, [ROWS["twin"], ROWS["dex"]], [0, 1], [1e-3])
-    text = compare.tell(compare.summarize(bench, lines, [0, 1]))
+    study = fake_study(tmp_path, processor, test=fake_measure(grade))
+    lines = attention.compare(study, [ROWS["twin"], ROWS["dex"]], [0, 1], [1e-3])
+    text = attention_report.to_markdown(attention.summarize(study, lines, [0, 1]))
     assert "against LoRA r20 (215,040): no significant difference in VQA." in text
     assert "against LoRA r18 (193,536): worse in VQA (-20.00 [-20.00, -20.00] *)." in text
     assert "Significant differences: 1 of 2. If nothing differed at all, about 0.1 of them would still seem to." in text
@@ -301,17 +302,20 @@ def test_a_change_invalidates_exactly_its_cells(processor, tmp_path, trainings, 
         trainings.clear(), graded.clear()
         measures = [fake_measure(lambda s: graded.append(s) or [0.5] * examples, examples=examples) for _ in range(2)]
         rows = [ROWS[row] if isinstance(row, str) else row for row in rows]
-        compare.compare(fake_bench(tmp_path, processor, *measures, **changes), rows, [0, 1], [1e-3, 3e-3])
+        attention.compare(fake_study(tmp_path, processor, *measures, **changes), rows, [0, 1], [1e-3, 3e-3])
         return [settings.attention for settings in trainings], len(graded)
 
     everything = ["softmax", "softmax", "dex", "dex", "softmax", "softmax", "softmax", "dex", "softmax"]
     assert redone() == (everything, 12)  # rows by two rates, the control, then the second seed
     assert redone() == ([], 0)
-    assert redone(["fine-tuned", Row("dex", {"attention": "dex", "option": ("heads=[0]",)})]) == (["dex"] * 3, 4)
+    assert redone(["fine-tuned", AttentionRow("dex", {"attention": "dex", "option": ("heads=[0]",)})]) == (
+        ["dex"] * 3,
+        4,
+    )
     assert redone(examples=6) == ([], 12)  # other questions: asked again, of the same models
     assert redone(fingerprint="another base") == (everything, 12)
     assert redone(base=replace(PLAIN_BASE, samples=48)) == (everything, 12)
-    monkeypatch.setattr(compare, "VERSION", compare.VERSION + 1)
+    monkeypatch.setattr(attention, "VERSION", attention.VERSION + 1)
     assert redone() == (everything, 12)
 
 
@@ -321,8 +325,8 @@ def test_training_data_are_part_of_a_cell(processor, tmp_path, trainings):
     def train():
         trainings.clear()
         base = replace(PLAIN_BASE, data=f"jsonl:{tmp_path / 'own.jsonl'}", validation=0)
-        compare._training_records.cache_clear()  # what a new process would not have
-        compare.compare(fake_bench(tmp_path, processor, base=base), [ROWS["fine-tuned"]], [0], [1e-3])
+        attention_data._training_records.cache_clear()  # what a new process would not have
+        attention.compare(fake_study(tmp_path, processor, base=base), [ROWS["fine-tuned"]], [0], [1e-3])
         return len(trainings)
 
     write_jsonl(tmp_path, 20)
@@ -352,12 +356,11 @@ def test_no_picture_is_in_two_splits_of_any_seed(kind, processor, tmp_path):
         write_jsonl(tmp_path / "d", 20)
     base = replace(PLAIN_BASE, data=f"{kind}:{tmp_path / 'd'}{'/own.jsonl' if kind == 'jsonl' else ''}", validation=0.3)
     args = SimpleNamespace(coco=None)
-    measures = {split: compare.make_measures(base, split, 100, args)[0] for split in ("validation", "test")}
+    measures = {split: attention_data.make_measures(base, split, 100, args)[0] for split in ("validation", "test")}
     pictures = {split: set(measure.pictures) for split, measure in measures.items()}
     assert [len(found) for found in pictures.values()] == [3, 3] and not pictures["validation"] & pictures["test"]
-    bench = fake_bench(tmp_path, processor, base=base)
     for seed in range(3):
-        records, _ = compare.training_records(bench, replace(base, seed=seed))
+        records, _ = attention_data.training_records(replace(base, seed=seed), base.seed)
         learned = {record.key for record in records}
         assert len(learned) == 14 and not learned & (pictures["validation"] | pictures["test"])
     model = load_base(base, WORLD.device)
@@ -375,16 +378,16 @@ def test_val2014_is_the_test_split_where_it_is(tmp_path):
     for path in (tmp_path / "train2014").iterdir():
         path.rename(tmp_path / "val2014" / path.name.replace("train2014", "val2014"))
     base = replace(PLAIN_BASE, data=f"vqav2:{tmp_path}", validation=0.3)
-    measure = compare.vqa_measure(base, "test", 100)
+    measure = attention_data.vqa_measure(base, "test", 100)
     assert len(measure.examples) == 60 and all(name.startswith("val2014/") for name in measure.pictures)
 
 
 def test_row_and_control_learn_from_the_same(processor, tmp_path):
     """Breaks when a row and its control see other data, or all seeds of the embedded scenes see the same."""
-    bench = fake_bench(tmp_path, processor)
+    study = fake_study(tmp_path, processor)
 
     def learned(row, seed, rate):
-        return compare.training_records(bench, compare.cell_settings(bench, row, rate, seed))
+        return attention_data.training_records(attention.cell_settings(study, row, rate, seed), study.base.seed)
 
     twin, (records, mark) = learned(ROWS["twin"], 0, 1e-3)[1], learned(ROWS["fine-tuned"], 0, 3e-3)
     assert twin == mark != learned(ROWS["twin"], 1, 1e-3)[1]
@@ -397,11 +400,11 @@ def test_row_and_control_learn_from_the_same(processor, tmp_path):
 def test_needle_measures_know_their_places(processor):
     """Breaks when Figure 2 shows accuracy at another place than the needle's."""
     args = SimpleNamespace(protocol="constrained", coco=None)
-    _, small, large = compare.make_measures(PLAIN_BASE, "test", 32, args)
+    _, small, large = attention_data.make_measures(PLAIN_BASE, "test", 32, args)
     assert small.labels[:4] == [(0, 0), (0, 1), (1, 0), (1, 1)] and large.labels[:6][-1] == (1, 1)
     assert len(small.labels) == len(large.labels) == 16 and (small.chance, large.chance) == (25, 6.25)
-    line = Line(Row(""), PLAIN_BASE, scores={"n2o2": np.array([[1, 0, 0, 0.5] * 4, [0, 0, 1, 0.5] * 4])})
-    assert compare.grid(line, small) == [[0.5, 0], [0.5, 0.5]]
+    scores = 100 * np.array([[1, 0, 0, 0.5] * 4, [0, 0, 1, 0.5] * 4])
+    assert attention_report.grid(attention.by_label(scores, small.labels)) == [[0.5, 0], [0.5, 0.5]]
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------
@@ -409,7 +412,7 @@ def test_needle_measures_know_their_places(processor):
 
 def test_rows_by_name_and_group():
     """Breaks when a group loses a variant, or the paper's rows are not its Table 1."""
-    assert [row.name for row in compare.pick_rows("attention")] == [
+    assert [row.name for row in attention.pick_rows("attention")] == [
         "baseline",
         "fine-tuned",
         "shared",
@@ -419,12 +422,12 @@ def test_rows_by_name_and_group():
         "v2",
         "dex",
     ]
-    assert [row.name for row in compare.pick_rows("twin,swiglu,attention")][:3] == ["twin", "swiglu", "baseline"]
-    for row in compare.pick_rows("paper"):
+    assert [row.name for row in attention.pick_rows("twin,swiglu,attention")][:3] == ["twin", "swiglu", "baseline"]
+    for row in attention.pick_rows("paper"):
         settings = replace(PLAIN_BASE, **row.changes)
         assert settings == replace(PLAIN_BASE, **RECIPES[row.name])
         assert row.needs_control(settings) == (row.name not in ("paper-1", "paper-3"))
-    assert [row.published for row in compare.pick_rows("paper")] == [53.21, 51.91, 35.72, 33.91, 41.32]
+    assert [row.published for row in attention.pick_rows("paper")] == [53.21, 51.91, 35.72, 33.91, 41.32]
 
 
 @pytest.mark.parametrize(
@@ -449,12 +452,14 @@ def test_held_out_pictures_must_be_there(tmp_path):
     """Breaks when nothing is held out and the comparison starts all the same."""
     write_jsonl(tmp_path, 4)
     with pytest.raises(UserError, match="validation"):
-        compare.vqa_measure(replace(PLAIN_BASE, data=f"jsonl:{tmp_path / 'own.jsonl'}", validation=0.2), "test", 10)
+        attention_data.vqa_measure(
+            replace(PLAIN_BASE, data=f"jsonl:{tmp_path / 'own.jsonl'}", validation=0.2), "test", 10
+        )
 
 
 @pytest.mark.parametrize("flags", [["--rates", "0"], ["--rates", "a,b"], ["--seeds", "0"], ["--nonsense"]])
 def test_flags_that_make_no_sense(flags, tmp_path):
     """Breaks when a flag's value is not checked."""
     with pytest.raises(SystemExit) as stopped:
-        compare.main(["--base", "tiny", "--out", str(tmp_path), *flags])
+        run_command(lambda: compare.main(["--base", "tiny", "--out", str(tmp_path), *flags]))
     assert stopped.value.code == 2

@@ -1,4 +1,4 @@
-"""The study of Q-Mamba compares what it says it compares: same lessons, same questions, one thing changed at a time."""
+"""The study of Q-Mamba compares what it says it compares: same samples, same questions, one thing changed at a time."""
 
 import json
 from dataclasses import replace
@@ -16,20 +16,20 @@ from model.qmamba import QMamba
 from model.system_configs import MambaConfig
 from tests.reference import relative_error
 from train import pretrain_mamba, supervised
+from train.compare import main as compare
 from train.data.batches import collate
-from train.data.records import sample_record
 from train.embedded import mamba as embedded_mamba
 from train.optim import count
 from train.studies import qmamba as study_qmamba
-from train.studies.attention import main as compare
-from train.studies.qmamba import ROWS, TABLES, TASKS, Bench, Lesson, make_lessons, projected_loss
+from train.studies.encoded import encoded_loss
+from train.studies.qmamba import ROWS, TABLES, TASKS, QMambaStudy, encoded_samples, shuffled
 from train.systems import qmamba
 from weights.load import load_mamba
 
 
 @pytest.fixture
-def bench(tmp_path) -> Bench:
-    return Bench(tmp_path, 1.0, 4, "fingerprint")
+def study(tmp_path) -> QMambaStudy:
+    return QMambaStudy(tmp_path, 1.0, 4, "fingerprint")
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def tiny(monkeypatch):
     small = replace(qmamba.TINY, hidden_size=16, num_blocks=1)
     monkeypatch.setattr(study_qmamba, "TINY", small)
     monkeypatch.setattr(study_qmamba, "SAMPLES", {1: 32, 2: 32})
-    monkeypatch.setattr(study_qmamba, "TOLD", 32)
+    monkeypatch.setattr(study_qmamba, "SCENES_IN_WORDS", 32)
 
 
 def processor_of(model) -> Processor:
@@ -50,16 +50,16 @@ def processor_of(model) -> Processor:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_differ_in_what_they_name_alone(bench):
+def test_rows_differ_in_what_they_name_alone(study):
     """Breaks when a row starts from other weights than the one it is compared with, beyond its own change."""
-    models = {name: study_qmamba.make_qmamba(bench, ROWS[name], 3) for name in ("local", "global", "4 queries")}
+    models = {name: study_qmamba.make_qmamba(study, ROWS[name], 3) for name in ("local", "global", "4 queries")}
     local = models["local"].state_dict()
     for name, model in models.items():
         for key, value in model.state_dict().items():
             if key != "multi_modal_projector.queries" or name == "global":
                 assert torch.equal(value, local[key]), (name, key)
     assert models["global"].config.projector == replace(models["local"].config.projector, local_attention=False)
-    other = study_qmamba.make_qmamba(bench, ROWS["local"], 4).multi_modal_projector
+    other = study_qmamba.make_qmamba(study, ROWS["local"], 4).multi_modal_projector
     assert not torch.equal(other.output.weight, local["multi_modal_projector.output.weight"])
 
 
@@ -73,10 +73,10 @@ def test_the_control_is_as_large_as_the_row():
     assert abs(learns(study_qmamba.PaliGemma(study_qmamba.CONTROL)) / local - 1) < 0.01
 
 
-def test_the_connector_alone_passes_every_feature(bench):
+def test_the_connector_alone_passes_every_feature(study):
     """Breaks when the row without queries still has some, or its parts are not those of the row with them."""
-    model = study_qmamba.make_qmamba(bench, ROWS["connector"], 0)
-    projector, whole = model.multi_modal_projector, study_qmamba.make_qmamba(bench, ROWS["local"], 0)
+    model = study_qmamba.make_qmamba(study, ROWS["connector"], 0)
+    projector, whole = model.multi_modal_projector, study_qmamba.make_qmamba(study, ROWS["local"], 0)
     assert not any("queries" in name or "blocks" in name for name, _ in projector.named_parameters())
     features = torch.randn(2, 16, 128, generator=torch.Generator().manual_seed(0))
     twin = whole.multi_modal_projector
@@ -85,12 +85,12 @@ def test_the_connector_alone_passes_every_feature(bench):
     assert model.config.num_image_tokens == 16
 
 
-def test_a_trained_connector_is_the_one_that_was_trained(bench, monkeypatch):
+def test_a_trained_connector_is_the_one_that_was_trained(study, monkeypatch):
     """Breaks when Table 3 compares two connectors from scratch, or takes over more than the connector."""
-    donor = study_qmamba.make_qmamba(bench, ROWS["connector"], 9)
-    monkeypatch.setattr(Bench, "weights", lambda self, name, seed: dict(donor.named_parameters()))
-    model = study_qmamba.make_qmamba(bench, ROWS["trained connector"], 0)
-    scratch = study_qmamba.make_qmamba(bench, ROWS["local"], 0)
+    donor = study_qmamba.make_qmamba(study, ROWS["connector"], 9)
+    monkeypatch.setattr(study_qmamba, "trained_weights", lambda *_: dict(donor.named_parameters()))
+    model = study_qmamba.make_qmamba(study, ROWS["trained connector"], 0)
+    scratch = study_qmamba.make_qmamba(study, ROWS["local"], 0)
     for name, parameter in model.multi_modal_projector.named_parameters():
         taken = name.startswith(("vision_proj.", "vision_norm.", "connector."))
         source = donor if taken else scratch
@@ -98,36 +98,39 @@ def test_a_trained_connector_is_the_one_that_was_trained(bench, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Lessons
+# Training data
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_features_stand_for_pictures(bench):
+def test_features_stand_for_pictures(study):
     """Breaks when what is learned from encoded pictures is not what is learned from the pictures themselves."""
-    model = study_qmamba.make_qmamba(bench, ROWS["local"], 0)
-    processor, lessons = processor_of(model), make_lessons(12, 5)
-    micro = Lesson(lessons, processor, 12, 0).batch(list(range(12)))
-    records = [sample_record(s, "train") for s in lessons.samples]
-    plain = collate(records, processor)
-    assert len(lessons.features) == len(plain.batch.pixel_values) < 12  # questions on one picture share it
+    model = study_qmamba.make_qmamba(study, ROWS["local"], 0)
+    processor, samples = processor_of(model), encoded_samples(12, 5)
+    micro = samples.batch(processor, range(12))
+    plain = collate(samples.records, processor)
+    assert len(samples.features) == len(plain.batch.pixel_values) < 12  # questions on one picture share it
     with torch.no_grad():
-        ours, theirs = projected_loss(model, micro), supervised.supervised_loss(model, plain)
+        ours, theirs = encoded_loss(model, micro), supervised.supervised_loss(model, plain)
     assert relative_error(ours, theirs) <= 1e-5 and micro.tokens == plain.tokens
 
 
-def test_all_rows_of_a_seed_learn_the_same(bench):
+def test_all_rows_of_a_seed_learn_the_same(study):
     """Breaks when rows differ in what they learn, two seeds do not, or a stage repeats the one before."""
-    lessons = make_lessons(32, 1)
-    models = study_qmamba.make_qmamba(bench, ROWS["16 queries"], 1), study_qmamba.PaliGemma(study_qmamba.CONTROL)
-    orders = [[micro.names for (micro,) in Lesson(lessons, processor_of(model), 8, 1).steps(0)] for model in models]
+    samples = encoded_samples(32, 1)
+    models = study_qmamba.make_qmamba(study, ROWS["16 queries"], 1), study_qmamba.PaliGemma(study_qmamba.CONTROL)
+    orders = [[micro.names for (micro,) in shuffled(samples, processor_of(model), 8, 1).steps(0)] for model in models]
     assert orders[0] == orders[1] and sorted(sum(orders[0], ())) == sorted(set(sum(orders[0], ())))
-    assert [s.task for s in lessons.samples[:4]] == list(TASKS)
-    first, other, later = lessons, make_lessons(32, 2), make_lessons(32, 1, stage=2)
-    assert not {s.scene for s in first.samples} & {s.scene for s in [*other.samples, *later.samples]}
-    assert [micro.names for (micro,) in Lesson(lessons, processor_of(models[0]), 8, 1).steps(2)] == orders[0][2:]
+    assert [record.name.split("/")[0] for record in samples.records[:4]] == list(TASKS)
+    first, other, later = samples, encoded_samples(32, 2), encoded_samples(32, 1, stage=2)
+
+    def scenes_of(*lessons):
+        return {record.picture.args[0] for samples in lessons for record in samples.records}
+
+    assert not scenes_of(first) & scenes_of(other, later)
+    assert [micro.names for (micro,) in shuffled(samples, processor_of(models[0]), 8, 1).steps(2)] == orders[0][2:]
 
 
-def test_the_stages_are_those_of_the_command(bench, monkeypatch):
+def test_the_stages_are_those_of_the_command(study, monkeypatch):
     """Breaks when a row trains other parts than `--arch qmamba` does, or at other rates."""
     seen = {}
     monkeypatch.setattr(
@@ -137,11 +140,11 @@ def test_the_stages_are_those_of_the_command(bench, monkeypatch):
             {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}
         ),
     )
-    model, lessons = study_qmamba.make_qmamba(bench, ROWS["local"], 0), make_lessons(4, 0)
+    model, samples = study_qmamba.make_qmamba(study, ROWS["local"], 0), encoded_samples(4, 0)
     for stage, parts in ((1, {"multi_modal_projector"}), (2, {"multi_modal_projector", "language_model"})):
         seen.clear()
-        settings = bench.settings(stage, 0)
-        study_qmamba.learn(model, processor_of(model), settings, lessons, bench.out / "run")
+        settings = study.settings(stage, 0)
+        study_qmamba.learn(model, processor_of(model), settings, samples, study.out / "run")
         assert {name.split(".")[0] for name in seen} == parts and set(seen.values()) == {settings.lr}
 
 
@@ -172,21 +175,21 @@ def test_the_study_runs_and_goes_on(tiny, tmp_path, monkeypatch, capsys):
     assert not any(name.startswith("vision_tower") for name in load_file(weights))
 
 
-def test_differences_are_paired_and_told(bench, monkeypatch):
+def test_differences_are_paired_and_told(study, monkeypatch):
     """Breaks when a difference has the wrong sign, ignores which example it is of, or its verdict is another."""
     right, wrong = [1.0] * 4, [0.0] * 4
     found = {
         name: {"trainable": 1, "cpu_seconds": 1.0, "scores": {task: [right, right] for task in TASKS}}
         for name in (*ROWS, "trained connector, forward", "trained connector, backward")
     }
-    monkeypatch.setattr(Bench, "language", lambda self: {"answer_tokens": 12.345})
+    monkeypatch.setattr(study_qmamba, "run_language", lambda _: {"answer_tokens": 12.345, "cpu_seconds": 1.0})
     found["global"] = found["local"] | {"scores": {task: [wrong, wrong] for task in TASKS}}
-    summary = study_qmamba.summarize(bench, found, range(2))
+    summary = study_qmamba.summarize(study, found, range(2))
     gain = summary["differences"]["global - local"]["mean"]
     assert (gain["mean"], gain["significant"]) == (-100.0, True)
     assert summary["differences"]["4 queries - local"]["vqa"]["significant"] is False
-    told = study_qmamba.conclude(summary)
-    assert "global - local: worse (-100.00 [-100.00, -100.00] *)." in told
+    told = study_qmamba.conclusions(summary)
+    assert "global against local: worse in mean (-100.00 [-100.00, -100.00] *)." in told
     assert any(line.startswith("global cannot be told from guessing") for line in told)
     assert not any(line.startswith("local cannot") for line in told)
     assert any("had 64.4 % of the answers' tokens right, the transformer 12.3 %" in line for line in told)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from model.common import UserError
-from train.studies import attention as compare
+from train import compare
 from train.studies import text as study_text
-from train.studies.text import KINDS, main, read_arguments, tell
+from train.studies.text import KINDS, Job, main, read_arguments, to_markdown
 
 
 def flags(text_folder: Path, out: Path, *more: str) -> list[str]:
@@ -80,7 +80,7 @@ def test_cells_side_by_side_are_cells_in_turn(text_folder, tmp_path):
     settings = replace(settings, corpus=str(tmp_path / "corpus"), text=(str(text_folder),))
     results = []
     for processes in (1, 2):
-        jobs = [(tmp_path / str(processes), replace(settings, attention=kind), 0) for kind in KINDS]
+        jobs = [Job(tmp_path / str(processes), replace(settings, attention=kind), 0) for kind in KINDS]
         torch.set_num_threads(1)
         results.append([run | {"seconds": 0, "cpu_seconds": 0} for run in study_text.run_cells(jobs, processes)])
     assert results[0] == results[1]
@@ -109,7 +109,7 @@ def fake(monkeypatch, loss, panel) -> list:
                 "cpu_seconds": 1.0,
                 "panels": {"nll": scores | {"values": panel(own)}},
             }
-            for _, own, _ in jobs
+            for own in (job.settings for job in jobs)
         ]
 
     monkeypatch.setattr(study_text, "run_cells", run_cells)
@@ -117,9 +117,13 @@ def fake(monkeypatch, loss, panel) -> list:
 
 
 def run(text_folder: Path, out: Path, *more: str) -> tuple[dict, str]:
-    args, settings = read_arguments(flags(text_folder, out, *more))
-    summary = study_text.compare(settings, out, args.seeds, args.rates, args.search, args.limit, 1)
-    return summary, tell(summary, out)
+    summary = study_text.compare(*read_arguments(flags(text_folder, out, *more)))
+    return summary, to_markdown(summary, out)
+
+
+def decided(job: Job) -> tuple:
+    own = job.settings
+    return own.attention, own.lr, own.seed, own.tokens, job.limit
 
 
 def test_both_kinds_get_the_same_search(text_folder, tmp_path, monkeypatch):
@@ -128,21 +132,17 @@ def test_both_kinds_get_the_same_search(text_folder, tmp_path, monkeypatch):
     asked = fake(monkeypatch, lambda own: abs(own.lr - best[own.attention]), lambda own: [1.0, 2.0])
     summary, text = run(text_folder, tmp_path, "--rates", "1e-3,2e-3,4e-3", "--search", "0.5")
     search, final = asked[:6], asked[6:]
-    assert {(own.attention, own.lr, own.seed, own.tokens, limit) for _, own, limit in search} == {
-        (kind, rate, 0, 800, 0) for kind in KINDS for rate in (1e-3, 2e-3, 4e-3)
-    }
-    assert [(own.attention, own.lr, own.seed, own.tokens, limit) for _, own, limit in final] == [
-        (kind, best[kind], seed, 1600, 5) for seed in (0, 1) for kind in KINDS
-    ]
+    assert set(map(decided, search)) == {(kind, rate, 0, 800, 0) for kind in KINDS for rate in (1e-3, 2e-3, 4e-3)}
+    assert list(map(decided, final)) == [(kind, best[kind], seed, 1600, 5) for seed in (0, 1) for kind in KINDS]
     assert "a better one may lie beyond, for: plain, differential" in text
     assert summary["rates"]["plain"] == {"chosen": 1e-3, "validation": {"0.001": 0.0, "0.002": 0.001, "0.004": 0.003}}
     asked.clear()
     summary, text = run(text_folder, tmp_path, "--rates", "2e-3")  # one rate: nothing to search
-    assert len(asked) == 4 and {own.lr for _, own, _ in asked} == {2e-3} and "may lie beyond" not in text
+    assert len(asked) == 4 and {job.settings.lr for job in asked} == {2e-3} and "may lie beyond" not in text
     asked.clear()
     summary, text = run(text_folder, tmp_path, "--rates", "1e-3,2e-3", "--search", "1")  # whole runs are results
     assert [job for job in asked[:4] if job in asked[4:]] == [
-        (tmp_path, replace(asked[0][1], attention=kind, lr=rate), 5)
+        Job(tmp_path, replace(asked[0].settings, attention=kind, lr=rate), 5)
         for kind, rate in (("plain", 1e-3), ("differential", 2e-3))
     ]
     assert summary["cpu_seconds"] == 6
@@ -150,7 +150,11 @@ def test_both_kinds_get_the_same_search(text_folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("gain", "words"),
-    [(-0.5, "-0.500 [-0.500, -0.500]: better."), (0.5, "+0.500 [+0.500, +0.500]: worse."), (0, "no significant")],
+    [
+        (-0.5, "better in likelihood (-0.500 [-0.500, -0.500] *)."),
+        (0.5, "worse in likelihood (+0.500 [+0.500, +0.500] *)."),
+        (0, "no significant"),
+    ],
 )
 def test_words_follow_intervals(text_folder, tmp_path, monkeypatch, gain, words):
     """Breaks when less loss is called worse, or a difference whose interval holds 0 is claimed."""
@@ -167,10 +171,11 @@ def test_words_follow_intervals(text_folder, tmp_path, monkeypatch, gain, words)
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--rates", "fast"), "--rates: expected positive numbers"),
         (("--seeds", "0"), "--seeds is 0, expected at least 1"),
         (("--limit", "2"), "--limit is 2, expected at least 5"),
-        (("--scale", "0"), "--scale 0.0 --search 0.25: expected more than 0"),
+        (("--scale", "0"), "--scale is 0.0, expected a positive number"),
+        (("--search", "0"), "--search is 0.0, expected a share above 0"),
+        (("--search", "2"), "--search is 2.0, expected a share from 0 to 1"),
         (("--length", "8"), "--length is 8, expected at least 64"),
         (("--text", "/nowhere"), "--text /nowhere: no such file"),
     ],
@@ -179,3 +184,10 @@ def test_mistakes_are_told(text_folder, tmp_path, more, message):
     """Breaks when a wrong flag ends in a traceback."""
     with pytest.raises(UserError, match=message):
         main(flags(text_folder, tmp_path, *more))
+
+
+def test_rates_that_are_no_numbers_are_refused(text_folder, tmp_path, capsys):
+    """Breaks when a wrong --rates ends in a traceback."""
+    with pytest.raises(SystemExit):
+        main(flags(text_folder, tmp_path, "--rates", "fast"))
+    assert "argument --rates: 'fast', expected positive numbers" in capsys.readouterr().err

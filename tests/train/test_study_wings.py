@@ -15,12 +15,14 @@ from lora.adapter import DECODER_TARGETS
 from model.common import UserError
 from model.paligemma import PaliGemma
 from model.wings import attach
+from train import compare
 from train.data.batches import collate
 from train.data.records import Record
 from train.optim import count, trainable
-from train.studies import attention as compare
 from train.studies import wings as study_wings
-from train.studies.wings import Bench, Prepared, answer, choose, lora_rank, prepare, projected_loss, text_records
+from train.studies.encoded import EncodedOrder, encoded_loss
+from train.studies.engine import choose_rate
+from train.studies.wings import MARGIN, WingsStudy, answer, lora_rank, prepare, text_records
 from train.supervised import supervised_loss
 from weights.load import load_model
 
@@ -76,20 +78,21 @@ def test_the_control_has_as_many_parameters():
 
 def test_prepared_micro_batches_are_causal_and_seen(processor, tmp_path):
     """Breaks when features made beforehand are another picture's, or the loss is not that of the pixels, causally."""
-    eye = load_model("embedded")
-    bench = Bench(tmp_path, 0.02, 4, processor, eye, "")
+    base = load_model("embedded")
+    study = WingsStudy(tmp_path, 0.02, 4, processor, base, "")
     drawn = [scenes.sample("scan", "train", number) for number in range(2)]
     records = [Record(s.task, str(i), lambda s=s: s.image, "scan<image>", s.suffix) for i, s in enumerate(drawn)]
-    (micro,) = prepare(bench, records, 2)
+    (micro,) = prepare(study, records, 2)
     seen = collate(records, processor)
     causal = replace(seen, batch=replace(seen.batch, token_type_ids=torch.ones_like(seen.batch.input_ids)))
-    expected = supervised_loss(eye, causal)
-    torch.testing.assert_close(projected_loss(eye, micro), expected, atol=1e-3, rtol=1e-5)
-    assert abs(supervised_loss(eye, seen) - expected) > 0.01  # reading the prompt both ways is another thing
-    first, second = study_wings.pictures_to_learn(bench, 0)
+    expected = supervised_loss(base, causal)
+    torch.testing.assert_close(encoded_loss(base, micro), expected, atol=1e-3, rtol=1e-5)
+    assert abs(supervised_loss(base, seen) - expected) > 0.01  # reading the prompt both ways is another thing
+    first, second = study_wings.pictures_to_learn(study, 0)
     assert [len(first), len(second)] == [2, 6] and len(first[0].names) == len(first[0].features)
-    assert [[m] for m in second[1:]] == list(Prepared(second).steps(1, 0, False)) and Prepared(second).total == 6
-    (text,) = prepare(bench, text_records(1, 0)[:6], 6)
+    order = EncodedOrder(len(second), second.__getitem__)
+    assert [[m] for m in second[1:]] == list(order.steps(1, 0, False)) and order.total == 6
+    (text,) = prepare(study, text_records(1, 0)[:6], 6)
     assert text.features.shape == (0, 16, 128) and text.tokens > 6
 
 
@@ -111,7 +114,7 @@ def test_the_study_goes_on_and_tells_what_it_found(tmp_path, capsys, monkeypatch
     compare.main(command)
     told = capsys.readouterr().out
     assert "| wings - full" in told and "| learners - lora" in told
-    assert "wings keeps" in told and "learners keeps" in told
+    assert "- wings against full: " in told and "- learners against lora: " in told
     summary = json.loads((tmp_path / "comparison.json").read_text())
     assert list(summary["rows"]) == ["wings", "full", "learners", "lora"] and (tmp_path / "wings.png").exists()
     plain = PaliGemma(load_model("embedded").config)
@@ -133,4 +136,4 @@ def test_the_study_goes_on_and_tells_what_it_found(tmp_path, capsys, monkeypatch
 )
 def test_the_lowest_rate_that_reads_pictures_is_taken(validation, chosen):
     """Breaks when a higher rate, which costs more text, is taken for a gain in pictures that is none."""
-    assert choose(validation) == chosen
+    assert choose_rate(validation, MARGIN) == chosen

@@ -2,37 +2,36 @@
 
     python -m train.compare --rows qmamba
 
-In: the embedded eye and the embedded language model, which no row changes before its own training. Out: comparison.md,
-comparison.json, rows.png and differences.png in --out: the paper's Table 2 (who may see whom), Table 3 (the connector's
-weights), Table 4 (the scan order), the number of queries, and a linear projector before a transformer.
-Next: nothing; these are the results.
+In: the embedded vision tower and the embedded language model, from which every row starts. Out: comparison.md,
+comparison.json, rows.png and differences.png in --out: the paper's Table 2 (local or global attention), Table 3 (the
+connector's weights), Table 4 (the scan order), the number of queries, and a linear projector before a transformer.
 
-Every row is trained in the two stages of `train/recipes.py`: its projector alone, then language model and
-projector. All rows of a seed learn from the same pictures in the same order, and answer the same questions; a
-difference is that to the row it is to be compared with, example by example. The transformer, which no pretrained
-weights exist for, is first taught by the words that the embedded Mamba was taught by (`train/embedded/mamba.py`).
+Every row is trained in the two stages of `train/recipes.py`: its projector alone, then language model and projector.
+All rows of a seed are trained on the same pictures in the same order, and answer the same questions. A difference is
+that to the row it is compared with, example by example. There are no pretrained weights for the transformer, so it is
+first trained on the scenes in words that the embedded Mamba was trained on (`train/embedded/mamba.py`).
 
 The trained connector of Table 3 is that of row `connector`, which has no queries: connector and linear projector
-before Mamba, as VL-Mamba is built, of the same seed. Table 4 reads models that were trained in both directions in one
-direction alone, as the paper does; nothing is trained for it.
+before Mamba, as in VL-Mamba, of the same seed. Table 4 takes models that were trained in both directions and scans in
+one direction alone, as the paper does; nothing is trained for it.
 """
 
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
-from torch import nn
 
-from eval import figures, scenes
+from eval import scenes
+from eval.report import markdown_table
 from eval.run import Ask, ask_all
-from eval.statistics import bootstrap
-from model.common import write_text
 from model.config import PRESETS
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor, load_tokenizer
@@ -40,54 +39,67 @@ from model.qmamba import QMamba, QMambaProjector, initialize_projector
 from model.siglip import Siglip
 from model.source import EMBEDDED
 from model.system_configs import QMambaConfig
-from train.data.batches import MicroBatch, supervised
+from train.data.records import sample_record
 from train.distributed import join_world
 from train.embedded.mamba import accuracy, teach
+from train.flags import flag
 from train.loop import LoopOptions, fit
 from train.optim import Rule, count, make_radam, parameter_groups
 from train.recipes import STAGES, stage_defaults
 from train.settings import Settings
 from train.signals import same_command_goes_on
-from train.studies.attention import spell, stack, table
-from train.studies.cells import cell, study_arguments
-from train.supervised import supervised_loss
+from train.studies import engine
+from train.studies.encoded import EncodedOrder, EncodedRecords, encode, encoded_loss
+from train.studies.engine import ScaledOptions, cell_folder, describe, difference, spell
 from train.systems.qmamba import TINY, TINY_MAMBA, Parts
 from weights.fingerprint import exact_fingerprint
 from weights.load import load_mamba, load_model
 
-VERSION = 1  # of the code that decides a cell's result: raise it, and all cells are done again
+VERSION = 1  # of the code that decides a cell's result: raise it to compute all cells again
 
-TASKS = ("vqa", "locate", "count", "exist")  # learned each as often as another
+TASKS = ("vqa", "locate", "count", "exist")  # in equal parts
 SAMPLES = {number: stage.embedded["samples"] for number, stage in STAGES["qmamba"].items()}
-TOLD = 20_000  # scenes that teach the transformer its language
+SCENES_IN_WORDS = 20_000  # that the transformer's language model is trained on
 # a transformer that, with its projector, has as many parameters as row `local`
 CONTROL = replace(PRESETS["tiny"], text=replace(PRESETS["tiny"].text, num_hidden_layers=2, intermediate_size=496))
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is compared
+# Rows and tables
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Row:
-    """A trained model. `kind`: a key of MAKERS; `changes` of the projector; `connector` is that of another row."""
+class QMambaOptions(ScaledOptions):
+    """The flags of this study."""
+
+    limit: int = flag(400, "questions of each task", least=1, metavar="N")
+    out: Path = flag(Path("runs/compare-qmamba"), engine.OUT_HELP, metavar="DIR")
+
+
+@dataclass(frozen=True)
+class ProjectorRow:
+    """A trained model. kind: "qmamba", "connector" (no queries) or "transformer". changes: of the projector's
+    configuration. connector: the row whose trained connector it starts from."""
 
     kind: str = "qmamba"
     changes: dict = field(default_factory=dict)
     connector: str | None = None
 
 
-ROWS: dict[str, Row] = {
-    "local": Row(),
-    "global": Row(changes={"local_attention": False}),
-    "4 queries": Row(changes={"queries": 4}),
-    "16 queries": Row(changes={"queries": 16}),
-    "connector": Row("connector"),
-    "trained connector": Row(connector="connector"),
-    "transformer": Row("transformer"),
+ProjectorRow.__qualname__ = "Row"  # what a row prints as is part of the names of finished cells
+
+
+ROWS: dict[str, ProjectorRow] = {
+    "local": ProjectorRow(),
+    "global": ProjectorRow(changes={"local_attention": False}),
+    "4 queries": ProjectorRow(changes={"queries": 4}),
+    "16 queries": ProjectorRow(changes={"queries": 16}),
+    "connector": ProjectorRow("connector"),
+    "trained connector": ProjectorRow(connector="connector"),
+    "transformer": ProjectorRow("transformer"),
 }
-ORDERS = ("forward", "backward")  # in which a trained row is read once more
-# title, what the paper says, (row, the row it is compared with) …
+ORDERS = ("forward", "backward")  # single scan directions in which a trained row is evaluated once more
+# title, what the paper reports, (row, the row it is compared with) …
 TABLES = (
     (
         "Table 2: who may see whom",
@@ -138,20 +150,20 @@ class ConnectorProjector(QMambaProjector):
 
 
 @cache
-def eye() -> Siglip:
-    """The frozen tower of all rows, read before its last layer as Q-Mamba does."""
+def vision_tower() -> Siglip:
+    """The frozen tower of all rows; as in Q-Mamba its features are those before the last layer."""
     tower = load_model(EMBEDDED).vision_tower.requires_grad_(False)
     tower.config = replace(tower.config, feature_layer=Parts.feature_layer)
     return tower
 
 
-def make_qmamba(bench: "Bench", row: Row, seed: int) -> QMamba:
-    """A fresh projector between the embedded eye and the embedded language model."""
+def make_qmamba(study: "QMambaStudy", row: ProjectorRow, seed: int) -> QMamba:
+    """A fresh projector between the embedded vision tower and the embedded language model."""
     text = load_mamba(TINY_MAMBA)
     projector = replace(TINY, **row.changes)
     if row.kind == "connector":
-        projector = replace(projector, queries=eye().config.num_image_tokens)
-    config = QMambaConfig(eye().config, projector, text.config, text.config.vocab_size - 1)
+        projector = replace(projector, queries=vision_tower().config.num_image_tokens)
+    config = QMambaConfig(vision_tower().config, projector, text.config, text.config.vocab_size - 1)
     model = QMamba(config)
     fresh = model.multi_modal_projector
     initialize_projector(fresh, seed)
@@ -159,88 +171,137 @@ def make_qmamba(bench: "Bench", row: Row, seed: int) -> QMamba:
         model.multi_modal_projector = plain = ConnectorProjector(config)
         plain.load_state_dict({name: fresh.state_dict()[name] for name in plain.state_dict()})
     if row.connector:
-        state, own = bench.weights(row.connector, seed), fresh.state_dict()
+        state, own = trained_weights(study, row.connector, seed), fresh.state_dict()
         parts = ("vision_proj.", "vision_norm.", "connector.")
         prefix = "multi_modal_projector."
         fresh.load_state_dict(own | {name: state[prefix + name] for name in own if name.startswith(parts)})
-    model.vision_tower, model.language_model = eye(), text.backbone
+    model.vision_tower, model.language_model = vision_tower(), text.backbone
     return model
 
 
-def make_transformer(bench: "Bench", row: Row, seed: int) -> PaliGemma:
-    """A fresh linear projector between the embedded eye and a Gemma that was taught the language of the scenes."""
+def make_transformer(study: "QMambaStudy", seed: int) -> PaliGemma:
+    """A fresh linear projector between the embedded vision tower and a Gemma trained on the scenes in words."""
     model = initialize(PaliGemma(CONTROL), seed)
-    model.vision_tower = eye()
-    model.language_model.load_state_dict(load_file(bench.out / bench.language()["file"]))
+    model.vision_tower = vision_tower()
+    model.language_model.load_state_dict(load_file(study.out / run_language(study)["file"]))
     return model
-
-
-MAKERS: dict[str, Callable] = {"qmamba": make_qmamba, "connector": make_qmamba, "transformer": make_transformer}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is learned and asked
+# Cells
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Lessons:
-    """Samples whose pictures are encoded already: features (pictures, I, H) of the eye, and whose is whose."""
+class QMambaStudy:
+    """What all cells share. scale: the length of all training against the default. limit: questions of a task."""
 
-    features: torch.Tensor
-    pictures: list[int]
-    samples: list[scenes.Sample]
+    out: Path
+    scale: float
+    limit: int
+    fingerprint: str
+
+    def samples(self, number: int) -> int:
+        return max(32, round(self.scale * number))
+
+    def settings(self, stage: int, seed: int) -> Settings:
+        """Those of `python -m train.finetune --arch qmamba`, but for the number of samples."""
+        own = {
+            "arch": "qmamba",
+            "stage": stage,
+            "samples": self.samples(SAMPLES[stage]),
+            "seed": seed,
+            "checkpoint_every": 10**9,
+            "measure_every": 0,
+        }
+        return Settings(**(stage_defaults("qmamba", stage, "embedded") | own))
+
+    def finish(self, title: str, parts: tuple, work) -> dict:
+        """The result of the cell that `parts` decide; its "file" holds the weights that `work` saves in its folder."""
+        folder = cell_folder(self.out, *parts)
+        file = str((folder / "model.safetensors").relative_to(self.out))
+        return engine.finish_cell(folder / "result.json", title, lambda folder: work(folder) | {"file": file})
+
+
+def open_processor(model: PaliGemma) -> Processor:
+    return Processor(model.config, load_tokenizer(TINY_MAMBA / "tokenizer.model"))
+
+
+def run_language(study: QMambaStudy) -> dict:
+    """{"answer_tokens", "cpu_seconds", "file"} of the Gemma trained on scenes in words.
+
+    "answer_tokens": the percentage that it predicts, see `train.embedded.mamba.accuracy`.
+    """
+
+    def work(folder: Path) -> dict:
+        model = initialize(PaliGemma(CONTROL))
+        processor = open_processor(model)
+        teach(model, list(model.language_model.parameters()), processor, study.samples(SCENES_IN_WORDS))
+        save_file(model.language_model.state_dict(), folder / "model.safetensors")
+        return {"answer_tokens": accuracy(model, processor)}
+
+    parts = ("language", VERSION, study.samples(SCENES_IN_WORDS), CONTROL)
+    return study.finish("the transformer's language", parts, work)
+
+
+def trained_weights(study: QMambaStudy, name: str, seed: int) -> dict[str, torch.Tensor]:
+    """What the row has learned."""
+    return load_file(study.out / run_row(study, name, seed)["file"])
+
+
+def run_row(study: QMambaStudy, name: str, seed: int) -> dict:
+    """{"scores": by task, "read": the same by scan order, "trainable", "accuracy", "cpu_seconds", "file"}."""
+    row = ROWS[name]
+    stages = {stage: study.settings(stage, seed) for stage in SAMPLES}
+
+    def work(folder: Path) -> dict:
+        model = make_transformer(study, seed) if row.kind == "transformer" else make_qmamba(study, row, seed)
+        processor = open_processor(model)
+        for stage, settings in stages.items():
+            learn(model, processor, settings, encoded_samples(settings.samples, seed, stage), folder / f"{stage}")
+        learned = {name: p for name, p in model.named_parameters() if not name.startswith("vision_tower.")}
+        save_file(learned, folder / "model.safetensors")
+        for stage in stages:
+            shutil.rmtree(folder / f"{stage}")
+        model.eval()
+        scores, by_order = ask(model, processor, study.limit), {}
+        if row.connector:
+            for order in ORDERS:
+                model.multi_modal_projector.connector.order = order
+                by_order[order] = ask(model, processor, study.limit)
+        right = sum(map(sum, scores.values())) / study.limit / len(TASKS)
+        return {"trainable": count(learned.values()), "scores": scores, "read": by_order, "accuracy": 100 * right}
+
+    settings = [asdict(settings) for settings in stages.values()]
+    donor = ROWS[row.connector] if row.connector else None
+    sizes = (TINY, CONTROL, study.samples(SCENES_IN_WORDS))
+    parts = ("row", VERSION, study.fingerprint, row, donor, sizes, study.limit, TASKS, settings)
+    return study.finish(f"{name}, seed {seed}", parts, work)
+
+
+def learn(model: PaliGemma, processor: Processor, settings: Settings, samples: EncodedRecords, folder: Path) -> None:
+    """Train what the stage of `settings` trains, in place."""
+    rates = STAGES["qmamba"][settings.stage].rates
+    rules = [Rule(pattern, settings.lr * factor, settings.weight_decay) for pattern, factor in rates.items()]
+    optimizer = make_radam(parameter_groups(model, rules), (0.9, settings.beta2))
+    folder.mkdir(exist_ok=True)
+    order = shuffled(samples, processor, settings.batch_size, settings.seed)
+    fit(model, optimizer, order, encoded_loss, LoopOptions.of(settings), folder, join_world("cpu"))
 
 
 @lru_cache(maxsize=2)  # both stages of a seed
-@torch.no_grad()
-def make_lessons(count: int, seed: int, stage: int = 1) -> Lessons:
-    """`count` samples of the train split, the tasks in turn; no stage sees what another has seen."""
-    processor = Processor(PRESETS["tiny"], load_tokenizer(TINY_MAMBA / "tokenizer.model"))
-    keys, pixels, first = {}, [], stage * 6_000_000
-    samples = [
-        scenes.sample(TASKS[number % len(TASKS)], "train", first + number // len(TASKS), seed)
-        for number in range(count)
-    ]
-    pictures = [keys.setdefault((s.task, s.image_id), len(keys)) for s in samples]
-    shown = dict(zip(pictures, samples, strict=True))
-    for start in range(0, len(keys), 64):
-        drawn = [shown[picture].scene.render() for picture in range(start, min(start + 64, len(keys)))]
-        pixels.append(eye()(processor(drawn, ["-"] * len(drawn)).pixel_values))
-    return Lessons(torch.cat(pixels), pictures, samples)
+def encoded_samples(count: int, seed: int, stage: int = 1) -> EncodedRecords:
+    """`count` samples of the train split, the tasks in turn. No stage gets a sample of the one before."""
+    first = stage * 6_000_000
+    numbers = ((TASKS[number % len(TASKS)], first + number // len(TASKS)) for number in range(count))
+    records = [sample_record(scenes.sample(task, "train", number, seed), "train") for task, number in numbers]
+    return encode(records, vision_tower())
 
 
-class Lesson:
-    """An order of micro-batches for `train.loop.fit`, drawn by the seed alone, with features for pictures."""
-
-    def __init__(self, lessons: Lessons, processor: Processor, batch_size: int, seed: int):
-        self.lessons, self.processor, self.batch_size, self.seed = lessons, processor, batch_size, seed
-        self.total = len(lessons.samples) // batch_size
-
-    def steps(self, first: int, workers: int = 0, pin: bool = False) -> Iterator[list[MicroBatch]]:
-        order = torch.randperm(len(self.lessons.samples), generator=torch.Generator().manual_seed(self.seed))
-        for rows in list(order.split(self.batch_size))[first : self.total]:
-            yield [self.batch(rows.tolist())]
-
-    def batch(self, rows: list[int]) -> MicroBatch:
-        samples = [self.lessons.samples[row] for row in rows]
-        batch = self.processor.pad([self.processor.layout(1, s.prefix, s.suffix) for s in samples])
-        batch = replace(batch, image_index=torch.arange(len(rows)))
-        positions, targets = supervised(batch.labels)
-        features = self.lessons.features[[self.lessons.pictures[row] for row in rows]]
-        return MicroBatch(
-            batch,
-            positions,
-            targets,
-            int((targets != -100).sum()),
-            tuple(f"{s.task}/{s.question_id}" for s in samples),
-            features=features,
-        )
-
-
-def projected_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
-    """The loss on features of the eye, which the projector has still to pass."""
-    return supervised_loss(model, replace(micro, features=model.multi_modal_projector(micro.features)))
+def shuffled(samples: EncodedRecords, processor: Processor, batch_size: int, seed: int) -> EncodedOrder:
+    """Each sample once, in an order that depends on the seed alone, in whole micro-batches."""
+    order = torch.randperm(len(samples.records), generator=torch.Generator().manual_seed(seed)).split(batch_size)
+    return EncodedOrder(len(samples.records) // batch_size, lambda step: samples.batch(processor, order[step].tolist()))
 
 
 @cache
@@ -260,231 +321,100 @@ def ask(model: PaliGemma, processor: Processor, limit: int) -> dict[str, list[fl
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Cells
+# The report
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Bench:
-    """What all cells share: folder, length of everything against the default, questions of a task."""
-
-    out: Path
-    scale: float
-    limit: int
-    fingerprint: str
-
-    def samples(self, number: int) -> int:
-        return max(32, round(self.scale * number))
-
-    def name_of(self, folder: Path) -> str:
-        """Where a cell keeps its weights, as its result says it."""
-        return str((folder / "model.safetensors").relative_to(self.out))
-
-    def language(self) -> dict:
-        """{"answer_tokens", "cpu_seconds", "file"} of a Gemma that is taught scenes in words; the first as
-        `pretrain_mamba.accuracy` has it."""
-
-        def work(folder: Path) -> dict:
-            started, model = time.process_time(), initialize(PaliGemma(CONTROL))
-            processor = Processor(CONTROL, load_tokenizer(TINY_MAMBA / "tokenizer.model"))
-            teach(model, list(model.language_model.parameters()), processor, self.samples(TOLD))
-            save_file(model.language_model.state_dict(), folder / "model.safetensors")
-            return {
-                "answer_tokens": accuracy(model, processor),
-                "file": self.name_of(folder),
-                "cpu_seconds": time.process_time() - started,
-            }
-
-        parts = ("language", VERSION, self.samples(TOLD), CONTROL)
-        return cell(self.out, "the transformer's language", parts, work)
-
-    def weights(self, name: str, seed: int) -> dict[str, torch.Tensor]:
-        """What the row learned."""
-        return load_file(self.out / self.run(name, seed)["file"])
-
-    def run(self, name: str, seed: int) -> dict:
-        """{"scores": by task, "read": the same by order of reading, "trainable", "cpu_seconds", "file"}."""
-        row = ROWS[name]
-        stages = {stage: self.settings(stage, seed) for stage in SAMPLES}
-
-        def work(folder: Path) -> dict:
-            started, model = time.process_time(), MAKERS[row.kind](self, row, seed)
-            processor = Processor(model.config, load_tokenizer(TINY_MAMBA / "tokenizer.model"))
-            for stage, settings in stages.items():
-                learn(model, processor, settings, make_lessons(settings.samples, seed, stage), folder / f"{stage}")
-            learned = {name: p for name, p in model.named_parameters() if not name.startswith("vision_tower.")}
-            save_file(learned, folder / "model.safetensors")
-            for stage in stages:
-                shutil.rmtree(folder / f"{stage}")
-            model.eval()
-            result = {"trainable": count(learned.values()), "scores": ask(model, processor, self.limit), "read": {}}
-            if row.connector:
-                for order in ORDERS:
-                    model.multi_modal_projector.connector.order = order
-                    result["read"][order] = ask(model, processor, self.limit)
-            right = sum(map(sum, result["scores"].values())) / self.limit / len(TASKS)
-            return result | {
-                "accuracy": 100 * right,
-                "cpu_seconds": time.process_time() - started,
-                "file": self.name_of(folder),
-            }
-
-        settings = [asdict(settings) for settings in stages.values()]
-        donor = ROWS[row.connector] if row.connector else None
-        sizes = (TINY, CONTROL, self.samples(TOLD))
-        parts = ("row", VERSION, self.fingerprint, row, donor, sizes, self.limit, TASKS, settings)
-        return cell(self.out, f"{name}, seed {seed}", parts, work)
-
-    def settings(self, stage: int, seed: int) -> Settings:
-        """Those of `python -m train.finetune --arch qmamba`, but for the number of samples."""
-        own = {
-            "arch": "qmamba",
-            "stage": stage,
-            "samples": self.samples(SAMPLES[stage]),
-            "seed": seed,
-            "checkpoint_every": 10**9,
-            "measure_every": 0,
-        }
-        return Settings(**(stage_defaults("qmamba", stage, "embedded") | own))
-
-
-def learn(model: PaliGemma, processor: Processor, settings: Settings, lessons: Lessons, folder: Path) -> None:
-    """Train what the stage of `settings` trains, in place."""
-    rates = STAGES["qmamba"][settings.stage].rates
-    rules = [Rule(pattern, settings.lr * factor, settings.weight_decay) for pattern, factor in rates.items()]
-    optimizer = make_radam(parameter_groups(model, rules), (0.9, settings.beta2))
-    folder.mkdir(exist_ok=True)
-    order = Lesson(lessons, processor, settings.batch_size, settings.seed)
-    fit(model, optimizer, order, projected_loss, LoopOptions.of(settings), folder, join_world("cpu"))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What came out
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def collect(bench: Bench, seeds: Sequence[int]) -> dict[str, dict]:
-    """{row or row, order: {"trainable", "scores": by task (seeds, examples)}}."""
+def collect(study: QMambaStudy, seeds: Sequence[int]) -> dict[str, dict]:
+    """By row, or "row, order": {"trainable", "cpu_seconds", "scores": by task (seeds, examples)}."""
     found = {}
-    done = {(name, seed): bench.run(name, seed) for seed in seeds for name in ROWS}  # a seed's lessons are made once
+    cells = {(name, seed): run_row(study, name, seed) for seed in seeds for name in ROWS}  # a seed's samples once
     for name in ROWS:
-        cells = [done[name, seed] for seed in seeds]
-        shown = {name: [c["scores"] for c in cells]}
-        shown |= {f"{name}, {order}": [c["read"][order] for c in cells] for order in cells[0]["read"]}
+        of_row = [cells[name, seed] for seed in seeds]
+        shown = {name: [cell["scores"] for cell in of_row]}
+        shown |= {f"{name}, {order}": [cell["read"][order] for cell in of_row] for order in of_row[0]["read"]}
         for title, scores in shown.items():
             found[title] = {
-                "trainable": cells[0]["trainable"],
-                "cpu_seconds": sum(c["cpu_seconds"] for c in cells),
-                "scores": {task: [s[task] for s in scores] for task in TASKS},
+                "trainable": of_row[0]["trainable"],
+                "cpu_seconds": sum(cell["cpu_seconds"] for cell in of_row),
+                "scores": {task: [run[task] for run in scores] for task in TASKS},
             }
     return found
 
 
-def summarize(bench: Bench, found: dict[str, dict], seeds: Sequence[int]) -> dict:
-    """comparison.json: all that the tables say; accuracies are in percent, and the mean is that of the tasks."""
-    pictures = {task: [f"{task}/{s.image_id}" for s in questions(task, bench.limit)] for task in TASKS}
-    everywhere = [picture for of_task in pictures.values() for picture in of_task]
-
-    def columns(scores: dict[str, list]) -> dict[str, tuple[list, list]]:
-        joined = [[value for task in TASKS for value in scores[task][run]] for run in range(len(seeds))]
-        return {"mean": (joined, everywhere)} | {task: (scores[task], pictures[task]) for task in TASKS}
-
+def summarize(study: QMambaStudy, found: dict[str, dict], seeds: Sequence[int]) -> dict:
+    """comparison.json. Accuracies are in percent; "mean" is over all tasks."""
+    pictures = {task: [f"{task}/{s.image_id}" for s in questions(task, study.limit)] for task in TASKS}
+    groups = {"mean": [picture for of_task in pictures.values() for picture in of_task], **pictures}
+    scores = {}
+    for name, row in found.items():
+        by_task = {task: 100 * np.array(row["scores"][task]) for task in TASKS}
+        scores[name] = {"mean": np.concatenate(list(by_task.values()), axis=1), **by_task}
     rows = {
         name: {
             "trainable": row["trainable"],
             "cpu_seconds": round(row["cpu_seconds"]),
             "test": {
-                column: bootstrap([[100 * v for v in run] for run in runs], groups)._asdict()
-                | {"by_seed": [100 * sum(run) / len(run) for run in runs]}
-                for column, (runs, groups) in columns(row["scores"]).items()
+                measure: describe(runs, groups[measure]) | {"by_seed": runs.mean(axis=1).tolist()}
+                for measure, runs in scores[name].items()
             },
         }
         for name, row in found.items()
     }
-    differences = {}
-    for *_, pairs in TABLES:
-        for name, other in pairs:
-            if other is None:
-                continue
-            mine, theirs = columns(found[name]["scores"]), columns(found[other]["scores"])
-            gains = differences[f"{name} - {other}"] = {}
-            for column, (runs, groups) in mine.items():
-                gain = bootstrap(
-                    [
-                        [100 * (a - b) for a, b in zip(run, base, strict=True)]
-                        for run, base in zip(runs, theirs[column][0], strict=True)
-                    ],
-                    groups,
-                )
-                gains[column] = gain._asdict() | {"significant": gain.significant}
-    told = [scenes.sample(task, "train", number) for task in TASKS for number in range(2_000)]
-    chance = {
-        task: scenes.blind([s for s in told if s.task == task], questions(task, bench.limit))["overall"]
-        for task in TASKS
+    differences = {
+        f"{name} - {other}": {m: difference(scores[name][m], scores[other][m], groups[m]) for m in groups}
+        for *_, pairs in TABLES
+        for name, other in pairs
+        if other is not None
     }
+    train = {task: [scenes.sample(task, "train", number) for number in range(2_000)] for task in TASKS}
+    chance = {task: scenes.blind(train[task], questions(task, study.limit))["overall"] for task in TASKS}
+    language = run_language(study)
     return {
         "version": VERSION,
-        "scale": bench.scale,
+        "scale": study.scale,
         "seeds": list(seeds),
-        "questions": bench.limit,
+        "questions": study.limit,
         "tasks": TASKS,
-        "samples": {str(stage): bench.samples(number) for stage, number in SAMPLES.items()},
+        "samples": {str(stage): study.samples(number) for stage, number in SAMPLES.items()},
         "projector": asdict(TINY),
-        "settings": {str(stage): asdict(bench.settings(stage, seeds[0])) for stage in SAMPLES},
+        "settings": {str(stage): asdict(study.settings(stage, seeds[0])) for stage in SAMPLES},
         "chance": chance | {"mean": sum(chance.values()) / len(chance)},
+        "cpu_seconds": round(language["cpu_seconds"] + sum(found[name]["cpu_seconds"] for name in ROWS)),
         "rows": rows,
         "differences": differences,
         "language": {
             "Mamba": json.loads((TINY_MAMBA / "pretraining.json").read_text())["answer_tokens"],
-            "transformer": bench.language()["answer_tokens"],
+            "transformer": language["answer_tokens"],
         },
     }
 
 
-def tell(summary: dict) -> str:
+def to_markdown(summary: dict) -> str:
     """comparison.md."""
-    columns, first, second = ["mean", *summary["tasks"]], *summary["samples"].values()
-    lines = [
-        "# Q-Mamba on the embedded scenes",
-        "",
+    measures, first, second = ["mean", *summary["tasks"]], *summary["samples"].values()
+    blocks = [
         f"{len(summary['seeds'])} seed(s); {first:,} samples in stage 1, {second:,} in stage 2; {summary['questions']} "
         "questions of each task in the test split, exact answers in %, and in brackets 95 % bootstrap intervals over "
         "seeds and pictures. A difference is in percentage points, on the same examples and seeds; `*`: its interval "
-        "excludes 0; n.s.: not significant. Guess: the likeliest answer to the question, without a picture.",
-        "",
+        "excludes 0; n.s.: not significant. Guess: the likeliest answer to the question, without a picture."
     ]
     for title, published, pairs in TABLES:
-        body = [["guess", "", *(f"{summary['chance'][column]:.1f}" for column in columns), ""]]
+        body = [["guess", "", *(f"{summary['chance'][measure]:.1f}" for measure in measures), ""]]
         for name, other in pairs:
             row = summary["rows"][name]
-            gain = spell(summary["differences"][f"{name} - {other}"]["mean"]) if other else ""
-            body.append(
-                [
-                    name,
-                    f"{row['trainable']:,}",
-                    spell(row["test"]["mean"]),
-                    *(f"{row['test'][task]['mean']:.1f}" for task in summary["tasks"]),
-                    f"{gain} to {other}" if other else "",
-                ]
-            )
-        lines += [
-            f"## {title}",
-            "",
-            *([published, ""] if published else []),
-            *table(["row", "parameters", *columns, "difference of the mean"], body),
-            "",
-        ]
-    lines += ["## In words", "", *(f"- {sentence}" for sentence in conclude(summary)), ""]
-    return "\n".join(lines)
+            cells = [spell(row["test"]["mean"]), *(f"{row['test'][task]['mean']:.1f}" for task in summary["tasks"])]
+            gain = f"{spell(summary['differences'][f'{name} - {other}']['mean'])} to {other}" if other else ""
+            body.append([name, f"{row['trainable']:,}", *cells, gain])
+        table = markdown_table(["row", "parameters", *measures, "difference of the mean"], body)
+        blocks += [f"## {title}", published, table]
+    return engine.compose("Q-Mamba on the embedded scenes", *blocks, conclusions=conclusions(summary))
 
 
-def conclude(summary: dict) -> list[str]:
-    """What may be said of the differences, and what may not."""
-    sentences = []
-    for name, gains in summary["differences"].items():
-        gain = gains["mean"]
-        verdict = ("better" if gain["mean"] > 0 else "worse") if gain["significant"] else "no significant difference"
-        sentences.append(f"{name}: {verdict} ({spell(gain)}).")
+def conclusions(summary: dict) -> list[str]:
+    """The differences in words, and what limits them."""
+    gains = {pair.replace(" - ", " against "): {"mean": of["mean"]} for pair, of in summary["differences"].items()}
+    sentences = engine.conclude(gains, len(summary["seeds"]))
     sentences.append(
         "Asked about scenes in words, before they saw a picture, the embedded Mamba had {Mamba:.1f} % of "
         "the answers' tokens right, the transformer {transformer:.1f} %: that much of their difference is "
@@ -494,62 +424,36 @@ def conclude(summary: dict) -> list[str]:
     for name, row in summary["rows"].items():
         if row["test"]["mean"]["low"] <= guess:
             sentences.append(f"{name} cannot be told from guessing without a picture ({guess:.1f} %).")
-    if len(summary["seeds"]) < 10:
-        sentences.append(
-            f"{len(summary['seeds'])} seed(s) are few: intervals that resample them are rather too narrow "
-            "than too wide."
-        )
     sentences.append("All rows share the rates of the embedded Q-Mamba, which were found on row `local`.")
     return sentences
 
 
-def draw(summary: dict, out: Path) -> list[str]:
+def draw(summary: dict) -> dict[str, list[Image.Image]]:
     """rows.png and differences.png."""
     rows, gains = summary["rows"], summary["differences"]
-    points = {
+    label = "difference, percentage points"
+    return {
         "rows.png": [
-            figures.interval_chart(
-                [(name, *(row["test"][column][end] for end in ("mean", "low", "high"))) for name, row in rows.items()],
-                {"mean": "all tasks"}.get(column, column),
+            engine.chart(
+                {name: row["test"][measure] for name, row in rows.items()},
+                "all tasks" if measure == "mean" else measure,
                 "exact answers, %",
-                reference=("guess without a picture", summary["chance"][column]),
+                ("guess without a picture", summary["chance"][measure]),
             )
-            for column in ("mean", *summary["tasks"])
+            for measure in ("mean", *summary["tasks"])
         ],
         "differences.png": [
-            figures.interval_chart(
-                [(name, *(gain["mean"][end] for end in ("mean", "low", "high"))) for name, gain in gains.items()],
-                "all tasks",
-                "difference, percentage points",
-                reference=("no difference", 0.0),
-            )
+            engine.chart({pair: of["mean"] for pair, of in gains.items()}, "all tasks", label, ("no difference", 0.0))
         ],
     }
-    for name, charts in points.items():
-        figures.save(stack(charts), out / name)
-    return list(points)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = study_arguments(argv, "qmamba", __doc__, 400, "questions of each task")
-    started = time.perf_counter()
-    fingerprint = exact_fingerprint(load_mamba(TINY_MAMBA)) + exact_fingerprint(eye())
-    bench = Bench(args.out, args.scale, args.limit, fingerprint)
+    options = engine.read_options(QMambaOptions, "qmamba", __doc__, argv)
+    started, seeds = time.perf_counter(), range(options.seeds)
+    fingerprint = exact_fingerprint(load_mamba(TINY_MAMBA)) + exact_fingerprint(vision_tower())
+    study = QMambaStudy(options.out, options.scale, options.limit, fingerprint)
     with same_command_goes_on():
-        found = collect(bench, range(args.seeds))
-    summary = summarize(bench, found, range(args.seeds))
-    text = tell(summary)
-    write_text(args.out / "comparison.json", json.dumps(summary, indent=1) + "\n")
-    write_text(args.out / "comparison.md", text)
-    files = ["comparison.md", "comparison.json", *draw(summary, args.out)]
-    print(text)
-    spent = sum(row["cpu_seconds"] for name, row in summary["rows"].items() if name in ROWS)
-    print(
-        f"{spent:,} CPU seconds for all rows; this call {time.perf_counter() - started:,.0f} s on {args.threads} "
-        f"threads; in {args.out}: {', '.join(files)}, cells/"
-    )
+        found = collect(study, seeds)
+    summary = summarize(study, found, seeds)
+    engine.publish(options, summary, to_markdown(summary), draw(summary), started)

@@ -1,69 +1,68 @@
-"""Study: does a language model forget text while it learns to see, and do the learners of WINGS keep it from that?
+"""Study: does a language model forget text while it is tuned on pictures, and do the learners of WINGS prevent that?
 
     python -m train.compare --rows wings
 
-In: the embedded eye, and a small decoder that knows nothing but text: sums, copying, lookup and facts, those of
+In: the embedded vision tower, and a small decoder trained on text alone: sums, copying, lookup and facts, those of
 `eval/text/sentences.py`. Out: comparison.md, comparison.json and wings.png in --out: what is left of the text after
-tuning on pictures alone, how well the pictures are read, and the attention shift, with 95 % intervals. Next: nothing;
-these are the results.
+tuning on pictures alone, how well the pictures are read, and the attention shift, with 95 % intervals.
 
-The decoder is trained from nothing on text, once for each seed, and joined with the eye by a fresh projector. Every row
-then learns from the same pictures in the same order: what is in each of the 16 cells, the picture in the middle of the
-question. First the projector learns (and WINGS's visual learners), then what the row says. All that reads pictures here
-reads causally. A row's rate in the second stage is, of a few, the lowest that reads the validation pictures of the
-first seed about as well as the best. Two pairs of rows differ in nothing but the learners:
+The decoder is trained from random weights on text, once for each seed, and joined with the vision tower by a fresh
+projector. Every row is then trained on the same pictures in the same order. The answer names what is in each of the 16
+squares, and the picture is in the middle of the question. In the first stage the projector is trained (and WINGS's
+visual learners), in the second what the row says. Attention is causal everywhere. The rate of a row in the second
+stage is the lowest of those tried that reads the validation pictures of the first seed about as well as the best. Two
+pairs of rows differ in nothing but the learners:
 
     wings     decoder, projector, learners and routers      against full, decoder and projector
     learners  projector, learners and routers               against lora, projector and as many parameters of LoRA
 """
 
-import json
-import math
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
 from eval import figures, scenes
+from eval.report import markdown_table
 from eval.shift import GROUPS, measure, put_slot
-from eval.statistics import bootstrap
 from eval.text import sentences
 from lora import adapter
 from lora.adapter import DECODER_TARGETS
-from model.common import write_text
 from model.generate import generate
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import EMBEDDED
 from model.system_configs import WingsConfig
 from model.wings import Wings, attach, route
-from train.data.batches import MicroBatch, collate
+from train.data.batches import MicroBatch
 from train.data.records import Record
 from train.distributed import join_world
+from train.flags import flag
 from train.loop import LoopOptions, fit
 from train.optim import Rule, count, make_adamw, parameter_groups
 from train.signals import same_command_goes_on
-from train.studies.attention import spell, stack, table
-from train.studies.cells import cell, digest, study_arguments
-from train.supervised import supervised_loss
+from train.studies import engine
+from train.studies.encoded import EncodedOrder, encode, encode_pictures, encoded_loss
+from train.studies.engine import ScaledOptions, cell_folder, choose_rate, describe, difference, matching_rank, spell
 from weights.export import export_model
 from weights.fingerprint import exact_fingerprint
 from weights.load import load_model
 
-VERSION = 1  # of the code that decides a cell's result: raise it, and all cells are done again
+VERSION = 1  # of the code that decides a cell's result: raise it to compute all cells again
 
 # half of the text is lookup: it takes the longest to learn
 TEXT = ("add", "lookup", "copy", "lookup", "fact", "lookup")
 TEXT_STEPS, TEXT_ROWS, TEXT_RATE = 900, 48, 3e-3
 STEPS, ROWS_A_STEP = (100, 320), 32  # of tuning in two stages
 FIRST_RATE = 3e-3  # of the first stage
-FACTOR = 5  # of the projector's rate in the second stage, against that of the decoder, where it learns: the paper's
+FACTOR = 5  # the projector's rate in the second stage over that of the decoder, if it is trained; from the paper
 MARGIN = 1.0  # points on the validation pictures that a lower rate may cost
 RANK = 16  # of the learners
 QUESTION = "What is in the image?"
@@ -71,8 +70,16 @@ PROJECTOR, VISUAL, LEARNERS = r"multi_modal_projector\..*", r".*\.visual\..*", r
 
 
 @dataclass(frozen=True)
-class Row:
-    """One way of tuning: with learners or not, whether the decoder learns in the second stage, and rates to try."""
+class WingsOptions(ScaledOptions):
+    """The flags of this study."""
+
+    limit: int = flag(100, "questions of each text task, and pictures", least=1, metavar="N")
+    out: Path = flag(Path("runs/compare-wings"), engine.OUT_HELP, metavar="DIR")
+
+
+@dataclass(frozen=True)
+class TuningRow:
+    """One way of tuning: with learners or not, whether the decoder is trained in the second stage, rates to try."""
 
     title: str
     learners: bool
@@ -81,23 +88,23 @@ class Row:
 
 
 ROWS = {
-    "wings": Row("decoder, learners, routers", True, True, (5e-4, 1e-3)),
-    "full": Row("decoder", False, True, (5e-4, 1e-3)),
-    "learners": Row("learners, routers", True, False, (5e-3, 1e-2)),
-    "lora": Row("LoRA", False, False, (3e-3, 6e-3)),
+    "wings": TuningRow("decoder, learners, routers", True, True, (5e-4, 1e-3)),
+    "full": TuningRow("decoder", False, True, (5e-4, 1e-3)),
+    "learners": TuningRow("learners, routers", True, False, (5e-3, 1e-2)),
+    "lora": TuningRow("LoRA", False, False, (3e-3, 6e-3)),
 }
 PAIRS = {"wings": "full", "learners": "lora"}
 
 
 @dataclass(frozen=True)
-class Bench:
-    """What all cells share: where they are kept, the length of all training, and how much is asked."""
+class WingsStudy:
+    """What all cells share. base: the embedded model, whose vision tower all rows use."""
 
     out: Path
     scale: float
     limit: int
     processor: Processor
-    eye: PaliGemma
+    base: PaliGemma
     fingerprint: str
 
     def steps(self, count: int) -> int:
@@ -105,45 +112,15 @@ class Bench:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is learned, and what is asked
+# Training data, questions and grades
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Micro-batches that were made beforehand, one a step: an order for the training loop."""
-
-    micros: Sequence[MicroBatch]
-
-    @property
-    def total(self) -> int:
-        return len(self.micros)
-
-    def steps(self, first: int, workers: int, pin: bool) -> Iterator[list[MicroBatch]]:
-        for micro in self.micros[first:]:
-            yield [micro]
-
-
-@torch.no_grad()
-def prepare(bench: Bench, records: Sequence[Record], rows: int) -> list[MicroBatch]:
-    """Micro-batches of `rows` records, causal. In place of pixels they have what the frozen eye makes of them."""
-    micros = []
-    for start in range(0, len(records), rows):
-        micro = collate(records[start : start + rows], bench.processor)
-        pixels = micro.batch.pixel_values
-        features = bench.eye.vision_tower(pixels) if len(pixels) else pixels.new_zeros(0, *feature_shape(bench.eye))
-        batch = replace(micro.batch, pixel_values=pixels[:0], token_type_ids=torch.ones_like(micro.batch.input_ids))
-        micros.append(replace(micro, batch=batch, features=features))
-    return micros
-
-
-def feature_shape(eye: PaliGemma) -> tuple[int, int]:
-    return eye.config.num_image_tokens, eye.config.vision.hidden_size
-
-
-def projected_loss(model: PaliGemma, micro: MicroBatch) -> torch.Tensor:
-    """The loss, from features of the eye that the projector has not seen yet."""
-    return supervised_loss(model, replace(micro, features=model.multi_modal_projector(micro.features)))
+def prepare(study: WingsStudy, records: Sequence[Record], rows: int) -> list[MicroBatch]:
+    """Causal micro-batches of `rows` records, with features of the vision tower in place of pixels."""
+    encoded = encode(records, study.base.vision_tower)
+    starts = range(0, len(records), rows)
+    return [encoded.batch(study.processor, range(len(records))[start : start + rows], causal=True) for start in starts]
 
 
 def text_records(steps: int, seed: int) -> list[Record]:
@@ -154,17 +131,24 @@ def text_records(steps: int, seed: int) -> list[Record]:
     return records
 
 
-@lru_cache(maxsize=1)  # cells go seed by seed
-def pictures_to_learn(bench: Bench, seed: int) -> tuple[list[MicroBatch], list[MicroBatch]]:
+@lru_cache(maxsize=1)  # cells are computed seed by seed
+def pictures_to_learn(study: WingsStudy, seed: int) -> tuple[list[MicroBatch], list[MicroBatch]]:
     """The micro-batches of both stages."""
-    first, second = map(bench.steps, STEPS)
+    first, second = map(study.steps, STEPS)
     dice, records = random.Random(f"slots/{seed}"), []
     for number in range((first + second) * ROWS_A_STEP):
         s = scenes.sample("scan", "train", number, seed)
         name = f"scan/{number}"
         records.append(Record(name, name, lambda s=s: s.image, put_slot(QUESTION, dice.random()), s.suffix))
-    micros = prepare(bench, records, ROWS_A_STEP)
+    micros = prepare(study, records, ROWS_A_STEP)
     return micros[:first], micros[first:]
+
+
+@lru_cache(maxsize=2)
+def pictures_to_ask(study: WingsStudy, split: str) -> tuple[list[scenes.Sample], torch.Tensor]:
+    """Samples of a split, and the features of their pictures."""
+    samples = [scenes.sample("scan", split, number) for number in range(study.limit)]
+    return samples, encode_pictures([lambda s=s: s.image for s in samples], study.base.vision_tower)
 
 
 @torch.no_grad()
@@ -176,13 +160,12 @@ def answer(
     max_new_tokens: int = 20,
     rows: int = 100,
 ) -> list[str]:
-    """Answers to prompts, each with one picture's features of the eye (prompts, I, W), or to text alone."""
+    """Answers to prompts, each about one picture, or to text alone. features: of the vision tower (prompts, I, W)."""
     model.eval()
     answers = []
     for start in range(0, len(prompts), rows):
         part = slice(start, start + rows)
         batch = processor.pad([processor.layout(int(features is not None), prompt) for prompt in prompts[part]])
-        seen = None if features is None else model.multi_modal_projector(features[part])
         new = generate(
             model,
             batch.input_ids,
@@ -190,40 +173,32 @@ def answer(
             torch.ones_like(batch.input_ids),
             batch.attention_mask,
             max_new_tokens,
-            image_features=seen,
+            image_features=None if features is None else model.multi_modal_projector(features[part]),
         )
         answers += [processor.decode(row) for row in new]
     return answers
 
 
-def grade_text(bench: Bench, model: PaliGemma) -> dict[str, list[int]]:
+def grade_text(study: WingsStudy, model: PaliGemma) -> dict[str, list[int]]:
     """Right or wrong, by task, for sentences of the test split."""
     grades = {}
     for task in sentences.TASKS:
-        asked = [sentences.sentence(task, "test", number) for number in range(bench.limit)]
-        told = answer(model, bench.processor, [s.prefix for s in asked])
-        grades[task] = [int(said == s.suffix) for said, s in zip(told, asked, strict=True)]
+        asked = [sentences.sentence(task, "test", number) for number in range(study.limit)]
+        answers = answer(model, study.processor, [s.prefix for s in asked])
+        grades[task] = [int(given == s.suffix) for given, s in zip(answers, asked, strict=True)]
     return grades
 
 
-def grade_pictures(bench: Bench, model: PaliGemma, split: str) -> list[float]:
-    """For each picture of a split the share of its objects that are named in their place."""
-    asked, features = pictures_to_ask(bench, split)
-    told = answer(model, bench.processor, [put_slot(QUESTION)] * len(asked), features)
+def grade_pictures(study: WingsStudy, model: PaliGemma, split: str) -> list[float]:
+    """For each picture of a split, the share of its objects that are named in their place."""
+    asked, features = pictures_to_ask(study, split)
     grades = []
-    for said, sample in zip(told, asked, strict=True):
-        words = (said.split() + [""] * 16)[:16]
+    answers = answer(model, study.processor, [put_slot(QUESTION)] * len(asked), features)
+    for given, sample in zip(answers, asked, strict=True):
+        words = (given.split() + [""] * 16)[:16]
         hits = [word == name for word, name in zip(words, sample.suffix.split(), strict=True) if name != scenes.NONE]
         grades.append(sum(hits) / len(hits))
     return grades
-
-
-@lru_cache(maxsize=2)
-@torch.no_grad()
-def pictures_to_ask(bench: Bench, split: str) -> tuple[list[scenes.Sample], torch.Tensor]:
-    samples = [scenes.sample("scan", split, number) for number in range(bench.limit)]
-    pixels = bench.processor([s.image for s in samples], [QUESTION] * len(samples)).pixel_values
-    return samples, bench.eye.vision_tower(pixels)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -231,83 +206,81 @@ def pictures_to_ask(bench: Bench, split: str) -> tuple[list[scenes.Sample], torc
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def learn(model: PaliGemma, rules: Sequence[Rule], micros: Sequence[MicroBatch], bench: Bench, run: Path) -> PaliGemma:
-    """Train what `rules` name on the micro-batches, and go on where an interrupted run in `run` ended."""
+def learn(
+    study: WingsStudy, model: PaliGemma, rules: Sequence[Rule], micros: Sequence[MicroBatch], folder: Path
+) -> PaliGemma:
+    """Train what `rules` name on the micro-batches; an interrupted run in folder/run goes on."""
+    run = folder / "run"
     run.mkdir(parents=True, exist_ok=True)
     optimizer = make_adamw(parameter_groups(model, rules), (0.9, 0.98))
+    order = EncodedOrder(len(micros), micros.__getitem__)
     options = LoopOptions(schedule="cosine", warmup=0.05, clip=1.0)
-    fit(model, optimizer, Prepared(micros), projected_loss, options, run, join_world("cpu"))
+    fit(model, optimizer, order, encoded_loss, options, run, join_world("cpu"))
     return model.eval()
 
 
 def keep(model: PaliGemma, folder: Path) -> None:
-    """Write `model` to folder/model, and forget the checkpoints of its training in folder/run."""
+    """Write `model` to folder/model, and delete the checkpoints of its training."""
     shutil.rmtree(folder / "model", ignore_errors=True)
     export_model(model, folder / "model")
     shutil.rmtree(folder / "run")
 
 
-def train_text(bench: Bench, seed: int, folder: Path) -> dict:
-    """The decoder that knows text alone, beside the embedded eye."""
-    started = time.process_time()
-    model = initialize(PaliGemma(bench.eye.config), seed)
-    model.vision_tower.load_state_dict(bench.eye.vision_tower.state_dict())
-    micros = prepare(bench, text_records(bench.steps(TEXT_STEPS), seed), TEXT_ROWS)
-    learn(model, [Rule(r"language_model\..*", TEXT_RATE, 1e-9)], micros, bench, folder / "run")
-    keep(model, folder)
-    return {"text": grade_text(bench, model), "cpu_seconds": time.process_time() - started}
+def train_text(study: WingsStudy, seed: int, folder: Path) -> dict:
+    """The decoder trained on text alone, beside the embedded vision tower."""
+    model = initialize(PaliGemma(study.base.config), seed)
+    model.vision_tower.load_state_dict(study.base.vision_tower.state_dict())
+    micros = prepare(study, text_records(study.steps(TEXT_STEPS), seed), TEXT_ROWS)
+    keep(learn(study, model, [Rule(r"language_model\..*", TEXT_RATE, 1e-9)], micros, folder), folder)
+    return {"text": grade_text(study, model)}
 
 
-def first_stage(bench: Bench, learners: bool, base: Path, seed: int, folder: Path) -> dict:
-    """The projector, and visual learners if asked for, on the first pictures."""
-    started, (micros, _) = time.process_time(), pictures_to_learn(bench, seed)
-    model = load_model(base)
+def first_stage(study: WingsStudy, learners: bool, base: Path, seed: int, folder: Path) -> dict:
+    """Train the projector, and visual learners if asked for, on the first pictures."""
+    model, (micros, _) = load_model(base), pictures_to_learn(study, seed)
     if learners:
         model = attach(model, RANK, seed=seed)
     rule = Rule(f"{PROJECTOR}|{VISUAL}" if learners else PROJECTOR, FIRST_RATE, 1e-9)
-    keep(learn(model, [rule], micros, bench, folder / "run"), folder)
-    return {"cpu_seconds": time.process_time() - started}
+    keep(learn(study, model, [rule], micros, folder), folder)
+    return {}
 
 
-def second_stage(bench: Bench, name: str, rate: float, base: Path, seed: int, folder: Path) -> dict:
-    """What the row says, on the other pictures, and all that is measured after it."""
-    started, row, (_, micros) = time.process_time(), ROWS[name], pictures_to_learn(bench, seed)
-    model, what = load_model(base), r"language_model\..*"
+def second_stage(study: WingsStudy, name: str, rate: float, base: Path, seed: int, folder: Path) -> dict:
+    """Train what the row says on the other pictures, and measure."""
+    row, (_, micros) = ROWS[name], pictures_to_learn(study, seed)
+    model, pattern = load_model(base), r"language_model\..*"
     if row.learners:
-        model, what = route(model, seed), what if row.decoder else LEARNERS
+        model, pattern = route(model, seed), pattern if row.decoder else LEARNERS
     elif not row.decoder:
         torch.manual_seed(seed)
         rank = lora_rank(model)
         adapter.inject(model, DECODER_TARGETS, rank, 2.0 * rank)
-        what = r".*\.lora_[AB]\..*"
-    rules = [Rule(PROJECTOR, FACTOR * rate if row.decoder else rate, 1e-8), Rule(what, rate, 1e-8)]
-    learn(model, rules, micros, bench, folder / "run")
+        pattern = r".*\.lora_[AB]\..*"
+    rules = [Rule(PROJECTOR, FACTOR * rate if row.decoder else rate, 1e-8), Rule(pattern, rate, 1e-8)]
+    learn(study, model, rules, micros, folder)
     shutil.rmtree(folder / "run")
-    asked = [(sample.image, put_slot(QUESTION)) for sample in pictures_to_ask(bench, "test")[0]]
-    looked = measure(model, bench.processor, asked, causal=True)
+    asked = [(sample.image, put_slot(QUESTION)) for sample in pictures_to_ask(study, "test")[0]]
+    attention = measure(model, study.processor, asked, causal=True)
     return {
-        "validation": 100 * float(np.mean(grade_pictures(bench, model, "validation"))),
-        "text": grade_text(bench, model),
-        "pictures": grade_pictures(bench, model, "test"),
-        "shift": looked.each.tolist(),
-        "laws": looked.shares.tolist(),
+        "validation": 100 * float(np.mean(grade_pictures(study, model, "validation"))),
+        "text": grade_text(study, model),
+        "pictures": grade_pictures(study, model, "test"),
+        "shift": attention.each.tolist(),
+        "laws": attention.shares.tolist(),
         "trained": count(p for p in model.parameters() if p.requires_grad),
-        "cpu_seconds": time.process_time() - started,
     }
 
 
 def lora_rank(model: PaliGemma) -> int:
     """The smallest rank of LoRA with at least as many parameters as the learners and routers."""
     with torch.device("meta"):
-        with_learners, one = Wings(WingsConfig.beside(model.config, rank=RANK)), PaliGemma(model.config)
-        adapter.inject(one, DECODER_TARGETS, 1, 2.0)
-    wanted = count(with_learners.parameters()) - count(model.parameters())
-    return math.ceil(wanted / count(p for p in one.parameters() if p.requires_grad))
+        with_learners = Wings(WingsConfig.beside(model.config, rank=RANK))
+    return matching_rank(model.config, DECODER_TARGETS, count(with_learners.parameters()) - count(model.parameters()))
 
 
 @dataclass(frozen=True)
-class Found:
-    """Results by seed: of the text-only decoders, and of each row at its chosen rate; validation by row and rate."""
+class WingsResults:
+    """Cells by seed: of the text-only decoders, and of each row at its chosen rate; validation by row and rate."""
 
     before: list[dict]
     rows: dict[str, list[dict]]
@@ -316,143 +289,95 @@ class Found:
     cpu_seconds: float
 
 
-def collect(bench: Bench, seeds: Sequence[int]) -> Found:
-    """All cells, from disk where they are there. Rates are tried on the first seed."""
-    seconds: dict[str, float] = {}
+def collect(study: WingsStudy, seeds: Sequence[int]) -> WingsResults:
+    """All cells, from disk where they are finished. Rates are tried on the first seed."""
+    seconds: dict[Path, float] = {}
 
-    def kept(title: str, parts: tuple, work: Callable[[Path], dict]) -> tuple[dict, Path]:
-        """The result of a cell, and its model's folder."""
-        result = cell(bench.out, title, parts, work)
-        seconds[digest(*parts)] = result["cpu_seconds"]
-        return result, bench.out / "cells" / digest(*parts) / "model"
+    def finish(title: str, parts: tuple, work: Callable[[Path], dict]) -> tuple[dict, Path]:
+        """The result of a cell, and the folder of its model."""
+        folder = cell_folder(study.out, *parts)
+        result = engine.finish_cell(folder / "result.json", title, work)
+        seconds[folder] = result["cpu_seconds"]
+        return result, folder / "model"
 
     def text(seed: int) -> tuple[tuple, dict, Path]:
-        parts = (
-            "wings",
-            VERSION,
-            bench.scale,
-            bench.limit,
-            bench.fingerprint,
-            seed,
-            TEXT,
-            TEXT_STEPS,
-            TEXT_ROWS,
-            TEXT_RATE,
-        )
-        return parts, *kept(f"text, seed {seed}", parts, partial(train_text, bench, seed))
+        decides = (study.scale, study.limit, study.fingerprint, seed, TEXT, TEXT_STEPS, TEXT_ROWS, TEXT_RATE)
+        parts = ("wings", VERSION, *decides)
+        return parts, *finish(f"text, seed {seed}", parts, partial(train_text, study, seed))
 
     def tuned(name: str, rate: float, seed: int) -> dict:
         parts, _, base = text(seed)
         learners = ROWS[name].learners
         parts += (learners, STEPS, ROWS_A_STEP, FIRST_RATE, RANK, QUESTION)
-        _, start = kept(
-            f"stage 1 {'with' if learners else 'without'} learners, seed {seed}",
-            parts,
-            partial(first_stage, bench, learners, base, seed),
-        )
-        return kept(
-            f"{name}, rate {rate:g}, seed {seed}",
-            (*parts, name, rate, FACTOR),
-            partial(second_stage, bench, name, rate, start, seed),
-        )[0]
+        title = f"stage 1 {'with' if learners else 'without'} learners, seed {seed}"
+        _, start = finish(title, parts, partial(first_stage, study, learners, base, seed))
+        work = partial(second_stage, study, name, rate, start, seed)
+        return finish(f"{name}, rate {rate:g}, seed {seed}", (*parts, name, rate, FACTOR), work)[0]
 
     tried = {name: {rate: tuned(name, rate, seeds[0]) for rate in row.rates} for name, row in ROWS.items()}
-    validation = {
-        name: {rate: result["validation"] for rate, result in of_row.items()} for name, of_row in tried.items()
-    }
-    rates = {name: choose(of_row) for name, of_row in validation.items()}
+    validation = {name: {rate: cell["validation"] for rate, cell in cells.items()} for name, cells in tried.items()}
+    rates = {name: choose_rate(by_rate, MARGIN) for name, by_rate in validation.items()}
     rows = {name: [tried[name][rate]] for name, rate in rates.items()}
     for seed in seeds[1:]:
         for name, rate in rates.items():
             rows[name].append(tuned(name, rate, seed))
-    return Found([text(seed)[1] for seed in seeds], rows, rates, validation, sum(seconds.values()))
-
-
-def choose(validation: dict[float, float]) -> float:
-    """The lowest rate whose accuracy on the validation pictures is within MARGIN of the best."""
-    return min(rate for rate, accuracy in validation.items() if accuracy >= max(validation.values()) - MARGIN)
+    return WingsResults([text(seed)[1] for seed in seeds], rows, rates, validation, sum(seconds.values()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is told
+# The report
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def pooled(results: Sequence[dict]) -> np.ndarray:
-    """Right or wrong (seeds, sentences), in percent, the tasks one after the other."""
-    return 100 * np.array([[grade for grades in result["text"].values() for grade in grades] for result in results])
+def pooled(cells: Sequence[dict]) -> np.ndarray:
+    """Right or wrong (seeds, sentences), in percent, one task after the other."""
+    return 100 * np.array([[grade for grades in cell["text"].values() for grade in grades] for cell in cells])
 
 
-def interval(scores, is_difference: bool = False) -> dict:
-    found = bootstrap(scores)
-    return found._asdict() | ({"significant": found.significant} if is_difference else {})
+def by_task(cells: Sequence[dict]) -> dict[str, float]:
+    return {task: 100 * float(np.mean([cell["text"][task] for cell in cells])) for task in sentences.TASKS}
 
 
-def summarize(bench: Bench, found: Found, seeds: Sequence[int]) -> dict:
-    """Everything in comparison.json."""
-
-    def by_task(results: Sequence[dict]) -> dict[str, float]:
-        return {task: 100 * float(np.mean([result["text"][task] for result in results])) for task in sentences.TASKS}
-
-    rows, scores, before = {}, {}, pooled(found.before)
-    for name, results in found.rows.items():
-        shift = np.array([result["shift"] for result in results], dtype=float)
+def summarize(study: WingsStudy, results: WingsResults, seeds: Sequence[int]) -> dict:
+    """comparison.json."""
+    rows, scores, before = {}, {}, pooled(results.before)
+    for name, cells in results.rows.items():
+        shift = np.array([cell["shift"] for cell in cells], dtype=float)
         scores[name] = {
-            "text": pooled(results),
-            "pictures": 100 * np.array([result["pictures"] for result in results]),
+            "text": pooled(cells),
+            "pictures": 100 * np.array([cell["pictures"] for cell in cells]),
             "shift": np.nan_to_num(shift, nan=1.0),
         }
-        rows[name] = {what: interval(values) for what, values in scores[name].items()} | {
-            "change": interval(scores[name]["text"] - before, True),
-            "by_task": by_task(results),
+        rows[name] = {what: describe(values) for what, values in scores[name].items()} | {
+            "change": difference(scores[name]["text"], before),
+            "by_task": by_task(cells),
             "trains": ROWS[name].title,
-            "trained": results[0]["trained"],
-            "rate": found.rates[name],
-            "validation": {f"{rate:g}": accuracy for rate, accuracy in found.validation[name].items()},
-            "laws_percent": np.mean([result["laws"] for result in results], axis=0).tolist(),
+            "trained": cells[0]["trained"],
+            "rate": results.rates[name],
+            "validation": {f"{rate:g}": accuracy for rate, accuracy in results.validation[name].items()},
+            "laws_percent": np.mean([cell["laws"] for cell in cells], axis=0).tolist(),
             "flat": int(np.isnan(shift).sum()),
         }
     for name, control in PAIRS.items():
-        rows[name] |= {
-            "control": control,
-            "difference": {what: interval(scores[name][what] - scores[control][what], True) for what in scores[name]},
-        }
+        gains = {what: difference(scores[name][what], scores[control][what]) for what in scores[name]}
+        rows[name] |= {"control": control, "difference": gains}
     return {
         "seeds": list(seeds),
-        "scale": bench.scale,
-        "limit": bench.limit,
+        "scale": study.scale,
+        "limit": study.limit,
         "steps": STEPS,
         "rank": RANK,
-        "cpu_seconds": round(found.cpu_seconds),
+        "cpu_seconds": round(results.cpu_seconds),
         "rows": rows,
-        "before": {"text": interval(before), "by_task": by_task(found.before)},
+        "before": {"text": describe(before), "by_task": by_task(results.before)},
     }
 
 
-def tell(summary: dict) -> str:
-    """comparison.md: the table, the differences, and what follows from them."""
+def to_markdown(summary: dict) -> str:
+    """comparison.md."""
     rows, before = summary["rows"], summary["before"]
-    seeds = len(summary["seeds"])
-    lines = [
-        "# Text-only forgetting: tuned on pictures with and without WINGS's learners",
-        "",
-        f"{seeds} seed(s), each with a decoder of its own that has learned text alone; {summary['limit']} questions of "
-        "each text task and as many pictures of the test split. Text: answers right in every letter. Pictures: objects "
-        "named in their place. In brackets: 95 % bootstrap intervals over seeds and questions. `*`: the interval "
-        "excludes 0; n.s.: it does not.",
-        "",
-    ]
-    head = [
-        "row",
-        "trained in stage 2",
-        "parameters",
-        "rate",
-        "text, %",
-        "change",
-        *sentences.TASKS,
-        "pictures, %",
-        "attention shift",
-    ]
+    head = ["row", "trained in stage 2", "parameters", "rate", "text, %", "change"]
+    head += [*sentences.TASKS, "pictures, %", "attention shift"]
     tasks = (f"{accuracy:.0f}" for accuracy in before["by_task"].values())
     body = [["before", "", "", "", spell(before["text"]), "", *tasks, "", ""]]
     body += [
@@ -469,101 +394,81 @@ def tell(summary: dict) -> str:
         ]
         for name, row in rows.items()
     ]
-    lines += [*table(head, body), "", "## The learners against the same without them", ""]
-    body = [
+    pairs = [
         [f"{name} - {row['control']}", *(spell(row["difference"][what]) for what in ("text", "pictures", "shift"))]
         for name, row in rows.items()
         if "control" in row
     ]
-    lines += table(["pair", "text, points", "pictures, points", "attention shift"], body)
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "![results](wings.png)",
-            "",
-            "## In words",
-            "",
-            *(f"- {sentence}" for sentence in conclude(summary)),
-            "",
-        ]
+    return engine.compose(
+        "Text-only forgetting: tuned on pictures with and without WINGS's learners",
+        f"{len(summary['seeds'])} seed(s), each with a decoder of its own that has learned text alone; "
+        f"{summary['limit']} questions of each text task and as many pictures of the test split. Text: answers right "
+        "in every letter. Pictures: objects named in their place. In brackets: 95 % bootstrap intervals over seeds and "
+        "questions. `*`: the interval excludes 0; n.s.: it does not.",
+        markdown_table(head, body),
+        "## The learners against the same without them",
+        markdown_table(["pair", "text, points", "pictures, points", "attention shift"], pairs),
+        "![results](wings.png)",
+        conclusions=conclusions(summary),
     )
 
 
-def conclude(summary: dict) -> list[str]:
-    """What may be said of the claim, and what may not."""
-    told = []
-    for name, row in summary["rows"].items():
-        if "control" not in row:
-            continue
-        text, pictures = row["difference"]["text"], row["difference"]["pictures"]
-        verdict = (
-            ("keeps more of the text" if text["mean"] > 0 else "keeps less of the text")
-            if text["significant"]
-            else "keeps no more and no less of the text"
-        )
-        also = "reads pictures better" if pictures["mean"] > 0 else "reads pictures worse"
-        also = also if pictures["significant"] else "reads pictures no differently"
-        told.append(f"{name} {verdict} than {row['control']} ({spell(text)} points), and {also} ({spell(pictures)}).")
+def conclusions(summary: dict) -> list[str]:
+    """The differences in words, and what limits them."""
+    rows = summary["rows"]
+    differences = {
+        f"{name} against {row['control']}": {what: row["difference"][what] for what in ("text", "pictures")}
+        for name, row in rows.items()
+        if "control" in row
+    }
+    told = engine.conclude(differences, len(summary["seeds"]))
     tried = "; ".join(
         f"{name} " + ", ".join(f"{rate} ({accuracy:.1f})" for rate, accuracy in row["validation"].items())
-        for name, row in summary["rows"].items()
+        for name, row in rows.items()
     )
     told.append(f"Rates tried, with the validation pictures read in %: {tried}.")
-    shifts = {name: row["shift"]["mean"] for name, row in summary["rows"].items()}
-    texts = {name: row["text"]["mean"] for name, row in summary["rows"].items()}
-    if len(set(shifts.values())) > 1 and len(set(texts.values())) > 1:
-        rho = float(np.corrcoef(list(shifts.values()), list(texts.values()))[0, 1])
+    shifts = [row["shift"]["mean"] for row in rows.values()]
+    texts = [row["text"]["mean"] for row in rows.values()]
+    if len(set(shifts)) > 1 and len(set(texts)) > 1:
+        rho = float(np.corrcoef(shifts, texts)[0, 1])
         told.append(
-            f"Over the {len(shifts)} rows, attention shift and what is left of the text correlate with "
-            f"{rho:+.2f}; the paper finds that a larger shift goes with less text."
+            f"Over the {len(rows)} rows, attention shift and what is left of the text correlate with {rho:+.2f}; the "
+            "paper finds that a larger shift goes with less text."
         )
-    if flat := sum(row["flat"] for row in summary["rows"].values()):
+    if flat := sum(row["flat"] for row in rows.values()):
         told.append(f"{flat} prompts have no correlation of LAWS, since a curve is flat; they count as 1.")
     told.append(
         "Four layers are few points for a correlation, and a decoder of a million parameters is no language "
         "model: this tries the claim's mechanism, not its size."
     )
-    if len(summary["seeds"]) < 10:
-        told.append(f"{len(summary['seeds'])} seed(s) are few: the intervals are rather too narrow than too wide.")
     return told
 
 
-def draw(summary: dict, out: Path) -> str:
-    """wings.png: text, pictures and shift of each row, and its LAWS. Returns the name."""
+def draw(summary: dict) -> dict[str, list[Image.Image]]:
+    """wings.png: text, pictures and shift of each row, and its LAWS."""
     rows = summary["rows"]
-
-    def chart(what: str, title: str, label: str, reference: tuple[str, float] | None = None):
-        points = [(name, *(row[what][part] for part in ("mean", "low", "high"))) for name, row in rows.items()]
-        return figures.interval_chart(points, title, label, reference=reference)
-
     before = ("before", summary["before"]["text"]["mean"])
-    sheets = [
-        chart("text", "Text after tuning on pictures", "right answers, %", before),
-        chart("pictures", "Pictures", "objects named in their place, %"),
-        chart("shift", "Attention shift", "1 - correlation of LAWS before and after the picture"),
+    charts = [
+        engine.chart({name: row[what] for name, row in rows.items()}, title, label, reference)
+        for what, title, label, reference in (
+            ("text", "Text after tuning on pictures", "right answers, %", before),
+            ("pictures", "Pictures", "objects named in their place, %", None),
+            ("shift", "Attention shift", "1 - correlation of LAWS before and after the picture", None),
+        )
     ]
     for name, row in rows.items():
         curves = zip(GROUPS, zip(*row["laws_percent"], strict=True), strict=True)
         lines = {group: list(enumerate(curve, start=1)) for group, curve in curves}
-        sheets.append(figures.line_chart(lines, f"{name}: LAWS", "layer", "% of all attention", height=260))
-    figures.save(stack(sheets), out / "wings.png")
-    return "wings.png"
+        charts.append(figures.line_chart(lines, f"{name}: LAWS", "layer", "% of all attention", height=260))
+    return {"wings.png": charts}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = study_arguments(argv, "wings", __doc__, 100, "questions of each text task, and pictures")
-    started, eye = time.perf_counter(), load_model(EMBEDDED)
-    bench = Bench(args.out, args.scale, args.limit, Processor.from_source(EMBEDDED), eye, exact_fingerprint(eye))
+    options = engine.read_options(WingsOptions, "wings", __doc__, argv)
+    started, base, seeds = time.perf_counter(), load_model(EMBEDDED), range(options.seeds)
+    processor, fingerprint = Processor.from_source(EMBEDDED), exact_fingerprint(base)
+    study = WingsStudy(options.out, options.scale, options.limit, processor, base, fingerprint)
     with same_command_goes_on():
-        found = collect(bench, range(args.seeds))
-    summary = summarize(bench, found, range(args.seeds))
-    text = tell(summary)
-    write_text(args.out / "comparison.json", json.dumps(summary, indent=1) + "\n")
-    write_text(args.out / "comparison.md", text)
-    files = ["comparison.md", "comparison.json", draw(summary, args.out)]
-    print(text)
-    print(
-        f"{summary['cpu_seconds']:,} CPU seconds for all cells; this call {time.perf_counter() - started:,.0f} s on "
-        f"{args.threads} threads; in {args.out}: {', '.join(files)}, cells/"
-    )
+        results = collect(study, seeds)
+    summary = summarize(study, results, seeds)
+    engine.publish(options, summary, to_markdown(summary), draw(summary), started)

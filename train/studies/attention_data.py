@@ -1,0 +1,213 @@
+"""What the attention study trains on, and what it asks.
+
+In: the settings of the base, a split, and the study's flags. Out: training records with their hash, and the measures
+of a split: VQA by the official scorer, and needle tests.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from pathlib import Path
+
+from eval import needle, vqa
+from eval.datasets import Annotation, Question
+from model.common import UserError
+from model.paligemma import PaliGemma
+from model.processor import Processor
+from train.data import records as data
+from train.data.records import Record
+from train.data.sources import read_records
+from train.flags import flag
+from train.settings import Settings
+from train.studies.engine import StudyOptions, digest, read_rates
+
+# Needle tests of 2×2 with one object per tile saturate near 100 %. These are harder: two objects per tile, each of
+# which other tiles share, and 4×4.
+NEEDLES = {"n2o2": "2×2, two objects each", "n4o1": "4×4, one object each"}
+# The training tasks, in equal parts. The needle tasks are part of it, since the wording of two objects is learned far
+# more slowly without them.
+TASKS = ("vqa", "n2o1", *NEEDLES)
+VAL_FILES = tuple(name.replace("train2014", "val2014") for name in (data.QUESTIONS_FILE, data.ANNOTATIONS_FILE))
+
+
+@dataclass(frozen=True)
+class AttentionOptions(StudyOptions):
+    """The flags of the attention study, besides those of `train.finetune`."""
+
+    rates: tuple[float, ...] | None = flag(
+        None,
+        "peak learning rates to try (default: half of the row's own, itself, its double)",
+        type=read_rates,
+        metavar="A,B,…",
+    )
+    limit: int = flag(
+        800,
+        "VQA questions of the test split; half as many needle tests of each kind; half of both for validation",
+        least=1,
+        metavar="N",
+    )
+    protocol: str = flag(
+        "paper",
+        "of the needle tests: one-word answers, parsed strictly, or the likelier of the words",
+        choices=needle.PROTOCOLS[:2],
+    )
+    coco: str | None = flag(
+        None,
+        "with --data on disk: folder of COCO val2014 pictures, for 2×2 needle tests (default: no needle tests)",
+        metavar="DIR",
+    )
+    captions: str | None = flag(None, "with --coco: MMNeedle's or COCO's caption file (default: none)", metavar="FILE")
+    metadata: str | None = flag(
+        None, "with --coco: folder of MMNeedle's own tests (default: drawn anew)", metavar="DIR"
+    )
+    json: bool = flag(False, "print comparison.json instead of the tables (default: --no-json)")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training data
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def training_records(settings: Settings, shared_seed: int) -> tuple[list[Record], str]:
+    """The records that a cell is trained on, and their hash.
+
+    On the embedded scenes each seed draws its own. On disk all seeds use the pictures of `shared_seed`: otherwise one
+    seed would train on pictures that another holds out. There, seeds differ in initialisation, order and dropout.
+    """
+    kept = ("base", "data", "samples", "fraction", "validation", "prompt", "answers")
+    seed = settings.seed if settings.data == "embedded" else shared_seed
+    return _training_records(Settings(seed=seed, **{name: getattr(settings, name) for name in kept}))
+
+
+@lru_cache(maxsize=1)  # the records of one seed: cells are computed seed by seed
+def _training_records(settings: Settings) -> tuple[list[Record], str]:
+    if settings.data == "embedded":
+        drawn: dict[str, Callable] = {}
+        records = [
+            replace(record, picture=drawn.setdefault(record.key, cache(record.picture)))
+            for record in data.embedded_records(TASKS, "train", settings.samples, settings.seed)
+        ]
+    else:
+        records = read_records(settings)
+    return records, digest([(record.name, record.prefix, record.suffix) for record in records])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measures
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Examples with their truth; `grade` scores a model's answers to them, each from 0 to 1.
+
+    pictures, labels: of each example; a label is the answer type of a question, or the place (row, column) of a
+    needle. chance: the score of guessing in percent, None where it is not known.
+    """
+
+    name: str
+    title: str
+    examples: list
+    pictures: list[str]
+    labels: list
+    chance: float | None
+    grade: Callable[[PaliGemma, Processor, Settings], list[float]]
+
+
+def make_measures(settings: Settings, split: str, limit: int, options: AttentionOptions) -> list[Measure]:
+    """All measures of a split: `limit` VQA questions, and half as many needle tests of each kind, evenly over places.
+
+    With data on disk only the test split has needle tests, and only with --coco.
+    """
+    measures = [vqa_measure(settings, split, limit)]
+    tests = max(1, limit // 32) * 16  # a multiple of the number of places of both kinds
+    if settings.data == "embedded":
+        for kind in NEEDLES:
+            trials = [
+                trial._replace(pictures=cache(trial.pictures))
+                for trial in needle.embedded_trials(kind, tests, split=split)
+            ]
+            measures.append(needle_measure(kind, trials, options.protocol))
+    elif options.coco and split == "test":
+        drawn = {"limit": tests, "pictures": 1, "side": 2, "needles": 1, "negatives": False, "seed": 42}
+        for name, trials in needle.coco_trials(argparse.Namespace(**vars(options) | drawn)).items():
+            measures.append(needle_measure(name, trials, options.protocol))
+    return measures
+
+
+def vqa_measure(settings: Settings, split: str, limit: int) -> Measure:
+    """VQA by the official scorer, on the embedded scenes or on disk. Raises UserError if no pictures are held out."""
+    chance, template = None, vqa.PROMPT
+    if settings.data == "embedded":
+        benchmark = vqa.embedded(limit, split)
+        benchmark = benchmark._replace(pictures={name: cache(draw) for name, draw in benchmark.pictures.items()})
+        chance = vqa.blind_embedded(limit)["overall"] if split == "test" else None
+    else:
+        benchmark, template = held_out_vqa(settings, split, limit)
+
+    def grade(model: PaliGemma, processor: Processor, settings: Settings) -> list[float]:
+        answers = vqa.answer(model, processor, benchmark, template or settings.prompt, progress=bar(settings, "VQA"))
+        return list(vqa.question_accuracies(benchmark.annotations, answers).values())
+
+    examples = list(zip(benchmark.questions, benchmark.annotations, strict=True))
+    pictures = [question.image for question in benchmark.questions]
+    labels = [annotation.answer_type or "all" for annotation in benchmark.annotations]
+    return Measure("VQA", "VQA", examples, pictures, labels, chance, grade)
+
+
+def held_out_vqa(settings: Settings, split: str, limit: int) -> tuple[vqa.Benchmark, str | None]:
+    """Questions on disk and their prompt, None for that of the settings.
+
+    They are about the pictures held out from training, one half for each split. If VQAv2's val2014 files are in the
+    same folder, those are the test split. Raises UserError if no pictures are held out.
+    """
+    kind, _, path = settings.data.partition(":")
+    folder = Path(path)
+    if kind == "vqav2" and split == "test" and (folder / VAL_FILES[0]).exists():
+        return vqa.from_files(*(folder / name for name in VAL_FILES), folder, limit), None
+    held_out = read_records(settings, "validation")
+    pictures = sorted({record.key for record in held_out})
+    half = set(pictures[0::2] if split == "validation" else pictures[1::2])
+    held_out = [record for record in held_out if record.key in half][:limit]
+    if not held_out:
+        raise UserError(
+            f"--data {settings.data}: no pictures are left for the {split} split: raise --validation "
+            f"above {settings.validation}"
+        )
+    if kind == "vqav2":
+        files, ids = (data.QUESTIONS_FILE, data.ANNOTATIONS_FILE), {record.name for record in held_out}
+        return vqa.from_files(*(folder / name for name in files), folder, only=ids), None
+    return exact_match(held_out), "{question}"
+
+
+def exact_match(records: Sequence[Record]) -> vqa.Benchmark:
+    """A user's own examples as a benchmark: with ten equal answers, the official scorer does not normalise them."""
+    return vqa.Benchmark(
+        [Question(r.name, r.key, r.prefix) for r in records],
+        [Annotation(r.name, tuple({"answer": r.suffix, "answer_id": i} for i in range(10)), r.suffix) for r in records],
+        {r.key: r.picture for r in records},
+    )
+
+
+def needle_measure(name: str, trials: Sequence[needle.Trial], protocol: str) -> Measure:
+    """Needle tests of one kind: a test is right if every needle in it is found."""
+
+    def grade(model: PaliGemma, processor: Processor, settings: Settings) -> list[float]:
+        answers = needle.answer(model, processor, trials, protocol, progress=bar(settings, name))
+        records = [
+            needle.response_record(trial.test, needle.respond(trial.test, of_trial, protocol))
+            for trial, of_trial in zip(trials, answers, strict=True)
+        ]
+        return [float(needle.judge(record)[2]) for record in records]
+
+    tests = [trial.test for trial in trials]
+    pictures = [str(test.haystack) for test in tests]
+    examples, places = [(protocol, test) for test in tests], [test.places[0][1:] for test in tests]
+    title, chance = NEEDLES.get(name, f"MMNeedle {name}"), 100 / tests[0].side ** 2
+    return Measure(name, title, examples, pictures, places, chance, grade)
+
+
+def bar(settings: Settings, name: str) -> str | None:
+    """The title of a progress bar; None for the embedded questions, which take seconds."""
+    return None if settings.data == "embedded" else name

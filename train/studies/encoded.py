@@ -1,0 +1,74 @@
+"""Training on pictures that a frozen vision tower has encoded beforehand, once for all rows of a study.
+
+In: records and the vision tower. Out: micro-batches that hold features (pictures, I, W) of the tower in place of
+pixels. The projector still has to be applied to them: it is trained.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from model.images import load_image, to_pixels
+from model.processor import Processor
+from model.siglip import Siglip
+from train.data.batches import MicroBatch, supervised
+from train.data.records import Record
+from train.supervised import supervised_loss
+
+ENCODED_AT_ONCE = 32  # pictures
+
+
+@dataclass(frozen=True)
+class EncodedRecords:
+    """Records with the features (pictures, I, W) of their pictures; `rows` says which belong to a record's key."""
+
+    records: Sequence[Record]
+    features: torch.Tensor
+    rows: dict[str, int]
+
+    def batch(self, processor: Processor, numbers: Sequence[int], causal: bool = False) -> MicroBatch:
+        """The micro-batch of the records with these numbers. causal: no token sees a later one, in the prompt too."""
+        records = [self.records[number] for number in numbers]
+        batch = processor.pad([processor.layout(int(r.picture is not None), r.prefix, r.suffix) for r in records])
+        if causal:
+            batch = replace(batch, token_type_ids=torch.ones_like(batch.input_ids))
+        positions, targets = supervised(batch.labels)
+        features = self.features[[self.rows[r.key] for r in records if r.picture is not None]]
+        names = tuple(record.name for record in records)
+        return MicroBatch(batch, positions, targets, int((targets != -100).sum()), names, features=features)
+
+
+def encode(records: Sequence[Record], tower: Siglip) -> EncodedRecords:
+    """The records with their pictures encoded; records with the same key share a picture."""
+    pictures = {record.key: record.picture for record in records if record.picture is not None}
+    features = encode_pictures(list(pictures.values()), tower)
+    return EncodedRecords(records, features, {key: row for row, key in enumerate(pictures)})
+
+
+@torch.no_grad()
+def encode_pictures(pictures: Sequence[Callable], tower: Siglip) -> torch.Tensor:
+    """Features (pictures, I, W) of the vision tower, of functions that draw the pictures."""
+    config, parts = tower.config, []
+    for start in range(0, len(pictures), ENCODED_AT_ONCE):
+        images = [load_image(draw()) for draw in pictures[start : start + ENCODED_AT_ONCE]]
+        parts.append(tower(torch.stack([to_pixels(image, config.image_size) for image in images])))
+    return torch.cat(parts) if parts else torch.zeros(0, config.num_image_tokens, config.hidden_size)
+
+
+@dataclass(frozen=True)
+class EncodedOrder:
+    """An order for the training loop: step n reads the one micro-batch `batch(n)`."""
+
+    total: int
+    batch: Callable[[int], MicroBatch]
+
+    def steps(self, first: int, workers: int = 0, pin: bool = False) -> Iterator[list[MicroBatch]]:
+        for step in range(first, self.total):
+            yield [self.batch(step)]
+
+
+def encoded_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
+    """The loss of a micro-batch whose features have not passed the projector yet, summed over its tokens."""
+    return supervised_loss(model, replace(micro, features=model.multi_modal_projector(micro.features)))

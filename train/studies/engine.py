@@ -1,0 +1,259 @@
+"""The engine of the studies: finished cells, the choice of a rate, paired intervals, conclusions, and the report.
+
+A *row* is one way to train a model. A *cell* is the result of one row at one learning rate with one seed. A *measure*
+scores the answers of a model to fixed examples. Every study takes the same steps:
+
+1. `read_options`: its flags.
+2. `finish_cell`: cells are computed, or read from disk where they are finished.
+3. `choose_rate`: the rate of a row, by the validation split of the first seed.
+4. `describe`, `difference`: bootstrap intervals over seeds and examples, paired for a row and its control.
+5. `conclude`, `compose`, `publish`: the differences in words, comparison.md, comparison.json and the pictures.
+
+A study supplies its rows, its measures, and how a cell is trained.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from PIL import Image
+from tqdm import tqdm
+
+from eval import figures
+from eval.report import difference_text, interval_text
+from eval.statistics import bootstrap
+from lora import adapter
+from model.common import UserError, write_text
+from model.config import PaliGemmaConfig
+from train.flags import add_flags, check_ranges, flag, from_values
+from train.optim import count, trainable
+from weights.checkpoint import empty_model
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+# ---------------------------------------------------------------------------------------------------------------------
+
+OUT_HELP = "folder of results and cells; what it holds is not done again"
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """The flags that all studies share; a study changes their defaults and adds its own."""
+
+    seeds: int = flag(3, "runs of a row", least=1, metavar="N")
+    limit: int = flag(100, "examples of a measure", least=1, metavar="N")
+    out: Path = flag(Path("runs/compare"), OUT_HELP, metavar="DIR")
+
+
+@dataclass(frozen=True)
+class ScaledOptions(StudyOptions):
+    """The flags of a study that fixes its own training settings."""
+
+    scale: float = flag(1.0, "factor of the length of all training", metavar="X")
+    threads: int = flag(torch.get_num_threads(), "CPU threads", least=1, metavar="N")
+
+
+Options = TypeVar("Options", bound=ScaledOptions)
+
+
+def read_options(options: type[Options], name: str, description: str | None, argv: Sequence[str] | None) -> Options:
+    """The flags of `train.compare --rows NAME`. Sets the CPU threads. Raises UserError for values out of range."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m train.compare --rows {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rows", choices=[name], help="this study")
+    add_flags(parser, options)
+    given = vars(parser.parse_args(argv))
+    del given["rows"]
+    chosen = from_values(options, given)
+    check_ranges(chosen)
+    if not chosen.scale > 0:
+        raise UserError(f"--scale is {chosen.scale}, expected a positive number")
+    torch.set_num_threads(chosen.threads)
+    return chosen
+
+
+def read_rates(text: str) -> tuple[float, ...]:
+    """The value of a flag --rates. Raises ArgumentTypeError."""
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        rates = [0.0]
+    if not min(rates) > 0:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected positive numbers such as 1e-3,3e-3")
+    return tuple(rates)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cells
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def digest(*parts) -> str:
+    """A short hash of what `parts` print as: the names of cells on disk depend on it."""
+    return sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def cell_folder(out: Path, *parts) -> Path:
+    """The folder of the cell that `parts` decide. It also holds the checkpoints of an interrupted run."""
+    return out / "cells" / digest(*parts)
+
+
+def finish_cell(
+    file: Path, title: str, work: Callable[[Path], dict], spell_result: Callable[[dict], str] | None = None
+) -> dict:
+    """The JSON result in `file`. If the file is absent, `work(folder)` makes it, and `title` and result go to stderr.
+
+    "cpu_seconds" is added to it. An interrupted study goes on, since its finished cells are read.
+    """
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        started = time.process_time()
+        result = work(file.parent)
+        result["cpu_seconds"] = round(time.process_time() - started, 2)
+        write_text(file, json.dumps(result) + "\n")
+        tqdm.write(f"{title}: {(spell_result or _spell_numbers)(result)}", file=sys.stderr)
+    return json.loads(file.read_text())
+
+
+def _spell_numbers(result: dict) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in result.items() if isinstance(value, float))
+
+
+def choose_rate(validation: Mapping[float, float], margin: float = 0.0) -> float:
+    """The lowest rate whose score on the validation split is within `margin` of the best."""
+    best = max(validation.values())
+    return min(rate for rate, score in validation.items() if score >= best - margin)
+
+
+def matching_rank(config: PaliGemmaConfig, targets: str, parameters: int) -> int:
+    """The smallest rank of plain LoRA on `targets` with at least as many trainable `parameters`."""
+    model = empty_model(config)
+    adapter.inject(model, targets, 1, 1.0)
+    return -(-parameters // count(trainable(model).values()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Intervals
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def describe(scores, groups: Sequence | None = None) -> dict:
+    """{"mean", "low", "high"} of scores (seeds, examples): 95 % bootstrap over seeds and groups of examples."""
+    return bootstrap(scores, groups)._asdict()
+
+
+def difference(scores, control, groups: Sequence | None = None) -> dict:
+    """The same of row minus control, paired by seed and example, and whether it is "significant": 0 is outside."""
+    gain = bootstrap(scores - control, groups)
+    return gain._asdict() | {"significant": gain.significant}
+
+
+def spell(interval: Mapping, digits: int = 2) -> str:
+    """`12.34 [11.00, 13.70]`; a difference with signs and `*` or `n.s.`, such as `+0.30 [-1.10, +1.70] n.s.`."""
+    if "significant" in interval:
+        return difference_text(interval, interval["significant"], digits)
+    return interval_text(interval, digits)
+
+
+def chart(intervals: Mapping[str, Mapping], title: str, label: str, reference: tuple[str, float] | None = None):
+    """A picture with one line per interval."""
+    points = [(name, *(one[end] for end in ("mean", "low", "high"))) for name, one in intervals.items()]
+    return figures.interval_chart(points, title, label, reference=reference)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def conclude(
+    differences: Mapping[str, Mapping[str, Mapping]],
+    seeds: int,
+    rates: Mapping[str, tuple[float, Collection[float]]] | None = None,
+    *,
+    lower_is_better: Collection[str] = (),
+    digits: int = 2,
+) -> list[str]:
+    """What the differences show, and what they do not, in sentences.
+
+    differences: by pair ("row against control") and measure, as `difference` gives them. rates: by row, the chosen
+    rate and all that were tried. lower_is_better: measures in which a negative difference is an improvement.
+    """
+    sentences = []
+    for pair, by_measure in differences.items():
+        parts = [
+            f"{'better' if (gain['mean'] < 0) == (name in lower_is_better) else 'worse'} in {name} "
+            f"({spell(gain, digits)})"
+            for name, gain in by_measure.items()
+            if gain["significant"]
+        ]
+        same = [name for name, gain in by_measure.items() if not gain["significant"]]
+        parts += [f"no significant difference in {', '.join(same)}"] if same else []
+        sentences.append(f"{pair}: {'; '.join(parts)}.")
+    verdicts = [gain["significant"] for by_measure in differences.values() for gain in by_measure.values()]
+    if verdicts:
+        sentences.append(
+            f"Significant differences: {sum(verdicts)} of {len(verdicts)}. If nothing differed at all, "
+            f"about {0.05 * len(verdicts):.1f} of them would still seem to."
+        )
+    if seeds == 1:
+        sentences.append("One seed: the intervals know nothing of how runs differ, so no difference may be believed.")
+    elif seeds < 10:
+        sentences.append(f"{seeds} seeds are few: intervals that resample them are rather too narrow than too wide.")
+    edges = [
+        row for row, (chosen, tried) in (rates or {}).items() if len(tried) > 1 and chosen in (min(tried), max(tried))
+    ]
+    if edges:
+        sentences.append(
+            "The best rate is the lowest or the highest tried, and a better one may lie beyond, for: "
+            f"{', '.join(edges)}."
+        )
+    return sentences
+
+
+def compose(title: str, *blocks: str | Sequence[str], conclusions: Sequence[str], end: Sequence[str] = ()) -> str:
+    """comparison.md: `blocks` are paragraphs, or lists of lines such as a table; then the conclusions, then `end`."""
+    paragraphs = [block if isinstance(block, str) else "\n".join(block) for block in blocks if block]
+    in_words = "\n".join(f"- {sentence}" for sentence in conclusions)
+    return "\n\n".join([f"# {title}", *paragraphs, "## In words", in_words, *end]) + "\n"
+
+
+def publish(
+    options: StudyOptions,
+    summary: dict,
+    report: str,
+    pictures: Mapping[str, Sequence[Image.Image]],
+    started: float,
+    *,
+    workers: str | None = None,
+    indent: int | None = 1,
+    print_json: bool = False,
+) -> None:
+    """Write comparison.md, comparison.json and the pictures to the study's folder, and print the report.
+
+    pictures: by file name, the parts to stack. started: `time.perf_counter()` at the start of this call.
+    """
+    out = options.out
+    write_text(out / "comparison.json", json.dumps(summary, indent=indent) + "\n")
+    write_text(out / "comparison.md", report)
+    for name, parts in pictures.items():
+        figures.save(figures.stack(parts), out / name)
+    if print_json:
+        print(json.dumps(summary))
+        return
+    print(report)
+    print(
+        f"{summary['cpu_seconds']:,} CPU seconds for all cells; this call {time.perf_counter() - started:,.0f} s on "
+        f"{workers or f'{torch.get_num_threads()} threads'}; in {out}: "
+        f"{', '.join(['comparison.md', 'comparison.json', *pictures])}, cells/"
+    )
