@@ -112,7 +112,7 @@ def batch(hf, rows=((5, 4), (3, 6)), seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def hf_forward(hf, inputs: dict[str, torch.Tensor]):
-    """transformers' logits, told everything: without types or positions it falls back to other masks and counts."""
+    """transformers' logits from types and positions: without them it computes other masks and positions."""
     positions = inputs["attention_mask"].cumsum(-1).clamp(min=1)
     return hf(**inputs, position_ids=positions, use_cache=False).logits
 

@@ -434,7 +434,7 @@ def test_merge_of_grafts_that_allow_it(inputs, model, kind, targets):
 
 
 def test_disabled(hf, inputs, model):
-    """Breaks when an update still sounds in the block, or is not back after it, nested or after an exception."""
+    """Breaks when an update is still added in the block, or is missing after it, nested or after an exception."""
     base = model(**inputs)
     inject(model, SEVEN, 4, 8)
     logits = randomize(model)(**inputs)
@@ -456,7 +456,7 @@ def test_disabled(hf, inputs, model):
 
 
 def test_disabled_reaches_a_graft(inputs, model):
-    """Breaks when the second branch of a graft keeps its update where the base should be heard."""
+    """Breaks when the second branch of a graft keeps its update while updates are disabled."""
     base = model(**inputs)
     graft(model, "twin")
     inject(model, DECODER_TARGETS, 2, 4)
@@ -477,7 +477,7 @@ def test_disabled_reaches_a_graft(inputs, model):
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
-def test_a_graft_rides_along(tmp_path, hf, inputs, model, options):
+def test_a_graft_is_saved_with_the_adapter(tmp_path, hf, inputs, model, options):
     """Breaks when a variant's parameters, or the options that rebuild it, do not survive the adapter's files."""
     graft(model, **options)
     inject(model, ["q_proj", "o_proj", "fc1"], 2, 4)
@@ -493,7 +493,7 @@ def test_a_graft_rides_along(tmp_path, hf, inputs, model, options):
     assert trainable == [name for name, p in model.named_parameters() if p.requires_grad]
 
 
-def test_two_grafts_ride_along(tmp_path, hf, inputs, model):
+def test_two_grafts_are_saved_with_the_adapter(tmp_path, hf, inputs, model):
     """Breaks when only the last graft is recorded, or they are repeated in another order."""
     graft(model, "twin", where="decoder")
     graft(model, "dex", where="vision")
@@ -535,7 +535,7 @@ def test_fingerprint_names_the_base_and_nothing_else(hf, model):
 
 @pytest.mark.parametrize("kind", [None, "twin"])
 def test_another_base_is_refused(tmp_path, hf, inputs, model, kind):
-    """Breaks when an adapter is put on a base that it was not trained on, without being asked to."""
+    """Breaks when an adapter is put on a base that it was not trained on, without `force`."""
     if kind:
         graft(model, kind)
     inject(model, DECODER_TARGETS, 2, 4)

@@ -21,7 +21,7 @@ def mask_by_loops(valid, types, window):
 
 @pytest.mark.parametrize("window", [None, 1, 3])
 def test_mask_is_the_rule(window):
-    """Breaks when anyone sees a later suffix token or padding, or a prefix token is hidden from the prefix."""
+    """Breaks when a query attends to a later suffix token or to padding, or the prefix hides a token from itself."""
     valid = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1] * 8, [1, 1, 1, 1, 1, 1, 0, 0]], dtype=torch.bool)
     types = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 0, 0]])
     expected = mask_by_loops(valid, types, window)
@@ -31,7 +31,7 @@ def test_mask_is_the_rule(window):
     assert expected.any(-1).all()  # no row is empty, padding included
 
 
-def test_a_row_that_sees_nothing_else_is_finite():
+def test_a_fully_padded_row_is_finite():
     """Breaks when a fully padded row turns into NaN and poisons the batch's gradients."""
     torch.manual_seed(0)
     attention = Attention(12, 2, 1, 6, scale=6**-0.5)
@@ -59,8 +59,8 @@ def test_rope_turns_relatively():
     assert torch.allclose(Rope(torch.tensor([[3]]), 10000.0)(q)[0, 0, 0, 0], expected, atol=1e-6)
 
 
-def test_the_tap_sees_the_weights():
-    """Breaks when an observer is handed other weights than those that made the output."""
+def test_the_tap_receives_the_weights():
+    """Breaks when a tap receives other weights than those that the output is computed from."""
     torch.manual_seed(0)
     attention = Attention(12, 2, 1, 6, scale=6**-0.5)
     x, seen = torch.randn(1, 5, 12), []

@@ -316,8 +316,8 @@ def test_how_far_each_variant_starts():
 def test_shared_is_one_scaled_attention(monkeypatch):
     """Breaks when `shared` pays for two maps, or is no longer (1 − λ)·plain before its norm."""
     calls = []
-    honest = Attention.softmax_attention
-    monkeypatch.setattr(Attention, "softmax_attention", lambda *args: calls.append(1) or honest(*args))
+    original = Attention.softmax_attention
+    monkeypatch.setattr(Attention, "softmax_attention", lambda *args: calls.append(1) or original(*args))
     for variant, (kind, _) in VARIANTS.items():
         _, module = sibling(variant)
         calls.clear()
@@ -632,7 +632,7 @@ def test_the_branches_of_twin_part_by_themselves():
 
 
 @pytest.mark.parametrize("variant", ["split-bare", "twin", "v2", "dex"])
-def test_no_variant_starts_dead(variant):
+def test_every_variant_has_a_gradient_at_its_start(variant):
     """Breaks when everything that separates a variant from plain attention has a zero gradient at its start."""
     kind, options = VARIANTS[variant]
     module = KINDS[kind](plain_attention(), 1, **options)

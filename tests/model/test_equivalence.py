@@ -49,7 +49,7 @@ def test_every_layer_and_the_logits(generation, rows):
     valid = is_valid(inputs)
     for name in names:
         a, b = mine[name], theirs[name]
-        if a.shape[:2] == valid.shape:  # what padding computes is nobody's business
+        if a.shape[:2] == valid.shape:  # outputs at padding are never used
             a, b = a[valid], b[valid]
         assert relative_error(a, b) <= SAME_BACKEND, name
     assert results["ours"].dtype == torch.float32
@@ -153,7 +153,7 @@ def test_a_suffix_token_never_changes_earlier_logits():
 
 
 def test_positions_to_keep_are_rows_of_all_logits():
-    """Breaks when the head runs on other positions than those asked for."""
+    """Breaks when the head runs on other positions than those to keep."""
     hf = hf_model(1)
     model, inputs = ours(hf), batch(hf, ROWS["padded"])
     logits = model(**inputs)
@@ -169,8 +169,8 @@ def test_positions_to_keep_are_rows_of_all_logits():
         assert relative_error(model(**inputs, positions_to_keep=positions), expected) <= SAME_BACKEND, name
 
 
-def test_the_head_runs_only_where_asked(monkeypatch):
-    """Breaks when the widest product of the model is computed at positions that nobody reads."""
+def test_the_head_runs_only_at_positions_to_keep(monkeypatch):
+    """Breaks when the widest product of the model is computed at positions that are not used."""
     hf = hf_model(1)
     model, inputs = ours(hf), batch(hf, ROWS["padded"])
     seen = []

@@ -39,10 +39,10 @@ def onednn(monkeypatch):
     """oneDNN takes every product in fp32, however small, and is counted."""
     if cpu.onednn_linear is None or not torch.backends.mkldnn.is_available():
         pytest.skip("this PyTorch has no oneDNN")
-    honest, calls = cpu.onednn_linear, []
+    original, calls = cpu.onednn_linear, []
     monkeypatch.setattr(cpu, "MIN_OPERATIONS", 0)
     monkeypatch.setattr(cpu, "_has_avx512", True)
-    monkeypatch.setattr(cpu, "onednn_linear", lambda *args: calls.append(1) or honest(*args))
+    monkeypatch.setattr(cpu, "onednn_linear", lambda *args: calls.append(1) or original(*args))
     return calls
 
 
@@ -71,7 +71,7 @@ def test_onednn_multiplies_as_f_linear_does(shape, out, bias, onednn):
     assert onednn
 
 
-def test_onednn_forms_no_gradient_that_nobody_asked_for(onednn):
+def test_onednn_computes_only_the_gradients_that_are_needed(onednn):
     """Breaks when a frozen weight's gradient is computed, the costliest product of all, or its input is kept."""
     x, layer = torch.randn(4, 16, requires_grad=True), Linear(16, 8).requires_grad_(False)
     held = []
@@ -88,7 +88,7 @@ def test_onednn_forms_no_gradient_that_nobody_asked_for(onednn):
     assert held == [x.shape]
 
 
-def test_where_onednn_is_not_asked(onednn):
+def test_where_onednn_is_not_used(onednn):
     """Breaks when half precision, autocast or the switch of PyTorch still ends in oneDNN's fp32 product."""
     layer, x = Linear(16, 8), torch.randn(4, 16)
     with torch.autocast("cpu", torch.bfloat16):
@@ -103,17 +103,17 @@ def test_where_onednn_is_not_asked(onednn):
 
 @pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "silu"])
 def test_an_activation_within_the_product_is_the_activation(activation, onednn):
-    """Breaks when oneDNN is asked for another GELU, a bias is lost, or gradients, LoRA and 8 bits are passed by."""
+    """Breaks when oneDNN computes another GELU, a bias is lost, or gradients, LoRA or 8 bits are bypassed."""
     torch.manual_seed(0)
     layer, x = Linear(24, 40), torch.randn(3, 5, 24)
     exact = ACTIVATIONS[activation](F.linear(x.double(), layer.weight.double(), layer.bias.double()))
     learned = activated(layer, x, activation)
     assert learned.requires_grad and relative_error(learned, exact) < 1e-6
-    asked = []
-    hook = layer.register_forward_hook(lambda *_: asked.append(1))
+    called = []
+    hook = layer.register_forward_hook(lambda *_: called.append(1))
     with torch.no_grad():
         assert relative_error(activated(layer, x, activation), exact) < 1e-6
-        assert bool(asked) == (activation == "silu")  # the fused product does not call the layer
+        assert bool(called) == (activation == "silu")  # the fused product does not call the layer
     hook.remove()
     adapted = LoRALinear(layer, 2, 4.0)
     nn.init.normal_(adapted.lora.lora_B.weight)
@@ -132,7 +132,7 @@ def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
     rows, bias = torch.Size(shape[:-1]).numel(), torch.randn(40)
     for x in (torch.randn(shape), torch.randn(*shape[:-1], 48)[..., ::2], torch.randn(24, *shape[:-1]).movedim(0, -1)):
         for weight in (torch.randn(40, 24), torch.randn(24, 40).T):
-            assert not cpu.few_rows_are_faster(x, weight, None)  # gradients may be asked for
+            assert not cpu.few_rows_are_faster(x, weight, None)  # gradients may be needed
             with torch.no_grad():
                 assert cpu.few_rows_are_faster(x, weight, None) == (rows <= 4)
                 assert not cpu.few_rows_are_faster(x, weight, bias)
@@ -178,15 +178,15 @@ def test_every_variant_computes_the_same_by_rows(variant, lora, onednn, monkeypa
     x, rope, mask = inputs()
     x.requires_grad_(True)
     leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
-    asked = []
-    honest = cpu.row_attention
-    monkeypatch.setattr(cpu, "row_attention", lambda *args: asked.append(1) or honest(*args))
+    called = []
+    original = cpu.row_attention
+    monkeypatch.setattr(cpu, "row_attention", lambda *args: called.append(1) or original(*args))
     results = []
     for faster in (True, False):
         monkeypatch.setattr(cpu, "rows_are_faster", lambda *args, faster=faster: faster)
         out = module(x, rope, mask)
         results.append((out, torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)))
-        assert asked == [1], "one call, which both maps share"
+        assert called == [1], "one call, which both maps share"
     (rows, by_rows), (fused, by_kernel) = results
     assert relative_error(rows, fused) < 2e-6
     floor = 1e-6 * by_kernel[0].norm()  # behind a norm, λ's gradient is round-off
@@ -196,7 +196,7 @@ def test_every_variant_computes_the_same_by_rows(variant, lora, onednn, monkeypa
 
 
 def test_rows_are_left_where_weights_are_looked_at_or_too_many(onednn):
-    """Breaks when a tap sees nothing, a soft cap is forgotten, or a long prompt's weights fill the memory."""
+    """Breaks when a tap is not called, a soft cap is skipped, or the weights of a long prompt fill the memory."""
     q, k, v = qkv(4, 1)
     assert cpu.rows_are_faster(q, k)
     assert not cpu.rows_are_faster(q[:, :, :1], k), "a lone query is decoding"
@@ -227,20 +227,20 @@ def test_a_model_computes_the_same(onednn):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_queries_that_nobody_keeps_are_not_asked(variant, monkeypatch):
+def test_queries_that_are_not_kept_are_not_computed(variant, monkeypatch):
     """Breaks when a kept query meets another's mask, values or gate, or gets another gradient than among all."""
     model, prompts = grafted(variant), prompt_of()
-    asked = []
+    called = []
     for module in attention.attention_modules(model.language_model).values():
         mix = module.mix
-        monkeypatch.setattr(module, "mix", lambda x, q, *rest, mix=mix: asked.append(q.shape[2]) or mix(x, q, *rest))
+        monkeypatch.setattr(module, "mix", lambda x, q, *rest, mix=mix: called.append(q.shape[2]) or mix(x, q, *rest))
     width = prompts["input_ids"].shape[1]
     leaves = [p for p in model.parameters() if p.requires_grad]
     every = model(**prompts)
     for kept in (3, torch.tensor([width - 1, 2]), torch.tensor([[1, 4], [4, 3]])[: len(every)]):
-        asked.clear()
+        called.clear()
         some = model(**prompts, positions_to_keep=kept)
-        assert asked[:-1] == [width] * (len(asked) - 1) and asked[-1] == some.shape[1] < width
+        assert called[:-1] == [width] * (len(called) - 1) and called[-1] == some.shape[1] < width
         expected = attention.keep_positions(every, kept)
         assert relative_error(some, expected) < 2e-6
         of_some, of_all = (torch.autograd.grad(t.square().sum(), leaves, retain_graph=True) for t in (some, expected))

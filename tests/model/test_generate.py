@@ -88,7 +88,7 @@ def test_what_is_generated_can_be_trained_on():
 
 
 def test_it_stops_when_every_row_has_ended(monkeypatch):
-    """Breaks when decoding goes on after the last row's end token, or stops while a row still speaks."""
+    """Breaks when decoding goes on after the last row's end token, or stops before every row has ended."""
     hf = hf_model(1)
     model, inputs = ours(hf), prompt(hf, PROMPTS[:2])
     eos, calls = model.config.eos_token_id, []

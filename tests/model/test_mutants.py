@@ -1,4 +1,4 @@
-"""The equivalence gate has teeth: each known mistake, made on purpose, is rejected by it.
+"""The equivalence gate rejects each known mistake, made on purpose: it proves something.
 
 The gate is a relative error of 1e-6 in fp32 on the valid logits, or, for mistakes of a cast, equality to the bit in
 bf16. An absolute tolerance of 1e-4, as is common, would let most of the small ones pass.
@@ -86,8 +86,8 @@ def rope_frequencies_in_bf16(patch, model):
 
 def with_mask(change):
     def mutant(patch, model):
-        honest = attention.attention_mask
-        patch.setattr(gemma, "attention_mask", lambda *args, documents=None: change(honest, *args))
+        original = attention.attention_mask
+        patch.setattr(gemma, "attention_mask", lambda *args, documents=None: change(original, *args))
 
     return mutant
 
@@ -176,25 +176,25 @@ def untied_head(patch, model):
     patch.setattr(gemma.Gemma, "head", lambda self, hidden: hidden @ self.embed_tokens.weight.roll(1, 0).T)
 
 
-def causal(honest, valid, types, queries, window=None):
-    return honest(valid, torch.ones_like(types), queries, window)
+def causal(original, valid, types, queries, window=None):
+    return original(valid, torch.ones_like(types), queries, window)
 
 
-def bidirectional(honest, valid, types, queries, window=None):
-    return honest(valid, torch.zeros_like(types), queries, window)
+def bidirectional(original, valid, types, queries, window=None):
+    return original(valid, torch.zeros_like(types), queries, window)
 
 
-def padding_visible(honest, valid, types, queries, window=None):
-    return honest(torch.ones_like(valid), types, queries, window)
+def padding_visible(original, valid, types, queries, window=None):
+    return original(torch.ones_like(valid), types, queries, window)
 
 
-def image_only_prefix(honest, valid, types, queries, window=None):
+def image_only_prefix(original, valid, types, queries, window=None):
     text = (torch.arange(types.shape[1]) - (valid == 0).sum(1, keepdim=True)) >= 16
-    return honest(valid, (text | types.bool()).long(), queries, window)
+    return original(valid, (text | types.bool()).long(), queries, window)
 
 
-def window_cuts_the_prefix(honest, valid, types, queries, window=None):
-    seen = honest(valid, types, queries, window)
+def window_cuts_the_prefix(original, valid, types, queries, window=None):
+    seen = original(valid, types, queries, window)
     if window is None:
         return seen
     index = torch.arange(valid.shape[1])
