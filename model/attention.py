@@ -65,7 +65,8 @@ def attention_mask(
                                 1: x x x x .
                                 1: x x x x x
 
-    A sliding `window` W (Gemma 2) limits causal pairs to i − j < W; pairs of type 0 are not limited.
+    A sliding `window` W (Gemma 2) limits causal pairs to fewer than W valid tokens from j to i, i not counted; pairs of
+    type 0 are not limited.
     `documents` (B, Sk) numbers the documents packed into a row: positions attend within their own document only.
     Every position attends to itself, padding included, so that no row is empty; outputs at padding are never used.
     """
@@ -75,8 +76,9 @@ def attention_mask(
     if queries is not None:
         query = queries if isinstance(queries, torch.Tensor) else key[-queries:]
     causal = key[None, :] <= query[:, None]
-    if window is not None:
-        causal &= query[:, None] - key[None, :] < window
+    if window is not None:  # counted in valid tokens: padding between them takes no place in the window
+        place = valid.long().cumsum(-1)
+        causal = causal & (place[:, query, None] - place[:, None, :] < window)
     prefix = types == 0
     both_prefix = prefix[:, query, None] & prefix[:, None, :]
     visible = (causal | both_prefix) & valid[:, None, :].bool()

@@ -111,6 +111,12 @@ def batch(hf, rows=((5, 4), (3, 6)), seed: int = 1) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": types, "attention_mask": valid}
 
 
+def right_padded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same batch with the padding of each row moved behind its tokens."""
+    order = (~inputs["attention_mask"].bool()).long().argsort(dim=1, stable=True)
+    return {name: value if name == "pixel_values" else value.gather(1, order) for name, value in inputs.items()}
+
+
 def hf_forward(hf, inputs: dict[str, torch.Tensor]):
     """transformers' logits from types and positions: without them it computes other masks and positions."""
     positions = inputs["attention_mask"].cumsum(-1).clamp(min=1)

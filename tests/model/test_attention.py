@@ -13,7 +13,8 @@ def mask_by_loops(valid, types, window):
     for b in range(rows):
         for i in range(width):
             for j in range(width):
-                looks_back = j <= i and (window is None or i - j < window)
+                tokens_after_key = int(valid[b, j + 1 : i + 1].sum())
+                looks_back = j <= i and (window is None or tokens_after_key < window)
                 same_block = types[b, i] == 0 and types[b, j] == 0
                 mask[b, 0, i, j] = i == j or ((looks_back or same_block) and bool(valid[b, j]))
     return mask
@@ -22,8 +23,12 @@ def mask_by_loops(valid, types, window):
 @pytest.mark.parametrize("window", [None, 1, 3])
 def test_mask_is_the_rule(window):
     """Breaks when a query attends to a later suffix token or to padding, or the prefix hides a token from itself."""
-    valid = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1] * 8, [1, 1, 1, 1, 1, 1, 0, 0]], dtype=torch.bool)
-    types = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 0, 0]])
+    valid = torch.tensor(
+        [[0, 0, 1, 1, 1, 1, 1, 1], [1] * 8, [1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 1, 1]], dtype=torch.bool
+    )
+    types = torch.tensor(
+        [[0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1, 1]]
+    )
     expected = mask_by_loops(valid, types, window)
     assert torch.equal(attention_mask(valid, types, window=window), expected)
     for last in (1, 3):  # rows of the same

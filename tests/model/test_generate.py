@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from model.generate import generate, last_valid, pick
-from tests.reference import batch, hf_model, ours, relative_error
+from tests.reference import batch, hf_forward, hf_model, ours, relative_error, right_padded
 
 PROMPTS = ((6, 0), (2, 0), (4, 0))
 
@@ -32,6 +33,51 @@ def test_greedy_equals_transformers(generation, rows):
         ends = (b == hf.config.eos_token_id).nonzero()
         assert a.tolist() == b[: int(ends[0]) + 1 if len(ends) else None].tolist()
     assert len({tuple(row.tolist()) for row in mine}) == len(rows)  # the pictures and prompts matter
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+@pytest.mark.parametrize("rows", [PROMPTS, ((2, 0), (30, 0))], ids=["short", "long"])
+def test_right_padding_equals_transformers(generation, rows):
+    """Breaks when padding between prompt and answer takes places of Gemma 2's window, which are counted in tokens.
+
+    transformers pads on the left here: it cannot generate after padding on the right.
+    """
+    hf = hf_model(generation)
+    model, inputs = ours(hf), prompt(hf, rows)
+    padded = right_padded(inputs)
+    assert not torch.equal(padded["attention_mask"], inputs["attention_mask"])
+    valid, where = inputs["attention_mask"].bool(), padded["attention_mask"].bool()
+    assert relative_error(model(**padded)[where], hf_forward(hf, inputs)[valid]) <= 1e-6
+    theirs = hf.generate(**inputs, max_new_tokens=20, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    for row, (mine, reference) in enumerate(zip(generate(model, **padded, max_new_tokens=20), theirs, strict=True)):
+        assert mine.tolist() == reference[: len(mine)].tolist()
+        # the logits of the whole answer: equal tokens may be luck
+        whole = {name: value[row : row + 1] for name, value in inputs.items()}
+        between = {name: value[row : row + 1] for name, value in padded.items()}
+        for given in (whole, between):
+            for name, value in (("input_ids", mine[None]), ("token_type_ids", 1), ("attention_mask", 1)):
+                new = value if isinstance(value, torch.Tensor) else torch.full((1, len(mine)), value)
+                given[name] = torch.cat((given[name], new), dim=1)
+        answers = model(**between, positions_to_keep=len(mine)), hf_forward(hf, whole)[:, -len(mine) :]
+        assert relative_error(*answers) <= 1e-6
+
+
+def test_right_padding_at_896_pixels():
+    """Breaks when a picture of 4,096 tokens, as many as the window of PaliGemma 2, and padding exceed it together."""
+    hf = hf_model(2, image_size=896, sliding_window=4096, num_hidden_layers=2)
+    model, inputs = ours(hf, "sdpa"), prompt(hf, ((2, 0), (300, 0)))
+    with torch.no_grad():
+        features = model.encode_images(inputs.pop("pixel_values"))
+        answer = torch.randint(3, 127, (2, 12), generator=torch.Generator().manual_seed(0))
+
+        def logits(prompt, row):
+            """Of the answer to one row, which follows the prompt and its padding."""
+            given = {name: F.pad(value[row : row + 1], (0, 12), value=1) for name, value in prompt.items()}
+            given["input_ids"][:, -12:] = answer[row]
+            return model(**given, pixel_values=None, image_features=features[row : row + 1], positions_to_keep=12)
+
+        for row in (0, 1):
+            assert relative_error(logits(right_padded(inputs), row), logits(inputs, row)) <= 1e-5
 
 
 @pytest.mark.parametrize("generation", [1, 2])
