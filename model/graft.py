@@ -5,7 +5,7 @@ parameters beside them. `model.grafts` records every call.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from model.attention import Attention, attention_modules
 from model.common import UserError
 from model.gemma import Gemma, GemmaMLP
 from model.linear import Linear
-from model.variants import KINDS, Differential, options_of
+from model.variants import KINDS, Differential, base_layer, options_of
 
 # The stacks of layers that `where` chooses from.
 TOWERS = {"decoder": ["language_model.layers"], "vision": ["vision_tower.encoder.layers"]}
@@ -151,24 +151,42 @@ def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+def _rewrite(projection: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Apply a linear `change` of inputs to W, and to A where LoRA is merged: (W + B·A)·M = W·M + B·(A·M)."""
+    if lora := getattr(projection, "lora", None):
+        projection.unmerge()
+        lora.lora_A.weight.copy_(change(lora.lora_A.weight))
+    weight = base_layer(projection).weight
+    weight.copy_(change(weight))
+    if lora:
+        projection.merge()
+
+
 @torch.no_grad()
 def fold(model: Adaptable) -> None:
     """Make a grafted model plain again, in place, where plain parts can compute the same: softmax, dex, swiglu.
 
-    In fp32 it is exact up to rounding; a dex folded into a bf16 weight is rounded to it.
-    Raises UserError, and folds nothing, for the other variants and while LoRA is unmerged.
+    In fp32 it is exact up to rounding; a dex folded into a bf16 weight is rounded to it. Merged LoRA is folded too, so
+    that it can still be unmerged. Raises UserError, and folds nothing, for the other variants, while LoRA is unmerged,
+    and for weights in 8 bits.
     """
     variants = variants_of(model)
     for path, module in variants.items():
         if not module.foldable:
             raise UserError(f"{path}: plain attention cannot compute {module.kind!r}: keep it as base and adapter")
-        if not getattr(module.get_submodule(module.output_name), "merged", True):
+        output = module.get_submodule(module.output_name)
+        if not getattr(output, "merged", True):
             raise UserError(f"{path}.{module.output_name} carries LoRA: merge the adapter before folding the graft")
+        if module.rewrites_output and not base_layer(output).weight.is_floating_point():
+            raise UserError(
+                f"{path}.{module.output_name}: its weights are quantized: fold before, or open the base anew"
+            )
     feed_forwards = {record.feed_forward for record in model.grafts}
     if "swiglu-new" in feed_forwards:
         raise UserError("feed_forward 'swiglu-new' is no part of the published format: keep it as base and adapter")
     for path, module in variants.items():
-        module.fold_output()
+        if module.rewrites_output:
+            _rewrite(module.get_submodule(module.output_name), module.folded)
         with torch.device("meta"):
             plain = Attention(**module.sizes())
         plain.adopt(module)

@@ -33,7 +33,8 @@ class Differential(Attention):
 
     kind: str
     mergeable = True  # LoRA on q_proj and k_proj may be merged into their weights: no second branch reads them
-    foldable = False  # `fold` can turn it into plain attention
+    foldable = False  # `fold` can turn it into plain attention,
+    rewrites_output = False  # with other weights of the output projection
     maps = 1  # attention maps of a head, and calls of `tap`, A₁ first
 
     def __init__(self, plain: Attention, layer: int):
@@ -57,8 +58,9 @@ class Differential(Attention):
     def coefficient(self) -> torch.Tensor | None:
         """The weight of the second map in fp32: λ (1,), or λ or μ of each head (N,); None for a variant without."""
 
-    def fold_output(self) -> None:
-        """Write into the output projection what a `foldable` variant adds to plain attention."""
+    def folded(self, weight: torch.Tensor) -> torch.Tensor:
+        """W' (…, N·D) so that W' of plain heads is `weight` W of this variant's heads, if it `rewrites_output`."""
+        raise NotImplementedError
 
 
 class Softmax(Differential):
@@ -268,7 +270,7 @@ class Dex(Differential):
     """
 
     kind = "dex"
-    foldable = True
+    foldable = rewrites_output = True
 
     def __init__(self, plain: Attention, layer: int, *, heads: list[int] | None = None, lambda_init: float = 1.0):
         super().__init__(plain, layer)
@@ -295,12 +297,11 @@ class Dex(Differential):
     def coefficient(self) -> torch.Tensor:
         return self.lambda_d.float()
 
-    def fold_output(self) -> None:
-        """W_O ← W_O·(I − λ·W_D)ᵀ at the columns of each chosen head, in fp32, then rounded to W_O's dtype."""
-        weight = base_layer(self.get_submodule(self.output_name)).weight
-        by_head = weight.data.float().unflatten(1, (self.num_heads, self.head_dim))  # (H, N, D)
-        by_head[:, self.heads] -= self.lambda_d.data.float() * (by_head[:, self.heads] @ self.w_d.data.float().T)
-        weight.data.copy_(by_head.flatten(1))
+    def folded(self, weight: torch.Tensor) -> torch.Tensor:
+        """W·(I − λ·W_D)ᵀ at the columns of each chosen head, in fp32."""
+        by_head = weight.float().unflatten(1, (self.num_heads, self.head_dim)).clone()  # (H, N, D)
+        by_head[:, self.heads] -= self.lambda_d.float() * (by_head[:, self.heads] @ self.w_d.float().T)
+        return by_head.flatten(1)
 
 
 # Every variant by name. A new one is a class above and a line here.

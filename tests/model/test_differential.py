@@ -9,6 +9,7 @@ from torch import nn
 
 from lora import adapter
 from lora.layer import LoRALinear
+from lora.quantize import quantize
 from model import differential
 from model.attention import Attention, Rope, attention_mask, set_attention_backend
 from model.common import UserError
@@ -794,6 +795,43 @@ def test_folding_gives_a_plain_model(variant):
     assert relative(plain(**batch()), trained) < 2e-6
     assert model.grafts == () and not new_parameters(model)
     assert relative(tiny()(**batch()), trained) > 0.05
+
+
+@pytest.mark.parametrize("variant", ["dex", "dex-heads"])
+def test_lora_can_be_removed_after_folding(variant):
+    """Breaks when `unmerge` or `disabled` restores an output projection without the fold, or a merge adds twice."""
+    model = grafted(variant)
+    adapter.inject(model, TARGETS, 2, 4.0)
+    stir(model, {name for name, _ in model.named_parameters() if "lora_B" not in name})
+    trained = model(**batch())
+    with adapter.disabled(model):
+        without = model(**batch())
+    assert relative(without, trained) > 0.05
+    adapter.merge(model)
+    fold(model)
+    for _ in range(2):
+        assert relative(model(**batch()), trained) < 2e-6
+        with adapter.disabled(model):
+            assert relative(model(**batch()), without) < 2e-6
+        assert relative(model(**batch()), trained) < 2e-6
+        adapter.unmerge(model)
+        assert relative(model(**batch()), trained) < 2e-6, "unmerged LoRA computes the same"
+        adapter.merge(model)
+
+
+def test_folding_into_8_bits_is_refused():
+    """Breaks when a fold writes rounded floats into integers that have a scale of their own."""
+    model = grafted("dex")
+    quantize(model.requires_grad_(False))
+    logits = model(**batch())
+    with pytest.raises(UserError, match="layers.0.self_attn.out_proj: its weights are quantized"):
+        fold(model)
+    assert torch.equal(model(**batch()), logits) and model.grafts
+    model = grafted("softmax", stirred=False)
+    quantize(model.requires_grad_(False))
+    logits = model(**batch())
+    fold(model)  # nothing is written
+    assert torch.equal(model(**batch()), logits) and not model.grafts
 
 
 def test_folding_refuses_what_no_plain_model_computes():
