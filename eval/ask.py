@@ -17,7 +17,7 @@ from eval import figures
 from eval.command import command_parser
 from eval.session import add_model_flags, open_model
 from model.common import UserError, run_command
-from model.generate import generate
+from model.generate import NonFiniteError, generate
 from model.images import load_image
 from model.processor import parse_boxes
 
@@ -43,15 +43,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = next(model.parameters()).device
     asked = [(name, prompt) for name in images for prompt in args.prompt]
     batch = processor([images[name] for name, _ in asked], [prompt for _, prompt in asked]).to(device)
-    rows = generate(
-        model,
-        *(batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask),
-        args.max_new_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        generator=torch.Generator(device).manual_seed(args.seed),
-        image_index=batch.image_index,
-    )
+    try:
+        rows = generate(
+            model,
+            *(batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask),
+            args.max_new_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            generator=torch.Generator(device).manual_seed(args.seed),
+            image_index=batch.image_index,
+        )
+    except NonFiniteError as error:
+        name, prompt = asked[error.rows[0]]
+        raise NonFiniteError(error.rows, f"{name}, {prompt!r}") from None
     answers = []
     for (name, prompt), row in zip(asked, rows, strict=True):
         text = processor.decode(row)

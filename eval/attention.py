@@ -27,7 +27,7 @@ from eval.command import Report, add_json_flag, command_parser, print_report
 from eval.session import add_model_flags, model_of, open_model
 from model.attention import Attention, attention_modules, tapped
 from model.common import UserError, run_command
-from model.generate import generate
+from model.generate import NonFiniteError, check_finite, generate
 from model.images import load_image
 from model.paligemma import PaliGemma
 from model.processor import Processor
@@ -42,9 +42,10 @@ class Look(NamedTuple):
 
 
 @torch.no_grad()
-def look(model: PaliGemma, **batch) -> list[list[Look]]:
+def look(model: PaliGemma, name: str, **batch) -> list[list[Look]]:
     """The one or two maps of each decoder layer, A₁ first, in a forward pass of one row; `batch` are the model's
-    arguments. Each map is reduced at once: complete maps of a long prompt would fill the memory."""
+    arguments. Each map is reduced at once: complete maps of a long prompt would fill the memory. Raises NonFiniteError,
+    which `name`s the question."""
     layers = [m for path, m in attention_modules(model).items() if path.startswith("language_model.")]
     found: dict[Attention, list[Look]] = {layer: [] for layer in layers}
 
@@ -53,7 +54,7 @@ def look(model: PaliGemma, **batch) -> list[list[Look]]:
         maps.append(Look(mean.sum(0).cpu(), mean[-1].cpu()))
 
     with tapped({layer: partial(reduce, maps) for layer, maps in found.items()}):
-        model(**batch, positions_to_keep=1)
+        check_finite(model(**batch, positions_to_keep=1), name)
     return list(found.values())
 
 
@@ -105,18 +106,19 @@ def answer(
     Raises UserError for a number that the answer does not have.
     """
     batch = processor([image], [prompt]).to(next(model.parameters()).device)
-    new = generate(
-        model, batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask, max(32, token + 1)
-    )[0]
+    inputs = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
+    try:
+        new = generate(model, *inputs, max(32, token + 1))[0]
+    except NonFiniteError as error:
+        raise NonFiniteError(error.rows, repr(prompt)) from None
     if not 0 <= token < len(new):
         raise UserError(f"--token {token}: the answer {processor.decode(new)!r} has tokens 0 to {len(new) - 1}")
     before = new[:token]  # the position before a token decides it: it is the last query
-    inputs = {
+    return new, {
         "input_ids": torch.cat((batch.input_ids[0], before))[None],
         "pixel_values": batch.pixel_values,
         "token_type_ids": torch.cat((batch.token_type_ids[0], torch.ones_like(before)))[None],
     }
-    return new, inputs
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -155,12 +157,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not all(1 <= layer <= depth for layer in layers):
         raise UserError(f"--layers {' '.join(map(str, layers))}: expected numbers from 1 to {depth}")
     new, inputs = answer(model, processor, image, args.prompt, args.token)
-    maps = list(zip(*look(model, **inputs), strict=True))  # one or two, each with a Look per layer
+    maps = list(zip(*look(model, repr(args.prompt), **inputs), strict=True))  # one or two, each with a Look per layer
     columns = dict(zip(("A1", "A2") if len(maps) == 2 else (title,), maps, strict=True))
     if run is not None:
         weight = model.language_model.embed_tokens.weight
         del model
-        plain = look(load_model(source, dtype=weight.dtype, device=weight.device), **inputs)
+        plain = look(load_model(source, dtype=weight.dtype, device=weight.device), repr(args.prompt), **inputs)
         columns = {"plain": [map_ for (map_,) in plain]} | columns
 
     is_picture = (inputs["input_ids"][0] == processor.config.image_token_id).cpu()

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from eval.command import Ask
 from model.common import UserError, write_text
-from model.generate import CompiledStep, generate, last_valid
+from model.generate import CompiledStep, NonFiniteError, finite_rows, generate, last_valid
 from model.images import load_image, to_pixels
 from model.paligemma import PaliGemma
 from model.processor import Batch, Processor, TokenRow
@@ -108,7 +108,7 @@ def log_likelihoods(
 ) -> list[torch.Tensor]:
     """log p, in nats, of each row's choices (token ids, the end token included) after its picture and prefix.
 
-    A prompt is read once into the cache, whose rows are then repeated for the choices.
+    A prompt is read once into the cache, whose rows are then repeated for the choices. Raises NonFiniteError.
     """
     owner = torch.tensor([row for row, of_row in enumerate(choices) for _ in of_row], device=batch.input_ids.device)
     longest = max(len(ids) for of_row in choices for ids in of_row)
@@ -134,6 +134,9 @@ def log_likelihoods(
         torch.cat((batch.attention_mask[owner], (read != -100).long()), dim=1),
         cache=cache,
     )
+    finite = finite_rows(first)[owner] & finite_rows(torch.where((read == -100)[..., None], 0, rest))
+    if not bool(finite.all()):
+        raise NonFiniteError(owner[~finite].unique().tolist())
     each = torch.cat((first[owner], rest), dim=1).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     return list(each.masked_fill(targets == -100, 0).sum(1).split([len(of_row) for of_row in choices]))
 
@@ -172,13 +175,17 @@ def _answer_window(
             batch = processor.pad(rows).to(features.device)
             index = torch.tensor([place for q in part for place in places[q.key]], device=features.device)
             pictures = {"image_features": features, "image_index": index}
-            if choices:
-                yield part, _choose(model, processor, part, batch, pictures)
-                continue
             step = compiled if len(part) == batch_size else None  # another number of rows would be compiled anew
-            prompt = batch.input_ids, None, batch.token_type_ids, batch.attention_mask
-            new = generate(model, *prompt, max_new_tokens, **pictures, compiled=step)
-            yield part, [processor.decode(row) for row in new]
+            try:
+                if choices:
+                    answers = _choose(model, processor, part, batch, pictures)
+                else:
+                    prompt = batch.input_ids, None, batch.token_type_ids, batch.attention_mask
+                    new = generate(model, *prompt, max_new_tokens, **pictures, compiled=step)
+                    answers = [processor.decode(row) for row in new]
+            except NonFiniteError as error:
+                raise NonFiniteError(error.rows, f"question {part[error.rows[0]].id}") from None
+            yield part, answers
 
 
 def _choose(model, processor, questions: list[Ask], batch: Batch, pictures: dict[str, torch.Tensor]) -> list[str]:

@@ -93,10 +93,12 @@ def measure(
     """
     laws, queries = [], []
     device = next(model.parameters()).device
-    for picture, prompt in examples:
+    for number, (picture, prompt) in enumerate(examples, start=1):
         batch = processor([picture() if callable(picture) else picture], [prompt]).to(device)
         types = torch.ones_like(batch.token_type_ids) if causal else batch.token_type_ids
-        maps = look(model, input_ids=batch.input_ids, pixel_values=batch.pixel_values, token_type_ids=types)
+        maps = look(
+            model, f"prompt {number}", input_ids=batch.input_ids, pixel_values=batch.pixel_values, token_type_ids=types
+        )
         is_picture = (batch.input_ids[0] == processor.config.image_token_id).cpu()
         after = is_picture.long().cumsum(0) > 0
         groups = (~after, is_picture, after & ~is_picture)

@@ -16,6 +16,30 @@ from model.paligemma import PaliGemma
 CHECK_EVERY = 8  # steps between checks whether all rows have ended on a GPU: each makes the CPU wait for it
 
 
+class NonFiniteError(UserError):
+    """Logits that are NaN or infinite; `rows` are the rows of the batch that have them, `name` is what was asked."""
+
+    def __init__(self, rows: list[int], name: str = ""):
+        self.rows = rows
+        super().__init__(
+            f"{name}{': ' * bool(name)}the logits are not finite: the weights or the adapter are damaged, or too large "
+            "for the dtype: try --dtype fp32, or another model"
+        )
+
+
+def finite_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Whether all logits (B, …, V) of a row are finite, (B,) bool, without waiting for the device."""
+    low, high = torch.aminmax(logits.flatten(1), dim=1)  # NaN is both
+    return low.isfinite() & high.isfinite()
+
+
+def check_finite(logits: torch.Tensor, name: str = "") -> None:
+    """Raise NonFiniteError for logits (B, …, V) that are NaN or infinite, its message with `name` in front."""
+    rows = (~finite_rows(logits)).nonzero().flatten().tolist()
+    if rows:
+        raise NonFiniteError(rows, name)
+
+
 class CompiledStep:
     """One step of decoding through torch.compile, for many calls of `generate`; on CUDA as a CUDA graph.
 
@@ -90,7 +114,8 @@ def generate(
     The prompt (B, S) and its pictures are as for `PaliGemma.forward`; each new token is causal. Decoding is greedy at
     temperature 0, else sampled from the smallest set of tokens that holds `top_p` of the probability there. `compiled`
     is a compiled step of this model.
-    Raises UserError for a temperature below 0, a top_p outside (0, 1], or fewer than 1 new token.
+    Raises UserError for a temperature below 0, a top_p outside (0, 1], or fewer than 1 new token, and NonFiniteError
+    for logits before a row's end that are NaN or infinite.
     """
     if max_new_tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
         raise UserError(
@@ -147,16 +172,23 @@ def _decode(
     """Tokens (B, T), T ≤ limit, from the logits (B, V) after the prompts; rows that have ended repeat `eos`.
 
     choose: a token (B,) from logits. advance: the logits after a token, which is the n-th new one.
+    Raises NonFiniteError, in the end: until then such a row counts as ended, so that no step waits for the GPU.
     """
     tokens, ended = [], torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    broken = torch.zeros_like(ended)
     check_every = CHECK_EVERY if logits.is_cuda else 1
     while True:
+        broken |= ~(finite_rows(logits) | ended)
+        ended |= broken
         token = torch.where(ended, eos, choose(logits))
         tokens.append(token)
         ended |= token == eos
         if len(tokens) == limit or len(tokens) % check_every == 0 and bool(ended.all()):
-            return torch.stack(tokens, dim=1)
+            break
         logits = advance(token, len(tokens))
+    if rows := broken.nonzero().flatten().tolist():
+        raise NonFiniteError(rows)
+    return torch.stack(tokens, dim=1)
 
 
 def last_valid(attention_mask: torch.Tensor) -> torch.Tensor:
@@ -169,6 +201,8 @@ def pick(logits: torch.Tensor, temperature: float, top_p: float, generator: torc
     """One token (B,) from logits (B, V): the largest, or a sample of the nucleus (Holtzman et al. 2020)."""
     if temperature == 0:
         return logits.argmax(dim=-1)
+    # torch.multinomial fails on NaN, on CUDA for all later calls too; _decode reports such a row
+    logits = torch.where(finite_rows(logits)[:, None], logits, 0.0)
     probabilities = torch.softmax(logits / temperature, dim=-1)
     if top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True)

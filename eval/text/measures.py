@@ -35,6 +35,7 @@ from eval.text.tasks import SHOWN, Document, Tasks
 from model.attention import Attention, attention_modules, tapped
 from model.common import UserError
 from model.device import choose_device
+from model.generate import NonFiniteError, check_finite, finite_rows
 from model.text import TextModel
 from weights.load import load_model
 
@@ -75,7 +76,9 @@ def nll(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, 
     by_position = []
     for place, _ in places:
         ids = torch.tensor([[BOS, *corpus.ids[SPLIT][place : place + length].tolist()]], device=device_of(model))
-        log_p = F.cross_entropy(model(ids[:, :-1])[0], ids[0, 1:], reduction="none")
+        logits = model(ids[:, :-1])
+        check_finite(logits, f"nll test {len(by_position) + 1}")
+        log_p = F.cross_entropy(logits[0], ids[0, 1:], reduction="none")
         by_position.append(log_p.cpu().numpy())
     bins = context_bins(length)
     values = [float(one[first:last].mean()) for one in by_position for first, last in bins]
@@ -122,7 +125,7 @@ def needle_tests(corpus: Corpus, length: int, limit: int) -> list[tuple[tuple[in
 def needle(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, Scores]:
     """Accuracy on each secret asked for, `limit` tests of each kind; by depth only the one whose depth is set."""
     tests = needle_tests(corpus, length, limit)
-    right = hits(model, [document for *_, document in tests])
+    right = hits(model, [document for *_, document in tests], "needle")
     by_kind = [
         (f"{n}/{r}", number, hit)
         for number, (((n, r), *_), of_test) in enumerate(zip(tests, right, strict=True))
@@ -146,7 +149,9 @@ def attention(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict
         for number, (kind, depth, document) in enumerate(needle_tests(corpus, length, limit))
         if kind == NEEDLES[-1]
     ]
-    shares = [attention_shares(model, document) for *_, document in tests]
+    shares = [
+        attention_shares(model, document, f"attention test {n}") for n, (*_, document) in enumerate(tests, start=1)
+    ]
     answer, noise = (
         [(100 * depth, number, share[part]) for (number, depth, _), share in zip(tests, shares, strict=True)]
         for part in (0, 1)
@@ -159,7 +164,7 @@ def attention(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict
 
 
 @torch.no_grad()
-def attention_shares(model: TextModel, document: Document) -> tuple[float, float]:
+def attention_shares(model: TextModel, document: Document, name: str = "document") -> tuple[float, float]:
     """Of |A|, or |A₁ − λ·A₂|, the share on the line of the first needle asked for, and on the rest of its haystack; the
     mean over layers, heads, and the positions that decide the answer.
 
@@ -172,7 +177,8 @@ def attention_shares(model: TextModel, document: Document) -> tuple[float, float
         return lambda weights: maps.append(weights[0, :, start - 1 : end - 1].float())
 
     with tapped({layer: keep_answer(maps) for layer, maps in found.items()}):
-        model(torch.tensor([document.ids[: end - 1]], device=device_of(model)), positions_to_keep=1)
+        ids = torch.tensor([document.ids[: end - 1]], device=device_of(model))
+        check_finite(model(ids, positions_to_keep=1), name)
     shares = []
     for layer, maps in found.items():
         weights = (maps[0] if len(maps) == 1 else maps[0] - layer.coefficient() * maps[1]).abs()  # (N, answer, S)
@@ -194,7 +200,7 @@ def examples(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[
     ]
     if (longest := max(len(document.ids) for document in documents)) > length + 1:
         raise UserError(f"{max(EXAMPLES)} examples take {longest - 1} tokens, the model knows rows of {length}")
-    right = np.array([float(hit) for (hit,) in hits(model, documents)]).reshape(len(episodes), ORDERS)
+    right = np.array([float(hit) for (hit,) in hits(model, documents, "examples")]).reshape(len(episodes), ORDERS)
     accuracy = [
         (count, f"{count}/{number}", value)
         for (count, number, _), value in zip(episodes, right.mean(1).tolist(), strict=True)
@@ -215,7 +221,7 @@ def _scores(title: str, x_label: str, y_label: str, better: int, rows: Sequence[
 
 
 @torch.no_grad()
-def hits(model: TextModel, documents: Sequence[Document]) -> list[list[bool]]:
+def hits(model: TextModel, documents: Sequence[Document], name: str = "document") -> list[list[bool]]:
     """For each answer of each document, whether each of its tokens is the likeliest after the tokens before it."""
     right = []
     for start in range(0, len(documents), BATCH):
@@ -224,6 +230,9 @@ def hits(model: TextModel, documents: Sequence[Document]) -> list[list[bool]]:
         ids, places = (_filled(rows).to(device_of(model)) for rows in ([d.ids for d in batch], spans))
         places = places.clamp(min=1)  # padding, whose logits are not used
         logits = model(ids, positions_to_keep=places - 1)
+        broken = (~finite_rows(logits)).nonzero().flatten().tolist()
+        if broken:
+            raise NonFiniteError(broken, f"{name} test {start + broken[0] + 1}")
         is_right = (logits.argmax(-1) == ids.gather(1, places)).tolist()
         for document, of_row in zip(batch, is_right, strict=True):
             tokens = iter(of_row)

@@ -777,7 +777,7 @@ def test_laws_by_hand(model, processor):
     batch = processor([noise(1)], ["answer en Where is the dog?"])
     inputs = {"input_ids": batch.input_ids, "pixel_values": batch.pixel_values, "token_type_ids": batch.token_type_ids}
     is_picture = batch.input_ids[0] == processor.config.image_token_id
-    layers = attention.look(model, **inputs)
+    layers = attention.look(model, "it", **inputs)
     assert not any(module.tap for module in attention_modules(model).values())  # all is as it was
     queries = len(is_picture)
     (found,) = (attention.laws(maps, is_picture) for maps in zip(*layers, strict=True))
@@ -800,7 +800,7 @@ def test_maps_of_every_variant(processor, kind):
             parameter.normal_(std=0.3)
     batch = processor([noise(1)], ["count dog"])
     inputs = {"input_ids": batch.input_ids, "pixel_values": batch.pixel_values, "token_type_ids": batch.token_type_ids}
-    layers = attention.look(other, **inputs)
+    layers = attention.look(other, "it", **inputs)
     maps = iter(whole_maps(other, inputs))
     for number, of_layer in enumerate(layers):
         assert len(of_layer) == (2 if kind in ("split", "twin", "v2") else 1)
