@@ -104,12 +104,12 @@ def load_checkpoint(
     owners = {moment.rpartition("/")[0] for moment in moments}
     if found != {name: p.shape for name, p in parameters.items()} or not owners <= parameters.keys():
         raise UserError(f"{folder}: holds other parameters than this run trains: resume with the run's own settings")
-    fused = {name: group["fused"] for group in optimizer.param_groups for name in group["names"]}
+    fused = {name: group.get("fused", False) for group in optimizer.param_groups for name in group["names"]}
     tensors: dict[str, torch.Tensor] = dict(parameters)
     for moment in moments:
         name, _, key = moment.rpartition("/")
         parameter = parameters[name]
-        # AdamW counts its steps on the CPU unless it is fused
+        # optimizers count their steps on the CPU unless they are fused
         tensors[moment] = (
             torch.zeros((), device=parameter.device if fused[name] else "cpu")
             if key == "step"

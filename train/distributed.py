@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from eval.run import Ask, ask_all
 from model.common import UserError
 from model.device import choose_device
+from model.mamba import MambaMixer
 from model.paligemma import PaliGemma
 from model.processor import Processor
 
@@ -91,24 +92,35 @@ def leave_world() -> None:
         dist.destroy_process_group()
 
 
-def spread(model: PaliGemma, world: World, shard: bool) -> nn.Module:
+def spread(model: PaliGemma, world: World, shard: bool, autocast: torch.dtype | None = None) -> nn.Module:
     """The module to call in place of `model`: itself in one process, else wrapped by DDP, or with `shard` sharded by
     FSDP2 layer by layer.
 
-    Both average gradients over processes, so the loss must be multiplied by `world.size`.
+    Both average gradients over processes, so the loss must be multiplied by `world.size`. A sharded model in fp32 that
+    is called under `autocast` to bf16 gathers its weights in bf16, and sums gradients in fp32.
     """
     if world.size == 1:
         return model
     if not shard:
         ids = [world.device.index] if world.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=ids)
+    policy = MixedPrecisionPolicy()
+    if autocast == torch.bfloat16 and computes_in_bf16(model):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in [*model.vision_tower.encoder.layers, *model.language_model.layers]:
-        fully_shard(layer)
-    return fully_shard(model)
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def computes_in_bf16(model: PaliGemma) -> bool:
+    """Whether all weights of an fp32 model may be read in bf16: λ and the decay rates of Mamba need fp32."""
+    needs_fp32 = model.grafts or any(isinstance(module, MambaMixer) for module in model.modules())
+    return not needs_fp32 and all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:
     """Set whether the next backward pass exchanges gradients: only the last micro-batch of a step needs to."""
+    model = getattr(model, "_orig_mod", model)  # torch.compile has wrapped it
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = sync
     elif hasattr(model, "set_requires_gradient_sync"):

@@ -4,7 +4,6 @@ In: a model, its optimizer, the order of its micro-batches, and the loss of one.
 metrics.jsonl and checkpoints in the run folder. It knows no command line and no data set.
 """
 
-import contextlib
 import math
 import re
 import signal
@@ -90,8 +89,10 @@ def fit(
     reads it. measure(micro): values for the metrics. before: kept in the progress. Raises Diverged if the loss is not
     finite, UserError for too many unusable records, Interrupted after SIGTERM or Ctrl-C, with a checkpoint written.
     """
-    autocast, scaler = precision(options.autocast, world.device)
-    called = spread(model, world, options.shard)
+    dtype = autocast_dtype(options.autocast, world.device)
+    autocast = torch.autocast(world.device.type, dtype, enabled=dtype is not None)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
+    called = spread(model, world, options.shard, dtype)
     reconnect(optimizer, model)
     step, progress = restore(run, model, optimizer, scaler, before, world)
     called = torch.compile(called) if options.compile else called
@@ -131,12 +132,11 @@ def fit(
     return progress
 
 
-def precision(name: str, device: torch.device) -> tuple[contextlib.AbstractContextManager, torch.amp.GradScaler]:
-    """Autocast to the dtype `name`, and a scaler of gradients, which is active for fp16. "auto": bf16 on a GPU."""
+def autocast_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """The dtype of `--autocast`, None for "none". "auto" is bf16 on a GPU."""
     if name == "auto":
         name = "bf16" if device.type == "cuda" else "none"
-    autocast = contextlib.nullcontext() if name == "none" else torch.autocast(device.type, DTYPES[name])
-    return autocast, torch.amp.GradScaler(device.type, enabled=name == "fp16")
+    return DTYPES.get(name)
 
 
 def restore(

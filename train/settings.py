@@ -79,7 +79,12 @@ class Settings:
     cache_features: str | None = flag(
         None, "folder to keep the features of a frozen vision tower in, for later epochs and runs (default: none)"
     )
-    dtype: str = flag("auto", "dtype of the base (default: bf16 on CUDA, else fp32)", choices=["auto", *DTYPES])
+    dtype: str = flag(
+        "auto",
+        "dtype of the base (default: bf16 on CUDA, else fp32; with --full and --stage fp32 everywhere, "
+        "in all about 18 bytes for each trained parameter)",
+        choices=["auto", *DTYPES],
+    )
     autocast: str = flag(
         "auto", "autocast dtype (default: bf16 on CUDA, else none)", choices=["auto", "none", "bf16", "fp16"]
     )
@@ -151,6 +156,11 @@ def read_option(text: str) -> tuple[str, object]:
 def check(settings: Settings) -> None:
     """Raise UserError for values out of range, and for a stage without its system or a system without a stage."""
     check_ranges(settings)
+    if settings.writes_model and settings.dtype not in ("auto", "fp32"):
+        raise UserError(
+            f"--dtype {settings.dtype}: --full and --stage train whole weights, and most updates of them are lost in "
+            f"{settings.dtype}: leave --dtype out (weights in fp32) and use --autocast {settings.dtype}"
+        )
     if settings.arch not in ("paligemma", *STAGES):
         raise UserError(f"--arch {settings.arch}: expected one of paligemma, {', '.join(STAGES)}")
     if (settings.arch == "paligemma") != (settings.stage is None):

@@ -8,13 +8,13 @@ from torch import nn
 
 from model.common import UserError
 from train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from train.optim import Rule, make_adamw, parameter_groups
+from train.optim import Rule, make_adamw, make_radam, parameter_groups
 
 
-def make(seed: int = 0):
+def make(seed: int = 0, optimizer=make_adamw):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    return model, make_adamw(parameter_groups(model, [Rule("0.*", 0.1), Rule(r"2\.weight", 0.01)]), (0.9, 0.98))
+    return model, optimizer(parameter_groups(model, [Rule("0.*", 0.1), Rule(r"2\.weight", 0.01)]), (0.9, 0.98))
 
 
 def step(model, optimizer, number: int) -> None:
@@ -24,14 +24,15 @@ def step(model, optimizer, number: int) -> None:
     optimizer.zero_grad()
 
 
-def test_resumed_equals_uninterrupted_to_the_bit(tmp_path):
+@pytest.mark.parametrize("make_optimizer", [make_adamw, make_radam])
+def test_resumed_equals_uninterrupted_to_the_bit(make_optimizer, tmp_path):
     """Breaks when a moment, a step count or a weight is not restored."""
-    model, optimizer = make()
+    model, optimizer = make(optimizer=make_optimizer)
     for number in range(5):
         step(model, optimizer, number)
         if number == 2:
             save_checkpoint(tmp_path, 3, model, optimizer, {"epoch": 0})
-    resumed, resumed_optimizer = make(seed=1)
+    resumed, resumed_optimizer = make(seed=1, optimizer=make_optimizer)
     resumed[2].bias.data.copy_(model[2].bias)  # frozen: not in the checkpoint
     state = load_checkpoint(checkpoints(tmp_path)[-1], resumed, resumed_optimizer)
     assert (state["step"], state["progress"]) == (3, {"epoch": 0})

@@ -42,9 +42,18 @@ class System:
 SYSTEMS: dict[str, System] = {"wings": System(open_wings), "qmamba": System(open_qmamba, language_model)}
 
 
+def weights_dtype(settings: Settings, device: torch.device) -> torch.dtype:
+    """The dtype of the weights; "auto" is fp32 where whole weights are trained.
+
+    Half of the distance between neighbouring bf16 numbers is 2⁻⁹ of a weight: an update of 1e-5 of it would round to
+    nothing. Adapters are in fp32 whatever their base is in.
+    """
+    return choose_dtype("fp32" if settings.writes_model and settings.dtype == "auto" else settings.dtype, device)
+
+
 def load_base(settings: Settings, device: torch.device) -> PaliGemma:
     """The base without graft and adapter, in its dtype, on `device`."""
-    return load_model(settings.base, dtype=choose_dtype(settings.dtype, device), device=device)
+    return load_model(settings.base, dtype=weights_dtype(settings, device), device=device)
 
 
 def open_model(settings: Settings, device: torch.device) -> tuple[PaliGemma, torch.optim.Optimizer]:
@@ -53,7 +62,7 @@ def open_model(settings: Settings, device: torch.device) -> tuple[PaliGemma, tor
     Raises UserError for settings that exclude each other.
     """
     if settings.stage is not None:
-        model, rules = open_stage(settings, choose_dtype(settings.dtype, device), device)
+        model, rules = open_stage(settings, weights_dtype(settings, device), device)
     else:
         model = load_base(settings, device)
         rules = adapt(model, settings)
