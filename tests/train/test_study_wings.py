@@ -20,9 +20,9 @@ from train.data.batches import collate
 from train.data.records import Record
 from train.optim import count, trainable
 from train.studies import wings as study_wings
-from train.studies.encoded import EncodedOrder, encoded_loss
+from train.studies.encoded import EncodedOrder, answer, encoded_loss
 from train.studies.engine import choose_rate
-from train.studies.wings import MARGIN, WingsStudy, answer, lora_rank, prepare, text_records
+from train.studies.wings import MARGIN, WingsStudy, lora_rank, prepare, text_records
 from train.supervised import supervised_loss
 from weights.load import load_model
 
@@ -79,7 +79,7 @@ def test_the_control_has_as_many_parameters():
 def test_prepared_micro_batches_are_causal_and_seen(processor, tmp_path):
     """Breaks when features made beforehand are another picture's, or the loss is not that of the pixels, causally."""
     base = load_model("embedded")
-    study = WingsStudy(tmp_path, 0.02, 4, processor, base, "")
+    study = WingsStudy(tmp_path, 0.02, 4, "", processor, base)
     drawn = [scenes.sample("scan", "train", number) for number in range(2)]
     records = [Record(s.task, str(i), lambda s=s: s.image, "scan<image>", s.suffix) for i, s in enumerate(drawn)]
     (micro,) = prepare(study, records, 2)

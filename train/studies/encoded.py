@@ -1,7 +1,7 @@
-"""Training on pictures that a frozen vision tower has encoded beforehand, once for all rows of a study.
+"""Training and questions on pictures that a frozen vision tower has encoded beforehand, once for all rows of a study.
 
 In: records and the vision tower. Out: micro-batches that hold features (pictures, I, W) of the tower in place of
-pixels. The projector still has to be applied to them: it is trained.
+pixels, and answers. The projector still has to be applied to the features: it is trained.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from model.generate import generate
 from model.images import load_image, to_pixels
+from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.siglip import Siglip
 from train.data.batches import MicroBatch, supervised
@@ -72,3 +74,34 @@ class EncodedOrder:
 def encoded_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
     """The loss of a micro-batch whose features have not passed the projector yet, summed over its tokens."""
     return supervised_loss(model, replace(micro, features=model.multi_modal_projector(micro.features)))
+
+
+@torch.no_grad()
+def answer(
+    model: PaliGemma,
+    processor: Processor,
+    prompts: Sequence[str],
+    features: torch.Tensor | None = None,
+    max_new_tokens: int = 20,
+    rows: int = 100,
+) -> list[str]:
+    """Answers to prompts, each about one encoded picture, or to text alone; causal, `rows` prompts at once.
+
+    features (prompts, I, W): of the vision tower. max_new_tokens: of an answer.
+    """
+    model.eval()
+    answers = []
+    for start in range(0, len(prompts), rows):
+        part = slice(start, start + rows)
+        batch = processor.pad([processor.layout(int(features is not None), prompt) for prompt in prompts[part]])
+        new = generate(
+            model,
+            batch.input_ids,
+            None,
+            torch.ones_like(batch.input_ids),
+            batch.attention_mask,
+            max_new_tokens,
+            image_features=None if features is None else model.multi_modal_projector(features[part]),
+        )
+        answers += [processor.decode(row) for row in new]
+    return answers

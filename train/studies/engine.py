@@ -129,6 +129,25 @@ def _spell_numbers(result: dict) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in result.items() if isinstance(value, float))
 
 
+@dataclass(frozen=True)
+class ScaledStudy:
+    """What all cells of a study with `ScaledOptions` share. fingerprint: of the weights that it starts from."""
+
+    out: Path
+    scale: float
+    limit: int
+    fingerprint: str
+
+    def scaled(self, number: int, least: int) -> int:
+        """A number of steps or samples, scaled, and at least `least`."""
+        return max(least, round(self.scale * number))
+
+    def finish(self, title: str, parts: tuple, work: Callable[[Path], dict]) -> tuple[dict, Path]:
+        """The result of the cell that `parts` decide, and its folder."""
+        folder = cell_folder(self.out, *parts)
+        return finish_cell(folder / "result.json", title, work), folder
+
+
 def choose_rate(validation: Mapping[float, float], margin: float = 0.0) -> float:
     """The lowest rate whose score on the validation split is within `margin` of the best."""
     best = max(validation.values())

@@ -50,7 +50,7 @@ from train.settings import Settings
 from train.signals import same_command_goes_on
 from train.studies import engine
 from train.studies.encoded import EncodedOrder, EncodedRecords, encode, encoded_loss
-from train.studies.engine import ScaledOptions, cell_folder, describe, difference, spell
+from train.studies.engine import ScaledOptions, ScaledStudy, describe, difference, spell
 from train.systems.qmamba import TINY, TINY_MAMBA, Parts
 from weights.fingerprint import exact_fingerprint
 from weights.load import load_mamba, load_model
@@ -193,34 +193,23 @@ def make_transformer(study: "QMambaStudy", seed: int) -> PaliGemma:
 
 
 @dataclass(frozen=True)
-class QMambaStudy:
-    """What all cells share. scale: the length of all training against the default. limit: questions of a task."""
-
-    out: Path
-    scale: float
-    limit: int
-    fingerprint: str
+class QMambaStudy(ScaledStudy):
+    """limit: questions of a task."""
 
     def samples(self, number: int) -> int:
-        return max(32, round(self.scale * number))
+        return self.scaled(number, 32)
 
     def settings(self, stage: int, seed: int) -> Settings:
         """Those of `python -m train.finetune --arch qmamba`, but for the number of samples."""
-        own = {
-            "arch": "qmamba",
-            "stage": stage,
-            "samples": self.samples(SAMPLES[stage]),
-            "seed": seed,
-            "checkpoint_every": 10**9,
-            "measure_every": 0,
-        }
+        own = {"arch": "qmamba", "stage": stage, "samples": self.samples(SAMPLES[stage]), "seed": seed}
+        own |= {"checkpoint_every": 10**9, "measure_every": 0}
         return Settings(**(stage_defaults("qmamba", stage, "embedded") | own))
 
-    def finish(self, title: str, parts: tuple, work) -> dict:
-        """The result of the cell that `parts` decide; its "file" holds the weights that `work` saves in its folder."""
-        folder = cell_folder(self.out, *parts)
-        file = str((folder / "model.safetensors").relative_to(self.out))
-        return engine.finish_cell(folder / "result.json", title, lambda folder: work(folder) | {"file": file})
+
+def save_weights(study: QMambaStudy, weights: dict[str, torch.Tensor], folder: Path) -> dict:
+    """Write a cell's weights. Returns {"file"}: where they are in the study's folder."""
+    save_file(weights, folder / "model.safetensors")
+    return {"file": str((folder / "model.safetensors").relative_to(study.out))}
 
 
 def open_processor(model: PaliGemma) -> Processor:
@@ -237,11 +226,11 @@ def run_language(study: QMambaStudy) -> dict:
         model = initialize(PaliGemma(CONTROL))
         processor = open_processor(model)
         teach(model, list(model.language_model.parameters()), processor, study.samples(SCENES_IN_WORDS))
-        save_file(model.language_model.state_dict(), folder / "model.safetensors")
-        return {"answer_tokens": accuracy(model, processor)}
+        saved = save_weights(study, model.language_model.state_dict(), folder)
+        return saved | {"answer_tokens": accuracy(model, processor)}
 
     parts = ("language", VERSION, study.samples(SCENES_IN_WORDS), CONTROL)
-    return study.finish("the transformer's language", parts, work)
+    return study.finish("the transformer's language", parts, work)[0]
 
 
 def trained_weights(study: QMambaStudy, name: str, seed: int) -> dict[str, torch.Tensor]:
@@ -260,23 +249,21 @@ def run_row(study: QMambaStudy, name: str, seed: int) -> dict:
         for stage, settings in stages.items():
             learn(model, processor, settings, encoded_samples(settings.samples, seed, stage), folder / f"{stage}")
         learned = {name: p for name, p in model.named_parameters() if not name.startswith("vision_tower.")}
-        save_file(learned, folder / "model.safetensors")
+        result = save_weights(study, learned, folder) | {"trainable": count(learned.values()), "read": {}}
         for stage in stages:
             shutil.rmtree(folder / f"{stage}")
         model.eval()
-        scores, by_order = ask(model, processor, study.limit), {}
-        if row.connector:
-            for order in ORDERS:
-                model.multi_modal_projector.connector.order = order
-                by_order[order] = ask(model, processor, study.limit)
-        right = sum(map(sum, scores.values())) / study.limit / len(TASKS)
-        return {"trainable": count(learned.values()), "scores": scores, "read": by_order, "accuracy": 100 * right}
+        result["scores"] = scores = ask(model, processor, study.limit)
+        for order in ORDERS if row.connector else ():
+            model.multi_modal_projector.connector.order = order
+            result["read"][order] = ask(model, processor, study.limit)
+        return result | {"accuracy": 100 * sum(map(sum, scores.values())) / study.limit / len(TASKS)}
 
     settings = [asdict(settings) for settings in stages.values()]
     donor = ROWS[row.connector] if row.connector else None
     sizes = (TINY, CONTROL, study.samples(SCENES_IN_WORDS))
     parts = ("row", VERSION, study.fingerprint, row, donor, sizes, study.limit, TASKS, settings)
-    return study.finish(f"{name}, seed {seed}", parts, work)
+    return study.finish(f"{name}, seed {seed}", parts, work)[0]
 
 
 def learn(model: PaliGemma, processor: Processor, settings: Settings, samples: EncodedRecords, folder: Path) -> None:

@@ -35,7 +35,6 @@ from eval.shift import GROUPS, measure, put_slot
 from eval.text import sentences
 from lora import adapter
 from lora.adapter import DECODER_TARGETS
-from model.generate import generate
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import EMBEDDED
@@ -49,8 +48,8 @@ from train.loop import LoopOptions, fit
 from train.optim import Rule, count, make_adamw, parameter_groups
 from train.signals import same_command_goes_on
 from train.studies import engine
-from train.studies.encoded import EncodedOrder, encode, encode_pictures, encoded_loss
-from train.studies.engine import ScaledOptions, cell_folder, choose_rate, describe, difference, matching_rank, spell
+from train.studies.encoded import EncodedOrder, answer, encode, encode_pictures, encoded_loss
+from train.studies.engine import ScaledOptions, ScaledStudy, choose_rate, describe, difference, matching_rank, spell
 from weights.export import export_model
 from weights.fingerprint import exact_fingerprint
 from weights.load import load_model
@@ -97,18 +96,11 @@ PAIRS = {"wings": "full", "learners": "lora"}
 
 
 @dataclass(frozen=True)
-class WingsStudy:
-    """What all cells share. base: the embedded model, whose vision tower all rows use."""
+class WingsStudy(ScaledStudy):
+    """base: the embedded model, whose vision tower all rows use."""
 
-    out: Path
-    scale: float
-    limit: int
     processor: Processor
     base: PaliGemma
-    fingerprint: str
-
-    def steps(self, count: int) -> int:
-        return max(2, round(self.scale * count))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -134,7 +126,7 @@ def text_records(steps: int, seed: int) -> list[Record]:
 @lru_cache(maxsize=1)  # cells are computed seed by seed
 def pictures_to_learn(study: WingsStudy, seed: int) -> tuple[list[MicroBatch], list[MicroBatch]]:
     """The micro-batches of both stages."""
-    first, second = map(study.steps, STEPS)
+    first, second = (study.scaled(steps, 2) for steps in STEPS)
     dice, records = random.Random(f"slots/{seed}"), []
     for number in range((first + second) * ROWS_A_STEP):
         s = scenes.sample("scan", "train", number, seed)
@@ -149,34 +141,6 @@ def pictures_to_ask(study: WingsStudy, split: str) -> tuple[list[scenes.Sample],
     """Samples of a split, and the features of their pictures."""
     samples = [scenes.sample("scan", split, number) for number in range(study.limit)]
     return samples, encode_pictures([lambda s=s: s.image for s in samples], study.base.vision_tower)
-
-
-@torch.no_grad()
-def answer(
-    model: PaliGemma,
-    processor: Processor,
-    prompts: Sequence[str],
-    features: torch.Tensor | None = None,
-    max_new_tokens: int = 20,
-    rows: int = 100,
-) -> list[str]:
-    """Answers to prompts, each about one picture, or to text alone. features: of the vision tower (prompts, I, W)."""
-    model.eval()
-    answers = []
-    for start in range(0, len(prompts), rows):
-        part = slice(start, start + rows)
-        batch = processor.pad([processor.layout(int(features is not None), prompt) for prompt in prompts[part]])
-        new = generate(
-            model,
-            batch.input_ids,
-            None,
-            torch.ones_like(batch.input_ids),
-            batch.attention_mask,
-            max_new_tokens,
-            image_features=None if features is None else model.multi_modal_projector(features[part]),
-        )
-        answers += [processor.decode(row) for row in new]
-    return answers
 
 
 def grade_text(study: WingsStudy, model: PaliGemma) -> dict[str, list[int]]:
@@ -230,7 +194,7 @@ def train_text(study: WingsStudy, seed: int, folder: Path) -> dict:
     """The decoder trained on text alone, beside the embedded vision tower."""
     model = initialize(PaliGemma(study.base.config), seed)
     model.vision_tower.load_state_dict(study.base.vision_tower.state_dict())
-    micros = prepare(study, text_records(study.steps(TEXT_STEPS), seed), TEXT_ROWS)
+    micros = prepare(study, text_records(study.scaled(TEXT_STEPS, 2), seed), TEXT_ROWS)
     keep(learn(study, model, [Rule(r"language_model\..*", TEXT_RATE, 1e-9)], micros, folder), folder)
     return {"text": grade_text(study, model)}
 
@@ -295,8 +259,7 @@ def collect(study: WingsStudy, seeds: Sequence[int]) -> WingsResults:
 
     def finish(title: str, parts: tuple, work: Callable[[Path], dict]) -> tuple[dict, Path]:
         """The result of a cell, and the folder of its model."""
-        folder = cell_folder(study.out, *parts)
-        result = engine.finish_cell(folder / "result.json", title, work)
+        result, folder = study.finish(title, parts, work)
         seconds[folder] = result["cpu_seconds"]
         return result, folder / "model"
 
@@ -467,7 +430,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = engine.read_options(WingsOptions, "wings", __doc__, argv)
     started, base, seeds = time.perf_counter(), load_model(EMBEDDED), range(options.seeds)
     processor, fingerprint = Processor.from_source(EMBEDDED), exact_fingerprint(base)
-    study = WingsStudy(options.out, options.scale, options.limit, processor, base, fingerprint)
+    study = WingsStudy(options.out, options.scale, options.limit, fingerprint, processor, base)
     with same_command_goes_on():
         results = collect(study, seeds)
     summary = summarize(study, results, seeds)
