@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from model.common import UserError
-
-PROMPT = "answer en {question}"  # the prompt of PaliGemma's authors
+from eval.datasets import check_prompt, fill_prompt
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,8 @@ def print_report(report: Report, as_json: bool) -> None:
 def make_asks(questions: Iterable[tuple[int | str, str, str]], pictures: Mapping, template: str) -> list[Ask]:
     """The `Ask`s of (id, name of the picture, question) triples: `pictures` has the pictures by name, `template` is the
     prompt with {question} in it. Raises UserError for a template without."""
-    if "{question}" not in template:
-        raise UserError(f"prompt template {template!r}: must contain {{question}}, such as 'answer en {{question}}'")
-    return [Ask(str(id_), name, pictures[name], template.replace("{question}", text)) for id_, name, text in questions]
+    check_prompt(template)
+    return [Ask(str(id_), name, pictures[name], fill_prompt(template, text)) for id_, name, text in questions]
 
 
 def ask_model(model, processor, asks: Sequence[Ask], ask_all: Callable | None = None, **options) -> list[str | None]:

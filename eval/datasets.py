@@ -16,6 +16,26 @@ from pathlib import Path
 from model.common import UserError
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Prompt templates
+# ---------------------------------------------------------------------------------------------------------------------
+
+PROMPT = "answer en {question}"  # the prompt of PaliGemma's authors
+
+
+def check_prompt(template: str) -> str:
+    """The template. Raises UserError if the text {question} is not in it."""
+    if "{question}" not in template:
+        shown = template if len(template) <= 80 else template[:80] + " …"
+        raise UserError(f"prompt template {shown!r}: must contain {{question}}, such as 'answer en {{question}}'")
+    return template
+
+
+def fill_prompt(template: str, question: str) -> str:
+    """`template` with the question in place of the text {question}; other braces are text, nothing is expanded."""
+    return template.replace("{question}", question)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # JSON and JSON lines
 # ---------------------------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from eval import scenes
-from eval.command import PROMPT, Ask, Command, Report, make_asks
-from eval.datasets import PopeQuestion, check_ids, check_images, check_unique, field, find_image, read_jsonl, read_pope
+from eval.command import Ask, Command, Report, make_asks
+from eval.datasets import (
+    PROMPT,
+    PopeQuestion,
+    check_ids,
+    check_images,
+    check_unique,
+    field,
+    find_image,
+    read_jsonl,
+    read_pope,
+)
 from model.common import UserError, run_command, write_text
 
 

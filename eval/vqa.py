@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from eval import scenes
-from eval.command import PROMPT, Ask, Command, Report, ask_model, make_asks
+from eval.command import Ask, Command, Report, ask_model, make_asks
 from eval.datasets import (
+    PROMPT,
     Annotation,
     Question,
     check_ids,

@@ -149,8 +149,9 @@ def fingerprint(model: Adaptable) -> str:
     return tensor_fingerprint(base)
 
 
-def save(model: Adaptable, folder: str | Path, base: str | None = None) -> None:
-    """Write the adapter of `model` to `folder` in PEFT's format. `base` names the checkpoint below it, for readers.
+def save(model: Adaptable, folder: str | Path, base: str | None = None, prompt: str | None = None) -> None:
+    """Write the adapter of `model` to `folder` in PEFT's format. `base` names the checkpoint below it, for readers;
+    `prompt` is the template of the questions that it was trained on, for evaluation.
 
     The config is written last: a folder that has one is complete. Raises UserError if the model has no adapter.
     """
@@ -176,6 +177,8 @@ def save(model: Adaptable, folder: str | Path, base: str | None = None) -> None:
         "rank_pattern": {path: rank for path, rank in ranks.items() if rank != r},
         "alpha_pattern": {path: value for path, value in alphas.items() if value != alpha},
     }
+    if prompt is not None:
+        config["prompt"] = prompt
     if model.grafts:
         config["differential"] = [record.arguments() for record in model.grafts]
     with atomic_path(Path(folder) / TENSOR_FILE) as temporary:

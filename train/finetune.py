@@ -71,7 +71,7 @@ def print_sizes(model: PaliGemma, learned: int, settings: Settings, world: World
 def write_result(model: PaliGemma, settings: Settings, run: Path, world: World, files: Sequence[Path]) -> None:
     """Write the adapter to `run`, or the whole model, with the `files` that belong beside it, to `run/model`."""
     if not settings.writes_model:
-        adapter.save(model, run, base=settings.base)  # every process calls it: a sharded tensor is gathered by all
+        adapter.save(model, run, settings.base, settings.question_prompt)
     elif world.is_first:
         if settings.shard and world.size > 1:  # no process holds the model: build it from the last checkpoint
             dtype, cpu = next(model.parameters()).dtype, torch.device("cpu")

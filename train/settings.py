@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from eval.datasets import PROMPT, check_prompt
 from lora.adapter import DECODER_TARGETS
 from model.common import UserError, write_text
 from model.device import DTYPES
@@ -108,6 +109,13 @@ class Settings:
         return dict(map(read_option, self.option))
 
     @property
+    def question_prompt(self) -> str | None:
+        """The template of the VQA questions that are trained on; None where only the data knows it."""
+        if self.data == "embedded":
+            return PROMPT
+        return self.prompt if self.data.startswith("vqav2:") else None
+
+    @property
     def writes_model(self) -> bool:
         """Whether the run writes a whole model instead of an adapter."""
         return self.full or self.stage is not None
@@ -156,6 +164,7 @@ def read_option(text: str) -> tuple[str, object]:
 def check(settings: Settings) -> None:
     """Raise UserError for values out of range, and for a stage without its system or a system without a stage."""
     check_ranges(settings)
+    check_prompt(settings.prompt)
     if settings.writes_model and settings.dtype not in ("auto", "fp32"):
         raise UserError(
             f"--dtype {settings.dtype}: --full and --stage train whole weights, and most updates of them are lost in "

@@ -1,9 +1,11 @@
 """The accuracies of a fine-tuning run before and after training, and what is printed at its end."""
 
+import shlex
 from functools import partial
 from pathlib import Path
 
 from eval import needle, scenes, vqa
+from eval.datasets import PROMPT, fill_prompt
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from train.data.records import ANNOTATIONS_FILE, QUESTIONS_FILE
@@ -83,9 +85,13 @@ def print_summary(summary: dict, settings: Settings, run: Path) -> None:
         + ", metrics.jsonl, loss.png, summary.json, checkpoints/"
     )
     what = f"--model {run / 'model'}" if settings.writes_model else f"--adapter {run}"
+    prompt = settings.question_prompt or PROMPT
+    # an adapter stores its prompt, a model does not
+    template = f" --prompt {shlex.quote(prompt)}" if settings.writes_model and prompt != PROMPT else ""
+    question = shlex.quote(fill_prompt(prompt, "Where is the dog?"))
     print(
-        f"next: python -m eval.vqa {what}; python -m eval.needle {what}; "
-        f"python -m eval.ask {what} --image FILE --prompt 'answer en Where is the dog?'"
+        f"next: python -m eval.vqa {what}{template}; python -m eval.needle {what}; "
+        f"python -m eval.ask {what} --image FILE --prompt {question}"
     )
 
 

@@ -144,6 +144,17 @@ def test_vqav2_is_read_and_split_by_picture(tmp_path, processor):
     assert collate(train[:3], processor).batch.pixel_values.shape[0] == 1
 
 
+@pytest.mark.parametrize(
+    "template",
+    ["{ {question}", "{question} {question.__class__}", "{question:>10000000000}{question}", "{0}{question}"],
+)
+def test_prompt_templates_are_filled_literally(template, tmp_path):
+    """Breaks when a template is expanded as a format string: a brace would end in a traceback, a width in 10 GB."""
+    write_vqav2(tmp_path)
+    record, plain = (vqav2_records(tmp_path, prompt)[0] for prompt in (template, "{question}"))
+    assert record.prefix == template.replace("{question}", plain.prefix)
+
+
 def test_sampled_answers_follow_the_annotators_and_the_seed(tmp_path, processor):
     """Breaks when `--answers sampled` always says the common answer, or resumes with other draws."""
     write_vqav2(tmp_path)

@@ -273,7 +273,7 @@ def test_too_many_bad_records_stop_the_run(tmp_path):
         run("--data", f"jsonl:{tmp_path / 'own.jsonl'}", "--max-bad", 3, "--validation", 0, out=tmp_path / "run")
 
 
-def test_vqav2_is_trained_on_and_evaluated(tmp_path):
+def test_vqav2_is_trained_on_and_evaluated(tmp_path, capsys):
     """Breaks when the official files cannot be fine-tuned on, or held-out pictures are trained on."""
     write_vqav2(tmp_path / "vqav2")
     finetune.main(
@@ -308,6 +308,8 @@ def test_vqav2_is_trained_on_and_evaluated(tmp_path):
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["before"]["vqa"] is not None and summary["before"]["needle"] is None
     assert set(summary["after"]["vqa_details"]["per_answer_type"]) == {"other"}
+    assert json.loads((tmp_path / "run/adapter_config.json").read_text())["prompt"] == "answer {question}"
+    assert "--prompt 'answer Where is the dog?'" in capsys.readouterr().out
 
 
 def test_recipes_are_table_1():
@@ -339,6 +341,8 @@ def test_recipes_are_table_1():
         (["--resume", "/nowhere"], "other flags"),
         (["--steps", "0"], "at least 1"),
         (["--full"], "softmax"),
+        (["--prompt", "answer {"], "must contain {question}"),
+        (["--prompt", "{question:>10000000000}"], "must contain {question}"),
         (["--device", "cuda"], "--device cuda: .*(CUDA|NVIDIA)"),
     ],
 )

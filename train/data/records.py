@@ -15,7 +15,7 @@ from typing import BinaryIO
 from PIL import Image
 
 from eval import scenes
-from eval.datasets import find_image, read_annotations, read_examples, read_questions
+from eval.datasets import fill_prompt, find_image, read_annotations, read_examples, read_questions
 from model.common import UserError
 from train.recipes import EMBEDDED_TASKS
 
@@ -93,7 +93,7 @@ def vqav2_records(
             str(q.question_id),
             q.image,
             find_image(folder, q.image),
-            prompt.format(question=q.question),
+            fill_prompt(prompt, q.question),
             annotations[q.question_id].answer,
             tuple(a["answer"] for a in annotations[q.question_id].answers) if sampled else (),
         )
