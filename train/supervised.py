@@ -19,7 +19,7 @@ from train.data.batches import MicroBatch, Order, idle
 from train.data.features import FeatureCache
 from train.data.records import Record
 from train.distributed import World
-from train.loop import LoopOptions, fit
+from train.loop import LoopOptions, autocast_dtype, fit
 from train.settings import Settings
 
 
@@ -99,18 +99,20 @@ def open_cache(model: PaliGemma, settings: Settings, world: World) -> FeatureCac
         return None
     if settings.shard and world.size > 1:
         raise UserError("--cache-features: with --shard no process holds a whole vision tower: leave one of them out")
-    return FeatureCache.open(settings.cache_features, model)
+    dtype = autocast_dtype(settings.autocast, world.device)
+    with torch.autocast(world.device.type, dtype, enabled=dtype is not None):
+        return FeatureCache.open(settings.cache_features, model)
 
 
 @torch.no_grad()
 def with_features(model: PaliGemma, micro: MicroBatch, cache: FeatureCache | None) -> MicroBatch:
     """The micro-batch with all its features: pictures that the cache does not have are encoded, and saved to it.
 
-    All features are rounded to bf16, the new ones too: a run learns the same whether the cache was empty or full.
+    All features are in bf16, the new ones too: a run learns the same whether the cache was empty or full.
     """
     if cache is None or not micro.keys:
         return micro
-    new = model.encode_images(micro.batch.pixel_values).to(torch.bfloat16)
+    new = cache.encode(model, micro.batch.pixel_values)
     for key, features in zip(micro.keys, new, strict=True):
         cache.save(key, features)
     return replace(micro, features=micro.features.index_copy(0, micro.unseen, new))

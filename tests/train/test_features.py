@@ -1,12 +1,18 @@
 """The cache of a frozen vision tower's features: nothing that is learned depends on it, and no wrong one is taken."""
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from lora.quantize import quantize
+from model.attention import set_attention_backend
 from model.common import UserError
+from model.config import PRESETS
+from model.graft import graft
+from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from tests.train.test_finetune import QUICK, WORLD, metrics
 from train import supervised
@@ -24,8 +30,11 @@ def model():
     return load_model("tiny").requires_grad_(False)
 
 
+MIX = ("vqa", "n2o1", "n2o2", "caption")
+
+
 def micro_batch(processor, cache=None, count=4) -> MicroBatch:
-    return collate(embedded_records(("vqa", "n2o1", "n2o2", "caption"), count=count), processor, cache)
+    return collate(embedded_records(MIX, count=count), processor, cache)
 
 
 def features(model, processor, cache=None, count=4) -> torch.Tensor:
@@ -61,6 +70,76 @@ def test_a_run_learns_the_same_with_an_empty_and_a_full_cache(tmp_path, monkeypa
     plain = train(tmp_path / "c")
     # bf16 keeps 8 bits of a feature: the loss is the same up to that
     assert [r["loss"] for r in plain] == pytest.approx([r["loss"] for r in full], rel=1e-2)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2, 5])
+def test_a_run_learns_the_same_with_a_part_of_the_cache(kept, tmp_path):
+    """Breaks when a picture's features depend on which other pictures are encoded with it."""
+    cache = tmp_path / "cache"
+    full = train(tmp_path / "a", "--cache-features", cache)
+    for number, path in enumerate(sorted(cache.rglob("*.safetensors"))):
+        if number % 6 > kept:
+            path.unlink()
+    assert train(tmp_path / "b", "--cache-features", cache) == full
+
+
+def test_features_do_not_depend_on_the_batch(tmp_path, processor):
+    """Breaks when a picture that is encoded with others gives other bits than alone, in any place, in bf16 too."""
+    model = initialize(PaliGemma(PRESETS["tiny"])).requires_grad_(False)
+    for name, autocast in (("fp32", contextlib.nullcontext()), ("bf16", torch.autocast("cpu", torch.bfloat16))):
+        with autocast:
+            cache = FeatureCache.open(tmp_path / name, model)
+            together = features(model, processor, cache, 16)
+            for order in ([*reversed(range(16))], [3], [9, 2, 7, 7, 1]):
+                records = embedded_records(MIX, count=16)
+                other = replace(cache, folder=tmp_path / f"{name}-{len(order)}")
+                micro = collate([records[i] for i in order], processor, other)
+                alone = supervised.with_features(model, micro, other).features[micro.image_index]
+                whole = collate(records, processor).image_index
+                assert torch.equal(alone, together[whole[order]])
+
+
+def test_all_that_features_depend_on_is_in_the_key(tmp_path):
+    """Breaks when two towers of the same parameters, but other computations, share their features."""
+
+    def folder(change=None, autocast=None) -> Path:
+        model = load_model("tiny").requires_grad_(False)
+        if change:
+            change(model)
+            model.requires_grad_(False)
+        with autocast or contextlib.nullcontext():
+            return FeatureCache.open(tmp_path, model).folder
+
+    def larger_scale(model):
+        quantize(model)
+        model.vision_tower.encoder.layers[0].mlp.fc1.scale.mul_(1.5)
+
+    def other_lambda(model):
+        graft(model, "shared", where="vision")
+
+    def another_rate(model):
+        other_lambda(model)
+        for module in model.vision_tower.modules():
+            if hasattr(module, "lambda_init"):
+                module.lambda_init = 0.5
+
+    changes = {
+        "none": None,
+        "int8": quantize,
+        "scale": larger_scale,
+        "shared": other_lambda,
+        "split": lambda model: graft(model, "split", where="vision"),
+        "initial lambda": another_rate,
+        "norm": lambda model: setattr(model.vision_tower.encoder.layers[0].layer_norm1, "eps", 1e-3),
+        "backend": lambda model: set_attention_backend(model.vision_tower, "eager"),
+        "dtype": lambda model: model.bfloat16(),
+    }
+    folders = {name: folder(change) for name, change in changes.items()}
+    for dtype in (torch.bfloat16, torch.float16):
+        folders[f"autocast {dtype}"] = folder(autocast=torch.autocast("cpu", dtype))
+    assert len(set(folders.values())) == len(folders)
+    for unrelated in (None, lambda model: graft(model, "twin"), lambda model: model.train()):
+        assert folder(unrelated) == folders["none"]
 
 
 def test_what_is_kept_are_the_towers_features(tmp_path, model, processor):
