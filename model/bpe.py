@@ -50,12 +50,7 @@ class BytePairTokenizer:
 
 
 def load_bpe(path: str | Path) -> BytePairTokenizer:
-    """The tokenizer.json at `path`. Raises UserError if it is no such file, or the package `tokenizers` is absent."""
-    if not Path(path).is_file():
-        raise UserError(
-            f"{path}: not found, nor a tokenizer.model: copy the tokenizer.json of the language model, such as "
-            "huggingface.co/state-spaces/mamba-130m-hf"
-        )
+    """The tokenizer.json at `path`. Raises UserError if it is another kind, or the package `tokenizers` is absent."""
     try:
         from tokenizers import Tokenizer  # optional: only for models that have no tokenizer.model
     except ImportError:

@@ -13,17 +13,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-import sentencepiece
 import torch
 
-from model.bpe import BytePairTokenizer, load_bpe
 from model.common import UserError
 from model.config import PRESETS, PaliGemmaConfig
 from model.images import Picture, load_image, to_pixels
 from model.source import EMBEDDED, resolve
 from model.system_configs import QMambaConfig, TextModelConfig, read_config
+from model.tokenizer import Tokenizer, load_tokenizer
 
-Tokenizer = sentencepiece.SentencePieceProcessor | BytePairTokenizer
 TokenRow = tuple[list[int], list[int]]  # token ids, and their types: 0 for image and prefix, 1 for the answer
 
 SLOT = "<image>"  # marks the place of a picture in a prompt
@@ -82,23 +80,23 @@ class Processor:
     def from_source(cls, source: str | Path, *, revision: str | None = None, **options) -> "Processor":
         """The processor of a model: a folder, `embedded`, a hub id, or a preset with the embedded model's vocabulary.
 
-        Needs config.json and tokenizer.model (for Q-Mamba that or tokenizer.json), and downloads nothing else. options:
-        those of the constructor. Raises UserError.
+        Needs config.json and tokenizer.json, or tokenizer.model where there is none, and downloads nothing else.
+        options: those of the constructor. Raises UserError.
         """
         preset = None if Path(source).expanduser().is_dir() else PRESETS.get(str(source))
-        folder = resolve(source if preset is None else EMBEDDED, ["config.json", "tokenizer.model"], revision)
+        origin = source if preset is None else EMBEDDED
+        folder, file = resolve(origin, ["config.json", "tokenizer.json"], revision), "tokenizer.json"
         config = preset or read_config(folder / "config.json")
         if isinstance(config, TextModelConfig):
             raise UserError(f"{source}: is a language model for text alone: give a model that reads pictures")
-        file = "tokenizer.model"
-        if isinstance(config, QMambaConfig) and not (folder / file).exists():  # the published Mambas have none
-            folder, file = resolve(source, ["tokenizer.json"], revision), "tokenizer.json"
+        if not (folder / file).exists():
+            folder, file = resolve(origin, ["tokenizer.model"], revision), "tokenizer.model"
         tokenizer = load_tokenizer(folder / file)
         # the id of <image> is the first one after the tokenizer's pieces, as in PaliGemma
         if preset is not None and preset.image_token_id != tokenizer.vocab_size():
             raise UserError(
                 f"{source}: this preset has random weights and no tokenizer: give a folder with config.json and "
-                "tokenizer.model, or the hub id of a published model"
+                "a tokenizer, or the hub id of a published model"
             )
         return cls(config, tokenizer, **options)
 
@@ -193,7 +191,10 @@ class Processor:
 
         transformers reads `<bos>` or `<eos>` in a prompt as the control token, sentencepiece spells it out: a
         prompt that holds one has no agreed meaning, and here it is an error. `<loc0000>` and `<seg000>` are text.
-        Elsewhere the two agree, but for more than 31 spaces in a row and a literal U+2581 beside a space.
+        With a tokenizer.json all other text has the ids of transformers. With tokenizer.model alone, which
+        sentencepiece reads, three kinds of text may have other ids: a literal U+2581, which sentencepiece takes for a
+        space; more than 31 spaces, tabs or newlines in a row, which it groups otherwise; and, for Gemma 1, the spelling
+        of a reserved piece such as `<b>` or `<unused0>`, which it takes for that piece or not as the file says.
         """
         for piece in self._reserved:
             if piece in text:
@@ -219,22 +220,6 @@ class Processor:
         return self.tokenizer.decode([i for i in ids if 0 <= i < pieces and i not in self._not_text])
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The sentencepiece model at `path`, or a tokenizer.json. Raises UserError if it is absent or no such file."""
-    path = Path(path)
-    if path.suffix == ".json":
-        return load_bpe(path)
-    if not path.is_file():
-        raise UserError(
-            f"{path}: not found: the processor needs the sentencepiece model, which tokenizer.json does not replace: "
-            "copy it from the model that this one was made from, such as huggingface.co/google/paligemma-3b-pt-224"
-        )
-    try:
-        return sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
-    except (RuntimeError, OSError) as error:
-        raise UserError(f"{path}: not a sentencepiece model ({error}): download the file again") from None
-
-
 def _check_tokenizer(config: PaliGemmaConfig | QMambaConfig, tokenizer: Tokenizer) -> None:
     """Raise UserError if the tokenizer belongs to another model, whose ids mean other rows of the embedding."""
     pieces, image_id = tokenizer.vocab_size(), config.image_token_id
@@ -252,7 +237,7 @@ def _check_tokenizer(config: PaliGemmaConfig | QMambaConfig, tokenizer: Tokenize
     if image_id < pieces and tokenizer.id_to_piece(image_id) != "<image>":
         problems.append(f"image token {image_id} is its piece {tokenizer.id_to_piece(image_id)!r}")
     if problems:
-        raise UserError(f"tokenizer.model is of another model: {'; '.join(problems)}: take both files from one model")
+        raise UserError(f"the tokenizer is of another model: {'; '.join(problems)}: take both files from one model")
 
 
 def _check_rows(images, prefixes, suffixes) -> tuple[Sequence, Sequence, Sequence]:

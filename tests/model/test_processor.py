@@ -378,7 +378,7 @@ def test_folders_that_hold_no_processor(folder, tmp_path):
         with pytest.raises(UserError, match=message):
             Processor.from_source(tmp_path)
 
-    refused("tokenizer.model: not found.*copy it from .*paligemma-3b-pt-224", tokenizer=None)
+    refused("tokenizer.model: not found, nor a tokenizer.json: copy it from .*paligemma-3b-pt-224", tokenizer=None)
     refused("tokenizer.model: not a sentencepiece model", tokenizer=b"version https://git-lfs.github.com/spec/v1\n")
     refused("of another model: its eos id is 1, but config.json says 5", eos_token_id=5)
     refused("image token 300 is its piece", image_token_index=300)

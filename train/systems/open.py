@@ -116,7 +116,7 @@ def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, lis
 
 def find_tokenizer(source: str) -> Path:
     """The file of the tokenizer that belongs to a model. Raises UserError if there is none."""
-    names = ("tokenizer.model", "tokenizer.json")
+    names = ("tokenizer.json", "tokenizer.model")
     found = {file.name: file for file in companions(source)}
     if not found.keys() & set(names):
         raise UserError(f"{source}: has no {' or '.join(names)}: copy it from the model that this one was made from")
