@@ -2,6 +2,7 @@
 
     python -m eval.ask --image photo.jpg --prompt "answer en What is on the table?"
     python -m eval.ask --image photo.jpg --prompt "detect cat" --draw boxes.png
+    python -m eval.ask --adapter RUN --image photo.jpg --question "What is on the table?"
 
 In: picture files and prompts in PaliGemma's language (`caption en`, `answer en QUESTION`, `detect THING`, …).
 Out: the answer to every prompt for every picture; for detections, boxes in the picture's own pixels, and a drawing.
@@ -15,7 +16,8 @@ import torch
 
 from eval import figures
 from eval.command import command_parser
-from eval.session import add_model_flags, open_model
+from eval.datasets import fill_prompt
+from eval.session import add_model_flags, open_model, stored_prompt
 from model.common import UserError, run_command
 from model.generate import NonFiniteError, generate
 from model.images import load_image
@@ -26,7 +28,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.ask", __doc__)
     add_model_flags(parser)
     parser.add_argument("--image", nargs="+", required=True, metavar="FILE", help="pictures")
-    parser.add_argument("--prompt", nargs="+", required=True, metavar="TEXT", help="prompts, all for each picture")
+    parser.add_argument("--prompt", nargs="+", default=[], metavar="TEXT", help="prompts, all for each picture")
+    parser.add_argument(
+        "--question", nargs="+", default=[], metavar="TEXT", help="questions, put into the prompt of the run's training"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, help="nucleus to sample from (default: %(default)s)")
@@ -36,12 +41,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     # bad input is reported before a large model is read
     images = {name: load_image(name) for name in args.image}
-    if any(not prompt.strip() for prompt in args.prompt):
-        raise UserError("--prompt: a prompt is empty: write what to answer, such as 'caption en'")
-
+    if not all(text.strip() for text in args.prompt + args.question) or not args.prompt + args.question:
+        raise UserError(
+            "--prompt, --question: none is given, or one is empty: write what to answer, such as 'caption en'"
+        )
+    prompts = args.prompt + [fill_prompt(stored_prompt(args), question) for question in args.question]
     model, processor, _ = open_model(args)
     device = next(model.parameters()).device
-    asked = [(name, prompt) for name in images for prompt in args.prompt]
+    asked = [(name, prompt) for name in images for prompt in prompts]
     batch = processor([images[name] for name, _ in asked], [prompt for _, prompt in asked]).to(device)
     try:
         rows = generate(

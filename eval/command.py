@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from eval.datasets import check_prompt, fill_prompt
+from eval.datasets import PROMPT, check_prompt, fill_prompt
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,24 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_prompt_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompt",
+        metavar="TEMPLATE",
+        help=f"prompt with {{question}} in it (default: that of the run's training, else {PROMPT!r})",
+    )
+
+
 def print_report(report: Report, as_json: bool) -> None:
     for line in [json.dumps(report.values)] if as_json else report.lines:
         print(line)
 
 
 def make_asks(questions: Iterable[tuple[int | str, str, str]], pictures: Mapping, template: str) -> list[Ask]:
-    """The `Ask`s of (id, name of the picture, question) triples: `pictures` has the pictures by name, `template` is the
-    prompt with {question} in it. Raises UserError for a template without."""
+    """The `Ask`s of (id, name of the picture, question) triples; `pictures` has the pictures by name.
+
+    Raises UserError for a template without {question}.
+    """
     check_prompt(template)
     return [Ask(str(id_), name, pictures[name], fill_prompt(template, text)) for id_, name, text in questions]
 

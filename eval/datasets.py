@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import isqrt
 from pathlib import Path
 
-from model.common import UserError
+from model.common import UserError, quoted
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Prompt templates
@@ -25,8 +25,7 @@ PROMPT = "answer en {question}"  # the prompt of PaliGemma's authors
 def check_prompt(template: str) -> str:
     """The template. Raises UserError if the text {question} is not in it."""
     if "{question}" not in template:
-        shown = template if len(template) <= 80 else template[:80] + " …"
-        raise UserError(f"prompt template {shown!r}: must contain {{question}}, such as 'answer en {{question}}'")
+        raise UserError(f"prompt template {quoted(template)}: must contain {{question}}, such as {PROMPT!r}")
     return template
 
 

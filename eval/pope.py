@@ -16,18 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from eval import scenes
-from eval.command import Ask, Command, Report, make_asks
-from eval.datasets import (
-    PROMPT,
-    PopeQuestion,
-    check_ids,
-    check_images,
-    check_unique,
-    field,
-    find_image,
-    read_jsonl,
-    read_pope,
-)
+from eval.command import Ask, Command, Report, add_prompt_flag, make_asks
+from eval.datasets import PopeQuestion, check_ids, check_images, check_unique, field, find_image, read_jsonl, read_pope
 from model.common import UserError, run_command, write_text
 
 
@@ -150,7 +140,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--questions", metavar="FILE", help="POPE's JSONL (default: all three sets of the embedded scenes)"
     )
     parser.add_argument("--images", metavar="DIR", help="folder of the pictures of --questions")
-    parser.add_argument("--prompt", default=PROMPT, metavar="TEMPLATE", help="(default: %(default)r)")
+    add_prompt_flag(parser)
 
 
 def add_score_flags(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.command import Command, Report, add_json_flag, print_report
+from eval.datasets import PROMPT, check_prompt, field, read_json
 from eval.run import ask_all, compare_speed
 from lora import adapter
 from model.common import UserError, write_text
@@ -104,6 +105,24 @@ def model_of(args: argparse.Namespace) -> tuple[str, Path | None, str]:
     return args.model or adapter.base_of(run) or EMBEDDED, run, run.name
 
 
+def stored_prompt(args: argparse.Namespace) -> str:
+    """The prompt template of the training of the model that the flags name; PROMPT if none is stored.
+
+    It is in the run's config.json, where it counts for data that has questions: those of the embedded scenes and of
+    JSONL files are complete prompts; else in adapter_config.json. Raises UserError for one without {question}.
+    """
+    source, run, _ = model_of(args)
+    folder = run or (Path(source).parent if Path(source).name == "model" else None)
+    for name in ("config.json", "adapter_config.json") if folder else ():
+        path = folder / name
+        stored = read_json(path) if path.is_file() else {}
+        if "data" in stored and not str(stored["data"]).startswith(("vqav2:", "shards:")):
+            return PROMPT
+        if "prompt" in stored:
+            return check_prompt(field(stored, "prompt", str, str(path)))
+    return PROMPT
+
+
 def open_model(args: argparse.Namespace) -> tuple[PaliGemma, Processor, str]:
     """The model that the flags name, its processor, and a title for tables and figures. Raises UserError."""
     source, run, title = model_of(args)
@@ -174,6 +193,8 @@ def open_session(args: argparse.Namespace, command: str) -> Session:
 
 def run(command: Command, args: argparse.Namespace) -> None:
     """Ask a model all questions of a benchmark, print the report and write its files. Raises UserError."""
+    if getattr(args, "prompt", "") is None:
+        args.prompt = stored_prompt(args)
     data, sets = command.load(args)  # bad input is reported before a large model is read
     session = open_session(args, command.name)
     answers = {}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from eval import scenes
-from eval.command import Ask, Command, Report, ask_model, make_asks
+from eval.command import Ask, Command, Report, add_prompt_flag, ask_model, make_asks
 from eval.datasets import (
     PROMPT,
     Annotation,
@@ -342,7 +342,7 @@ def add_data_flags(parser: argparse.ArgumentParser, required: bool) -> None:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_data_flags(parser, required=False)
     parser.add_argument("--images", metavar="DIR", help="folder of the pictures of --questions")
-    parser.add_argument("--prompt", default=PROMPT, metavar="TEMPLATE", help="(default: %(default)r)")
+    add_prompt_flag(parser)
 
 
 def add_score_flags(parser: argparse.ArgumentParser) -> None:

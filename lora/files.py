@@ -25,7 +25,8 @@ GRAFT_PREFIX = "differential."
 _HARMLESS = set(
     "peft_type base_model_name_or_path r lora_alpha lora_dropout bias inference_mode differential target_modules "
     "exclude_modules layers_to_transform layers_pattern rank_pattern alpha_pattern use_rslora init_lora_weights "
-    "auto_mapping eva_config megatron_core peft_version qalora_group_size revision runtime_config task_type".split()
+    "auto_mapping eva_config megatron_core peft_version qalora_group_size revision runtime_config task_type "
+    "prompt".split()  # our own: the template of its questions
 )
 _HARMLESS_INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # others (pissa, olora, …) change the base too
 
