@@ -161,9 +161,9 @@ def test_the_study_runs_and_goes_on(tiny, tmp_path, monkeypatch, capsys):
     assert text in capsys.readouterr().out
     summary = json.loads((tmp_path / "comparison.json").read_text())
     assert set(summary["rows"]) == {*ROWS, "trained connector, forward", "trained connector, backward"}
-    for title, _, pairs in TABLES:
+    for title, (_, rows_of_table) in TABLES.items():
         section = text[text.index(f"## {title}") :].split("\n## ")[0]
-        assert all(f"| {name} " in section for name, _ in pairs)
+        assert all(f"| {name} " in section for name in rows_of_table)
     for name in ("rows.png", "differences.png"):
         assert (tmp_path / name).stat().st_size > 1000
     for row in summary["rows"].values():
@@ -179,11 +179,11 @@ def test_differences_are_paired_and_told(study, monkeypatch):
     """Breaks when a difference has the wrong sign, ignores which example it is of, or its verdict is another."""
     right, wrong = [1.0] * 4, [0.0] * 4
     found = {
-        name: {"trainable": 1, "cpu_seconds": 1.0, "scores": {task: [right, right] for task in TASKS}}
+        name: [{"trainable": 1, "cpu_seconds": 1.0, "scores": dict.fromkeys(TASKS, right)}] * 2
         for name in (*ROWS, "trained connector, forward", "trained connector, backward")
     }
     monkeypatch.setattr(study_qmamba, "run_language", lambda _: {"answer_tokens": 12.345, "cpu_seconds": 1.0})
-    found["global"] = found["local"] | {"scores": {task: [wrong, wrong] for task in TASKS}}
+    found["global"] = [found["local"][0] | {"scores": dict.fromkeys(TASKS, wrong)}] * 2
     summary = study_qmamba.summarize(study, found, range(2))
     gain = summary["differences"]["global - local"]["mean"]
     assert (gain["mean"], gain["significant"]) == (-100.0, True)

@@ -44,7 +44,7 @@ from train.signals import same_command_goes_on
 from train.studies import engine
 from train.studies.attention_data import AttentionOptions, Measure, make_measures, training_records
 from train.studies.attention_report import draw, to_markdown
-from train.studies.engine import cell_folder, choose_rate, describe, difference, digest, matching_rank
+from train.studies.engine import cell_folder, choose_rate, describe_runs, difference, digest, matching_rank
 from train.supervised import train_on
 from train.systems.open import load_base, open_model
 
@@ -65,11 +65,6 @@ class AttentionStudy:
     fingerprint: str
     measures: dict[str, list[Measure]]
     protocol: str = "paper"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def open_base(settings: Settings, folder: Path, study: AttentionStudy) -> PaliGemma:
@@ -145,11 +140,6 @@ def pick_rows(names: str) -> list[AttentionRow]:
             raise UserError(f"--rows {name}: choose of {', '.join([*GROUPS, *by_name])}")
         picked |= {row.name: row for row in GROUPS.get(name, (by_name.get(name),))}
     return list(picked.values())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Cells
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def cell_settings(study: AttentionStudy, row: AttentionRow, rate: float, seed: int) -> Settings:
@@ -287,8 +277,7 @@ def summarize_row(result: RowResult, measures: Sequence[Measure]) -> dict:
     }
     for m in measures:
         scores = result.scores[m.name]
-        by = {"by_seed": scores.mean(axis=1).tolist(), "by": by_label(scores, m.labels)}
-        summary["test"][m.name] = describe(scores, m.pictures) | by
+        summary["test"][m.name] = describe_runs(scores, m.pictures) | {"by": by_label(scores, m.labels)}
     if result.control:
         summary["control"], summary["control_trainable"] = result.control.row.name, result.control.trainable
         summary["difference"] = {m.name: result.gain(m) for m in measures}
@@ -312,10 +301,6 @@ def summarize(study: AttentionStudy, results: Sequence[RowResult], seeds: Sequen
         "rows": [summarize_row(result, study.measures["test"]) for result in results],
     }
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command
-# ---------------------------------------------------------------------------------------------------------------------
 
 DECIDED = ("attention", "feed-forward", "option", "tasks", "lr", "seed", "full", "resume", "evaluate", "eval-limit")
 

@@ -64,11 +64,6 @@ class AttentionOptions(StudyOptions):
     json: bool = flag(False, "print comparison.json instead of the tables (default: --no-json)")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Training data
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def training_records(settings: Settings, shared_seed: int) -> tuple[list[Record], str]:
     """The records that a cell is trained on, and their hash.
 
@@ -91,11 +86,6 @@ def _training_records(settings: Settings) -> tuple[list[Record], str]:
     else:
         records = read_records(settings)
     return records, digest([(record.name, record.prefix, record.suffix) for record in records])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Measures
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

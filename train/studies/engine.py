@@ -22,6 +22,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from PIL import Image
 from tqdm import tqdm
@@ -35,10 +36,6 @@ from model.config import PaliGemmaConfig
 from train.flags import add_flags, check_ranges, flag, from_values
 from train.optim import count, trainable
 from weights.checkpoint import empty_model
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags
-# ---------------------------------------------------------------------------------------------------------------------
 
 OUT_HELP = "folder of results and cells; what it holds is not done again"
 
@@ -91,11 +88,6 @@ def read_rates(text: str) -> tuple[float, ...]:
     if not min(rates) > 0:
         raise argparse.ArgumentTypeError(f"{text!r}, expected positive numbers such as 1e-3,3e-3")
     return tuple(rates)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Cells
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def digest(*parts) -> str:
@@ -161,14 +153,14 @@ def matching_rank(config: PaliGemmaConfig, targets: str, parameters: int) -> int
     return -(-parameters // count(trainable(model).values()))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Intervals
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def describe(scores, groups: Sequence | None = None) -> dict:
     """{"mean", "low", "high"} of scores (seeds, examples): 95 % bootstrap over seeds and groups of examples."""
     return bootstrap(scores, groups)._asdict()
+
+
+def describe_runs(scores: np.ndarray, groups: Sequence | None = None) -> dict:
+    """The same with "by_seed", the mean of each seed."""
+    return describe(scores, groups) | {"by_seed": scores.mean(axis=1).tolist()}
 
 
 def difference(scores, control, groups: Sequence | None = None) -> dict:
@@ -188,11 +180,6 @@ def chart(intervals: Mapping[str, Mapping], title: str, label: str, reference: t
     """A picture with one line per interval."""
     points = [(name, *(one[end] for end in ("mean", "low", "high"))) for name, one in intervals.items()]
     return figures.interval_chart(points, title, label, reference=reference)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The report
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def conclude(

@@ -50,7 +50,7 @@ from train.settings import Settings
 from train.signals import same_command_goes_on
 from train.studies import engine
 from train.studies.encoded import EncodedOrder, EncodedRecords, encode, encoded_loss
-from train.studies.engine import ScaledOptions, ScaledStudy, describe, difference, spell
+from train.studies.engine import ScaledOptions, ScaledStudy, describe_runs, difference, spell
 from train.systems.qmamba import TINY, TINY_MAMBA, Parts
 from weights.fingerprint import exact_fingerprint
 from weights.load import load_mamba, load_model
@@ -62,10 +62,6 @@ SAMPLES = {number: stage.embedded["samples"] for number, stage in STAGES["qmamba
 SCENES_IN_WORDS = 20_000  # that the transformer's language model is trained on
 # a transformer that, with its projector, has as many parameters as row `local`
 CONTROL = replace(PRESETS["tiny"], text=replace(PRESETS["tiny"].text, num_hidden_layers=2, intermediate_size=496))
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows and tables
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -99,43 +95,26 @@ ROWS: dict[str, ProjectorRow] = {
     "transformer": ProjectorRow("transformer"),
 }
 ORDERS = ("forward", "backward")  # single scan directions in which a trained row is evaluated once more
-# title, what the paper reports, (row, the row it is compared with) …
-TABLES = (
-    (
-        "Table 2: who may see whom",
-        "The paper: global 73.12, local 75.01 on VQAv2.",
-        (("global", "local"), ("local", None)),
-    ),
-    (
-        "The number of queries, of 16 features, local",
+FORWARD, BACKWARD = (f"trained connector, {order}" for order in ORDERS)
+TABLES = {  # by title: what the paper reports, and rows with the row that each is compared with
+    "Table 2: who may see whom": ("The paper: global 73.12, local 75.01 on VQAv2.", {"global": "local", "local": None}),
+    "The number of queries, of 16 features, local": (
         "The paper: more queries do better, with falling returns.",
-        (("4 queries", "local"), ("local", None), ("16 queries", "local")),
+        {"4 queries": "local", "local": None, "16 queries": "local"},
     ),
-    (
-        "Table 3: the connector's weights",
+    "Table 3: the connector's weights": (
         "The paper: from scratch 74.22, from a trained VL-Mamba 75.01 on VQAv2.",
-        (("local", None), ("trained connector", "local")),
+        {"local": None, "trained connector": "local"},
     ),
-    (
-        "Table 4: the order in which a bidirectionally trained connector reads",
+    "Table 4: the order in which a bidirectionally trained connector reads": (
         "The paper: reading forward alone does not harm, and can help.",
-        (
-            ("trained connector", None),
-            ("trained connector, forward", "trained connector"),
-            ("trained connector, backward", "trained connector"),
-        ),
+        {"trained connector": None, FORWARD: "trained connector", BACKWARD: "trained connector"},
     ),
-    (
-        "Without queries: linear projectors, of 16 features each",
+    "Without queries: linear projectors, of 16 features each": (
         "",
-        (("local", None), ("connector", "local"), ("transformer", "local")),
+        {"local": None, "connector": "local", "transformer": "local"},
     ),
-)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Models
-# ---------------------------------------------------------------------------------------------------------------------
+}
 
 
 class ConnectorProjector(QMambaProjector):
@@ -185,11 +164,6 @@ def make_transformer(study: "QMambaStudy", seed: int) -> PaliGemma:
     model.vision_tower = vision_tower()
     model.language_model.load_state_dict(load_file(study.out / run_language(study)["file"]))
     return model
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Cells
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -307,51 +281,34 @@ def ask(model: PaliGemma, processor: Processor, limit: int) -> dict[str, list[fl
     return result
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The report
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def collect(study: QMambaStudy, seeds: Sequence[int]) -> dict[str, dict]:
-    """By row, or "row, order": {"trainable", "cpu_seconds", "scores": by task (seeds, examples)}."""
-    found = {}
+def collect(study: QMambaStudy, seeds: Sequence[int]) -> dict[str, list[dict]]:
+    """Cells by seed, of each row and of each row with one scan order."""
     cells = {(name, seed): run_row(study, name, seed) for seed in seeds for name in ROWS}  # a seed's samples once
+    found = {}
     for name in ROWS:
-        of_row = [cells[name, seed] for seed in seeds]
-        shown = {name: [cell["scores"] for cell in of_row]}
-        shown |= {f"{name}, {order}": [cell["read"][order] for cell in of_row] for order in of_row[0]["read"]}
-        for title, scores in shown.items():
-            found[title] = {
-                "trainable": of_row[0]["trainable"],
-                "cpu_seconds": sum(cell["cpu_seconds"] for cell in of_row),
-                "scores": {task: [run[task] for run in scores] for task in TASKS},
-            }
+        found[name] = of_row = [cells[name, seed] for seed in seeds]
+        for order in of_row[0]["read"]:
+            found[f"{name}, {order}"] = [cell | {"scores": cell["read"][order]} for cell in of_row]
     return found
 
 
-def summarize(study: QMambaStudy, found: dict[str, dict], seeds: Sequence[int]) -> dict:
+def summarize(study: QMambaStudy, found: dict[str, list[dict]], seeds: Sequence[int]) -> dict:
     """comparison.json. Accuracies are in percent; "mean" is over all tasks."""
     pictures = {task: [f"{task}/{s.image_id}" for s in questions(task, study.limit)] for task in TASKS}
-    groups = {"mean": [picture for of_task in pictures.values() for picture in of_task], **pictures}
-    scores = {}
-    for name, row in found.items():
-        by_task = {task: 100 * np.array(row["scores"][task]) for task in TASKS}
+    groups = {"mean": sum(pictures.values(), []), **pictures}
+    scores, rows = {}, {}
+    for name, cells in found.items():
+        by_task = {task: 100 * np.array([cell["scores"][task] for cell in cells]) for task in TASKS}
         scores[name] = {"mean": np.concatenate(list(by_task.values()), axis=1), **by_task}
-    rows = {
-        name: {
-            "trainable": row["trainable"],
-            "cpu_seconds": round(row["cpu_seconds"]),
-            "test": {
-                measure: describe(runs, groups[measure]) | {"by_seed": runs.mean(axis=1).tolist()}
-                for measure, runs in scores[name].items()
-            },
+        rows[name] = {
+            "trainable": cells[0]["trainable"],
+            "cpu_seconds": round(sum(cell["cpu_seconds"] for cell in cells)),
+            "test": {measure: describe_runs(runs, groups[measure]) for measure, runs in scores[name].items()},
         }
-        for name, row in found.items()
-    }
     differences = {
         f"{name} - {other}": {m: difference(scores[name][m], scores[other][m], groups[m]) for m in groups}
-        for *_, pairs in TABLES
-        for name, other in pairs
+        for _, rows_of_table in TABLES.values()
+        for name, other in rows_of_table.items()
         if other is not None
     }
     train = {task: [scenes.sample(task, "train", number) for number in range(2_000)] for task in TASKS}
@@ -367,7 +324,7 @@ def summarize(study: QMambaStudy, found: dict[str, dict], seeds: Sequence[int]) 
         "projector": asdict(TINY),
         "settings": {str(stage): asdict(study.settings(stage, seeds[0])) for stage in SAMPLES},
         "chance": chance | {"mean": sum(chance.values()) / len(chance)},
-        "cpu_seconds": round(language["cpu_seconds"] + sum(found[name]["cpu_seconds"] for name in ROWS)),
+        "cpu_seconds": round(language["cpu_seconds"] + sum(rows[name]["cpu_seconds"] for name in ROWS)),
         "rows": rows,
         "differences": differences,
         "language": {
@@ -386,9 +343,9 @@ def to_markdown(summary: dict) -> str:
         "seeds and pictures. A difference is in percentage points, on the same examples and seeds; `*`: its interval "
         "excludes 0; n.s.: not significant. Guess: the likeliest answer to the question, without a picture."
     ]
-    for title, published, pairs in TABLES:
+    for title, (published, rows_of_table) in TABLES.items():
         body = [["guess", "", *(f"{summary['chance'][measure]:.1f}" for measure in measures), ""]]
-        for name, other in pairs:
+        for name, other in rows_of_table.items():
             row = summary["rows"][name]
             cells = [spell(row["test"]["mean"]), *(f"{row['test'][task]['mean']:.1f}" for task in summary["tasks"])]
             gain = f"{spell(summary['differences'][f'{name} - {other}']['mean'])} to {other}" if other else ""

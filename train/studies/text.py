@@ -100,11 +100,6 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[TextOptions, TextSetting
     return options, settings
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Cells
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Job:
     """A cell to compute. limit: tests of each kind; 0 measures nothing but the validation loss."""
@@ -229,11 +224,6 @@ def compare(options: TextOptions, settings: TextSettings) -> dict:
             for name in rows["plain"][0]["panels"]
         },
     }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The report
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def panels(summary: dict) -> dict[str, dict[str, list[Scores]]]:

@@ -103,11 +103,6 @@ class WingsStudy(ScaledStudy):
     base: PaliGemma
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Training data, questions and grades
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def prepare(study: WingsStudy, records: Sequence[Record], rows: int) -> list[MicroBatch]:
     """Causal micro-batches of `rows` records, with features of the vision tower in place of pixels."""
     encoded = encode(records, study.base.vision_tower)
@@ -163,11 +158,6 @@ def grade_pictures(study: WingsStudy, model: PaliGemma, split: str) -> list[floa
         hits = [word == name for word, name in zip(words, sample.suffix.split(), strict=True) if name != scenes.NONE]
         grades.append(sum(hits) / len(hits))
     return grades
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Cells
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def learn(
@@ -287,11 +277,6 @@ def collect(study: WingsStudy, seeds: Sequence[int]) -> WingsResults:
     return WingsResults([text(seed)[1] for seed in seeds], rows, rates, validation, sum(seconds.values()))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The report
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def pooled(cells: Sequence[dict]) -> np.ndarray:
     """Right or wrong (seeds, sentences), in percent, one task after the other."""
     return 100 * np.array([[grade for grades in cell["text"].values() for grade in grades] for cell in cells])
@@ -384,27 +369,27 @@ def conclusions(summary: dict) -> list[str]:
         for name, row in rows.items()
         if "control" in row
     }
-    told = engine.conclude(differences, len(summary["seeds"]))
+    lines = engine.conclude(differences, len(summary["seeds"]))
     tried = "; ".join(
         f"{name} " + ", ".join(f"{rate} ({accuracy:.1f})" for rate, accuracy in row["validation"].items())
         for name, row in rows.items()
     )
-    told.append(f"Rates tried, with the validation pictures read in %: {tried}.")
+    lines.append(f"Rates tried, with the validation pictures read in %: {tried}.")
     shifts = [row["shift"]["mean"] for row in rows.values()]
     texts = [row["text"]["mean"] for row in rows.values()]
     if len(set(shifts)) > 1 and len(set(texts)) > 1:
         rho = float(np.corrcoef(shifts, texts)[0, 1])
-        told.append(
+        lines.append(
             f"Over the {len(rows)} rows, attention shift and what is left of the text correlate with {rho:+.2f}; the "
             "paper finds that a larger shift goes with less text."
         )
     if flat := sum(row["flat"] for row in rows.values()):
-        told.append(f"{flat} prompts have no correlation of LAWS, since a curve is flat; they count as 1.")
-    told.append(
+        lines.append(f"{flat} prompts have no correlation of LAWS, since a curve is flat; they count as 1.")
+    lines.append(
         "Four layers are few points for a correlation, and a decoder of a million parameters is no language "
         "model: this tries the claim's mechanism, not its size."
     )
-    return told
+    return lines
 
 
 def draw(summary: dict) -> dict[str, list[Image.Image]]:
