@@ -5,16 +5,18 @@ In: a frozen dataclass whose fields are made by `flag`. Out: its instance, from 
 
 import argparse
 import dataclasses
-import json
+import difflib
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
-from model.common import UserError
+from model.common import Expected, UserError, quoted, read_json, shown
 
 Settings = TypeVar("Settings")
+MANY = 2**31 - 1  # the largest integer of a flag without another limit
+RUN_CONFIG = "config.json"
 
 
 def flag(
@@ -23,16 +25,19 @@ def flag(
     choices: Sequence[str] | None = None,
     *,
     least: float | None = None,
+    most: float | None = None,
     share: bool = False,
     **argument,
 ):
     """A dataclass field that is also a flag of the same name.
 
-    least: the smallest valid value. share: the value must be from 0 to 1. argument: more arguments of `add_argument`.
+    least, most: the range of a number, both ends included. share: it is from 0 to 1. argument: more arguments of
+    `add_argument`.
     """
     if choices is not None:
         argument["choices"] = list(choices)
-    metadata = {"help": help, "least": least, "share": share, "argument": argument}
+    least, most = (0, 1) if share else (least, most)
+    metadata = {"help": help, "least": least, "most": most, "choices": tuple(choices or ()), "argument": argument}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -41,25 +46,54 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+class FlagParser(argparse.ArgumentParser):
+    """A parser that proposes the flag that an unknown one was meant to be."""
+
+    def __init__(self, **options):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        prefix = "unrecognized arguments: "
+        if message.startswith(prefix):
+            unknown = [word.partition("=")[0] for word in message.removeprefix(prefix).split() if word.startswith("--")]
+            meant = [name for name in map(self.closest, unknown) if name is not None]
+            message += f" (did you mean {', '.join(dict.fromkeys(meant))}?)" if meant else ""
+        super().error(message)
+
+    def closest(self, name: str) -> str | None:
+        """The flag that is spelled like `name`, or has its initials or its last word: --lr for --learning-rate."""
+        words = name.removeprefix("--").split("-")
+        wanted = ["-".join(words[1:]), words[-1], "".join(word[:1] for word in words)]
+        known = list(self._option_string_actions)
+        exact = [flag for flag in (f"--{word}" for word in wanted) if flag in known and flag != "--"]
+        return next(iter([*exact, *difflib.get_close_matches(name, known, 1)]), None)
+
+
 def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
     """Add a flag for each field of the dataclass `settings`; one that is not given is absent from the result."""
-    hints = typing.get_type_hints(settings)
     for field in dataclasses.fields(settings):
         help = field.metadata["help"]
         if "default" not in help:
             help += f" (default: {field.default})"
         arguments = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%"), **field.metadata["argument"]}
-        kind = hints[field.name]
-        kind = next((one for one in typing.get_args(kind) if one not in (NoneType, ...)), kind)
+        kind = field_kind(settings, field)
         if kind is bool:
             arguments["action"] = argparse.BooleanOptionalAction
         else:
-            arguments.setdefault("type", kind)
+            arguments["type"] = str if kind is list else kind
         parser.add_argument(flag_name(field.name), **arguments)
 
 
+def field_kind(settings: type, field: dataclasses.Field) -> type:
+    """The type of a field's value, None apart: int, float, bool, str, or list for a tuple of texts."""
+    hint = typing.get_type_hints(settings)[field.name]
+    if typing.get_origin(hint) is tuple:
+        return list
+    return next((one for one in typing.get_args(hint) if one is not NoneType), hint)
+
+
 def add_run_flags(parser: argparse.ArgumentParser, folder: str) -> None:
-    """Add --out and --resume. folder: what the help says of the default run folder."""
+    """Add the flags of a run folder. folder: what the help says of the default."""
     parser.add_argument("--out", type=Path, help=f"run folder to make (default: {folder}, or the next number)")
     parser.add_argument(
         "--resume", type=Path, metavar="RUN", help="go on with an interrupted run, with its own settings"
@@ -71,22 +105,32 @@ def from_values(settings: type[Settings], values: Mapping[str, object]) -> Setti
     return settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
-def check_ranges(settings) -> None:
-    """Raise UserError for the first value that is outside of its field's range."""
+def check_ranges(settings, where: str = "") -> None:
+    """Raise UserError, with `where` before it, for the first value that has another type or is out of range."""
     for field in dataclasses.fields(settings):
-        name, value = flag_name(field.name), getattr(settings, field.name)
-        least = field.metadata["least"]
-        if least is not None and value is not None and not value >= least:
-            raise UserError(f"{name} is {value}, expected at least {least}")
-        if field.metadata["share"] and not 0 <= value <= 1:
-            raise UserError(f"{name} is {value}, expected a share from 0 to 1")
+        value, kind, limits = getattr(settings, field.name), field_kind(type(settings), field), field.metadata
+        most = MANY if kind is int and limits["most"] is None else limits["most"]
+        expected = Expected(kind, limits["least"], most, limits["choices"])
+        values = list(value) if isinstance(value, tuple) else value
+        if value is None and field.default is None:
+            continue
+        if not expected.accepts(values) or kind is list and not all(isinstance(one, str) for one in value):
+            raise UserError(f"{where}{flag_name(field.name)} is {quoted(value)}, expected {expected}")
+        if kind is str and "\0" in value:
+            raise UserError(f"{where}{flag_name(field.name)} is {quoted(value)}, expected a text without NUL")
 
 
 def read_config(settings: type[Settings], run: Path, program: str) -> Settings:
-    """The settings in the config.json of a run folder. Raises UserError if `run` is not a run folder of `program`."""
+    """The settings in the config.json of a run folder. Raises UserError if `run` is not a run folder of `program`, or
+    a value is not as expected. A field that the file lacks has its default: an older version had no such flag."""
     try:
-        return from_values(settings, json.loads((run / "config.json").read_text()))
-    except (OSError, json.JSONDecodeError, TypeError, AttributeError) as error:
+        raw = read_json(run / RUN_CONFIG)
+        if unknown := sorted(raw.keys() - {field.name for field in dataclasses.fields(settings)}):
+            raise UserError(f"{RUN_CONFIG} has {quoted(unknown[0])}, which it does not know")
+    except UserError as error:
         raise UserError(
-            f"--resume {run}: no run folder of {program} ({error}): give the folder that it has written"
+            f"--resume {shown(run)}: no run folder of {program} ({error}): give the folder that it has written"
         ) from None
+    found = from_values(settings, raw)
+    check_ranges(found, f"--resume {shown(run)}: in {RUN_CONFIG}, ")
+    return found

@@ -17,7 +17,7 @@ from lora.adapter import DECODER_TARGETS
 from model.common import UserError, write_text
 from model.device import DTYPES
 from model.differential import FEED_FORWARDS, KINDS
-from train.flags import add_flags, add_run_flags, check_ranges, flag, from_values, read_config
+from train.flags import FlagParser, add_flags, add_run_flags, check_ranges, flag, from_values, read_config
 from train.recipes import EMBEDDED_TASKS, RECIPES, STAGES, stage_defaults
 
 
@@ -48,22 +48,22 @@ class Settings:
     )
     full: bool = flag(False, "train every weight instead of LoRA (softmax attention only)")
     targets: str = flag(DECODER_TARGETS, "LoRA: regular expression for whole module paths")
-    r: int = flag(16, "LoRA rank, also of a variant's second branch", least=1)
-    alpha: float = flag(32.0, "LoRA alpha: updates are scaled by alpha / r")
-    dropout: float = flag(0.0, "LoRA dropout", share=True)
-    lr: float = flag(1.5e-3, "peak learning rate", least=0)
-    scalar_lr: float | None = flag(None, "peak rate of λ, μ and norms (default: as --lr)")
+    r: int = flag(16, "LoRA rank, also of a variant's second branch", least=1, most=65536)
+    alpha: float = flag(32.0, "LoRA alpha: updates are scaled by alpha / r", least=1e-6, most=1e6)
+    dropout: float = flag(0.0, "LoRA dropout", least=0, most=0.9999)
+    lr: float = flag(1.5e-3, "peak learning rate", least=0, most=1e6)
+    scalar_lr: float | None = flag(None, "peak rate of λ, μ and norms (default: as --lr)", least=0, most=1e6)
     optimizer: str = flag("adamw", "how the gradient is followed", choices=["adamw", "radam"])
-    weight_decay: float = flag(1e-9, "AdamW weight decay; none on λ, μ and norms")
-    beta2: float = flag(0.98, "AdamW's second momentum")
+    weight_decay: float = flag(1e-9, "AdamW weight decay; none on λ, μ and norms", least=0, most=1e6)
+    beta2: float = flag(0.98, "AdamW's second momentum", least=0, most=0.9999999)
     schedule: str = flag("cosine", "decay after warm-up", choices=["linear", "cosine", "constant"])
-    warmup: float = flag(20, "warm-up steps; below 1, a share of all steps", least=0)
-    clip: float = flag(1.0, "largest gradient norm; 0 does not clip", least=0)
+    warmup: float = flag(20, "warm-up steps; below 1, a share of all steps", least=0, most=1e12)
+    clip: float = flag(1.0, "largest gradient norm; 0 does not clip", least=0, most=1e12)
     batch_size: int = flag(32, "rows of a micro-batch", least=1)
     accumulate: int = flag(1, "micro-batches of a step, on each process", least=1)
     epochs: int = flag(1, "passes over the data", least=1)
     steps: int | None = flag(None, "stop after so many steps (default: all epochs)", least=1)
-    samples: int = flag(16000, "size of an epoch of the embedded data", least=1)
+    samples: int = flag(16000, "size of an epoch of the embedded data", least=1, most=10**8)
     tasks: str = flag(",".join(EMBEDDED_TASKS), "tasks of the embedded data, in turn, see eval/scenes.py")
     fraction: float = flag(1.0, "share of the training pictures to use (the paper's Part 1: 0.4)", share=True)
     validation: float = flag(0.02, "share of the pictures held out, for data on disk", share=True)
@@ -76,7 +76,7 @@ class Settings:
     per_picture: int = flag(1, "questions of one picture that may share a batch, and its encoding", least=1)
     shuffle_buffer: int = flag(10000, "records of tar shards that are shuffled together", least=1)
     max_bad: int = flag(20, "unusable records to leave out before the run stops", least=0)
-    workers: int = flag(0, "processes that decode pictures", least=0)
+    workers: int = flag(0, "processes that decode pictures", least=0, most=1024)
     cache_features: str | None = flag(
         None, "folder to keep the features of a frozen vision tower in, for later epochs and runs (default: none)"
     )
@@ -123,9 +123,7 @@ class Settings:
 
 def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, Path | None, Path | None]:
     """Settings, --out and --resume from the command line; a recipe changes defaults, a flag overrides both."""
-    parser = argparse.ArgumentParser(
-        prog="python -m train.finetune", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser(prog="python -m train.finetune", description=description)
     add_run_flags(parser, "runs/BASE-ATTENTION-1 or runs/ARCH-stageN-1")
     parser.add_argument(
         "--recipe", choices=list(RECIPES), help="settings of the paper's Table 1, or of PaliGemma's authors"

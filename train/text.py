@@ -10,7 +10,6 @@ tokenizer, metrics, a picture of the loss, checkpoints to resume from, and `mode
 the model, `train/studies/text.py` compares it with its twin.
 """
 
-import argparse
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from eval.text.corpus import open_corpus, read_texts
 from eval.text.tasks import WORDS
 from model.common import UserError, run_command
 from train.distributed import join_world
-from train.flags import add_flags, add_run_flags, from_values, read_config
+from train.flags import FlagParser, add_flags, add_run_flags, from_values, read_config
 from train.metrics import draw_loss
 from train.optim import count
 from train.settings import new_run
@@ -30,9 +29,7 @@ from weights.export import export_model
 
 def parse(argv: Sequence[str] | None) -> tuple[TextSettings, Path | None, Path | None]:
     """Settings, --out and --resume from the command line. Raises UserError for values out of range."""
-    parser = argparse.ArgumentParser(
-        prog="python -m train.text", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser(prog="python -m train.text", description=__doc__)
     add_run_flags(parser, "runs/text-ATTENTION-1")
     add_flags(parser, TextSettings)
     given = vars(parser.parse_args(argv))

@@ -174,8 +174,8 @@ def test_an_interrupted_run_says_how_to_go_on(text_folder, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"tokens": 0}, "--tokens is 0.0, expected at least 1"),
-        ({"length": 32}, "--length is 32, expected at least 64"),
+        ({"tokens": 0}, "--tokens is 0.0, expected a number from 1 to"),
+        ({"length": 32}, "--length is 32, expected an integer from 64 to"),
         ({"needles": 0.7, "examples": 0.4}, "leave no room for text"),
         ({"text": "/nowhere"}, "--text /nowhere: no such file or folder"),
         ({"length": 100000}, "fewer than a row of 100000"),
