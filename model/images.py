@@ -4,7 +4,7 @@ In: a `Picture`. Out: `load_image` gives upright 8-bit RGB, `to_pixels` float32 
 `model/processor.py` puts into batches.
 
 Pixels equal those of transformers' SiglipImageProcessor with its Pillow backend, except that EXIF orientation is
-applied and 16-bit pictures keep their contrast.
+applied, that 16-bit grey keeps its contrast, and that colours premultiplied by alpha are composited as all others are.
 """
 
 import os
@@ -26,7 +26,8 @@ def load_image(source: Picture, draft: int | None = None) -> Image.Image:
     """One picture as upright 8-bit RGB.
 
     source: a path, an open file, a Pillow image, or a uint8 array (height, width) or (height, width, 1, 3 or 4). Of an
-    animation the first frame is taken. Transparency is dropped. Of 16 bits the upper eight are kept.
+    animation the first frame is taken. Transparent pixels are composited on white, as transformers does since 5.23.
+    Of 16 bits the upper eight are kept.
     draft: let the JPEG decoder scale down by 2, 4 or 8 as long as both sides have at least `draft` pixels. This is
     several times faster for photographs, but not bit-equal. Raises UserError, naming the file, for a broken picture.
     """
@@ -76,9 +77,10 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         return _to_8_bits(image).convert("RGB")
     if image.mode in ("La", "RGBa"):  # premultiplied by alpha
         image = image.convert(image.mode.upper())
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # the same colours as directly to RGB, without Pillow's warning
-    return image.convert("RGB")
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
@@ -92,9 +94,12 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
     elif image.mode == "I" and not (values.min() >= 0 and values.max() <= 65535):
         raise UserError("holds integers outside 0…65535: scale them to that range, or save 8 bits")
     # the depth of mode I is unknown: 16 bits from a file, 8 bits after Pillow's conversion from grey
-    elif image.mode != "I" or values.max() > 255:
-        values = values >> 8  # as Pillow does for 16-bit colour
-    return Image.fromarray(values.astype(np.uint8))
+    is_wide = image.mode.startswith("I;") or image.mode == "I" and values.max() > 255
+    grey = (values >> 8 if is_wide else values).astype(np.uint8)  # as Pillow does for 16-bit colour
+    transparent = image.info.get("transparency")  # the one grey that is transparent, with all its bits
+    if isinstance(transparent, int) and image.mode != "F":
+        grey[values == transparent] = 255
+    return Image.fromarray(grey)
 
 
 def _from_array(array: np.ndarray) -> Image.Image:

@@ -98,7 +98,7 @@ def in_mode(mode: str) -> Image.Image:
 )
 @pytest.mark.filterwarnings("error")
 def test_every_mode_becomes_rgb(mode):
-    """Breaks when a kind of picture is refused, clipped to white, or blended with its transparency."""
+    """Breaks when a kind of picture is refused, clipped to white, or read without its transparency."""
     image = in_mode(mode)
     assert image.mode == mode.split("+")[0]
     result = load_image(image)
@@ -107,6 +107,8 @@ def test_every_mode_becomes_rgb(mode):
         assert set(np.unique(result)) <= {0, 255}
         return
     expected = ORANGE if mode[0] in "RPCYHL" and mode not in ("L", "LA", "La") else (GREY,) * 3
+    if mode in ("LA", "La", "RGBA", "RGBa", "P+transparency"):
+        expected = np.array(expected) * (128 / 255) + 127  # on white
     assert np.abs(np.asarray(result) - expected).max() <= (4 if mode in ("HSV", "RGBa", "La", "LAB", "YCbCr") else 1.5)
 
 
@@ -117,6 +119,94 @@ def test_modes_equal_transformers(hf_images, mode):
     image = image or picture().convert(mode)
     expected = hf_images(image, return_tensors="pt")["pixel_values"][0]
     assert torch.equal(to_pixels(load_image(image), SIDE), expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Transparency
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def translucent() -> Image.Image:
+    """RGBA with every alpha from 0 to 255, and noise for colours, under alpha 0 too."""
+    pixels = np.random.default_rng(3).integers(0, 256, (32, 64, 4)).astype(np.uint8)
+    pixels[..., 3] = np.arange(32 * 64).reshape(32, 64) % 256
+    return Image.fromarray(pixels)
+
+
+def palette(transparency: bytes | int) -> Image.Image:
+    image = translucent().convert("RGB").quantize(16)
+    image.info["transparency"] = transparency
+    return image
+
+
+def png(depth: int, colour_type: int, pixels: np.ndarray, transparency: bytes) -> Image.Image:
+    """A PNG whose tRNS chunk is `transparency`, as Pillow opens it; pixels (H, W) or (H, W, channels)."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    rows = b"".join(b"\0" + row.astype(">u2" if depth == 16 else np.uint8).tobytes() for row in pixels)
+    header = struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], depth, colour_type, 0, 0, 0)
+    parts = (b"IHDR", header), (b"tRNS", transparency), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
+    return Image.open(io.BytesIO(b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)))
+
+
+def reopened(image: Image.Image, format: str, **options) -> Image.Image:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return Image.open(buffer)
+
+
+GREYS = np.arange(48).reshape(6, 8) % 7
+COLOURS = np.random.default_rng(4).integers(0, 2, (6, 8, 3))
+TRANSPARENT = {
+    "RGBA": translucent,
+    "LA": lambda: Image.merge("LA", (translucent().convert("L"), translucent().getchannel("A"))),
+    "PA": lambda: palette(0).convert("PA"),
+    "PA with its own alpha": lambda: Image.merge("PA", (translucent().getchannel("R"), translucent().getchannel("A"))),
+    "P, alpha of some entries": lambda: palette(bytes(range(0, 256, 40))),
+    "P, alpha of all entries": lambda: palette(bytes(range(15, 256, 16))),
+    "P, one entry": lambda: palette(3),
+    "P, none": lambda: palette(b""),
+    "WebP": lambda: reopened(translucent(), "WEBP", lossless=True, exact=True),
+    "WebP with loss": lambda: reopened(translucent(), "WEBP", quality=60),
+    "PNG RGBA": lambda: reopened(translucent(), "PNG"),
+    "GIF": lambda: reopened(palette(3), "GIF", transparency=3),
+    "TIFF": lambda: reopened(translucent(), "TIFF"),
+    "JPEG 2000": lambda: reopened(translucent(), "JPEG2000"),
+    "grey with tRNS": lambda: png(8, 0, GREYS, struct.pack(">H", 3)),
+    "colour with tRNS": lambda: png(8, 2, COLOURS, struct.pack(">HHH", 1, 0, 1)),
+    "16-bit colour with tRNS": lambda: png(16, 2, COLOURS * 257, struct.pack(">HHH", 1, 0, 1)),
+    "16-bit RGBA": lambda: png(16, 6, np.asarray(translucent()) * 251, b""),
+    "16-bit LA": lambda: png(16, 4, np.asarray(translucent())[..., 2:] * 251, b""),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPARENT)
+@pytest.mark.filterwarnings("error:Palette")
+def test_transparency_equals_transformers(hf_images, name):
+    """Breaks when alpha is dropped, or blended with another background or rounding than in transformers."""
+    image = TRANSPARENT[name]()
+    expected = hf_images(image.copy(), return_tensors="pt")["pixel_values"][0]
+    assert torch.equal(to_pixels(load_image(image), SIDE), expected)
+    if name not in ("P, none", "16-bit colour with tRNS"):
+        dropped = image.convert("RGBA").convert("RGB")
+        assert not torch.equal(to_pixels(dropped, SIDE), expected)
+
+
+def test_premultiplied_colours_are_composited():
+    """Breaks when RGBa and La, which transformers reads without alpha or refuses, look different from RGBA and LA."""
+    for mode, premultiplied in (("RGBA", "RGBa"), ("LA", "La")):
+        image = TRANSPARENT[mode]()
+        result = np.asarray(load_image(image.convert(premultiplied))).astype(int)
+        assert np.abs(result - np.asarray(load_image(image))).max() <= 2  # premultiplying rounds
+
+
+def test_16_bit_grey_with_a_transparent_value():
+    """Breaks when the key is compared in 8 bits, or 16-bit pictures lose their contrast with it."""
+    values = np.array([[0x1234, 0x12FF, 0x1234, 0xFFFF, 0]], np.uint16)
+    result = np.asarray(load_image(png(16, 0, values, struct.pack(">H", 0x1234))))
+    assert result[0, :, 0].tolist() == [255, 0x12, 255, 0xFF, 0] and (result == result[..., :1]).all()
 
 
 @pytest.mark.parametrize("ending", ["png", "tiff", "pgm"])
@@ -178,8 +268,10 @@ def test_exif_orientation(tmp_path, orientation):
 def test_arrays(hf_images):
     """Breaks when an array's channels are taken for something else."""
     array = np.asarray(picture())
-    for given in (array, np.dstack([array, array[..., :1]])):  # the fourth channel is alpha
-        assert np.array_equal(np.asarray(load_image(given)), array)
+    assert np.array_equal(np.asarray(load_image(array)), array)
+    with_alpha = np.dstack([array, array[..., :1]])
+    expected = hf_images(with_alpha, return_tensors="pt")["pixel_values"][0]
+    assert torch.equal(to_pixels(load_image(with_alpha), SIDE), expected)
     for grey in (array[..., 0], array[..., :1]):
         assert np.array_equal(np.asarray(load_image(grey)), np.repeat(array[..., :1], 3, axis=2))
     assert np.array_equal(np.asarray(load_image(array[::-1, ::2])), array[::-1, ::2])
