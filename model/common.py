@@ -253,16 +253,19 @@ FILE_LIMIT = 1 << 30  # bytes of a file that is read as a whole
 LINE_LIMIT = 1 << 24  # bytes of a line of JSON
 
 
-def open_regular(path: str | os.PathLike) -> BinaryIO:
-    """The regular file at `path`, open for reading. A folder, a FIFO, a socket or a device is a UserError.
+def open_regular(path: str | os.PathLike, limit: int | None = None) -> BinaryIO:
+    """The regular file at `path`, of up to `limit` bytes, open for reading. Anything else is a UserError.
 
-    Neither this nor reading can block: what is not a regular file is not opened at all.
+    This cannot block: a folder, FIFO, socket or device is not opened at all.
     """
     with file_errors(path):
         _check_regular(path, os.stat(path).st_mode)
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
         try:
-            _check_regular(path, os.fstat(handle).st_mode)  # it may have been replaced meanwhile
+            status = os.fstat(handle)
+            _check_regular(path, status.st_mode)  # it may have been replaced meanwhile
+            if limit is not None and status.st_size > limit:
+                raise _too_large(path, limit)
             return os.fdopen(handle, "rb")
         except BaseException:
             os.close(handle)
@@ -278,12 +281,15 @@ def _check_regular(path: str | os.PathLike, mode: int) -> None:
 
 def read_bytes(path: str | os.PathLike, limit: int = FILE_LIMIT) -> bytes:
     """The contents of a regular file of up to `limit` bytes. Raises UserError."""
-    with file_errors(path), open_regular(path) as file:
-        # what has a size is not read if it is too large; files of /proc have none
-        content = file.read(limit + 1) if os.fstat(file.fileno()).st_size <= limit else None
+    with file_errors(path), open_regular(path, limit) as file:
+        content = file.read(limit + 1)  # files of /proc have no size
     if content is None or len(content) > limit:
-        raise UserError(f"{shown(path)}: is larger than {limit} bytes: check that this is the right file")
+        raise _too_large(path, limit)
     return content
+
+
+def _too_large(path: str | os.PathLike, limit: int) -> UserError:
+    return UserError(f"{shown(path)}: is larger than {limit} bytes: check that this is the right file")
 
 
 def read_text(path: str | os.PathLike, limit: int = FILE_LIMIT) -> str:

@@ -8,13 +8,14 @@ applied, that 16-bit grey keeps its contrast, and that colours premultiplied by 
 """
 
 import os
+import re
 from typing import BinaryIO
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from model.common import UserError
+from model.common import FILE_LIMIT, UserError, open_regular, shown
 
 Picture = Image.Image | np.ndarray | str | os.PathLike | BinaryIO
 
@@ -32,17 +33,22 @@ def load_image(source: Picture, draft: int | None = None) -> Image.Image:
     several times faster for photographs, but not bit-equal. Raises UserError, naming the file, for a broken picture.
     """
     if isinstance(source, str | os.PathLike):
-        name = os.fspath(source)
-    elif hasattr(source, "read"):
-        name = getattr(source, "name", "the open file")
-    else:
-        name = getattr(source, "filename", "") or f"the {type(source).__name__} passed as a picture"
+        if re.match("(https?|ftp|s3|gs|file):/", os.fspath(source)):
+            raise UserError(f"{shown(source)}: is a URL, expected a file: download it first")
+        with open_regular(source, FILE_LIMIT) as file:
+            return _decode(file, shown(source), draft)
+    if hasattr(source, "read"):
+        return _decode(source, shown(getattr(source, "name", "the open file")), draft)
+    return _decode(source, shown(getattr(source, "filename", "") or f"the {type(source).__name__} passed as a picture"))
+
+
+def _decode(source: Image.Image | np.ndarray | BinaryIO, name: str, draft: int | None = None) -> Image.Image:
     try:
         if isinstance(source, Image.Image):
             return _to_rgb(source)
         if isinstance(source, np.ndarray):
             return _to_rgb(_from_array(source))
-        if not (isinstance(source, str | os.PathLike) or hasattr(source, "read")):
+        if not hasattr(source, "read"):
             raise UserError("expected a file, a Pillow image or a uint8 array (height, width, 3)")
         with Image.open(source, formats=FORMATS) as image:
             if draft is not None:
@@ -50,16 +56,12 @@ def load_image(source: Picture, draft: int | None = None) -> Image.Image:
             return _to_rgb(image)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
-    except FileNotFoundError:
-        problem = "no such file: check the path (a URL is to be downloaded first)"
-    except (IsADirectoryError, PermissionError) as error:
-        problem = f"{error.strerror}: give a picture file that you may read"
     except Image.UnidentifiedImageError:
         problem = f"not a picture in a format read here ({', '.join(FORMATS)}): save it as PNG or JPEG"
     except Image.DecompressionBombError as error:
         problem = f"refused as a decompression bomb ({error}): scale the picture down with a tool you trust"
     except Exception as error:  # hostile files make Pillow's readers raise nearly anything
-        problem = f"cannot be decoded ({type(error).__name__}: {error}): download or save the picture again"
+        problem = f"cannot be decoded ({type(error).__name__}: {shown(str(error))}): download or save the picture again"
     raise UserError(f"{name}: {problem}")
 
 

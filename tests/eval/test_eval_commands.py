@@ -886,7 +886,7 @@ BAD = [
     (needle, ["--negatives", "--protocol", "constrained"], "constrained"),
     (needle, ["--coco", ".", "--captions", "C"], r"C: none of its 1 pictures is in \."),
     (needle, ["--coco", ".", "--captions", "C", "--metadata", "."], "2_2.json: not found"),
-    (attention, ["--image", "gone.png", "--prompt", "x"], "gone.png: no such file"),
+    (attention, ["--image", "gone.png", "--prompt", "x"], "gone.png: not found"),
     (attention, ["--image", "p.png", "--prompt", "x", "--layers", "5"], "--layers 5: expected numbers from 1 to 4"),
     (attention, ["--image", "p.png", "--prompt", "x", "--token", "-1"], "--token -1: the answer"),
 ]

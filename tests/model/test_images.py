@@ -1,6 +1,7 @@
 """Pictures against transformers' SiglipImageProcessor, bit for bit, and files that are refused."""
 
 import io
+import os
 import struct
 import zlib
 
@@ -347,9 +348,9 @@ def test_bad_picture_files(tmp_path, name):
 def test_paths_and_objects_that_are_no_picture(tmp_path):
     """Breaks when a wrong path or type is reported as something else."""
     for source, message in [
-        (tmp_path / "none.jpg", "none.jpg: no such file"),
-        ("https://example.org/a.jpg", "no such file.*downloaded"),
-        (tmp_path, "Is a directory"),
+        (tmp_path / "none.jpg", "none.jpg: not found"),
+        ("https://example.org/a.jpg", "is a URL, expected a file: download"),
+        (tmp_path, "is a folder"),
         (5, "the int passed as a picture: expected a file"),
         (Image.new("RGB", (0, 5)), "the Image passed as a picture: is 0×5"),
         (np.zeros((4, 4, 3), np.float32), "is float32"),
@@ -359,3 +360,22 @@ def test_paths_and_objects_that_are_no_picture(tmp_path):
     ]:
         with pytest.raises(UserError, match=message):
             load_image(source)
+
+
+def test_pipes_and_devices_are_refused_at_once(tmp_path):
+    """Breaks when a picture's name that is a FIFO or a device blocks the run, or fills the memory."""
+    os.mkfifo(tmp_path / "a.png")
+    with (tmp_path / "big.png").open("wb") as file:
+        file.truncate(1 << 40)
+    for path, told in ((tmp_path / "a.png", "is a pipe"), ("/dev/zero", "device"), (tmp_path / "big.png", "larger")):
+        with pytest.raises(UserError, match=told):
+            load_image(path)
+
+
+def test_names_of_pictures_are_safe_to_print(tmp_path):
+    """Breaks when the name of a broken picture moves the cursor or breaks the line."""
+    path = tmp_path / "a\x1b[2J\nb.png"
+    path.write_bytes(b"no picture")
+    with pytest.raises(UserError) as caught:
+        load_image(path)
+    assert str(caught.value).isprintable() and r"a\x1b[2J\nb.png" in str(caught.value)
