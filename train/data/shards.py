@@ -79,7 +79,7 @@ def index_of(shard: Path) -> np.ndarray:
         if _fits(tensors["records"], tensors["shard_bytes"], size):
             return tensors["records"]
     rows = build_index(shard)
-    with suppress(OSError), atomic_path(path) as temporary:  # the folder may be read-only
+    with suppress(UserError), atomic_path(path) as temporary:  # the folder may be read-only
         save_file({"records": rows, "shard_bytes": np.array([size])}, temporary)
     return rows
 
