@@ -6,7 +6,7 @@ layers and only the adapter trainable; on disk a folder in the format of `lora/f
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import torch
@@ -18,20 +18,20 @@ from lora.files import (
     GRAFT_PREFIX,
     HF_PREFIX,
     TENSOR_FILE,
-    alpha_of,
+    alphas_of,
     base_of,
-    is_promised,
-    matches,
+    matching,
     our_path,
+    promised,
     read_config,
     read_tensors,
     split_name,
     tensor_name,
 )
 from lora.layer import LoRALinear
-from model.common import UserError, atomic_path, write_text
+from model.common import UserError, atomic_path, quoted, shown, write_text
 from model.graft import Adaptable, graft, new_parameters
-from model.lowrank import LowRank
+from model.lowrank import LowRank, check_low_rank
 from model.variants import Differential
 from weights.fingerprint import tensor_fingerprint
 
@@ -50,17 +50,17 @@ def inject(model: Adaptable, targets: str | list[str], r: int, alpha: float, dro
     made get no LoRA; all of their weights are trained. Raises UserError if no layer matches, or for values out of
     range.
     """
-    if r < 1 or alpha <= 0 or not 0 <= dropout < 1:
-        raise UserError(f"LoRA r {r}, alpha {alpha}, dropout {dropout}: expected r ≥ 1, alpha > 0 and 0 ≤ dropout < 1")
-    candidates = _linear_paths(model)
-    paths = [path for path in candidates if matches(targets, path)]
+    check_low_rank(r, alpha, dropout)
+    layers = _free_layers(model)
+    matched = matching(targets, layers)
+    paths = [path for path in layers if path in matched]
     if not paths:
         raise UserError(
             f"LoRA targets {targets!r} match no free linear layer: a string is a regular expression for the whole "
-            f"path, a list names endings; paths look like {', '.join(candidates[-7:]) or '(none is left)'}"
+            f"path, a list names endings; paths look like {', '.join(list(layers)[-7:]) or '(none is left)'}"
         )
     for path in paths:
-        _wrap(model, path, r, alpha, dropout)
+        model.set_submodule(path, LoRALinear(layers[path], r, alpha, dropout))
     _train_adapter_only(model)
     return paths
 
@@ -191,58 +191,89 @@ def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[s
 
     Grafts are repeated first, because the file holds their parameters. `force` skips the comparison of the base.
     Raises UserError: no such files, a feature of PEFT that is not plain LoRA, another base than the adapter's, a model
-    that has an adapter already, or tensors that are missing, unexpected or of another shape. The model must then not be
-    used any more: it may hold a part of the adapter.
+    that has an adapter already, or tensors that are missing, unexpected, of another shape, not floating point or not
+    finite. The model must then not be used any more: it may hold the grafts.
     """
     folder = Path(folder)
     if adapter_parameters(model):
         raise UserError(f"{folder}: the model has an adapter already: load this one onto a plain base")
     config, (tensors, metadata) = read_config(folder), read_tensors(folder)
     for call in config.get("differential", []):
+        if "kind" not in call or "model" in call:
+            raise UserError(f"{folder}: {quoted(call)} is no graft: correct the key 'differential' of {CONFIG_FILE}")
         graft(model, **call)
     expected = metadata.get("base_fingerprint")  # PEFT leaves none
     if expected and not force and expected != (actual := fingerprint(model)):
+        base = shown(config.get("base_model_name_or_path") or "a base without a name")
         raise UserError(
-            f"{folder}: this adapter belongs to another base: it was trained on "
-            f"{config.get('base_model_name_or_path') or 'a base without a name'} (fingerprint {expected}), the model "
-            f"is {actual}: load that base, or force the adapter onto this one"
+            f"{folder}: this adapter belongs to another base: it was trained on {base} (fingerprint "
+            f"{shown(expected, 80)}), the model is {actual}: load that base, or force the adapter onto this one"
         )
-    candidates = _linear_paths(model)
-    spelt = {}  # our path → the path as the file spells it, which alpha_pattern refers to
-    found = {}
-    for name, tensor in tensors.items():
-        parts = split_name(name)
-        if parts and (path := our_path(parts[0])) in candidates:
-            spelt[path] = parts[0]
-            name = tensor_name(path, parts[1])
-        found[name] = tensor
-    for path in candidates:
-        # a layer that the config names and the file lacks is wrapped too: `_copy` reports it as missing
-        if path in spelt or is_promised(config, path):
-            half = found.get(tensor_name(path, "lora_A"))
-            r = config.get("r", 8) if half is None else len(half)
-            alpha = alpha_of(config, spelt.get(path, HF_PREFIX + path), r)
-            _wrap(model, path, r, alpha, config.get("lora_dropout", 0.0))
+    layers = _free_layers(model)
+    spelt, found = _by_our_names(tensors, layers, folder / TENSOR_FILE)
+    named = promised(config, layers)  # and missing in the file, if it is not in `spelt`
+    ranks = {}
+    wanted = {GRAFT_PREFIX + name: tuple(parameter.shape) for name, parameter in new_parameters(model).items()}
+    for path, layer in layers.items():
+        if path in spelt or path in named:
+            half = found.get(tensor_name(path, "lora_A"), torch.empty(1, 0))
+            ranks[path] = max(1, len(half) if half.dim() else 0)
+            wanted[tensor_name(path, "lora_A")] = (ranks[path], layer.in_features)
+            wanted[tensor_name(path, "lora_B")] = (layer.out_features, ranks[path])
+    _check_tensors(found, wanted, folder / TENSOR_FILE)
+    alphas = alphas_of(config, {spelt[path]: rank for path, rank in ranks.items()})
+    for path, rank in ranks.items():
+        lora = LoRALinear(layers[path], rank, alphas[spelt[path]], config.get("lora_dropout", 0.0))
+        model.set_submodule(path, lora)
     _train_adapter_only(model)
-    _copy(found, adapter_parameters(model), folder / TENSOR_FILE)
+    with torch.no_grad():
+        for name, parameter in adapter_parameters(model).items():
+            parameter.copy_(found[name])
     return list(lora_layers(model))
 
 
-def _linear_paths(model: nn.Module) -> list[str]:
-    """Every linear layer that may carry LoRA: part neither of an adapter nor of a graft."""
+def _by_our_names(
+    tensors: dict[str, torch.Tensor], paths: Container[str], where: Path
+) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """The paths in the file of those of `paths` that it has tensors for, and its tensors under the names of `save`."""
+    spelt, found = {}, {}
+    for name, tensor in tensors.items():
+        parts = split_name(name)
+        if parts and (path := our_path(parts[0])) in paths:
+            spelt[path] = parts[0]
+            name = tensor_name(path, parts[1])
+        if name in found:
+            raise UserError(f"{where}: {name} is there under two names: save the adapter again")
+        found[name] = tensor
+    return spelt, found
+
+
+def _check_tensors(found: dict[str, torch.Tensor], wanted: dict[str, tuple[int, ...]], where: Path) -> None:
+    """Raise UserError unless `found` has the names and shapes `wanted`, of finite floating-point numbers."""
+    problems = [f"missing {name}" for name in wanted.keys() - found.keys()]
+    problems += [f"unexpected {shown(name)}" for name in found.keys() - wanted.keys()]
+    for name in wanted.keys() & found.keys():
+        tensor, shape = found[name], wanted[name]
+        if tensor.shape != shape:
+            problems.append(f"{name} is {tuple(tensor.shape)}, expected {shape}")
+        elif not tensor.is_floating_point():
+            problems.append(f"{name} is {tensor.dtype}, expected floating point")
+        elif not tensor.float().isfinite().all():  # in fp32, which it will have
+            problems.append(f"{name} has values that are not finite")
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise UserError(f"{where}: does not fit the model: {'; '.join(sorted(problems)[:8])}{more}: load its own base")
+
+
+def _free_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Every linear layer that may carry LoRA, by its path: part neither of an adapter nor of a graft."""
     low_rank = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, LoRALinear | LowRank))
     grafted = new_parameters(model)
-    return [
-        path
+    return {
+        path: module
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) and not path.startswith(low_rank) and f"{path}.weight" not in grafted
-    ]
-
-
-def _wrap(model: nn.Module, path: str, r: int, alpha: float, dropout: float) -> None:
-    layer = model.get_submodule(path)
-    assert isinstance(layer, nn.Linear)
-    model.set_submodule(path, LoRALinear(layer, r, alpha, dropout))
+    }
 
 
 def _train_adapter_only(model: nn.Module) -> None:
@@ -255,20 +286,3 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor that FSDP2 has sharded; every process must call this."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
-
-
-@torch.no_grad()
-def _copy(found: dict[str, torch.Tensor], wanted: dict[str, nn.Parameter], where: Path) -> None:
-    """Copy `found` into the parameters `wanted`. Raises UserError unless names and shapes are the same."""
-    problems = [f"missing {name}" for name in wanted.keys() - found.keys()]
-    problems += [f"unexpected {name}" for name in found.keys() - wanted.keys()]
-    problems += [
-        f"{name} is {tuple(found[name].shape)}, expected {tuple(wanted[name].shape)}"
-        for name in wanted.keys() & found.keys()
-        if found[name].shape != wanted[name].shape
-    ]
-    if problems:
-        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise UserError(f"{where}: does not fit the model: {'; '.join(sorted(problems)[:8])}{more}: load its own base")
-    for name, parameter in wanted.items():
-        parameter.copy_(found[name])

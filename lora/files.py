@@ -6,27 +6,46 @@ under the key `differential` of the config (PEFT warns that it ignores this key,
 computes something else), and the fingerprint of the base in the metadata of the tensor file.
 """
 
-import json
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from model.common import UserError
+from lora.patterns import ENDING, full_matches
+from model.common import Expected, UserError, file_errors, open_regular, quoted, read_json, shown
+from model.lowrank import MAX_ALPHA, MAX_RANK
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # PEFT's wrapper around a transformers model
 HF_PREFIX = "model."  # before each of our paths in transformers' PaliGemma
 GRAFT_PREFIX = "differential."
 
-# Keys of PEFT's config that `load` reads, or that do not change what the saved tensors compute. A value under any other
-# key is a feature that would be lost without notice.
+_TEXT, _RANK, _ALPHA = Expected(str), Expected(int, 1, MAX_RANK), Expected(float, 1e-9, MAX_ALPHA)
+
+# The keys that are read: what a value may be, and its items if it is a list, or its values if it is an object.
+_FIELDS: dict[str, tuple[Expected | None, type, Expected | None]] = {
+    "base_model_name_or_path": (_TEXT, list, None),
+    "prompt": (_TEXT, list, None),  # our own: the template of its questions
+    "differential": (None, list, Expected(dict)),  # our own: the grafts
+    "r": (_RANK, list, None),
+    "lora_alpha": (_ALPHA, list, None),
+    "lora_dropout": (Expected(float, 0, 0.99), list, None),
+    "target_modules": (_TEXT, list, _TEXT),
+    "exclude_modules": (_TEXT, list, _TEXT),
+    "layers_to_transform": (Expected(int), list, Expected(int)),
+    "layers_pattern": (_TEXT, list, _TEXT),
+    "rank_pattern": (None, dict, _RANK),
+    "alpha_pattern": (None, dict, _ALPHA),
+    "use_rslora": (Expected(bool), list, None),
+    "inference_mode": (Expected(bool), list, None),
+}
+# Keys that do not change what the saved tensors compute. A value under any other key is a feature that would be lost
+# without notice.
 _HARMLESS = set(
-    "peft_type base_model_name_or_path r lora_alpha lora_dropout bias inference_mode differential target_modules "
-    "exclude_modules layers_to_transform layers_pattern rank_pattern alpha_pattern use_rslora init_lora_weights "
-    "auto_mapping eva_config megatron_core peft_version qalora_group_size revision runtime_config task_type "
-    "prompt".split()  # our own: the template of its questions
+    "peft_type bias init_lora_weights auto_mapping eva_config megatron_core peft_version qalora_group_size revision "
+    "runtime_config task_type".split()
 )
 _HARMLESS_INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # others (pissa, olora, …) change the base too
 
@@ -37,36 +56,53 @@ def tensor_name(path: str, half: str) -> str:
 
 
 def read_config(folder: str | Path) -> dict:
-    """The config of the adapter in `folder`. Raises UserError: no file, no JSON, or a feature beyond plain LoRA."""
+    """The config of the adapter in `folder`, without the keys that are null.
+
+    Raises UserError: no file, no JSON, a value of another type or range, or a feature beyond plain LoRA.
+    """
     path = Path(folder) / CONFIG_FILE
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: not found: an adapter is a folder of {CONFIG_FILE} and {TENSOR_FILE}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}): save or download the adapter again") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise UserError(f"{path}: no LoRA adapter: expected peft_type 'LORA': only that kind can be loaded")
-    unknown = [f"{key} {value!r}" for key, value in config.items() if value and key not in _HARMLESS]
+    config = read_json(path)
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{shown(path)}: no LoRA adapter: expected peft_type 'LORA': only that kind can be loaded")
+    known = _HARMLESS | _FIELDS.keys()
+    unknown = [f"{shown(key, 80)} {quoted(value)}" for key, value in config.items() if value and key not in known]
     if config.get("bias", "none") != "none":
-        unknown.append(f"bias {config['bias']!r}")
+        unknown.append(f"bias {quoted(config['bias'])}")
     if config.get("init_lora_weights") not in _HARMLESS_INITS:
-        unknown.append(f"init_lora_weights {config['init_lora_weights']!r}")
+        unknown.append(f"init_lora_weights {quoted(config['init_lora_weights'])}")
     if unknown:
-        raise UserError(f"{path}: uses {', '.join(unknown)}, but only plain LoRA can be loaded: convert it with PEFT")
+        features = ", ".join(unknown[:8])
+        raise UserError(f"{shown(path)}: uses {features}, but only plain LoRA can be loaded: convert it with PEFT")
+    config = {key: value for key, value in config.items() if value is not None}
+    for key in config.keys() & _FIELDS.keys():
+        _check_field(key, config[key], shown(path))
     return config
+
+
+def _check_field(key: str, value, where: str) -> None:
+    single, container, items = _FIELDS[key]
+    expected = [str(single)] if single else []
+    if items:
+        expected.append(f"{'a list' if container is list else 'an object'} whose values are each {items}")
+    if items and isinstance(value, container):
+        is_right = all(map(items.accepts, value.values() if isinstance(value, dict) else value))
+    else:
+        is_right = single is not None and single.accepts(value)
+    if not is_right:
+        raise UserError(f"{where}: {key} is {quoted(value)}, expected {' or '.join(expected)}: correct the file")
 
 
 def read_tensors(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors of the adapter in `folder` by name, and the file's metadata. Raises UserError."""
     path = Path(folder) / TENSOR_FILE
+    if not path.exists():
+        raise UserError(f"{shown(path)}: not found: save the adapter as safetensors; pickles are not read")
+    open_regular(path).close()
     try:
-        with safe_open(path, "pt") as file:
+        with file_errors(path), safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except FileNotFoundError:
-        raise UserError(f"{path}: not found: save the adapter as safetensors; pickles are not read") from None
     except SafetensorError as error:
-        raise UserError(f"{path}: not a safetensors file ({error}): save or download the adapter again") from None
+        raise UserError(f"{shown(path)}: not a safetensors file ({error}): save the adapter again") from None
 
 
 def split_name(name: str) -> tuple[str, str] | None:
@@ -81,33 +117,40 @@ def our_path(path: str) -> str:
     return re.sub(r"^(language_model)\.model\.|^(vision_tower)\.vision_model\.", r"\1\2.", path)
 
 
-def matches(targets: str | list[str], path: str) -> bool:
-    """Whether PEFT's target_modules name our `path`: a regular expression for all of it, or a list of endings.
+def matching(targets: str | list[str], paths: Iterable[str]) -> set[str]:
+    """Those of our `paths` that PEFT's target_modules name: by a regular expression, or by a list of endings.
 
-    Either may have transformers' leading "model." or not. Raises UserError for a string that is no regular expression.
+    The expression must match a whole path; endings begin at a dot. Either may have transformers' leading "model." or
+    not. Raises UserError for a string that is no regular expression.
     """
+    paths = list(paths)
     if isinstance(targets, str):
-        try:
-            return any(re.fullmatch(targets, name) for name in (path, HF_PREFIX + path))
-        except re.error as error:
-            raise UserError(f"LoRA targets {targets!r} are no regular expression ({error}): correct it") from None
-    return any(f".{HF_PREFIX}{path}".endswith(f".{ending}") for ending in targets)
+        (found,) = full_matches([targets], [*paths, *(HF_PREFIX + path for path in paths)])
+        return {path for path in paths if path in found or HF_PREFIX + path in found}
+    endings = tuple(f".{ending}" for ending in targets)
+    return {path for path in paths if f".{HF_PREFIX}{path}".endswith(endings)}
 
 
-def is_promised(config: dict, path: str) -> bool:
-    """Whether PEFT would wrap `path`; False if the config narrows its targets to some layers (layers_to_transform)."""
-    targets, excluded = config.get("target_modules") or [], config.get("exclude_modules") or []
-    return config.get("layers_to_transform") is None and matches(targets, path) and not matches(excluded, path)
+def promised(config: Mapping, paths: Iterable[str]) -> set[str]:
+    """Those of our `paths` that PEFT would wrap; none if the config narrows its targets (layers_to_transform)."""
+    if "layers_to_transform" in config:
+        return set()
+    return matching(config.get("target_modules", []), paths) - matching(config.get("exclude_modules", []), paths)
 
 
-def alpha_of(config: dict, path: str, r: int) -> float:
-    """alpha of a layer of rank `r`, by `path` as the file spells it; LoRA is scaled by alpha / r."""
-    alpha = config.get("lora_alpha", 8)
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", path):
-            alpha = value
-            break
-    return alpha * r**0.5 if config.get("use_rslora") else alpha  # rank-stabilised: alpha / √r
+def alphas_of(config: Mapping, ranks: Mapping[str, int]) -> dict[str, float]:
+    """alpha of each layer, given its rank, by its path as the file spells it; LoRA is scaled by alpha / r.
+
+    As in PEFT, the first pattern that matches an ending of the path counts; an ending begins at a dot.
+    """
+    by_pattern = config.get("alpha_pattern", {})
+    found = full_matches([f"{ENDING}({pattern})" for pattern in by_pattern], ranks)
+    alphas = {path: config.get("lora_alpha", 8) for path in ranks}
+    for alpha, paths in reversed(list(zip(by_pattern.values(), found, strict=True))):
+        alphas |= dict.fromkeys(paths, alpha)
+    if config.get("use_rslora"):  # scaled by alpha / √r
+        alphas = {path: alpha * ranks[path] ** 0.5 for path, alpha in alphas.items()}
+    return alphas
 
 
 def base_of(folder: str | Path) -> str | None:

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.attention import Attention, attention_modules
-from model.common import UserError
+from model.common import UserError, quoted
 from model.gemma import Gemma, GemmaMLP
 from model.linear import Linear
-from model.variants import KINDS, Differential, base_layer, options_of
+from model.variants import KINDS, Differential, base_layer, check_option, options_of
 
 # The stacks of layers that `where` chooses from.
 TOWERS = {"decoder": ["language_model.layers"], "vision": ["vision_tower.encoder.layers"]}
@@ -111,13 +111,17 @@ def _checked(kind: str, where: str, feed_forward: str, seed: int, options: dict)
     """The record of a call. Raises UserError for names that are not known."""
     choices = (("variant", kind, KINDS), ("place", where, TOWERS), ("feed_forward", feed_forward, FEED_FORWARDS))
     for what, value, known in choices:
-        if value not in known:
-            raise UserError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
+        if not isinstance(value, str) or value not in known:
+            raise UserError(f"unknown {what} {quoted(value)}: choose one of {', '.join(known)}")
     if feed_forward != "mlp" and where == "vision":
         raise UserError(f"feed_forward {feed_forward!r} concerns the decoder: graft it with where 'decoder' or 'both'")
     defaults = options_of(kind)
     if unknown := sorted(set(options) - set(defaults)):
         raise UserError(f"{kind!r} has no option {', '.join(unknown)}: it takes {', '.join(defaults) or 'none'}")
+    for name, value in options.items():
+        check_option(kind, name, value)
+    if type(seed) is not int or not 0 <= seed < 1 << 63:
+        raise UserError(f"seed is {quoted(seed)}, expected an integer from 0 to 2⁶³ − 1")
     return Graft(kind, where, feed_forward, seed, defaults | options)
 
 

@@ -8,7 +8,19 @@ import math
 import torch
 from torch import nn
 
+from model.common import UserError
 from model.linear import Linear
+
+MAX_RANK, MAX_ALPHA = 4096, 1e6
+
+
+def check_low_rank(r: int, alpha: float, dropout: float) -> None:
+    """Raise UserError for values from which nothing could be learned, or that no computer can hold."""
+    if not (1 <= r <= MAX_RANK and 0 < alpha <= MAX_ALPHA and 0 <= dropout < 1):
+        raise UserError(
+            f"r {r}, alpha {alpha}, dropout {dropout}: expected 1 ≤ r ≤ {MAX_RANK}, 0 < alpha ≤ {MAX_ALPHA:.0f} and "
+            "0 ≤ dropout < 1"
+        )
 
 
 class LowRank(nn.Module):

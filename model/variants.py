@@ -6,6 +6,7 @@ from `Attention`. `model/differential.py` has the table of variants; `model/graf
 
 import inspect
 import math
+import typing
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,8 @@ from torch import nn
 
 from model import cpu
 from model.attention import Attention, Rope
-from model.common import UserError
-from model.lowrank import LowRank
+from model.common import UserError, quoted
+from model.lowrank import LowRank, check_low_rank
 
 NORM_EPS = 1e-5
 
@@ -314,6 +315,17 @@ def options_of(kind: str) -> dict:
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
+def check_option(kind: str, name: str, value: object) -> None:
+    """Raise UserError unless `value` has the type of this option; an integer may stand for a number."""
+    expected = inspect.signature(KINDS[kind]).parameters[name].annotation
+    allowed = typing.get_args(expected) or (expected,)
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    is_list = isinstance(value, list) and all(type(item) is int for item in value) and list[int] in allowed
+    if not (is_list or type(value) in allowed and is_finite or type(value) is int and float in allowed):
+        shown = getattr(expected, "__name__", str(expected))
+        raise UserError(f"{kind!r}: {name} is {quoted(value)}, expected {shown}, finite if it is a number")
+
+
 def default_options(kind: str, r: int, alpha: float, dropout: float = 0.0) -> dict:
     """Options that give a second branch the rank, scale and dropout of the adapter beside it; {} without one."""
     adapter = {"r": r, "alpha": alpha, "dropout": dropout}
@@ -335,7 +347,6 @@ def branches(projection: nn.Module, second: LowRank, x: torch.Tensor) -> tuple[t
 
 def low_rank_beside(projection: nn.Module, r: int, alpha: float, dropout: float) -> LowRank:
     """The second branch's update of `projection`, zero at the start. Raises UserError for values out of range."""
-    if r < 1 or alpha <= 0 or not 0 <= dropout < 1:
-        raise UserError(f"r {r}, alpha {alpha}, dropout {dropout}: expected r ≥ 1, alpha > 0 and 0 ≤ dropout < 1")
+    check_low_rank(r, alpha, dropout)
     linear = base_layer(projection)
     return LowRank(linear.in_features, linear.out_features, r, alpha, dropout)

@@ -2,8 +2,11 @@
 
 import copy
 import json
+import math
+import os
 import re
 import warnings
+from pathlib import Path
 
 import peft
 import pytest
@@ -14,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import lora.adapter as adapter
+import lora.patterns as patterns
 from lora.adapter import DECODER_TARGETS, disabled, fingerprint, inject, load, lora_layers, merge, save, unmerge
 from lora.layer import LoRALinear
 from model.common import UserError
@@ -658,7 +662,7 @@ def test_a_failed_save_leaves_the_old_adapter(tmp_path, hf, model, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(adapter, "save_file", torn)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(UserError, match="adapter_model.safetensors: disk full"):
         save(randomize(model), tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert set(before) == {"adapter_config.json", "adapter_model.safetensors"}
@@ -694,3 +698,223 @@ def test_compiles_without_a_break(model, inputs):
         assert relative_error(compiled(x), off) <= EXACT < relative_error(on, off)
     merge(model)
     assert relative_error(compiled(x), on) <= EXACT
+
+
+# --- hostile files ---------------------------------------------------------------------------------------------------
+
+
+def poison(value):
+    def change(tensors):
+        name = f"base_model.model.model.{DECODER_LAYER}self_attn.q_proj.lora_B.weight"
+        tensors[name][0, 0] = value
+
+    return change
+
+
+def cast(dtype):
+    return lambda tensors: tensors.update((name, (100 * tensor).to(dtype)) for name, tensor in tensors.items())
+
+
+def twice(tensors):
+    old = f"base_model.model.language_model.model.{DECODER_LAYER.partition('.')[2]}self_attn.q_proj.lora_B.weight"
+    tensors[old] = torch.zeros_like(tensors[f"base_model.model.model.{DECODER_LAYER}self_attn.q_proj.lora_B.weight"])
+
+
+def too_large_for_fp32(tensors):
+    cast(torch.float64)(tensors)
+    poison(1e300)(tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (poison(math.nan), "q_proj.lora_B.weight has values that are not finite"),
+        (poison(-math.inf), "q_proj.lora_B.weight has values that are not finite"),
+        (too_large_for_fp32, "q_proj.lora_B.weight has values that are not finite"),
+        (cast(torch.int8), "torch.int8, expected floating point"),
+        (cast(torch.bool), "torch.bool, expected floating point"),
+        (cast(torch.complex64), "torch.complex64, expected floating point"),
+        (twice, "q_proj.lora_B.weight is there under two names"),
+        (lambda tensors: tensors.update({"\x1b[31m" + "x" * 9000: torch.zeros(1)}), r"unexpected \\x1b\[31mx{50}.*…"),
+        (lambda t: t.update((name, v[:0]) for name, v in list(t.items()) if "lora_A" in name), r"\(0, \d+\), expected"),
+        (
+            lambda tensors: tensors.update((name, v.flatten()[0].clone()) for name, v in list(tensors.items())),
+            r"is \(\)",
+        ),
+    ],
+)
+def test_tensors_that_are_no_numbers_to_compute_with(tmp_path, hf, model, change, says):
+    """Breaks when NaN, infinity or integers are loaded as an adapter, or a name reaches the terminal as it is."""
+    graft(model, "twin")
+    inject(model, DECODER_TARGETS, 2, 4)
+    save(randomize(model), tmp_path)
+    edit_tensors(tmp_path, change)
+    fresh = ours(hf)
+    with pytest.raises(UserError, match=says) as caught:
+        load(fresh, tmp_path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 3000 and str(caught.value).isprintable()
+    assert not lora_layers(fresh)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_floating_point_tensors_are_read(tmp_path, hf, model, dtype):
+    """Breaks when an adapter in half or double precision is refused."""
+    inject(model, ["q_proj"], 2, 4)
+    save(randomize(model), tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors.update((name, v.to(dtype)) for name, v in tensors.items()))
+    again = ours(hf)
+    load(again, tmp_path)
+    for name, parameter in adapter.adapter_parameters(again).items():
+        assert torch.equal(parameter, adapter.adapter_parameters(model)[name].to(dtype).float()), name
+
+
+NUMBERS = ("r", "lora_alpha", "lora_dropout")
+BAD_NUMBERS = (math.nan, math.inf, -1, 10**30, 1e30, "4", [4], True, {})
+WRONG = [(name, value) for name in NUMBERS for value in BAD_NUMBERS] + [
+    ("r", 0),
+    ("r", 2.0),
+    ("lora_alpha", 0),
+    ("lora_dropout", 1),
+    ("target_modules", 3),
+    ("target_modules", ["q_proj", 3]),
+    ("exclude_modules", {"q_proj": 1}),
+    ("layers_to_transform", "1"),
+    ("layers_to_transform", [1.0]),
+    ("alpha_pattern", ["q_proj"]),
+    ("alpha_pattern", {"q_proj": math.nan}),
+    ("alpha_pattern", {"q_proj": "8"}),
+    ("rank_pattern", {"q_proj": 0}),
+    ("use_rslora", "false"),
+    ("base_model_name_or_path", 7),
+    ("differential", "twin"),
+    ("differential", ["twin"]),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=lambda value: str(value)[:20])
+def test_fields_of_another_type_or_range(tmp_path, hf, name, value):
+    """Breaks when a config's field is used without a check, so that a hostile one crashes or gives other numbers."""
+    peft_adapter(hf, tmp_path, target_modules=["q_proj"])
+    edit_config(tmp_path, **{name: value})
+    with pytest.raises(UserError, match=f"adapter_config.json: {name} is .*, expected ") as caught:
+        load(ours(hf), tmp_path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"kind": "twin", "mu": math.nan},
+        {"kind": "twin", "mu": "1"},
+        {"kind": "twin", "r": 10**9},
+        {"kind": "twin", "r": 2.5},
+        {"kind": "twin", "alpha": 1e30},
+        {"kind": "twin", "seed": 10**20},
+        {"kind": "twin", "seed": "0"},
+        {"kind": "twin", "where": ["decoder"]},
+        {"kind": ["twin"]},
+        {},
+        {"kind": "twin", "model": 1},
+        {"kind": "dex", "heads": "01"},
+        {"kind": "dex", "heads": [0, 1.5]},
+        {"kind": "dex", "heads": [True]},
+        {"kind": "dex", "lambda_init": math.inf},
+        {"kind": "shared", "norm": "no"},
+        {"kind": "split", "lambda_init": True},
+        {"kind": "softmax", "feed_forward": None},
+        {"kind": "softmax", "no such option": 1},
+    ],
+    ids=str,
+)
+def test_grafts_of_another_type_or_range(tmp_path, hf, model, call):
+    """Breaks when an option of a graft that a file names is used without a check."""
+    inject(model, ["q_proj"], 2, 4)
+    save(model, tmp_path)
+    edit_config(tmp_path, differential=[call])
+    fresh = ours(hf)
+    with pytest.raises(UserError) as caught:
+        load(fresh, tmp_path)
+    assert "\n" not in str(caught.value) and not fresh.grafts
+
+
+@pytest.mark.parametrize(
+    "text", [b"[" * 100_000, b'{"r": ' + b"9" * 10_000 + b"}", b"\xff\xfe{}", b"[]", b"null", b'"LORA"', b""]
+)
+def test_configs_that_are_no_config(tmp_path, model, text):
+    """Breaks when a config of another shape, depth or encoding ends in a traceback."""
+    (tmp_path / "adapter_config.json").write_bytes(text)
+    with pytest.raises(UserError) as caught:
+        load(model, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_folders_and_pipes_in_place_of_files(tmp_path, hf, model):
+    """Breaks when a folder is a traceback, or a pipe is waited for."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        for make in (Path.mkdir, os.mkfifo):
+            folder = tmp_path / f"{name}-{make.__name__}"
+            peft_adapter(hf, folder, target_modules=["q_proj"])
+            (folder / name).unlink()
+            make(folder / name)
+            with pytest.raises(UserError, match=name):
+                load(model, folder)
+
+
+SLOW = [
+    r"([a-z._0-9]+)+!",
+    "(a|a|[a-z._0-9]*)" * 40 + "!",
+    r".*.*.*.*.*.*.*.*.*.*.*.*!",
+    r"(\w|\w\w|\.)*!",
+    r"(\w*\.?)*!",
+    "[a-z._0-9]?" * 60 + "[a-z._0-9]{60}!|(.|.|.)*?!",
+]
+
+
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "alpha_pattern"])
+@pytest.mark.parametrize("pattern", SLOW)
+def test_patterns_that_never_end(tmp_path, hf, model, pattern, key, monkeypatch):
+    """Breaks when a pattern from a file keeps the process busy without an end."""
+    monkeypatch.setattr(patterns, "MAX_SECONDS", 1.0)
+    peft_adapter(hf, tmp_path, target_modules=["q_proj"])
+    edit_config(tmp_path, **{key: {pattern: 4} if key == "alpha_pattern" else pattern})
+    with pytest.raises(UserError, match="cannot be matched within 1 s") as caught:
+        load(model, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"language_model\.layers\.\d+\.mlp\.up_proj",
+        r"(.*\.)*up_proj",
+        r".*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|up_proj).*?",
+        r"^(?!.*vision)(.*)(q|k)_proj$",
+        r"[*+?{]",
+        r"(?i:LANGUAGE_MODEL).*[13]\.self_attn\.v_proj",
+        "x" * 400 + "|.*fc1",
+        r"(?P<part>language_model)\.(\w+\.)+k_proj",
+    ],
+)
+def test_bounded_matching_is_plain_matching(model, pattern):
+    """Breaks when the process that matches slow patterns, or the choice of it, gives other names than `re`."""
+    names = list(dict(model.named_modules()))
+    expected = {name for name in names if re.fullmatch(pattern, name)}
+    assert patterns.full_matches([pattern], names) == [expected]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patterns, "MAX_STEPS", 0)  # in the other process
+        assert patterns.full_matches([pattern, ".*fc1"], names)[0] == expected
+        patch.setattr(patterns, "_steps", lambda *_: 0)  # in this one
+        assert patterns.full_matches([pattern, ".*fc1"], names)[0] == expected
+
+
+def test_alpha_patterns_are_matched_as_peft_does(tmp_path, hf, inputs, model):
+    """Breaks when a pattern is searched for anywhere in a path, or the last of several that match counts."""
+    by_pattern = {"layers": 90, r"q_pro": 80, r"self_attn\.q_proj": 3, "q_proj": 70, r"v_proj|0\.self_attn\.k_proj": 5}
+    peft_adapter(hf, tmp_path, target_modules=["q_proj", "k_proj", "v_proj"], alpha_pattern=by_pattern)
+    edit_config(tmp_path, alpha_pattern=by_pattern)  # PEFT sorts the keys when it saves
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(hf), str(tmp_path))
+    load(model, tmp_path)
+    for path, layer in lora_layers(model).items():
+        scale = theirs.base_model.model.get_submodule("model." + path).scaling["default"]
+        assert layer.alpha / 4 == scale, path
+    assert {layer.alpha for layer in lora_layers(model).values()} == {3, 5, 6}
