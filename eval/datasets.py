@@ -7,13 +7,17 @@ A file that breaks its format is a `UserError` with its name, the line or record
 """
 
 import json
+import os
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from dataclasses import field as field_of
+from functools import lru_cache
 from math import isqrt
 from pathlib import Path
 
-from model.common import UserError, quoted
+from model.common import UserError, file_errors, quoted, shown
+from model.common import read_jsonl as iterate_jsonl
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Prompt templates
@@ -138,11 +142,40 @@ def some(ids: list) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def find_image(folder: str | Path, name: str) -> Path:
-    """The path of the picture `name`, such as val2014/COCO_val2014_….jpg: under `folder`, or flat in it."""
+def inside(folder: str | Path, name: str, allow_outside: bool = False) -> Path:
+    """The path of `name`, which a data set gives, in `folder`. Raises UserError where it leads outside.
+
+    Absolute names, `..` and links may be used within the folder. allow_outside: they may lead anywhere.
+    """
+    if not name or "\0" in name or name.encode("utf-8", "replace") != name.encode("utf-8", "surrogatepass"):
+        raise UserError(f"{quoted(name)} is no file name: correct the record")
     path = Path(folder, name)
+    with file_errors(path):
+        is_link = path.is_symlink() or path.name in ("", ".", "..")
+        real = os.path.realpath(path) if is_link else os.path.join(_real_folder(path.parent), path.name)
+        root = _real_folder(Path(folder))
+    if not allow_outside and os.path.commonpath((root, real)) != root:
+        raise UserError(
+            f"{quoted(name)} is outside of {shown(folder)}: give the folder of the pictures (--images DIR), or "
+            "--allow-outside if you trust the data"
+        )
+    return path
+
+
+@lru_cache(maxsize=4096)
+def _real_folder(folder: Path) -> str:
+    return os.path.realpath(folder)
+
+
+def find_image(folder: str | Path, name: str, allow_outside: bool = False) -> Path:
+    """The path of the picture `name`, such as val2014/COCO_val2014_….jpg: under `folder`, or flat in it.
+
+    Raises UserError for a name that leads outside of `folder`, see `inside`.
+    """
+    path = inside(folder, name, allow_outside)
     flat = Path(folder, path.name)
-    return flat if flat.exists() and not path.exists() else path
+    with file_errors(path):
+        return inside(folder, path.name, allow_outside) if not path.exists() and flat.exists() else path
 
 
 def check_images(names: Iterable[str], folder: str | Path, source: str | Path) -> None:
@@ -163,25 +196,45 @@ def check_images(names: Iterable[str], folder: str | Path, source: str | Path) -
 
 @dataclass(frozen=True)
 class Example:
-    """A training example: the suffix is the answer to the picture and the prefix."""
+    """A training example: the suffix is the answer to the picture and the prefix. `line` is its place in the file."""
 
     image: Path
     prefix: str
     suffix: str
+    line: int = field_of(default=0, compare=False)
 
 
-def read_examples(path: str | Path, images: str | Path | None = None) -> list[Example]:
+def read_examples(
+    path: str | Path,
+    images: str | Path | None = None,
+    allow_outside: bool = False,
+    bad: Callable[[UserError], None] | None = None,
+) -> list[Example]:
     """Read JSONL of {"image", "prefix", "suffix"}; image paths are relative to `images`, by default the file's folder.
 
-    Raises UserError, with the line number, for a malformed line or a picture that is not there.
+    Raises UserError, with the line number, for a malformed line and for a picture that is absent or outside of the
+    folder (see `inside`). Such errors are given to `bad` if there is one; a file without any sound line is an error.
     """
     folder, examples = Path(path).parent if images is None else Path(images), []
-    for where, record in read_jsonl(path):
-        name, prefix, suffix = (field(record, key, str, where) for key in ("image", "prefix", "suffix"))
-        image = find_image(folder, name)
-        if not image.is_file():
-            raise UserError(f"{where}: picture {name!r} is not in {folder}: give the folder that holds it")
-        examples.append(Example(image, prefix, suffix))
+    for where, record in iterate_jsonl(path, bad):
+        try:
+            name, prefix, suffix = (field(record, key, str, where) for key in ("image", "prefix", "suffix"))
+            try:
+                image = find_image(folder, name, allow_outside)
+            except UserError as error:
+                raise UserError(f"{where}: picture {error}") from None
+            if not image.is_file():
+                raise UserError(
+                    f"{where}: picture {quoted(name)} is not in {shown(folder)}: give the folder that holds it"
+                )
+        except UserError as error:
+            if bad is None:
+                raise
+            bad(error)
+        else:
+            examples.append(Example(image, prefix, suffix, int(where.rpartition(":")[2])))
+    if not examples and bad is None:
+        raise UserError(f"{shown(path)}: holds no records: each line must hold one JSON object")
     return examples
 
 

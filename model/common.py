@@ -317,6 +317,8 @@ def read_jsonl(path: str | os.PathLike, bad: Callable[[UserError], None] | None 
             where = f"{shown(path)}:{number}"
             try:
                 if len(line) > LINE_LIMIT:
+                    while line and not line.endswith(b"\n"):  # skip the rest
+                        line = file.readline(LINE_LIMIT)
                     raise UserError(f"{where}: is longer than {LINE_LIMIT} bytes: check that this is the right file")
                 if not line.strip():
                     continue
@@ -324,7 +326,7 @@ def read_jsonl(path: str | os.PathLike, bad: Callable[[UserError], None] | None 
                 if not isinstance(record, dict):
                     raise UserError(f"{where}: holds a JSON {json_name(record)}: each line must hold one JSON object")
             except UserError as error:
-                if bad is None or len(line) > LINE_LIMIT:
+                if bad is None:
                     raise
                 bad(error)
                 continue

@@ -75,6 +75,9 @@ class Settings:
     )
     per_picture: int = flag(1, "questions of one picture that may share a batch, and its encoding", least=1)
     shuffle_buffer: int = flag(10000, "records of tar shards that are shuffled together", least=1)
+    images: str | None = flag(None, "folder of the pictures (default: that of vqav2:DIR, or where jsonl:FILE is)")
+    allow_outside: bool = flag(False, "read pictures outside of that folder too, where the data's names lead there")
+    max_length: int = flag(8192, "tokens of an example, its picture's included; longer ones are left out", least=1)
     max_bad: int = flag(20, "unusable records to leave out before the run stops", least=0)
     workers: int = flag(0, "processes that decode pictures", least=0, most=1024)
     cache_features: str | None = flag(

@@ -51,6 +51,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="N",
         help="records without a readable picture to leave out before giving up (default: %(default)s)",
     )
+    parser.add_argument("--images", help="folder of the pictures (default: that of vqav2:DIR, or where jsonl:FILE is)")
+    parser.add_argument(
+        "--allow-outside",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="pack pictures outside of that folder too, if names lead there (default: --no-allow-outside)",
+    )
     args = parser.parse_args(argv)
     if args.per_shard < 1 or args.samples < 1 or not args.megabytes > 0:
         raise UserError("--per-shard, --samples and --megabytes must be above 0")
@@ -65,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         fraction=1.0,
         validation=0.0,
         answers="sampled",
+        images=args.images,
+        allow_outside=args.allow_outside,
     )
     paths = make(read_records(settings), args.out, args.per_shard, args.megabytes, args.seed, args.max_bad)
     first, last = (path.stem.removeprefix(f"{args.out.name}-") for path in (paths[0], paths[-1]))

@@ -46,7 +46,7 @@ def evaluate(model: PaliGemma, processor: Processor, settings: Settings, title: 
             processor,
             folder / QUESTIONS_FILE,
             folder / ANNOTATIONS_FILE,
-            folder,
+            settings.images or folder,
             settings.prompt,
             limit=settings.eval_limit,
             only={record.name for record in read_records(settings, "validation")},

@@ -15,13 +15,14 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from model.common import UserError
+from model.common import UserError, shown
 from model.images import load_image
 from model.processor import Batch, Processor
 from train.data.features import FeatureCache
 from train.data.records import Record
 
 BUCKET = 32  # tokens of text: rows of one batch have lengths of the same bucket
+MAX_PLANNED = 50_000  # characters of a record that the plan counts; a longer one is mostly above the token limit
 
 
 def plan_epoch(
@@ -150,7 +151,7 @@ def collate(
             rows.append(processor.layout(int(record.picture is not None), record.prefix, record.suffix))
             good.append(record)
         except UserError as error:
-            bad.append(f"{record.name}: {error}")
+            bad.append(shown(f"{record.name}: {error}", 600))
     if not good:
         return without_rows(bad)
     batch = processor.pad(rows, [pictures[r.key] for r in good if r.picture is not None])
@@ -188,7 +189,7 @@ class _MicroBatches(Dataset):
             try:
                 records.append(self._record(number))
             except UserError as error:
-                bad.append(str(error))
+                bad.append(shown(str(error), 600))
         return collate(records, self.processor, self.cache, bad)
 
     def _record(self, number: int) -> Record:
@@ -248,7 +249,8 @@ class Order:
         if hasattr(records, "plan"):
             self.plan = partial(records.plan, batch_size, seed, per_picture=per_picture)
         else:
-            lengths = [len(ids) for ids in processor.tokenizer.encode([r.prefix + r.suffix for r in records])]
+            texts = [(r.prefix + r.suffix)[:MAX_PLANNED].encode("utf-8", "replace").decode() for r in records]
+            lengths = [len(ids) for ids in processor.tokenizer.encode(texts)]
             keys = [r.key for r in records]
             self.plan = lambda epoch, first: plan_epoch(keys, lengths, batch_size, seed, epoch, per_picture)[first:]
         self.micro_batches = -(-len(records) // batch_size)

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from model.common import UserError, atomic_path, write_text
+from model.common import UserError, atomic_path, read_bytes, shown, write_text
+from model.images import load_image
 from train.data.records import Record
-from train.data.shards import PICTURES, index_of
+from train.data.shards import MAX_BYTES, PICTURES, index_of
 
 
 def group(records: Sequence[Record], seed: int) -> list[list[Record]]:
@@ -44,18 +45,22 @@ def cut(samples: Sequence[Sequence[Record]], per_shard: int, megabytes: float) -
 
 
 def encode(record: Record) -> tuple[str, bytes]:
-    """Ending and bytes of a record's picture: a file as it is, a drawing as PNG. Raises UserError."""
+    """Ending and bytes of a record's picture: a file as it is, a drawing as PNG.
+
+    Raises UserError for a file that is absent, too large or cannot be decoded as a picture.
+    """
     if not isinstance(record.picture, Path):
         drawn = io.BytesIO()
         record.picture().save(drawn, "png")
         return "png", drawn.getvalue()
     ending = record.picture.suffix[1:].lower()
     if ending not in PICTURES:
-        raise UserError(f"{record.picture}: ends in none of {', '.join(PICTURES)}: rename or convert it")
-    try:
-        return ending, record.picture.read_bytes()
-    except OSError as error:
-        raise UserError(f"{record.picture}: cannot be read ({error.strerror}): check the path") from None
+        raise UserError(f"{shown(record.picture)}: ends in none of {', '.join(PICTURES)}: rename or convert it")
+    content = read_bytes(record.picture, MAX_BYTES)
+    file = io.BytesIO(content)
+    file.name = shown(record.picture)
+    load_image(file)  # only what decodes is packed
+    return ending, content
 
 
 def texts(sample: Sequence[Record]) -> bytes:
@@ -79,7 +84,7 @@ def write_shard(path: Path, samples: dict[int, list[Record]], max_bad: int) -> l
             try:
                 picture = encode(sample[0])
             except UserError as error:
-                bad += [f"{record.name}: {error}" for record in sample]
+                bad += [shown(f"{record.name}: {error}", 600) for record in sample]
                 if len(bad) > max_bad:
                     raise UserError(f"more unusable records than --max-bad; the last: {bad[-1]}") from None
                 continue

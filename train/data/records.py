@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from PIL import Image
 
 from eval import scenes
 from eval.datasets import fill_prompt, find_image, read_annotations, read_examples, read_questions
-from model.common import UserError
+from model.common import UserError, shown
 from train.recipes import EMBEDDED_TASKS
 
 QUESTIONS_FILE = "v2_OpenEnded_mscoco_train2014_questions.json"
@@ -71,8 +71,10 @@ def vqav2_records(
     validation: float = 0.0,
     seed: int = 0,
     sampled: bool = False,
+    images: Path | None = None,
+    allow_outside: bool = False,
 ) -> list[Record]:
-    """Questions of VQAv2's train2014, in their official layout under `folder`.
+    """Questions of VQAv2's train2014, in their official layout under `folder`; pictures there or under `images`.
 
     prompt: a template with {question}. The suffix is multiple_choice_answer; with `sampled`, one of the ten answers,
     drawn anew in each epoch. The share `validation` of the pictures is held out by image id (split "validation"); the
@@ -92,7 +94,7 @@ def vqav2_records(
         Record(
             str(q.question_id),
             q.image,
-            find_image(folder, q.image),
+            _find(images or folder, q.image, allow_outside),
             fill_prompt(prompt, q.question),
             annotations[q.question_id].answer,
             tuple(a["answer"] for a in annotations[q.question_id].answers) if sampled else (),
@@ -103,16 +105,46 @@ def vqav2_records(
 
 
 def jsonl_records(
-    path: Path, split: str = "train", fraction: float = 1.0, validation: float = 0.0, seed: int = 0
+    path: Path,
+    split: str = "train",
+    fraction: float = 1.0,
+    validation: float = 0.0,
+    seed: int = 0,
+    images: Path | None = None,
+    allow_outside: bool = False,
 ) -> list[Record]:
-    """A user's own {"image", "prefix", "suffix"} lines, split by picture as VQAv2 is."""
-    examples = read_examples(path)
+    """A user's own {"image", "prefix", "suffix"} lines, split by picture as VQAv2 is.
+
+    A line that cannot be used is a record of the train split that raises UserError when its picture is opened, so that
+    it is named, left out and counted. Raises UserError for a file without any sound line.
+    """
+    bad: list[UserError] = []
+    examples = read_examples(path, images, allow_outside, bad.append)
+    if not examples:
+        first = f": {bad[0]}" if bad else ", each must hold one JSON object"
+        raise UserError(f"{shown(path)}: none of its {len(bad)} lines can be used{first}")
     chosen = _pictures_of_split([str(e.image) for e in examples], split, fraction, validation, seed)
-    return [
-        Record(f"{path.name}:{number}", str(e.image), e.image, e.prefix, e.suffix)
-        for number, e in enumerate(examples, 1)
+    records = [
+        Record(f"{path.name}:{e.line}", str(e.image), e.image, e.prefix, e.suffix)
+        for e in examples
         if str(e.image) in chosen
     ]
+    for error in bad if split == "train" else ():
+        line, _, problem = str(error).removeprefix(f"{shown(path)}:").partition(": ")
+        records.append(Record(f"{path.name}:{line}", f"{path}:{line}", partial(_refuse, problem), "", ""))
+    return records
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise UserError(problem)
+
+
+def _find(folder: Path, name: str, allow_outside: bool) -> Path | Callable[[], NoReturn]:
+    """The path of a picture; where its name leads outside, a function that says so when the picture is opened."""
+    try:
+        return find_image(folder, name, allow_outside)
+    except UserError as error:
+        return partial(_refuse, f"picture {error}")
 
 
 def _pictures_of_split(names: Sequence[str], split: str, fraction: float, validation: float, seed: int) -> set[str]:

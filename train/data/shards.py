@@ -10,7 +10,7 @@ never used as paths. The order is shuffled in two steps, so that reads stay clos
 of records.
 """
 
-import json
+import hashlib
 import os
 import random
 import re
@@ -30,7 +30,7 @@ from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
 from eval.datasets import field, some
-from model.common import UserError, atomic_path
+from model.common import UserError, atomic_path, parse_json, shown
 from train.data.batches import plan_epoch
 from train.data.records import Record
 
@@ -73,28 +73,42 @@ def index_of(shard: Path) -> np.ndarray:
     if not shard.is_file():
         raise UserError(f"{shard}: not found: check the path, and the range of numbers in it")
     _open.cache_clear()  # the file may have been replaced
-    path, size = shard.with_suffix(".index.safetensors"), shard.stat().st_size
+    path = shard.with_suffix(".index.safetensors")
     with suppress(OSError, SafetensorError, KeyError, ValueError, TypeError):
         tensors = load_file(path)
-        if _fits(tensors["records"], tensors["shard_bytes"], size):
+        if _fits(tensors, shard):
             return tensors["records"]
-    rows = build_index(shard)
+    rows, end = build_index(shard)
     with suppress(UserError), atomic_path(path) as temporary:  # the folder may be read-only
-        save_file({"records": rows, "shard_bytes": np.array([size])}, temporary)
+        save_file(sealed(rows, np.array([shard.stat().st_size, end])), temporary)
     return rows
 
 
-def _fits(rows: np.ndarray, shard_bytes: np.ndarray, size: int) -> bool:
-    """Whether these arrays are a well-formed index of a shard of `size` bytes."""
-    if rows.dtype != np.int64 or rows.ndim != 2 or rows.shape[1] != LENGTH + 1 or shard_bytes.tolist() != [size]:
+def sealed(rows: np.ndarray, size_and_end: np.ndarray) -> dict[str, np.ndarray]:
+    """The tensors of an index: the records, what the shard must be like, and a hash of both."""
+    digest = hashlib.sha256(rows.tobytes() + size_and_end.tobytes()).digest()
+    return {"records": rows, "size_and_end": size_and_end, "sha256": np.frombuffer(digest, np.uint8).copy()}
+
+
+def _fits(tensors: dict[str, np.ndarray], shard: Path) -> bool:
+    """Whether these tensors are a whole, well-formed index of the shard as it is now."""
+    rows, size_and_end, size = tensors["records"], tensors["size_and_end"], shard.stat().st_size
+    if rows.dtype != np.int64 or rows.ndim != 2 or rows.shape[1] != LENGTH + 1 or size_and_end[0] != size:
         return False
     steps = np.diff(rows[:, SAMPLE], prepend=0)
     ends = rows[:, [PICTURE, TEXT]] + rows[:, [PICTURE_SIZE, TEXT_SIZE]]
-    return bool((rows >= 0).all() and (ends >= 0).all() and (ends <= size).all() and np.isin(steps, (0, 1)).all())
+    if not ((rows >= 0).all() and (ends >= 0).all() and (ends <= size).all() and np.isin(steps, (0, 1)).all()):
+        return False
+    # a lost row changes the hash; an appended member stands where the tar ended, even if the padded size is the same
+    is_whole = np.array_equal(tensors["sha256"], sealed(rows, size_and_end)["sha256"])
+    return is_whole and os.pread(_open(shard).fileno(), BLOCK, int(size_and_end[1])) == bytes(BLOCK)
 
 
-def build_index(shard: Path) -> np.ndarray:
-    """The index of a shard, from the tar alone. Raises UserError for one that is compressed, damaged or cut short."""
+def build_index(shard: Path) -> tuple[np.ndarray, int]:
+    """The rows of a shard's index, from the tar alone, and the offset at which the tar ends.
+
+    Raises UserError for a shard that is compressed, damaged or cut short.
+    """
     rows, sample = [], 0
     remedy = "make or copy it again; shards are plain tars, not compressed ones"
     try:
@@ -122,7 +136,7 @@ def build_index(shard: Path) -> np.ndarray:
         raise
     except Exception as error:  # tarfile raises errors of many kinds on damaged files
         raise UserError(f"{shard}: cannot be read as a tar ({error}): {remedy}") from None
-    return np.array(rows, dtype=np.int64).reshape(-1, LENGTH + 1)
+    return np.array(rows, dtype=np.int64).reshape(-1, LENGTH + 1), end
 
 
 def _files(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
@@ -144,8 +158,8 @@ def _split(name: str) -> tuple[str, str]:
 def _lengths(shard: Path, offset: int, size: int) -> list[int]:
     """The characters of each question in a text; a damaged text counts as one, and is reported when it is read."""
     try:
-        value = json.loads(read_member(shard, offset, size)[1])
-    except (UserError, ValueError, RecursionError):
+        value = parse_json(read_member(shard, offset, size)[1], "")
+    except UserError:
         return [0]
     entries = value if isinstance(value, list) and value else [value]
     return [
@@ -182,8 +196,7 @@ def read_member(shard: Path, offset: int, size: int) -> tuple[str, bytes]:
             f"{shard}: no member of {size:,} bytes at byte {offset:,} ({error}): "
             f"delete {index} if the shard is not the one it was made for"
         ) from None
-    # the name is printed in messages, and may hold control characters
-    return "".join(sign if sign.isprintable() else f"\\x{ord(sign):02x}" for sign in member.name), raw[BLOCK:]
+    return shown(member.name, 1000), raw[BLOCK:]
 
 
 def open_picture(shard: Path, offset: int, size: int) -> BytesIO:
@@ -255,10 +268,7 @@ class Shards(Sequence):
             )
         name, raw = read_member(shard, text, text_size)
         where = f"{shard}: {name}"
-        try:
-            value = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: not valid JSON ({error}): make the shard again") from None
+        value = parse_json(raw, where)
         entries = value if isinstance(value, list) else [value]
         entry = entries[question] if question < len(entries) else None
         if not isinstance(entry, dict):

@@ -107,11 +107,11 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
 
 def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, list[Path]]:
     """The processor of `model`, and the files that belong beside it, such as the tokenizer's."""
-    draft = not settings.data.startswith("embedded")
+    options = {"draft": not settings.data.startswith("embedded"), "max_length": settings.max_length}
     if settings.stage is None:
-        return Processor.from_source(settings.base, draft=draft), companions(settings.base)
+        return Processor.from_source(settings.base, **options), companions(settings.base)
     tokenizer = find_tokenizer(SYSTEMS[settings.arch].tokenizer_source(settings))
-    return Processor(model.config, load_tokenizer(tokenizer), draft=draft), [tokenizer]
+    return Processor(model.config, load_tokenizer(tokenizer), **options), [tokenizer]
 
 
 def find_tokenizer(source: str) -> Path:
