@@ -28,7 +28,7 @@ from weights.checkpoint import empty_model, examine
 from weights.load import load_model
 from weights.mapping import DIALECTS, OWN, dialect_names
 from weights.registry import is_published, names_of
-from weights.streaming import CHUNK_BYTES, STORED_DTYPES, byte_size, write_checkpoint
+from weights.streaming import CHUNK_BYTES, STORED_DTYPES, byte_size, require_finite, write_checkpoint
 
 # files of the tokenizer, the processor and generation, copied unchanged
 COMPANIONS = [
@@ -57,8 +57,8 @@ def export_model(
     dialect: a key of `weights.mapping.DIALECTS`, for a PaliGemma; other models have our own names. dtype: of all
     tensors; None keeps the model's. max_shard_gb: largest size of a file in 10⁹ bytes. companions: files to copy.
     Merged LoRA is written as the merged weights.
-    Raises UserError for a folder that exists and is not empty, a disk too small, a value that fp16 cannot hold, and a
-    model that the published format cannot express: unmerged adapters and attention or feed-forward of another kind.
+    Raises UserError for a folder that exists and is not empty, a disk too small, a value that is not finite in the
+    dtype, and a model that the published format cannot express: unmerged adapters, other attention or feed-forward.
     """
     folder = Path(folder)
     if dialect not in DIALECTS:
@@ -75,8 +75,7 @@ def export_model(
         to = specs[name][0]
         for chunk in tensors[names[name]].reshape(-1).split(CHUNK_BYTES // 8):
             out = chunk.to("cpu", to)
-            if to == torch.float16 and out.isinf().any() and not chunk.isinf().any():
-                raise UserError(f"{name}: holds values beyond the range of fp16: choose bf16 or fp32")
+            require_finite(name, out, chunk, "the model has diverged or is damaged, and is not exported")
             yield out
 
     temporary = folder.absolute().parent / f".{folder.name}-{os.getpid()}.partial"

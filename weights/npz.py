@@ -17,7 +17,7 @@ from torch import nn
 
 from model.common import UserError
 from weights.mapping import EMBEDDING_KEY, big_vision_rules, is_stacked
-from weights.streaming import STORED_DTYPES, Comparison, Entry
+from weights.streaming import STORED_DTYPES, Comparison, Entry, require_finite
 
 NPZ = "big_vision"  # the name of this dialect
 _DTYPES = {"<f8": "F64", "<f4": "F32", "<f2": "F16", "|V2": "BF16"}  # numpy has no bfloat16: files hold it as raw bytes
@@ -102,25 +102,27 @@ def stream_npz_into(
                 with archive.open(members[key]) as file:
                     file.read(entries[key].start)
                     if key == EMBEDDING_KEY:
-                        _fill_embedding(filled[name_map[key]], file, entries[key])
+                        _fill_embedding(filled[name_map[key]], file, key, entries[key])
                         continue
                     shape = entries[key].shape[is_stacked(key) :]
                     for layer in rules[key]:
                         array = _read_array(file, entries[key].dtype, shape)
                         for name, rule in layer.items():
                             filled[name].copy_(rule(array))
+                            require_finite(f"{path}: {key}", filled[name], array)
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{path}: damaged ({error}): download the file again") from None
     model.load_state_dict(filled, assign=True)
 
 
-def _fill_embedding(target: torch.Tensor, file: IO[bytes], entry: Entry) -> None:
+def _fill_embedding(target: torch.Tensor, file: IO[bytes], key: str, entry: Entry) -> None:
     """Copy the rows of the file, and fill the rows that it lacks with their mean."""
     rows, width = entry.shape
     total = torch.zeros(width, dtype=torch.float64)
     for start in range(0, rows, _ROWS):
         chunk = _read_array(file, entry.dtype, (min(_ROWS, rows - start), width))
         target[start : start + len(chunk)] = chunk.to(target.device)
+        require_finite(f"{entry.path}: {key}", target[start : start + len(chunk)], chunk)
         total += chunk.double().sum(0)
     target[rows:] = (total / rows).to(target)
 

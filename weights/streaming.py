@@ -8,6 +8,7 @@ of the process, so casting a whole 12 GB file to bf16 would hold both copies.
 """
 
 import json
+import math
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -214,27 +215,35 @@ def stream_into(
     file: the system reads its pages when they are first used and copies them when they are written. So the file may be
     replaced while the model lives, but not changed in place. All other tensors are copied in chunks, and memory holds
     one chunk a reader beside the model. Where several tensors map to one parameter (a tied head and the embedding), the
-    first fills it and the others must equal it. Raises UserError if they do not; the model is then unchanged.
+    first fills it and the others must equal it.
+    Every value is checked to be finite in the model's dtype, which reads each file once. Raises UserError if a value is
+    not, or tied tensors differ; the model is then unchanged.
     """
     device = torch.device(device)
     filled: dict[str, torch.Tensor] = {}
     first: dict[str, str] = {}  # our name: the tensor that fills it
-    fill, check = [], []
+    copied, viewed, tied = [], [], []
     wanted = model.state_dict()
     for name, entry in sorted(entries.items(), key=lambda item: (str(item[1].path), item[1].start)):
         target = name_map[name]
         dtype, shape = wanted[target].dtype, wanted[target].shape
         assert shape == entry.shape, f"{name}: shapes are compared before anything is read"
         if first.setdefault(target, name) != name:
-            check.append((name, entry, filled[target].view(-1)))
+            tied.append((name, entry, filled[target].view(-1)))
         elif device.type == "cpu" and dtype == STORED_DTYPES[entry.dtype]:
             filled[target] = _view(entry, 0, shape.numel()).view(shape)
+            viewed.append((name, entry, filled[target].view(-1)))
         else:
             filled[target] = torch.empty(shape, dtype=dtype, device=device)
-            fill.append((name, entry, filled[target].view(-1)))
+            copied.append((name, entry, filled[target].view(-1)))
 
-    def fill_chunk(name: str, entry: Entry, start: int, end: int, target: torch.Tensor) -> None:
-        target.copy_(_view(entry, start, end).to(device))
+    def copy_chunk(name: str, entry: Entry, start: int, end: int, target: torch.Tensor) -> None:
+        stored = _view(entry, start, end)
+        target.copy_(stored.to(device))
+        require_finite(f"{entry.path}: {name}", target, stored)
+
+    def check_chunk(name: str, entry: Entry, start: int, end: int, target: torch.Tensor) -> None:
+        require_finite(f"{entry.path}: {name}", target, target)
 
     def compare_chunk(name: str, entry: Entry, start: int, end: int, target: torch.Tensor) -> None:
         if not torch.equal(_view(entry, start, end).to(device, target.dtype), target):
@@ -244,10 +253,30 @@ def stream_into(
             )
 
     with ThreadPoolExecutor(READERS) as pool:
-        for run, tensors in ((fill_chunk, fill), (compare_chunk, check)):
+        for run, tensors in ((copy_chunk, copied), (check_chunk, viewed), (compare_chunk, tied)):
             for _ in pool.map(lambda job, run=run: run(*job), _chunks(tensors)):
                 pass
     model.load_state_dict(filled, assign=True)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite. One pass without a temporary tensor: aminmax keeps a NaN."""
+    return not tensor.numel() or all(math.isfinite(value) for value in torch.stack(tensor.aminmax()).tolist())
+
+
+def require_finite(
+    where: str,
+    values: torch.Tensor,
+    stored: torch.Tensor,
+    remedy: str = "download the file again, or take an earlier checkpoint",
+) -> None:
+    """Raise UserError unless all `values` are finite. stored: the same values before they were cast."""
+    if is_finite(values):
+        return
+    if is_finite(stored):
+        dtype = str(values.dtype).removeprefix("torch.")
+        raise UserError(f"{where} holds values beyond the range of {dtype}: choose another dtype")
+    raise UserError(f"{where} holds NaN or infinity: {remedy}")
 
 
 def _chunks(tensors: Iterable[tuple]) -> Iterator[tuple]:

@@ -26,9 +26,11 @@ from lora import adapter
 from model.attention import set_attention_backend
 from model.common import UserError, run_command
 from model.config import PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
+from model.device import DTYPES
 from model.differential import graft
 from model.paligemma import PaliGemma, initialize
 from model.system_configs import MambaConfig
+from tests.peak_memory import load_peak
 from tests.reference import batch, hf_forward, hf_model, relative_error
 from train.benchmark.timing import in_own_process
 from weights.checkpoint import empty_model, examine
@@ -36,7 +38,7 @@ from weights.export import export_model
 from weights.load import load_mamba, load_model
 from weights.mapping import DIALECTS
 from weights.npz import read_npz
-from weights.streaming import CHUNK_BYTES, INDEX_FILE, SINGLE_FILE, read_header, write_checkpoint
+from weights.streaming import CHUNK_BYTES, INDEX_FILE, SINGLE_FILE, STORED_DTYPES, read_header, write_checkpoint
 
 # how each dialect spells the state dict of transformers 5, written down a second time
 RENAMES = {
@@ -189,6 +191,58 @@ def test_the_file_is_never_written_to(hf1, tmp_path):
     assert_same_state(load_model(tmp_path), hf1)
 
 
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize(("stored", "wanted"), [("F32", "F32"), ("F32", "BF16"), ("BF16", "BF16"), ("F64", "F16")])
+def test_values_that_are_not_finite_are_refused(hf1, value, stored, wanted, tmp_path, monkeypatch):
+    """Breaks when a broken weight is loaded, whether it is viewed, cast, or at the end of a chunk."""
+    monkeypatch.setattr("weights.streaming.CHUNK_BYTES", 1000)
+    tensors = {name: tensor.to(STORED_DTYPES[stored]) for name, tensor in tensors_of(hf1).items()}
+    draw = np.random.default_rng(0)
+    names = list(tensors)
+    for name in (names[0], names[-1], "language_model.model.embed_tokens.weight", *draw.choice(names, 3)):
+        flat = tensors[name].clone().view(-1)
+        flat[draw.choice([0, len(flat) - 1, draw.integers(len(flat))])] = value
+        save(tmp_path, hf1, tensors | {name: flat.view(tensors[name].shape)})
+        with pytest.raises(UserError, match=f"{SINGLE_FILE}: {name} holds NaN or infinity: download") as caught:
+            load_model(tmp_path, dtype=STORED_DTYPES[wanted])
+        assert "\n" not in str(caught.value)
+
+
+def test_values_that_the_dtype_cannot_hold_are_refused(hf1, tmp_path):
+    """Breaks when a cast turns a large value into infinity without a word."""
+    tensors = tensors_of(hf1)
+    tensors[Q0][3, 5] = 70000
+    save(tmp_path, hf1, tensors)
+    load_model(tmp_path)
+    with pytest.raises(UserError, match=f"{Q0} holds values beyond the range of float16: choose another dtype"):
+        load_model(tmp_path, dtype=torch.float16)
+
+
+def test_arrays_that_are_not_finite_are_refused(hf1, tmp_path):
+    """Breaks when an .npz may hold what a safetensors file may not."""
+    hf1.config.save_pretrained(tmp_path)
+    arrays = arrays_of(hf1, rows=120)
+    for key in (NPZ_GATING, "params/llm/embedder/input_embedding", "params/img/head/bias"):
+        broken = arrays[key].copy()
+        broken.reshape(-1)[-1] = NAN
+        np.savez(tmp_path / "pt.npz", **(arrays | {key: broken}))
+        with pytest.raises(UserError, match=f"pt.npz: {key.removeprefix('params/')} holds NaN or infinity"):
+            load_model(tmp_path)
+
+
+def test_a_model_that_is_not_finite_is_not_exported(hf1, tmp_path):
+    """Breaks when a run that diverged is published."""
+    model = load_model(save(tmp_path / "in", hf1, tensors_of(hf1)))
+    with torch.no_grad():
+        model.language_model.layers[1].mlp.up_proj.weight[2, 3] = NAN
+    with pytest.raises(UserError, match="layers.1.mlp.up_proj.weight holds NaN or infinity: .* not exported"):
+        export_model(model, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
 def test_a_head_may_stand_in_for_the_embedding(hf1, tmp_path):
     """Breaks when a file that stored the shared tensor under the head's name alone is refused; transformers ties it."""
     tensors = tensors_of(hf1, "A", "lm_head.weight")
@@ -248,10 +302,9 @@ def test_peak_memory(stored, wanted, tmp_path, monkeypatch):
     monkeypatch.setitem(PRESETS, "big", config)
     folder = tmp_path / "checkpoint"
     make_checkpoint.main([str(folder), "--preset", "big", "--dtype", stored, "--shards", "2"])
-    asked = {"load": str(folder), "side": "ours", "device": "cpu", "dtype": wanted, "threads": 1}
-    result = in_own_process("train.benchmark", "--child", json.dumps(asked))
-    assert result["weights"] > 100e6
-    assert result["load_peak"] <= 1.1 * result["weights"] + 2 * CHUNK_BYTES
+    peak, size = in_own_process(load_peak, folder, DTYPES[wanted])
+    assert size > 100e6
+    assert peak <= 1.1 * size + 2 * CHUNK_BYTES
 
 
 # ------------------------------------------------------------------------------------------------------- big_vision
@@ -785,7 +838,7 @@ def test_a_value_that_fp16_cannot_hold_is_refused(hf1, tmp_path):
     """Breaks when a cast turns a weight into infinity in silence."""
     model = load_model(save(tmp_path / "in", hf1, tensors_of(hf1)))
     model.language_model.norm.weight.data[3] = 1e5
-    with pytest.raises(UserError, match="language_model.model.norm.weight.*beyond the range of fp16"):
+    with pytest.raises(UserError, match="language_model.model.norm.weight.*beyond the range of float16"):
         export_model(model, tmp_path / "out", dtype=torch.float16)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 

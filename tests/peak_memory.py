@@ -1,0 +1,16 @@
+"""What loading a checkpoint takes, measured in a process that does nothing else."""
+
+from pathlib import Path
+
+import torch
+
+from train.benchmark.timing import peak_bytes
+from weights.load import load_model
+
+
+def load_peak(folder: Path, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of the peak while loading, beyond what the imports took, and bytes of the weights."""
+    torch.set_num_threads(1)
+    before = peak_bytes()
+    model = load_model(folder, dtype=dtype)
+    return peak_bytes() - before, sum(parameter.nbytes for parameter in model.parameters())
