@@ -144,7 +144,7 @@ class SelectiveScan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_y, grad_state):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_y, grad_state):
         """The gradients of x, Δ, A, B, C and the first state, by reverse accumulation.
 
         Write ∂v for the gradient of the loss with respect to v, a_t = exp(Δ_t A), u_t = Δ_t x_t and g_t = ∂s_t, where

@@ -9,9 +9,10 @@ from torch import nn
 
 from model.common import UserError
 from model.config import TextConfig
-from model.differential import Split, lambdas
+from model.differential import lambdas
 from model.system_configs import TEXT_PRESETS, TextModelConfig
 from model.text import TextModel, new_model
+from model.variants import Split
 from weights.export import export_model
 from weights.load import load_model
 
