@@ -6,18 +6,20 @@ opened. `eval/vqa.py`, `eval/needle.py` and `eval/pope.py` score answers to them
 A file that breaks its format is a `UserError` with its name, the line or record, and the remedy; nothing is skipped.
 """
 
-import json
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
-from dataclasses import field as field_of
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import isqrt
 from pathlib import Path
 
-from model.common import UserError, file_errors, quoted, shown
-from model.common import read_jsonl as iterate_jsonl
+from model.common import Expected, UserError, file_errors, json_name, quoted, read_field, read_json, read_jsonl, shown
+
+TEXT = Expected(str)
+NAME = Expected(str, 1, 1024)  # of a picture or a question
+NUMBER = Expected(int, 0, 10**12 - 1)
+LIST = Expected(list, 1)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Prompt templates
@@ -39,88 +41,46 @@ def fill_prompt(template: str, question: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# JSON and JSON lines
+# Records and ids
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def read_json(path: str | Path):
-    """The value in the JSON file at `path`. Raises UserError, with line and column, if it is absent or malformed."""
-    try:
-        return json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{path}: not valid JSON at line {error.lineno}, column {error.colno} ({error.msg}): correct the file or "
-            "download it again"
-        ) from None
-
-
-def read_jsonl(path: str | Path) -> list[tuple[str, dict]]:
-    """The objects of a JSON-lines file, each with its place ("file:line"); LF or CRLF, blank lines are skipped.
-
-    Raises UserError, with the line number, for a line that is not one JSON object.
-    """
-    records = []
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{where}: not valid JSON ({error.msg} at column {error.colno}): each line must hold one JSON object"
-            ) from None
-        if not isinstance(record, dict):
-            raise UserError(f"{where}: holds a JSON {_kind(record)}: each line must hold one JSON object")
-        records.append((where, record))
-    if not records:
-        raise UserError(f"{path}: holds no records: each line must hold one JSON object")
-    return records
-
-
-def _read_text(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"{path}: not found: check the path") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as UTF-8 text ({error}): check the path") from None
 
 
 def records_of(value, where: str) -> list[tuple[str, dict]]:
     """The objects of a JSON list, each with its place. Raises UserError for anything else, and for an empty list."""
     if not isinstance(value, list) or not value:
-        found = "an empty one" if value == [] else _kind(value)
+        found = "an empty one" if value == [] else json_name(value)
         raise UserError(f"{where}: expected a list of records, found {found}: check that this is the right file")
     for number, record in enumerate(value):
         if not isinstance(record, dict):
-            raise UserError(f"{where}[{number}]: expected an object, found {_kind(record)}: correct the record")
+            raise UserError(f"{where}[{number}]: expected an object, found {json_name(record)}: correct the record")
     return [(f"{where}[{number}]", record) for number, record in enumerate(value)]
 
 
-def field(record: dict, name: str, kind: type | tuple[type, ...], where: str):
-    """`record[name]`, which must be of `kind`. Raises UserError with the value found instead."""
-    if name not in record:
-        there = ", ".join(map(repr, record)) or "nothing"
-        raise UserError(f"{where}: has no {name!r} (it has {there:.200}): add it to the record")
-    if not isinstance(record[name], kind) or isinstance(record[name], bool):
-        expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        raise UserError(f"{where}: {name!r} is {record[name]!r:.60}, expected {expected}: correct the record")
-    return record[name]
+def lines_of(path: str | Path) -> list[tuple[str, dict]]:
+    """The objects of a JSON-lines file, each with its place. Raises UserError, also for a file without any."""
+    records = list(read_jsonl(path))
+    if not records:
+        raise UserError(f"{shown(path)}: holds no records: each line must hold one JSON object")
+    return records
 
 
-def _kind(value) -> str:
-    return "null" if value is None else type(value).__name__
+def read_id(record: dict, name: str, where: str) -> int | str:
+    """An id, which is a number or a text. Raises UserError."""
+    return read_field(record, name, NAME if isinstance(record.get(name), str) else Expected(int), where)
 
 
-def check_unique(ids: Iterable[Hashable], where: str | Path) -> None:
-    """Raise UserError that names the ids which occur more than once."""
-    repeated = [key for key, count in Counter(ids).items() if count > 1]
+def check_unique(ids: Iterable[int | str], where: str | Path) -> None:
+    """Raise UserError that names the ids which occur more than once; 1 and "1" are the same id in a log or a result."""
+    variants: dict[str, list[int | str]] = {}
+    for id_ in ids:
+        variants.setdefault(str(id_), []).append(id_)
+    repeated = [id_ for same in variants.values() if len(same) > 1 for id_ in dict.fromkeys(same)]
     if repeated:
-        raise UserError(f"{where}: {len(repeated)} duplicate id(s) ({some(repeated)}): keep one record of each")
+        count = sum(len(same) > 1 for same in variants.values())
+        raise UserError(f"{shown(where)}: {count} duplicate id(s) ({some(repeated)}): keep one record of each")
 
 
-def check_ids(found: Iterable[Hashable], expected: Iterable[Hashable], where: str | Path, against: str | Path) -> None:
+def check_ids(found: Iterable, expected: Iterable, where: str | Path, against: str | Path) -> None:
     """Raise UserError that names missing and extra ids unless `found` and `expected` hold the same ones."""
     found, expected = dict.fromkeys(found), dict.fromkeys(expected)  # ordered sets
     wrong = {
@@ -129,12 +89,12 @@ def check_ids(found: Iterable[Hashable], expected: Iterable[Hashable], where: st
     }
     parts = [f"{len(ids)} {word} id(s) ({some(ids)})" for word, ids in wrong.items() if ids]
     if parts:
-        raise UserError(f"{where}: {' and '.join(parts)}: it must hold exactly the ids of {against}")
+        raise UserError(f"{shown(where)}: {' and '.join(parts)}: it must hold exactly the ids of {shown(against)}")
 
 
 def some(ids: list) -> str:
     """The first few of `ids`, for a message."""
-    return ", ".join(map(repr, ids[:5])) + (", …" if len(ids) > 5 else "")
+    return ", ".join(map(quoted, ids[:5])) + (", …" if len(ids) > 5 else "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,15 +138,21 @@ def find_image(folder: str | Path, name: str, allow_outside: bool = False) -> Pa
         return inside(folder, path.name, allow_outside) if not path.exists() and flat.exists() else path
 
 
-def check_images(names: Iterable[str], folder: str | Path, source: str | Path) -> None:
-    """Raise UserError that names the first few pictures of `source` that are not in `folder`."""
-    names = list(dict.fromkeys(names))
-    absent = [name for name in names if not find_image(folder, name).is_file()]
+def find_images(
+    names: Iterable[str], folder: str | Path, source: str | Path, allow_outside: bool = False
+) -> dict[str, Path]:
+    """The path of each picture of the file `source`. Raises UserError that names the first few not in `folder`."""
+    try:
+        paths = {name: find_image(folder, name, allow_outside) for name in names}
+    except UserError as error:
+        raise UserError(f"{shown(source)}: {error}") from None
+    absent = [name for name, path in paths.items() if not path.is_file()]
     if absent:
         raise UserError(
-            f"{source}: {len(absent)} of its {len(names)} pictures are not in {folder} ({some(absent)}): "
+            f"{shown(source)}: {len(absent)} of its {len(paths)} pictures are not in {shown(folder)} ({some(absent)}): "
             "give the folder that holds them"
         )
+    return paths
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,7 +167,7 @@ class Example:
     image: Path
     prefix: str
     suffix: str
-    line: int = field_of(default=0, compare=False)
+    line: int = field(default=0, compare=False)
 
 
 def read_examples(
@@ -216,9 +182,10 @@ def read_examples(
     folder (see `inside`). Such errors are given to `bad` if there is one; a file without any sound line is an error.
     """
     folder, examples = Path(path).parent if images is None else Path(images), []
-    for where, record in iterate_jsonl(path, bad):
+    for where, record in read_jsonl(path, bad):
         try:
-            name, prefix, suffix = (field(record, key, str, where) for key in ("image", "prefix", "suffix"))
+            name = read_field(record, "image", NAME, where)
+            prefix, suffix = (read_field(record, key, TEXT, where) for key in ("prefix", "suffix"))
             try:
                 image = find_image(folder, name, allow_outside)
             except UserError as error:
@@ -266,21 +233,14 @@ class Annotation:
 
 def read_questions(path: str | Path) -> list[Question]:
     """Questions of VQAv2, GQA, TextVQA or VizWiz. Raises UserError for another structure or an id that occurs twice."""
-    value = read_json(path)
-    subset = str(value.get("data_subtype", "")) if isinstance(value, dict) else ""
-    questions = [
-        Question(_question_id(record, where), _image_name(record, subset, where), field(record, "question", str, where))
-        for where, record in _vqa_records(value, "questions", path)
-    ]
+    value = read_json(path, object)
+    subset = read_field(value, "data_subtype", TEXT, shown(path), default="") if isinstance(value, dict) else ""
+    questions = []
+    for where, record in _vqa_records(value, "questions", path)[1]:
+        text = read_field(record, "question", TEXT, where)
+        questions.append(Question(_question_id(record, where), _image_name(record, subset, where), text))
     check_unique((q.question_id for q in questions), path)
     return questions
-
-
-def read_question_ids(path: str | Path) -> list[int | str]:
-    """Only the ids of `read_questions`, for scoring."""
-    ids = [_question_id(record, where) for where, record in _vqa_records(read_json(path), "questions", path)]
-    check_unique(ids, path)
-    return ids
 
 
 def read_annotations(path: str | Path) -> list[Annotation]:
@@ -289,63 +249,75 @@ def read_annotations(path: str | Path) -> list[Annotation]:
     GQA's structural type splits into "open" (query) and "binary" (the others), as in its own evaluation.
     Raises UserError for another structure, a question without answers, or an id that occurs twice.
     """
-    annotations = [_annotation(record, where) for where, record in _vqa_records(read_json(path), "annotations", path)]
+    return read_layout(path)[1]
+
+
+def read_layout(path: str | Path) -> tuple[str, list[Annotation]]:
+    """The scoring that belongs to the layout of the file (official, textvqa, vizwiz or gqa), and its annotations.
+
+    A file with one answer per question can only be scored by exact match, as GQA is. Raises UserError.
+    """
+    layout, records = _vqa_records(read_json(path, object), "annotations", path)
+    annotations = [_annotation(record, where) for where, record in records]
     check_unique((a.question_id for a in annotations), path)
-    return annotations
+    return "gqa" if all(len(a.answers) == 1 for a in annotations) else layout, annotations
 
 
-def _vqa_records(value, key: str, path: str | Path) -> list[tuple[str, dict]]:
-    """The records of the four layouts: {key: […]}, TextVQA's {"data": […]}, VizWiz's […], GQA's {id: {…}}."""
-    if isinstance(value, dict) and (key in value or "data" in value):
-        name = key if key in value else "data"
-        return records_of(value[name], f"{path}: {name}")
+def holds_answers(path: str | Path) -> bool:
+    """Whether a file of questions has their answers too, as GQA's, TextVQA's and VizWiz's. Raises UserError."""
+    records = _vqa_records(read_json(path, object), "questions", path)[1]
+    return any("answers" in record or "answer" in record for _, record in records)
+
+
+def _vqa_records(value, key: str, path: str | Path) -> tuple[str, list[tuple[str, dict]]]:
+    """The scoring of a layout and its records: {key: […]}, TextVQA's {"data": […]}, VizWiz's […], GQA's {id: {…}}."""
+    name = shown(path)
+    for part, layout in ((key, "official"), ("data", "textvqa")):
+        if isinstance(value, dict) and part in value:
+            return layout, records_of(value[part], f"{name}: {part}")
     if isinstance(value, list):
-        return records_of(value, str(path))
+        return "vizwiz", records_of(value, name)
     if isinstance(value, dict) and value and all(isinstance(v, dict) and "question" in v for v in value.values()):
-        return [(f"{path}: {id_}", record | {"question_id": id_}) for id_, record in value.items()]
-    raise UserError(f"{path}: holds no {key!r} list: expected the layout of VQAv2, GQA, TextVQA or VizWiz")
+        return "gqa", [(f"{name}: {shown(id_)}", record | {"question_id": id_}) for id_, record in value.items()]
+    raise UserError(f"{name}: holds no {key!r} list: expected the layout of VQAv2, GQA, TextVQA or VizWiz")
 
 
 def _question_id(record: dict, where: str) -> int | str:
     # VizWiz has one question per picture and no other id
-    name = "image" if "image" in record and "question_id" not in record else "question_id"
-    return field(record, name, (int, str), where)
+    return read_id(record, "image" if "image" in record and "question_id" not in record else "question_id", where)
 
 
 def _image_name(record: dict, subset: str, where: str) -> str:
     if "image" in record:  # VizWiz, or a user's file with the name
-        return field(record, "image", str, where)
-    if "imageId" in record:  # GQA
-        return f"{record['imageId']}.jpg"
-    image_id = field(record, "image_id", (int, str), where)
-    if isinstance(image_id, str) or not subset:  # TextVQA
+        return read_field(record, "image", NAME, where)
+    name = "imageId" if "imageId" in record else "image_id"  # GQA, or the others
+    image_id = read_field(record, name, NAME if isinstance(record.get(name), str) else NUMBER, where)
+    if isinstance(image_id, str) and Path(image_id).suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"):
+        return image_id  # VizWiz in VQAv2's layout
+    if isinstance(image_id, str) or not subset or name == "imageId":  # TextVQA, GQA
         return f"{image_id}.jpg"
     subset = subset.replace("test-dev", "test")  # two sets of questions on the same pictures
     return f"{subset}/COCO_{subset}_{image_id:012d}.jpg"
 
 
 def _annotation(record: dict, where: str) -> Annotation:
-    kinds = record.get("types")
-    if isinstance(kinds, dict):  # GQA
-        answer, structural = field(record, "answer", str, where), field(kinds, "structural", str, f"{where}: types")
-        return Annotation(
-            _question_id(record, where),
-            ({"answer": answer},),
-            answer,
-            "open" if structural == "query" else "binary",
-            structural,
-            balanced=bool(record.get("isBalanced", True)),
-        )
+    id_ = _question_id(record, where)
+    if isinstance(kinds := record.get("types"), dict):  # GQA
+        answer, structural = read_field(record, "answer", TEXT, where), read_field(kinds, "structural", NAME, where)
+        kind = "open" if structural == "query" else "binary"
+        balanced = read_field(record, "isBalanced", Expected(bool), where, default=True)
+        return Annotation(id_, ({"answer": answer},), answer, kind, structural, balanced=balanced)
     # TextVQA lists bare strings
-    answers = tuple({"answer": a} if isinstance(a, str) else a for a in field(record, "answers", list, where))
-    if not answers or not all(isinstance(a, dict) and isinstance(a.get("answer"), str) for a in answers):
-        raise UserError(f"{where}: 'answers' must list one {{'answer': text}} an annotator, and at least one")
-    most = Counter(given["answer"] for given in answers).most_common(1)[0][0]
+    given = [{"answer": a} if isinstance(a, str) else a for a in read_field(record, "answers", LIST, where)]
+    answers = tuple(answer for _, answer in records_of(given, f"{where}: answers"))
+    for number, answer in enumerate(answers):
+        read_field(answer, "answer", TEXT, f"{where}: answers[{number}]")
+    most = Counter(answer["answer"] for answer in answers).most_common(1)[0][0]
     said, answer_type, question_type = (
-        field(record, name, str, where) if name in record else None
+        read_field(record, name, TEXT, where, default=None)
         for name in ("multiple_choice_answer", "answer_type", "question_type")
     )
-    return Annotation(_question_id(record, where), answers, most if said is None else said, answer_type, question_type)
+    return Annotation(id_, answers, most if said is None else said, answer_type, question_type)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -382,22 +354,23 @@ def read_needle_tests(metadata: str | Path, annotations: str | Path, captions: s
     """
     grids, names = _read_grids(metadata), read_captions(captions)
     tests = []
-    for where, record in records_of(read_json(annotations), str(annotations)):
-        stitched = [Path(name).name for name in field(record, "image_ids", list, where)]
+    for where, record in records_of(read_json(annotations, object), shown(annotations)):
+        stitched = [Path(name).name for name in _listed(record, "image_ids", NAME, where)]
         unknown = [name for name in stitched if name not in grids]
-        if unknown or not stitched:
-            raise UserError(f"{where}: image_ids ({some(unknown)}) not in {metadata}: take the metadata of the same N")
-        columns = [field(record, name, (int, list), where) for name in ("index", "row", "col")]
-        targets = field(record, "target", (str, list), where)
-        if isinstance(targets, str):
-            columns, targets = [[column] for column in columns], [targets]
-        if any(not isinstance(column, list) or len(column) != len(targets) for column in columns):
+        if unknown:
+            raise UserError(
+                f"{where}: image_ids ({some(unknown)}) not in {shown(metadata)}: take the one of the same N"
+            )
+        columns = [_listed(record, name, Expected(int, -1, 1 << 20), where) for name in ("index", "row", "col")]
+        targets = _listed(record, "target", NAME, where)
+        lists = {isinstance(record[name], list) for name in ("index", "row", "col", "target")}
+        if len(lists) > 1 or any(len(column) != len(targets) for column in columns):
             raise UserError(f"{where}: index, row, col and target differ in length: one of each for every needle")
         uncaptioned = [name for name in targets if Path(name).name not in names]
         if uncaptioned:
-            raise UserError(f"{where}: {captions} has no caption for {some(uncaptioned)}: take the captions of val2014")
+            raise UserError(f"{where}: {shown(captions)} has no caption for {some(uncaptioned)}: take those of val2014")
         test = NeedleTest(
-            id=field(record, "id", int, where),
+            id=read_field(record, "id", NUMBER, where),
             haystack=tuple(grids[name] for name in stitched),
             places=tuple(zip(*columns, strict=True)),
             targets=tuple(targets),
@@ -409,38 +382,45 @@ def read_needle_tests(metadata: str | Path, annotations: str | Path, captions: s
     return tests
 
 
+def _listed(record: dict, name: str, expected: Expected, where: str) -> list:
+    """The entries of a field that has one value as it is, several as a list. Raises UserError."""
+    if not isinstance(record.get(name), list):
+        return [read_field(record, name, expected, where)]
+    entries = dict(enumerate(read_field(record, name, LIST, where)))
+    return [read_field(entries, number, expected, f"{where}: {name}") for number in entries]
+
+
 def read_captions(path: str | Path) -> dict[str, str]:
     """Caption by file name, from {name: caption} or COCO's captions_val2014.json; the last one listed counts.
 
     Raises UserError for another structure.
     """
-    value = read_json(path)
+    value, name = read_json(path, object), shown(path)
     if isinstance(value, dict) and "annotations" in value:
         last = {
-            field(record, "image_id", int, where): field(record, "caption", str, where)
-            for where, record in records_of(value["annotations"], f"{path}: annotations")
+            read_field(record, "image_id", NUMBER, where): read_field(record, "caption", TEXT, where)
+            for where, record in records_of(value["annotations"], f"{name}: annotations")
         }
-        return {
-            field(record, "file_name", str, where): last[record["id"]]
-            for where, record in records_of(value.get("images"), f"{path}: images")
-            if record.get("id") in last
-        }
+        images = records_of(value.get("images"), f"{name}: images")
+        named = {read_field(r, "id", NUMBER, where): read_field(r, "file_name", NAME, where) for where, r in images}
+        return {file: last[id_] for id_, file in named.items() if id_ in last}
     if isinstance(value, dict) and value and all(isinstance(caption, str) for caption in value.values()):
         return value
-    raise UserError(f"{path}: expected {{file name: caption}}, or COCO's captions file with 'images' and 'annotations'")
+    raise UserError(f"{name}: expected {{file name: caption}}, or COCO's captions file with 'images' and 'annotations'")
 
 
 def _read_grids(path: str | Path) -> dict[str, tuple[str, ...]]:
     """Sub-images, row-major, of each stitched picture in MMNeedle's {"stitched.jpg": {"row_col": "picture.jpg"}}."""
-    value, grids = read_json(path), {}
+    value, grids = read_json(path, object), {}
     for name, images in value.items() if isinstance(value, dict) else ():
         side = isqrt(len(images)) if isinstance(images, dict) else 0
         order = [f"{row}_{col}" for row in range(side) for col in range(side)]
+        where = f"{shown(path)}: {shown(name)}"
         if not side or set(order) != set(images):
-            raise UserError(f"{path}: {name!r} is no square of 'row_col' names: download the file again")
-        grids[name] = tuple(field(images, place, str, f"{path}: {name}") for place in order)
+            raise UserError(f"{where} is no square of 'row_col' names: download the file again")
+        grids[name] = tuple(read_field(images, place, NAME, where) for place in order)
     if not grids or len({len(names) for names in grids.values()}) != 1:
-        raise UserError(f"{path}: expected {{stitched picture: {{'row_col': picture}}}}, all of one size")
+        raise UserError(f"{shown(path)}: expected {{stitched picture: {{'row_col': picture}}}}, all of one size")
     return grids
 
 
@@ -450,12 +430,12 @@ def _check_places(test: NeedleTest, where: str) -> None:
         index, row, col = place
         if place == ABSENT:
             if any(target in names for names in test.haystack):
-                raise UserError(f"{where}: {target!r} is given as absent but is in the haystack: {remedy}")
+                raise UserError(f"{where}: {quoted(target)} is given as absent but is in the haystack: {remedy}")
         elif not (0 <= index < len(test.haystack) and 0 <= row < test.side and 0 <= col < test.side):
             size = f"{len(test.haystack)} picture(s) of {test.side} by {test.side}"
             raise UserError(f"{where}: place {place} is outside {size}: {remedy}")
         elif test.haystack[index][row * test.side + col] != target:
-            raise UserError(f"{where}: {target!r} is not at its place {place}: {remedy}")
+            raise UserError(f"{where}: {quoted(target)} is not at its place {place}: {remedy}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -479,11 +459,9 @@ def read_pope(path: str | Path) -> list[PopeQuestion]:
     Raises UserError, with the line number, for a malformed line, another label, or an id that occurs twice.
     """
     questions = []
-    for where, record in read_jsonl(path):
-        label = field(record, "label", str, where)
-        if label not in ("yes", "no"):
-            raise UserError(f"{where}: label is {label!r}, expected 'yes' or 'no': correct the line")
-        image, text = field(record, "image", str, where), field(record, "text", str, where)
-        questions.append(PopeQuestion(field(record, "question_id", (int, str), where), image, text, label))
+    for where, record in lines_of(path):
+        label = read_field(record, "label", Expected(str, choices=("yes", "no")), where)
+        image, text = read_field(record, "image", NAME, where), read_field(record, "text", TEXT, where)
+        questions.append(PopeQuestion(read_id(record, "question_id", where), image, text, label))
     check_unique((q.question_id for q in questions), path)
     return questions

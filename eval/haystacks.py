@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from eval.datasets import ABSENT, NeedleTest, check_images, find_image
+from eval.datasets import ABSENT, NeedleTest, find_image, find_images
 from model.common import UserError
 
 SUB_IMAGE = 256  # px along each side of a sub-image
@@ -28,16 +28,22 @@ def stitch(images: Sequence[Image.Image], size: int = SUB_IMAGE) -> Image.Image:
     return canvas
 
 
-def build_haystack(test: NeedleTest, coco: str | Path, size: int = SUB_IMAGE) -> list[Image.Image]:
+def build_haystack(
+    test: NeedleTest, coco: str | Path, size: int = SUB_IMAGE, allow_outside: bool = False
+) -> list[Image.Image]:
     """The M stitched pictures of `test`. Raises UserError if a picture is absent or unreadable."""
     from model.images import load_image  # imports torch, which scoring does not need
 
-    return [stitch([load_image(find_image(coco, name)) for name in names], size) for names in test.haystack]
+    return [
+        stitch([load_image(find_image(coco, name, allow_outside)) for name in names], size) for names in test.haystack
+    ]
 
 
-def check_haystacks(tests: Iterable[NeedleTest], coco: str | Path, metadata: str | Path) -> None:
+def check_haystacks(
+    tests: Iterable[NeedleTest], coco: str | Path, metadata: str | Path, allow_outside: bool = False
+) -> None:
     """Raise UserError that names the pictures of `tests` which are not in the folder `coco`, before a long run."""
-    check_images((name for test in tests for names in test.haystack for name in names), coco, metadata)
+    find_images((name for test in tests for names in test.haystack for name in names), coco, metadata, allow_outside)
 
 
 def sample_by_place(tests: Iterable[NeedleTest], each: int = 50, seed: int = 42) -> list[NeedleTest]:

@@ -25,7 +25,7 @@ from PIL import Image
 
 from eval import scenes
 from eval.command import Ask, Command, Report, ask_model
-from eval.datasets import ABSENT, NeedleTest, read_captions, read_needle_tests
+from eval.datasets import ABSENT, NeedleTest, inside, read_captions, read_needle_tests
 from eval.figures import contact_sheet, draw_boxes, heatmap, heatmaps, save
 from eval.haystacks import FIRST_ABSENT_ID, build_haystack, check_haystacks, choose, draw_tests
 from eval.needle_scoring import (
@@ -241,6 +241,7 @@ def coco_trials(args: argparse.Namespace) -> dict[str, list[Trial]]:
     """
     if args.captions is None:
         raise UserError("--coco needs --captions: MMNeedle's caption file, or COCO's captions_val2014.json")
+    outside = getattr(args, "allow_outside", False)
     few = f"{args.needles}_" if args.needles > 1 else ""
     name = f"{few}{args.pictures}_{args.side}_{args.side}"
     if args.metadata is None:
@@ -249,7 +250,7 @@ def coco_trials(args: argparse.Namespace) -> dict[str, list[Trial]]:
             name: text
             for bare, text in listed.items()
             for name in (f"val2014/{bare}", bare)
-            if Path(args.coco, name).is_file()
+            if inside(args.coco, name, outside).is_file()
         }
         if not captions:
             raise UserError(
@@ -270,8 +271,9 @@ def coco_trials(args: argparse.Namespace) -> dict[str, list[Trial]]:
         tests = choose([test for test in found if ABSENT not in test.places], args.limit, args.seed)
         if args.negatives:
             tests += choose([test for test in found if ABSENT in test.places], args.limit, args.seed)
-        check_haystacks(tests, args.coco, metadata)
-    return {name: [Trial(test, partial(build_haystack, test, args.coco)) for test in tests]}
+        check_haystacks(tests, args.coco, metadata, outside)
+    build = partial(build_haystack, coco=args.coco, allow_outside=outside)
+    return {name: [Trial(test, partial(build, test)) for test in tests]}
 
 
 def draw_sheet(trials: Sequence[Trial], records: Sequence[dict], answers: Sequence[Sequence[str]], title: str):

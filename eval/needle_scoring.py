@@ -12,8 +12,11 @@ from collections.abc import Iterable, Sequence
 from math import isnan, nan
 from pathlib import Path
 
-from eval.datasets import NeedleTest, check_unique, field, read_json, records_of
-from model.common import UserError, write_text
+from eval.datasets import TEXT, NeedleTest, check_unique, read_id, records_of
+from model.common import UserError, quoted, read_field, read_json, shown, write_text
+
+PLACE = r"(0, 0, 0|[1-9][0-9]?, [1-9][0-9]?, [1-9][0-9]?)"  # absent, or counted from 1
+TRUTH = re.compile(f"{PLACE}(; {PLACE})*")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Response files
@@ -40,15 +43,17 @@ def write_responses(path: str | Path, records: Sequence[dict]) -> None:
 
 def read_responses(path: str | Path) -> list[dict]:
     """Read a response file, MMNeedle's or ours. Raises UserError for a malformed record or an id that occurs twice."""
-    records = records_of(read_json(path), str(path))
+    records = records_of(read_json(path, object), shown(path))
     for where, record in records:
-        field(record, "id", (int, str), where)
-        truth = field(record, "ground_truth", str, where)
-        if not re.fullmatch(r"\d+, \d+, \d+(; \d+, \d+, \d+)*", truth):
+        read_id(record, "id", where)
+        truth = read_field(record, "ground_truth", TEXT, where)
+        if not TRUTH.fullmatch(truth):
             raise UserError(
-                f"{where}: ground_truth is {truth!r}, expected 'index, row, column' joined by '; ': correct the record"
+                f"{where}: ground_truth is {quoted(truth)}, expected 'index, row, column', each from 1 to 99, or "
+                "'0, 0, 0', joined by '; ': correct the record"
             )
-        field(record, "response", (str, type(None)), where)
+        if record.get("response", "") is not None:
+            read_field(record, "response", TEXT, where)
     check_unique((record["id"] for _, record in records), path)
     return [record for _, record in records]
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from eval import scenes
 from eval.command import Ask, Command, Report, add_prompt_flag, make_asks
-from eval.datasets import PopeQuestion, check_ids, check_images, check_unique, field, find_image, read_jsonl, read_pope
-from model.common import UserError, run_command, write_text
+from eval.datasets import TEXT, PopeQuestion, check_ids, check_unique, find_images, lines_of, read_id, read_pope
+from model.common import UserError, quoted, read_field, run_command, write_text
 
 
 def parse_answer(text: str) -> str:
@@ -60,10 +60,11 @@ def read_answers(path: str | Path, questions: Sequence[PopeQuestion], against: s
     The published script's own files have no ids, only the order: then there must be one answer per question, and a
     repeated "question" must agree. Raises UserError that names missing, extra or duplicate ids.
     """
-    records = read_jsonl(path)
-    texts = [field(r, "text" if "text" in r and "answer" not in r else "answer", str, where) for where, r in records]
+    records = lines_of(path)
+    name = {where: "text" if "text" in record and "answer" not in record else "answer" for where, record in records}
+    texts = [read_field(record, name[where], TEXT, where) for where, record in records]
     if any("question_id" in record for _, record in records):
-        ids = [field(record, "question_id", (int, str), where) for where, record in records]
+        ids = [read_id(record, "question_id", where) for where, record in records]
         check_unique(ids, path)
         check_ids(ids, [question.question_id for question in questions], path, against)
         by_id = dict(zip(ids, texts, strict=True))
@@ -74,9 +75,11 @@ def read_answers(path: str | Path, questions: Sequence[PopeQuestion], against: s
             "answer a question, in the same order, or give the ids"
         )
     for (where, record), question in zip(records, questions, strict=True):
-        asked = record.get("question", question.text)
+        asked = read_field(record, "question", TEXT, where, default=question.text)
         if asked.strip().lower() != question.text.strip().lower():
-            raise UserError(f"{where}: answers {asked!r} where {against} asks {question.text!r}: keep the order")
+            raise UserError(
+                f"{where}: answers {quoted(asked)} where {against} asks {quoted(question.text)}: keep the order"
+            )
     return texts
 
 
@@ -105,8 +108,8 @@ def load(args: argparse.Namespace) -> tuple[dict[str, list[PopeQuestion]], dict[
         sets = {strategy: embedded(strategy, limit) for strategy in scenes.STRATEGIES}
     else:
         questions = read_pope(args.questions)[: args.limit]
-        check_images((q.image for q in questions), args.images, args.questions)
-        sets = {Path(args.questions).stem: (questions, {q.image: find_image(args.images, q.image) for q in questions})}
+        pictures = find_images((q.image for q in questions), args.images, args.questions, args.allow_outside)
+        sets = {Path(args.questions).stem: (questions, pictures)}
     asks = {
         name: make_asks(((q.question_id, q.image, q.text) for q in questions), pictures, args.prompt)
         for name, (questions, pictures) in sets.items()

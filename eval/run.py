@@ -19,13 +19,14 @@ import torch
 from tqdm import tqdm
 
 from eval.command import Ask
-from model.common import UserError, write_text
+from model.common import Expected, UserError, file_errors, parse_json, read_field, read_text, shown, write_text
 from model.generate import CompiledStep, NonFiniteError, finite_rows, generate, last_valid
 from model.images import load_image, to_pixels
 from model.paligemma import PaliGemma
 from model.processor import Batch, Processor, TokenRow
 from weights.fingerprint import exact_fingerprint
 
+Numbered = tuple[int, Ask]  # a question and its number: ids need not be unique
 WINDOW = 8  # batches whose pictures' features are held at a time: 3B features take 2 MB per picture in fp32
 
 
@@ -50,23 +51,25 @@ def ask_all(
     """
     if batch_size < 1 or max_new_tokens < 1:
         raise UserError(f"batch size {batch_size}, {max_new_tokens} new tokens: expected at least 1 of each")
-    marks: dict[str, str] = {}
-    done: dict[str, str | None] = {}
+    answers: list[str | None] = [None] * len(questions)
+    marks, left = [""] * len(questions), range(len(questions))
     if log is not None:
         weights = exact_fingerprint(model)
-        marks = {q.id: _digest(weights, max_new_tokens, q.key, q.prefix, q.choices) for q in questions}
+        marks = [_digest(weights, max_new_tokens, q.key, q.prefix, q.choices) for q in questions]
         logged = read_log(log)
-        done = {id_: logged[mark] for id_, mark in marks.items() if mark in logged}
-    left = [question for question in questions if question.id not in done]
-    with tqdm(total=len(questions), initial=len(questions) - len(left), desc=progress, disable=progress is None) as bar:
-        for window in _windows(left, WINDOW * batch_size):
+        answers = [logged.get(mark) for mark in marks]
+        left = [number for number, answer in enumerate(answers) if answer is None]
+    done = len(questions) - len(left)
+    with tqdm(total=len(questions), initial=done, desc=progress, disable=progress is None) as bar:
+        for window in _windows([(number, questions[number]) for number in left], WINDOW * batch_size):
             options = max_new_tokens, batch_size, left_out, compiled
-            for batch, answers in _answer_window(model, processor, window, *options):
-                done |= {question.id: answer for question, answer in zip(batch, answers, strict=True)}
+            for numbers, found in _answer_window(model, processor, window, *options):
+                for number, answer in zip(numbers, found, strict=True):
+                    answers[number] = answer
                 if log is not None:
-                    _append(log, [{"id": q.id, "answer": done[q.id], "mark": marks[q.id]} for q in batch])
-                bar.update(len(batch))
-    return [done.get(question.id) for question in questions]
+                    _append(log, [{"id": questions[n].id, "answer": answers[n], "mark": marks[n]} for n in numbers])
+                bar.update(len(numbers))
+    return answers
 
 
 def ask_one_by_one(
@@ -152,26 +155,26 @@ def pick_rows(memory, rows: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _answer_window(
-    model, processor, window: list[Ask], max_new_tokens: int, batch_size: int, left_out: dict | None, compiled
-) -> Iterator[tuple[list[Ask], list[str]]]:
-    """Encode the pictures of a window, each once, then answer its questions in batches."""
-    features, places, problems = _encode(model, processor, window, batch_size)
-    ready: list[tuple[int, TokenRow, Ask]] = []
-    for question in window:
+    model, processor, window: list[Numbered], max_new_tokens: int, batch_size: int, left_out: dict | None, compiled
+) -> Iterator[tuple[list[int], list[str]]]:
+    """Encode the pictures of a window, each once, then answer its questions in batches: their numbers, and answers."""
+    features, places, problems = _encode(model, processor, [question for _, question in window], batch_size)
+    ready: list[tuple[int, TokenRow, Numbered]] = []
+    for number, question in window:
         try:
             if question.key in problems:
                 raise UserError(problems[question.key])
             row = processor.layout(len(places[question.key]), question.prefix)
-            ready.append((len(question.choices), row, question))
+            ready.append((len(question.choices), row, (number, question)))
         except UserError as error:
             if left_out is None:
                 raise UserError(f"question {question.id}: {error}") from None
             left_out[question.id] = str(error)
     ready.sort(key=lambda item: (item[0], len(item[1][0])))
     for choices, group in groupby(ready, key=lambda item: item[0]):
-        ordered, size = [(row, question) for _, row, question in group], max(1, batch_size // max(1, choices))
+        ordered, size = [(row, *numbered) for _, row, numbered in group], max(1, batch_size // max(1, choices))
         for start in range(0, len(ordered), size):
-            rows, part = (list(column) for column in zip(*ordered[start : start + size], strict=True))
+            rows, numbers, part = (list(column) for column in zip(*ordered[start : start + size], strict=True))
             batch = processor.pad(rows).to(features.device)
             index = torch.tensor([place for q in part for place in places[q.key]], device=features.device)
             pictures = {"image_features": features, "image_index": index}
@@ -185,7 +188,7 @@ def _answer_window(
                     answers = [processor.decode(row) for row in new]
             except NonFiniteError as error:
                 raise NonFiniteError(error.rows, f"question {part[error.rows[0]].id}") from None
-            yield part, answers
+            yield numbers, answers
 
 
 def _choose(model, processor, questions: list[Ask], batch: Batch, pictures: dict[str, torch.Tensor]) -> list[str]:
@@ -229,11 +232,11 @@ def _encode(model: PaliGemma, processor: Processor, window: list[Ask], batch_siz
     return torch.cat(parts) if parts else None, places, problems
 
 
-def _windows(questions: list[Ask], size: int) -> Iterator[list[Ask]]:
+def _windows(questions: list[Numbered], size: int) -> Iterator[list[Numbered]]:
     """Groups of about `size` questions; those of one picture stay together."""
-    window: list[Ask] = []
-    by_picture = sorted(questions, key=lambda question: question.key)
-    for _, group in groupby(by_picture, key=lambda question: question.key):
+    window: list[Numbered] = []
+    by_picture = sorted(questions, key=lambda numbered: numbered[1].key)
+    for _, group in groupby(by_picture, key=lambda numbered: numbered[1].key):
         window += group
         if len(window) >= size:
             yield window
@@ -255,20 +258,26 @@ def read_log(path: Path) -> dict[str, str]:
     """Answers by mark from a log; an incomplete last line is removed. Raises UserError for a file of another kind."""
     if not path.exists():
         return {}
-    lines = path.read_text(encoding="utf-8").split("\n")
-    if lines[-1]:  # no newline at its end: the process ended while writing it
-        write_text(path, "".join(line + "\n" for line in lines[:-1]))
+    text = read_text(path)
+    if not text.endswith("\n"):  # the process ended while writing it
+        text = text[: text.rfind("\n") + 1]
+        write_text(path, text)
     answers = {}
-    for number, line in enumerate(lines[:-1], start=1):
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        where = f"{shown(path)}:{number}"
         try:
-            record = json.loads(line)
-            answers[record["mark"]] = record["answer"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            raise UserError(f"{path}:{number}: not a line of a log of answers: delete the file to ask anew") from None
+            record = parse_json(line, where, is_line=True)
+            record = record if isinstance(record, dict) else {}
+            answers[read_field(record, "mark", Expected(str), where)] = read_field(
+                record, "answer", Expected(str), where
+            )
+        except UserError as error:
+            raise UserError(f"{error} (not a log of answers: delete the file to ask anew)") from None
     return answers
 
 
 def _append(path: Path, records: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    with file_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.command import Command, Report, add_json_flag, print_report
-from eval.datasets import PROMPT, check_prompt, field, read_json
+from eval.datasets import PROMPT, TEXT, check_prompt
 from eval.run import ask_all, compare_speed
 from lora import adapter
-from model.common import UserError, write_text
+from model.common import UserError, read_field, read_json, shown, write_text
 from model.device import DTYPES, choose_device, choose_dtype
 from model.generate import CompiledStep
 from model.paligemma import PaliGemma
@@ -74,6 +74,12 @@ def add_answer_flags(parser: argparse.ArgumentParser, limit: str, default: int |
         help="limit of an answer's tokens (default: %(default)s)",
     )
     parser.add_argument(
+        "--allow-outside",
+        action=switch,
+        default=False,
+        help="read pictures whose names in the files lead out of their folder (default: --no-allow-outside)",
+    )
+    parser.add_argument(
         "--compile",
         action=switch,
         default=False,
@@ -119,7 +125,7 @@ def stored_prompt(args: argparse.Namespace) -> str:
         if "data" in stored and not str(stored["data"]).startswith(("vqav2:", "shards:")):
             return PROMPT
         if "prompt" in stored:
-            return check_prompt(field(stored, "prompt", str, str(path)))
+            return check_prompt(read_field(stored, "prompt", TEXT, shown(path)))
     return PROMPT
 
 

@@ -115,11 +115,6 @@ def embedded_examples(count: int, split: str = "test") -> list[tuple[Callable, s
     return [(lambda sample=sample: sample.image, sample.prefix) for sample in samples]
 
 
-def file_examples(path: str, count: int) -> list[tuple[Path, str]]:
-    """The first of a JSONL file of {"image", "prefix", "suffix"}."""
-    return [(example.image, example.prefix) for example in read_examples(path)[:count]]
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     parser.add_argument(
@@ -135,6 +130,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"where the picture stands in prompts that have no {SLOT}: before them, in the middle of "
         "their words, or inside for WINGS and else first (default: %(default)s)",
     )
+    parser.add_argument(
+        "--allow-outside",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="read pictures whose names in --data lead out of its folder (default: --no-allow-outside)",
+    )
     parser.add_argument("--limit", type=positive, default=100, metavar="N", help="prompts (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the files (default: runs/eval/MODEL/shift)")
     add_json_flag(parser)
@@ -144,7 +145,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.shift", __doc__)
     add_flags(parser)
     args = parser.parse_args(argv)
-    examples = embedded_examples(args.limit) if args.data == "embedded" else file_examples(args.data, args.limit)
+    if args.data == "embedded":
+        examples = embedded_examples(args.limit)
+    else:
+        read = read_examples(args.data, allow_outside=args.allow_outside)[: args.limit]
+        examples = [(example.image, example.prefix) for example in read]
     model, processor, title = open_model(args)
     if not hasattr(model.config.text, "num_attention_heads"):
         raise UserError(f"{title}: has no attention in its decoder, and no LAWS: take a PaliGemma or a model of WINGS")

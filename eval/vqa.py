@@ -10,6 +10,7 @@ percent, overall and by type, beside that of the best guess without a picture. T
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -19,23 +20,23 @@ from eval import scenes
 from eval.command import Ask, Command, Report, add_prompt_flag, ask_model, make_asks
 from eval.datasets import (
     PROMPT,
+    TEXT,
     Annotation,
     Question,
     check_ids,
-    check_images,
     check_unique,
-    field,
-    find_image,
+    find_images,
+    holds_answers,
     read_annotations,
-    read_json,
-    read_question_ids,
+    read_id,
+    read_layout,
     read_questions,
     records_of,
     some,
 )
 from eval.statistics import blind_guesses
 from eval.vqa_scoring import SCORERS, question_accuracies, summarize
-from model.common import UserError, run_command, write_text
+from model.common import UserError, read_field, read_json, run_command, shown, write_text
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Results files
@@ -56,10 +57,11 @@ def read_results(path: str | Path, expected: Iterable[int | str], against: str |
     are those of the file `against`.
     """
     rows = []
-    for where, record in records_of(read_json(path), str(path)):
+    for where, record in records_of(read_json(path, object), shown(path)):
         id_name = next((name for name in ("question_id", "questionId", "image") if name in record), "question_id")
-        id_ = field(record, id_name, (int, str), where)
-        rows.append((id_, field(record, "prediction" if "prediction" in record else "answer", str, f"{where} ({id_})")))
+        id_ = read_id(record, id_name, where)
+        name = "prediction" if "prediction" in record else "answer"
+        rows.append((id_, read_field(record, name, TEXT, f"{where} ({shown(id_)})")))
     check_unique((id_ for id_, _ in rows), path)
     check_ids((id_ for id_, _ in rows), expected, path, against)
     return dict(rows)
@@ -70,15 +72,16 @@ def read_results(path: str | Path, expected: Iterable[int | str], against: str |
 # ---------------------------------------------------------------------------------------------------------------------
 
 TRAIN_QUESTIONS = 12_000  # embedded ones that the blind baseline knows
-IN_ONE_FILE = ("textvqa", "vizwiz", "gqa")  # benchmarks whose questions file holds the answers
 
 
 class Benchmark(NamedTuple):
-    """Questions, their annotations in the same order (none: there is nothing to score), and pictures by name."""
+    """Questions, their annotations in the same order (none: there is nothing to score), pictures by name, and the
+    scoring that fits the annotations."""
 
     questions: list[Question]
     annotations: list[Annotation]
     pictures: dict[str, Path | Callable]
+    scoring: str = "official"
 
 
 @cache
@@ -108,6 +111,7 @@ def from_files(
     images: str | Path,
     limit: int | None = None,
     only: Collection[str] | None = None,
+    allow_outside: bool = False,
 ) -> Benchmark:
     """A benchmark from published files; of its questions those with an id (as text) in `only`, and the first `limit`.
 
@@ -116,12 +120,12 @@ def from_files(
     asked = [q for q in read_questions(questions) if only is None or str(q.question_id) in only][:limit]
     if not asked:
         raise UserError(f"{questions}: none of its questions is left to ask: check the limit and the split")
-    by_id = {a.question_id: a for a in read_annotations(annotations)} if annotations else {}
+    scoring, annotated = read_layout(annotations) if annotations else ("official", [])
+    by_id = {a.question_id: a for a in annotated}
     if annotations:
         check_annotated((q.question_id for q in asked), by_id, questions, annotations)
-    check_images((q.image for q in asked), images, questions)
-    pictures = {q.image: find_image(images, q.image) for q in asked}
-    return Benchmark(asked, [by_id[q.question_id] for q in asked if by_id], pictures)
+    pictures = find_images((q.image for q in asked), images, questions, allow_outside)
+    return Benchmark(asked, [by_id[q.question_id] for q in asked if by_id], pictures, scoring)
 
 
 def check_annotated(ids: Iterable, annotated: Collection, questions: str | Path, annotations: str | Path) -> None:
@@ -155,10 +159,29 @@ def asks_of(benchmark: Benchmark, prompt: str = PROMPT) -> list[Ask]:
     return make_asks(((q.question_id, q.image, q.question) for q in benchmark.questions), benchmark.pictures, prompt)
 
 
-def score_answers(benchmark: Benchmark, answers: Mapping, scoring: str = "official") -> dict:
-    """`summarize` over the questions that have an answer."""
+def score_answers(benchmark: Benchmark, answers: Mapping, scoring: str | None = None) -> dict:
+    """`summarize` over the questions that have an answer; the default scoring is the benchmark's."""
     annotations = [a for a in benchmark.annotations if a.question_id in answers]
-    return summarize(annotations, question_accuracies(annotations, answers, scoring))
+    return summarize(annotations, question_accuracies(annotations, answers, scoring or benchmark.scoring))
+
+
+def check_scoring(scoring: str, annotations: list[Annotation], source: str | Path) -> None:
+    """Raise UserError for a scoring by which no answer to these questions can be right, and warn if few can.
+
+    Leave-one-out counts what other annotators said: with one answer per question there are none; official scoring
+    leaves equal records out together, which without an answer_id are all equal answers.
+    """
+    some_of_them = [a for a in annotations if a.balanced or scoring != "gqa"][:1000]
+    best = [max(SCORERS[scoring](a, given["answer"]) for given in a.answers) for a in some_of_them]
+    if best and max(best) == 0:
+        counts = sorted({len(a.answers) for a in some_of_them})
+        raise UserError(
+            f"{shown(source)}: {scoring} scoring cannot apply: it needs several answers per question, and an answer_id "
+            f"each if they are equal (found {' or '.join(map(str, counts[:3]))}): take --scoring gqa, which is exact "
+            "match, or leave it out"
+        )
+    if best and (mean := 100 * sum(best) / len(best)) < 50:
+        print(f"{shown(source)}: with {scoring} scoring the best possible accuracy is {mean:.2f} %", file=sys.stderr)
 
 
 def evaluate_embedded(
@@ -257,21 +280,19 @@ def blind_of(args: argparse.Namespace, test: Benchmark) -> dict | None:
 def score(args: argparse.Namespace) -> Report:
     """`python -m eval.vqa score`: the accuracy of a results file."""
     source = args.annotations or args.questions
-    annotations = read_annotations(source)
-    check_annotated(read_question_ids(args.questions), {a.question_id for a in annotations}, args.questions, source)
-    answers = read_results(args.results, [a.question_id for a in annotations], source)
-    summary = summarize(annotations, question_accuracies(annotations, answers, args.scoring))
-    blind = {}
+    fitting, annotations = read_layout(source)
+    scoring, ids = args.scoring or fitting, [a.question_id for a in annotations]
+    questions = {q.question_id: q for q in read_questions(args.questions)}
+    check_annotated(questions, set(ids), args.questions, source)
+    check_scoring(scoring, annotations, source)
+    answers = read_results(args.results, ids, source)
+    summary, blind = summarize(annotations, question_accuracies(annotations, answers, scoring)), {}
     if args.blind is not None:
-        questions, ids = (
-            {q.question_id: q for q in read_questions(args.questions)},
-            [a.question_id for a in annotations],
-        )
         check_ids(questions, ids, args.questions, source)
         test = Benchmark([questions[id_] for id_ in ids], annotations, {})
-        blind = {"blind": score_answers(test, blind_of(args, test), args.scoring)}
-    title = f"VQA accuracy (%), {args.scoring} scoring, {len(annotations)} questions"
-    return Report(summary | blind, table(title, {args.scoring: summary} | blind))
+        blind = {"blind": score_answers(test, blind_of(args, test), scoring)}
+    title = f"VQA accuracy (%), {scoring} scoring, {len(annotations)} questions"
+    return Report(summary | blind, table(title, {scoring: summary} | blind))
 
 
 class Data(NamedTuple):
@@ -291,8 +312,12 @@ def load(args: argparse.Namespace) -> tuple[Data, dict[str, list[Ask]]]:
         benchmark = embedded(1200 if args.limit is None else args.limit)
         blind = blind_answers(benchmark, embedded(TRAIN_QUESTIONS, "train"))
     else:
-        source = args.annotations or (args.questions if args.scoring in IN_ONE_FILE else None)
-        benchmark = from_files(args.questions, source, args.images, args.limit)
+        source = args.annotations or (args.questions if holds_answers(args.questions) else None)
+        benchmark = from_files(args.questions, source, args.images, args.limit, allow_outside=args.allow_outside)
+        if source is None:
+            print(f"{shown(args.questions)} has no answers: without --annotations nothing is scored", file=sys.stderr)
+        else:
+            check_scoring(args.scoring or benchmark.scoring, benchmark.annotations, source)
         blind = blind_of(args, benchmark) if benchmark.annotations else None
     return Data(benchmark, blind), {"vqa": asks_of(benchmark, args.prompt)}
 
@@ -311,10 +336,11 @@ def finish(args: argparse.Namespace, data: Data, answers: dict, out: Path, title
             files.append(f"{key}.json")
     if not benchmark.annotations:
         return Report({}, [], files)
-    summary, blind = score_answers(benchmark, said, args.scoring), {}
+    scoring = args.scoring or benchmark.scoring
+    summary, blind = score_answers(benchmark, said, scoring), {}
     if data.blind is not None:  # on the same questions as the model
-        blind["blind"] = score_answers(benchmark, {id_: data.blind[id_] for id_ in said}, args.scoring)
-    title = f"VQA accuracy (%), {args.scoring} scoring, {len(said)} questions, {title}"
+        blind["blind"] = score_answers(benchmark, {id_: data.blind[id_] for id_ in said}, scoring)
+    title = f"VQA accuracy (%), {scoring} scoring, {len(said)} questions, {title}"
     return Report(summary | blind, table(title, {"model": summary} | blind), files)
 
 
@@ -328,7 +354,7 @@ def add_data_flags(parser: argparse.ArgumentParser, required: bool) -> None:
         "--annotations",
         help="annotations file (default: the questions file, which holds the answers too in GQA, TextVQA and VizWiz)",
     )
-    parser.add_argument("--scoring", choices=SCORERS, default="official", help="scorer (default: %(default)s)")
+    parser.add_argument("--scoring", choices=SCORERS, help="scorer (default: the one that fits the annotations)")
     parser.add_argument(
         "--blind",
         nargs="*",

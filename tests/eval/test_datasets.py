@@ -43,13 +43,13 @@ def test_examples_are_read_beside_their_pictures(tmp_path):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (lines({"image": "a.png", "prefix": "q"}), "d.jsonl:1: has no 'suffix'"),
+        (lines({"image": "a.png", "prefix": "q"}), "d.jsonl:1: suffix is missing"),
         (
             lines({"image": "a.png", "prefix": "q", "suffix": "s"}, {"image": "b.png", "prefix": "q", "suffix": "s"}),
             "d.jsonl:2: picture 'b.png' is not in",
         ),
-        (lines({"image": "a.png", "prefix": 3, "suffix": "s"}), "d.jsonl:1: 'prefix' is 3, expected str"),
-        (lines({"image": True, "prefix": "q", "suffix": "s"}), "d.jsonl:1: 'image' is True"),
+        (lines({"image": "a.png", "prefix": 3, "suffix": "s"}), "d.jsonl:1: prefix is 3, expected a text"),
+        (lines({"image": True, "prefix": "q", "suffix": "s"}), "d.jsonl:1: image is True"),
         ('{"image": "a.png"\n', "d.jsonl:1: not valid JSON"),
         ('\n\n["a.png"]\n', "d.jsonl:3: holds a JSON list"),
         ('{"image": "a.png", "prefix": "q", "suffix": "s"} {}\n', "d.jsonl:1: not valid JSON (Extra data"),
@@ -70,11 +70,11 @@ def test_unreadable_files_are_named(tmp_path, content, expected):
     path = tmp_path / "x.json"
     if content:
         path.write_bytes(content)
-    for read in (datasets.read_json, datasets.read_jsonl):
+    for read in (datasets.read_pope, datasets.read_examples, datasets.read_questions, datasets.read_captions):
         with pytest.raises(UserError, match=expected):
             read(path)
     with pytest.raises(UserError):
-        datasets.read_json(tmp_path)
+        datasets.read_questions(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -149,9 +149,9 @@ def test_pictures_are_found_in_either_layout_and_counted_when_absent(tmp_path):
     picture(tmp_path / "b.png")
     assert datasets.find_image(tmp_path, "val2014/a.png") == tmp_path / "val2014/a.png"
     assert datasets.find_image(tmp_path, "val2014/b.png") == tmp_path / "b.png"
-    datasets.check_images(["val2014/a.png", "val2014/b.png"], tmp_path, "q.json")
+    datasets.find_images(["val2014/a.png", "val2014/b.png"], tmp_path, "q.json")
     with pytest.raises(UserError, match=r"q.json: 2 of its 3 pictures are not in .* \('c.png', 'd.png'\)"):
-        datasets.check_images(["b.png", "c.png", "d.png", "c.png"], tmp_path, "q.json")
+        datasets.find_images(["b.png", "c.png", "d.png", "c.png"], tmp_path, "q.json")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_captions_of_coco_the_last_counts(tmp_path):
     ("change", "expected"),
     [
         ({"image_ids": ["s_9.jpg"]}, "annotations.json[0]: image_ids ('s_9.jpg') not in"),
-        ({"image_ids": []}, "annotations.json[0]: image_ids () not in"),
+        ({"image_ids": []}, "annotations.json[0]: image_ids is [], expected a list of at least 1"),
         ({"row": 2}, "annotations.json[0]: place (1, 2, 1) is outside 2 picture(s) of 2 by 2"),
         ({"index": 2}, "place (2, 0, 1) is outside"),
         ({"row": -1}, "place (1, -1, 1) is outside"),
@@ -220,7 +220,7 @@ def test_captions_of_coco_the_last_counts(tmp_path):
         ({"target": ["val2014/201.jpg"]}, "differ in length"),
         (TWO | {"row": [0]}, "differ in length"),
         ({"target": "val2014/999.jpg"}, "captions.json has no caption for 'val2014/999.jpg'"),
-        ({"index": None}, "'index' is None, expected int or list"),
+        ({"index": None}, "index is None, expected an integer"),
     ],
 )
 def test_contradicting_needle_files_are_named(tmp_path, change, expected):

@@ -29,8 +29,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
-from eval.datasets import field, some
-from model.common import UserError, atomic_path, parse_json, shown
+from eval.datasets import some
+from model.common import Expected, UserError, atomic_path, parse_json, read_field, shown
 from train.data.batches import plan_epoch
 from train.data.records import Record
 
@@ -273,8 +273,8 @@ class Shards(Sequence):
         entry = entries[question] if question < len(entries) else None
         if not isinstance(entry, dict):
             raise UserError(f'{where}: expected {{"prefix", "suffix"}}, or a list of such: make the shard again')
-        prefix, suffix = (field(entry, key, str, where) for key in ("prefix", "suffix"))
-        choices = field(entry, "choices", list, where) if self.sampled and "choices" in entry else ()
+        prefix, suffix = (read_field(entry, key, Expected(str), where) for key in ("prefix", "suffix"))
+        choices = read_field(entry, "choices", Expected(list), where) if self.sampled and "choices" in entry else ()
         if not all(isinstance(choice, str) for choice in choices):
             raise UserError(f"{where}: 'choices' must be texts: make the shard again")
         name = entry["name"] if isinstance(entry.get("name"), str) else f"{shard.name}/{_split(name)[0]}[{question}]"
