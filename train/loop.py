@@ -163,7 +163,8 @@ def count_records(micros: Sequence[Micro], progress: dict, max_bad: int, world: 
     counts = [(len(micro.names), micro.tokens, micro.bad) for micro in micros]
     samples, tokens, bad = zip(*(one for of_process in world.gather(counts) for one in of_process), strict=True)
     progress["samples"] += sum(samples)
-    progress["bad"] += [line for lines in bad for line in lines]
+    new = [line for lines in bad for line in lines]
+    progress["bad"] = list(dict.fromkeys([*progress["bad"], *new]))  # every epoch reports a record again
     if len(progress["bad"]) > max_bad:
         raise UserError(
             f"{len(progress['bad'])} unusable records, more than --max-bad {max_bad}; the last: {progress['bad'][-1]}"

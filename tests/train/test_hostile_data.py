@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
@@ -15,9 +16,11 @@ from model.processor import Processor
 from tests.files import write_vqav2
 from tests.train.test_shards import picture, plain, write_tar
 from train import shard as shard_command
-from train.data.batches import Order, collate
+from train.data.batches import Order, collate, without_rows
 from train.data.records import jsonl_records, vqav2_records
 from train.data.shards import Shards, index_of
+from train.distributed import World
+from train.loop import count_records
 
 
 @pytest.fixture(scope="module")
@@ -252,3 +255,34 @@ def test_every_shard_holds_out_other_samples(tmp_path):
     used = Shards(f"{tmp_path}/s-{{0..3}}.tar", fraction=0.5, seed=1)
     ends = [0, *used.ends.tolist()]
     assert len({tuple((used.rows[a:b, 0] % 40).tolist()) for a, b in zip(ends, ends[1:], strict=False)}) == 4
+
+
+def test_a_bad_record_counts_once(tmp_path):
+    """Breaks when a record that is left out in every epoch is counted anew, until the run stops."""
+    world, progress = World(0, 1, torch.device("cpu")), {"samples": 0, "bad": []}
+    for _ in range(5):
+        count_records([without_rows(("a.jsonl:2: cut", "a.jsonl:7: cut"))], progress, 2, world)
+    assert progress["bad"] == ["a.jsonl:2: cut", "a.jsonl:7: cut"]
+    with pytest.raises(UserError, match="3 unusable records.*a.jsonl:9"):
+        count_records([without_rows(("a.jsonl:9: cut",))], progress, 2, world)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_random_index_is_not_believed(seed, tmp_path):
+    """Breaks when an index of any shape, type or values ends in a traceback, or hides a record."""
+    path, rng = write_tar(tmp_path / "a.tar", plain(3)), np.random.default_rng(seed)
+    rows, index = index_of(path), tmp_path / "a.index.safetensors"
+    tensors = load_file(index)
+    name = rng.choice(list(tensors))
+    match seed % 4:
+        case 0:
+            shape = rng.integers(0, 5, rng.integers(0, 4))
+            tensors[name] = rng.integers(-9, 1 << 40, shape).astype(rng.choice(["int64", "float32", "uint8"]))
+        case 1:
+            tensors[name] = np.roll(tensors[name], rng.integers(1, 7))
+        case 2:
+            del tensors[name]
+        case 3:
+            tensors[name].flat[rng.integers(tensors[name].size)] += 1
+    save_file(tensors, index)
+    assert np.array_equal(index_of(path), rows)

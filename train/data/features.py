@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from model.common import UserError, atomic_path
+from model.common import UserError, atomic_path, open_regular
 from model.paligemma import PaliGemma
 
 
@@ -70,8 +70,9 @@ class FeatureCache:
     def load(self, key: str) -> torch.Tensor | None:
         """Features (I, H) in bf16, or None if they are missing or unusable."""
         try:
-            features = load_file(self._file(key))["features"]
-        except (OSError, SafetensorError, KeyError):
+            with open_regular(self._file(key)):  # no pipe
+                features = load_file(self._file(key))["features"]
+        except (OSError, UserError, SafetensorError, KeyError):
             return None
         fits = features.shape == self.shape and features.dtype == torch.bfloat16
         return features if fits else None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from model.common import UserError, atomic_path, read_bytes, shown, write_text
+from model.common import UserError, atomic_path, read_bytes, read_text, shown, write_text
 from model.images import load_image
 from train.data.records import Record
 from train.data.shards import MAX_BYTES, PICTURES, index_of
@@ -112,7 +112,7 @@ def make(
     manifest = prefix.with_name(f"{prefix.name}.json")
     if not manifest.exists():
         write_text(manifest, json.dumps(plan) + "\n")
-    elif manifest.read_text(encoding="utf-8") != json.dumps(plan) + "\n":
+    elif read_text(manifest) != json.dumps(plan) + "\n":
         raise UserError(
             f"--out {prefix}: {manifest} belongs to shards of other records, pictures or sizes: give another prefix, "
             "or delete that file and its shards"

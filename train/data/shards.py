@@ -30,7 +30,7 @@ from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
 from eval.datasets import some
-from model.common import Expected, UserError, atomic_path, parse_json, read_field, shown
+from model.common import Expected, UserError, atomic_path, open_regular, parse_json, read_field, shown
 from train.data.batches import plan_epoch
 from train.data.records import Record
 
@@ -75,7 +75,8 @@ def index_of(shard: Path) -> np.ndarray:
     _open.cache_clear()  # the file may have been replaced
     path = shard.with_suffix(".index.safetensors")
     with suppress(OSError, SafetensorError, KeyError, ValueError, TypeError):
-        tensors = load_file(path)
+        with open_regular(path):  # no pipe
+            tensors = load_file(path)
         if _fits(tensors, shard):
             return tensors["records"]
     rows, end = build_index(shard)
@@ -93,7 +94,9 @@ def sealed(rows: np.ndarray, size_and_end: np.ndarray) -> dict[str, np.ndarray]:
 def _fits(tensors: dict[str, np.ndarray], shard: Path) -> bool:
     """Whether these tensors are a whole, well-formed index of the shard as it is now."""
     rows, size_and_end, size = tensors["records"], tensors["size_and_end"], shard.stat().st_size
-    if rows.dtype != np.int64 or rows.ndim != 2 or rows.shape[1] != LENGTH + 1 or size_and_end[0] != size:
+    if rows.dtype != np.int64 or rows.ndim != 2 or rows.shape[1] != LENGTH + 1:
+        return False
+    if size_and_end.dtype != np.int64 or size_and_end.shape != (2,) or size_and_end[0] != size:
         return False
     steps = np.diff(rows[:, SAMPLE], prepend=0)
     ends = rows[:, [PICTURE, TEXT]] + rows[:, [PICTURE_SIZE, TEXT_SIZE]]
