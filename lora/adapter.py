@@ -90,9 +90,9 @@ def merge(model: nn.Module) -> None:
     for path, layer in layers.items():
         if not layer.base_layer.weight.is_floating_point():
             raise UserError(f"{path}: its weights are quantized: open the base as it is, load the adapter, merge there")
-        attention = model.get_submodule(path.rpartition(".")[0])
-        is_shared = isinstance(attention, Differential) and not attention.mergeable
-        if is_shared and path.endswith(("q_proj", "k_proj")):
+        parent, _, name = path.rpartition(".")
+        attention = model.get_submodule(parent)
+        if isinstance(attention, Differential) and name in attention.read_twice:
             raise UserError(
                 f"{path}: cannot be merged: in attention of kind {attention.kind!r} a second branch shares this weight "
                 "and would get the first one's update: keep the adapter unmerged"

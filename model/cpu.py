@@ -62,7 +62,8 @@ def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 def onednn_is_faster(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether oneDNN multiplies x (…, in) by weight (…, out, in) faster than F.linear."""
     return (
-        (x.numel() * weight.shape[-2] >= MIN_OPERATIONS or weight.numel() >= MIN_OPERATIONS >> 3)
+        x.numel() > 0  # oneDNN raises otherwise
+        and (x.numel() * weight.shape[-2] >= MIN_OPERATIONS or weight.numel() >= MIN_OPERATIONS >> 3)
         and _is_fp32_with_avx512(x, weight)
         and onednn_linear is not None
         and bool(torch.backends.mkldnn.enabled)
@@ -74,7 +75,7 @@ def few_rows_are_faster(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     return (
         bias is None
         and not torch.is_grad_enabled()
-        and x.numel() <= MAX_DECODE_ROWS * x.shape[-1]
+        and 0 < x.numel() <= MAX_DECODE_ROWS * x.shape[-1]
         and weight.numel() >= MIN_WEIGHT_ELEMENTS
         and _is_fp32_with_avx512(x, weight)
         and _has_mkl

@@ -4,6 +4,7 @@ In: a batch of prompts of unequal length, padded on either side. Out: the new to
 `Processor.decode` turns into text.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -112,16 +113,17 @@ def generate(
     """New token ids of each row (a list of B vectors), up to and including the end token if it came.
 
     The prompt (B, S) and its pictures are as for `PaliGemma.forward`; each new token is causal. Decoding is greedy at
-    temperature 0, else sampled from the smallest set of tokens that holds `top_p` of the probability there. `compiled`
-    is a compiled step of this model.
-    Raises UserError for a temperature below 0, a top_p outside (0, 1], or fewer than 1 new token, and NonFiniteError
-    for logits before a row's end that are NaN or infinite.
+    temperature 0, else sampled from the smallest set of tokens that holds `top_p` of the probability there. The image
+    token is never chosen: it has no meaning without a picture. `compiled` is a compiled step of this model.
+    Raises UserError for a temperature below 0 or not finite, a top_p outside (0, 1], or fewer than 1 new token, and
+    NonFiniteError for logits before a row's end that are NaN or infinite.
     """
-    if max_new_tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
+    if max_new_tokens < 1 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
         raise UserError(
             f"max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}: expected at least 1, "
-            "at least 0, and in (0, 1]"
+            "at least 0 and finite, and in (0, 1]"
         )
+    excluded = model.config.image_token_id if isinstance(model, PaliGemma) else None
     # inference mode saves the bookkeeping of autograd in every step; torch.compile does not allow it
     with torch.inference_mode() if compiled is None else torch.no_grad():
         rows, prompt = input_ids.shape
@@ -146,7 +148,7 @@ def generate(
             compiled.seal()
 
         def choose(logits: torch.Tensor) -> torch.Tensor:
-            return pick(logits, temperature, top_p, generator)
+            return pick(logits, temperature, top_p, generator, excluded)
 
         def advance(token: torch.Tensor, count: int) -> torch.Tensor:
             if compiled is not None:
@@ -197,13 +199,27 @@ def last_valid(attention_mask: torch.Tensor) -> torch.Tensor:
     return width - 1 - attention_mask.flip(1).long().argmax(dim=1, keepdim=True)
 
 
-def pick(logits: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator | None) -> torch.Tensor:
-    """One token (B,) from logits (B, V): the largest, or a sample of the nucleus (Holtzman et al. 2020)."""
-    if temperature == 0:
-        return logits.argmax(dim=-1)
+def pick(
+    logits: torch.Tensor,
+    temperature: float,
+    top_p: float,
+    generator: torch.Generator | None,
+    excluded: int | None = None,
+) -> torch.Tensor:
+    """One token (B,) from logits (B, V): the largest, or a sample of the nucleus (Holtzman et al. 2020).
+
+    The token `excluded` is never chosen.
+    """
     # torch.multinomial fails on NaN, on CUDA for all later calls too; _decode reports such a row
     logits = torch.where(finite_rows(logits)[:, None], logits, 0.0)
-    probabilities = torch.softmax(logits / temperature, dim=-1)
+    if excluded is not None and excluded < logits.shape[-1]:
+        logits[:, excluded] = -math.inf
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    # the largest logit becomes 0, and the temperature a number of fp32, so that no quotient is NaN
+    limits = torch.finfo(logits.dtype)
+    logits = logits - logits.amax(dim=-1, keepdim=True)
+    probabilities = torch.softmax(logits / min(max(temperature, limits.tiny), limits.max), dim=-1)
     if top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True)
         # a token stays while the mass before it has not reached top_p: the first always does

@@ -33,7 +33,7 @@ class Differential(Attention):
     """
 
     kind: str
-    mergeable = True  # LoRA on q_proj and k_proj may be merged into their weights: no second branch reads them
+    read_twice: tuple[str, ...] = ()  # projections whose weights a second branch reads too: no LoRA is merged there
     foldable = False  # `fold` can turn it into plain attention,
     rewrites_output = False  # with other weights of the output projection
     maps = 1  # attention maps of a head, and calls of `tap`, A₁ first
@@ -194,7 +194,7 @@ class Twin(Differential):
     """
 
     kind = "twin"
-    mergeable = False
+    read_twice = ("q_proj", "k_proj")
     maps = 2
 
     def __init__(
@@ -235,7 +235,7 @@ class V2(Differential):
     """
 
     kind = "v2"
-    mergeable = False
+    read_twice = ("q_proj",)
     maps = 2
 
     def __init__(self, plain: Attention, layer: int, *, r: int = 16, alpha: float = 32.0, dropout: float = 0.0):

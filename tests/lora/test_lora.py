@@ -402,14 +402,24 @@ def test_merge_equals_pefts(tmp_path, hf, model):
         assert relative_error(layer.base_layer.weight, theirs[f"model.{path}.weight"]) <= 1e-7, path
 
 
-@pytest.mark.parametrize("kind", ["twin", "v2"])
-def test_merge_refuses_where_branches_share_a_weight(inputs, model, kind):
+@pytest.mark.parametrize(
+    ("kind", "targets", "named"),
+    [
+        ("twin", DECODER_TARGETS, "q_proj"),
+        ("twin", ["q_proj"], "q_proj"),
+        ("twin", ["k_proj"], "k_proj"),
+        ("twin", ["v_proj", "k_proj"], "k_proj"),
+        ("v2", DECODER_TARGETS, "q_proj"),
+        ("v2", ["q_proj"], "q_proj"),
+    ],
+)
+def test_merge_refuses_where_branches_share_a_weight(inputs, model, kind, targets, named):
     """Breaks when a merge moves the second branch of the attention along with the first."""
     graft(model, kind)
-    inject(model, DECODER_TARGETS, 2, 4)
+    inject(model, targets, 2, 4)
     randomize(model)
     logits = model(**inputs)
-    with pytest.raises(UserError, match=rf"self_attn.q_proj: cannot be merged: .* '{kind}'"):
+    with pytest.raises(UserError, match=rf"self_attn.{named}: cannot be merged: .* '{kind}'"):
         merge(model)
     assert not any(layer.merged for layer in lora_layers(model).values())
     assert torch.equal(model(**inputs), logits)
@@ -420,6 +430,7 @@ def test_merge_refuses_where_branches_share_a_weight(inputs, model, kind):
     [
         ("twin", ["v_proj", "o_proj", "down_proj"]),
         ("v2", ["v_proj"]),
+        ("v2", ["k_proj", "v_proj"]),
         ("shared", SEVEN),
         ("split", SEVEN),
         ("dex", SEVEN),

@@ -499,6 +499,27 @@ def test_v2_keeps_its_gate_in_fp32_under_autocast():
     assert torch.equal(out.bfloat16(), (first.float() - gate * second.float()).bfloat16())
 
 
+@pytest.mark.parametrize("variant", ["dex", "dex-heads"])
+def test_the_change_of_dex_is_computed_in_fp32(variant):
+    """Breaks when λ·o·W_D is computed in bf16, whose 8 bits cost more digits than the output is rounded by."""
+    _, module = sibling(variant)
+    heads = torch.randn(2, len(module.heads), 9, 16).bfloat16()
+    exact = heads.double() - module.lambda_d.double() * (heads.double() @ module.w_d.double())
+    assert (module.change(heads) == exact.bfloat16()).float().mean() > 0.99
+    assert module.change(heads).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("variant", "name"), [("twin", "q2"), ("twin", "k2"), ("v2", "q2")])
+def test_each_second_branch_drops_out(variant, name):
+    """Breaks when the dropout of a second branch does not reach one of its updates, or stays in evaluation."""
+    kind, _ = VARIANTS[variant]
+    module = KINDS[kind](plain_attention(), 1, r=3, alpha=6.0, dropout=0.5)
+    nn.init.normal_(module.get_submodule(name).lora_B.weight)  # this update alone is not zero
+    arguments = inputs()
+    assert not torch.equal(module.train()(*arguments), module(*arguments)), "training draws a new mask"
+    assert torch.equal(module.eval()(*arguments), module(*arguments))
+
+
 @pytest.mark.parametrize("variant", ["twin", "split-bare", "v2"])
 def test_the_difference_is_taken_in_fp32(variant):
     """Breaks when the subtraction of two bf16 outputs is rounded more than once."""
@@ -767,16 +788,18 @@ def test_mistakes_are_named_and_change_nothing(arguments, message):
 # --- merging -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "o_proj"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_mergeable_says_whether_lora_may_be_merged(variant):
+def test_a_variant_says_which_lora_may_be_merged(variant, name):
     """Breaks when a merge would silently change what a second branch computes, or is refused for nothing."""
-    _, module = sibling(variant, lora=True)
+    _, module = sibling(variant)
+    setattr(module, name, LoRALinear(getattr(module, name), 3, 6.0))
+    nn.init.normal_(getattr(module, name).lora.lora_B.weight)
     x, rope, mask = inputs()
     before = module(x, rope, mask)
-    for name in ("q_proj", "k_proj"):
-        getattr(module, name).merge()
-        getattr(module, name).lora.lora_B.weight.data.zero_()
-    assert (relative(module(x, rope, mask), before) < 1e-5) == module.mergeable
+    getattr(module, name).merge()
+    getattr(module, name).lora.lora_B.weight.data.zero_()
+    assert (relative(module(x, rope, mask), before) < 1e-5) == (name not in module.read_twice)
 
 
 @pytest.mark.parametrize("variant", ["softmax", "dex", "dex-heads"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import model.cpu as cpu
 from tests.reference import batch, hf_forward, hf_model, ours, outputs_by_layer, relative_error, reload_hf
 
 SAME_BACKEND, OTHER_BACKEND = 1e-6, 1e-5
@@ -167,6 +168,24 @@ def test_positions_to_keep_are_rows_of_all_logits():
     }
     for name, (positions, expected) in picks.items():
         assert relative_error(model(**inputs, positions_to_keep=positions), expected) <= SAME_BACKEND, name
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+@pytest.mark.parametrize("learns", [True, False])
+def test_no_position_to_keep_is_no_error(generation, learns, monkeypatch):
+    """Breaks when a batch without supervised tokens raises; its loss and its gradients are zero."""
+    monkeypatch.setattr(cpu, "MIN_WEIGHT_ELEMENTS", 0)
+    hf = hf_model(generation)
+    model, inputs = ours(hf, "sdpa"), batch(hf)
+    nothing = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
+    for positions, shape in ((nothing, (0,)), (0, (2, 0)), (torch.zeros(2, 0, dtype=torch.long), (2, 0))):
+        with torch.set_grad_enabled(learns):
+            assert model(**inputs, positions_to_keep=positions).shape == (*shape, 128)
+            loss = model(**inputs, positions_to_keep=positions, targets=torch.zeros(shape, dtype=torch.long))
+        assert loss == 0
+        if learns:
+            loss.backward()
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
 def test_the_head_runs_only_at_positions_to_keep(monkeypatch):

@@ -144,6 +144,23 @@ def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
         assert torch.equal(torch.compile(linear, backend="eager", fullgraph=True)(x, weight), y)
 
 
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("shape", [(0, 24), (2, 0, 24), (0, 1, 24)])
+def test_no_rows_are_no_error(shape, learns, onednn, monkeypatch):
+    """Breaks when a product of no rows, as of positions of which none is kept, raises or loses its width."""
+    monkeypatch.setattr(cpu, "_has_mkl", True)
+    x, layer = torch.randn(shape), Linear(24, 40, bias=False).requires_grad_(learns)
+    for few in (0, 1 << 60):
+        monkeypatch.setattr(cpu, "MIN_WEIGHT_ELEMENTS", few)
+        with torch.set_grad_enabled(learns):
+            for y in (layer(x), activated(layer, x, "gelu_pytorch_tanh")):
+                assert y.shape == (*shape[:-1], 40)
+                if learns:
+                    layer.zero_grad()
+                    y.sum().backward()
+                    assert not layer.weight.grad.any()
+
+
 # --- attention, row by row -------------------------------------------------------------------------------------------
 
 

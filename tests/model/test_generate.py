@@ -1,5 +1,7 @@
 """Decoding equals transformers' generate and our own uncached forward, batched or alone, on either padding side."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -171,6 +173,39 @@ def test_sampling_follows_the_distribution():
     assert pick(logits[:2], 0.0, 1.0, None).tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-39, 1e-38, 1e-20, 1e38, 1e300])
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_extreme_temperatures_are_their_limits(temperature, top_p):
+    """Breaks when a quotient overflows: near 0 only the largest logit is drawn, far above 1 all alike."""
+    logits = torch.tensor([[3.0, -80.0, 50.0, 49.0], [-1e30, 1e30, -1e30, 0.0]]).repeat(500, 1)
+    drawn = pick(logits, temperature, top_p, torch.Generator().manual_seed(0)).view(-1, 2)
+    if temperature < 1:
+        assert (drawn == torch.tensor([2, 1])).all()
+    elif top_p == 1 and temperature > 1e38:
+        assert all(torch.bincount(column, minlength=4).min() > 80 for column in drawn.T)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1e300])
+def test_an_image_token_is_never_an_answer(temperature, monkeypatch):
+    """Breaks when a row that draws <image>, which needs a picture, aborts the whole batch."""
+    hf = hf_model(1)
+    model, inputs = ours(hf), prompt(hf)
+    image, head = model.config.image_token_id, model.language_model.head
+
+    def towards_image(hidden):
+        return head(hidden).index_fill(-1, torch.tensor(image), 1e4)
+
+    monkeypatch.setattr(model.language_model, "head", towards_image)
+    options = {"temperature": temperature, "top_p": 0.9, "generator": torch.Generator().manual_seed(0)}
+    rows = generate(model, **inputs, max_new_tokens=12, **options)
+    assert len(rows) == 3 and all(image not in row.tolist() for row in rows)
+    if temperature == 0:  # and nothing else changes
+        monkeypatch.setattr(
+            model.language_model, "head", lambda hidden: head(hidden).index_fill(-1, torch.tensor(image), -1e4)
+        )
+        assert [row.tolist() for row in generate(model, **inputs, max_new_tokens=12)] == [row.tolist() for row in rows]
+
+
 def test_sampling_is_reproducible():
     """Breaks when a seeded generator does not fix the answer."""
     hf = hf_model(1)
@@ -191,7 +226,12 @@ def test_last_valid_on_both_sides():
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_new_tokens": 0}, {"max_new_tokens": 4, "temperature": -1.0}, {"max_new_tokens": 4, "top_p": 0.0}]
+    "options",
+    [
+        {"max_new_tokens": 0},
+        *({"max_new_tokens": 4, "temperature": value} for value in (-1.0, math.nan, math.inf)),
+        *({"max_new_tokens": 4, "top_p": value} for value in (0.0, 1.1, math.nan)),
+    ],
 )
 def test_senseless_options_are_refused(options):
     """Breaks when a wrong option decodes something instead of saying so."""
@@ -206,3 +246,11 @@ def test_a_prompt_longer_than_the_cache_is_refused():
     model, inputs = ours(hf), prompt(hf)
     with pytest.raises(ValueError, match="cache of 10"):
         model(**inputs, cache=model.new_cache(10))
+    width = inputs["input_ids"].shape[1]
+    with pytest.raises(ValueError, match=f"{width} positions do not fit into a cache of {width - 1}"):
+        model(**inputs, cache=model.new_cache(width - 1))
+    cache = model.new_cache(width)
+    model(**inputs, cache=cache)  # which is full then
+    step = {name: F.pad(inputs[name], (0, 1), value=1) for name in ("token_type_ids", "attention_mask")}
+    with pytest.raises(ValueError, match=f"{width + 1} positions do not fit into a cache of {width}"):
+        model(inputs["input_ids"][:, -1:], None, **step, cache=cache)
