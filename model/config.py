@@ -13,24 +13,35 @@ K key/value heads, D head dim, F feed-forward, V vocabulary, P patches per side,
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isqrt
 from pathlib import Path
+from typing import Annotated, Any
 
-from model.common import UserError, read_json
+from model.common import Expected, UserError, field_problems, quoted, read_field, read_json
+
+# What a field may be. The bounds are far beyond any published model; what exceeds them is a damaged or hostile file.
+DEPTH, SIZE, PICTURE_TOKENS = Expected(int, 1, 1024), Expected(int, 1, 1 << 16), Expected(int, 1, 1 << 16)
+Depth = Annotated[int, DEPTH]
+Size = Annotated[int, SIZE]  # a width, a number of heads, a patch or picture in pixels
+WideSize = Annotated[int, Expected(int, 1, 1 << 20)]
+VocabSize = Annotated[int, Expected(int, 1, 1 << 24)]
+TokenId = Annotated[int, Expected(int, 0, 1 << 24)]
+Epsilon = Annotated[float, Expected(float, 0, 1)]
+Positive = Annotated[float, Expected(float, 1e-6, 1e12)]
 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """SigLIP's ViT. Defaults: So400m/14 at 224 px, PaliGemma's eye."""
+    """SigLIP's ViT. Defaults: So400m/14 at 224 px, the vision tower of PaliGemma."""
 
-    hidden_size: int = 1152
-    intermediate_size: int = 4304
-    num_hidden_layers: int = 27
-    num_attention_heads: int = 16
-    patch_size: int = 14
-    image_size: int = 224
-    layer_norm_eps: float = 1e-6
-    # None: what the final norm returns. Else that entry of [embeddings, layer 1, …, layer n], not normed: −2 is what
-    # LLaVA and its successors read
-    feature_layer: int | None = None
+    hidden_size: Size = 1152
+    intermediate_size: WideSize = 4304
+    num_hidden_layers: Depth = 27
+    num_attention_heads: Size = 16
+    patch_size: Size = 14
+    image_size: Size = 224
+    layer_norm_eps: Epsilon = 1e-6
+    # None: the output of the final norm. Else an entry of [embeddings, layer 1, …, layer n] without the final norm; −2
+    # is that of LLaVA and its successors
+    feature_layer: Annotated[int, Expected(int, -1024, 1024)] | None = None
 
     @property
     def head_dim(self) -> int:
@@ -42,34 +53,47 @@ class VisionConfig:
 
     @property
     def num_image_tokens(self) -> int:
-        """I: one token a patch, no class token."""
+        """I: one token per patch, no class token."""
         return self.patches_per_side**2
+
+    def problems(self) -> list[str]:
+        """What is wrong with the sizes, a text for each problem."""
+        if problems := field_problems(self, "vision_config."):
+            return problems
+        if not PICTURE_TOKENS.accepts(self.num_image_tokens):
+            problems.append(f"a picture has {self.num_image_tokens} tokens, expected {PICTURE_TOKENS}")
+        if self.hidden_size % self.num_attention_heads:
+            problems.append(f"vision hidden_size {self.hidden_size} is no multiple of {self.num_attention_heads} heads")
+        layers = self.num_hidden_layers
+        if self.feature_layer is not None and not -layers - 1 <= self.feature_layer <= layers:
+            problems.append(f"feature_layer {self.feature_layer} is not one of SigLIP's {layers} layers")
+        return problems
 
 
 @dataclass(frozen=True)
 class TextConfig:
     """Gemma's decoder, generation 1 (`model_type` gemma) or 2 (gemma2). Defaults: the 2B of PaliGemma 1."""
 
-    model_type: str = "gemma"
-    vocab_size: int = 257152
-    hidden_size: int = 2048
-    intermediate_size: int = 16384
-    num_hidden_layers: int = 18
-    num_attention_heads: int = 8
-    num_key_value_heads: int = 1
-    head_dim: int = 256
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    hidden_activation: str = "gelu_pytorch_tanh"
+    model_type: Annotated[str, Expected(str, choices=("gemma", "gemma2"))] = "gemma"
+    vocab_size: VocabSize = 257152
+    hidden_size: Size = 2048
+    intermediate_size: WideSize = 16384
+    num_hidden_layers: Depth = 18
+    num_attention_heads: Size = 8
+    num_key_value_heads: Size = 1
+    head_dim: Size = 256
+    rms_norm_eps: Epsilon = 1e-6
+    rope_theta: Positive = 10000.0
+    hidden_activation: Annotated[str, Expected(str, choices=("gelu_pytorch_tanh", "silu"))] = "gelu_pytorch_tanh"
     # Gemma 2 only; None switches each off
-    query_pre_attn_scalar: float | None = None
-    attn_logit_softcapping: float | None = None
-    final_logit_softcapping: float | None = None
-    sliding_window: int | None = None
+    query_pre_attn_scalar: Positive | None = None
+    attn_logit_softcapping: Positive | None = None
+    final_logit_softcapping: Positive | None = None
+    sliding_window: Annotated[int, Expected(int, 1, 1 << 31)] | None = None
 
     @property
     def is_gemma2(self) -> bool:
-        """Four norms a layer, soft-capped logits, every other layer slides."""
+        """Four norms per layer, soft-capped logits, a sliding window in every other layer."""
         return self.model_type == "gemma2"
 
     @property
@@ -77,24 +101,35 @@ class TextConfig:
         return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
     def window(self, layer: int) -> int | None:
-        """Width of the sliding window of a layer, counted from 0; None for full attention. Even layers slide."""
+        """Width of the sliding window of layer 0, 1, …; None for full attention, as in all odd layers."""
         return self.sliding_window if layer % 2 == 0 else None
+
+    def problems(self) -> list[str]:
+        """What is wrong with the sizes, a text for each problem."""
+        if problems := field_problems(self, "text_config."):
+            return problems
+        heads, key_heads = self.num_attention_heads, self.num_key_value_heads
+        if heads % key_heads:
+            problems.append(f"{heads} heads cannot share {key_heads} key heads evenly")
+        if self.head_dim % 2:
+            problems.append(f"head_dim {self.head_dim} is odd, but RoPE rotates pairs")
+        return problems
 
 
 @dataclass(frozen=True)
 class PaliGemmaConfig:
-    """The whole model: an eye, a decoder and the ids that join them."""
+    """The whole model: a vision tower, a decoder and the token ids that join them."""
 
     vision: VisionConfig = field(default_factory=VisionConfig)
     text: TextConfig = field(default_factory=TextConfig)
-    image_token_id: int = 257152
-    pad_token_id: int = 0
-    eos_token_id: int = 1
-    bos_token_id: int = 2
+    image_token_id: TokenId = 257152
+    pad_token_id: TokenId = 0
+    eos_token_id: TokenId = 1
+    bos_token_id: TokenId = 2
 
     @property
     def num_image_tokens(self) -> int:
-        """Positions that a picture takes in the sequence."""
+        """Positions of one picture in the sequence."""
         return self.vision.num_image_tokens
 
     @classmethod
@@ -102,15 +137,16 @@ class PaliGemmaConfig:
         """Read a published config.json. Raises UserError for another architecture or sizes that contradict."""
         if raw.get("model_type") != "paligemma":
             raise UserError(
-                f"{where}: model_type is {raw.get('model_type')!r}, expected 'paligemma': this loader opens "
+                f"{where}: model_type is {quoted(raw.get('model_type'))}, expected 'paligemma': this loader opens "
                 "PaliGemma 1 and 2; pick such a checkpoint"
             )
+        vision, text = read_section(raw, "vision_config", where), read_section(raw, "text_config", where)
         config = cls(
-            vision=_read_vision(raw.get("vision_config") or {}, raw.get("text_config") or {}, where),
-            text=_read_text(raw.get("text_config") or {}, raw, where),
-            image_token_id=raw.get("image_token_index", raw.get("image_token_id", 256000)),
+            vision=_read_vision(vision, text, where),
+            text=_read_text(text, raw, where),
+            image_token_id=_first(raw.get("image_token_index"), raw.get("image_token_id"), 256000),
             **{
-                name: _first(raw.get(name), (raw.get("text_config") or {}).get(name), default)
+                name: _first(raw.get(name), text.get(name), default)
                 for name, default in (("pad_token_id", 0), ("eos_token_id", 1), ("bos_token_id", 2))
             },
         )
@@ -120,7 +156,7 @@ class PaliGemmaConfig:
     @classmethod
     def from_file(cls, path: str | Path) -> "PaliGemmaConfig":
         """Read config.json at `path`. Raises UserError if it is absent, not JSON, or not a PaliGemma."""
-        return cls.from_dict(read_json(path), str(path))
+        return cls.from_dict(read_json(path, unique_keys=True), str(path))
 
     def to_dict(self) -> dict:
         """The config.json that transformers reads back to the same model."""
@@ -160,78 +196,87 @@ class PaliGemmaConfig:
         }
 
     def check(self, where: str = "config") -> None:
-        """Raise UserError, all contradictions in one line, unless the sizes fit together."""
-        v, t = self.vision, self.text
-        positive = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        problems = [
-            f"{part}.{name} is {getattr(config, name)!r}, expected a positive integer"
-            for part, config, names in (
-                ("vision_config", v, (*positive, "patch_size", "image_size")),
-                ("text_config", t, (*positive, "num_key_value_heads", "head_dim", "vocab_size")),
-            )
-            for name in names
-            if not isinstance(getattr(config, name), int) or getattr(config, name) < 1
-        ]
-        if not problems:
-            if v.image_size % v.patch_size:
-                problems.append(f"image_size {v.image_size} is no multiple of patch_size {v.patch_size}")
-            if v.hidden_size % v.num_attention_heads:
-                problems.append(f"vision hidden_size {v.hidden_size} is no multiple of {v.num_attention_heads} heads")
-            if t.num_attention_heads % t.num_key_value_heads:
-                problems.append(f"{t.num_attention_heads} heads cannot share {t.num_key_value_heads} key heads evenly")
-            if t.head_dim % 2:
-                problems.append(f"head_dim {t.head_dim} is odd, but RoPE turns pairs")
-        if t.hidden_activation not in ("gelu_pytorch_tanh", "silu"):
-            problems.append(f"hidden_activation is {t.hidden_activation!r}, expected 'gelu_pytorch_tanh' or 'silu'")
-        if problems:
-            raise UserError(f"{where}: " + "; ".join(problems) + ": correct the file or download it again")
+        """Raise UserError, with all problems in one line, unless every field is possible and all fit together."""
+        problems = [*self.vision.problems(), *self.text.problems(), *field_problems(self)]
+        size, patch = self.vision.image_size, self.vision.patch_size
+        if not problems and size % patch:  # SigLIP alone crops, as at 384 px
+            problems.append(f"image_size {size} is no multiple of patch_size {patch}")
+        size, patch = self.vision.image_size, self.vision.patch_size
+        if not problems and size % patch:  # SigLIP alone crops, as at 384 px
+            problems.append(f"image_size {size} is no multiple of patch_size {patch}")
+        for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
+            if not problems and getattr(self, name) >= self.text.vocab_size:
+                problems.append(f"{name} is {getattr(self, name)}, but vocab_size only {self.text.vocab_size}")
+        refuse(problems, where)
 
 
-def _first(*values):
+def refuse(problems: list[str], where: str) -> None:
+    """Raise a UserError with all problems of a config.json, if there are any."""
+    if problems:
+        raise UserError(f"{where}: {'; '.join(problems)}: correct the file or download it again")
+
+
+def read_section(raw: dict, name: str, where: str) -> dict:
+    """The object raw[name], empty where it is absent or null. Raises UserError for another type."""
+    return {} if raw.get(name) is None else read_field(raw, name, Expected(dict), where)
+
+
+def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def read_known(cls, raw: dict, **overrides):
-    """The dataclass `cls` from the keys of `raw` that it knows; a null in the file means the default."""
+def read_known(cls, raw: dict, **overrides) -> Any:
+    """The dataclass `cls` from the keys of `raw` that it has; null means the default. The values are not checked."""
     known = {f.name: raw[f.name] for f in fields(cls) if raw.get(f.name) is not None}
     return cls(**(known | overrides))
 
 
 def _read_vision(raw: dict, text: dict, where: str) -> VisionConfig:
-    if raw.get("model_type", "siglip_vision_model") != "siglip_vision_model":
-        raise UserError(f"{where}: vision_config.model_type is {raw['model_type']!r}, expected 'siglip_vision_model'")
-    patch = raw.get("patch_size") or VisionConfig.patch_size
-    tokens = raw.get("num_image_tokens") or text.get("num_image_tokens")
-    # num_positions is stale in the published files of 448 and 896 px; the token count is not
-    size = raw.get("image_size") or (isqrt(tokens) * patch if tokens else VisionConfig.image_size)
-    return read_known(VisionConfig, raw, image_size=size, patch_size=patch)
+    kind = raw.get("model_type", "siglip_vision_model")
+    if kind != "siglip_vision_model":
+        raise UserError(f"{where}: vision_config.model_type is {quoted(kind)}, expected 'siglip_vision_model'")
+    size = raw.get("image_size")
+    if size is None:  # num_positions is stale in the published files of 448 and 896 px; the token count is not
+        tokens = _first(raw.get("num_image_tokens"), text.get("num_image_tokens"), VisionConfig().num_image_tokens)
+        patch = _first(raw.get("patch_size"), VisionConfig.patch_size)
+        given = {"num_image_tokens": tokens, "patch_size": patch}
+        side = isqrt(read_field(given, "num_image_tokens", PICTURE_TOKENS, where))
+        if side**2 != tokens:
+            raise UserError(f"{where}: num_image_tokens is {tokens}, expected a square: correct the file")
+        size = side * read_field(given, "patch_size", SIZE, where)
+    return read_known(VisionConfig, raw, image_size=size)
 
 
 def _read_text(raw: dict, top: dict, where: str) -> TextConfig:
     kind = raw.get("model_type", "gemma")
     if kind not in ("gemma", "gemma2"):
-        raise UserError(f"{where}: text_config.model_type is {kind!r}, expected 'gemma' or 'gemma2'")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise UserError(f"{where}: rope type {rope.get('rope_type', rope.get('type'))!r} is not part of PaliGemma")
+        raise UserError(f"{where}: text_config.model_type is {quoted(kind)}, expected 'gemma' or 'gemma2'")
+    rope = read_section(raw, "rope_parameters", where) or read_section(raw, "rope_scaling", where)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type != "default":
+        raise UserError(f"{where}: rope type {quoted(rope_type)} is not part of PaliGemma")
     if raw.get("attention_bias"):
         raise UserError(f"{where}: attention_bias is true, but Gemma's projections have no bias")
     if raw.get("use_bidirectional_attention") is False:
-        raise UserError(f"{where}: use_bidirectional_attention is false, but PaliGemma's prefix sees both ways")
-    activation = raw.get("hidden_activation") or raw.get("hidden_act") or TextConfig.hidden_activation
+        raise UserError(
+            f"{where}: use_bidirectional_attention is false, but PaliGemma's prefix attends in both directions"
+        )
+    activation = _first(raw.get("hidden_activation"), raw.get("hidden_act"), TextConfig.hidden_activation)
     overrides = {
-        "rope_theta": float(rope.get("rope_theta") or raw.get("rope_theta") or TextConfig.rope_theta),
-        # "gelu" is what the first files said and never what the model computed
+        "rope_theta": _first(rope.get("rope_theta"), raw.get("rope_theta"), TextConfig.rope_theta),
+        # the first files say "gelu", but the model was trained with the tanh approximation
         "hidden_activation": "gelu_pytorch_tanh" if activation == "gelu" else activation,
     }
     if kind == "gemma2":
-        layers = raw.get("num_hidden_layers", 26)
-        pattern = [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)]
-        if raw.get("layer_types") not in (None, pattern):
-            raise UserError(f"{where}: layer_types differs from Gemma 2's, where every even layer slides")
-        # null is a value for the caps and the window, it switches them off; elsewhere it means the default
+        # null switches the caps and the window off; for other fields it means the default
         given = {name: value for name, value in raw.items() if name in _GEMMA2_OPTIONAL or value is not None}
         raw = _GEMMA2_DEFAULTS | given
+        layers = read_field(raw, "num_hidden_layers", DEPTH, where)
+        pattern = [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)]
+        if raw.get("layer_types") not in (None, pattern):
+            raise UserError(
+                f"{where}: layer_types differs from Gemma 2's, in which every even layer has a sliding window"
+            )
         overrides |= {name: raw[name] for name in _GEMMA2_OPTIONAL}
     return replace(read_known(TextConfig, {"vocab_size": top.get("vocab_size"), **raw}), **overrides)
 

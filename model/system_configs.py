@@ -6,36 +6,53 @@ In: the dictionary of a config.json, or a preset's name. Out: a frozen dataclass
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Annotated
 
-from model.common import UserError, read_json
-from model.config import PaliGemmaConfig, TextConfig, VisionConfig, read_known
+from model.common import Expected, UserError, field_problems, quoted, read_field, read_json
+from model.config import (
+    SIZE,
+    Depth,
+    Epsilon,
+    PaliGemmaConfig,
+    Size,
+    TextConfig,
+    TokenId,
+    VisionConfig,
+    VocabSize,
+    read_known,
+    read_section,
+    refuse,
+)
 
 
 @dataclass(frozen=True)
 class WingsConfig(PaliGemmaConfig):
-    """PaliGemma's sizes, and the learners'. `routed`: with textual learners and routers, as from stage 2 on."""
+    """PaliGemma's sizes, and those of the learners. `routed`: with textual learners and routers, from stage 2 on."""
 
-    rank: int = 64
+    rank: Size = 64
     routed: bool = True
 
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> "WingsConfig":
         """Read what `to_dict` wrote. Raises UserError for another model or sizes that contradict."""
         base, learners = raw.get("paligemma_config"), raw.get("learner_config", {})
-        if raw.get("model_type") != "wings" or not isinstance(base, dict):
+        kind = raw.get("model_type")
+        if kind != "wings" or not isinstance(base, dict):
             raise UserError(
-                f"{where}: model_type is {raw.get('model_type')!r}, expected 'wings' with a paligemma_config: the "
-                "weights that the authors released have the shapes of another decoder and router; train with --wings"
+                f"{where}: model_type is {quoted(kind)}, expected 'wings' with a paligemma_config: the weights of the "
+                "authors have the shapes of another decoder and router; train with --wings"
             )
         if not isinstance(learners, dict) or not learners.keys() <= {"rank", "routed"}:
-            raise UserError(f"{where}: learner_config is {learners!r}, expected rank and routed: correct the file")
+            raise UserError(
+                f"{where}: learner_config is {quoted(learners)}, expected rank and routed: correct the file"
+            )
         config = cls.beside(PaliGemmaConfig.from_dict(base, where), **learners)
         config.check(where)
         return config
 
     @classmethod
     def beside(cls, base: PaliGemmaConfig, **learners) -> "WingsConfig":
-        """The sizes of `base`, and those of the learners."""
+        """The sizes of `base` with those of the learners."""
         return cls(**{field.name: getattr(base, field.name) for field in fields(PaliGemmaConfig)}, **learners)
 
     def to_dict(self) -> dict:
@@ -47,13 +64,9 @@ class WingsConfig(PaliGemmaConfig):
         }
 
     def check(self, where: str = "config") -> None:
-        """Raise UserError unless the sizes fit together."""
+        """Raise UserError unless every field is possible and all fit together."""
         super().check(where)
         width, heads = self.text.hidden_size, self.text.num_attention_heads
-        if type(self.rank) is not int or self.rank < 1 or type(self.routed) is not bool:
-            raise UserError(
-                f"{where}: rank {self.rank!r}, routed {self.routed!r}: expected a positive integer and true or false"
-            )
         if width % (2 * heads):
             raise UserError(f"{where}: a learner cannot cut {width} channels into {heads} heads of an even width")
 
@@ -62,17 +75,17 @@ class WingsConfig(PaliGemmaConfig):
 class MambaConfig:
     """Sizes of a Mamba language model. Defaults: mamba-130m."""
 
-    vocab_size: int = 50280  # 50277 tokens of GPT-NeoX, padded to a multiple of 8
-    hidden_size: int = 768
-    num_hidden_layers: int = 24
-    state_size: int = 16
-    expand: int = 2
-    conv_kernel: int = 4
-    time_step_rank: int | None = None  # None: ⌈H / 16⌉
-    layer_norm_epsilon: float = 1e-5
-    pad_token_id: int = 0
-    eos_token_id: int = 0
-    bos_token_id: int = 0
+    vocab_size: VocabSize = 50280  # 50277 tokens of GPT-NeoX, padded to a multiple of 8
+    hidden_size: Size = 768
+    num_hidden_layers: Depth = 24
+    state_size: Annotated[int, Expected(int, 1, 4096)] = 16
+    expand: Annotated[int, Expected(int, 1, 64)] = 2
+    conv_kernel: Annotated[int, Expected(int, 1, 64)] = 4
+    time_step_rank: Size | None = None  # None: ⌈H / 16⌉
+    layer_norm_epsilon: Epsilon = 1e-5
+    pad_token_id: TokenId = 0
+    eos_token_id: TokenId = 0
+    bos_token_id: TokenId = 0
 
     @property
     def intermediate_size(self) -> int:
@@ -87,7 +100,7 @@ class MambaConfig:
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> "MambaConfig":
         """Read a config.json, of transformers or of the original repository. Raises UserError for another model."""
-        layer = raw.get("ssm_cfg") or {}
+        layer = read_section(raw, "ssm_cfg", where)
         original = {
             "hidden_size": raw.get("d_model"),
             "num_hidden_layers": raw.get("n_layer"),
@@ -101,7 +114,7 @@ class MambaConfig:
         if given.get("time_step_rank") == "auto":
             del given["time_step_rank"]
         problems = [
-            f"{name} is {value!r}, expected {expected!r}"
+            f"{name} is {quoted(value)}, expected {expected!r}"
             for name, value, expected in (
                 ("model_type", raw.get("model_type", "mamba"), "mamba"),
                 ("ssm_cfg.layer", layer.get("layer", "Mamba1"), "Mamba1"),
@@ -117,10 +130,11 @@ class MambaConfig:
         if problems:
             raise UserError(f"{where}: {'; '.join(problems)}: only Mamba 1 with a tied head is built here")
         config = cls(**given)
-        multiple = raw.get("pad_vocab_size_multiple") or 1
-        config = cls(**(given | {"vocab_size": math.ceil(config.vocab_size / multiple) * multiple}))
         config.check(where)
-        return config
+        if raw.get("pad_vocab_size_multiple") is None:
+            return config
+        multiple = read_field(raw, "pad_vocab_size_multiple", SIZE, where)
+        return replace(config, vocab_size=-(-config.vocab_size // multiple) * multiple)
 
     def to_dict(self) -> dict:
         """The config.json that transformers reads back to the same model."""
@@ -133,10 +147,16 @@ class MambaConfig:
         }
 
     def check(self, where: str = "config") -> None:
-        """Raise UserError unless every size is a positive integer."""
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "state_size", "expand", "conv_kernel", "rank"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise UserError(f"{where}: {name} is {getattr(self, name)!r}, expected a positive integer")
+        """Raise UserError, with all problems in one line, unless every field is possible."""
+        refuse(self.problems(), where)
+
+    def problems(self) -> list[str]:
+        """What is wrong with the sizes, a text for each problem."""
+        problems = field_problems(self)
+        for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
+            if not problems and getattr(self, name) >= self.vocab_size:
+                problems.append(f"{name} is {getattr(self, name)}, but vocab_size only {self.vocab_size}")
+        return problems
 
 
 # Geometries by name: layers × hidden width of state-spaces/mamba-*.
@@ -159,34 +179,34 @@ SCAN_ORDERS = ("bidirectional", "forward", "backward")
 class ProjectorConfig:
     """Sizes of the Q-Mamba projector. Defaults: the paper's, with 256 queries (it reports 128, 256, 512 and 729)."""
 
-    queries: int = 256
-    hidden_size: int = 768
-    num_blocks: int = 24
-    num_attention_heads: int = 16
-    state_size: int = 16
-    local_attention: bool = True  # each query sees its own span of features; False: all of them
+    queries: Size = 256
+    hidden_size: Size = 768
+    num_blocks: Depth = 24
+    num_attention_heads: Size = 16
+    state_size: Annotated[int, Expected(int, 1, 4096)] = 16
+    local_attention: bool = True  # each query attends to its own span of features; False: to all of them
     connector: bool = True
-    scan_order: str = "bidirectional"  # of the connector: one of SCAN_ORDERS
+    scan_order: Annotated[str, Expected(str, choices=SCAN_ORDERS)] = "bidirectional"  # of the connector
     feed_forward: bool = True
 
     @property
     def mixers(self) -> MambaConfig:
-        """The stack of Mamba layers within: by default that of mamba-130m, whose weights fit (`fill_from_mamba`)."""
+        """The Mamba layers inside: by default those of mamba-130m, whose weights fit (`fill_from_mamba`)."""
         return MambaConfig(hidden_size=self.hidden_size, num_hidden_layers=self.num_blocks, state_size=self.state_size)
 
 
 @dataclass(frozen=True)
 class QMambaConfig:
-    """The whole model. Defaults: SigLIP So400m at 384 px, its last layer left out, and mamba-2.8b."""
+    """The whole model. Defaults: SigLIP So400m at 384 px without its last layer, and mamba-2.8b."""
 
     vision: VisionConfig = field(default_factory=lambda: VisionConfig(image_size=384, feature_layer=-2))
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     text: MambaConfig = field(default_factory=lambda: MAMBA_PRESETS["mamba-2.8b"])
-    image_token_id: int = 50279  # a row of the embedding's padding, which no text uses
+    image_token_id: TokenId = 50279  # a row of the embedding's padding, which no text uses
 
     @property
     def num_image_tokens(self) -> int:
-        """Positions that a picture takes in the sequence: one a query."""
+        """Positions of one picture in the sequence: one per query."""
         return self.projector.queries
 
     @property
@@ -205,11 +225,12 @@ class QMambaConfig:
     def from_dict(cls, raw: dict, where: str = "config.json") -> "QMambaConfig":
         """Read what `to_dict` wrote. Raises UserError for another model or sizes that contradict."""
         if raw.get("model_type") != "qmamba":
-            raise UserError(f"{where}: model_type is {raw.get('model_type')!r}, expected 'qmamba': pick another model")
+            kind = quoted(raw.get("model_type"))
+            raise UserError(f"{where}: model_type is {kind}, expected 'qmamba': pick another model")
         config = cls(
-            vision=read_known(VisionConfig, raw.get("vision_config") or {}),
-            projector=read_known(ProjectorConfig, raw.get("projector_config") or {}),
-            text=MambaConfig.from_dict(raw.get("text_config") or {}, where),
+            vision=read_known(VisionConfig, read_section(raw, "vision_config", where)),
+            projector=read_known(ProjectorConfig, read_section(raw, "projector_config", where)),
+            text=MambaConfig.from_dict(read_section(raw, "text_config", where), where),
             image_token_id=raw.get("image_token_id", cls.image_token_id),
         )
         config.check(where)
@@ -226,24 +247,19 @@ class QMambaConfig:
         }
 
     def check(self, where: str = "config") -> None:
-        """Raise UserError unless the sizes fit together."""
-        self.text.check(where)
+        """Raise UserError, with all problems in one line, unless every field is possible and all fit together."""
         v, p = self.vision, self.projector
         problems = [
-            f"projector_config.{name} is {getattr(p, name)!r}, expected a positive integer"
-            for name in ("queries", "hidden_size", "num_blocks", "num_attention_heads", "state_size")
-            if not isinstance(getattr(p, name), int) or getattr(p, name) < 1
+            *v.problems(),
+            *field_problems(p, "projector_config."),
+            *self.text.problems(),
+            *field_problems(self),
         ]
         if not problems and p.queries > v.num_image_tokens:
             problems.append(f"{p.queries} queries are more than the picture's {v.num_image_tokens} features")
         if not problems and p.hidden_size % p.num_attention_heads:
             problems.append(f"projector width {p.hidden_size} is no multiple of {p.num_attention_heads} heads")
-        if p.scan_order not in SCAN_ORDERS:
-            problems.append(f"scan_order is {p.scan_order!r}, expected one of {', '.join(SCAN_ORDERS)}")
-        if v.feature_layer is not None and not -v.num_hidden_layers - 1 <= v.feature_layer <= v.num_hidden_layers:
-            problems.append(f"feature_layer {v.feature_layer} is not one of SigLIP's {v.num_hidden_layers} layers")
-        if problems:
-            raise UserError(f"{where}: {'; '.join(problems)}: correct the sizes")
+        refuse(problems, where)
 
 
 MODEL_TYPE = "diff-transformer"
@@ -263,8 +279,8 @@ def _plain(vocab_size: int, hidden_size: int, layers: int, heads: int) -> TextCo
     )
 
 
-# The plain twin by name: for a first look, two million parameters for two cores, 90 million for a GPU, and what the
-# paper trained.
+# The plain model by name: a few thousand parameters for tests, two million for two cores, 90 million for a GPU, and the
+# size of the paper.
 TEXT_PRESETS = {
     "nano": _plain(1024, 48, 2, 4),
     "tiny": _plain(2048, 192, 4, 6),
@@ -282,7 +298,7 @@ class TextModelConfig:
 
     @classmethod
     def of(cls, plain: TextConfig, differential: bool) -> "TextModelConfig":
-        """The plain model, or its differential twin: half as many heads, each twice as wide (Ye et al. 2024, 2.2).
+        """The plain model, or the differential one: half as many heads, each twice as wide (Ye et al. 2024, 2.2).
 
         Raises UserError for an odd number of heads.
         """
@@ -299,8 +315,10 @@ class TextModelConfig:
         """Read what `to_dict` wrote. Raises UserError for another architecture."""
         kind = raw.get("model_type")
         if kind != MODEL_TYPE or not isinstance(raw.get("text_config"), dict):
-            raise UserError(f"{where}: model_type is {kind!r}, expected {MODEL_TYPE!r} and its text_config")
-        return cls(read_known(TextConfig, raw["text_config"]), bool(raw.get("differential")))
+            raise UserError(f"{where}: model_type is {quoted(kind)}, expected {MODEL_TYPE!r} and its text_config")
+        config = cls(read_known(TextConfig, raw["text_config"]), raw.get("differential", False))
+        refuse([*config.text.problems(), *field_problems(config)], where)
+        return config
 
     def to_dict(self) -> dict:
         text = {name: value for name, value in asdict(self.text).items() if value is not None}
@@ -313,6 +331,6 @@ CONFIGS = {"paligemma": PaliGemmaConfig, "qmamba": QMambaConfig, MODEL_TYPE: Tex
 
 def read_config(path: str | Path) -> PaliGemmaConfig | QMambaConfig | TextModelConfig:
     """The configuration in the config.json at `path`. Raises UserError for a file that is no model of this project."""
-    raw = read_json(path)
+    raw = read_json(path, unique_keys=True)
     # PaliGemma's reader has the best message for a type that is not in the table
     return CONFIGS.get(str(raw.get("model_type")), PaliGemmaConfig).from_dict(raw, str(path))

@@ -7,6 +7,7 @@ from transformers import PaliGemmaConfig as HFConfig
 
 from model.common import UserError
 from model.config import PRESETS, PaliGemmaConfig, TextConfig
+from model.system_configs import MambaConfig, QMambaConfig, TextModelConfig, WingsConfig, read_config
 
 # what the hub's files hold, shortened to what matters; both leave out whatever equalled the defaults of their day
 PUBLISHED_1 = {
@@ -94,7 +95,7 @@ def test_published_files_are_the_presets():
 
 
 def test_the_stale_position_count_is_not_believed():
-    """Breaks when a 448 px file, whose num_positions still says 256, gets the eye of 224 px."""
+    """Breaks when a 448 px file, whose num_positions still says 256, gets the vision tower of 224 px."""
     raw = changed(PUBLISHED_2, "vision_config", num_image_tokens=1024)
     assert PaliGemmaConfig.from_dict(raw) == PRESETS["paligemma2-3b-448"]
 
@@ -167,3 +168,143 @@ def test_files_that_are_no_config(text, message, tmp_path):
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=message):
         PaliGemmaConfig.from_file(tmp_path / "config.json")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hostile values, in every field of every model's configuration
+# ---------------------------------------------------------------------------------------------------------------------
+
+QMAMBA = QMambaConfig()
+FILES = {
+    "paligemma 1": PRESETS["paligemma-3b-224"].to_dict(),
+    "paligemma 2": PRESETS["paligemma2-3b-224"].to_dict(),
+    "wings": WingsConfig.beside(PRESETS["tiny"]).to_dict(),
+    "qmamba": QMAMBA.to_dict(),
+    "text": TextModelConfig(TextConfig(), True).to_dict(),
+    "mamba": MambaConfig().to_dict(),
+}
+READERS = {
+    "paligemma 1": PaliGemmaConfig,
+    "paligemma 2": PaliGemmaConfig,
+    "wings": WingsConfig,
+    "qmamba": QMambaConfig,
+    "text": TextModelConfig,
+    "mamba": MambaConfig,
+}
+# what the readers do not use, or have other names for
+IGNORED = {
+    "architectures",
+    "projection_dim",
+    "vision_use_head",
+    "model_type",
+    "tie_word_embeddings",
+    "hidden_act",
+    "num_image_tokens",
+}
+HOSTILE = [
+    10**400,
+    10**9,
+    -1,
+    -(2**63) - 1,
+    1.5e300,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+    "8",
+    "",
+    [],
+    [8],
+    {},
+    {"a": 1},
+    "\x1b[2J",
+]
+
+
+def leaves(raw: dict, path: tuple[str, ...] = ()):
+    """The path of every field of a file."""
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            yield from leaves(value, (*path, name))
+        yield (*path, name)
+
+
+def with_value(raw: dict, path: tuple[str, ...], value) -> dict:
+    raw = dict(raw)
+    raw[path[0]] = value if len(path) == 1 else with_value(raw[path[0]], path[1:], value)
+    return raw
+
+
+def is_read(kind: str, path: tuple[str, ...], value) -> bool:
+    """Whether a file's value of a field must be possible."""
+    *parts, name = path
+    if name in IGNORED or name.endswith("_token_id") and parts[-1:] == ["text_config"] and kind != "qmamba":
+        return False
+    if name == "intermediate_size" and (kind == "mamba" or kind == "qmamba" and parts == ["text_config"]):
+        return False
+    if name == "hidden_size" and parts in ([], ["paligemma_config"]) and kind != "mamba":
+        return False
+    large = (
+        "rope_theta",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "sliding_window",
+    )
+    return not (value == 10**9 and name in large or value == -1 and name == "feature_layer")
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_every_field_is_checked(kind):
+    """Breaks when an impossible value of any field is built into a model, hangs, or ends in a traceback."""
+    raw, read = FILES[kind], READERS[kind].from_dict
+    assert read(json.loads(json.dumps(raw))) == read(raw)
+    for path in leaves(raw):
+        for value in [*HOSTILE, True] if not isinstance(value_at(raw, path), bool) else [*HOSTILE, 0, 1]:
+            try:
+                read(with_value(raw, path, value), "config.json")
+            except UserError as error:
+                assert str(error).startswith("config.json: ") and str(error).isprintable() and len(str(error)) < 500
+            else:
+                is_section = isinstance(value_at(raw, path), dict) and isinstance(value, dict)
+                assert is_section or not is_read(kind, path, value), (path, value)
+
+
+def value_at(raw: dict, path: tuple[str, ...]):
+    return value_at(raw[path[0]], path[1:]) if len(path) > 1 else raw[path[0]]
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "message"),
+    [
+        ("text_config", "rope_theta", float("inf"), "text_config.rope_theta is inf, expected a number from"),
+        ("text_config", "rope_theta", -10000.0, "rope_theta is -10000.0"),
+        ("text_config", "rms_norm_eps", float("nan"), "text_config.rms_norm_eps is nan, expected a number from 0 to 1"),
+        ("vision_config", "layer_norm_eps", -1e-6, "vision_config.layer_norm_eps is -1e-06"),
+        (
+            "text_config",
+            "num_hidden_layers",
+            10**9,
+            "num_hidden_layers is 1000000000, expected an integer from 1 to 1024",
+        ),
+        ("text_config", "attn_logit_softcapping", 0, "attn_logit_softcapping is 0"),
+        ("text_config", "sliding_window", -1, "sliding_window is -1"),
+        ("text_config", "num_attention_heads", True, "num_attention_heads is True"),
+        ("vision_config", "image_size", 14 * 300, "has 90000 tokens"),
+        ("text_config", "rope_parameters", 5, "rope_parameters is 5, expected an object"),
+        ("vision_config", "num_image_tokens", 250, "num_image_tokens is 250, expected a square"),
+        (None, "vision_config", [1], r"vision_config is \[1\], expected an object"),
+        (None, "eos_token_id", 300_000, "eos_token_id is 300000, but vocab_size only 257216"),
+        (None, "pad_token_id", [0, 1], r"pad_token_id is \[0, 1\]"),
+    ],
+)
+def test_impossible_values_are_named(part, name, value, message):
+    """Breaks when NaN, infinite or negative numbers are built into a model, or a message does not name the field."""
+    with pytest.raises(UserError, match=message):
+        PaliGemmaConfig.from_dict(changed(PUBLISHED_2, part, **{name: value}))
+
+
+def test_repeated_fields_are_refused(tmp_path):
+    """Breaks when the second of two equal keys silently wins."""
+    (tmp_path / "config.json").write_text('{"model_type": "paligemma", "model_type": "wings"}')
+    with pytest.raises(UserError, match="the key model_type stands there twice"):
+        read_config(tmp_path / "config.json")

@@ -571,9 +571,9 @@ def test_weights_of_other_shapes_are_refused(stage_1, tmp_path):
 @pytest.mark.parametrize(
     ("learners", "told"),
     [
-        ({"rank": 0}, "rank 0"),
-        ({"rank": "8"}, "rank '8'"),
-        ({"routed": 1}, "routed 1"),
+        ({"rank": 0}, "rank is 0, expected an integer from 1"),
+        ({"rank": "8"}, "rank is '8'"),
+        ({"routed": 1}, "routed is 1, expected true or false"),
         (3, "is 3"),
         ({"heads": 2}, "is {'heads': 2}"),
     ],

@@ -593,7 +593,10 @@ BAD_SINGLE = {
     "fewer layers": (lambda f: text_config(f, num_hidden_layers=2), "tensors unexpected, 9: .* and 5 more: the files"),
     "more layers": (lambda f: text_config(f, num_hidden_layers=4), "tensors missing, 9: .* and 5 more: the files"),
     "wider": (lambda f: text_config(f, hidden_size=80), "tensors of other sizes than config.json says, .*expected"),
-    "impossible sizes": (lambda f: text_config(f, hidden_size=2**40, vocab_size=2**40), "impossible sizes"),
+    "impossible sizes": (
+        lambda f: text_config(f, hidden_size=2**40, vocab_size=2**40),
+        "hidden_size is 1099511627776, expected",
+    ),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: not found"),
     "other architecture": (lambda f: edit_json(f / "config.json", model_type="llava"), "model_type is 'llava'"),
     "truncated and no config": (
