@@ -204,12 +204,14 @@ def evaluate_files(
     progress: str | None = None,
     log: Path | None = None,
     ask_all: Callable | None = None,
+    allow_outside: bool = False,
 ) -> dict:
     """As `evaluate_embedded` on files in VQAv2's format; arguments as for `from_files` and `eval.run.ask_all`.
 
     Questions on unreadable pictures are left out, and named under "left_out" if there are any.
     """
-    benchmark, left_out = from_files(questions_file, annotations_file, images_folder, limit, only), {}
+    left_out: dict[str, str] = {}
+    benchmark = from_files(questions_file, annotations_file, images_folder, limit, only, allow_outside)
     options = {"progress": progress, "log": log, "left_out": left_out}
     answers = answer(model, processor, benchmark, prompt_template, ask_all=ask_all, **options)
     return score_answers(benchmark, answers) | ({"left_out": left_out} if left_out else {})

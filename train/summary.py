@@ -52,6 +52,7 @@ def evaluate(model: PaliGemma, processor: Processor, settings: Settings, title: 
             only={record.name for record in read_records(settings, "validation")},
             progress=f"VQA, {title}",
             ask_all=ask_all,
+            allow_outside=settings.allow_outside,
         )
         result["vqa"] = result["vqa_details"]["overall"]
     model.train(was_training)

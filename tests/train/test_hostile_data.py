@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,12 @@ from train import shard as shard_command
 from train.data.batches import Order, collate, without_rows
 from train.data.records import jsonl_records, vqav2_records
 from train.data.shards import Shards, index_of
+from train.data.sources import read_records
 from train.distributed import World
 from train.loop import count_records
+from train.settings import parse
+from train.summary import evaluate
+from weights.load import load_model
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +151,18 @@ def test_a_question_outside_does_not_end_the_run(tmp_path, processor):
     file.write_text(json.dumps(value))
     micro = collate(vqav2_records(tmp_path / "vqa", "answer {question}"), processor)
     assert len(micro.names) == 5 and len(micro.bad) == 1 and "outside" in micro.bad[0]
+
+
+def test_pictures_in_another_folder(tmp_path):
+    """Breaks when --images is not where training and its evaluation look for pictures."""
+    write_vqav2(tmp_path / "vqa", images=4)
+    (tmp_path / "vqa/train2014").rename(tmp_path / "pictures")
+    settings, *_ = parse(["--data", f"vqav2:{tmp_path / 'vqa'}", "--images", str(tmp_path / "pictures")])
+    records = read_records(replace(settings, validation=0.5))
+    assert len(records) == 6 and all(record.picture.is_file() for record in records)
+    settings = replace(settings, validation=0.5, eval_limit=4)
+    model, processor = load_model("tiny"), Processor.from_source("tiny")
+    assert evaluate(model, processor, settings, "test", World(0, 1, torch.device("cpu")))["vqa"] is not None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
