@@ -33,3 +33,10 @@ def corpus(text_folder, tmp_path_factory) -> Corpus:
 def seeded() -> None:
     """Fresh weights are the same in every run."""
     torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`-m fast` selects what is not marked as long, and needs neither a GPU nor published weights."""
+    for item in items:
+        if not {"long", "slow", "gpu", "weights"} & {mark.name for mark in item.iter_markers()}:
+            item.add_marker("fast")

@@ -88,6 +88,7 @@ FAST = ["--max-new-tokens", "3", "--batch-size", "8"]
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch_size", [4, 64])
 def test_batched_answers_are_those_of_one_by_one(model, processor, batch_size):
     """An answer depends on the other rows of its batch, on its padding, or on another row's picture."""
@@ -97,6 +98,7 @@ def test_batched_answers_are_those_of_one_by_one(model, processor, batch_size):
     assert len(set(single)) > 5  # a model that says always the same could not tell
 
 
+@pytest.mark.long
 def test_compiled_answers_are_those_of_one_by_one(model, processor, monkeypatch):
     """The compiled step sees another prompt, or the last, smaller batch is compiled anew."""
     asks = questions_on()
@@ -163,6 +165,7 @@ def choices_by_hand(model, processor, picture, prefix, choices):
     return result
 
 
+@pytest.mark.long
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [None, "twin", "split"])
 def test_constrained_mode_takes_the_likelier_word(processor, kind):
@@ -208,6 +211,7 @@ def interrupt_after(monkeypatch, batches: int):
     return sizes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cut", [0, 7])
 def test_an_interrupted_run_goes_on(source, workplace, capsys, monkeypatch, cut):
     """A resumed evaluation asks all again, or gives other answers than an uninterrupted one."""
@@ -306,6 +310,7 @@ def test_right_answers_score_100():
     assert vqa.score_answers(benchmark, one_wrong)["overall"] == pytest.approx(100 * 59 / 60, abs=0.005)
 
 
+@pytest.mark.long
 def test_embedded_evaluation_for_training(model, processor, capsys):
     """Fine-tuning reports another accuracy than the command."""
     found = vqa.evaluate_embedded(model, processor, 12)
@@ -484,6 +489,7 @@ def test_blind_of_files(official, source, capsys):
 CASES = [(kind, needles, absent) for kind in scenes.NEEDLES for needles, absent in ((1, False), (2, False), (2, True))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "needles", "absent"), CASES)
 def test_embedded_trials_ask_what_is_trained(kind, needles, absent):
     """A model is asked in other words than it was trained on, or right answers do not count as right."""
@@ -548,6 +554,7 @@ def test_the_constrained_mode_of_training_always_names_a_place(model, processor,
     assert {ask.choices for ask in asked} == set(needle.WORDS) and found in (0, 25, 50, 75, 100)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("protocol", needle.PROTOCOLS)
 def test_needle_command(source, workplace, capsys, protocol):
     """The response file scores otherwise than the command printed, or a figure is missing."""
@@ -635,6 +642,7 @@ def coco_flags(coco, source, *more):
     ]
 
 
+@pytest.mark.long
 def test_official_metadata(coco, source, capsys):
     """MMNeedle's own tests are read, sampled or written otherwise than published."""
     needle.main(coco_flags(coco, source, "--metadata", str(coco), "--limit", "4"))
@@ -812,6 +820,7 @@ def test_maps_of_every_variant(processor, kind):
             assert not torch.allclose(of_layer[0].last, of_layer[1].last, atol=1e-4)
 
 
+@pytest.mark.long
 def test_attention_command(source, twin, workplace, capsys):
     """Plain and differential maps are of different models, prompts or answers."""
     noise(5).save("p.png")
@@ -892,6 +901,7 @@ BAD = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("command", "flags", "message"), BAD)
 def test_bad_input_is_one_line(command, flags, message, source, workplace):
     """A mistake ends in a traceback, or in a line that names neither the file nor the remedy."""

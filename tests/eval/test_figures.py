@@ -43,6 +43,7 @@ def cell_colors(image, grid):
     return result
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("side", [1, 2, 4, 8])
 def test_heatmap_cells(side):
     """A cell has the color of another place, or rows and columns are swapped."""

@@ -87,6 +87,7 @@ def inside(box: tuple[int, ...], x: float, y: float) -> bool:
 # --- splits and determinism -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_every_composition_belongs_to_one_split():
     """Breaks when a scene leaks from one split into another."""
     compositions = defaultdict(set)
@@ -312,6 +313,7 @@ def test_blind_baseline_is_the_most_frequent_train_answer():
     assert scenes.blind(train, test) == {"overall": 60.0, "number": 75.0, "yes/no": 0.0}
 
 
+@pytest.mark.long
 def test_answers_are_balanced():
     """Breaks when a model that never looks at the picture does well."""
     accuracy = scenes.blind(stream("vqa", "train", 12000), stream("vqa", "test", 1800))

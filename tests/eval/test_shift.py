@@ -87,6 +87,7 @@ def test_a_slot_goes_between_the_words(prompt, expected):
     assert put_slot("a b c d", 0.0) == "a<image> b c d" and put_slot("a b c d", 1.0) == "a b c<image> d"
 
 
+@pytest.mark.long
 def test_the_command(tmp_path, capsys):
     """Breaks when the command does not measure, write or tell what it says, for PaliGemma and for WINGS."""
     shift.main(["--model", "embedded", "--limit", "3", "--out", str(tmp_path / "plain")])

@@ -107,6 +107,7 @@ def test_one_file_is_cut_into_documents(tmp_path):
     assert all(len(documents) for documents in split(texts).values())
 
 
+@pytest.mark.long
 def test_the_default_corpus_is_the_library_without_its_tests():
     """Breaks when what a machine has installed, or ships as tests, becomes part of the benchmark."""
     names = standard_library().keys()
@@ -410,6 +411,7 @@ def test_chance_by_hand():
     assert chance("nll") == {}
 
 
+@pytest.mark.long
 def test_the_commands_measure_runs(text_folder, tmp_path, capsys):
     """Breaks when a command does not find a run's model or corpus, or its JSON and pictures go missing."""
     from train import text as train

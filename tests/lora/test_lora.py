@@ -137,6 +137,7 @@ PEFT_CONFIGS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("generation", [1, 2])
 @pytest.mark.parametrize("name", PEFT_CONFIGS)
 def test_what_peft_saved_computes_the_same_here(tmp_path, generation, name):
@@ -548,6 +549,7 @@ def test_fingerprint_names_the_base_and_nothing_else(hf, model):
         assert fingerprint(trained) != mark
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [None, "twin"])
 def test_another_base_is_refused(tmp_path, hf, inputs, model, kind):
     """Breaks when an adapter is put on a base that it was not trained on, without `force`."""
@@ -591,6 +593,7 @@ def all_at_once(tensors):
     drop_graft(tensors)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -613,6 +616,7 @@ def test_tensors_that_do_not_fit(tmp_path, hf, model, change, says):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "says"),
     [

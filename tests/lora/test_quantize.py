@@ -94,6 +94,7 @@ def test_what_is_quantized(model):
     assert quantize(model) == 0  # a second time changes nothing
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["softmax", "twin", "v2", "shared"])
 def test_gradients_reach_lora_as_through_the_whole_weights(kind, model, inputs):
     """Breaks when the backward pass multiplies by another matrix than the forward pass."""
@@ -161,6 +162,7 @@ def test_the_adapter_belongs_to_the_whole_base(tmp_path, inputs):
     assert relative_error(later(**inputs), quantized(**inputs)) < 1e-5
 
 
+@pytest.mark.long
 def test_the_command(tmp_path):
     """Breaks when --quantize cannot train, opens another base, or takes weights that learn or are sharded."""
     arguments = ["--attention", "twin", "--steps", 4, "--lr", "1e-2"]

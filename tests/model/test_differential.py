@@ -219,6 +219,7 @@ def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> to
     return torch.cat(heads, dim=-1) @ p["o_proj.weight"].T + p.get("o_proj.bias", 0.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("sizes", [{"k": 1}, {"k": 2}, {"k": 4, "d": 20, "bias": True}, {"k": 2, "softcap": 2.0}])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -260,6 +261,7 @@ def test_repeating_keys_before_pairing_is_another_function():
 # --- the start ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("generation", [1, 2])
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -419,6 +421,7 @@ def test_every_variant_ignores_where_the_text_begins(variant):
 # --- caches, padding, modes --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("generation", [1, 2])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cached_is_uncached(variant, generation):
@@ -445,6 +448,7 @@ def test_cached_is_uncached(variant, generation):
     assert (cache[0].keys.shape[1], cache[0].values.shape[1]) == (key_maps * heads, heads)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padding_and_neighbours_do_not_matter(variant):
     """Breaks when a row's answer depends on the rows beside it, or on which side its padding is."""
@@ -462,6 +466,7 @@ def test_padding_and_neighbours_do_not_matter(variant):
     assert torch.equal(generate(model, **row, max_new_tokens=4)[0], answers[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_autocast_agrees_and_keeps_lambda_in_fp32(variant):
     """Breaks when autocast fails on mixed dtypes, or casts λ, μ or a gate down with the rest."""
@@ -567,6 +572,7 @@ def test_checkpointing_gives_the_same_gradients(variant):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", ["shared", "split", "split-fresh", "twin", "v2", "dex-heads"])
 def test_compiles_without_a_graph_break(variant):
     """Breaks when a sibling does something that torch.compile cannot trace in one piece."""
@@ -593,6 +599,7 @@ NEW = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", NEW)
 def test_new_parameters_stay_trainable_after_lora(variant):
     """Breaks when injecting LoRA freezes λ, μ or a norm, as it did in the paper's published code."""
@@ -663,6 +670,7 @@ def test_every_variant_has_a_gradient_at_its_start(variant):
     assert any((gradient != 0).any() for gradient in own.values())
 
 
+@pytest.mark.long
 def test_new_parameters_are_fp32_reproducible_and_leave_the_rng_alone():
     """Breaks when λ would train in bf16, or when two runs of a seed start from different numbers."""
     models = [tiny(dtype=torch.bfloat16) for _ in range(3)]
@@ -693,6 +701,7 @@ def fresh(module: Attention) -> Attention:
     return plain
 
 
+@pytest.mark.long
 def test_meta_models_are_grafted_without_memory():
     """Breaks when a 3B model cannot be laid out before its weights arrive."""
     for kind, options in VARIANTS.values():

@@ -36,6 +36,7 @@ def is_valid(inputs) -> torch.Tensor:
     return inputs["attention_mask"].bool()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("generation", [1, 2])
 def test_every_layer_and_the_logits(generation, rows):
@@ -69,6 +70,7 @@ def test_backends_agree(ours_backend, hf_backend, bound):
     assert relative_error(ours(hf, ours_backend)(**inputs)[valid], hf_forward(hf, inputs)[valid]) <= bound
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("pixels", "generation"), [(224, 1), (448, 1), (896, 1), (896, 2)])
 def test_published_geometries(pixels, generation):
     """Breaks when a sequence of 256, 1024 or 4096 image tokens is laid out, masked or windowed wrongly."""
@@ -114,6 +116,7 @@ def test_gradients(generation):
             assert relative_error(parameter.grad, theirs[name].grad) <= 1e-5, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize("generation", [1, 2])
 def test_bf16_is_equal_to_the_bit(generation, backend):

@@ -122,6 +122,7 @@ def test_an_activation_within_the_product_is_the_activation(activation, onednn):
         assert torch.equal(activated(adapted, x, activation), expected) and relative_error(expected, exact) > 1e-2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(1, 24), (1, 1, 24), (2, 1, 24), (2, 2, 24), (3, 24), (5, 24)])
 def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
     """Breaks when the doubled vector's copy is returned, rows are exchanged, or the result has gaps in memory."""
@@ -324,6 +325,7 @@ def test_the_models_loss_is_that_of_its_logits(generation, monkeypatch):
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that gives memory back")
 def test_a_command_keeps_its_memory():
     """Breaks when every step of a command gets its memory anew from the system, page by page."""
@@ -394,6 +396,7 @@ def trained(variant: str) -> nn.Module:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("variant", "checkpointing"), [("softmax", False), ("twin", True)])
 def test_a_training_step_compiles_once(variant, checkpointing, counter, processor):
     """Breaks when a training step has a graph break, or every new length, or number of targets, is compiled anew."""
@@ -406,6 +409,7 @@ def test_a_training_step_compiles_once(variant, checkpointing, counter, processo
     assert counter.frame_count == 1
 
 
+@pytest.mark.long
 def test_a_compiled_training_step_learns_the_same(processor):
     """Breaks when compiling changes the loss or a gradient beyond rounding."""
     torch._dynamo.reset()
@@ -424,6 +428,7 @@ def test_a_compiled_training_step_learns_the_same(processor):
             assert relative_error(results[1][1][name], gradient) < 1e-4 or gradient.abs().max() < 1e-5, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("generation", [1, 2])
 def test_compiled_decoding_equals_the_plain_one_and_compiles_once(generation, counter):
     """Breaks when the static cache shows what is not written yet, keeps an old prompt, or a length compiles anew."""
@@ -442,6 +447,7 @@ def test_compiled_decoding_equals_the_plain_one_and_compiles_once(generation, co
     assert compiled.cache[0].capacity == 128 and compiled.cache[0].keys is not cache  # 70 positions
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", ["split", "twin"])
 def test_the_logits_of_a_compiled_step_are_those_of_a_plain_one(variant):
     """Breaks when tokens agree by luck: behind them the logits of the static cache must agree, with two maps too."""
@@ -470,6 +476,7 @@ def test_a_memory_that_is_no_cache_is_not_compiled():
         CompiledStep(model, backend="eager").open(1, 8)
 
 
+@pytest.mark.long
 def test_a_compiler_that_cannot_work_is_one_line():
     """Breaks when a machine without a C++ compiler gets a page of traceback for --compile."""
 

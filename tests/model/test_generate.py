@@ -23,6 +23,7 @@ def slice_rows(inputs, row, valid):
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("generation", [1, 2])
 @pytest.mark.parametrize("rows", [PROMPTS, PROMPTS[:1]], ids=["batched", "single"])
 def test_greedy_equals_transformers(generation, rows):
@@ -82,6 +83,7 @@ def test_right_padding_at_896_pixels():
             assert relative_error(logits(right_padded(inputs), row), logits(inputs, row)) <= 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("generation", [1, 2])
 def test_cached_equals_uncached(generation):
     """Breaks when a step through the cache computes other logits than the whole sequence at once.
@@ -225,6 +227,7 @@ def test_last_valid_on_both_sides():
     assert last_valid(mask).tolist() == [[3], [1], [3], [2]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [

@@ -79,6 +79,7 @@ def test_large_and_small_steps_are_exact(scale, chunk):
         assert relative_error(a, b) <= 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_gradcheck(chunk):
     """Breaks when the backward pass written by hand is not the derivative of the forward pass."""
@@ -357,6 +358,7 @@ def test_padding_changes_nothing_on_either_side():
             assert relative_error(model(ids, mask)[0, place], expected) <= 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lengths", [(9, 4, 1), (6,)], ids=["batched", "single"])
 def test_greedy_equals_transformers(lengths):
     """Breaks when the state after a padded prompt is not that of the tokens alone, or the stop differs."""

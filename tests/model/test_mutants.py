@@ -246,6 +246,7 @@ def error(model, hf, inputs) -> float:
     return relative_error(model(**inputs)[valid], hf_forward(hf, inputs)[valid])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("generation", "name", "mutant"), CASES, ids=[f"{name}-{g}" for g, name, _ in CASES])
 def test_the_gate_rejects(generation, name, mutant, monkeypatch):
     """Breaks when a known mistake would pass the gate: then the gate proves nothing about it."""
@@ -276,6 +277,7 @@ def rope_applied_in_fp32(patch, model):
     patch.setattr(attention.Rope, "__call__", lambda self, x: turn(self, x.float()).to(x.dtype))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mutant", [norm_multiplied_after_the_cast, factor_not_cast, rope_applied_in_fp32])
 def test_the_bf16_gate_rejects(mutant, monkeypatch):
     """Breaks when a misplaced cast would go unnoticed: fp32 cannot see it, bf16 equality to the bit can."""

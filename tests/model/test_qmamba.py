@@ -329,6 +329,7 @@ def test_pictures_take_their_places():
         assert relative_error(again[:, 0], expected[:, -1]) <= 1e-6
 
 
+@pytest.mark.long
 def test_generation_batched_single_and_padded_on_the_right():
     """Breaks when an answer depends on the other rows, on the padding's side, or not on the picture."""
     whole, inputs = model(), batch((6, 3, 1))
@@ -342,6 +343,7 @@ def test_generation_batched_single_and_padded_on_the_right():
     assert [row.tolist() for row in other] != [row.tolist() for row in together]
 
 
+@pytest.mark.long
 def test_cached_equals_uncached():
     """Breaks when a token read after the picture and the prompt sees another state than in one pass over all."""
     whole, inputs = model(), batch((9, 5))
@@ -356,6 +358,7 @@ def test_cached_equals_uncached():
             assert relative_error(step[:, 0], logits[:, position]) <= 1e-6
 
 
+@pytest.mark.long
 def test_every_part_learns():
     """Breaks when a part is cut off from the loss, or a fresh model does not learn to tell two pictures apart."""
     whole, inputs = initialize_qmamba(QMamba(CONFIG)), batch((2, 2))

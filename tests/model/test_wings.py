@@ -80,6 +80,7 @@ def batch(rows=((2, 1, 3), (None, 0, 4), (0, 1, 2)), side: str = "left", seed: i
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("routed", [False, True])
 def test_no_query_has_a_gradient_from_what_comes_after_it(routed, side):
@@ -327,6 +328,7 @@ def test_a_batch_of_text_alone_gives_every_parameter_a_gradient():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("routed", [False, True])
 @pytest.mark.parametrize("chunks", [(1, 1, 1), (2, 1), (3,)])
 def test_cached_equals_uncached(routed, chunks):
@@ -351,6 +353,7 @@ def test_cached_equals_uncached(routed, chunks):
         assert cache[0].textual.length == cache[0].textual.capacity == 9
 
 
+@pytest.mark.long
 def test_generation_batched_single_and_padded_on_the_right():
     """Breaks when an answer depends on the other rows, on the padding's side, or not on the picture."""
     model, inputs = wings(), batch()
@@ -492,6 +495,7 @@ def stage_1(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_each_stage_trains_its_parts(stage_1):
     """Breaks when a stage trains the vision tower, forgets a part, or gives it another rate than the paper."""
     cpu, fp32 = torch.device("cpu"), torch.float32
@@ -537,6 +541,7 @@ def test_a_stage_in_the_wrong_order_is_told(stage_1):
         route(wings(routed=True))
 
 
+@pytest.mark.long
 def test_a_folder_gives_the_same_model(stage_1, tmp_path):
     """Breaks when learners, routers or their sizes do not survive being written and read."""
     first = load_model(stage_1)

@@ -64,6 +64,7 @@ def test_sides_take_turns():
     assert {name: len(of_side) for name, of_side in seconds.items()} == {"a": 3, "b": 3}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("section", ["prefill", "decode", "train", "eval"])
 def test_both_sides_do_the_same_work(section, setup):
     """Breaks when the peers have other weights, inputs or adapters: then their times say nothing about each other."""
@@ -118,6 +119,7 @@ def test_flops_are_those_of_the_products(setup, monkeypatch):
     assert works[f"batch 1, {length} tokens"].flops == pytest.approx(counted / 3)
 
 
+@pytest.mark.long
 def test_decoding_steps_start_anew(setup):
     """Breaks when a second run of the steps goes on behind the first, past the cache, or counts too few bytes."""
     torch._dynamo.reset()
@@ -138,6 +140,7 @@ def test_shares_of_the_limits():
     assert sections.notes(row, OURS, Work(print, flops=2e12), {}, None) == ""
 
 
+@pytest.mark.long
 def test_a_compiled_side_is_measured_where_it_is_asked_for(tmp_path, setup, monkeypatch):
     """Breaks when --compile times the eager steps again, or the default waits for a compiler."""
     used = []
@@ -153,6 +156,7 @@ def test_a_compiled_side_is_measured_where_it_is_asked_for(tmp_path, setup, monk
     assert len(used) == 3
 
 
+@pytest.mark.long
 def test_the_command(tmp_path, setup, capsys):
     """Breaks when a section cannot run, a number is missing in the JSON, or the three files disagree."""
     result = run(tmp_path, "--section", "prefill", "decode", "attention", "quantize", "linear", "--threads", "1")
@@ -177,6 +181,7 @@ def test_the_command(tmp_path, setup, capsys):
     assert "### Prefill" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_load_and_peaks_are_measured_in_processes_of_their_own(tmp_path, capsys):
     """Breaks when a child cannot build its side, or the peak counts what the imports took."""
     benchmark.main(
@@ -206,6 +211,7 @@ def test_load_and_peaks_are_measured_in_processes_of_their_own(tmp_path, capsys)
         in_own_process(sections.peaks_of, "no-such", OURS, setup)
 
 
+@pytest.mark.long
 def test_without_peers_there_is_no_ratio(tmp_path, setup, monkeypatch, capsys):
     """Breaks when a missing transformers ends in a traceback, or a number is claimed that nothing was compared with."""
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
@@ -255,6 +261,7 @@ def test_senseless_flags_are_refused(arguments, message):
         benchmark.main(arguments)
 
 
+@pytest.mark.long
 def test_estimates(capsys):
     """Breaks when memory does not follow from the sizes: the paper's adapter, the weights, and what is spread."""
     config = PRESETS["paligemma-3b-224"]

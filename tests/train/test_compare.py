@@ -112,6 +112,7 @@ def done(source, tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_the_command_from_end_to_end(done, capsys):
     """Breaks when a table, a figure, a control, a seed or an interval is missing."""
     summary, text = results(done), (done / "comparison.md").read_text()
@@ -142,6 +143,7 @@ def test_what_is_there_is_not_done_again(done, source, trainings):
     assert not trainings and results(done) == before and (done / "comparison.md").read_text() == text
 
 
+@pytest.mark.long
 def test_an_interrupted_comparison_goes_on(done, source, tmp_path, monkeypatch):
     """Breaks when a signal in the middle of a run loses finished cells or the started one, or changes the result."""
     steps, loss = [], supervised.supervised_loss
@@ -167,6 +169,7 @@ def test_an_interrupted_comparison_goes_on(done, source, tmp_path, monkeypatch):
 # --- what makes it fair -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["shared", "split", "split-fresh", "twin", "v2", "dex", "swiglu", "swiglu-new", "paper-5"]
 )
@@ -189,6 +192,7 @@ def test_the_control_is_the_smallest_that_is_large_enough(name, processor, tmp_p
     assert all(value == getattr(line.settings, key) for key, value in vars(settings).items() if key not in same)
 
 
+@pytest.mark.long
 def test_controls_of_one_rank_are_shared(processor, tmp_path, trainings):
     """Breaks when equal controls are trained twice, or controls of different recipes are taken for one."""
     rows = [ROWS[name] for name in ("fine-tuned", "shared", "split", "dex", "swiglu")]
@@ -246,6 +250,7 @@ def test_a_diverged_run_scores_nothing_and_is_named(processor, tmp_path, monkeyp
     )
 
 
+@pytest.mark.long
 def test_a_row_may_run_itself(processor, tmp_path, trainings):
     """Breaks when a later experiment cannot bring its own training, or then gets no control."""
     model = torch.nn.Linear(400, 400, bias=False)
@@ -276,6 +281,7 @@ def test_differences_are_paired():
     assert gain == pytest.approx((10, 0, 20)) and not significant
 
 
+@pytest.mark.long
 def test_the_words_follow_the_intervals(processor, tmp_path, trainings):
     """Breaks when a difference that is not significant is not called so, or a loss is called a gain."""
 
@@ -294,6 +300,7 @@ def test_the_words_follow_the_intervals(processor, tmp_path, trainings):
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_change_invalidates_exactly_its_cells(processor, tmp_path, trainings, monkeypatch):
     """Breaks when a stale cell is taken for one of other settings, questions, base or code, or too much is redone."""
     graded = []

@@ -74,6 +74,7 @@ def test_supervised_positions():
     assert positions[0].tolist() == [1, 2] and positions[1, 0] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 def test_order_can_start_at_any_step(processor, workers):
     """Breaks when a resumed run reads other batches than the uninterrupted one would have."""

@@ -90,6 +90,7 @@ def spread_run(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 3])
 def test_another_number_of_processes_goes_on(processes, spread_run, tmp_path):
     """Breaks when a spread checkpoint loses a part or a moment, or the steps of a run depend on who takes them."""
@@ -113,6 +114,7 @@ def test_another_number_of_processes_goes_on(processes, spread_run, tmp_path):
     assert first["samples"] == second["samples"] == 42 and first["before"]["vqa"] is not None
 
 
+@pytest.mark.long
 def test_a_spread_checkpoint_is_parts_without_pickles(spread_run):
     """Breaks when a process writes more than its part, or a file that runs code when it is opened."""
     folder = spread_run / "checkpoints/step-4"
@@ -128,6 +130,7 @@ def test_a_spread_checkpoint_is_parts_without_pickles(spread_run):
     assert sum(shapes[name][0] for shapes in held) == whole[0]
 
 
+@pytest.mark.long
 def test_a_lost_part_is_refused(spread_run, tmp_path):
     """Breaks when a checkpoint of which a file was not copied resumes with half of its weights."""
     for part in (1, 2):
@@ -138,6 +141,7 @@ def test_a_lost_part_is_refused(spread_run, tmp_path):
             load_weights(folder, load_model("tiny"))
 
 
+@pytest.mark.long
 def test_processes_must_share_a_step_equally():
     """Breaks when a run goes on with steps of another size than those before."""
     assert World(0, 3, torch.device("cpu")).share(6) == 2
@@ -188,6 +192,7 @@ def one_of_two(rank: int, folder: Path, asked: list[Ask]) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_two_processes_answer_as_one(tmp_path):
     """Breaks when a question is answered twice, by nobody, or in another's place, or its problem is not told to all."""
     asked, left_out = questions(tmp_path), {}
@@ -200,6 +205,7 @@ def test_two_processes_answer_as_one(tmp_path):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == [expected, left_out]
 
 
+@pytest.mark.long
 def test_what_one_process_saves_fits_the_tensors_of_many(tmp_path):
     """Breaks when a checkpoint of one process cannot be put into a plain model without its optimizer."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))

@@ -56,6 +56,7 @@ def train(folder: Path, *arguments) -> list[dict]:
     return metrics(run)
 
 
+@pytest.mark.long
 def test_a_run_learns_the_same_with_an_empty_and_a_full_cache(tmp_path, monkeypatch):
     """Breaks when a cached feature differs from a fresh one by a bit, or a known picture is encoded once more."""
     cache = tmp_path / "cache"

@@ -63,6 +63,7 @@ def batches(model, processor, count):
     return [collate([record], processor).to("cpu") for record in records], collate(records, processor)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_variant_trains_and_is_opened_again(kind, tmp_path):
     """Breaks when a variant cannot be trained by the command, or its run folder does not give the trained model."""
@@ -145,6 +146,7 @@ def test_accumulation_is_one_large_batch(processor):
         assert torch.allclose(p.grad, at_once[name], rtol=1e-4, atol=1e-7), name
 
 
+@pytest.mark.long
 def test_resumed_metrics_are_equal_to_the_bit(tmp_path, monkeypatch):
     """Breaks when any state that the next step depends on is lost: moments, schedule, dropout, order, λ."""
     arguments = ["--steps", 14, "--accumulate", 2, "--samples", 40, "--checkpoint-every", 4, "--attention", "shared"]
@@ -172,6 +174,7 @@ def test_resumed_metrics_are_equal_to_the_bit(tmp_path, monkeypatch):
     assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
 
 
+@pytest.mark.long
 def test_kill_9_at_any_moment(tmp_path):
     """Breaks when a death leaves a broken checkpoint, loses more than the steps since the last, or changes a run."""
     done = subprocess.run(
@@ -187,6 +190,7 @@ def test_kill_9_at_any_moment(tmp_path):
     assert len(report["steps"]) >= 4  # it died in different places
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_save_and_exit(number, tmp_path):
     """Breaks when Ctrl-C or a cluster's SIGTERM loses the steps since the last checkpoint."""
@@ -217,6 +221,7 @@ def test_signals_save_and_exit(number, tmp_path):
     assert saved == [f"step-{len(metrics(tmp_path / 'run'))}"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard", [False, True], ids=["ddp", "fsdp2"])
 def test_two_processes_do_the_work_of_one(shard, tmp_path):
     """Breaks when gradients are averaged with the wrong weight, or processes read the same data."""
@@ -255,6 +260,7 @@ def test_two_processes_do_the_work_of_one(shard, tmp_path):
         assert torch.allclose(parameter, trainable(models[1])[name], rtol=1e-3, atol=2e-4), name
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_names_the_batch(tmp_path, monkeypatch):
     """Breaks when a run goes on for hours after its weights are lost."""
     monkeypatch.setattr(supervised, "supervised_loss", lambda *args: torch.tensor(float("nan"), requires_grad=True))
@@ -263,6 +269,7 @@ def test_a_loss_that_is_not_finite_names_the_batch(tmp_path, monkeypatch):
     assert "--lr" in str(caught.value)
 
 
+@pytest.mark.long
 def test_too_many_bad_records_stop_the_run(tmp_path):
     """Breaks when a data set of broken pictures trains on what is left without a word."""
     lines = [{"image": f"{i}.jpg", "prefix": "caption en", "suffix": "a dog"} for i in range(8)]
@@ -273,6 +280,7 @@ def test_too_many_bad_records_stop_the_run(tmp_path):
         run("--data", f"jsonl:{tmp_path / 'own.jsonl'}", "--max-bad", 3, "--validation", 0, out=tmp_path / "run")
 
 
+@pytest.mark.long
 def test_vqav2_is_trained_on_and_evaluated(tmp_path, capsys):
     """Breaks when the official files cannot be fine-tuned on, or held-out pictures are trained on."""
     write_vqav2(tmp_path / "vqav2")
@@ -312,6 +320,7 @@ def test_vqav2_is_trained_on_and_evaluated(tmp_path, capsys):
     assert "--prompt 'answer Where is the dog?'" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_recipes_are_table_1():
     """Breaks when a row of the paper's Table 1 is run with other settings than it states."""
     rows = {name: parse(["--recipe", name])[0] for name in RECIPES}
@@ -328,6 +337,7 @@ def test_recipes_are_table_1():
     assert parse(["--recipe", "paper-1", "--lr", "1"])[0].lr == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -356,6 +366,7 @@ def test_mistakes_are_one_line(arguments, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_run_folder_is_never_overwritten(tmp_path):
     """Breaks when a second run destroys the first one's results."""
     run("--steps", 1, out=tmp_path / "run")
@@ -365,6 +376,7 @@ def test_a_run_folder_is_never_overwritten(tmp_path):
         finetune.main(["--resume", str(tmp_path)])
 
 
+@pytest.mark.long
 def test_full_fine_tuning_writes_a_model(tmp_path):
     """Breaks when training every weight gives no model folder, or one that differs from what was trained."""
     run("--attention", "softmax", "--full", "--steps", 2, out=tmp_path / "run")

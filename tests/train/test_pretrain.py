@@ -24,6 +24,7 @@ def process(rank: int) -> World:
     return World(rank, 2, torch.device("cpu"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_the_gradient_of_two_processes_is_that_of_one(processor, number):
     """Fails if a sample is seen twice or not at all, or a mean is taken over one process's tokens or patches."""
@@ -100,6 +101,7 @@ def test_no_stage_sees_a_sample_of_another(processor):
     assert not any(seen[i] & seen[j] for i in range(len(seen)) for j in range(i))
 
 
+@pytest.mark.long
 def test_two_processes_make_a_base_that_opens(tmp_path):
     """Fails if the processes end with different weights, or one of them writes over the other's."""
     main(["--processes", "2", "--scale", "0.0005", "--out", str(tmp_path / "two")])

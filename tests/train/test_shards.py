@@ -82,6 +82,7 @@ def names(micro_batches) -> list[str]:
     return [name for micro in micro_batches for name in micro.names]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["shards", "list"])
@@ -102,6 +103,7 @@ def test_every_record_once_an_epoch(kind, size, workers, shards, processor):
     assert epochs[0] != epochs[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1, 3])
 def test_shards_resume_at_the_sample(size, shards, processor):
     """Breaks when a run that goes on reads other records than it would have without the interruption."""
@@ -304,6 +306,7 @@ def test_bad_records_are_left_out_and_named(tmp_path, processor):
     assert len(micro.bad) == len(keys) and not any("\n" in line for line in micro.bad)
 
 
+@pytest.mark.long
 def test_too_many_bad_records_stop_the_run(tmp_path):
     """Breaks when --max-bad is not heeded for shards."""
     path = write_tar(tmp_path / "a.tar", plain(8, lambda i: b"broken"))
@@ -508,6 +511,7 @@ def test_pictures_that_cannot_be_put_in_are_named(tmp_path, capsys):
     assert not (tmp_path / "t-000.tar").exists()
 
 
+@pytest.mark.long
 def test_a_run_on_shards(tmp_path, shards):
     """Breaks when the command cannot train on shards, or does not see all of them."""
     arguments = [

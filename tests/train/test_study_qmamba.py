@@ -153,6 +153,7 @@ def test_the_stages_are_those_of_the_command(study, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_study_runs_and_goes_on(tiny, tmp_path, monkeypatch, capsys):
     """Breaks when a table lacks a row, a figure is not drawn, or a finished cell is trained again."""
     flags = ["--rows", "qmamba", "--seeds", "2", "--limit", "4", "--out", str(tmp_path), "--threads", "1"]
@@ -175,6 +176,7 @@ def test_the_study_runs_and_goes_on(tiny, tmp_path, monkeypatch, capsys):
     assert not any(name.startswith("vision_tower") for name in load_file(weights))
 
 
+@pytest.mark.long
 def test_differences_are_paired_and_told(study, monkeypatch):
     """Breaks when a difference has the wrong sign, ignores which example it is of, or its verdict is another."""
     right, wrong = [1.0] * 4, [0.0] * 4
@@ -221,6 +223,7 @@ def test_scenes_are_told_right():
         assert batch.token_type_ids[row][valid].tolist() == [0] * 16 + [1] * (int(valid.sum()) - 16)
 
 
+@pytest.mark.long
 def test_the_language_model_is_made_and_loads(tmp_path, monkeypatch, capsys):
     """Breaks when the command's folder is no published Mamba, or it does not learn."""
     monkeypatch.setattr(pretrain_mamba, "CONFIG", MambaConfig(1728, 32, 1, 4, eos_token_id=1, bos_token_id=2))
@@ -242,6 +245,7 @@ def test_the_language_model_is_made_and_loads(tmp_path, monkeypatch, capsys):
         pretrain_mamba.main(["--samples", "3"])
 
 
+@pytest.mark.long
 def test_the_shipped_language_model_knows_its_scenes():
     """Breaks when what is shipped is not what the command makes."""
     model, processor = load_mamba(qmamba.TINY_MAMBA), Processor.from_source("embedded")

@@ -131,6 +131,7 @@ def test_learning_lowers_the_loss(corpus):
 # --- runs --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["differential", "plain"])
 def test_a_run_resumes_to_the_bit(text_folder, tmp_path, kind, capsys):
     """Breaks when an interrupted run ends elsewhere than an uninterrupted one."""

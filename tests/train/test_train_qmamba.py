@@ -107,6 +107,7 @@ def test_trained_parts_are_taken_over(language, tmp_path):
     assert not torch.equal(mine.output.weight, theirs.output.weight)
 
 
+@pytest.mark.long
 def test_a_published_siglip_is_an_eye(tmp_path):
     """Breaks when the tower of a SiglipModel, of 384 px in the paper, is not read as transformers reads it."""
     sizes = {"hidden_size": 20, "intermediate_size": 28, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -179,6 +180,7 @@ def test_the_defaults_are_the_paper_s():
         assert parse(["--arch", "qmamba", "--stage", str(stage), "--lr", "1"])[0].lr == 1
 
 
+@pytest.mark.long
 def test_both_stages_run_end_to_end(language, tmp_path, capsys):
     """Breaks when the command does not train, write, and go on from what it wrote."""
     common = ["--arch", "qmamba", "--samples", "64", "--eval-limit", "6", "--checkpoint-every", "9"]
@@ -228,6 +230,7 @@ def test_choices_are_weighed_as_if_read_alone(language):
             assert relative_error(score, sum(step[token] for step, token in steps)) <= 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -249,6 +252,7 @@ def test_senseless_options_are_refused(language, options, told):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_parts_that_do_not_fit_are_refused(language, tmp_path):
     """Breaks when weights of other sizes, another model, or no language model at all is told late or not at all."""
     with pytest.raises(UserError, match="language_model=state-spaces"):

@@ -123,6 +123,7 @@ def assert_same_logits(model: PaliGemma, hf) -> None:
 # ---------------------------------------------------------------------------------------------------------- loading
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shards", "head"), [(1, None), (3, None), (1, "lm_head.weight"), (3, "language_model.lm_head.weight")]
 )
@@ -143,6 +144,7 @@ def test_what_transformers_saves_loads(hf, tmp_path):
     assert_same_state(load_model(tmp_path), hf)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
 def test_tensors_are_cast_as_torch_casts_them(hf1, stored, wanted, tmp_path, monkeypatch):
@@ -259,6 +261,7 @@ def test_a_head_of_its_own_is_refused(hf1, dtype, tmp_path):
         load_model(save(tmp_path, hf1, tensors), dtype=dtype)
 
 
+@pytest.mark.long
 def test_published_geometries():
     """Breaks when a layer, norm or bias is added to or lost from the published 603 and 727 tensors."""
     for name, count, parameters in (
@@ -294,6 +297,7 @@ def test_presets_have_random_weights_and_folders_come_first(hf1, tmp_path, monke
     assert_same_state(load_model("small"), hf1)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize(("stored", "wanted"), [("fp32", "bf16"), ("fp32", "fp32"), ("bf16", "bf16")])
 def test_peak_memory(stored, wanted, tmp_path, monkeypatch):
@@ -386,6 +390,7 @@ def arrays_of(hf, rows: int) -> dict[str, np.ndarray]:
     return {f"params/{key}": np.ascontiguousarray(array) for key, array in arrays.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compressed", [False, True])
 def test_big_vision_arrays(hf, compressed, tmp_path):
     """Breaks when a kernel is transposed wrongly, heads are mixed, or k and v, gate and up change places."""
@@ -628,6 +633,7 @@ BAD_SHARDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", BAD_SINGLE | BAD_SHARDS)
 def test_bad_checkpoints_are_refused_in_one_line(hf1, case, tmp_path, monkeypatch):
     """Breaks when damage ends in a traceback, is found only after gigabytes were read, or passes unseen."""
@@ -795,6 +801,7 @@ def test_damaged_archives(hf1, tmp_path):
 # ----------------------------------------------------------------------------------------------- export and inspect
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_transformers_opens_every_dialect_we_write(hf, dialect, tmp_path):
     """Breaks when an exported name, shape or config field means another model to transformers."""
@@ -994,6 +1001,7 @@ def test_inspect(hf1, tmp_path, capsys):
     assert facts["model"] is facts["missing"] is None and facts["tensors"] > 0 and len(facts["problems"]) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", [1, 2])
 def test_made_checkpoints_are_checkpoints(preset, tmp_path, monkeypatch):
     """Breaks when the script for full-size trials writes what neither side can open."""
