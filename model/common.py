@@ -20,6 +20,7 @@ import re
 import stat
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -365,8 +366,8 @@ def parse_json(text: str | bytes, where: str, unique_keys: bool = False, is_line
 def _unique(pairs: list[tuple[str, Any]]) -> dict:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {shown(next(n for n in names if names.count(n) > 1))} stands there twice")
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {shown(twice)} stands there twice")
     return found
 
 

@@ -18,7 +18,7 @@ import torch
 from model.common import UserError
 from model.config import PRESETS, PaliGemmaConfig
 from model.images import Picture, load_image, to_pixels
-from model.source import EMBEDDED, resolve
+from model.source import EMBEDDED, local_path, resolve
 from model.system_configs import QMambaConfig, TextModelConfig, read_config
 from model.tokenizer import Tokenizer, load_tokenizer
 
@@ -83,7 +83,7 @@ class Processor:
         Needs config.json and tokenizer.json, or tokenizer.model where there is none, and downloads nothing else.
         options: those of the constructor. Raises UserError.
         """
-        preset = None if Path(source).expanduser().is_dir() else PRESETS.get(str(source))
+        preset = None if local_path(source).is_dir() else PRESETS.get(str(source))
         origin = source if preset is None else EMBEDDED
         folder, file = resolve(origin, ["config.json", "tokenizer.json"], revision), "tokenizer.json"
         config = preset or read_config(folder / "config.json")

@@ -7,10 +7,23 @@ config.json and tokenizer.model, and `weights/load.py` the tensors.
 import re
 from pathlib import Path
 
-from model.common import UserError
+from model.common import UserError, shown
 
 EMBEDDED = "embedded"  # the name of the base model in this repository
 BUNDLED_FOLDER = Path(__file__).resolve().parent.parent / "weights" / "tiny"
+
+
+def local_path(source: str | Path) -> Path:
+    """`source` as a path, with ~ expanded. Raises UserError for a path that the system cannot look up."""
+    try:
+        path = Path(source).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # a hub id, or a name that the caller reports
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a loop, a zero byte, no such user
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{shown(source)}: not a path that can be opened ({reason}): check it") from None
+    return path
 
 
 def resolve(source: str | Path, patterns: list[str], revision: str | None = None) -> Path:
@@ -20,7 +33,7 @@ def resolve(source: str | Path, patterns: list[str], revision: str | None = None
     names (with * as wildcard) to download from the hub at `revision` (branch, tag or commit); an interrupted download
     is continued. The caller checks which of the files exist. Raises UserError.
     """
-    folder = Path(source).expanduser()
+    folder = local_path(source)
     if folder.is_dir() or source == EMBEDDED:
         if revision is not None:
             raise UserError(f"{source}: revision {revision!r} belongs to a hub id, but this is a folder: leave it out")

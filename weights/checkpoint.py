@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from model.common import UserError
+from model.common import UserError, file_errors
 from model.config import PRESETS
-from model.source import resolve
+from model.source import local_path, resolve
 from model.system_configs import read_config
 from weights.mapping import detect_dialect, dialect_names
 from weights.npz import NPZ, compare_npz, read_npz, stream_npz_into
@@ -76,16 +76,16 @@ def examine(source: str | Path, revision: str | None = None, read: Callable[[Pat
 
     Raises UserError where there is nothing to examine: no such folder, or no tensors in a format that is opened.
     """
-    path = Path(source).expanduser()
+    path = local_path(source)
     if str(source) in PRESETS and not path.is_dir():
         raise UserError(f"{source}: is a preset of random weights, without files: give a folder or a hub id")
     if path.suffix == ".npz" and path.is_file():
         return _examine_npz(path, read)
-    folder = resolve(source, PATTERNS, revision)
-    if not (folder / SINGLE_FILE).exists() and not (folder / INDEX_FILE).exists():
-        return _examine_npz(_only_npz(folder), read)
-
-    entries, unreadable, problems = find_tensors(folder)
+    with file_errors(source):
+        folder = resolve(source, PATTERNS, revision)
+        if not (folder / SINGLE_FILE).exists() and not (folder / INDEX_FILE).exists():
+            return _examine_npz(_only_npz(folder), read)
+        entries, unreadable, problems = find_tensors(folder)
     checkpoint = Checkpoint(folder, entries, problems)
     wanted = _read_config(checkpoint, read)
     if not entries and not unreadable and not problems:

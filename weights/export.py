@@ -8,7 +8,9 @@ the same logits from it, and so does `weights.load.load_model`.
 """
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -18,12 +20,12 @@ import torch
 from torch import nn
 
 from lora import adapter
-from model.common import UserError, run_command, sync_folder, write_text
+from model.common import UserError, file_errors, run_command, sync_folder, write_text
 from model.config import PRESETS
 from model.device import DTYPES
 from model.differential import fold
 from model.paligemma import PaliGemma
-from model.source import EMBEDDED, resolve
+from model.source import EMBEDDED, local_path, resolve
 from weights.checkpoint import empty_model, examine
 from weights.load import load_model
 from weights.mapping import DIALECTS, OWN, dialect_names
@@ -63,42 +65,50 @@ def export_model(
     folder = Path(folder)
     if dialect not in DIALECTS:
         raise UserError(f"dialect is {dialect!r}, expected one of {', '.join(DIALECTS)}")
-    if not max_shard_gb > 0:
-        raise UserError(f"max_shard_gb is {max_shard_gb}, expected more than 0")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: exists and is not empty: give a new folder")
+    if not 0 < max_shard_gb < math.inf:
+        raise UserError(f"max_shard_gb is {max_shard_gb}, expected a number above 0")
+    with file_errors(folder):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder}: exists and is not empty: give a new folder")
     tensors = plain_tensors(model)
     names = dialect_names(tensors, dialect if dialect in names_of(model.config).dialects else OWN)
     specs = {name: (dtype or tensors[ours].dtype, tuple(tensors[ours].shape)) for name, ours in names.items()}
 
     def chunks(name: str) -> Iterator[torch.Tensor]:
-        to = specs[name][0]
         for chunk in tensors[names[name]].reshape(-1).split(CHUNK_BYTES // 8):
-            out = chunk.to("cpu", to)
+            out = chunk.to("cpu", specs[name][0])
             require_finite(name, out, chunk, "the model has diverged or is damaged, and is not exported")
             yield out
 
-    temporary = folder.absolute().parent / f".{folder.name}-{os.getpid()}.partial"
-    temporary.mkdir(parents=True)
-    try:
+    with _new_folder(folder) as temporary:
         size, free = sum(byte_size(*spec) for spec in specs.values()), shutil.disk_usage(temporary).free
         if size > free:
             raise UserError(f"{folder}: the tensors take {size:,} bytes, {free:,} are free: make room, or see --dtype")
-        write_checkpoint(temporary, specs, chunks, split_by_size(specs, int(max_shard_gb * 1e9)))
+        write_checkpoint(temporary, specs, chunks, split_by_size(specs, max_shard_gb * 1e9))
         for file in companions:
             shutil.copyfile(file, temporary / file.name)
         # older versions of transformers read torch_dtype only, newer ones both
         config = model.config.to_dict() | {"torch_dtype": str(next(iter(specs.values()))[0]).removeprefix("torch.")}
         write_text(temporary / "config.json", json.dumps(config, indent=2) + "\n")
-        for file in temporary.iterdir():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-        if folder.exists():  # it is empty; only POSIX can rename onto it
-            folder.rmdir()
-        temporary.rename(folder)
-        sync_folder(folder.absolute().parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder, flushed to disk and renamed to `folder` if the block succeeds, else removed."""
+    with file_errors(folder):
+        temporary = folder.absolute().parent / f".{folder.name}-{os.getpid()}.partial"
+        temporary.mkdir(parents=True)
+        try:
+            yield temporary
+            for file in temporary.iterdir():
+                with file.open("rb") as handle:
+                    os.fsync(handle.fileno())
+            if folder.exists():  # it is empty; only POSIX can rename onto it
+                folder.rmdir()
+            temporary.rename(folder)
+            sync_folder(folder.absolute().parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def plain_tensors(model: PaliGemma) -> dict[str, torch.Tensor]:
@@ -136,14 +146,14 @@ def _kinds(model: nn.Module) -> dict[str, str]:
 
 def companions(source: str | Path, revision: str | None = None) -> list[Path]:
     """The files of `COMPANIONS` that the model `source` has."""
-    path = Path(source).expanduser()
+    path = local_path(source)
     if str(source) in PRESETS and not path.is_dir():
         source = EMBEDDED  # presets use its tokenizer
     folder = path.parent if path.is_file() else resolve(source, COMPANIONS, revision)
-    return [folder / name for name in COMPANIONS if (folder / name).exists()]
+    return [folder / name for name in COMPANIONS if (folder / name).is_file()]
 
 
-def split_by_size(specs: dict[str, tuple[torch.dtype, tuple[int, ...]]], limit: int) -> list[list[str]]:
+def split_by_size(specs: dict[str, tuple[torch.dtype, tuple[int, ...]]], limit: float) -> list[list[str]]:
     """The names in order, in groups of at most `limit` bytes. A tensor larger than that has a group of its own."""
     groups: list[list[str]] = [[]]
     filled = 0

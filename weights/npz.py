@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from model.common import UserError
+from model.common import UserError, open_regular, shown
 from weights.mapping import EMBEDDING_KEY, big_vision_rules, is_stacked
 from weights.streaming import STORED_DTYPES, Comparison, Entry, require_finite
 
@@ -33,18 +33,28 @@ def read_npz(path: Path) -> dict[str, Entry]:
     """
     entries = {}
     try:
-        with zipfile.ZipFile(path) as archive:
-            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-            for key in [key for key in members if key.startswith(_TREE)] or members:
-                with archive.open(members[key]) as file:
-                    shape, dtype = _read_array_header(file)
-                    start, end = file.tell(), file.tell() + dtype.itemsize * prod(shape)
-                if members[key].file_size != end:
-                    raise ValueError(f"{key} has {members[key].file_size} bytes instead of {end}")
-                entries[key.removeprefix(_TREE)] = Entry(path, _DTYPES.get(dtype.str, str(dtype)), shape, start, end)
-    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path}: no .npz that can be read ({error}): download the file again") from None
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            for key, member in _members(archive).items():
+                with archive.open(member) as array:
+                    shape, dtype = _read_array_header(array)
+                    start, end = array.tell(), array.tell() + dtype.itemsize * prod(shape)
+                if member.file_size != end:
+                    raise ValueError(f"{shown(key)} has {member.file_size} bytes instead of {end}")
+                entries[key] = Entry(path, _DTYPES.get(dtype.str, str(dtype)), shape, start, end)
+    except UserError:
+        raise
+    except Exception as error:  # a damaged archive makes zipfile and numpy raise errors of many classes
+        raise UserError(f"{path}: no .npz that can be read ({shown(str(error))}): download the file again") from None
     return entries
+
+
+def _members(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    """The arrays of the weights by key, without "params/" and ".npy". Raises ValueError if a name occurs twice."""
+    members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+    if len(members) < len(archive.infolist()):
+        raise ValueError("a name occurs twice")
+    weights = {key.removeprefix(_TREE): info for key, info in members.items() if key.startswith(_TREE)}
+    return weights or members
 
 
 def _read_array_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
@@ -96,20 +106,20 @@ def stream_npz_into(
     rules = big_vision_rules(wanted)
     path = next(iter(entries.values())).path
     try:
-        with zipfile.ZipFile(path) as archive:
-            members = {info.filename.removesuffix(".npy").removeprefix(_TREE): info for info in archive.infolist()}
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            members = _members(archive)
             for key in name_map:
-                with archive.open(members[key]) as file:
-                    file.read(entries[key].start)
+                with archive.open(members[key]) as array:
+                    array.read(entries[key].start)
                     if key == EMBEDDING_KEY:
-                        _fill_embedding(filled[name_map[key]], file, key, entries[key])
+                        _fill_embedding(filled[name_map[key]], array, key, entries[key])
                         continue
                     shape = entries[key].shape[is_stacked(key) :]
                     for layer in rules[key]:
-                        array = _read_array(file, entries[key].dtype, shape)
+                        stored = _read_array(array, entries[key].dtype, shape)
                         for name, rule in layer.items():
-                            filled[name].copy_(rule(array))
-                            require_finite(f"{path}: {key}", filled[name], array)
+                            filled[name].copy_(rule(stored))
+                            require_finite(f"{path}: {key}", filled[name], stored)
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{path}: damaged ({error}): download the file again") from None
     model.load_state_dict(filled, assign=True)

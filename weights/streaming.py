@@ -10,6 +10,7 @@ of the process, so casting a whole 12 GB file to bf16 would hold both copies.
 import json
 import math
 import mmap
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from model.common import UserError, write_text
+from model.common import UserError, file_errors, open_regular, parse_json, quoted, read_json, shown, write_text
 
 # what a checkpoint of weights may hold; quantised and integer tensors are refused by name
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -28,6 +29,8 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 CHUNK_BYTES = 16 << 20
 READERS = 2  # one converts while the other waits for the disk
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_FILES, _MAX_AXES = 10_000, 8  # of an index, of a tensor
+_MAX_PROBLEMS = 8  # that one error lists
 
 
 @dataclass(frozen=True)
@@ -48,26 +51,24 @@ def read_header(path: Path) -> dict[str, Entry]:
     byte ranges that overlap, leave gaps, or disagree with dtype and shape.
     """
     remedy = "download or save the file again"
+    with file_errors(path), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            raise UserError(f"{path}: truncated, or no safetensors file: {remedy}")
+        header = parse_json(file.read(length), f"{path}: damaged header", unique_keys=True)
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-                raise UserError(f"{path}: truncated, or no safetensors file: {remedy}")
-            raw = file.read(length)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}): {remedy}") from None
-    try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_duplicates)
         header.pop("__metadata__", None)
         entries = {name: _entry(path, 8 + length, **fields) for name, fields in header.items()}
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: damaged header ({error}): {remedy}") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: damaged header ({shown(str(error))}): {remedy}") from None
 
     position = 8 + length
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != position:
-            raise UserError(f"{path}: damaged header ({name!r} overlaps another tensor or leaves a gap): {remedy}")
+            raise UserError(
+                f"{path}: damaged header ({quoted(name)} overlaps another tensor or leaves a gap): {remedy}"
+            )
         position = entry.end
     if size < position:
         raise UserError(f"{path}: truncated, {position - size:,} of {position:,} bytes are missing: {remedy}")
@@ -92,14 +93,18 @@ def find_tensors(folder: Path) -> tuple[dict[str, Entry], set[str], list[str]]:
             return {}, set(), [str(error)]
 
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)["weight_map"]
-        if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError("weight_map must give a file name for each tensor")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return {}, set(), [f"{index}: no index of weight files ({error!r}): download the file again"]
+        weight_map = read_json(index, unique_keys=True).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise UserError(f"{index}: weight_map must give a file name for each tensor: download the file again")
+        promises: dict[str, set[str]] = {}
+        for name, file in weight_map.items():
+            promises.setdefault(file, set()).add(name)
+        if not 1 <= len(promises) <= _MAX_FILES:
+            raise UserError(f"{index}: names {len(promises)} files, expected 1 to {_MAX_FILES}: download it again")
+    except UserError as error:
+        return {}, set(), [str(error)]
     entries, unreadable, problems = {}, set(), []
-    for file in sorted(set(weight_map.values())):
-        promised = {name for name, place in weight_map.items() if place == file}
+    for file, promised in sorted(promises.items()):
         try:
             held = read_header(_inside(folder, file, index))
         except UserError as error:
@@ -111,7 +116,8 @@ def find_tensors(folder: Path) -> tuple[dict[str, Entry], set[str], list[str]]:
             (held.keys() - promised, f"holds what {index.name} does not place there"),
         ):
             if names:
-                problems.append(f"{folder / file}: {what} ({shorten(names)}): download the index and the files again")
+                where = folder / shown(file)
+                problems.append(f"{where}: {what} ({shorten(names)}): download the index and the files again")
         unreadable |= promised - held.keys()
         entries |= {name: entry for name, entry in held.items() if name in promised}
     return entries, unreadable, problems
@@ -127,7 +133,8 @@ def _inside(folder: Path, file: str, index: Path) -> Path:
     except (OSError, RuntimeError, ValueError):  # a loop of links, a zero byte
         homes = []
     if "\\" in file or not any(target.is_relative_to(home) for home in homes):
-        raise UserError(f"{index}: names {file!r}, a file outside its folder: take the checkpoint from its publisher")
+        problem = f"names {quoted(file)}, a file outside its folder"
+        raise UserError(f"{index}: {problem}: take the checkpoint from its publisher")
     return folder / file
 
 
@@ -143,7 +150,9 @@ class Comparison:
     def problems(self, where: Path, entries: Mapping[str, Entry]) -> list[str]:
         """What is wrong, a line each, including tensors that are not floating point."""
         remedy = "the files are incomplete or config.json is another model's: take all of them from one place"
-        strange = [f"{name} is {entry.dtype}" for name, entry in entries.items() if entry.dtype not in STORED_DTYPES]
+        strange = [
+            f"{name} is {shown(entry.dtype)}" for name, entry in entries.items() if entry.dtype not in STORED_DTYPES
+        ]
         found = (
             (self.missing, "missing", remedy),
             (self.unexpected, "unexpected", remedy),
@@ -178,7 +187,7 @@ def in_one_line(where: Path, problems: list[str]) -> str:
     """All problems of a checkpoint as the text of one UserError."""
     if len(problems) == 1:
         return problems[0]
-    numbered = "; ".join(f"({number}) {problem}" for number, problem in enumerate(problems, 1))
+    numbered = "; ".join(f"({number}) {problem}" for number, problem in enumerate(problems[:_MAX_PROBLEMS], 1))
     return f"{where}: {len(problems)} problems: {numbered}"
 
 
@@ -186,23 +195,21 @@ def shorten(names: Iterable[str], limit: int = 4) -> str:
     """The first few of many names, and how many more."""
     names = sorted(names)
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest
+    return ", ".join(shown(name) for name in names[:limit]) + rest
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _entry(path: Path, base: int, *, dtype: str, shape: list[int], data_offsets: list[int]) -> Entry:
     start, end = data_offsets
-    if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in (*shape, start, end)):
-        raise ValueError(f"impossible dtype, shape or byte range {dtype!r}, {shape}, {data_offsets}")
+    if not isinstance(dtype, str) or len(shape) > _MAX_AXES or not all(_is_size(n) for n in (*shape, start, end)):
+        given = ", ".join(map(quoted, (dtype, shape, data_offsets)))
+        raise ValueError(f"impossible dtype, shape or byte range {given}")
     if start > end or dtype in STORED_DTYPES and end - start != prod(shape) * STORED_DTYPES[dtype].itemsize:
         raise ValueError(f"{end - start} bytes for {dtype} of shape {shape}")
     return Entry(path, dtype, tuple(shape), base + start, base + end)
-
-
-def _without_duplicates(pairs: list[tuple]) -> dict:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        raise ValueError("a name occurs twice")
-    return result
 
 
 def stream_into(
@@ -295,7 +302,9 @@ def _view(entry: Entry, start: int, end: int) -> torch.Tensor:
         return torch.empty(0, dtype=dtype)
     begin, length = entry.start + start * dtype.itemsize, (end - start) * dtype.itemsize
     margin = begin % mmap.ALLOCATIONGRANULARITY  # maps begin at whole pages
-    with entry.path.open("rb") as file:
+    with file_errors(entry.path), open_regular(entry.path) as file:
+        if os.fstat(file.fileno()).st_size < entry.end:
+            raise UserError(f"{entry.path}: has become shorter while it was read: load it again")
         pages = mmap.mmap(file.fileno(), margin + length, access=mmap.ACCESS_COPY, offset=begin - margin)
     raw = torch.frombuffer(pages, dtype=torch.uint8, count=length, offset=margin)
     aligned = raw if begin % dtype.itemsize == 0 else raw.clone()

@@ -1,6 +1,8 @@
 """Checkpoints: every published form loads bit for bit, leaves as it came, and is refused in one line when damaged."""
 
+import errno
 import json
+import os
 import pickle
 import re
 import shutil
@@ -29,13 +31,14 @@ from model.config import PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
 from model.device import DTYPES
 from model.differential import graft
 from model.paligemma import PaliGemma, initialize
+from model.processor import Processor
 from model.system_configs import MambaConfig
 from tests.peak_memory import load_peak
 from tests.reference import batch, hf_forward, hf_model, relative_error
 from train.benchmark.timing import in_own_process
 from weights.checkpoint import empty_model, examine
 from weights.export import export_model
-from weights.load import load_mamba, load_model
+from weights.load import load_mamba, load_model, load_siglip
 from weights.mapping import DIALECTS
 from weights.npz import read_npz
 from weights.streaming import CHUNK_BYTES, INDEX_FILE, SINGLE_FILE, STORED_DTYPES, read_header, write_checkpoint
@@ -490,6 +493,20 @@ def point_index_to(folder: Path, target: str) -> None:
     (folder / INDEX_FILE).write_text(json.dumps(index))
 
 
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def many_files(folder: Path) -> None:
+    """An index that names far more files than a checkpoint has."""
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {f"t{i}": f"{i}.safetensors" for i in range(20000)}}))
+
+
+def raw_header(folder: Path, text: bytes) -> None:
+    (folder / SINGLE_FILE).write_bytes(struct.pack("<Q", len(text)) + text)
+
+
 Q0 = "language_model.model.layers.0.self_attn.q_proj.weight"
 SHARD1, SHARD2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -583,7 +600,7 @@ BAD_SINGLE = {
         "damaged header.*F32 of shape",
     ),
     "negative size": (lambda f: edit_header(f / SINGLE_FILE, lambda h: h[Q0].update(shape=[-64, -72])), "impossible"),
-    "name twice": (name_twice, "damaged header .a name occurs twice"),
+    "name twice": (name_twice, "damaged header: .*stands there twice"),
     "overlap": (lambda f: edit_header(f / SINGLE_FILE, overlapping), "overlaps another tensor or leaves a gap"),
     "no tensors": (lambda f: save_file({}, f / SINGLE_FILE), "holds no tensors"),
     "integers": (retyped, f"tensors not in F64, F32, F16, BF16, 1: {Q0} is I8: quantised"),
@@ -611,13 +628,44 @@ BAD_SINGLE = {
     "pickle": (pickled_only, "pytorch_model.bin can run any code when opened.*save_pretrained"),
     "nothing": (no_tensors, f"holds neither {SINGLE_FILE} nor {INDEX_FILE} nor an .npz"),
     "adapter": (adapter_only, "holds an adapter"),
+    "many axes": (
+        lambda f: edit_header(f / SINGLE_FILE, lambda h: h[Q0].update(shape=[10**18] * 10**5)),
+        "damaged header .impossible",
+    ),
+    "huge size": (lambda f: edit_header(f / SINGLE_FILE, lambda h: h[Q0].update(shape=[10**30])), "impossible"),
+    "deep header": (lambda f: raw_header(f, b"[" * 10**5), "damaged header: .*nested too deeply"),
+    "long integer": (lambda f: raw_header(f, b'{"a": ' + b"9" * 10**5 + b"}"), "damaged header"),
+    "pipe": (lambda f: pipe(f / SINGLE_FILE), f"{SINGLE_FILE}: is a pipe"),
+    "pipe as config": (lambda f: pipe(f / "config.json"), "config.json: is a pipe"),
+    "device": (
+        lambda f: ((f / SINGLE_FILE).unlink(), (f / SINGLE_FILE).symlink_to("/dev/zero")),
+        "is a pipe, socket or",
+    ),
+    "folder": (lambda f: ((f / SINGLE_FILE).unlink(), (f / SINGLE_FILE).mkdir()), f"{SINGLE_FILE}: is a folder"),
+    "escape codes": (
+        lambda f: save_file(load_file(f / SINGLE_FILE) | {"a\x1b[2J\n": torch.zeros(1)}, f / SINGLE_FILE),
+        r"unexpected, 1: a\\x1b\[2J\\n: the files",
+    ),
     "both forms": (lambda f: (f / INDEX_FILE).write_text("{}"), "holds both"),
 }
 BAD_SHARDS = {
-    "missing shard": (lambda f: (f / SHARD2).unlink(), f"{SHARD2}: cannot be read .No such file"),
-    "index without map": (lambda f: (f / INDEX_FILE).write_text("{}"), "no index of weight files"),
-    "index is no JSON": (lambda f: (f / INDEX_FILE).write_text("<html>"), "no index of weight files"),
-    "index of numbers": (lambda f: (f / INDEX_FILE).write_text('{"weight_map": {"a": 1}}'), "no index of weight files"),
+    "missing file": (lambda f: (f / SHARD2).unlink(), f"{SHARD2}: not found"),
+    "index without map": (lambda f: (f / INDEX_FILE).write_text("{}"), "weight_map must give a file name"),
+    "index is no JSON": (lambda f: (f / INDEX_FILE).write_text("<html>"), "not valid JSON"),
+    "index of numbers": (lambda f: (f / INDEX_FILE).write_text('{"weight_map": {"a": 1}}'), "must give a file name"),
+    "index of nothing": (lambda f: (f / INDEX_FILE).write_text('{"weight_map": {}}'), "names 0 files"),
+    "index of a list": (lambda f: (f / INDEX_FILE).write_text("[]"), "expected an object"),
+    "deep index": (lambda f: (f / INDEX_FILE).write_text("[" * 10**5), "nested too deeply"),
+    "huge index": (lambda f: many_files(f), "names 20000 files, expected 1 to 10000"),
+    "name twice in the index": (
+        lambda f: (f / INDEX_FILE).write_text('{"weight_map": {"a": "b", "a": "c"}}'),
+        "stands there twice",
+    ),
+    "pipe as a file": (lambda f: pipe(f / SHARD1), f"{SHARD1}: is a pipe"),
+    "pipe as the index": (lambda f: pipe(f / INDEX_FILE), "is a pipe"),
+    "folder as a file": (lambda f: ((f / SHARD1).unlink(), (f / SHARD1).mkdir()), f"{SHARD1}: is a folder"),
+    "long name": (lambda f: point_index_to(f, "x" * 5000), "x: the name is too long|a file outside its folder"),
+    "escape codes in the index": (lambda f: point_index_to(f, "\x1b[2Ja\n.safetensors"), "x1b.*not found"),
     "absolute path": (lambda f: point_index_to(f, "/etc/passwd"), "names '/etc/passwd', a file outside its folder"),
     "parent folder": (lambda f: point_index_to(f, "../x.safetensors"), "'../x.safetensors', a file outside"),
     "zero byte": (lambda f: point_index_to(f, "a\0b"), "a file outside its folder"),
@@ -767,6 +815,49 @@ def test_arrays_belong_to_a_paligemma(hf1, tmp_path):
         load_mamba(tmp_path)
     with pytest.raises(UserError, match="model_type is 'mamba'"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("a\0b", "not a path that can be opened"),
+        ("x" * 5000, "not a path that can be opened .*too long"),
+        ("~nobody-has-this-name/x", "not a path that can be opened"),
+        ("\x1b[2J", "no such folder"),
+        ("", "holds neither"),
+    ],
+)
+def test_sources_that_are_no_paths(source, message, tmp_path, monkeypatch):
+    """Breaks when a typing error in a path ends in a traceback."""
+    monkeypatch.chdir(tmp_path)
+    for read in (load_model, load_mamba, load_siglip, examine, Processor.from_source):
+        with pytest.raises(UserError) as caught:
+            read(source)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(SystemExit), pytest.MonkeyPatch.context():
+        run_command(lambda: load_model(source))
+    with pytest.raises(UserError, match=message):
+        load_model(source)
+
+
+@pytest.mark.parametrize("size", [float("nan"), float("inf"), -1.0, 0.0])
+def test_sizes_that_are_none(hf1, size, tmp_path):
+    """Breaks when a size of files that is no number ends in a traceback, or in an empty file."""
+    model = load_model(save(tmp_path / "in", hf1, tensors_of(hf1)))
+    with pytest.raises(UserError, match="max_shard_gb is"):
+        export_model(model, tmp_path / "out", max_shard_gb=size)
+    export_model(model, tmp_path / "out", max_shard_gb=1e300)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300, "file/x"])
+def test_folders_that_cannot_be_made(hf1, name, tmp_path):
+    """Breaks when an export to an impossible place ends in a traceback, or leaves a part of it."""
+    model = load_model(save(tmp_path / "in", hf1, tensors_of(hf1)))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError) as caught:
+        export_model(model, tmp_path / name)
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "in"]
 
 
 def test_damaged_archives(hf1, tmp_path):
@@ -920,8 +1011,10 @@ def test_a_silu_model_is_exported_as_one(hf1, tmp_path):
     assert_same_logits(load_model(tmp_path / "out"), theirs)
 
 
-@pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError])
-def test_an_interrupted_export_leaves_nothing(hf1, failure, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("failure", "raised"), [(KeyboardInterrupt(), KeyboardInterrupt), (OSError(errno.ENOSPC, "No space"), UserError)]
+)
+def test_an_interrupted_export_leaves_nothing(hf1, failure, raised, tmp_path, monkeypatch):
     """Breaks when half a checkpoint can be mistaken for a complete one."""
     model = load_model(save(tmp_path / "in", hf1, tensors_of(hf1)))
     write = weights.export.write_text
@@ -931,7 +1024,7 @@ def test_an_interrupted_export_leaves_nothing(hf1, failure, tmp_path, monkeypatc
         raise failure
 
     monkeypatch.setattr(weights.export, "write_text", fail)  # config.json comes after the tensors
-    with pytest.raises(failure):
+    with pytest.raises(raised):
         export_model(model, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
