@@ -83,7 +83,7 @@ def graft(
     be learned, and for a tower that is grafted already. The model is then unchanged.
     """
     record = _checked(kind, where, feed_forward, seed, options)
-    attentions = _plain_attentions(model, where)
+    attentions = _plain_attentions(model, where, KINDS[kind].read_twice)
     before = {name for name, _ in model.named_parameters()}
     device = model.language_model.embed_tokens.weight.device
     new: list[tuple[nn.Module, str, nn.Module]] = []
@@ -125,8 +125,11 @@ def _checked(kind: str, where: str, feed_forward: str, seed: int, options: dict)
     return Graft(kind, where, feed_forward, seed, defaults | options)
 
 
-def _plain_attentions(model: nn.Module, where: str) -> dict[str, Attention]:
-    """The attention of each layer of a place, by the layer's path. Raises UserError unless all are plain."""
+def _plain_attentions(model: nn.Module, where: str, read_twice: tuple[str, ...]) -> dict[str, Attention]:
+    """The attention of each layer of a place, by the layer's path.
+
+    Raises UserError unless all are plain, and for merged LoRA on a projection that two branches are to read.
+    """
     attentions = {}
     for tower in TOWERS[where]:
         for index, layer in model.get_submodule(tower).named_children():
@@ -135,6 +138,9 @@ def _plain_attentions(model: nn.Module, where: str) -> dict[str, Attention]:
                 raise UserError(f"{path} has {attention.kind!r} attention already: graft a freshly loaded model")
             if type(attention) is not Attention:
                 raise UserError(f"{path} is {type(attention).__name__}: a graft replaces plain attention alone")
+            for name in read_twice:
+                if getattr(attention.get_submodule(name), "merged", False):
+                    raise UserError(f"{path}.self_attn.{name}: its LoRA is merged: unmerge it before this graft")
             attentions[path] = attention
     return attentions
 

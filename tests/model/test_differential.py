@@ -632,6 +632,24 @@ def test_grafting_after_lora_is_the_same():
     assert torch.equal(models[0](**batch()), models[1](**batch()))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_grafting_on_merged_lora(kind):
+    """Breaks when a second branch is grafted onto a weight that holds the first one's update, which is added again."""
+    model = tiny()
+    adapter.inject(model, TARGETS, 2, 4.0)
+    stir(model, {name for name, _ in model.named_parameters() if "lora_B" not in name})
+    logits = model(**batch())
+    adapter.merge(model)
+    if KINDS[kind].read_twice:
+        with pytest.raises(UserError, match="layers.0.self_attn.q_proj: .* merged"):
+            graft(model, kind)
+        assert not model.grafts and type(model.language_model.layers[0].self_attn) is Attention
+        adapter.unmerge(model)
+    graft(model, kind)  # and its branches differ by the first one's LoRA
+    if kind in EXACT and not KINDS[kind].read_twice:
+        assert relative(model(**batch()), logits) < 2e-6
+
+
 def test_the_branches_of_twin_part_by_themselves():
     """Breaks when the branches get equal gradients, so that they would stay equal, or when μ never wakes up."""
     module = KINDS["twin"](plain_attention(), 1, r=3)
