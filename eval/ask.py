@@ -9,16 +9,17 @@ Out: the answer to every prompt for every picture; for detections, boxes in the 
 """
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from eval import figures
-from eval.command import command_parser
+from eval.command import command_parser, positive, whole
 from eval.datasets import fill_prompt
-from eval.session import add_model_flags, open_model, stored_prompt
-from model.common import UserError, run_command
+from eval.session import add_model_flags, check_figure, open_model, stored_prompt
+from model.common import UserError, quoted, run_command, shown
 from model.generate import NonFiniteError, generate
 from model.images import load_image
 from model.processor import parse_boxes
@@ -32,14 +33,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--question", nargs="+", default=[], metavar="TEXT", help="questions, put into the prompt of the run's training"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, help="nucleus to sample from (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
+    parser.add_argument("--seed", type=whole(0, 2**63 - 1), default=0, help="of sampling (default: %(default)s)")
     parser.add_argument("--draw", type=Path, metavar="OUT.png", help="draw the boxes of all answers on their pictures")
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     args = parser.parse_args(argv)
     # bad input is reported before a large model is read
+    if not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1:
+        raise UserError(f"--temperature {args.temperature}, --top-p {args.top_p}: expected at least 0, and in (0, 1]")
+    check_figure(args.draw)
     images = {name: load_image(name) for name in args.image}
     if not all(text.strip() for text in args.prompt + args.question) or not args.prompt + args.question:
         raise UserError(
@@ -62,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     except NonFiniteError as error:
         name, prompt = asked[error.rows[0]]
-        raise NonFiniteError(error.rows, f"{name}, {prompt!r}") from None
+        raise NonFiniteError(error.rows, f"{shown(name)}, {quoted(prompt)}") from None
     answers = []
     for (name, prompt), row in zip(asked, rows, strict=True):
         text = processor.decode(row)
@@ -76,10 +80,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(answers, ensure_ascii=False, indent=1))
         return
     for answer in answers:
-        print(f"{answer['image']} | {answer['prompt']} | {answer['answer']}")
+        print(" | ".join(shown(answer[name], 10_000) for name in ("image", "prompt", "answer")))
         for found in answer["boxes"]:
             left, top, right, bottom = found["box"]
-            print(f"    {found['label']}: x {left} to {right}, y {top} to {bottom} pixels")
+            print(f"    {shown(found['label'])}: x {left} to {right}, y {top} to {bottom} pixels")
     if args.draw:
         print(f"{args.draw}: {sum(len(answer['boxes']) for answer in answers)} boxes")
 

@@ -24,9 +24,9 @@ from PIL import Image
 
 from eval import figures
 from eval.command import Report, add_json_flag, command_parser, print_report
-from eval.session import add_model_flags, model_of, open_model
+from eval.session import add_model_flags, check_out, model_of, open_model
 from model.attention import Attention, attention_modules, tapped
-from model.common import UserError, run_command
+from model.common import UserError, quoted, run_command
 from model.generate import NonFiniteError, check_finite, generate
 from model.images import load_image
 from model.paligemma import PaliGemma
@@ -108,9 +108,9 @@ def answer(
     batch = processor([image], [prompt]).to(next(model.parameters()).device)
     inputs = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
     try:
-        new = generate(model, *inputs, max(32, token + 1))[0]
+        new = generate(model, *inputs, max(32, min(token + 1, processor.max_length or token + 1)))[0]
     except NonFiniteError as error:
-        raise NonFiniteError(error.rows, repr(prompt)) from None
+        raise NonFiniteError(error.rows, quoted(prompt)) from None
     if not 0 <= token < len(new):
         raise UserError(f"--token {token}: the answer {processor.decode(new)!r} has tokens 0 to {len(new) - 1}")
     before = new[:token]  # the position before a token decides it: it is the last query
@@ -149,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.attention", __doc__)
     add_flags(parser)
     args = parser.parse_args(argv)
+    check_out(args.out)
     image = load_image(args.image)
     source, run, _ = model_of(args)
     model, processor, title = open_model(args)
@@ -157,12 +158,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not all(1 <= layer <= depth for layer in layers):
         raise UserError(f"--layers {' '.join(map(str, layers))}: expected numbers from 1 to {depth}")
     new, inputs = answer(model, processor, image, args.prompt, args.token)
-    maps = list(zip(*look(model, repr(args.prompt), **inputs), strict=True))  # one or two, each with a Look per layer
+    maps = list(zip(*look(model, quoted(args.prompt), **inputs), strict=True))  # one or two, each with a Look per layer
     columns = dict(zip(("A1", "A2") if len(maps) == 2 else (title,), maps, strict=True))
     if run is not None:
         weight = model.language_model.embed_tokens.weight
         del model
-        plain = look(load_model(source, dtype=weight.dtype, device=weight.device), repr(args.prompt), **inputs)
+        plain = look(load_model(source, dtype=weight.dtype, device=weight.device), quoted(args.prompt), **inputs)
         columns = {"plain": [map_ for (map_,) in plain]} | columns
 
     is_picture = (inputs["input_ids"][0] == processor.config.image_token_id).cpu()

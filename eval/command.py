@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from eval.datasets import PROMPT, check_prompt, fill_prompt
+from model.common import quoted, shown
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,21 @@ class Command:
         run(self, parser.parse_args(argv))
 
 
+def whole(low: int, high: int = 10**9) -> Callable[[str], int]:
+    """The type of a flag that takes a whole number in this range, for argparse."""
+
+    def read(text: str) -> int:
+        if len(text) > 20 or not text.lstrip("-").isdecimal() or not low <= int(text) <= high:
+            most = "on" if high == 10**9 else f"to {high}"
+            raise argparse.ArgumentTypeError(f"{quoted(text)}, expected a whole number from {low} {most}")
+        return int(text)
+
+    return read
+
+
+positive = whole(1)
+
+
 def command_parser(name: str, doc: str) -> argparse.ArgumentParser:
     """The parser of `python -m name`, with the module's docstring as its help."""
     return argparse.ArgumentParser(
@@ -99,7 +115,7 @@ def add_prompt_flag(parser: argparse.ArgumentParser) -> None:
 
 def print_report(report: Report, as_json: bool) -> None:
     for line in [json.dumps(report.values)] if as_json else report.lines:
-        print(line)
+        print(line if as_json else shown(line, 10_000))  # names from files may hold control characters
 
 
 def make_asks(questions: Iterable[tuple[int | str, str, str]], pictures: Mapping, template: str) -> list[Ask]:

@@ -112,8 +112,8 @@ def inside(folder: str | Path, name: str, allow_outside: bool = False) -> Path:
     path = Path(folder, name)
     with file_errors(path):
         is_link = path.is_symlink() or path.name in ("", ".", "..")
-        real = os.path.realpath(path) if is_link else os.path.join(_real_folder(path.parent), path.name)
-        root = _real_folder(Path(folder))
+        real = os.path.realpath(path) if is_link else os.path.join(_real_folder(path.parent.absolute()), path.name)
+        root = _real_folder(Path(folder).absolute())
     if not allow_outside and os.path.commonpath((root, real)) != root:
         raise UserError(
             f"{quoted(name)} is outside of {shown(folder)}: give the folder of the pictures (--images DIR), or "
@@ -255,18 +255,29 @@ def read_annotations(path: str | Path) -> list[Annotation]:
 def read_layout(path: str | Path) -> tuple[str, list[Annotation]]:
     """The scoring that belongs to the layout of the file (official, textvqa, vizwiz or gqa), and its annotations.
 
-    A file with one answer per question can only be scored by exact match, as GQA is. Raises UserError.
+    A file with one answer per question can only be scored by exact match, as GQA is; one whose answers have no ids only
+    by position, as TextVQA is. Raises UserError.
     """
-    layout, records = _vqa_records(read_json(path, object), "annotations", path)
+    value = read_json(path, object)
+    one_file = isinstance(value, dict) and "annotations" not in value and _holds_answers(value.get("questions"))
+    layout, records = _vqa_records(value, "questions" if one_file else "annotations", path)
     annotations = [_annotation(record, where) for where, record in records]
     check_unique((a.question_id for a in annotations), path)
-    return "gqa" if all(len(a.answers) == 1 for a in annotations) else layout, annotations
+    if all(len(a.answers) == 1 for a in annotations):
+        layout = "gqa"
+    elif layout == "official" and not any("answer_id" in answer for a in annotations for answer in a.answers):
+        layout = "textvqa"
+    return layout, annotations
 
 
 def holds_answers(path: str | Path) -> bool:
     """Whether a file of questions has their answers too, as GQA's, TextVQA's and VizWiz's. Raises UserError."""
-    records = _vqa_records(read_json(path, object), "questions", path)[1]
-    return any("answers" in record or "answer" in record for _, record in records)
+    return _holds_answers([record for _, record in _vqa_records(read_json(path, object), "questions", path)[1]])
+
+
+def _holds_answers(records) -> bool:
+    records = records if isinstance(records, list) else []
+    return any("answers" in record or "answer" in record for record in records if isinstance(record, dict))
 
 
 def _vqa_records(value, key: str, path: str | Path) -> tuple[str, list[tuple[str, dict]]]:

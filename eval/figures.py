@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from model.common import UserError, atomic_path
+from model.common import UserError, atomic_path, shown
 
 DENSITY, SMOOTH = 2, 2
 
@@ -29,10 +29,15 @@ Color = tuple[int, int, int]
 Point = tuple[float, float]
 
 
-def save(figure: Image.Image, path: str | Path) -> None:
-    """Write `figure` to `path`, atomically. Raises UserError for a file name without an image suffix."""
+def check_name(path: str | Path) -> None:
+    """Raise UserError for a file name without an image suffix."""
     if Path(path).suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
-        raise UserError(f"{path}: a figure's name must end in .png, .jpg or .webp")
+        raise UserError(f"{shown(path)}: a figure's name must end in .png, .jpg or .webp")
+
+
+def save(figure: Image.Image, path: str | Path) -> None:
+    """Write `figure` to `path`, atomically. Raises UserError."""
+    check_name(path)
     with atomic_path(path) as temporary:
         figure.save(temporary)
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from PIL import Image
 
 from eval import scenes
-from eval.command import Ask, Command, Report, ask_model
+from eval.command import Ask, Command, Report, ask_model, whole
 from eval.datasets import ABSENT, NeedleTest, inside, read_captions, read_needle_tests
 from eval.figures import contact_sheet, draw_boxes, heatmap, heatmaps, save
 from eval.haystacks import FIRST_ABSENT_ID, build_haystack, check_haystacks, choose, draw_tests
@@ -374,7 +374,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=list(scenes.NEEDLES),
         help="embedded tests, sub-images a side and objects in each: n2o1 is 2 by 2 with one (default: all)",
     )
-    parser.add_argument("--needles", type=int, default=1, metavar="K", help="needles a test (default: %(default)s)")
+    parser.add_argument(
+        "--needles", type=whole(1, 16), default=1, metavar="K", help="needles a test (default: %(default)s)"
+    )
     parser.add_argument(
         "--negatives",
         action=argparse.BooleanOptionalAction,
@@ -392,15 +394,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--pictures",
-        type=int,
+        type=whole(1, 100),
         default=1,
         metavar="M",
         help="with --coco: stitched pictures a test (default: %(default)s)",
     )
     parser.add_argument(
-        "--side", type=int, default=2, metavar="N", help="with --coco: sub-images a side (default: %(default)s)"
+        "--side",
+        type=whole(1, 64),
+        default=2,
+        metavar="N",
+        help="with --coco: sub-images a side (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=42, help="of drawn tests, with --coco (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=whole(0, 2**63 - 1), default=42, help="of drawn tests, with --coco (default: %(default)s)"
+    )
 
 
 def add_score_flags(parser: argparse.ArgumentParser) -> None:

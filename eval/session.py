@@ -5,17 +5,22 @@ and the files of a benchmark. `eval/run.py` asks the questions.
 """
 
 import argparse
+import errno
 import json
+import os
+import stat
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.command import Command, Report, add_json_flag, print_report
+from eval import figures
+from eval.command import Command, Report, add_json_flag, positive, print_report, whole
 from eval.datasets import PROMPT, TEXT, check_prompt
 from eval.run import ask_all, compare_speed
 from lora import adapter
-from model.common import UserError, read_field, read_json, shown, write_text
+from model.common import UserError, file_errors, read_field, read_json, shown, write_text
 from model.device import DTYPES, choose_device, choose_dtype
 from model.generate import CompiledStep
 from model.paligemma import PaliGemma
@@ -24,11 +29,39 @@ from model.source import EMBEDDED
 from weights.load import load_model
 
 
-def positive(text: str) -> int:
-    """The value of a flag that takes a whole number from 1 on, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected a whole number from 1 on")
-    return int(text)
+def check_out(path: Path | None) -> None:
+    """Raise UserError if nothing can be written to the folder `path`; before a large model is read, not after it."""
+    if path is None:
+        return
+    with file_errors(path):
+        if path.is_symlink() and not path.exists():
+            raise FileExistsError(errno.EEXIST, "is a link to nothing", str(path))
+        existing = path.absolute()
+        while not (mode := _mode(existing)):
+            existing = existing.parent
+        if not stat.S_ISDIR(mode):
+            raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(existing))
+        for part in path.absolute().relative_to(existing).parts:
+            _mode(existing / part)  # raises OSError for a name that is too long
+        tempfile.TemporaryDirectory(dir=existing, prefix=".check-").cleanup()
+
+
+def _mode(path: Path) -> int | None:
+    """The mode of a file or folder; None if it is not there."""
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def check_figure(path: Path | None) -> None:
+    """Raise UserError if no figure can be written to the file `path`, as `check_out`."""
+    if path is not None:
+        figures.check_name(path)
+        check_out(path.parent)
+        with file_errors(path):
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +79,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda if there is one)")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the weights (default: bf16 on CUDA, else fp32)")
+    parser.add_argument(
+        "--max-length",
+        type=positive,
+        default=8192,
+        metavar="N",
+        help="limit of a prompt's tokens, its pictures' included, and of an answer's (default: %(default)s)",
+    )
 
 
 def add_answer_flags(parser: argparse.ArgumentParser, limit: str, default: int | None, max_new_tokens: int) -> None:
@@ -88,7 +128,7 @@ def add_answer_flags(parser: argparse.ArgumentParser, limit: str, default: int |
     )
     parser.add_argument(
         "--one-by-one",
-        type=int,
+        type=whole(0),
         default=0,
         metavar="N",
         help="also ask the first N questions one at a time, and print by how much that is slower and whether the "
@@ -131,21 +171,32 @@ def stored_prompt(args: argparse.Namespace) -> str:
 
 def open_model(args: argparse.Namespace) -> tuple[PaliGemma, Processor, str]:
     """The model that the flags name, its processor, and a title for tables and figures. Raises UserError."""
+    new_tokens = getattr(args, "max_new_tokens", 1)
+    if new_tokens > args.max_length:
+        raise UserError(f"--max-new-tokens {new_tokens} is more than --max-length {args.max_length}: lower or raise it")
     source, run, title = model_of(args)
     device = choose_device(args.device)
     model = load_model(source, dtype=choose_dtype(args.dtype, device), device=device)
     if run is not None:
         adapter.load(model, run)
-    return model.eval(), Processor.from_source(source), title
+    return model.eval(), Processor.from_source(source, max_length=args.max_length), title
 
 
 def last_run(folder: Path = Path("runs")) -> str | None:
-    """The newest finished run on the embedded base, if there is one."""
+    """The newest finished run on the embedded base, if there is one. Broken folders are named on stderr and skipped."""
     finished = []
     for summary in folder.glob("*/summary.json"):
-        config = summary.with_name("config.json")
-        if config.exists() and json.loads(config.read_text()).get("base") == EMBEDDED:
-            finished.append((summary.stat().st_mtime, str(summary.parent)))
+        run = summary.parent
+        try:
+            with file_errors(summary):
+                config = run / "config.json"
+                if not config.exists() or read_json(config).get("base") != EMBEDDED:
+                    continue
+                if not (run / "model").is_dir():
+                    adapter.base_of(run)
+                finished.append((summary.stat().st_mtime, str(run)))
+        except UserError as error:
+            print(f"skipped {shown(run)}: {error}", file=sys.stderr)
     return max(finished)[1] if finished else None
 
 
@@ -177,7 +228,7 @@ class Session:
             file=sys.stderr,
         )
         for reason, count in Counter(self.left_out.values()).most_common(5):
-            print(f"  {reason} ({count} questions)", file=sys.stderr)
+            print(f"  {shown(reason, 500)} ({count} questions)", file=sys.stderr)
 
 
 def open_session(args: argparse.Namespace, command: str) -> Session:
@@ -201,6 +252,7 @@ def run(command: Command, args: argparse.Namespace) -> None:
     """Ask a model all questions of a benchmark, print the report and write its files. Raises UserError."""
     if getattr(args, "prompt", "") is None:
         args.prompt = stored_prompt(args)
+    check_out(args.out)
     data, sets = command.load(args)  # bad input is reported before a large model is read
     session = open_session(args, command.name)
     answers = {}

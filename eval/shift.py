@@ -28,10 +28,10 @@ from PIL import Image
 
 from eval import figures, scenes
 from eval.attention import look
-from eval.command import Report, add_json_flag, command_parser, print_report
+from eval.command import Report, add_json_flag, command_parser, positive, print_report
 from eval.datasets import read_examples
 from eval.report import interval_text
-from eval.session import add_model_flags, open_model, positive
+from eval.session import add_model_flags, check_out, open_model
 from eval.statistics import Interval, bootstrap
 from model.common import UserError, run_command, write_text
 from model.paligemma import PaliGemma
@@ -145,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.shift", __doc__)
     add_flags(parser)
     args = parser.parse_args(argv)
+    check_out(args.out)
     if args.data == "embedded":
         examples = embedded_examples(args.limit)
     else:

@@ -27,8 +27,9 @@ import torch.nn.functional as F
 from PIL import Image
 
 from eval import figures
-from eval.command import Report, add_json_flag, command_parser, print_report
+from eval.command import Report, add_json_flag, command_parser, positive, print_report
 from eval.report import interval_text, markdown_table
+from eval.session import check_out
 from eval.statistics import bootstrap
 from eval.text.corpus import BOS, PAD, Corpus, kept_corpus
 from eval.text.tasks import SHOWN, Document, Tasks
@@ -345,12 +346,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="+", type=Path, help="run folder of train.text; seeds of both kinds in one order")
     parser.add_argument(
         "--limit",
-        type=int,
+        type=positive,
         default=100,
         metavar="N",
         help="windows, tests of a kind, questions of a number (default: %(default)s)",
     )
-    parser.add_argument("--length", type=int, metavar="N", help="longest context (default: that of the runs' training)")
+    parser.add_argument(
+        "--length", type=positive, metavar="N", help="longest context (default: that of the runs' training)"
+    )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, … (default: %(default)s)")
     parser.add_argument(
         "--out",
@@ -368,6 +371,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.limit < len(DEPTHS):
         raise UserError(f"--limit is {args.limit}, expected at least {len(DEPTHS)}: one test per depth")
+    check_out(args.out)
     runs = [open_run(folder) for folder in args.run]
     if len({run.corpus.digest for run in runs}) > 1 or len({run.length for run in runs}) > 1:
         raise UserError("the runs learned from different text or rows: measure them one by one")
