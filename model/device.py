@@ -3,9 +3,11 @@
 In: `--device` and `--dtype`. Out: a device that exists, and a dtype.
 """
 
+import re
+
 import torch
 
-from model.common import UserError
+from model.common import UserError, shown
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -14,17 +16,21 @@ def choose_device(name: str = "auto") -> torch.device:
     """The device called `name`; "auto" is CUDA if available, else the CPU. Raises UserError for an absent device."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"(cpu|cuda|mps|xpu)(:\d{1,3})?", name):
+        raise UserError(f"--device {shown(name)}: expected auto, cpu, cuda, cuda:1 and so on, mps or xpu")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
+        reason = shown(str(error).splitlines()[0])
         raise UserError(f"--device {name}: {reason}: take cpu, or a GPU that is there") from None
     return device
 
 
 def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    """The dtype called `name`; "auto" or None is bf16 on CUDA, else fp32."""
+    """The dtype called `name`; "auto" or None is bf16 on CUDA, else fp32. Raises UserError for another name."""
     if name in (None, "auto"):
         return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise UserError(f"--dtype {shown(name)}: expected auto, {', '.join(DTYPES)}")
     return DTYPES[name]

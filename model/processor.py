@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from model.common import UserError
+from model.common import UserError, quoted, shown
 from model.config import PRESETS, PaliGemmaConfig
 from model.images import Picture, load_image, to_pixels
 from model.source import EMBEDDED, local_path, resolve
@@ -25,6 +25,8 @@ from model.tokenizer import Tokenizer, load_tokenizer
 TokenRow = tuple[list[int], list[int]]  # token ids, and their types: 0 for image and prefix, 1 for the answer
 
 SLOT = "<image>"  # marks the place of a picture in a prompt
+MAX_LENGTH = 8192  # tokens of a row, what PaliGemma's decoders were trained with
+_MAX_PIECE = 256  # characters: no piece of a tokenizer is longer
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,12 @@ class Processor:
         config: PaliGemmaConfig | QMambaConfig,
         tokenizer: Tokenizer,
         *,
-        max_length: int | None = None,
+        max_length: int | None = MAX_LENGTH,
         padding_side: str = "left",
         draft: bool = False,
     ):
-        """max_length: tokens a row may have, image and answer included; a longer row is an error, it is never cut.
+        """max_length: tokens that a row may have, image and answer included; a longer row is an error, it is never cut;
+        None is no limit.
 
         padding_side: "left" as in transformers, so that the last position of every row is its newest token, or
         "right". draft: decode JPEGs at reduced size (`load_image`). Raises UserError if config and tokenizer disagree.
@@ -88,7 +91,7 @@ class Processor:
         folder, file = resolve(origin, ["config.json", "tokenizer.json"], revision), "tokenizer.json"
         config = preset or read_config(folder / "config.json")
         if isinstance(config, TextModelConfig):
-            raise UserError(f"{source}: is a language model for text alone: give a model that reads pictures")
+            raise UserError(f"{shown(source)}: is a language model for text alone: give a model that reads pictures")
         if not (folder / file).exists():
             folder, file = resolve(origin, ["tokenizer.model"], revision), "tokenizer.model"
         tokenizer = load_tokenizer(folder / file)
@@ -130,7 +133,10 @@ class Processor:
         """
         for name, text in (("prefix", prefix), ("suffix", suffix)):
             if not (isinstance(text, str) and text.strip() or name == "suffix" and text is None):
-                raise UserError(f"the {name} is {text!r}, expected a text that is not empty")
+                raise UserError(f"the {name} is {quoted(text)}, expected a text that is not empty")
+        # a bound that is known before anything is encoded or laid out
+        least = n_images * self.config.num_image_tokens + (len(prefix) + len(suffix or "")) // _MAX_PIECE
+        self._check_length(least, prefix, "at least ")
         # the newline is encoded with the prompt: a prompt that ends in one makes a single piece "\n\n" with it
         parts = (prefix + "\n").split(SLOT)
         if len(parts) == 1:
@@ -138,7 +144,7 @@ class Processor:
         elif len(parts) - 1 != n_images:
             raise UserError(
                 f"{len(parts) - 1} {SLOT} in the prefix, but {n_images} picture(s): give one for each, or "
-                f"leave {SLOT} out, which puts pictures first ({prefix[:40]!r}…)"
+                f"leave {SLOT} out, which puts pictures first ({quoted(prefix)})"
             )
         given, slot = [], [self.config.image_token_id] * self.config.num_image_tokens
         for number, part in enumerate(parts):
@@ -147,13 +153,15 @@ class Processor:
                 given.append(self.config.bos_token_id)
             given += self.encode(part)
         answer = [] if suffix is None else [*self.encode(suffix), self.config.eos_token_id]
-        length = len(given) + len(answer)
+        self._check_length(len(given) + len(answer), prefix)
+        return given + answer, [0] * len(given) + [1] * len(answer)
+
+    def _check_length(self, length: int, prefix: str, qualifier: str = "") -> None:
         if self.max_length is not None and length > self.max_length:
             raise UserError(
-                f"{length} tokens, but max_length is {self.max_length}: shorten the text or raise max_length "
-                f"({prefix[:40]!r}…)"
+                f"{qualifier}{length} tokens, but max_length is {self.max_length}: give fewer pictures, shorten the "
+                f"text or raise max_length ({quoted(prefix)})"
             )
-        return given + answer, [0] * len(given) + [1] * len(answer)
 
     def pad(self, rows: Sequence[TokenRow], pictures: Sequence[Picture] | None = None) -> Batch:
         """Rows of `layout` as one batch, with the pictures of all their image slots in order.

@@ -33,20 +33,20 @@ def resolve(source: str | Path, patterns: list[str], revision: str | None = None
     names (with * as wildcard) to download from the hub at `revision` (branch, tag or commit); an interrupted download
     is continued. The caller checks which of the files exist. Raises UserError.
     """
-    folder = local_path(source)
+    name, folder = shown(source), local_path(source)
     if folder.is_dir() or source == EMBEDDED:
         if revision is not None:
-            raise UserError(f"{source}: revision {revision!r} belongs to a hub id, but this is a folder: leave it out")
+            raise UserError(f"{name}: revision {revision!r} belongs to a hub id, but this is a folder: leave it out")
         if folder.is_dir():
             return folder
         if not BUNDLED_FOLDER.is_dir():
             raise UserError(f"{BUNDLED_FOLDER}: the bundled base is missing: clone the repository again")
         return BUNDLED_FOLDER
     if folder.exists():
-        raise UserError(f"{source}: is a file, expected a folder: give the folder that holds it ({folder.parent})")
-    if not isinstance(source, str) or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
+        raise UserError(f"{name}: is a file, expected a folder: give the folder that holds it ({shown(folder.parent)})")
+    if not isinstance(source, str) or not re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", source, re.ASCII):
         raise UserError(
-            f"{source}: no such folder: give a model folder, {EMBEDDED!r}, a preset of model/config.py, or a hub id "
+            f"{name}: no such folder: give a model folder, {EMBEDDED!r}, a preset of model/config.py, or a hub id "
             "such as google/paligemma-3b-pt-224"
         )
     return _download(source, patterns, revision)
@@ -81,4 +81,4 @@ def _download(repo_id: str, patterns: list[str], revision: str | None) -> Path:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return shown(f"{type(error).__name__}: {error}".splitlines()[0])

@@ -6,9 +6,11 @@ import os
 import socket
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from model.common import (
@@ -29,6 +31,9 @@ from model.common import (
     shown,
     write_text,
 )
+from model.device import choose_device, choose_dtype
+from model.processor import Processor
+from model.source import resolve
 
 DEEP = 100_000
 
@@ -360,3 +365,59 @@ def test_answers_that_the_terminal_cannot_show(capsys):
     """Breaks when an answer with a character that the terminal lacks ends the command."""
     run_command(lambda: print("half \ud800"))
     assert capsys.readouterr().out == "half \\ud800\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Devices and sources
+# ---------------------------------------------------------------------------------------------------------------------
+
+NO_DEVICES = [
+    "",
+    "nonsense",
+    "CPU",
+    " cpu",
+    "cpu\0",
+    "meta",
+    "hpu",
+    "privateuseone",
+    "mkldnn",
+    "cuda:-1",
+    "cuda:9999999999",
+]
+
+
+@pytest.mark.parametrize("name", [*NO_DEVICES, "cuda:998", "\x1b[2J", "x" * 10_000])
+@pytest.mark.filterwarnings("error")
+def test_devices_that_do_not_exist(name):
+    """Breaks when a device's name ends in a traceback, pages of text, or a model without numbers (meta)."""
+    assert refused(choose_device, name).startswith("--device ")
+
+
+def test_dtypes_that_do_not_exist():
+    """Breaks when a dtype of another name is a KeyError."""
+    assert choose_dtype("auto", choose_device("cpu")) == torch.float32
+    assert "--dtype fp8: expected auto, fp32, bf16, fp16" in refused(choose_dtype, "fp8", choose_device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "",
+        "~nobody-here/model",
+        "a\0b",
+        "half\ud800",
+        "n" * 5000,
+        "a/" + "n" * 300,
+        "\x1b[2J/x",
+        "é/model",
+        "a//b",
+        "/dev/null",
+    ],
+)
+def test_sources_that_are_no_model(source, tmp_path, monkeypatch):
+    """Breaks when the name of a model ends in a traceback, or reaches the hub though it cannot be an id."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("model.source._download", lambda *_: pytest.fail("asked the hub"))
+    for path in (source, Path(source)) if source else ():
+        refused(resolve, path, ["config.json"])
+        refused(Processor.from_source, path)

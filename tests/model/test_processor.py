@@ -246,6 +246,20 @@ def test_max_length_is_an_error_and_never_a_cut(folder):
         processor_length(Processor.from_source(folder, max_length=length - 1), "caption en", "a cow")
 
 
+def test_a_row_has_8192_tokens_by_default(folder, monkeypatch):
+    """Breaks when a text of megabytes, or a row of a thousand pictures, is encoded before it is refused."""
+    processor = Processor.from_source(folder)
+    words = "the cow " * 8000
+    with pytest.raises(UserError, match="tokens, but max_length is 8192: .*shorten the text or raise max_length"):
+        processor.layout(0, words)
+    assert len(Processor.from_source(folder, max_length=None).layout(0, words)[0]) > 8192
+    monkeypatch.setattr(Processor, "encode", lambda *_: pytest.fail("encoded"))
+    for pictures, text in ((10**9, "x"), (0, "x" * 10**7), (600, "x")):
+        with pytest.raises(UserError, match="at least [0-9]+ tokens, but max_length is 8192") as caught:
+            processor.layout(pictures, text)
+        assert len(str(caught.value)) < 300
+
+
 def processor_length(processor: Processor, prefix: str, suffix: str) -> int:
     return processor([picture()], [prefix], [suffix]).input_ids.shape[1]
 
