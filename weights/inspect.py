@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from math import prod
 
-from model.common import UserError, run_command
+from model.common import UserError, run_command, shown
 from weights.checkpoint import Checkpoint, examine
 from weights.mapping import EMBEDDING, HEADS, OWN
 from weights.npz import NPZ
@@ -77,7 +77,7 @@ def as_text(facts: dict) -> str:
         lines += [f"{part:<10}{count:>16,}{facts['bytes'][part]:>18,}" for part, count in facts["parameters"].items()]
         for what in DIFFERENCES:
             lines += [f"{what}: {len(facts[what]) or 'none'}", *(f"  {name}" for name in facts[what])]
-    return "\n".join(lines)
+    return "\n".join(shown(line, 4000) for line in lines)
 
 
 def main(argv: list[str] | None = None) -> None:

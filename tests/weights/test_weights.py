@@ -1095,6 +1095,15 @@ def test_inspect(hf1, tmp_path, capsys):
 
 
 @pytest.mark.long
+def test_names_are_printed_safely(hf1, tmp_path, capsys):
+    """Breaks when a checkpoint's names can move the cursor, or forge a line."""
+    folder = save(tmp_path / "in", hf1, tensors_of(hf1) | {"a\x1b[2J\nmissing: none": torch.zeros(1)})
+    with pytest.raises(UserError):
+        weights.inspect.main([str(folder)])
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and r"  a\x1b[2J\nmissing: none" in printed
+
+
 @pytest.mark.parametrize("preset", [1, 2])
 def test_made_checkpoints_are_checkpoints(preset, tmp_path, monkeypatch):
     """Breaks when the script for full-size trials writes what neither side can open."""
