@@ -78,7 +78,7 @@ def measure_in_turns(section: "Section", setup: Setup, options: Options) -> list
         measured = Measurement(section.name, name, seconds, section.against)
         measured.notes = {side: notes(measured, side, one, by_side, limits) for side, one in by_side.items()}
         found.append(measured)
-    del works, state
+    del works, state, by_side, runs  # the children need the memory
     gc.collect()
     for side in found[0].seconds if options.memory and section.has_peaks else ():
         peaks = in_own_process(peaks_of, section.name, side, setup)
@@ -132,6 +132,7 @@ def peaks_of(name: str, side: str, setup: Setup) -> dict[str, int]:
 
 
 def use_threads(setup: Setup) -> None:
+    """Give this process as many CPU threads as `setup` says."""
     if setup.threads:
         torch.set_num_threads(setup.threads)
 

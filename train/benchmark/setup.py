@@ -133,4 +133,5 @@ def matmul_flops(setup: Setup, rows: int, length: int, head_rows: int, backward:
 
 
 def geometry(name: str) -> PaliGemmaConfig:
+    """The sizes that `--geometry` names."""
     return PRESETS["paligemma-3b-224" if name == "3b" else name]

@@ -91,6 +91,7 @@ def take_turns(
 
 
 def synchronize(device: torch.device | str) -> None:
+    """Wait for the work on a GPU."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -198,6 +199,7 @@ def machine(device: torch.device) -> str:
 
 
 def versions(packages: Sequence[str] = ("torch", "transformers", "peft")) -> str:
+    """The versions of Python and of what is compared."""
     found = [f"python {platform.python_version()}"]
     for package in packages:
         try:
