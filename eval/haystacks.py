@@ -10,7 +10,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from eval.datasets import ABSENT, NeedleTest, find_image, find_images
+from eval.datasets import find_image, find_images
+from eval.needle_files import ABSENT, NeedleTest
 from model.common import UserError
 
 SUB_IMAGE = 256  # px along each side of a sub-image

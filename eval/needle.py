@@ -25,9 +25,10 @@ from PIL import Image
 
 from eval import scenes
 from eval.command import Ask, Command, Report, ask_model, whole
-from eval.datasets import ABSENT, NeedleTest, inside, read_captions, read_needle_tests
+from eval.datasets import inside
 from eval.figures import contact_sheet, draw_boxes, heatmap, heatmaps, save
 from eval.haystacks import FIRST_ABSENT_ID, build_haystack, check_haystacks, choose, draw_tests
+from eval.needle_files import ABSENT, NeedleTest, read_captions, read_needle_tests
 from eval.needle_scoring import (
     accuracy_by_place,
     judge,

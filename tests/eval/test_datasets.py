@@ -5,7 +5,7 @@ import json
 import pytest
 from PIL import Image
 
-from eval import datasets
+from eval import datasets, needle_files
 from model.common import UserError
 
 
@@ -70,7 +70,7 @@ def test_unreadable_files_are_named(tmp_path, content, expected):
     path = tmp_path / "x.json"
     if content:
         path.write_bytes(content)
-    for read in (datasets.read_pope, datasets.read_examples, datasets.read_questions, datasets.read_captions):
+    for read in (datasets.read_pope, datasets.read_examples, datasets.read_questions, needle_files.read_captions):
         with pytest.raises(UserError, match=expected):
             read(path)
     with pytest.raises(UserError):
@@ -179,7 +179,7 @@ TWO = {"id": 1, "index": [0, 1], "row": [1, 0], "col": [0, 1], "target": ["val20
 
 def read(tmp_path, records, grids=GRIDS, captions=CAPTIONS):
     files = (("2_2.json", grids), ("annotations.json", records), ("captions.json", captions))
-    return datasets.read_needle_tests(*(write(tmp_path / name, value) for name, value in files))
+    return needle_files.read_needle_tests(*(write(tmp_path / name, value) for name, value in files))
 
 
 def test_needle_tests(tmp_path):
@@ -188,7 +188,7 @@ def test_needle_tests(tmp_path):
     grid = ("val2014/200.jpg", "val2014/201.jpg", "val2014/210.jpg", "val2014/211.jpg")
     assert one.haystack[1] == grid and one.side == 2
     assert (one.places, one.targets, one.captions) == (((1, 0, 1),), ("val2014/201.jpg",), ("caption 201",))
-    assert negative.places == (datasets.ABSENT,) and negative.captions == ("caption 311",)
+    assert negative.places == (needle_files.ABSENT,) and negative.captions == ("caption 311",)
     assert two.places == ((0, 1, 0), (1, 0, 1)) and two.captions == ("caption 010", "caption 201")
 
 
@@ -202,9 +202,9 @@ def test_captions_of_coco_the_last_counts(tmp_path):
             {"image_id": 1, "caption": "last "},
         ],
     }
-    assert datasets.read_captions(write(tmp_path / "c.json", coco)) == {"a.jpg": "last ", "b.jpg": "only"}
+    assert needle_files.read_captions(write(tmp_path / "c.json", coco)) == {"a.jpg": "last ", "b.jpg": "only"}
     with pytest.raises(UserError, match="c.json: expected"):
-        datasets.read_captions(write(tmp_path / "c.json", ["a.jpg"]))
+        needle_files.read_captions(write(tmp_path / "c.json", ["a.jpg"]))
 
 
 @pytest.mark.parametrize(

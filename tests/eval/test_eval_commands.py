@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 from eval import attention, haystacks, needle, needle_scoring, pictures, pope, run, scenes, session, vqa
 from eval.command import Ask, command_parser
-from eval.datasets import ABSENT, NeedleTest, read_needle_tests
+from eval.needle_files import ABSENT, NeedleTest, read_needle_tests
 from lora import adapter
 from model.attention import attention_modules
 from model.common import UserError

@@ -11,7 +11,7 @@ import time
 import pytest
 from PIL import Image
 
-from eval import ask, attention, datasets, needle, pope, shift, vqa
+from eval import ask, attention, datasets, needle, needle_files, pope, shift, vqa
 from eval.command import Ask
 from eval.needle_scoring import read_responses
 from eval.run import ask_all, read_log
@@ -149,10 +149,10 @@ RESPONSES = [{"id": 0, "response": "1, 1, 1", "ground_truth": "1, 1, 1"}]
 EXAMPLE = {"image": "p.png", "prefix": "a", "suffix": "b"}
 
 
-def needle_files(**changed):
+def read_needles(**changed):
     for name, value in ({"G": GRIDS, "N": NEEDLES, "C": CAPTIONS} | changed).items():
         write(name, value)
-    return datasets.read_needle_tests("G", "N", "C")
+    return needle_files.read_needle_tests("G", "N", "C")
 
 
 READERS = {
@@ -163,9 +163,9 @@ READERS = {
     "textvqa": (TEXTVQA, lambda value: datasets.read_annotations(write("F", value))),
     "pope": (POPE, lambda value: datasets.read_pope(write("F", json.dumps(value)))),
     "examples": (EXAMPLE, lambda value: datasets.read_examples(write("F", json.dumps(value)))),
-    "grids": (GRIDS, lambda value: needle_files(G=value)),
-    "needles": (NEEDLES, lambda value: needle_files(N=value)),
-    "captions": (CAPTIONS, lambda value: needle_files(C=value)),
+    "grids": (GRIDS, lambda value: read_needles(G=value)),
+    "needles": (NEEDLES, lambda value: read_needles(N=value)),
+    "captions": (CAPTIONS, lambda value: read_needles(C=value)),
     "responses": (RESPONSES, lambda value: read_responses(write("F", value))),
 }
 HOSTILE = [

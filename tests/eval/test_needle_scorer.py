@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from eval import haystacks, needle, needle_scoring
-from eval.datasets import ABSENT, NeedleTest
+from eval.needle_files import ABSENT, NeedleTest
 from model.common import UserError
 
 
