@@ -113,7 +113,7 @@ def test_what_a_value_may_be(expected, good, bad):
         assert message.startswith("f.json: x is ") and f"expected {expected}: correct the file" in message
 
 
-def test_expectations_are_told_in_words():
+def test_expectations_are_put_into_words():
     """Breaks when an error does not say what would be right."""
     assert str(Expected(int, 1, 8)) == "an integer from 1 to 8"
     assert str(Expected(float, 0)) == "a number of at least 0" and str(Expected(bool)) == "true or false"
@@ -189,14 +189,14 @@ def special_files(tmp_path) -> dict:
 def test_what_is_no_file_is_refused_at_once(read, tmp_path, monkeypatch):
     """Breaks when a FIFO or device blocks the run, or a path ends in a traceback."""
     monkeypatch.chdir(tmp_path)
-    for path, told in special_files(tmp_path).items():
+    for path, part in special_files(tmp_path).items():
         if path == "/dev/stdin" and os.path.isfile("/dev/stdin"):
             continue
         messages: list[str] = []
         thread = threading.Thread(target=lambda path=path, out=messages: out.append(refused(read, path)), daemon=True)
         thread.start()
         thread.join(20)
-        assert messages and told in messages[0], path
+        assert messages and part in messages[0], path
 
 
 def test_unreadable_files(tmp_path):
@@ -297,7 +297,7 @@ def test_json_lines(tmp_path):
 def test_paths_that_cannot_be_written(tmp_path):
     """Breaks when a bad target ends in a traceback, or leaves a temporary file behind."""
     (tmp_path / "file").write_text("x")
-    for path, told in {
+    for path, part in {
         tmp_path: "is a folder",
         tmp_path / "file" / "a.txt": "a part of the path is a file|exists already",
         tmp_path / "file" / "b" / "a.txt": "a part of the path is a file",
@@ -307,7 +307,7 @@ def test_paths_that_cannot_be_written(tmp_path):
         "/proc/nothing/a.txt": "not found|permission|read-only",
     }.items():
         message = refused(write_text, path, "text")
-        assert any(word in message for word in told.split("|")), message
+        assert any(word in message for word in part.split("|")), message
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 

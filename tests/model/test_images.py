@@ -234,7 +234,7 @@ def test_16_bit_files_keep_their_contrast(tmp_path, ending):
     ],
 )
 def test_wide_grey_is_scaled_or_refused(values, expected):
-    """Breaks when a range that the mode does not tell is guessed wrongly: a black or white picture."""
+    """Breaks when a range of a mode that does not define one is guessed wrongly: a black or white picture."""
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
             load_image(Image.fromarray(values))
@@ -367,8 +367,8 @@ def test_pipes_and_devices_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "a.png")
     with (tmp_path / "big.png").open("wb") as file:
         file.truncate(1 << 40)
-    for path, told in ((tmp_path / "a.png", "is a pipe"), ("/dev/zero", "device"), (tmp_path / "big.png", "larger")):
-        with pytest.raises(UserError, match=told):
+    for path, message in ((tmp_path / "a.png", "is a pipe"), ("/dev/zero", "device"), (tmp_path / "big.png", "larger")):
+        with pytest.raises(UserError, match=message):
             load_image(path)
 
 

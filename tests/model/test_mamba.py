@@ -178,7 +178,7 @@ def test_few_states_are_kept_for_the_backward_pass(chunk):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"x": (2, 0, 6), "delta": (2, 0, 6), "B": (2, 0, 5), "C": (2, 0, 5)}, "empty"),
         ({"A": (6, 4)}, "state size 4"),
@@ -189,11 +189,11 @@ def test_few_states_are_kept_for_the_backward_pass(chunk):
         ({"delta": (1, 7, 6)}, "delta is"),
     ],
 )
-def test_senseless_scans_are_refused(change, told):
+def test_senseless_scans_are_refused(change, message):
     """Breaks when an empty sequence or a state of another size broadcasts into a result."""
     names = ("x", "delta", "A", "B", "C", "state")
     inputs = dict(zip(names, scan_inputs(7), strict=True)) | {name: torch.ones(shape) for name, shape in change.items()}
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         selective_scan(**inputs)
 
 
@@ -484,7 +484,7 @@ def test_configs_are_read_and_written():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"model_type": "mamba2"}, "model_type"),
         ({"ssm_cfg": {"layer": "Mamba2"}}, "Mamba2"),
@@ -500,9 +500,9 @@ def test_configs_are_read_and_written():
         ({"state_size": "big"}, "state_size is 'big'"),
     ],
 )
-def test_other_models_are_refused(change, told):
+def test_other_models_are_refused(change, message):
     """Breaks when a checkpoint that this code does not compute is built anyway."""
-    with pytest.raises(ValueError, match=told) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         MambaConfig.from_dict(ORIGINAL | change, "folder/config.json")
     assert str(caught.value).startswith("folder/config.json: ") and "\n" not in str(caught.value)
 

@@ -270,12 +270,12 @@ def test_a_picture_given_twice_is_opened_once(processor, tmp_path, monkeypatch):
     monkeypatch.setattr(processor_module, "load_image", lambda *a: opened.append(a[0]) or load_image(*a))
     path = tmp_path / "a.png"
     picture(seed=1).save(path)
-    same, twin = picture(), picture()
-    batch = processor([[same, path], None, same, str(path), twin], ["x"] * 5)
+    same, equal = picture(), picture()
+    batch = processor([[same, path], None, same, str(path), equal], ["x"] * 5)
     assert len(opened) == 3
     assert batch.image_index.tolist() == [0, 1, 0, 1, 2]
     assert len(batch.pixel_values) == 3
-    for number, given in enumerate((same, path, twin)):
+    for number, given in enumerate((same, path, equal)):
         assert torch.equal(batch.pixel_values[number], to_pixels(load_image(given), SIDE))
     assert not torch.equal(batch.pixel_values[0], batch.pixel_values[1])
 

@@ -104,16 +104,16 @@ def by_other_hands(module: QMambaProjector, x: torch.Tensor, order: str) -> torc
     sizes = transformers.MambaConfig(hidden_size=width, state_size=config.state_size, num_hidden_layers=1)
 
     def mamba(mixer, h):
-        twin = HFMambaMixer(sizes, 0)
-        twin.load_state_dict(mixer.state_dict())
+        reference = HFMambaMixer(sizes, 0)
+        reference.load_state_dict(mixer.state_dict())
         with pytest.MonkeyPatch.context() as patch:  # its fp32 islands, too, in fp64
             patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-            return twin.double().eval()(h)
+            return reference.double().eval()(h)
 
     def attention(attn, q, kv):
-        twin = torch.nn.MultiheadAttention(width, heads, batch_first=True, dtype=torch.float64)
+        reference = torch.nn.MultiheadAttention(width, heads, batch_first=True, dtype=torch.float64)
         projections = (attn.q_proj, attn.k_proj, attn.v_proj)
-        twin.load_state_dict(
+        reference.load_state_dict(
             {
                 "in_proj_weight": torch.cat([p.weight for p in projections]),
                 "in_proj_bias": torch.cat([p.bias for p in projections]),
@@ -125,7 +125,7 @@ def by_other_hands(module: QMambaProjector, x: torch.Tensor, order: str) -> torc
         if config.local_attention:  # True hides, there
             owner = torch.tensor([0] * 4 + [1] * 3 + [2] * 3 + [3] * 3 + [4] * 3)
             hidden = owner[None, :] != torch.arange(5)[:, None]
-        return twin(q, kv, kv, attn_mask=hidden)[0]
+        return reference(q, kv, kv, attn_mask=hidden)[0]
 
     def linear(layer, h):
         return h @ layer.weight.double().T + layer.bias.double()
@@ -246,12 +246,12 @@ def test_mamba_weights_fill_the_blocks():
         for name, parameter in block.mixer.named_parameters():
             assert torch.equal(parameter, layer.mixer.get_parameter(name))
     assert torch.equal(module.connector.forward_mixer.in_proj.weight, kept)
-    for change, told in (
+    for change, message in (
         ({"state_size": 5}, "state_size"),
         ({"num_hidden_layers": 3}, "num_hidden_layers"),
         ({"hidden_size": 32}, "hidden_size"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             fill_from_mamba(module, Mamba(replace(source.config, **change)))
 
 
@@ -261,7 +261,7 @@ def test_the_default_projector_takes_mamba_130m():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The eye
+# The vision tower
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -393,7 +393,7 @@ def test_initialization_is_reproducible_and_of_unit_size():
 
 
 def test_the_processor_lays_out_one_token_a_query():
-    """Breaks when the batch has as many image tokens as the eye has patches, in place of the queries."""
+    """Breaks when the batch has as many image tokens as the vision tower has patches, in place of the queries."""
     tokenizer = load_tokenizer(BUNDLED_FOLDER / "tokenizer.model")
     pieces = tokenizer.vocab_size()
     config = replace(CONFIG, text=replace(TEXT, vocab_size=pieces), image_token_id=pieces)
@@ -413,7 +413,7 @@ def test_config_is_read_back():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"projector": replace(PROJECTOR, queries=17)}, "17 queries are more than the picture's 16 features"),
         ({"projector": replace(PROJECTOR, queries=17, local_attention=False)}, "17 queries"),
@@ -424,26 +424,26 @@ def test_config_is_read_back():
         ({"text": replace(TEXT, state_size=0)}, "state_size is 0"),
     ],
 )
-def test_sizes_that_contradict_are_refused(change, told):
+def test_sizes_that_contradict_are_refused(change, message):
     """Breaks when an impossible model fails somewhere inside, or not at all."""
     config = replace(CONFIG, **change)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         QMamba(config)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         QMambaConfig.from_dict(config.to_dict())
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"pixel_values": torch.zeros(2, 3, 56, 56)}, "expected"),
         ({"pixel_values": torch.zeros(1, 3, 60, 60)}, "block of 5"),
         ({"input_ids": torch.zeros(2, 0, dtype=torch.long), "pixel_values": None}, "empty"),
     ],
 )
-def test_batches_that_do_not_fit_are_refused(change, told):
+def test_batches_that_do_not_fit_are_refused(change, message):
     """Breaks when pictures of another size or number, or an empty prompt, are taken without a word."""
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         model()(**batch() | change)
 
 

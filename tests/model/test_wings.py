@@ -1,4 +1,4 @@
-"""WINGS: no learner sees what is yet to come, each computes the paper's formula, and the text's model is kept whole."""
+"""WINGS: no learner sees later tokens, each computes the formula of the paper, and the base model stays intact."""
 
 import json
 import math
@@ -84,7 +84,7 @@ def batch(rows=((2, 1, 3), (None, 0, 4), (0, 1, 2)), side: str = "left", seed: i
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("routed", [False, True])
 def test_no_query_has_a_gradient_from_what_comes_after_it(routed, side):
-    """Breaks when a learner, the router or the mask lets a token see one that is yet to come, or padding."""
+    """Breaks when a learner, the router or the mask lets a token see a later one, or padding."""
     model, inputs = wings(routed), batch(side=side)
     decoder, valid = model.language_model, inputs["attention_mask"].bool()
     types = (inputs["input_ids"] != IMAGE).long()
@@ -424,21 +424,21 @@ def test_a_picture_stands_where_its_slot_is(processor):
 
 
 @pytest.mark.parametrize(
-    ("pictures", "prefix", "told"),
+    ("pictures", "prefix", "message"),
     [
         ([None], ["a<image> dog"], "row 0: 1 <image> in the prefix, but 0 picture"),
         ([picture(), picture()], ["a dog", "a<image> and<image> dog"], "row 1: 2 <image> in the prefix, but 1 picture"),
         ([[picture(), picture()]], ["a<image> dog"], "row 0: 1 <image> in the prefix, but 2 picture"),
     ],
 )
-def test_slots_and_pictures_must_agree(processor, pictures, prefix, told):
+def test_slots_and_pictures_must_agree(processor, pictures, prefix, message):
     """Breaks when a slot without a picture, or a picture without a slot, is laid out all the same."""
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         processor(pictures, prefix)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda b: b | {"pixel_values": b["pixel_values"][:1]}, "row 2 has an image slot that none of the 1 pictures"),
         (lambda b: b | {"pixel_values": None}, "row 0 has an image slot that none of the 0 pictures"),
@@ -450,9 +450,9 @@ def test_slots_and_pictures_must_agree(processor, pictures, prefix, told):
     ],
 )
 @pytest.mark.parametrize("build_model", [base, wings])
-def test_batches_that_do_not_fit_name_the_row(build_model, change, told):
+def test_batches_that_do_not_fit_name_the_row(build_model, change, message):
     """Breaks when pictures are read at another row's slot, or the message does not say which row is wrong."""
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         build_model()(**change(batch()))
 
 
@@ -560,21 +560,21 @@ def test_weights_of_other_shapes_are_refused(stage_1, tmp_path):
     released = {"architectures": ["WingsQwen2ForCausalLM"], "model_type": "wings_qwen2", "hidden_size": 4096}
     (tmp_path / "config.json").write_text(json.dumps(released))
     (tmp_path / "model.safetensors").write_bytes((stage_1 / "model.safetensors").read_bytes())
-    with pytest.raises(UserError, match="'wings_qwen2'") as told:
+    with pytest.raises(UserError, match="'wings_qwen2'") as caught:
         load_model(tmp_path)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="shapes of another decoder and router"):
         WingsConfig.from_dict(released | {"model_type": "wings"})
     config = json.loads((stage_1 / "config.json").read_text())
     config["learner_config"]["rank"] = 6
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"self_attn\.visual\.k\.A\.weight") as told:
+    with pytest.raises(UserError, match=r"self_attn\.visual\.k\.A\.weight") as caught:
         load_model(tmp_path)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("learners", "told"),
+    ("learners", "message"),
     [
         ({"rank": 0}, "rank is 0, expected an integer from 1"),
         ({"rank": "8"}, "rank is '8'"),
@@ -583,10 +583,10 @@ def test_weights_of_other_shapes_are_refused(stage_1, tmp_path):
         ({"heads": 2}, "is {'heads': 2}"),
     ],
 )
-def test_sizes_that_contradict_are_refused(learners, told):
+def test_sizes_that_contradict_are_refused(learners, message):
     """Breaks when impossible learners fail somewhere inside, or not at all."""
     raw = WingsConfig.beside(BASE).to_dict() | {"learner_config": learners}
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         WingsConfig.from_dict(raw)
 
 
