@@ -7,14 +7,17 @@ at every step, so they have no state to save. Out: `checkpoints/step-N/` with `t
 process holds a whole one. Any number of processes, with or without FSDP2, resumes from either kind.
 
 Atomic: a checkpoint is written under another name, flushed to disk and renamed; a crash leaves the previous one intact.
+`manifest.json` has the step and a digest of each file: what is missing, changed or of another checkpoint is refused.
 No pickles: torch's usual `.metadata` file is one, so the files carry the places of their parts in their own headers, as
 torch's safetensors writer puts them there.
 """
 
+import hashlib
 import json
 import os
 import re
 import shutil
+import sys
 import warnings
 from pathlib import Path
 
@@ -25,10 +28,23 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from model.common import UserError, sync_folder
+from model.common import Expected, UserError, file_errors, open_regular, read_field, read_json, shown, sync_folder
 from train.optim import trainable
+
+FORMAT = 2  # of state.json: from 2 on there is a manifest
+MANIFEST = "manifest.json"
+_PROGRESS = {  # what the loop keeps, see `train/loop.py`
+    "metrics_bytes": Expected(int, 0),
+    "metrics_sha256": Expected(str),
+    "bad": Expected(list),
+    "seconds": Expected(float, 0),
+    "samples": Expected(int, 0),
+    "processes": Expected(int, 1),
+    "origin": Expected(dict),
+}
 
 
 def save_checkpoint(
@@ -50,23 +66,33 @@ def save_checkpoint(
     is_sharded = any(isinstance(tensor, DTensor) for tensor in weights.values())
     folder = run / "checkpoints" / f"step-{step}"
     temporary = folder.with_name(f".{folder.name}.partial")
-    if write:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    if is_sharded:
-        dist.barrier()  # the folder is there
-        dcp.save(weights | moments, storage_writer=HuggingFaceStorageWriter(str(temporary), save_distributed=True))
-    if not write:
-        return folder
-    if not is_sharded:
-        save_file({name: tensor.detach() for name, tensor in weights.items()}, temporary / "trainable.safetensors")
-        save_file(moments, temporary / "optimizer.safetensors")
-    state = {"step": step, "progress": progress, "scaler": scaler.state_dict() if scaler is not None else None}
-    (temporary / "state.json").write_text(json.dumps(state))
-    for file in temporary.iterdir():
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
-    sync_folder(temporary)
+    state = {
+        "format": FORMAT,
+        "step": step,
+        "progress": progress,
+        "scaler": scaler.state_dict() if scaler is not None else None,
+    }
+    try:
+        with file_errors(run):
+            if write:
+                for leftover in folder.parent.glob(".step-*"):  # of a run that was killed
+                    shutil.rmtree(leftover, ignore_errors=True)
+                temporary.mkdir(parents=True)
+            if is_sharded:
+                dist.barrier()  # the folder is there
+                _save_parts(weights | moments, temporary)
+            if not write:
+                return folder
+            if not is_sharded:
+                tensors = {name: tensor.detach() for name, tensor in weights.items()}
+                save_file(tensors, temporary / "trainable.safetensors")
+                save_file(moments, temporary / "optimizer.safetensors")
+            (temporary / "state.json").write_text(json.dumps(state))
+            _write_manifest(temporary, step)
+    except BaseException:
+        if write:  # a full disk: no partial file stays
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     if folder.exists():  # the run was resumed from an older checkpoint and writes this step again
         _discard(folder)
     temporary.rename(folder)
@@ -85,9 +111,89 @@ def checkpoints(run: Path) -> list[Path]:
 def read_state(folder: Path) -> dict:
     """The state of the loop: "step", "progress", "scaler". Raises UserError if it cannot be read."""
     try:
-        return json.loads((folder / "state.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: cannot be read ({error}): delete it to resume from the one before") from None
+        state = read_json(folder / "state.json")
+        for name, expected in {"step": Expected(int, 0), "progress": Expected(dict)}.items():
+            read_field(state, name, expected, "state.json")
+        if state.get("scaler") is not None:
+            read_field(state, "scaler", Expected(dict), "state.json")
+        for name, expected in _PROGRESS.items():
+            read_field(state["progress"], name, expected, "state.json", default=None)
+    except UserError as error:
+        raise _refused(folder, str(error)) from None
+    return state
+
+
+def verify(folder: Path, warn: bool = False) -> None:
+    """Raise UserError, naming what is wrong, unless the files of a checkpoint are those that were written.
+
+    A checkpoint of an older version has no manifest: it is accepted; with `warn`, a line on stderr says so.
+    """
+    state = read_state(folder)
+    if state["step"] != _step(folder):
+        raise _refused(folder, f"holds step {state['step']}: its state.json was changed, or the folder renamed")
+    if not (folder / MANIFEST).exists():
+        if "format" in state:
+            raise _refused(folder, f"{MANIFEST} is missing")
+        if warn:
+            print(f"{folder}: of an older version, without {MANIFEST}: its files are not checked", file=sys.stderr)
+        return
+    try:
+        manifest = read_json(folder / MANIFEST)
+        step = read_field(manifest, "step", Expected(int, 0), MANIFEST)
+        expected = read_field(manifest, "files", Expected(dict), MANIFEST)
+    except UserError as error:
+        raise _refused(folder, str(error)) from None
+    if step != _step(folder):
+        raise _refused(folder, f"holds step {step}: the folder was renamed, or {MANIFEST} is of another checkpoint")
+    found = {file.name for file in folder.iterdir()} - {MANIFEST}
+    for name in sorted(found | expected.keys()):
+        if name not in found:
+            raise _refused(folder, f"{shown(name)} is missing")
+        if name not in expected:
+            raise _refused(folder, f"{shown(name)} does not belong to it")
+        if file_digest(folder / name) != expected[name]:
+            raise _refused(folder, f"{name} has been changed, or is of another checkpoint")
+
+
+def _refused(folder: Path, problem: str) -> UserError:
+    """The error for a checkpoint that cannot be used; it offers the one before."""
+    before = [path for path in checkpoints(folder.parent.parent) if _step(path) < _step(folder)]
+    remedy = f"delete this folder to go on from {before[-1].name}" if before else "there is none before: start anew"
+    return UserError(f"{shown(folder)}: {problem}: {remedy}")
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
+
+
+def file_digest(path: Path) -> str:
+    """Size and SHA-256 of a file; of one above 1 GiB, of 1,024 evenly spaced blocks of 256 KiB."""
+    size, block, blocks = path.stat().st_size, 1 << 18, 1 << 10
+    starts = range(0, size, block) if size <= 1 << 30 else [n * (size - block) // (blocks - 1) for n in range(blocks)]
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        for start in starts:
+            file.seek(start)
+            digest.update(file.read(block))
+    return f"{size} {digest.hexdigest()}"
+
+
+def _write_manifest(folder: Path, step: int) -> None:
+    """Write the manifest of the files in `folder`, and flush all of them to disk."""
+    files = {file.name: file_digest(file) for file in sorted(folder.iterdir())}
+    (folder / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1))
+    for file in folder.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+    sync_folder(folder)
+
+
+def _save_parts(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write this process's parts of `tensors`. Raises the OSError of a full disk, of whichever process met it."""
+    try:
+        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    except CheckpointException as error:
+        raise next(cause for cause, _ in error.failures.values()) from error
 
 
 def load_checkpoint(
@@ -98,12 +204,16 @@ def load_checkpoint(
     Every process must call it, and reads its own part. Raises UserError if the checkpoint is damaged, or belongs to
     other parameters.
     """
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        verify(folder)
     state, sizes, parameters = read_state(folder), _sizes(folder), trainable(model)
     moments = {name: size for name, size in sizes.items() if "/" in name}
     found = {name: size for name, size in sizes.items() if name not in moments}
     owners = {moment.rpartition("/")[0] for moment in moments}
     if found != {name: p.shape for name, p in parameters.items()} or not owners <= parameters.keys():
         raise UserError(f"{folder}: holds other parameters than this run trains: resume with the run's own settings")
+    if state["step"] and not moments:  # of an older version, see `verify`
+        raise _refused(folder, "optimizer.safetensors is missing")
     fused = {name: group.get("fused", False) for group in optimizer.param_groups for name in group["names"]}
     tensors: dict[str, torch.Tensor] = dict(parameters)
     for moment in moments:
@@ -139,10 +249,10 @@ def _sizes(folder: Path) -> dict[str, torch.Size]:
     try:
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder}: cannot be read ({error}): delete it to resume from the one before") from None
+        raise _refused(folder, f"cannot be read ({shown(str(error))})") from None
     for name, tensor in metadata.items():
         if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
-            raise UserError(f"{folder}: a part of {name} is missing: copy all files of the checkpoint")
+            raise _refused(folder, f"a part of {name} is missing")
     return {name: tensor.size for name, tensor in metadata.items()}
 
 

@@ -22,38 +22,58 @@ from model.paligemma import PaliGemma
 from train.checkpoint import checkpoints, load_weights
 from train.data.sources import read_records
 from train.distributed import World, join_world, leave_world
+from train.flags import RunArguments
 from train.metrics import draw_loss
 from train.optim import count, trainable
-from train.settings import Settings, new_run, parse, run_stem
-from train.signals import Interrupted, end_program
+from train.origin import check_resume, data_fingerprints, origin_of
+from train.run_folder import check_empty, run_folder
+from train.settings import Settings, parse, run_stem
 from train.summary import evaluate, print_summary, summarize
 from train.supervised import train_on
 from train.systems.open import load_base, open_model, open_processor, open_stage
 from weights.export import export_model
+from weights.fingerprint import tensor_fingerprint
 from weights.load import load_model
 
 
-def fine_tune(settings: Settings, run: Path, world: World) -> None:
+def fine_tune(settings: Settings, arguments: RunArguments, world: World) -> None:
     """The whole run: measure, train, write the result, measure again, write the summary."""
+    check_empty(arguments.out)
+    records = read_records(settings)
     model, optimizer = open_model(settings, world.device)
     processor, files = open_processor(settings, model)
     learned = count(trainable(model).values())
     if world.is_first:
         print_sizes(model, learned, settings, world)
-    before = None
-    if settings.evaluate and not checkpoints(run):
-        before = evaluate(model, processor, settings, "before", world)
-    progress = train_on(read_records(settings), model, optimizer, processor, settings, run, world, before)
-    write_result(model, settings, run, world, files)
-    if settings.evaluate and settings.shard and world.size > 1:
-        del model, optimizer
-        model = reopen(settings, run, world)
-    after = evaluate(model, processor, settings, "after", world) if settings.evaluate else None
-    if world.is_first:
-        summary = summarize(settings, progress, after, learned)
-        write_text(run / "summary.json", json.dumps(summary, indent=1) + "\n")
-        draw_loss(run)
-        print_summary(summary, settings, run)
+    with run_folder(arguments, settings, run_stem(settings), "train.finetune", world) as run:
+        kept = {}
+        if world.is_first:
+            fingerprints = {"base": base_fingerprint(model, settings), **data_fingerprints(records)}
+            kept["origin"] = origin_of(settings, fingerprints)
+            check_resume(run, kept["origin"], arguments.allow_changed)
+        if settings.evaluate and not checkpoints(run):
+            name = "start" if settings.is_grafted else "before"
+            kept[name] = evaluate(model, processor, settings, name, world)
+            if settings.is_grafted:
+                del model, optimizer  # one model at a time: it may be as large as the memory
+                kept["before"] = evaluate(load_base(settings, world.device), processor, settings, "before", world)
+                model, optimizer = open_model(settings, world.device)
+        progress = train_on(records, model, optimizer, processor, settings, run, world, kept)
+        write_result(model, settings, run, world, files)
+        if settings.evaluate and settings.shard and world.size > 1:
+            del model, optimizer
+            model = reopen(settings, run, world)
+        after = evaluate(model, processor, settings, "after", world) if settings.evaluate else None
+        if world.is_first:
+            summary = summarize(settings, progress, after, learned)
+            write_text(run / "summary.json", json.dumps(summary, indent=1) + "\n")
+            draw_loss(run)
+            print_summary(summary, settings, run)
+
+
+def base_fingerprint(model: PaliGemma, settings: Settings) -> str:
+    """A hash of the weights that training starts from: of the base, or of the whole model that is trained."""
+    return tensor_fingerprint(model.state_dict()) if settings.writes_model else adapter.fingerprint(model)
 
 
 def print_sizes(model: PaliGemma, learned: int, settings: Settings, world: World) -> None:
@@ -71,6 +91,7 @@ def print_sizes(model: PaliGemma, learned: int, settings: Settings, world: World
 def write_result(model: PaliGemma, settings: Settings, run: Path, world: World, files: Sequence[Path]) -> None:
     """Write the adapter to `run`, or the whole model, with the `files` that belong beside it, to `run/model`."""
     if not settings.writes_model:
+        # every process calls it: a sharded tensor is gathered by all
         adapter.save(model, run, settings.base, settings.question_prompt)
     elif world.is_first:
         if settings.shard and world.size > 1:  # no process holds the model: build it from the last checkpoint
@@ -92,17 +113,10 @@ def reopen(settings: Settings, run: Path, world: World) -> PaliGemma:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    settings, out, resume = parse(argv, __doc__)
+    settings, arguments = parse(argv, __doc__)
     world = join_world(settings.device)
     try:
-        run = resume or (new_run(settings, out, run_stem(settings)) if world.is_first else None)
-        if world.size > 1:
-            names = [str(run)]
-            torch.distributed.broadcast_object_list(names)
-            run = Path(names[0])
-        fine_tune(settings, run, world)
-    except Interrupted as stopped:
-        end_program(stopped, f"go on with: python -m train.finetune --resume {run}")
+        fine_tune(settings, arguments, world)
     finally:
         leave_world()
 

@@ -92,11 +92,38 @@ def field_kind(settings: type, field: dataclasses.Field) -> type:
     return next((one for one in typing.get_args(hint) if one is not NoneType), hint)
 
 
+RESUME_ALONE = "--resume goes on with the run's own settings: leave the other flags out"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunArguments:
+    """The flags of a run folder. allow_changed: resume although the base, the data or a setting has changed."""
+
+    out: Path | None = None
+    resume: Path | None = None
+    allow_changed: bool = False
+
+
+def take_run_arguments(given: dict) -> RunArguments:
+    """Take the flags of `add_run_flags` out of `given`. Raises UserError for flags that exclude each other."""
+    arguments = RunArguments(given.pop("out"), given.pop("resume"), given.pop("allow_changed"))
+    if arguments.resume is not None and arguments.out is not None:
+        raise UserError(RESUME_ALONE)
+    if arguments.allow_changed and arguments.resume is None:
+        raise UserError("--allow-changed goes with --resume: leave it out")
+    return arguments
+
+
 def add_run_flags(parser: argparse.ArgumentParser, folder: str) -> None:
     """Add the flags of a run folder. folder: what the help says of the default."""
     parser.add_argument("--out", type=Path, help=f"run folder to make (default: {folder}, or the next number)")
     parser.add_argument(
         "--resume", type=Path, metavar="RUN", help="go on with an interrupted run, with its own settings"
+    )
+    parser.add_argument(
+        "--allow-changed",
+        action="store_true",
+        help="with --resume: go on although the base, the data or a setting is not what it was",
     )
 
 

@@ -81,12 +81,12 @@ def fit(
     *,
     prepare: Callable[[Micro], Micro] | None = None,
     measure: Callable[[Micro], dict] | None = None,
-    before: dict | None = None,
+    kept: Mapping | None = None,
 ) -> dict:
     """Train `model` in place, from the newest checkpoint in `run` if there is one; returns the run's progress.
 
     loss(model, micro): the sum over the supervised tokens. prepare(micro): the micro-batch on its device, as the model
-    reads it. measure(micro): values for the metrics. before: kept in the progress. Raises Diverged if the loss is not
+    reads it. measure(micro): values for the metrics. kept: stored in the progress. Raises Diverged if the loss is not
     finite, UserError for too many unusable records, Interrupted after SIGTERM or Ctrl-C, with a checkpoint written.
     """
     dtype = autocast_dtype(options.autocast, world.device)
@@ -94,7 +94,7 @@ def fit(
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     called = spread(model, world, options.shard, dtype)
     reconnect(optimizer, model)
-    step, progress = restore(run, model, optimizer, scaler, before, world)
+    step, progress = restore(run, model, optimizer, scaler, kept or {}, world)
     called = torch.compile(called) if options.compile else called
     warmup = int(options.warmup if options.warmup >= 1 else options.warmup * order.total)
     log = Log(run, step, order.total, progress, world.is_first)
@@ -129,6 +129,8 @@ def fit(
                 world.barrier()
             if stopping:
                 raise Interrupted(received[0] if received else signal.SIGTERM)
+    if not progress["samples"]:
+        raise UserError(f"all {len(progress['bad'])} records were unusable; the first: {progress['bad'][0]}")
     return progress
 
 
@@ -144,15 +146,15 @@ def restore(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
-    before: dict | None,
+    kept: Mapping,
     world: World,
 ) -> tuple[int, dict]:
-    """Restore the newest checkpoint of `run`; its step and progress, or those of a run that begins."""
+    """Restore the newest checkpoint of `run`; its step and progress, or those of a run that begins, with `kept`."""
     found = checkpoints(run)
     if found:
         state = load_checkpoint(found[-1], model, optimizer, scaler)
-        return state["step"], state["progress"]
-    return 0, {"metrics_bytes": 0, "bad": [], "seconds": 0.0, "samples": 0, "before": before, "processes": world.size}
+        return state["step"], state["progress"] | kept
+    return 0, {"metrics_bytes": 0, "bad": [], "seconds": 0.0, "samples": 0, "processes": world.size, **kept}
 
 
 def count_records(micros: Sequence[Micro], progress: dict, max_bad: int, world: World) -> int:

@@ -1,6 +1,7 @@
 """The log of a run: metrics.jsonl, TensorBoard where installed, the progress bar, and the picture of its loss."""
 
 import contextlib
+import hashlib
 import json
 import os
 import time
@@ -9,38 +10,70 @@ from pathlib import Path
 from tqdm import tqdm
 
 from eval import figures
+from model.common import atomic_path, file_errors
+
+
+def is_unchanged(path: Path, progress: dict) -> bool:
+    """Whether the metrics begin with what they were when `progress` was saved."""
+    size = progress["metrics_bytes"]
+    before = path.read_bytes()[:size] if path.exists() else b""
+    return len(before) == size and progress.get("metrics_sha256") in (None, hashlib.sha256(before).hexdigest())
+
+
+def _lines_before(path: Path, step: int) -> bytes:
+    """The lines of the metrics that can be read, of steps before `step`, each step once."""
+    lines = {}
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            record = json.loads(line)
+            if 0 <= record["step"] < step and isinstance(record["loss"], float):
+                lines.setdefault(record["step"], line + b"\n")
+    return b"".join(lines[number] for number in sorted(lines))
 
 
 class Log:
     """The metrics, the progress bar and the clock of a run; only the process with `writes` writes.
 
-    progress: the counts of the run; `sync` updates "seconds" of training and "metrics_bytes". Lines of metrics.jsonl
-    after the first "metrics_bytes" are cut off: they belong to steps after the checkpoint that the run resumes from.
+    progress: the counts of the run; `sync` updates "seconds" of training, "metrics_bytes" and "metrics_sha256". What
+    metrics.jsonl holds after the first "metrics_bytes" is cut off: it belongs to steps after the checkpoint that the
+    run resumes from. If the file has been changed, the lines that can be read are kept.
     """
 
     def __init__(self, run: Path, step: int, total: int, progress: dict, writes: bool):
         self.progress, self.seconds_before, self.started = progress, progress["seconds"], time.perf_counter()
         self.bar = tqdm(total=total, initial=step, desc="training", unit="step", disable=not writes)
-        self.file = self.board = None
-        if writes:
-            path = run / "metrics.jsonl"
-            path.touch()
-            os.truncate(path, progress["metrics_bytes"])
-            self.file = path.open("a", encoding="utf-8")
-            with contextlib.suppress(ImportError):
-                from torch.utils.tensorboard import SummaryWriter
+        self.path, self.file, self.board = run / "metrics.jsonl", None, None
+        if not writes:
+            return
+        with file_errors(self.path):
+            self.path.touch()
+            kept = self.path.read_bytes()[: progress["metrics_bytes"]]
+            if not is_unchanged(self.path, progress):
+                kept = _lines_before(self.path, step)
+                with atomic_path(self.path) as temporary:
+                    temporary.write_bytes(kept)
+            os.truncate(self.path, len(kept))
+            self.size, self.digest = len(kept), hashlib.sha256(kept)
+            self.file = self.path.open("ab", buffering=0)
+        with contextlib.suppress(ImportError):
+            from torch.utils.tensorboard import SummaryWriter
 
-                self.board = SummaryWriter(run / "tensorboard")
+            self.board = SummaryWriter(run / "tensorboard")
 
     def seconds(self) -> float:
         """Seconds of training, those before the run was resumed included."""
         return self.seconds_before + time.perf_counter() - self.started
 
     def write(self, record: dict) -> None:
-        """Write the metrics of one step."""
+        """Write the metrics of one step. Raises UserError if the disk is full."""
         if self.file is not None:
-            self.file.write(json.dumps(record) + "\n")
-            self.file.flush()
+            line = (json.dumps(record) + "\n").encode()
+            with file_errors(self.path):
+                written = 0
+                while written < len(line):
+                    written += self.file.write(line[written:])
+            self.size += len(line)
+            self.digest.update(line)
             samples_per_second = self.progress["samples"] / self.seconds()
             self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {samples_per_second:.0f} samples/s")
             self.bar.update()
@@ -53,8 +86,9 @@ class Log:
         """Flush the metrics to disk, and update `progress`."""
         self.progress["seconds"] = self.seconds()
         if self.file is not None:
-            os.fsync(self.file.fileno())
-            self.progress["metrics_bytes"] = self.file.tell()
+            with file_errors(self.path):
+                os.fsync(self.file.fileno())
+            self.progress |= {"metrics_bytes": self.size, "metrics_sha256": self.digest.hexdigest()}
 
 
 def draw_loss(run: Path) -> None:

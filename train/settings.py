@@ -5,8 +5,6 @@ In: a command line. Out: `Settings`, frozen, and the run's folder.
 
 import argparse
 import contextlib
-import dataclasses
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +12,21 @@ from pathlib import Path
 
 from eval.datasets import PROMPT, check_prompt
 from lora.adapter import DECODER_TARGETS
-from model.common import UserError, write_text
+from model.common import UserError
 from model.device import DTYPES
 from model.differential import FEED_FORWARDS, KINDS
-from train.flags import FlagParser, add_flags, add_run_flags, check_ranges, flag, from_values, read_config
+from train.flags import (
+    RESUME_ALONE,
+    FlagParser,
+    RunArguments,
+    add_flags,
+    add_run_flags,
+    check_ranges,
+    flag,
+    from_values,
+    read_config,
+    take_run_arguments,
+)
 from train.recipes import EMBEDDED_TASKS, RECIPES, STAGES, stage_defaults
 
 
@@ -119,13 +128,18 @@ class Settings:
         return self.prompt if self.data.startswith("vqav2:") else None
 
     @property
+    def is_grafted(self) -> bool:
+        """Whether the model that training starts from is not the base."""
+        return self.stage is None and (self.attention, self.feed_forward) != ("softmax", "mlp")
+
+    @property
     def writes_model(self) -> bool:
         """Whether the run writes a whole model instead of an adapter."""
         return self.full or self.stage is not None
 
 
-def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, Path | None, Path | None]:
-    """Settings, --out and --resume from the command line; a recipe changes defaults, a flag overrides both."""
+def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, RunArguments]:
+    """The settings and the run folder of a command line; a recipe changes defaults, a flag overrides both."""
     parser = FlagParser(prog="python -m train.finetune", description=description)
     add_run_flags(parser, "runs/BASE-ATTENTION-1 or runs/ARCH-stageN-1")
     parser.add_argument(
@@ -141,15 +155,15 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
         help="the same as --arch wings",
     )
     given = vars(parser.parse_args(argv))
-    out, resume, recipe = (given.pop(name) for name in ("out", "resume", "recipe"))
-    if resume is not None:
-        if given or out or recipe:
-            raise UserError("--resume goes on with the run's own settings: leave the other flags out")
-        return read_config(Settings, resume, "train.finetune"), None, resume
+    arguments, recipe = take_run_arguments(given), given.pop("recipe")
+    if arguments.resume is not None:
+        if given or recipe:
+            raise UserError(RESUME_ALONE)
+        return read_config(Settings, arguments.resume, "train.finetune"), arguments
     defaults = stage_defaults(given.get("arch"), given.get("stage"), given.get("data", Settings.data))
     settings = from_values(Settings, {**defaults, **RECIPES.get(recipe, {}), **given})
     check(settings)
-    return settings, out, None
+    return settings, arguments
 
 
 def read_option(text: str) -> tuple[str, object]:
@@ -184,16 +198,3 @@ def run_stem(settings: Settings) -> str:
     if settings.stage is not None:
         return f"{settings.arch}-stage{settings.stage}"
     return f"{Path(settings.base).name}-{settings.attention}"
-
-
-def new_run(settings, out: Path | None, stem: str) -> Path:
-    """Make the run folder, `out` or the next runs/STEM-NUMBER, with the settings, a dataclass, as its config.json.
-
-    Raises UserError if `out` is not empty.
-    """
-    if out is None:
-        out = next(path for n in itertools.count(1) if not (path := Path("runs", f"{stem}-{n}")).exists())
-    elif out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out}: not empty: choose another folder, or --resume it")
-    write_text(out / "config.json", json.dumps(dataclasses.asdict(settings), indent=1) + "\n")
-    return out

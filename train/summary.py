@@ -1,6 +1,7 @@
 """The accuracies of a fine-tuning run before and after training, and what is printed at its end."""
 
 import shlex
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -62,7 +63,8 @@ def evaluate(model: PaliGemma, processor: Processor, settings: Settings, title: 
 def summarize(settings: Settings, progress: dict, after: dict | None, trainable_parameters: int) -> dict:
     """The content of summary.json."""
     summary = {
-        "before": progress["before"] or NO_ACCURACY,
+        "before": progress.get("before") or NO_ACCURACY,
+        **({"start": progress["start"]} if progress.get("start") else {}),
         "after": after or NO_ACCURACY,
         "trainable_parameters": trainable_parameters,
         "seconds": round(progress["seconds"], 1),
@@ -97,22 +99,24 @@ def print_summary(summary: dict, settings: Settings, run: Path) -> None:
 
 
 def print_accuracies(summary: dict, settings: Settings) -> None:
-    """The table of accuracies before and after training, and of guessing."""
+    """The table of accuracies: of the base, of the grafted model that training starts from, after it, of guessing."""
+    columns = {name: summary[name] for name in ("before", "start", "after") if name in summary}
 
-    def row(name: str, *values: float | None) -> None:
-        print(f"{name:<34}" + "".join(f"{'-' if value is None else f'{value:.1f}':>9}" for value in values))
+    def row(name: str, values: Sequence[float | None], chance: float | None) -> None:
+        print(f"{name:<34}" + "".join(f"{'-' if value is None else f'{value:.1f}':>9}" for value in [*values, chance]))
 
-    before, after = summary["before"], summary["after"]
-    print(f"\n{'accuracy, %':<34}{'before':>9}{'after':>9}{'chance':>9}")
+    print(f"\n{'accuracy, %':<34}" + "".join(f"{name:>9}" for name in [*columns, "chance"]))
+    results, after = list(columns.values()), summary["after"]
     if settings.data != "embedded":
-        row("VQA", before["vqa"], after["vqa"], None)
+        row("VQA", [result["vqa"] for result in results], None)
         return
     blind = summary["blind"]
-    row("VQA (chance: blind, no picture)", before["vqa"], after["vqa"], blind["overall"])
+    row("VQA (chance: blind, no picture)", [result["vqa"] for result in results], blind["overall"])
     for kind in after["vqa_details"]["per_answer_type"]:
-        values = [result["vqa_details"]["per_answer_type"][kind] for result in (before, after)]
-        row(f"  {kind}", *values, blind.get(kind))
-    for kind, accuracy in after["needle_details"].items():
-        row(NEEDLE_TITLES[kind], before["needle_details"][kind], accuracy, 100 / scenes.NEEDLES[kind][0] ** 2)
-    if before["needle"] is not None and before["needle"] < 25:
+        row(f"  {kind}", [result["vqa_details"]["per_answer_type"][kind] for result in results], blind.get(kind))
+    for kind in after["needle_details"]:
+        chance = 100 / scenes.NEEDLES[kind][0] ** 2
+        row(NEEDLE_TITLES[kind], [result["needle_details"][kind] for result in results], chance)
+    needle_before = summary["before"]["needle"]
+    if needle_before is not None and needle_before < 25:
         print("A needle score below chance before training mostly means that its question was never seen.")

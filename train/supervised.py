@@ -3,7 +3,7 @@
 In: an opened model, its processor, and records. Out: the trained model, in place, see `train/loop.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def train_on(
     settings: Settings,
     run: Path,
     world: World,
-    before: dict | None = None,
+    kept: Mapping | None = None,
 ) -> dict:
     """Train `model` in place on `records`, see `train.loop.fit`; returns the run's progress."""
     cache = open_cache(model, settings, world)
@@ -83,7 +83,7 @@ def train_on(
         world,
         prepare=prepare,
         measure=(lambda micro: measure(model, micro)) if world.is_first and not is_sharded else None,
-        before=before,
+        kept=kept,
     )
 
 

@@ -18,48 +18,60 @@ from eval.text.corpus import open_corpus, read_texts
 from eval.text.tasks import WORDS
 from model.common import UserError, run_command
 from train.distributed import join_world
-from train.flags import FlagParser, add_flags, add_run_flags, from_values, read_config
+from train.flags import (
+    RESUME_ALONE,
+    FlagParser,
+    RunArguments,
+    add_flags,
+    add_run_flags,
+    from_values,
+    read_config,
+    take_run_arguments,
+)
 from train.metrics import draw_loss
 from train.optim import count
-from train.settings import new_run
-from train.signals import Interrupted, end_program
+from train.origin import check_resume, origin_of
+from train.run_folder import check_empty, run_folder
 from train.systems.text import TextSettings, check, learn
 from weights.export import export_model
+from weights.fingerprint import tensor_fingerprint
 
 
-def parse(argv: Sequence[str] | None) -> tuple[TextSettings, Path | None, Path | None]:
-    """Settings, --out and --resume from the command line. Raises UserError for values out of range."""
+def parse(argv: Sequence[str] | None) -> tuple[TextSettings, RunArguments]:
+    """The settings and the run folder of a command line. Raises UserError for values out of range."""
     parser = FlagParser(prog="python -m train.text", description=__doc__)
     add_run_flags(parser, "runs/text-ATTENTION-1")
     add_flags(parser, TextSettings)
     given = vars(parser.parse_args(argv))
-    out, resume = given.pop("out"), given.pop("resume")
-    if resume is not None:
-        if given or out:
-            raise UserError("--resume goes on with the run's own settings: leave the other flags out")
-        return read_config(TextSettings, resume, "train.text"), None, resume
+    arguments = take_run_arguments(given)
+    if arguments.resume is not None:
+        if given:
+            raise UserError(RESUME_ALONE)
+        return read_config(TextSettings, arguments.resume, "train.text"), arguments
     settings = from_values(TextSettings, given)
     check(settings)
-    return settings, out, None
+    return settings, arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    settings, out, resume = parse(argv)
+    settings, arguments = parse(argv)
     world = join_world(settings.device)
     if world.size > 1:
         raise UserError("a language model is trained by one process: start it without torchrun")
+    check_empty(arguments.out)
     if settings.text:
         read_texts(settings.text)  # a wrong path is refused before a folder is made
-    run = resume or new_run(settings, out, f"text-{settings.attention}")
-    corpus = open_corpus(Path(settings.corpus or run / "corpus"), settings.text, settings.vocab_size, WORDS)
-    print(f"{len(corpus.ids['train']):,} tokens of text to learn from, {len(corpus.starts['train']) - 1} documents")
-    try:
-        model, progress = learn(settings, corpus, run, world)
-    except Interrupted as stopped:
-        end_program(stopped, f"go on with: python -m train.text --resume {run}")
-    shutil.rmtree(run / "model", ignore_errors=True)
-    export_model(model, run / "model", companions=[Path(settings.corpus or run / "corpus") / "tokenizer.model"])
-    draw_loss(run)
+    with run_folder(arguments, settings, f"text-{settings.attention}", "train.text", world) as run:
+        folder = Path(settings.corpus or run / "corpus")
+        corpus = open_corpus(folder, settings.text, settings.vocab_size, WORDS)
+        print(f"{len(corpus.ids['train']):,} tokens of text to learn from, {len(corpus.starts['train']) - 1} documents")
+        tokens = tensor_fingerprint({**corpus.ids, **{f"{name}/starts": t for name, t in corpus.starts.items()}})
+        origin = origin_of(settings, {"corpus": f"{corpus.digest} {tokens}"})
+        check_resume(run, origin, arguments.allow_changed)
+        model, progress = learn(settings, corpus, run, world, {"origin": origin})
+        shutil.rmtree(run / "model", ignore_errors=True)
+        export_model(model, run / "model", companions=[folder / "tokenizer.model"])
+        draw_loss(run)
     print(
         f"{count(model.parameters()):,} parameters, {settings.attention} attention, {settings.tokens:,.0f} tokens in "
         f"{progress['seconds']:.0f} s; in {run}: model/, metrics.jsonl, loss.png, checkpoints/"

@@ -38,7 +38,7 @@ def system(monkeypatch):
 
 
 def test_each_stage_trains_what_it_names_at_its_rates(system):
-    settings, _, _ = parse(["--arch", "probe", "--stage", "2", "--weight-decay", "0.5"])
+    settings = parse(["--arch", "probe", "--stage", "2", "--weight-decay", "0.5"])[0]
     model, optimizer = open_model(settings, torch.device("cpu"))
     groups = {group["pattern"]: (group["base_lr"], group["weight_decay"]) for group in optimizer.param_groups}
     assert groups == {r"multi_modal_projector\..*": (5e-4, 0.5), r"language_model\..*": (1e-4, 0.5)}

@@ -5,7 +5,7 @@ the run folder. `train/text.py` is the command.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -185,7 +185,9 @@ def make_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.Adam
     )
 
 
-def learn(settings: TextSettings, corpus: Corpus, run: Path, world: World) -> tuple[TextModel, dict]:
+def learn(
+    settings: TextSettings, corpus: Corpus, run: Path, world: World, kept: Mapping | None = None
+) -> tuple[TextModel, dict]:
     """Train from the newest checkpoint in `run`, if there is one; the model and the run's progress.
 
     Raises UserError if the corpus has more pieces than the preset's vocabulary.
@@ -198,5 +200,7 @@ def learn(settings: TextSettings, corpus: Corpus, run: Path, world: World) -> tu
     model = new_model(settings.preset, settings.attention == "differential", settings.seed).to(world.device)
     model.language_model.checkpointing = settings.checkpointing
     optimizer = make_optimizer(model, settings)
-    progress = fit(model, optimizer, TextOrder(corpus, settings), text_loss, LoopOptions.of(settings), run, world)
+    progress = fit(
+        model, optimizer, TextOrder(corpus, settings), text_loss, LoopOptions.of(settings), run, world, kept=kept
+    )
     return model.eval(), progress

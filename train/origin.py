@@ -1,0 +1,120 @@
+"""What a run was made from: fingerprints of its base and data, and its settings, compared when it is resumed.
+
+In: settings, the opened model, and the records. Out: a JSON object that every checkpoint stores in its progress.
+"""
+
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from model.common import UserError, quoted, shown
+from train.checkpoint import checkpoints, read_state, verify
+from train.data.records import Record
+from train.data.shards import Shards
+from train.flags import flag_name
+from train.metrics import is_unchanged
+
+# settings that do not change what is learned
+FREE = {"workers", "device", "checkpoint_every", "keep", "evaluate", "eval_limit", "measure_every", "max_bad"}
+PICTURES = 2048  # whose content is read
+BLOCK = 1 << 16  # bytes read at either end of a file
+
+
+def origin_of(settings, fingerprints: Mapping[str, str]) -> dict:
+    """The settings, a dataclass, and the fingerprints of what they name, such as {"base": …, "pictures": …}."""
+    return {
+        "settings": asdict(settings),
+        "fingerprints": dict(fingerprints),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
+    """Fingerprints of the records and of their pictures.
+
+    All texts, and the size of every picture's file, are part of it; of up to 2,048 files, evenly spread, also the first
+    and the last 64 KiB. Pictures that are drawn have no file.
+    """
+    if isinstance(records, Shards):
+        return {"records": _hash(records.rows.tobytes()), "pictures": _files_fingerprint(records.paths)}
+    texts = hashlib.sha256()
+    for r in records:
+        texts.update(repr((r.name, r.key, r.prefix, r.suffix, r.choices)).encode("utf-8", "surrogatepass"))
+    paths = dict.fromkeys(r.picture for r in records if isinstance(r.picture, Path))
+    return {"records": f"{len(records)} {texts.hexdigest()[:16]}", "pictures": _files_fingerprint(sorted(paths))}
+
+
+def _files_fingerprint(paths: Sequence[Path]) -> str:
+    """A hash of the sizes of files, in order, and of the ends of some. One that cannot be read counts as empty."""
+    digest = hashlib.sha256()
+    chosen = set(np.linspace(0, len(paths) - 1, min(PICTURES, len(paths))).astype(int).tolist())
+    for number, path in enumerate(paths):
+        try:
+            size = path.stat().st_size
+            digest.update(size.to_bytes(8, "little"))
+            if number in chosen:
+                with path.open("rb") as file:
+                    digest.update(file.read(BLOCK))
+                    file.seek(max(0, size - BLOCK))
+                    digest.update(file.read(BLOCK))
+        except OSError:
+            digest.update(b"-")
+    return f"{len(paths)} {digest.hexdigest()[:16]}"
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def check_resume(run: Path, origin: dict, allow_changed: bool) -> None:
+    """Raise UserError if the newest checkpoint of `run` is damaged, or of another origin, naming what has changed.
+
+    With `allow_changed`, and for what changes the losses by rounding only, print the change on stderr instead.
+    """
+    if not (found := checkpoints(run)):
+        return
+    verify(found[-1], warn=True)
+    progress = read_state(found[-1])["progress"]
+    before = progress.get("origin")
+    if before is None:
+        print(f"{run}: of an older version: whether its base and data have changed is not checked", file=sys.stderr)
+        before = origin
+    for name in ("threads", "torch"):
+        if before.get(name) != origin[name]:
+            print(
+                f"{run}: {name} {shown(before.get(name))} before, {origin[name]} now: losses may differ by rounding",
+                file=sys.stderr,
+            )
+    changes = differences(before, origin)
+    if not is_unchanged(run / "metrics.jsonl", progress):
+        changes.append("metrics.jsonl (cut or edited: --allow-changed keeps the lines that can be read)")
+    if changes and not allow_changed:
+        raise UserError(
+            f"--resume {shown(run)}: changed since {found[-1].name} was written: {'; '.join(changes)}: undo that, or "
+            "add --allow-changed"
+        )
+    for change in changes:
+        print(f"{run}: changed, and allowed: {change}", file=sys.stderr)
+
+
+def differences(before: dict, now: dict) -> list[str]:
+    """What differs between two origins, by name."""
+    old, new = before.get("settings") or {}, now["settings"]
+    changes = [
+        f"{flag_name(name)} is {quoted(new[name])}, was {quoted(old[name])}"
+        for name in new
+        if name in old and name not in FREE and _plain(old[name]) != _plain(new[name])
+    ]
+    old, new = before.get("fingerprints") or {}, now["fingerprints"]
+    return changes + [f"the {name}" for name in new if old.get(name) != new[name]]
+
+
+def _plain(value):
+    """A value as JSON gives it back."""
+    return list(value) if isinstance(value, tuple) else value

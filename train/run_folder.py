@@ -1,0 +1,101 @@
+"""The folder of a run: made when training starts, and locked while a process writes to it."""
+
+import contextlib
+import dataclasses
+import fcntl
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from model.common import UserError, file_errors, shown, write_text
+from train.distributed import World
+from train.flags import RUN_CONFIG, RunArguments
+from train.signals import Interrupted, end_program
+
+LOCK = ".lock"
+
+
+def check_empty(out: Path | None) -> None:
+    """Raise UserError if `out` holds anything but hidden files, which a killed run may have left."""
+    if out is None:
+        return
+    with file_errors(out):
+        if out.exists() and not all(path.name.startswith(".") for path in out.iterdir()):
+            raise UserError(f"--out {shown(out)}: not empty: choose another folder, or --resume it")
+
+
+@contextlib.contextmanager
+def run_folder(arguments: RunArguments, settings, stem: str, program: str, world: World) -> Iterator[Path]:
+    """The folder of a run for the block, locked: a new one with the settings, a dataclass, in it, or the resumed one.
+
+    A new folder is `--out`, or the next runs/STEM-NUMBER. If the block raises UserError before training begins, the
+    new folder is deleted. An interrupted block ends the program, with advice. Raises UserError if another process
+    writes to the folder, or if it is not empty.
+    """
+    run = lock = None
+    if world.is_first:
+        run, lock = _claim(arguments, settings, stem)
+    run = world.gather(run)[0]
+    try:
+        yield run
+    except Interrupted as interrupted:
+        end_program(interrupted, f"go on with: python -m {program} --resume {run}")
+    except UserError:
+        if lock and not arguments.resume and not (run / "metrics.jsonl").exists():
+            _clear(run)
+        raise
+    finally:
+        if lock:
+            lock.close()
+
+
+def _clear(run: Path) -> None:
+    """Delete what a run has put into its new folder; hidden files of others stay, and then the folder."""
+    for path in run.iterdir():
+        if path.is_dir() and not path.name.startswith("."):
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name == LOCK or not path.name.startswith("."):
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        run.rmdir()
+
+
+def _claim(arguments: RunArguments, settings, stem: str) -> tuple[Path, IO]:
+    """Make or open the folder, and lock it."""
+    run = arguments.resume or arguments.out
+    with file_errors(run or "runs"):
+        if run is None:
+            for number in itertools.count(1):
+                run = Path("runs", f"{stem}-{number}")
+                with contextlib.suppress(FileExistsError):
+                    run.mkdir(parents=True)
+                    break
+        elif not arguments.resume:
+            run.mkdir(parents=True, exist_ok=True)
+        lock = _lock(run)
+        try:
+            if not arguments.resume:
+                check_empty(run)
+                write_text(run / RUN_CONFIG, json.dumps(dataclasses.asdict(settings), indent=1) + "\n")
+        except BaseException:
+            lock.close()
+            raise
+    return run, lock
+
+
+def _lock(run: Path) -> IO:
+    """An open file that holds the lock of `run`. A killed process loses its lock, and workers do not inherit it."""
+    lock = (run / LOCK).open("w")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        lock.close()
+        raise UserError(
+            f"{shown(run)}: another process is training in this folder: wait until it ends, or choose another one"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return lock
