@@ -1,12 +1,10 @@
-"""A benchmark as a command, `python -m eval.NAME`: its flags, its questions, its scorer, and what is common to all.
+"""What describes a benchmark's command, `python -m eval.NAME`: its flags, its questions, its scorer. Needs no torch.
 
-In: a `Command`, the part that differs. Out: the command that asks a model, and its `score` subcommand, which scores a
-file of answers and needs no torch. A new benchmark is one file like `eval/pope.py`. `eval/session.py` asks the model.
+A new benchmark is one file like `eval/pope.py`: a `Command`, the part that differs, given to `eval/entry.py`.
 """
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,25 +55,6 @@ class Command:
     limit: tuple[str, int | None]
     max_new_tokens: int = 32
 
-    def main(self, argv: Sequence[str] | None = None) -> None:
-        """The command: `score …`, or else asking a model. Raises UserError."""
-        argv = sys.argv[1:] if argv is None else list(argv)
-        parser = command_parser(f"eval.{self.name}", self.doc)
-        self.add_flags(parser)
-        scorer = parser.add_subparsers(dest="command").add_parser(
-            "score", help="score a file of answers", description="Score a file of answers."
-        )
-        self.add_score_flags(scorer)
-        add_json_flag(scorer)
-        if argv[:1] == ["score"]:
-            args = parser.parse_args(argv)
-            print_report(self.score(args), args.json)
-            return
-        from eval.session import add_answer_flags, run  # imports torch, which scoring does not need
-
-        add_answer_flags(parser, *self.limit, self.max_new_tokens)
-        run(self, parser.parse_args(argv))
-
 
 def whole(low: int, high: int = 10**9) -> Callable[[str], int]:
     """The type of a flag that takes a whole number in this range, for argparse."""
@@ -125,10 +104,3 @@ def make_asks(questions: Iterable[tuple[int | str, str, str]], pictures: Mapping
     """
     check_prompt(template)
     return [Ask(str(id_), name, pictures[name], fill_prompt(template, text)) for id_, name, text in questions]
-
-
-def ask_model(model, processor, asks: Sequence[Ask], ask_all: Callable | None = None, **options) -> list[str | None]:
-    """`eval.run.ask_all`, or the function given in its place, such as one that spreads the questions over GPUs."""
-    if ask_all is None:
-        from eval.run import ask_all  # imports torch, which scoring does not need
-    return ask_all(model, processor, asks, **options)

@@ -24,8 +24,9 @@ from typing import NamedTuple
 from PIL import Image
 
 from eval import scenes
-from eval.command import Ask, Command, Report, ask_model, whole
+from eval.command import Ask, Command, Report, whole
 from eval.datasets import inside
+from eval.entry import ask_model, main_of
 from eval.figures import contact_sheet, draw_boxes, heatmap, heatmaps, save
 from eval.haystacks import FIRST_ABSENT_ID, build_haystack, check_haystacks, choose, draw_tests
 from eval.needle_files import ABSENT, NeedleTest, read_captions, read_needle_tests
@@ -418,7 +419,7 @@ def add_score_flags(parser: argparse.ArgumentParser) -> None:
 
 
 LIMIT = "tests of each kind (default: 200)", 200
-main = Command("needle", __doc__, add_flags, add_score_flags, load, finish, score, LIMIT, max_new_tokens=64).main
+main = main_of(Command("needle", __doc__, add_flags, add_score_flags, load, finish, score, LIMIT, max_new_tokens=64))
 
 if __name__ == "__main__":
     run_command(main)

@@ -18,6 +18,7 @@ from pathlib import Path
 from eval import scenes
 from eval.command import Ask, Command, Report, add_prompt_flag, make_asks
 from eval.datasets import TEXT, PopeQuestion, check_ids, check_unique, find_images, lines_of, read_id, read_pope
+from eval.entry import main_of
 from model.common import UserError, quoted, read_field, run_command, write_text
 
 
@@ -152,7 +153,7 @@ def add_score_flags(parser: argparse.ArgumentParser) -> None:
 
 
 LIMIT = "questions of each set, the first N (default: all of a file, 600 of the embedded)", None
-main = Command("pope", __doc__, add_flags, add_score_flags, load, finish, score, LIMIT).main
+main = main_of(Command("pope", __doc__, add_flags, add_score_flags, load, finish, score, LIMIT))
 
 if __name__ == "__main__":
     run_command(main)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from eval import scenes
-from eval.command import Ask, Command, Report, add_prompt_flag, ask_model, make_asks
+from eval.command import Ask, Command, Report, add_prompt_flag, make_asks
 from eval.datasets import (
     PROMPT,
     TEXT,
@@ -34,6 +34,7 @@ from eval.datasets import (
     records_of,
     some,
 )
+from eval.entry import ask_model, main_of
 from eval.statistics import blind_guesses
 from eval.vqa_scoring import SCORERS, question_accuracies, summarize
 from model.common import UserError, read_field, read_json, run_command, shown, write_text
@@ -379,7 +380,7 @@ def add_score_flags(parser: argparse.ArgumentParser) -> None:
 
 
 LIMIT = "questions to ask, the first N (default: all of files, 1200 of the embedded scenes)", None
-main = Command("vqa", __doc__, add_flags, add_score_flags, load, finish, score, LIMIT).main
+main = main_of(Command("vqa", __doc__, add_flags, add_score_flags, load, finish, score, LIMIT))
 
 if __name__ == "__main__":
     run_command(main)
