@@ -96,7 +96,6 @@ def fit(
     reconnect(optimizer, model)
     step, progress = restore(run, model, optimizer, scaler, kept or {}, world)
     called = torch.compile(called) if options.compile else called
-    warmup = int(options.warmup if options.warmup >= 1 else options.warmup * order.total)
     log = Log(run, step, order.total, progress, world.is_first)
     model.train()
     with catch_signals() as received, log.bar:
@@ -112,7 +111,7 @@ def fit(
                 loss_sum += finite(value, step, micro)
                 scaler.scale(value * weight).backward()
             scaler.unscale_(optimizer)
-            set_rates(optimizer, rate_factor(step, order.total, warmup, options.schedule))
+            set_rates(optimizer, rate_factor(step, order.total, options.warmup, options.schedule))
             record = {"step": step, "loss": world.total(loss_sum) / tokens, "lr": optimizer.param_groups[-1]["lr"]}
             record |= clip_gradients(trainable(model), options.clip)
             if measure and options.measure_every and step % options.measure_every == 0:
@@ -129,8 +128,7 @@ def fit(
                 world.barrier()
             if stopping:
                 raise Interrupted(received[0] if received else signal.SIGTERM)
-    if not progress["samples"]:
-        raise UserError(f"all {len(progress['bad'])} records were unusable; the first: {progress['bad'][0]}")
+    check_samples(progress)
     return progress
 
 
@@ -172,6 +170,12 @@ def count_records(micros: Sequence[Micro], progress: dict, max_bad: int, world: 
             f"{len(progress['bad'])} unusable records, more than --max-bad {max_bad}; the last: {progress['bad'][-1]}"
         )
     return sum(tokens)
+
+
+def check_samples(progress: dict) -> None:
+    """Raise UserError for a run that has learned from no record at all."""
+    if not progress["samples"]:
+        raise UserError(f"all {len(progress['bad'])} records were unusable; the first: {progress['bad'][0]}")
 
 
 def finite(loss: torch.Tensor, step: int, micro: Micro) -> float:

@@ -74,11 +74,13 @@ def reconnect(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         group["params"] = [parameters[name] for name in group["names"]]
 
 
-def rate_factor(step: int, total: int, warmup: int, schedule: str) -> float:
+def rate_factor(step: int, total: int, warmup: float, schedule: str) -> float:
     """The factor of the peak rate at a step counted from 0: a linear warm-up, then `schedule` down to 0 at `total`.
 
-    schedule: "linear", "cosine", or "constant". The factor of step 0 is 1 / (warmup + 1), not 0.
+    warmup: steps, or if below 1 a share of `total`. schedule: "linear", "cosine", or "constant". The factor of step 0
+    is 1 / (warmup + 1), not 0.
     """
+    warmup = int(warmup if warmup >= 1 else warmup * total)
     if step < warmup:
         return (step + 1) / (warmup + 1)
     done = (step - warmup) / max(1, total - warmup)

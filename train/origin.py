@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from model.common import UserError, quoted, shown
+from model.common import UserError, open_regular, quoted, shown
 from train.checkpoint import checkpoints, read_state, verify
 from train.data.records import Record
 from train.data.shards import Shards
@@ -59,11 +59,11 @@ def _files_fingerprint(paths: Sequence[Path]) -> str:
             size = path.stat().st_size
             digest.update(size.to_bytes(8, "little"))
             if number in chosen:
-                with path.open("rb") as file:
+                with open_regular(path) as file:
                     digest.update(file.read(BLOCK))
                     file.seek(max(0, size - BLOCK))
                     digest.update(file.read(BLOCK))
-        except OSError:
+        except (OSError, UserError):  # or no regular file, which reading could wait for
             digest.update(b"-")
     return f"{len(paths)} {digest.hexdigest()[:16]}"
 

@@ -15,7 +15,7 @@ from typing import BinaryIO, NoReturn
 from PIL import Image
 
 from eval import scenes
-from eval.datasets import fill_prompt, find_image, read_annotations, read_examples, read_questions
+from eval.datasets import check_prompt, fill_prompt, find_image, read_annotations, read_examples, read_questions
 from model.common import UserError, shown
 from train.recipes import EMBEDDED_TASKS
 
@@ -81,6 +81,7 @@ def vqav2_records(
     share `fraction` of the others is used (the paper's Part 1: 0.4). Raises UserError for files that are absent, and
     for a question without an annotation.
     """
+    check_prompt(prompt)
     questions = read_questions(folder / QUESTIONS_FILE)
     annotations = {a.question_id: a for a in read_annotations(folder / ANNOTATIONS_FILE)}
     missing = [q.question_id for q in questions if q.question_id not in annotations]
