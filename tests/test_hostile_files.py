@@ -1,0 +1,407 @@
+"""Every reader of a file against damaged and hostile ones, drawn from a seed: a result, or one clear line; in time.
+
+A case takes a valid file, changes its bytes, its JSON values or its kind, and opens it as the commands do. It may
+open, or raise UserError with one printable line. Anything else is a bug: another exception, a line with control
+characters in it, or a reader that does not come to an end.
+"""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors import safe_open
+
+from eval import datasets, needle_files, needle_scoring, pope, run, session, vqa
+from lora import adapter
+from model.common import UserError
+from model.images import load_image, to_pixels
+from model.processor import Processor, load_tokenizer
+from model.source import BUNDLED_FOLDER
+from tests.files import write_vqav2
+from train.data import records, shards
+from train.flags import read_config
+from train.settings import Settings
+from weights.load import load_mamba, load_model
+
+resource = pytest.importorskip("resource")  # not on Windows
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of time and memory are Linux's")
+
+CASES = 60  # of each reader
+SECONDS = 10  # that one case may take, on a busy machine
+MEMORY = 3 << 30  # bytes that one case may take
+NASTY = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**63,
+    10**400,
+    -0.0,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    " ",
+    "\0",
+    "\ud800",
+    "\x1b[31mred",
+    "../../../etc/passwd",
+    "/etc/passwd",
+    "a" * 100_000,
+    "<bos>",
+    "{question}",
+    [],
+    {},
+    [[]],
+    [None],
+    {"": {}},
+    ["a", 1],
+    {"question_id": 1},
+    "(a+)+$",
+    "ﬀ\u202e",
+    "1",
+    1.5,
+)
+
+
+class Reader(NamedTuple):
+    """`write(folder)` makes a valid file and returns its path; `open(path)` reads it as the commands do."""
+
+    write: Callable[[Path], Path]
+    open: Callable[[Path], object]
+
+
+def json_file(name: str, value) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).write_text(json.dumps(value), encoding="utf-8")
+        return folder / name
+
+    return write
+
+
+def json_lines(name: str, *values) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
+        return folder / name
+
+    return write
+
+
+def base_file(name: str, source: Path = BUNDLED_FOLDER) -> Callable[[Path], Path]:
+    """A file of the embedded base, the others beside it."""
+
+    def write(folder: Path) -> Path:
+        for file in source.iterdir():
+            shutil.copy(file, folder / file.name)
+        return folder / name
+
+    return write
+
+
+def adapter_file(name: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        model = load_model("tiny")
+        adapter.inject(model, r".*layers\.0\.self_attn\.q_proj", 2, 4.0)
+        adapter.save(model, folder, base="embedded")
+        return folder / name
+
+    return write
+
+
+def vqav2_file(name: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        write_vqav2(folder, images=3)
+        return folder / name
+
+    return write
+
+
+def example_file(folder: Path) -> Path:
+    Image.new("RGB", (8, 8)).save(folder / "a.png")
+    example = {"image": "a.png", "prefix": "what", "suffix": "this"}
+    return json_lines("data.jsonl", example, example | {"suffix": "that"})(folder)
+
+
+def shard_file(folder: Path) -> Path:
+    picture = BytesIO()
+    Image.new("RGB", (8, 8)).save(picture, "PNG")
+    with tarfile.open(folder / "data-000.tar", "w") as tar:
+        for number in range(3):
+            texts = json.dumps({"prefix": "what", "suffix": str(number)}).encode()
+            for name, data in ((f"{number}.png", picture.getvalue()), (f"{number}.json", texts)):
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, BytesIO(data))
+    return folder / "data-000.tar"
+
+
+def read_shard(path: Path) -> None:
+    for record in shards.Shards(str(path)):
+        load_image(record.picture())
+
+
+def picture_file(kind: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        pixels = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
+        Image.fromarray(pixels).save(folder / f"picture.{kind}")
+        return folder / f"picture.{kind}"
+
+    return write
+
+
+def npz_file(folder: Path) -> Path:
+    np.savez(folder / "model.npz", **{"params/a": np.zeros(3, np.float32)})
+    return folder / "model.npz"
+
+
+def index_file(folder: Path) -> Path:
+    name = "model-00001-of-00001.safetensors"
+    shutil.copy(BUNDLED_FOLDER / "config.json", folder)
+    shutil.copy(BUNDLED_FOLDER / "model.safetensors", folder / name)
+    with safe_open(folder / name, "pt") as file:
+        weight_map = dict.fromkeys(file.keys(), name)
+    return json_file("model.safetensors.index.json", {"weight_map": weight_map})(folder)
+
+
+def question(number: int) -> dict:
+    return {"question_id": number, "image": "a.jpg", "text": "Is there a dog?", "label": "yes"}
+
+
+RUN_CONFIG = {"base": "embedded", "data": "embedded", "lr": 1e-3, "steps": 3, "option": []}
+RESPONSE = {"id": 0, "gt": "1, 1, 1", "response": "1, 1, 1", "target": [[0, 0, 0]], "ground_truth": "1, 1, 1"}
+READERS = {
+    "config.json": Reader(base_file("config.json"), lambda path: load_model(path.parent)),
+    "tensors": Reader(base_file("model.safetensors"), lambda path: load_model(path.parent)),
+    "tensors' index": Reader(index_file, lambda path: load_model(path.parent)),
+    "npz": Reader(npz_file, load_model),
+    "tokenizer.model": Reader(base_file("tokenizer.model"), lambda path: Processor.from_source(path.parent)),
+    "config of the processor": Reader(base_file("config.json"), lambda path: Processor.from_source(path.parent)),
+    "tokenizer.json": Reader(
+        json_file("tokenizer.json", {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}), load_tokenizer
+    ),
+    "Mamba's config.json": Reader(
+        base_file("config.json", BUNDLED_FOLDER.parent / "tiny-mamba"), lambda path: load_mamba(path.parent)
+    ),
+    "adapter_config.json": Reader(
+        adapter_file("adapter_config.json"), lambda path: adapter.load(load_model("tiny"), path.parent)
+    ),
+    "adapter's tensors": Reader(
+        adapter_file("adapter_model.safetensors"), lambda path: adapter.load(load_model("tiny"), path.parent)
+    ),
+    "run's config.json": Reader(
+        json_file("config.json", RUN_CONFIG), lambda path: read_config(Settings, path.parent, "train.finetune")
+    ),
+    "VQAv2 questions": Reader(
+        vqav2_file(records.QUESTIONS_FILE), lambda path: records.vqav2_records(path.parent, "answer {question}")
+    ),
+    "VQAv2 annotations": Reader(
+        vqav2_file(records.ANNOTATIONS_FILE), lambda path: records.vqav2_records(path.parent, "answer {question}")
+    ),
+    "VQA results": Reader(
+        json_file("results.json", [{"question_id": 1, "answer": "a"}, {"question_id": 2, "answer": "b"}]),
+        lambda path: vqa.read_results(path, [1, 2], "questions.json"),
+    ),
+    "JSON lines": Reader(example_file, records.jsonl_records),
+    "POPE questions": Reader(json_lines("pope.json", question(1), question(2)), datasets.read_pope),
+    "POPE answers": Reader(
+        json_lines("answers.json", question(1) | {"answer": "yes"}),
+        lambda path: pope.read_answers(
+            path, [datasets.PopeQuestion(1, "a.jpg", "Is there a dog?", "yes")], "pope.json"
+        ),
+    ),
+    "captions": Reader(json_file("captions.json", {"a.jpg": "a dog", "b.jpg": "a cat"}), needle_files.read_captions),
+    "needle responses": Reader(json_file("responses.json", [RESPONSE]), needle_scoring.read_responses),
+    "log of answers": Reader(json_lines("answers.jsonl", {"id": "1", "answer": "a", "mark": "f"}), run.read_log),
+    "tar shard": Reader(shard_file, read_shard),
+    **{
+        f"picture.{kind}": Reader(picture_file(kind), lambda path: to_pixels(load_image(path), 28))
+        for kind in ("png", "jpg", "webp", "gif", "tiff", "bmp", "ppm")
+    },
+}
+
+
+# --- what is done to a file ------------------------------------------------------------------------------------------
+
+
+def broken_bytes(raw: bytes, dice: random.Random) -> bytes:
+    at = dice.randrange(len(raw) + 1)
+    return dice.choice(
+        (
+            lambda: raw[:at],
+            lambda: b"",
+            lambda: raw[:at] + dice.randbytes(8) + raw[at + 8 :],
+            lambda: raw[:at] + bytes(dice.choice((1, 100, 5000))) + raw[at:],
+            lambda: raw + raw[at:],
+            lambda: b"\xef\xbb\xbf" + raw,
+            lambda: dice.randbytes(300),
+            lambda: bytes(byte ^ (dice.random() < 0.01) << dice.randrange(8) for byte in raw[:20_000]) + raw[20_000:],
+        )
+    )()
+
+
+def paths_of(value, path: tuple = ()) -> Iterator[tuple]:
+    """The path of every value in a JSON tree."""
+    yield path
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield from paths_of(child, (*path, key))
+
+
+def broken_values(value, dice: random.Random):
+    """The JSON tree with one to three values replaced, removed, renamed or doubled."""
+    value = json.loads(json.dumps(value))
+    for _ in range(dice.randint(1, 3)):
+        *way, last = dice.choice([path for path in paths_of(value) if path] or [(None,)])
+        if last is None:
+            return dice.choice(NASTY)
+        parent = value
+        for key in way:
+            parent = parent[key]
+        action = dice.randrange(4)
+        if action == 0 and isinstance(parent, dict):
+            parent[dice.choice(("", "x" * 5000, "\x1b[2J", "__class__"))] = parent.pop(last)
+        elif action == 1:
+            del parent[last]
+        elif action == 2 and isinstance(parent, list):
+            parent.append(parent[last])
+        else:
+            parent[last] = dice.choice(NASTY)
+    return value
+
+
+def broken_json(raw: bytes, dice: random.Random) -> bytes:
+    lines = raw.decode().splitlines() if raw.count(b"\n") > 1 and raw.startswith(b'{"') else [raw.decode()]
+    number = dice.randrange(len(lines))
+    try:
+        lines[number] = json.dumps(broken_values(json.loads(lines[number]), dice))
+    except json.JSONDecodeError:  # one value over several lines
+        lines = [json.dumps(broken_values(json.loads(raw), dice))]
+    extreme = ("[" * 200_000, "9" * 10_000, '{"a":' * 50_000, "\ufeff{}", '{"a": 1, "a": 2}', "\u2028", "nul")
+    if dice.random() < 0.15:
+        lines[min(number, len(lines) - 1)] = dice.choice(extreme)
+    return "\n".join([*lines, ""]).encode(dice.choice(("utf-8", "utf-8", "utf-8", "utf-16")), "surrogatepass")
+
+
+def damage(path: Path, dice: random.Random) -> None:
+    raw = path.read_bytes()
+    is_json = path.suffix in (".json", ".jsonl")
+    path.write_bytes((broken_json if is_json and dice.random() < 0.75 else broken_bytes)(raw, dice))
+
+
+def as_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def as_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def as_nothing(path: Path) -> None:
+    path.symlink_to(path.parent / "nothing")
+
+
+def as_loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+# --- the cases -------------------------------------------------------------------------------------------------------
+
+
+class TooLong(BaseException):
+    """Raised by the alarm; no `except Exception` of a reader may take it for a broken file."""
+
+
+@contextlib.contextmanager
+def limits(seconds: int) -> Iterator[None]:
+    def expire(number, frame):
+        raise TooLong
+
+    before = signal.signal(signal.SIGALRM, expire)
+    before_memory = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(
+        resource.RLIMIT_AS, (used + MEMORY, before_memory[1])
+    )  # an endless file must not take the machine
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        resource.setrlimit(resource.RLIMIT_AS, before_memory)
+        signal.signal(signal.SIGALRM, before)
+
+
+def verdict(reader: Reader, path: Path) -> str | None:
+    """What is wrong with how `reader` takes the file, None if nothing."""
+    try:
+        with limits(SECONDS):
+            reader.open(path)
+    except UserError as error:
+        line = str(error)
+        if not line.isprintable():
+            return f"a line that is not printable: {line[:200]!r}"
+        return f"a line of {len(line)} characters: {line[:200]}" if len(line) > 2000 else None
+    except TooLong:
+        return f"no end after {SECONDS} s"
+    except (Exception, MemoryError) as error:  # what the test is for
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", READERS)
+def test_a_damaged_file_opens_or_gives_one_line(name, tmp_path):
+    """Breaks when a file that somebody else made ends a command with a traceback, or not at all."""
+    reader, wrong = READERS[name], {}
+    path = reader.write(tmp_path)
+    whole = path.read_bytes()
+    assert verdict(reader, path) is None
+    for seed in range(CASES):
+        path.write_bytes(whole)
+        damage(path, random.Random(f"{name}/{seed}"))
+        if found := verdict(reader, path):
+            wrong[seed] = f"{found} ({path.read_bytes()[:80]!r})"
+    assert not wrong
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_no_file_gives_one_line(name, tmp_path):
+    """Breaks when a pipe, a device, a folder or a broken link is waited for, or read without end."""
+    reader, wrong = READERS[name], {}
+    path = reader.write(tmp_path)
+    for make in (os.mkfifo, as_folder, as_device, as_nothing, as_loop):
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+        make(path)
+        if found := verdict(reader, path):
+            wrong[make.__name__] = found
+    assert not wrong
+
+
+def test_sessions_find_the_last_run_among_broken_ones(tmp_path, monkeypatch):
+    """Breaks when one broken run folder keeps every command without flags from starting."""
+    monkeypatch.chdir(tmp_path)
+    for number, text in enumerate(('{"base": "embedded"}', "", "[]", "{", '{"base": 1}', "\ud800")):
+        folder = tmp_path / "runs" / str(number)
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_text("{}")
+        (folder / "config.json").write_text(text, encoding="utf-8", errors="surrogatepass")
+    (tmp_path / "runs" / "0" / "model").mkdir()
+    assert session.last_run() == str(Path("runs", "0"))
