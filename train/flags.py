@@ -80,7 +80,7 @@ def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
         if kind is bool:
             arguments["action"] = argparse.BooleanOptionalAction
         else:
-            arguments["type"] = str if kind is list else kind
+            arguments.setdefault("type", str if kind is list else kind)
         parser.add_argument(flag_name(field.name), **arguments)
 
 
@@ -136,6 +136,8 @@ def check_ranges(settings, where: str = "") -> None:
     """Raise UserError, with `where` before it, for the first value that has another type or is out of range."""
     for field in dataclasses.fields(settings):
         value, kind, limits = getattr(settings, field.name), field_kind(type(settings), field), field.metadata
+        if kind is Path or "type" in limits["argument"]:  # its own reader has checked it
+            continue
         most = MANY if kind is int and limits["most"] is None else limits["most"]
         expected = Expected(kind, limits["least"], most, limits["choices"])
         values = list(value) if isinstance(value, tuple) else value

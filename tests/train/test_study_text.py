@@ -171,12 +171,12 @@ def test_words_follow_intervals(text_folder, tmp_path, monkeypatch, gain, words)
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--seeds", "0"), "--seeds is 0, expected at least 1"),
-        (("--limit", "2"), "--limit is 2, expected at least 5"),
+        (("--seeds", "0"), "--seeds is 0, expected an integer from 1"),
+        (("--limit", "2"), "--limit is 2, expected an integer from 5"),
         (("--scale", "0"), "--scale is 0.0, expected a positive number"),
         (("--search", "0"), "--search is 0.0, expected a share above 0"),
-        (("--search", "2"), "--search is 2.0, expected a share from 0 to 1"),
-        (("--length", "8"), "--length is 8, expected at least 64"),
+        (("--search", "2"), "--search is 2.0, expected a number from 0 to 1"),
+        (("--length", "8"), "--length is 8, expected an integer from 64"),
         (("--text", "/nowhere"), "--text /nowhere: no such file"),
     ],
 )
