@@ -252,6 +252,7 @@ def test_answers_of_another_model_or_prompt_are_not_taken(model, processor, tmp_
     assert run.ask_all(model, processor, asks, max_new_tokens=2, log=log) == first and sum(sizes) == 36
 
 
+@pytest.mark.long
 def test_no_resume_asks_anew(source, workplace, monkeypatch, capsys):
     """--no-resume keeps old answers."""
     sizes = interrupt_after(monkeypatch, 99)
@@ -424,6 +425,7 @@ def test_the_prompt_is_the_template(official, source, processor, monkeypatch):
     assert set(asked) == {"answer en What is 0?", "What is 0?"}
 
 
+@pytest.mark.long
 def test_one_by_one_is_measured(source, workplace, capsys):
     """The promised speed is printed with the share of equal answers."""
     vqa.main(["--model", source, "--limit", "12", "--one-by-one", "6", *FAST])
@@ -667,6 +669,7 @@ def test_official_metadata(coco, source, capsys):
     assert [r["id"] for r in records][2:] == [5000, 5001] and len(records) == 4
 
 
+@pytest.mark.long
 def test_drawn_tests_of_many_pictures_and_needles(coco, source, capsys, monkeypatch):
     """M pictures and K needles: the prompt, the pictures and the truth do not belong together."""
     seen, layout = [], Processor.layout
@@ -681,6 +684,7 @@ def test_drawn_tests_of_many_pictures_and_needles(coco, source, capsys, monkeypa
         assert any(all(caption in prompt for caption in record["caption"]) for _, prompt in seen)
 
 
+@pytest.mark.long
 def test_a_needle_test_without_its_picture_has_no_response(coco, source, capsys):
     """A test on an unreadable picture counts as wrong, or ends the run."""
     (coco / "val2014" / "COCO_val2014_000000000005.jpg").write_bytes(b"not a picture")
@@ -709,6 +713,7 @@ def test_choose_is_balanced_over_places_or_drawn(coco):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_pope_on_the_embedded_scenes(source, workplace, capsys):
     """A strategy is missing, or its measures are not those of its answers file."""
     pope.main(["--model", source, "--limit", "18", *FAST, "--json"])
@@ -797,6 +802,7 @@ def test_laws_by_hand(model, processor):
         torch.testing.assert_close(map_.last.double(), weights.mean(0)[-1], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.long
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["shared", "split", "twin", "v2", "dex"])
 def test_maps_of_every_variant(processor, kind):
@@ -855,6 +861,7 @@ def test_attention_command(source, twin, workplace, capsys):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_default_is_the_last_run_or_the_embedded_base(source, twin, workplace, monkeypatch, capsys):
     """Without flags another model than the last one trained is measured."""
     monkeypatch.setattr("model.source.BUNDLED_FOLDER", Path(source))

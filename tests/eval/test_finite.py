@@ -15,6 +15,8 @@ from model.text import TextModel, TextModelConfig
 from weights.export import companions, export_model
 from weights.load import load_model
 
+pytestmark = pytest.mark.long
+
 PICTURE = Image.new("RGB", (112, 112), (10, 200, 90))
 PROMPTS = ("count dog", "count cat", "count horse")
 

@@ -11,6 +11,8 @@ from model.common import UserError
 from model.processor import Processor
 from weights.load import load_model
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     ("template", "filled"),

@@ -469,6 +469,7 @@ def test_tokenizer_has_the_ids_of_gemma(pieces):
         assert pieces.unk_id() not in pieces.encode(text)
 
 
+@pytest.mark.long
 def test_every_word_is_one_piece(pieces):
     """Breaks when a word of a task falls apart: answers grow long, and the alignment loss has no single target."""
     bare, plurals = words()

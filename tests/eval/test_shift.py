@@ -20,6 +20,8 @@ from tests.model.test_wings import randomized
 from weights.export import companions, export_model
 from weights.load import load_model
 
+pytestmark = pytest.mark.long
+
 
 def picture() -> Image.Image:
     return Image.new("RGB", (112, 112), (10, 200, 90))

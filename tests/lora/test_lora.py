@@ -162,6 +162,7 @@ def test_what_peft_saved_computes_the_same_here(tmp_path, generation, name):
         assert relative_error(parameter.grad, gradients[key]) <= SENSITIVE * of_gradients[key] <= 1e-3, key
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("generation", [1, 2])
 def test_what_is_saved_here_computes_the_same_in_peft(tmp_path, generation):
     """Breaks when PEFT cannot read our files, warns about them, or puts LoRA on other layers than ours."""
@@ -277,6 +278,7 @@ def test_a_name_list_reaches_the_vision_tower_too(model):
     assert all(path.startswith("language_model.layers.") for path in paths)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("targets", "options", "says"),
     [
@@ -308,6 +310,7 @@ def test_a_layer_is_wrapped_once(model):
     assert [name for name, _ in model.named_parameters()] == names
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("preset", "targets", "count"),
     [
@@ -334,6 +337,7 @@ GRAFTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", GRAFTS)
 def test_a_graft_stays_trainable_after_injection(model, kind):
     """Breaks when λ, μ or a norm is frozen with the base, as in the published code, or anything else is not."""
@@ -359,6 +363,7 @@ def test_a_fresh_feed_forward_is_trained_whole(inputs, model):
     assert len(trainable) == 3 * 3 and sorted(trainable) == sorted(new_parameters(model))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_merge_and_unmerge(hf, inputs, dtype):
     """Breaks when a merge is not the sum rounded once, is applied twice, or cannot be taken back to the bit."""
@@ -426,6 +431,7 @@ def test_merge_refuses_where_branches_share_a_weight(inputs, model, kind, target
     assert torch.equal(model(**inputs), logits)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "targets"),
     [
@@ -482,6 +488,7 @@ def test_disabled_reaches_a_graft(inputs, model):
     assert torch.equal(model(**inputs), logits)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -509,6 +516,7 @@ def test_a_graft_is_saved_with_the_adapter(tmp_path, hf, inputs, model, options)
     assert trainable == [name for name, p in model.named_parameters() if p.requires_grad]
 
 
+@pytest.mark.long
 def test_two_grafts_are_saved_with_the_adapter(tmp_path, hf, inputs, model):
     """Breaks when only the last graft is recorded, or they are repeated in another order."""
     graft(model, "twin", where="decoder")
@@ -532,6 +540,7 @@ def test_peft_says_that_it_ignores_a_graft(tmp_path, hf, inputs, model):
     assert relative_error(valid(model(**inputs), inputs), valid(peft_forward(theirs, inputs), inputs)) <= ROUNDED
 
 
+@pytest.mark.long
 def test_fingerprint_names_the_base_and_nothing_else(hf, model):
     """Breaks when an adapter, its merge, or bf16 makes a base look like another one, or another one looks the same."""
     mark = fingerprint(model)
@@ -700,6 +709,7 @@ def test_half_precision(hf, inputs):
         assert all(p.grad.dtype == torch.float32 and p.grad.any() for p in layer.lora.parameters())
 
 
+@pytest.mark.long
 def test_compiles_without_a_break(model, inputs):
     """Breaks when a LoRA layer cannot be traced in one graph, or the graph goes stale when it is merged or disabled."""
     inject(model, ["down_proj"], 2, 4)
@@ -740,6 +750,7 @@ def too_large_for_fp32(tensors):
     poison(1e300)(tensors)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -771,6 +782,7 @@ def test_tensors_that_are_no_numbers_to_compute_with(tmp_path, hf, model, change
     assert not lora_layers(fresh)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_floating_point_tensors_are_read(tmp_path, hf, model, dtype):
     """Breaks when an adapter in half or double precision is refused."""
@@ -806,6 +818,7 @@ WRONG = [(name, value) for name in NUMBERS for value in BAD_NUMBERS] + [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "value"), WRONG, ids=lambda value: str(value)[:20])
 def test_fields_of_another_type_or_range(tmp_path, hf, name, value):
     """Breaks when a config's field is used without a check, so that a hostile one crashes or gives other numbers."""
@@ -816,6 +829,7 @@ def test_fields_of_another_type_or_range(tmp_path, hf, name, value):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "call",
     [
@@ -852,6 +866,7 @@ def test_grafts_of_another_type_or_range(tmp_path, hf, model, call):
     assert "\n" not in str(caught.value) and not fresh.grafts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text", [b"[" * 100_000, b'{"r": ' + b"9" * 10_000 + b"}", b"\xff\xfe{}", b"[]", b"null", b'"LORA"', b""]
 )
@@ -863,6 +878,7 @@ def test_configs_that_are_no_config(tmp_path, model, text):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_folders_and_pipes_in_place_of_files(tmp_path, hf, model):
     """Breaks when a folder is a traceback, or a pipe is waited for."""
     for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -885,6 +901,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "alpha_pattern"])
 @pytest.mark.parametrize("pattern", SLOW)
 def test_patterns_that_never_end(tmp_path, hf, model, pattern, key, monkeypatch):
@@ -897,6 +914,7 @@ def test_patterns_that_never_end(tmp_path, hf, model, pattern, key, monkeypatch)
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -922,6 +940,7 @@ def test_bounded_matching_is_plain_matching(model, pattern):
         assert patterns.full_matches([pattern, ".*fc1"], names)[0] == expected
 
 
+@pytest.mark.long
 def test_alpha_patterns_are_matched_as_peft_does(tmp_path, hf, inputs, model):
     """Breaks when a pattern is searched for anywhere in a path, or the last of several that match counts."""
     by_pattern = {"layers": 90, r"q_pro": 80, r"self_attn\.q_proj": 3, "q_proj": 70, r"v_proj|0\.self_attn\.k_proj": 5}

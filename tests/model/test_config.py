@@ -253,6 +253,7 @@ def is_read(kind: str, path: tuple[str, ...], value) -> bool:
     return not (value == 10**9 and name in large or value == -1 and name == "feature_layer")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", FILES)
 def test_every_field_is_checked(kind):
     """Breaks when an impossible value of any field is built into a model, hangs, or ends in a traceback."""
@@ -273,6 +274,7 @@ def value_at(raw: dict, path: tuple[str, ...]):
     return value_at(raw[path[0]], path[1:]) if len(path) > 1 else raw[path[0]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("part", "name", "value", "message"),
     [
@@ -303,6 +305,7 @@ def test_impossible_values_are_named(part, name, value, message):
         PaliGemmaConfig.from_dict(changed(PUBLISHED_2, part, **{name: value}))
 
 
+@pytest.mark.long
 def test_repeated_fields_are_refused(tmp_path):
     """Breaks when the second of two equal keys silently wins."""
     (tmp_path / "config.json").write_text('{"model_type": "paligemma", "model_type": "wings"}')

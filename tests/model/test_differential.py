@@ -504,6 +504,7 @@ def test_v2_keeps_its_gate_in_fp32_under_autocast():
     assert torch.equal(out.bfloat16(), (first.float() - gate * second.float()).bfloat16())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", ["dex", "dex-heads"])
 def test_the_change_of_dex_is_computed_in_fp32(variant):
     """Breaks when λ·o·W_D is computed in bf16, whose 8 bits cost more digits than the output is rounded by."""
@@ -514,6 +515,7 @@ def test_the_change_of_dex_is_computed_in_fp32(variant):
     assert module.change(heads).dtype == torch.bfloat16
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("variant", "name"), [("twin", "q2"), ("twin", "k2"), ("v2", "q2")])
 def test_each_second_branch_drops_out(variant, name):
     """Breaks when the dropout of a second branch does not reach one of its updates, or stays in evaluation."""
@@ -632,6 +634,7 @@ def test_grafting_after_lora_is_the_same():
     assert torch.equal(models[0](**batch()), models[1](**batch()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_grafting_on_merged_lora(kind):
     """Breaks when a second branch is grafted onto a weight that holds the first one's update, which is added again."""
@@ -678,6 +681,7 @@ def test_the_branches_of_twin_part_by_themselves():
     assert (module.mu.grad != 0).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", ["split-bare", "twin", "v2", "dex"])
 def test_every_variant_has_a_gradient_at_its_start(variant):
     """Breaks when everything that separates a variant from plain attention has a zero gradient at its start."""
@@ -815,6 +819,7 @@ def test_mistakes_are_named_and_change_nothing(arguments, message):
 # --- merging -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "o_proj"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_variant_says_which_lora_may_be_merged(variant, name):
@@ -847,6 +852,7 @@ def test_folding_gives_a_plain_model(variant):
     assert relative(tiny()(**batch()), trained) > 0.05
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", ["dex", "dex-heads"])
 def test_lora_can_be_removed_after_folding(variant):
     """Breaks when `unmerge` or `disabled` restores an output projection without the fold, or a merge adds twice."""
@@ -869,6 +875,7 @@ def test_lora_can_be_removed_after_folding(variant):
         adapter.merge(model)
 
 
+@pytest.mark.long
 def test_folding_into_8_bits_is_refused():
     """Breaks when a fold writes rounded floats into integers that have a scale of their own."""
     model = grafted("dex")
@@ -936,6 +943,7 @@ def test_feed_forwards_of_table_1():
 # --- what is logged ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_lambdas_are_reported_by_layer():
     """Breaks when a run logs another number than the one it computes with."""
     model = grafted("twin")

@@ -58,6 +58,7 @@ def test_every_layer_and_the_logits(generation, rows):
     assert relative_error(results["ours"][valid], results["hf"][valid]) <= SAME_BACKEND
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ours_backend", "hf_backend", "bound"),
     [("sdpa", "sdpa", SAME_BACKEND), ("sdpa", "eager", OTHER_BACKEND), ("eager", "sdpa", OTHER_BACKEND)],
@@ -173,6 +174,7 @@ def test_positions_to_keep_are_rows_of_all_logits():
         assert relative_error(model(**inputs, positions_to_keep=positions), expected) <= SAME_BACKEND, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("generation", [1, 2])
 @pytest.mark.parametrize("learns", [True, False])
 def test_no_position_to_keep_is_no_error(generation, learns, monkeypatch):
@@ -191,6 +193,7 @@ def test_no_position_to_keep_is_no_error(generation, learns, monkeypatch):
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
+@pytest.mark.long
 def test_the_head_runs_only_at_positions_to_keep(monkeypatch):
     """Breaks when the widest product of the model is computed at positions that are not used."""
     hf = hf_model(1)

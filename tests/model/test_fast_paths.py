@@ -71,6 +71,7 @@ def test_onednn_multiplies_as_f_linear_does(shape, out, bias, onednn):
     assert onednn
 
 
+@pytest.mark.long
 def test_onednn_computes_only_the_gradients_that_are_needed(onednn):
     """Breaks when a frozen weight's gradient is computed, the costliest product of all, or its input is kept."""
     x, layer = torch.randn(4, 16, requires_grad=True), Linear(16, 8).requires_grad_(False)
@@ -88,6 +89,7 @@ def test_onednn_computes_only_the_gradients_that_are_needed(onednn):
     assert held == [x.shape]
 
 
+@pytest.mark.long
 def test_where_onednn_is_not_used(onednn):
     """Breaks when half precision, autocast or the switch of PyTorch still ends in oneDNN's fp32 product."""
     layer, x = Linear(16, 8), torch.randn(4, 16)
@@ -145,6 +147,7 @@ def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
         assert torch.equal(torch.compile(linear, backend="eager", fullgraph=True)(x, weight), y)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("shape", [(0, 24), (2, 0, 24), (0, 1, 24)])
 def test_no_rows_are_no_error(shape, learns, onednn, monkeypatch):
@@ -188,6 +191,7 @@ def test_rows_equal_the_fused_kernel(heads, keys, masked, queries, forced, reque
         assert relative_error(mine, theirs) < 2e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "LoRA"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_computes_the_same_by_rows(variant, lora, onednn, monkeypatch):
@@ -244,6 +248,7 @@ def test_a_model_computes_the_same(onednn):
         assert relative_error(results[0][1][name], gradient) < 5e-4 or gradient.abs().max() < 1e-6, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_queries_that_are_not_kept_are_not_computed(variant, monkeypatch):
     """Breaks when a kept query meets another's mask, values or gate, or gets another gradient than among all."""

@@ -38,6 +38,7 @@ def test_greedy_equals_transformers(generation, rows):
     assert len({tuple(row.tolist()) for row in mine}) == len(rows)  # the pictures and prompts matter
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("generation", [1, 2])
 @pytest.mark.parametrize("rows", [PROMPTS, ((2, 0), (30, 0))], ids=["short", "long"])
 def test_right_padding_equals_transformers(generation, rows):
@@ -65,6 +66,7 @@ def test_right_padding_equals_transformers(generation, rows):
         assert relative_error(*answers) <= 1e-6
 
 
+@pytest.mark.long
 def test_right_padding_at_896_pixels():
     """Breaks when a picture of 4,096 tokens, as many as the window of PaliGemma 2, and padding exceed it together."""
     hf = hf_model(2, image_size=896, sliding_window=4096, num_hidden_layers=2)
@@ -175,6 +177,7 @@ def test_sampling_follows_the_distribution():
     assert pick(logits[:2], 0.0, 1.0, None).tolist() == [0, 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-39, 1e-38, 1e-20, 1e38, 1e300])
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
 def test_extreme_temperatures_are_their_limits(temperature, top_p):
@@ -187,6 +190,7 @@ def test_extreme_temperatures_are_their_limits(temperature, top_p):
         assert all(torch.bincount(column, minlength=4).min() > 80 for column in drawn.T)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1e300])
 def test_an_image_token_is_never_an_answer(temperature, monkeypatch):
     """Breaks when a row that draws <image>, which needs a picture, aborts the whole batch."""

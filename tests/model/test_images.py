@@ -183,6 +183,7 @@ TRANSPARENT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TRANSPARENT)
 @pytest.mark.filterwarnings("error:Palette")
 def test_transparency_equals_transformers(hf_images, name):
@@ -195,6 +196,7 @@ def test_transparency_equals_transformers(hf_images, name):
         assert not torch.equal(to_pixels(dropped, SIDE), expected)
 
 
+@pytest.mark.long
 def test_premultiplied_colours_are_composited():
     """Breaks when RGBa and La, which transformers reads without alpha or refuses, look different from RGBA and LA."""
     for mode, premultiplied in (("RGBA", "RGBa"), ("LA", "La")):
@@ -203,6 +205,7 @@ def test_premultiplied_colours_are_composited():
         assert np.abs(result - np.asarray(load_image(image))).max() <= 2  # premultiplying rounds
 
 
+@pytest.mark.long
 def test_16_bit_grey_with_a_transparent_value():
     """Breaks when the key is compared in 8 bits, or 16-bit pictures lose their contrast with it."""
     values = np.array([[0x1234, 0x12FF, 0x1234, 0xFFFF, 0]], np.uint16)
@@ -362,6 +365,7 @@ def test_paths_and_objects_that_are_no_picture(tmp_path):
             load_image(source)
 
 
+@pytest.mark.long
 def test_pipes_and_devices_are_refused_at_once(tmp_path):
     """Breaks when a picture's name that is a FIFO or a device blocks the run, or fills the memory."""
     os.mkfifo(tmp_path / "a.png")
@@ -372,6 +376,7 @@ def test_pipes_and_devices_are_refused_at_once(tmp_path):
             load_image(path)
 
 
+@pytest.mark.long
 def test_names_of_pictures_are_safe_to_print(tmp_path):
     """Breaks when the name of a broken picture moves the cursor or breaks the line."""
     path = tmp_path / "a\x1b[2J\nb.png"

@@ -54,6 +54,7 @@ def run_with_gradients(function, inputs, dtype):
     return [*outputs, *(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", [None, 1, 5, BLOCK, BLOCK + 3, 1000])
 @pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
 def test_scan_equals_a_loop_in_fp64(length, chunk):
@@ -235,6 +236,7 @@ def prompts(lengths=(9, 4, 1), seed: int = 1) -> dict[str, torch.Tensor]:
     return {"input_ids": ids * valid, "attention_mask": valid.long()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lengths", [(20, 20), (9, 4, 1), (37,)], ids=["unpadded", "padded", "single"])
 def test_logits_and_gradients_equal_transformers(lengths):
     """Breaks when convolution, scan, gate, norm, residual, padding or head depart from the published computation."""

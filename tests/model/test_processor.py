@@ -246,6 +246,7 @@ def test_max_length_is_an_error_and_never_a_cut(folder):
         processor_length(Processor.from_source(folder, max_length=length - 1), "caption en", "a cow")
 
 
+@pytest.mark.long
 def test_a_row_has_8192_tokens_by_default(folder, monkeypatch):
     """Breaks when a text of megabytes, or a row of a thousand pictures, is encoded before it is refused."""
     processor = Processor.from_source(folder)

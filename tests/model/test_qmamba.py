@@ -150,6 +150,7 @@ def by_other_hands(module: QMambaProjector, x: torch.Tensor, order: str) -> torc
     return linear(module.output, q)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [

@@ -206,6 +206,7 @@ def test_lambda_starts_near_the_schedule():
     assert drawn.std().item() == pytest.approx(0.1, rel=0.15)
 
 
+@pytest.mark.long
 def test_gradients_start_at_the_plain_models_scale():
     """Breaks without the factor (1 − λ_init), or with a norm that blows the gradient up: then one learning rate does
     not fit both (Ye et al. 2024, appendix F)."""

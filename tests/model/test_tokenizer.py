@@ -23,6 +23,8 @@ from model.tokenizer import LOCATIONS, load_tokenizer
 from model.tokenizer import GemmaTokenizer as Ours
 from weights.load import load_model
 
+pytestmark = pytest.mark.long
+
 CORPUS = """answer en where is the cow standing?
 caption en the cow is standing in the green field beside two dogs
 detect cat ; dog

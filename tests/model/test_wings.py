@@ -288,6 +288,7 @@ def test_chosen_first_keeps_the_order_and_fills_up():
     assert chosen_first(torch.zeros(2, 3).bool())[0].shape == (2, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("generation", ["gemma", "gemma2"])
 def test_gradient_checkpointing_changes_nothing(generation):
     """Breaks when recomputing a layer loses what the learners read, or a part of the model has no gradient."""
@@ -370,6 +371,7 @@ def test_generation_batched_single_and_padded_on_the_right():
     assert [row.tolist() for row in other] != [row.tolist() for row in together]
 
 
+@pytest.mark.long
 def test_choices_are_weighed_as_if_each_were_read_alone():
     """Breaks when the choices of an evaluation share a cache in another order, or the learners are left out of it."""
     model, processor = randomized(attach(load_model("embedded"), 4, routed=True)), Processor.from_source("embedded")
@@ -437,6 +439,7 @@ def test_slots_and_pictures_must_agree(processor, pictures, prefix, message):
         processor(pictures, prefix)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -11,6 +11,8 @@ from train.benchmark import mamba as benchmark_mamba
 from train.benchmark.mamba import COMPILED_PEER, Sizes, chart, language_models, measure, mixer_run, mixers, steps_after
 from train.benchmark.timing import OURS, THEIRS, table
 
+pytestmark = pytest.mark.long
+
 SIZES = Sizes(
     MambaConfig(hidden_size=32, num_hidden_layers=1),
     lengths=(8, 16),

@@ -136,6 +136,7 @@ def test_the_command_from_end_to_end(done, capsys):
         assert Image.open(done / name).size > (600, 300)
 
 
+@pytest.mark.long
 def test_what_is_there_is_not_done_again(done, source, trainings):
     """Breaks when a finished comparison trains or asks again, or comes out otherwise the second time."""
     before, text = results(done), (done / "comparison.md").read_text()
@@ -210,6 +211,7 @@ def test_controls_of_one_rank_are_shared(processor, tmp_path, trainings):
     assert [line.row.name for line in lines] == ["dex", "slow", "LoRA r18", "LoRA r18, slow"]
 
 
+@pytest.mark.long
 def test_rates_are_chosen_by_validation_alone(processor, tmp_path, trainings):
     """Breaks when the test split has a say in a rate, or is even asked about a rate that was not chosen."""
     asked = []
@@ -233,6 +235,7 @@ def test_of_equal_rates_the_smallest_and_the_default_ones(processor, tmp_path, t
     assert list(line.validation) == [1.5e-4, 3e-4, 6e-4] and line.settings.lr == 1.5e-4
 
 
+@pytest.mark.long
 def test_a_diverged_run_scores_nothing_and_is_named(processor, tmp_path, monkeypatch):
     """Breaks when one rate that is too high ends the comparison, or a failed run is left out of the mean in silence."""
 
@@ -326,6 +329,7 @@ def test_a_change_invalidates_exactly_its_cells(processor, tmp_path, trainings, 
     assert redone() == (everything, 12)
 
 
+@pytest.mark.long
 def test_training_data_are_part_of_a_cell(processor, tmp_path, trainings):
     """Breaks when a changed file of data is answered from the cache."""
 
@@ -353,6 +357,7 @@ def write_jsonl(folder, pictures, answer="yes"):
     (folder / "own.jsonl").write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["vqav2", "jsonl"])
 def test_no_picture_is_in_two_splits_of_any_seed(kind, processor, tmp_path):
     """Breaks when what one seed is tested on, another seed, or the choice of a rate, has seen."""

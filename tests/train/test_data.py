@@ -145,6 +145,7 @@ def test_vqav2_is_read_and_split_by_picture(tmp_path, processor):
     assert collate(train[:3], processor).batch.pixel_values.shape[0] == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "template",
     ["{ {question}", "{question} {question.__class__}", "{question:>10000000000}{question}", "{0}{question}"],

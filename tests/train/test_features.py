@@ -73,6 +73,7 @@ def test_a_run_learns_the_same_with_an_empty_and_a_full_cache(tmp_path, monkeypa
     assert [r["loss"] for r in plain] == pytest.approx([r["loss"] for r in full], rel=1e-2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", [0, 1, 2, 5])
 def test_a_run_learns_the_same_with_a_part_of_the_cache(kept, tmp_path):
     """Breaks when a picture's features depend on which other pictures are encoded with it."""
@@ -84,6 +85,7 @@ def test_a_run_learns_the_same_with_a_part_of_the_cache(kept, tmp_path):
     assert train(tmp_path / "b", "--cache-features", cache) == full
 
 
+@pytest.mark.long
 def test_features_do_not_depend_on_the_batch(tmp_path, processor):
     """Breaks when a picture that is encoded with others gives other bits than alone, in any place, in bf16 too."""
     model = initialize(PaliGemma(PRESETS["tiny"])).requires_grad_(False)
@@ -100,6 +102,7 @@ def test_features_do_not_depend_on_the_batch(tmp_path, processor):
                 assert torch.equal(alone, together[whole[order]])
 
 
+@pytest.mark.long
 def test_all_that_features_depend_on_is_in_the_key(tmp_path):
     """Breaks when two towers of the same parameters, but other computations, share their features."""
 

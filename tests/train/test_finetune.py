@@ -78,6 +78,7 @@ def test_every_variant_trains_and_is_opened_again(kind, tmp_path):
     assert set(summary) >= {"before", "after", "trainable_parameters", "seconds"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -127,6 +128,7 @@ def test_the_vision_tower_is_not_touched(processor):
     assert {name for name, p in model.named_parameters() if p.grad is not None} <= set(trainable(model))
 
 
+@pytest.mark.long
 def test_accumulation_is_one_large_batch(processor):
     """Breaks when micro-batches are weighted by their number, not by their supervised tokens."""
     model, _ = open_model(settings("--dropout", "0"), WORLD.device)

@@ -27,6 +27,8 @@ from train.settings import parse
 from train.summary import evaluate
 from weights.load import load_model
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def processor() -> Processor:

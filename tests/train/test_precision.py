@@ -25,6 +25,8 @@ from train.systems.open import open_model
 from weights.export import export_model
 from weights.load import load_model
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
 

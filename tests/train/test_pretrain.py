@@ -83,6 +83,7 @@ def test_every_parameter_is_moved_by_one_process_or_by_all():
         assert stepped | {id(p) for p in muons[1 - rank]} == {id(p) for p in model.parameters()}
 
 
+@pytest.mark.long
 def test_no_stage_sees_a_sample_of_another(processor):
     """Fails if the numbering of two stages overlaps: the last one's decay would fit what was seen before."""
     seen = [set() for _ in STAGES]
@@ -120,6 +121,7 @@ def test_two_processes_make_a_base_that_opens(tmp_path):
     assert apart < 0.2 * moved, (apart, moved)  # Muon's bf16 carries rounding on; other samples give 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("argv", "message"),
     [(["--scale", "0"], "scale"), (["--processes", "0"], "processes"), (["--threads", "0"], "threads")],
@@ -129,6 +131,7 @@ def test_bad_input(argv, message, tmp_path):
         main([*argv, "--out", str(tmp_path / "new")])
 
 
+@pytest.mark.long
 def test_nothing_is_written_over(tmp_path):
     (tmp_path / "mine").write_text("")
     with pytest.raises(UserError, match="not empty"):

@@ -19,6 +19,8 @@ from train import checkpoint, finetune
 from weights.export import export_model
 from weights.load import load_model
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["--base", "base", "--data", "jsonl:data.jsonl", "--validation", "0", "--epochs", "2", "--no-evaluate"]
 FLAGS += ["--batch-size", "2", "--checkpoint-every", "2", "--measure-every", "0", "--device", "cpu"]

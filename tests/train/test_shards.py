@@ -416,6 +416,7 @@ def read_all(pattern: str, **options) -> dict:
     return {given[i].name: given[i] for i in range(len(given))}
 
 
+@pytest.mark.long
 def test_shards_hold_what_their_source_holds(tmp_path, processor):
     """Breaks when a question, an answer or a pixel is changed on the way into a shard."""
     write_vqav2(tmp_path / "vqav2")

@@ -21,6 +21,8 @@ from train.systems.open import System, open_model
 from weights.export import export_model
 from weights.load import load_model
 
+pytestmark = pytest.mark.long
+
 
 def open_any(settings, dtype, device):
     return load_model(settings.base, dtype=dtype, device=device)

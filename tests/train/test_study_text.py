@@ -14,6 +14,8 @@ from train import compare
 from train.studies import text as study_text
 from train.studies.text import KINDS, Job, main, read_arguments, to_markdown
 
+pytestmark = pytest.mark.long
+
 
 def flags(text_folder: Path, out: Path, *more: str) -> list[str]:
     return [

@@ -26,6 +26,8 @@ from train.studies.wings import MARGIN, WingsStudy, lora_rank, prepare, text_rec
 from train.supervised import supervised_loss
 from weights.load import load_model
 
+pytestmark = pytest.mark.long
+
 
 def read(task: str, prefix: str) -> str:
     """The right answer, from the prompt alone."""

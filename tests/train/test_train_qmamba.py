@@ -64,6 +64,7 @@ def open_first(language: Path, *options: str, **changes) -> QMamba:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_parts_come_from_where_they_are_said_to(language):
     """Breaks when the eye or the language model starts from random weights, or an option has no effect."""
     model = open_first(language, "local_attention=false", "scan_order=forward", "feature_layer=-3")
@@ -87,6 +88,7 @@ def test_the_parts_come_from_where_they_are_said_to(language):
     assert relative_error(other.encode_images(pixels), again.encode_images(pixels)) > 0.1
 
 
+@pytest.mark.long
 def test_trained_parts_are_taken_over(language, tmp_path):
     """Breaks when a trained connector, or the layers of a published Mamba, are announced and not used."""
     source = MambaLM(MambaConfig(vocab_size=9, hidden_size=16, num_hidden_layers=2, state_size=4))

@@ -1,9 +1,12 @@
 """The hashes that adapters, logs and studies store: they keep their values, and see every kind of change."""
 
+import pytest
 import torch
 from torch import nn
 
 from weights.fingerprint import exact_fingerprint, tensor_fingerprint
+
+pytestmark = pytest.mark.long
 
 
 def layer() -> nn.Module:

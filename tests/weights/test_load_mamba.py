@@ -71,6 +71,7 @@ def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", ["transformers", "original"])
 def test_logits_and_gradients_equal_transformers(hf, published, tmp_path, names):
     """Breaks when a published name or size of either repository lands on another parameter, or on none."""
@@ -88,6 +89,7 @@ def test_logits_and_gradients_equal_transformers(hf, published, tmp_path, names)
         assert relative_error(parameter.grad, theirs[name].grad) <= 3e-6, name
 
 
+@pytest.mark.long
 def test_a_loaded_model_answers_as_transformers_does(published):
     """Breaks when the end token is not read from the file, or a padded batch is continued otherwise."""
     twin, inputs = transformers.MambaForCausalLM.from_pretrained(published).eval(), prompts((9, 4, 1))

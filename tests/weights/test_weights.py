@@ -199,6 +199,7 @@ def test_the_file_is_never_written_to(hf1, tmp_path):
 NAN, INF = float("nan"), float("inf")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize(("stored", "wanted"), [("F32", "F32"), ("F32", "BF16"), ("BF16", "BF16"), ("F64", "F16")])
 def test_values_that_are_not_finite_are_refused(hf1, value, stored, wanted, tmp_path, monkeypatch):
@@ -216,6 +217,7 @@ def test_values_that_are_not_finite_are_refused(hf1, value, stored, wanted, tmp_
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_values_that_the_dtype_cannot_hold_are_refused(hf1, tmp_path):
     """Breaks when a cast turns a large value into infinity without a word."""
     tensors = tensors_of(hf1)
@@ -226,6 +228,7 @@ def test_values_that_the_dtype_cannot_hold_are_refused(hf1, tmp_path):
         load_model(tmp_path, dtype=torch.float16)
 
 
+@pytest.mark.long
 def test_arrays_that_are_not_finite_are_refused(hf1, tmp_path):
     """Breaks when an .npz may hold what a safetensors file may not."""
     hf1.config.save_pretrained(tmp_path)
@@ -238,6 +241,7 @@ def test_arrays_that_are_not_finite_are_refused(hf1, tmp_path):
             load_model(tmp_path)
 
 
+@pytest.mark.long
 def test_a_model_that_is_not_finite_is_not_exported(hf1, tmp_path):
     """Breaks when a run that diverged is published."""
     model = load_model(save(tmp_path / "in", hf1, tensors_of(hf1)))
@@ -734,6 +738,7 @@ def test_only_what_is_needed_is_fetched(hf1, tmp_path, monkeypatch):
         assert not any(fnmatch(file, pattern) for pattern in patterns)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("read", [read_header, read_npz])
 def test_random_damage_never_ends_in_a_traceback(read, tmp_path):
     """Breaks when some header makes the reader fail in its own words, or read beyond the file."""
@@ -791,6 +796,7 @@ BAD_NPZ = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", BAD_NPZ)
 def test_bad_arrays_are_refused_in_one_line(hf1, case, tmp_path, monkeypatch):
     """Breaks when an .npz that does not fit is read, or a pickle in it is opened."""
@@ -817,6 +823,7 @@ def test_arrays_belong_to_a_paligemma(hf1, tmp_path):
         load_model(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -840,6 +847,7 @@ def test_sources_that_are_no_paths(source, message, tmp_path, monkeypatch):
         load_model(source)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [float("nan"), float("inf"), -1.0, 0.0])
 def test_sizes_that_are_none(hf1, size, tmp_path):
     """Breaks when a size of files that is no number ends in a traceback, or in an empty file."""
@@ -849,6 +857,7 @@ def test_sizes_that_are_none(hf1, size, tmp_path):
     export_model(model, tmp_path / "out", max_shard_gb=1e300)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["a\0b", "x" * 300, "file/x"])
 def test_folders_that_cannot_be_made(hf1, name, tmp_path):
     """Breaks when an export to an impossible place ends in a traceback, or leaves a part of it."""
@@ -912,6 +921,7 @@ def test_transformers_opens_every_dialect_we_write(hf, dialect, tmp_path):
     assert theirs.generation_config.eos_token_id == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_exported_dtypes(hf1, dtype, tmp_path):
     """Breaks when a cast on the way out differs from torch's, or config.json names another dtype."""
@@ -1104,6 +1114,7 @@ def test_names_are_printed_safely(hf1, tmp_path, capsys):
     assert "\x1b" not in printed and r"  a\x1b[2J\nmissing: none" in printed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", [1, 2])
 def test_made_checkpoints_are_checkpoints(preset, tmp_path, monkeypatch):
     """Breaks when the script for full-size trials writes what neither side can open."""
