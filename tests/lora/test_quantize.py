@@ -12,7 +12,7 @@ from model.common import UserError
 from model.differential import graft
 from model.linear import Linear
 from tests.reference import batch, hf_model, ours, relative_error
-from tests.train.test_finetune import WORLD, run
+from tests.runs import WORLD, run
 from train.optim import trainable
 from train.settings import parse
 from train.systems.open import open_model

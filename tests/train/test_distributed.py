@@ -1,10 +1,7 @@
 """Several processes: their checkpoints resume in any number, and together they answer what one would."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from eval.run import Ask, ask_all
 from model.common import UserError
 from model.processor import Processor
 from tests.files import write_vqav2
+from tests.runs import metrics, torchrun
 from train import finetune
 from train.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from train.distributed import World, ask_together, divide
@@ -27,30 +25,6 @@ from train.optim import Rule, make_adamw, parameter_groups
 from weights.load import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def torchrun(processes: int, *arguments) -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            f"--nproc_per_node={processes}",
-            "-m",
-            "train.finetune",
-            *map(str, arguments),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from model.config import PRESETS
 from model.graft import graft
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
-from tests.train.test_finetune import QUICK, WORLD, metrics
+from tests.runs import QUICK, WORLD, metrics
 from train import supervised
 from train.data.batches import MicroBatch, collate
 from train.data.features import FeatureCache

@@ -16,10 +16,10 @@ from lora import adapter
 from model.common import UserError
 from model.differential import KINDS
 from tests.files import write_vqav2
+from tests.runs import QUICK, WORLD, metrics, run, torchrun
 from train import finetune, supervised
 from train.data.batches import collate
 from train.data.records import embedded_records
-from train.distributed import World
 from train.optim import trainable
 from train.recipes import RECIPES
 from train.settings import Settings, parse
@@ -27,31 +27,6 @@ from train.systems.open import open_model
 from weights.load import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
-WORLD = World(0, 1, torch.device("cpu"))
-QUICK = [
-    "--base",
-    "tiny",
-    "--no-evaluate",
-    "--batch-size",
-    "2",
-    "--samples",
-    "60",
-    "--dropout",
-    "0.1",
-    "--measure-every",
-    "5",
-    "--device",
-    "cpu",
-]
-
-
-def run(*arguments, out: Path) -> list[dict]:
-    finetune.main([*QUICK, *map(str, arguments), "--out", str(out)])
-    return metrics(out)
-
-
-def metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def settings(*arguments) -> Settings:
@@ -229,27 +204,7 @@ def test_two_processes_do_the_work_of_one(shard, tmp_path):
     """Breaks when gradients are averaged with the wrong weight, or processes read the same data."""
     common = ["--steps", "4", "--dropout", "0", "--clip", "0.5", "--seed", "3", "--checkpoint-every", "2"]
     alone = run(*common, "--accumulate", 2, out=tmp_path / "alone")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node=2",
-            "-m",
-            "train.finetune",
-            *QUICK,
-            *common,
-            "--out",
-            str(tmp_path / "pair"),
-            *(["--shard"] if shard else []),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(2, *QUICK, *common, "--out", tmp_path / "pair", *(["--shard"] if shard else []))
     pair = metrics(tmp_path / "pair")
     assert len(pair) == len(alone) == 4
     for one, two in zip(alone, pair, strict=True):

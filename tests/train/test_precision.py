@@ -1,9 +1,6 @@
 """The precision of training: updates far below the resolution of bf16 must not be lost."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from model.common import UserError
+from tests.runs import torchrun
 from train import finetune
 from train.checkpoint import checkpoints, read_state
 from train.distributed import World, set_gradient_sync
@@ -100,16 +98,7 @@ def test_a_sharded_model_reads_bf16_and_keeps_fp32(tmp_path):
     ]
     common += ["--batch-size", "2", "--samples", "60", "--steps", "4", "--warmup", "0", "--device", "cpu"]
     finetune.main([*common, "--accumulate", "2", "--out", str(tmp_path / "alone")])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "train.finetune"]
-    done = subprocess.run(
-        [*launch, *common, "--shard", "--out", str(tmp_path / "pair")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(2, *common, "--shard", "--out", tmp_path / "pair")
     start = load_model("tiny").state_dict()
     alone, pair = (load_model(tmp_path / name / "model").state_dict() for name in ("alone", "pair"))
     moved = {name: (alone[name] - start[name]).abs().mean().item() for name in start}
