@@ -3,7 +3,10 @@
 In: `--device` and `--dtype`. Out: a device that exists, and a dtype.
 """
 
+import platform
 import re
+from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -34,3 +37,14 @@ def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise UserError(f"--dtype {shown(name)}: expected auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+@cache
+def processor_name() -> str:
+    """The CPU's model: sums are rounded in another order on another one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from model.common import UserError, open_regular, quoted, shown
+from model.device import processor_name
 from train.checkpoint import checkpoints, read_state, verify
 from train.data.records import Record
 from train.data.shards import Shards
@@ -32,6 +33,7 @@ def origin_of(settings, fingerprints: Mapping[str, str]) -> dict:
         "fingerprints": dict(fingerprints),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "processor": processor_name(),
     }
 
 
@@ -85,10 +87,10 @@ def check_resume(run: Path, origin: dict, allow_changed: bool) -> None:
     if before is None:
         print(f"{run}: of an older version: whether its base and data have changed is not checked", file=sys.stderr)
         before = origin
-    for name in ("threads", "torch"):
-        if before.get(name) != origin[name]:
+    for name in ("threads", "torch", "processor"):
+        if before.get(name, origin[name]) != origin[name]:  # an older version wrote fewer of them
             print(
-                f"{run}: {name} {shown(before.get(name))} before, {origin[name]} now: losses may differ by rounding",
+                f"{run}: {name} {shown(before[name])} before, {origin[name]} now: losses may differ by rounding",
                 file=sys.stderr,
             )
     changes = differences(before, origin)

@@ -16,6 +16,7 @@ from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from tests.runs import QUICK, WORLD, metrics
 from train import supervised
+from train.data import features as features_module
 from train.data.batches import MicroBatch, collate
 from train.data.features import FeatureCache
 from train.data.records import embedded_records
@@ -103,7 +104,7 @@ def test_features_do_not_depend_on_the_batch(tmp_path, processor):
 
 
 @pytest.mark.long
-def test_all_that_features_depend_on_is_in_the_key(tmp_path):
+def test_all_that_features_depend_on_is_in_the_key(tmp_path, monkeypatch):
     """Breaks when two towers of the same parameters, but other computations, share their features."""
 
     def folder(change=None, autocast=None) -> Path:
@@ -141,6 +142,9 @@ def test_all_that_features_depend_on_is_in_the_key(tmp_path):
     folders = {name: folder(change) for name, change in changes.items()}
     for dtype in (torch.bfloat16, torch.float16):
         folders[f"autocast {dtype}"] = folder(autocast=torch.autocast("cpu", dtype))
+    with monkeypatch.context() as patch:  # a folder that two machines share
+        patch.setattr(features_module, "processor_name", lambda: "another")
+        folders["processor"] = folder()
     assert len(set(folders.values())) == len(folders)
     for unrelated in (None, lambda model: graft(model, "twin"), lambda model: model.train()):
         assert folder(unrelated) == folders["none"]

@@ -14,8 +14,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from model.common import UserError
+from model.device import processor_name
 from model.source import BUNDLED_FOLDER
-from train import checkpoint, finetune
+from train import checkpoint, finetune, origin
 from weights.export import export_model
 from weights.load import load_model
 
@@ -277,6 +278,14 @@ def test_another_number_of_threads_is_mentioned(run, capsys):
     finally:
         torch.set_num_threads(threads)
     assert f"threads {threads} before, {threads + 1} now: losses may differ by rounding" in capsys.readouterr().err
+
+
+def test_another_processor_is_mentioned(run, capsys, monkeypatch):
+    """Breaks when a run goes on elsewhere, with losses that differ in the last digits, without a word."""
+    before = processor_name()
+    monkeypatch.setattr(origin, "processor_name", lambda: "another")
+    resume()
+    assert f"processor {before} before, another now: losses may differ by rounding" in capsys.readouterr().err
 
 
 HOLD = "import sys; from pathlib import Path; from train.run_folder import _lock; lock = _lock(Path(sys.argv[1])); "

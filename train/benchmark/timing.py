@@ -20,6 +20,7 @@ import torch
 
 from eval.report import interval_text, markdown_table
 from model.common import UserError, keep_memory
+from model.device import processor_name
 
 OURS, COMPILED, THEIRS = "ours", "ours, compiled", "transformers"
 
@@ -178,20 +179,11 @@ def spell_seconds(seconds: float) -> str:
 
 def machine(device: torch.device) -> str:
     """The processor, its threads and memory, and the GPU."""
-    try:
-        names = [
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ]
-    except OSError:
-        names = []
-    name = names[0] if names else platform.processor() or platform.machine()
     memory = ""
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory = f", {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB"
     capability = torch.backends.cpu.get_cpu_capability()
-    text = f"{name}, {os.cpu_count()} cores ({capability}), {torch.get_num_threads()} threads{memory}"
+    text = f"{processor_name()}, {os.cpu_count()} cores ({capability}), {torch.get_num_threads()} threads{memory}"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         text += f"; {properties.name}, {properties.total_memory / 2**30:.0f} GiB"

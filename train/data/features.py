@@ -4,7 +4,7 @@ In: a picture's pixels. Out: the output of tower and projector, in bf16, from a 
 computes it)/(hash of the pixels).safetensors. `train/data/batches.py` looks pictures up while it makes a batch.
 
 A run learns the same, to the bit, whether the cache was empty, full or something between: every picture is encoded
-alone, and the hash covers weights, buffers, grafts, options, autocast, device, threads and the version of PyTorch.
+alone, and the hash covers weights, buffers, grafts, options, autocast, processor, threads and the version of PyTorch.
 
 Runs may share a folder: files are written atomically and named by a hash of their inputs, so two processes that write
 the same file write the same bytes. A file that cannot be read counts as missing and is written again.
@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from model.common import UserError, atomic_path, open_regular
+from model.device import processor_name
 from model.paligemma import PaliGemma
 
 
@@ -89,7 +90,8 @@ class FeatureCache:
 def _numerics(device: torch.device) -> str:
     """What else decides how results are rounded: the library, the device, on a CPU its threads, and autocast."""
     on_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_gpu else torch.backends.cpu.get_cpu_capability()
+    on_cpu = f"{processor_name()} {torch.backends.cpu.get_cpu_capability()}"
+    name = torch.cuda.get_device_name(device) if on_gpu else on_cpu
     threads = "" if on_gpu else f"{torch.get_num_threads()} threads"
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else "no autocast"
     return f"{torch.__version__} {device.type} {name} {threads} {autocast}"
