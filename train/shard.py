@@ -9,75 +9,60 @@ layout: each picture once, as the file that it was, beside its questions.
 A shard is written atomically, so an interrupted command that is given again continues with the first missing shard.
 """
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from model.common import UserError, run_command
 from train.data.pack import make
 from train.data.sources import read_records
+from train.flags import FlagParser, add_flags, check_ranges, flag, from_values
 from train.settings import Settings
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m train.shard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+@dataclass(frozen=True)
+class PackOptions:
+    """The flags of this command, beside the data and --out."""
+
+    per_shard: int = flag(1000, "pictures of a shard, at most", least=1, metavar="N")
+    megabytes: float = flag(1000.0, "picture files of a shard in 10^6 bytes, at most", least=1e-6, metavar="M")
+    prompt: str = flag(Settings.prompt, "prompt of a VQAv2 question")
+    samples: int = flag(Settings.samples, "questions of the embedded data", least=1, most=10**8, metavar="N")
+    seed: int = flag(0, "of the order of pictures", least=0)
+    max_bad: int = flag(
+        Settings.max_bad, "records without a readable picture to leave out before giving up", least=0, metavar="N"
     )
+    images: str | None = flag(None, "folder of the pictures (default: that of vqav2:DIR, or where jsonl:FILE is)")
+    allow_outside: bool = flag(False, "pack pictures outside of that folder too, if names lead there")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = FlagParser(prog="python -m train.shard", description=__doc__)
     parser.add_argument("data", help="embedded, vqav2:DIR (official files), or jsonl:FILE (image, prefix, suffix)")
     parser.add_argument("--out", type=Path, required=True, metavar="PREFIX", help="shards are PREFIX-000.tar, …")
-    parser.add_argument(
-        "--per-shard", type=int, default=1000, metavar="N", help="pictures of a shard, at most (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--megabytes",
-        type=float,
-        default=1000.0,
-        metavar="M",
-        help="picture files of a shard in 10^6 bytes, at most (default: %(default)s)",
-    )
-    parser.add_argument("--prompt", default=Settings.prompt, help="prompt of a VQAv2 question (default: %(default)r)")
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=Settings.samples,
-        metavar="N",
-        help="questions of the embedded data (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the order of pictures (default: %(default)s)")
-    parser.add_argument(
-        "--max-bad",
-        type=int,
-        default=Settings.max_bad,
-        metavar="N",
-        help="records without a readable picture to leave out before giving up (default: %(default)s)",
-    )
-    parser.add_argument("--images", help="folder of the pictures (default: that of vqav2:DIR, or where jsonl:FILE is)")
-    parser.add_argument(
-        "--allow-outside",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="pack pictures outside of that folder too, if names lead there (default: --no-allow-outside)",
-    )
-    args = parser.parse_args(argv)
-    if args.per_shard < 1 or args.samples < 1 or not args.megabytes > 0:
-        raise UserError("--per-shard, --samples and --megabytes must be above 0")
-    if args.data.startswith("shards:"):
-        raise UserError(f"{args.data}: these are shards already: give what they were made of")
+    add_flags(parser, PackOptions)
+    given = vars(parser.parse_args(argv))
+    data, out = given.pop("data"), given.pop("out")
+    options = from_values(PackOptions, given)
+    check_ranges(options)
+    if data.startswith("shards:"):
+        raise UserError(f"{data}: these are shards already: give what they were made of")
     # all records: --validation and --fraction apply where the shards are read
     settings = Settings(
-        data=args.data,
-        prompt=args.prompt,
-        samples=args.samples,
-        seed=args.seed,
+        data=data,
+        prompt=options.prompt,
+        samples=options.samples,
+        seed=options.seed,
         fraction=1.0,
         validation=0.0,
         answers="sampled",
-        images=args.images,
-        allow_outside=args.allow_outside,
+        images=options.images,
+        allow_outside=options.allow_outside,
     )
-    paths = make(read_records(settings), args.out, args.per_shard, args.megabytes, args.seed, args.max_bad)
-    first, last = (path.stem.removeprefix(f"{args.out.name}-") for path in (paths[0], paths[-1]))
-    pattern = args.out.with_name(f"{args.out.name}-{{{first}..{last}}}.tar")
+    records = read_records(settings)
+    paths = make(records, out, options.per_shard, options.megabytes, options.seed, options.max_bad)
+    first, last = (path.stem.removeprefix(f"{out.name}-") for path in (paths[0], paths[-1]))
+    pattern = out.with_name(f"{out.name}-{{{first}..{last}}}.tar")
     print(f"{len(paths)} shards: --data shards:'{pattern}'")
 
 
