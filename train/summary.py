@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 from eval import needle, scenes, vqa
@@ -50,7 +50,7 @@ def evaluate(model: PaliGemma, processor: Processor, settings: Settings, title: 
             settings.images or folder,
             settings.prompt,
             limit=settings.eval_limit,
-            only={record.name for record in read_records(settings, "validation")},
+            only=held_out(settings),
             progress=f"VQA, {title}",
             ask_all=ask_all,
             allow_outside=settings.allow_outside,
@@ -58,6 +58,12 @@ def evaluate(model: PaliGemma, processor: Processor, settings: Settings, title: 
         result["vqa"] = result["vqa_details"]["overall"]
     model.train(was_training)
     return result
+
+
+@lru_cache(maxsize=1)  # a run evaluates two or three times on the same questions
+def held_out(settings: Settings) -> frozenset[str]:
+    """The names of the questions that training leaves out."""
+    return frozenset(record.name for record in read_records(settings, "validation"))
 
 
 def summarize(settings: Settings, progress: dict, after: dict | None, trainable_parameters: int) -> dict:
