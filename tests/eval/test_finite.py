@@ -9,9 +9,8 @@ from eval.command import Ask
 from eval.run import ask_all, log_likelihoods
 from eval.text import measures
 from model.common import UserError
-from model.config import TextConfig
 from model.generate import NonFiniteError, generate
-from model.text import TextModel, TextModelConfig
+from model.text import new_model
 from weights.export import companions, export_model
 from weights.load import load_model
 
@@ -139,18 +138,7 @@ def test_no_command_scores_it(command, flags, name, overflowing, tmp_path, monke
 @pytest.mark.parametrize("measure", list(measures.MEASURES))
 def test_no_measure_of_text_scores_it(measure, corpus):
     """Breaks when a likelihood, an accuracy or a share of attention of NaN is averaged."""
-    config = TextConfig(
-        vocab_size=1024,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        hidden_activation="silu",
-    )
-    model = TextModel(TextModelConfig.of(config, True)).eval()
+    model = new_model("nano", differential=True, seed=0).eval()
     with torch.no_grad():
         model.language_model.norm.weight.fill_(float("inf"))
     with pytest.raises(UserError, match=rf"{measure} test 1: the logits are not finite"):
