@@ -41,6 +41,7 @@ def prose(seed: int, lines: int = 60) -> str:
 
 def write_prose(folder: Path) -> Path:
     """Forty files of `prose`."""
+    folder.mkdir(parents=True, exist_ok=True)
     for number in range(40):
         (folder / f"{number}.txt").write_text(prose(number))
     return folder

@@ -14,9 +14,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.text.corpus import open_corpus, read_texts
+from eval.text.corpus import find_corpus, open_corpus, read_texts
 from eval.text.tasks import WORDS
 from model.common import UserError, run_command
+from train.checkpoint import checkpoints
 from train.distributed import join_world
 from train.flags import (
     RESUME_ALONE,
@@ -59,11 +60,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if world.size > 1:
         raise UserError("a language model is trained by one process: start it without torchrun")
     check_empty(arguments.out)
-    if settings.text:
+    if settings.text and arguments.resume is None:
         read_texts(settings.text)  # a wrong path is refused before a folder is made
     with run_folder(arguments, settings, f"text-{settings.attention}", "train.text", world) as run:
         folder = Path(settings.corpus or run / "corpus")
-        corpus = open_corpus(folder, settings.text, settings.vocab_size, WORDS)
+        # a run that goes on keeps its tokens, whatever has become of the text: a new corpus would replace them
+        corpus = find_corpus(folder) if checkpoints(run) else None
+        corpus = corpus or open_corpus(folder, settings.text, settings.vocab_size, WORDS)
         print(f"{len(corpus.ids['train']):,} tokens of text to learn from, {len(corpus.starts['train']) - 1} documents")
         tokens = tensor_fingerprint({**corpus.ids, **{f"{name}/starts": t for name, t in corpus.starts.items()}})
         origin = origin_of(settings, {"corpus": f"{corpus.digest} {tokens}"})

@@ -148,7 +148,7 @@ def open_corpus(
     texts = read_texts(paths) if paths else standard_library()
     parts = split(texts)
     digest = sha256(json.dumps([vocab_size, list(known), sorted(texts.items())]).encode()).hexdigest()[:16]
-    if (corpus := _kept(folder)) is not None and corpus.digest == digest:
+    if (corpus := find_corpus(folder)) is not None and corpus.digest == digest:
         return corpus
     if not all(parts.values()):
         raise UserError(f"{len(texts)} documents cannot be split into {', '.join(SPLITS)}: give longer text")
@@ -170,10 +170,11 @@ def open_corpus(
         "tokens": {name: len(tensors[f"{name}_ids"]) for name in parts},
     }
     write_text(folder / "corpus.json", json.dumps(summary, indent=1) + "\n")  # last: it marks the folder as complete
-    return _kept(folder)
+    return find_corpus(folder)
 
 
-def _kept(folder: Path) -> Corpus | None:
+def find_corpus(folder: Path) -> Corpus | None:
+    """The corpus in `folder`, None if there is none that can be read."""
     try:
         summary = json.loads((folder / "corpus.json").read_text())
         tensors = load_file(folder / "tokens.safetensors")
@@ -190,7 +191,7 @@ def _kept(folder: Path) -> Corpus | None:
 
 def kept_corpus(folder: Path) -> Corpus:
     """The corpus in `folder`. Raises UserError if there is none."""
-    corpus = _kept(folder)
+    corpus = find_corpus(folder)
     if corpus is None:
         raise UserError(f"{folder}: no corpus here (tokenizer.model, tokens.safetensors, corpus.json): give the run's")
     return corpus

@@ -14,6 +14,7 @@ from eval.text.corpus import BOS, EOS, open_corpus
 from eval.text.tasks import Tasks
 from model.common import UserError
 from model.text import new_model
+from tests.files import prose, write_prose
 from train import pretrain
 from train.signals import Interrupted
 from train.systems.text import TextOrder, TextSettings, draw_row, learn, make_optimizer, pack, text_loss
@@ -148,6 +149,20 @@ def test_a_run_resumes_to_the_bit(text_folder, tmp_path, kind, capsys):
     assert {"model", "loss.png", "config.json", "checkpoints"} <= {p.name for p in (tmp_path / "cut").iterdir()}
     assert (tmp_path / "cut" / "model" / "tokenizer.model").exists()
     assert "python -m eval.text" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_a_run_keeps_its_tokens_when_the_text_changes(tmp_path):
+    """Breaks when resuming replaces the corpus and tokenizer of a run by those of an edited text."""
+    text, corpus, run = write_prose(tmp_path / "text"), tmp_path / "corpus", tmp_path / "run"
+    main(flags(text, corpus, run))
+    before = {file.name: file.read_bytes() for file in corpus.iterdir()}
+    metrics = (run / "metrics.jsonl").read_bytes()
+    shutil.rmtree(run / "checkpoints" / "step-8")
+    (text / "0.txt").write_text(prose(1000))
+    main(["--resume", str(run)])
+    assert {file.name: file.read_bytes() for file in corpus.iterdir()} == before
+    assert (run / "metrics.jsonl").read_bytes() == metrics
 
 
 def test_pretraining_on_text_is_this_command(monkeypatch):
