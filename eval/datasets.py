@@ -143,7 +143,7 @@ def find_images(
 ) -> dict[str, Path]:
     """The path of each picture of the file `source`. Raises UserError that names the first few not in `folder`."""
     try:
-        paths = {name: find_image(folder, name, allow_outside) for name in names}
+        paths = {name: find_image(folder, name, allow_outside) for name in dict.fromkeys(names)}
     except UserError as error:
         raise UserError(f"{shown(source)}: {error}") from None
     absent = [name for name, path in paths.items() if not path.is_file()]

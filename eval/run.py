@@ -54,8 +54,9 @@ def ask_all(
     answers: list[str | None] = [None] * len(questions)
     marks, left = [""] * len(questions), range(len(questions))
     if log is not None:
-        weights = exact_fingerprint(model)
-        marks = [_digest(weights, max_new_tokens, q.key, q.prefix, q.choices) for q in questions]
+        asked_of = [exact_fingerprint(model), str(model.config), max_new_tokens]
+        versions = {q.key: _version(q.picture) for q in {q.key: q for q in questions}.values()}
+        marks = [_digest(asked_of, q.key, versions[q.key], q.prefix, q.choices) for q in questions]
         logged = read_log(log)
         answers = [logged.get(mark) for mark in marks]
         left = [number for number, answer in enumerate(answers) if answer is None]
@@ -78,6 +79,9 @@ def ask_one_by_one(
     """The reference for `ask_all`: each picture encoded anew, each prompt alone."""
     device, answers = next(model.parameters()).device, []
     for question in questions:
+        if question.choices:  # scored, not decoded
+            answers += ask_all(model, processor, [question], batch_size=1)
+            continue
         picture = question.picture() if callable(question.picture) else question.picture
         batch = processor([picture], [question.prefix]).to(device)
         prompt = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
@@ -248,6 +252,14 @@ def _windows(questions: list[Numbered], size: int) -> Iterator[list[Numbered]]:
 # ---------------------------------------------------------------------------------------------------------------------
 # The log of answers
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def _version(picture) -> list:
+    """What distinguishes a picture's file from another one of its name; nothing where the picture is drawn."""
+    if not isinstance(picture, Path) or not picture.is_file():
+        return []
+    status = picture.stat()
+    return [str(picture.absolute()), status.st_size, status.st_mtime_ns]
 
 
 def _digest(*parts) -> str:

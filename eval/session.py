@@ -139,10 +139,9 @@ def add_answer_flags(parser: argparse.ArgumentParser, limit: str, default: int |
 
 def model_of(args: argparse.Namespace) -> tuple[str, Path | None, str]:
     """(source, run or None, title) of the model that the flags name. Raises UserError for a folder without adapter."""
-    run = args.adapter
-    if run is None and args.model is None:
-        run = last_run()
-    run = None if run in (None, "none") else Path(run)
+    if args.adapter is None and args.model is None:
+        args.adapter = last_run() or "none"  # looked up once: another run may end between two calls
+    run = None if args.adapter in (None, "none") else Path(args.adapter)
     if run is None:
         source = args.model or EMBEDDED
         return source, None, Path(source).name

@@ -159,6 +159,7 @@ def open_corpus(
         ids = [[*tokenizer.encode(texts[document]), EOS] for document in documents]
         tensors[f"{name}_ids"] = torch.tensor([token for document in ids for token in document], dtype=torch.int32)
         tensors[f"{name}_starts"] = torch.tensor([0, *map(len, ids)]).cumsum(0)
+    (folder / "corpus.json").unlink(missing_ok=True)  # until all is written, the folder is not complete
     with atomic_path(folder / "tokenizer.model") as temporary:
         temporary.write_bytes(proto)
     with atomic_path(folder / "tokens.safetensors") as temporary:

@@ -15,9 +15,8 @@ the same ones.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import sha256
 
-from eval.pictures import CATEGORIES, NAMES, SPLITS, Dice, with_article
+from eval.pictures import CATEGORIES, NAMES, SPLITS, Dice, split_of, with_article
 from model.common import UserError
 
 
@@ -30,12 +29,6 @@ class Sentence:
     suffix: str
 
 
-def split_of(prefix: str) -> str:
-    """The one split a prompt belongs to: 6/8 train, 1/8 each of the others."""
-    bucket = sha256(prefix.encode()).digest()[0] % 8
-    return ("validation", "test")[bucket] if bucket < 2 else "train"
-
-
 def sentence(task: str, split: str, index: int, seed: int = 0) -> Sentence:
     """Sentence number `index` of a task's endless stream. Raises UserError for an unknown task or split."""
     if task not in TASKS or split not in SPLITS:
@@ -43,7 +36,7 @@ def sentence(task: str, split: str, index: int, seed: int = 0) -> Sentence:
     dice = Dice(f"sentence/{task}/{split}/{seed}/{index}")
     while True:
         prefix, suffix = TASKS[task](dice)
-        if task in BY_HEART or split_of(prefix) == split:
+        if task in BY_HEART or split_of((prefix,)) == split:
             return Sentence(task, prefix, suffix)
 
 

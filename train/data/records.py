@@ -91,11 +91,12 @@ def vqav2_records(
             "take both files of one release"
         )
     chosen = _pictures_of_split([q.image for q in questions], split, fraction, validation, seed)
+    pictures = {name: _find(images or folder, name, allow_outside) for name in chosen}
     return [
         Record(
             str(q.question_id),
             q.image,
-            _find(images or folder, q.image, allow_outside),
+            pictures[q.image],
             fill_prompt(prompt, q.question),
             annotations[q.question_id].answer,
             tuple(a["answer"] for a in annotations[q.question_id].answers) if sampled else (),

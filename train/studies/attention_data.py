@@ -185,11 +185,7 @@ def needle_measure(name: str, trials: Sequence[needle.Trial], protocol: str) -> 
 
     def grade(model: PaliGemma, processor: Processor, settings: Settings) -> list[float]:
         answers = needle.answer(model, processor, trials, protocol, progress=bar(settings, name))
-        records = [
-            needle.response_record(trial.test, needle.respond(trial.test, of_trial, protocol))
-            for trial, of_trial in zip(trials, answers, strict=True)
-        ]
-        return [float(needle.judge(record)[2]) for record in records]
+        return [float(needle.judge(record)[2]) for record in needle.responses_of(trials, answers, protocol)]
 
     tests = [trial.test for trial in trials]
     pictures = [str(test.haystack) for test in tests]
