@@ -45,9 +45,7 @@ WORDS = (("top", "bottom"), ("left", "right"))  # answers to the two questions: 
 
 Place = tuple[int, int, int]  # (index, row, col), counted from 0, or ABSENT
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Prompts and answers
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def official_prompt(captions: Sequence[str], pictures: int, side: int) -> str:
@@ -77,9 +75,7 @@ def spell_place(place: Place) -> str:
     return "-1" if place == ABSENT else ", ".join(str(number + 1) for number in place)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Models
-# ---------------------------------------------------------------------------------------------------------------------
 
 PROTOCOLS = ("paper", "constrained", "official")
 
@@ -209,9 +205,7 @@ def evaluate_embedded(
     return 100 * score_responses(responses_of(trials, answers, protocol))["exact_accuracy"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Commands
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def score(args: argparse.Namespace) -> Report:

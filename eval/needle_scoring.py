@@ -19,9 +19,7 @@ from model.common import UserError, quoted, read_field, read_json, shown, write_
 PLACE = r"(0, 0, 0|[1-9][0-9]?, [1-9][0-9]?, [1-9][0-9]?)"  # absent, or counted from 1
 TRUTH = re.compile(f"{PLACE}(; {PLACE})*")
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Response files
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def response_record(test: NeedleTest, response: str | None) -> dict:
@@ -59,9 +57,7 @@ def read_responses(path: str | Path) -> list[dict]:
     return [record for _, record in records]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Measures
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def parse_response(text: str, needles: int = 1) -> tuple[str, ...]:

@@ -42,9 +42,7 @@ SIDE, GRID, SQUARE = 112, 4, 28  # pixels of a picture's side, squares along a s
 PLACES = ("top left", "top right", "bottom left", "bottom right")  # quadrants, row-major
 SPLITS = ("train", "validation", "test")
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Compositions
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Dice(random.Random):
@@ -127,9 +125,7 @@ def unique(squares: Sequence[str]) -> list[str]:
     return [name for name, number in count(squares).items() if number == 1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Drawing
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Placed(NamedTuple):
@@ -199,9 +195,7 @@ def paint(dice: Dice, squares: tuple[str, ...]) -> Scene:
     return Scene(squares, tuple(objects), tuple(tint))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Samples, and names in text
-# ---------------------------------------------------------------------------------------------------------------------
 
 NUMBERS = ("two", "three", "four", "five")
 IRREGULAR = {

@@ -39,9 +39,7 @@ from model.common import UserError
 
 HALVES = ("top or bottom", "left or right")
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Pretraining: dense answers, which teach where things are
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def scan(split: str, index: int, seed: int = 0) -> Sample:
@@ -106,9 +104,7 @@ PROBES = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Visual question answering
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Kind(NamedTuple):
@@ -259,9 +255,7 @@ def blind(train: Iterable[Sample], test: Iterable[Sample]) -> dict[str, float]:
     return {group: 100 * sum(right) / len(right) for group, right in hits.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Needles in a haystack of sub-images
-# ---------------------------------------------------------------------------------------------------------------------
 
 NEEDLES = {"n2o1": (2, 1), "n2o2": (2, 2), "n4o1": (4, 1)}  # sub-images along a side, objects in each
 
@@ -357,9 +351,7 @@ def _needle_question(kind: str, split: str, index: int, seed: int = 0) -> Sample
     return needle(kind, split, index // each, seed).samples()[index % each]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # POPE
-# ---------------------------------------------------------------------------------------------------------------------
 
 STRATEGIES = ("random", "popular", "adversarial")
 
@@ -401,9 +393,7 @@ def object_statistics(scenes: int = 4000) -> tuple[Counter, dict[str, Counter]]:
     return frequency, company
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # All tasks
-# ---------------------------------------------------------------------------------------------------------------------
 
 TASKS: dict[str, Callable[[str, int, int], Sample]] = {
     "scan": scan,

@@ -39,9 +39,7 @@ from eval.statistics import blind_guesses
 from eval.vqa_scoring import SCORERS, question_accuracies, summarize
 from model.common import UserError, read_field, read_json, run_command, shown, write_text
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Results files
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def write_results(path: str | Path, answers: Mapping[int | str, str]) -> None:
@@ -68,9 +66,7 @@ def read_results(path: str | Path, expected: Iterable[int | str], against: str |
     return dict(rows)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What is asked
-# ---------------------------------------------------------------------------------------------------------------------
 
 TRAIN_QUESTIONS = 12_000  # embedded ones that the blind baseline knows
 
@@ -139,9 +135,7 @@ def check_annotated(ids: Iterable, annotated: Collection, questions: str | Path,
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Models
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def answer(
@@ -218,9 +212,7 @@ def evaluate_files(
     return score_answers(benchmark, answers) | ({"left_out": left_out} if left_out else {})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Blind
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def blind_answers(test: Benchmark, train: Benchmark | None = None) -> dict[int | str, str]:
@@ -245,9 +237,7 @@ def blind_embedded(limit: int) -> dict[str, float]:
     return {"overall": summary["overall"], **summary["per_answer_type"]}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Commands
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def table(title: str, columns: Mapping[str, dict]) -> list[str]:

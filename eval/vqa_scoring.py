@@ -13,9 +13,7 @@ from functools import lru_cache
 from eval.datasets import Annotation
 from model.common import UserError
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Normalisation of answers
-# ---------------------------------------------------------------------------------------------------------------------
 
 PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'  # kept by the official scorer: ' : & % $ # *
 DIGIT_COMMA_DIGIT = re.compile(r"\d,\d")
@@ -71,9 +69,7 @@ def clean_textvqa(text: str) -> str:
     return clean(clean_space(text))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Scorers: from an annotation and a prediction to an accuracy in 0..1
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def leave_one_out(records: list, prediction: str) -> float:

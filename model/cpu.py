@@ -28,9 +28,7 @@ _has_mkl = torch.backends.mkl.is_available()
 onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Products
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -133,9 +131,7 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Attention
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def rows_are_faster(q: torch.Tensor, k: torch.Tensor) -> bool:

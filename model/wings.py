@@ -38,9 +38,7 @@ from model.system_configs import WingsConfig
 OCTAVES = 16  # buckets of distance in a router: 0, 1–2, 3–6, 7–14, …, from 32767 on
 NEVER = 1 << 40  # as a column: after every query, so that no query sees it
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Inputs and caches of the learners
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -102,9 +100,7 @@ def chosen_first(chosen: torch.Tensor, width: int | None = None) -> tuple[torch.
     return index, ~chosen.gather(1, index)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The learners
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Update(nn.Module):
@@ -219,9 +215,7 @@ class WingsAttention(Attention):
         return keep_positions(attended + visual_share * visual + textual_share * textual, positions)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The model
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class WingsGemma(Gemma):

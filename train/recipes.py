@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 # Tasks of the embedded data, taken in turn. Half are questions, or the model forgets how to answer them.
 EMBEDDED_TASKS = ("vqa", "n2o1", "vqa", "n2o2")
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Recipes: the paper's Table 1 (its section 4), and the transfer recipe of PaliGemma's authors (Beyer et al. 2024,
 # appendix J)
-# ---------------------------------------------------------------------------------------------------------------------
 
 _PAPER = {
     "batch_size": 4,
@@ -50,9 +48,7 @@ RECIPES: dict[str, dict] = {
     },
 }
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Stages
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

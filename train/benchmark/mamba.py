@@ -59,9 +59,7 @@ def chart(found: list[Measurement]) -> Image.Image:
     return figures.line_chart(series, "One more token", "tokens read before", "ms", log_x=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The mixer
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def measure_mixers(device: torch.device | str, rounds: int, sizes: Sizes) -> list[Measurement]:
@@ -123,9 +121,7 @@ def mixer_run(mixer: nn.Module, h: torch.Tensor, backward: bool) -> Callable[[],
     return run
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Decoding
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def measure_decoding(device: torch.device | str, rounds: int, sizes: Sizes) -> list[Measurement]:

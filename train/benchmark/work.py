@@ -52,9 +52,7 @@ class Work:
     result: Callable[[], object] | None = None  # its answers, to be compared with the other sides'
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Prefill and decoding
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def prefill(setup: Setup, side: str, state: State) -> dict[str, Work]:
@@ -121,9 +119,7 @@ def decode_steps(model: PaliGemma, compiled: CompiledStep, inputs: dict[str, tor
     return Work(run, moved=STEPS * sum(t.numel() * t.element_size() for t in weights))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Training
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def train(setup: Setup, side: str, state: State) -> dict[str, Work]:
@@ -222,9 +218,7 @@ def eight_bits(setup: Setup, side: str, state: State) -> dict[str, Work]:
     return {f"LoRA step, batch {setup.batch}": Work(our_step(setup, state, eight_bits=side == "int8"))}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Evaluation, and single products
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def evaluate(setup: Setup, side: str, state: State, pictures: int = 4, per_picture: int = 6) -> dict[str, Work]:
