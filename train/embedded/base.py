@@ -300,7 +300,7 @@ def make_base(out: Path, seed: int, scale: float, world: World) -> None:
         print(f"{count(model.parameters()):,} parameters, {sum(stage.samples for stage in STAGES):,} samples")
     pretrain(model, processor, seed, scale=scale, world=world)
     model = model.to(torch.bfloat16).float()  # evaluate the weights as they are written, in bf16
-    result = accuracies(model, processor, world=world)
+    result = accuracies(model, processor, max(8, round(400 * min(1.0, scale))), world=world)
     seconds = time.perf_counter() - started
     if not world.is_first:
         return
