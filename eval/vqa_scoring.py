@@ -112,6 +112,11 @@ def gqa(annotation: Annotation, prediction: str) -> float:
     return float(prediction.strip(".").lower() == annotation.answer.strip(".").lower())
 
 
+def exact_match(answer: str, truths: Iterable[str]) -> bool:
+    """Whether the answer is one of the right ones, case and space at the ends aside."""
+    return answer.strip().lower() in {truth.strip().lower() for truth in truths}
+
+
 def _by_position(annotation: Annotation, normalize: Callable[[str], str]) -> list[dict]:
     return [{"answer": normalize(given["answer"]), "at": at} for at, given in enumerate(annotation.answers)]
 

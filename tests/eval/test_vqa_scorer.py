@@ -254,6 +254,19 @@ def test_gqa(answer, prediction, accuracy):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def test_exact_match_ignores_case_and_outer_space_only():
+    """One of several right answers is enough; punctuation and inner space count."""
+    for answer, truths, right in (
+        ("Red ", ["red"], True),
+        ("red", ["blue", " RED\n"], True),
+        ("red.", ["red"], False),
+        ("dark  red", ["dark red"], False),
+        ("re", ["red"], False),
+        ("", [], False),
+    ):
+        assert vqa_scoring.exact_match(answer, truths) is right
+
+
 def test_summary_by_type_rounds_once():
     """Means over questions, not over types, rounded to two decimals at the end as upstream."""
     one = annotation({"yes": 10}, answer_type="yes/no", question_type="is the")
