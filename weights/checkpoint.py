@@ -7,6 +7,7 @@ safetensors and .npz without pickles are ever opened.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,7 @@ def _read_config(checkpoint: Checkpoint, read: Callable[[Path], Any]) -> dict[st
     return {}
 
 
+@lru_cache(maxsize=16)  # a file of unknown sizes is compared with every preset
 def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in empty_model(config).state_dict().items()}
 
