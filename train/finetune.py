@@ -27,7 +27,7 @@ from train.metrics import draw_loss
 from train.optim import count, trainable
 from train.origin import check_resume, data_fingerprints, origin_of
 from train.run_folder import check_empty, run_folder
-from train.settings import Settings, parse, run_stem
+from train.settings import Settings, parse, run_stem, step_layout
 from train.summary import evaluate, print_summary, summarize
 from train.supervised import train_on
 from train.systems.open import load_base, open_model, open_processor, open_stage
@@ -39,6 +39,8 @@ from weights.load import load_model
 def fine_tune(settings: Settings, arguments: RunArguments, world: World) -> None:
     """The whole run: measure, train, write the result, measure again, write the summary."""
     check_empty(arguments.out)
+    if arguments.resume is None:
+        step_layout(settings, world.size)  # refused before hours of evaluation
     records = read_records(settings)
     model, optimizer = open_model(settings, world.device)
     processor, files = open_processor(settings, model)

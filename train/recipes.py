@@ -14,7 +14,7 @@ EMBEDDED_TASKS = ("vqa", "n2o1", "vqa", "n2o2")
 
 _PAPER = {
     "batch_size": 4,
-    "accumulate": 4,
+    "step_batch": 4,  # "a batch size of 4", and the rule rate / batch = 1e-4
     "warmup": 50,
     "schedule": "linear",
     "dropout": 0.1,
@@ -39,7 +39,7 @@ RECIPES: dict[str, dict] = {
         "beta2": 0.999,
         "epochs": 10,
         "batch_size": 16,
-        "accumulate": 16,
+        "step_batch": 256,
         "schedule": "cosine",
         "warmup": 0.05,
         "clip": 1.0,
@@ -69,7 +69,7 @@ _ONE_EPOCH = {"epochs": 1, "schedule": "cosine", "warmup": 0.03, "clip": 1.0, "b
 _WINGS = _ONE_EPOCH | {"r": 64}
 # Q-Mamba: the paper's rates and batches; weights in fp32, matrix products in bf16 on a GPU
 _QMAMBA = _ONE_EPOCH | {"optimizer": "radam", "weight_decay": 0.0, "dtype": "fp32"}
-_SMALL = {"batch_size": 32, "accumulate": 1}
+_SMALL = {"batch_size": 32, "step_batch": 32}
 _SMALL_QMAMBA = _SMALL | {"tasks": "vqa,locate,count,exist"}
 
 # Of each system with stages, by its `--arch` name and the stage's number. `train/systems/open.py` makes their models.
@@ -77,24 +77,24 @@ STAGES: dict[str, dict[int, StageRecipe]] = {
     "wings": {
         1: StageRecipe(
             {r"multi_modal_projector\..*|.*\.visual\..*": 1.0},
-            _WINGS | {"lr": 2e-4, "weight_decay": 1e-9, "accumulate": 16},
+            _WINGS | {"lr": 2e-4, "weight_decay": 1e-9, "step_batch": 256},
             _SMALL | {"r": 16, "lr": 3e-3, "samples": 3200},
         ),
         2: StageRecipe(
             {r"multi_modal_projector\..*": 5.0, r"language_model\..*": 1.0},
-            _WINGS | {"lr": 2e-6, "weight_decay": 1e-8, "accumulate": 4},
+            _WINGS | {"lr": 2e-6, "weight_decay": 1e-8, "step_batch": 64},
             _SMALL | {"lr": 5e-4, "samples": 9600},
         ),
     },
     "qmamba": {
         1: StageRecipe(
             {r"multi_modal_projector\..*": 1.0},
-            _QMAMBA | {"lr": 1e-4, "accumulate": 16},
+            _QMAMBA | {"lr": 1e-4, "step_batch": 256},
             _SMALL_QMAMBA | {"lr": 1e-2, "samples": 2000},
         ),
         2: StageRecipe(
             {r"multi_modal_projector\..*|language_model\..*": 1.0},
-            _QMAMBA | {"lr": 2e-5, "accumulate": 8},
+            _QMAMBA | {"lr": 2e-5, "step_batch": 128},
             _SMALL_QMAMBA | {"lr": 6e-3, "samples": 10000},
         ),
     },

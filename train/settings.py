@@ -68,8 +68,13 @@ class Settings:
     schedule: str = flag("cosine", "decay after warm-up", choices=["linear", "cosine", "constant"])
     warmup: float = flag(20, "warm-up steps; below 1, a share of all steps", least=0, most=1e12)
     clip: float = flag(1.0, "largest gradient norm; 0 does not clip", least=0, most=1e12)
-    batch_size: int = flag(32, "rows of a micro-batch", least=1)
-    accumulate: int = flag(1, "micro-batches of a step, on each process", least=1)
+    batch_size: int = flag(32, "rows of a micro-batch, at most", least=1)
+    step_batch: int | None = flag(
+        None, "rows of a step over all processes (default: --batch-size times --accumulate on each)", least=1
+    )
+    accumulate: int | None = flag(
+        None, "micro-batches of a step, on each process (default: what --step-batch takes, or 1)", least=1
+    )
     epochs: int = flag(1, "passes over the data", least=1)
     steps: int | None = flag(None, "stop after so many steps (default: all epochs)", least=1)
     samples: int = flag(16000, "size of an epoch of the embedded data", least=1, most=10**8)
@@ -161,7 +166,10 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
             raise UserError(RESUME_ALONE)
         return read_config(Settings, arguments.resume, "train.finetune"), arguments
     defaults = stage_defaults(given.get("arch"), given.get("stage"), given.get("data", Settings.data))
-    settings = from_values(Settings, {**defaults, **RECIPES.get(recipe, {}), **given})
+    defaults = {**defaults, **RECIPES.get(recipe, {})}
+    if "accumulate" in given:
+        defaults.pop("step_batch", None)
+    settings = from_values(Settings, {**defaults, **given})
     check(settings)
     return settings, arguments
 
@@ -191,6 +199,27 @@ def check(settings: Settings) -> None:
         raise UserError(
             f"--arch {settings.arch} --stage {settings.stage}: a system with stages needs one, PaliGemma has none"
         )
+
+
+def step_layout(settings: Settings, processes: int) -> tuple[int, int]:
+    """Rows of a micro-batch, and micro-batches of a step over all processes.
+
+    Raises UserError where they cannot make up the rows of `step_batch`.
+    """
+    wanted = settings.step_batch
+    if wanted is None:
+        return settings.batch_size, (settings.accumulate or 1) * processes
+    if settings.accumulate is not None:
+        raise UserError(
+            f"--step-batch {wanted} --accumulate {settings.accumulate}: one decides the other: leave one out"
+        )
+    rows = max(1, min(settings.batch_size, wanted // processes))
+    if wanted % (rows * processes):
+        raise UserError(
+            f"--step-batch {wanted} is no multiple of {rows * processes}: {rows} rows of a micro-batch on each "
+            f"process of {processes}: change the number of processes, --batch-size or --step-batch"
+        )
+    return rows, wanted // rows
 
 
 def run_stem(settings: Settings) -> str:

@@ -20,7 +20,7 @@ from train.data.features import FeatureCache
 from train.data.records import Record
 from train.distributed import World
 from train.loop import LoopOptions, autocast_dtype, fit
-from train.settings import Settings
+from train.settings import Settings, step_layout
 
 
 def supervised_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
@@ -50,11 +50,12 @@ def train_on(
 ) -> dict:
     """Train `model` in place on `records`, see `train.loop.fit`; returns the run's progress."""
     cache = open_cache(model, settings, world)
+    rows, micro_batches = step_layout(settings, processes_of(run, world))
     order = Order(
         records,
         processor,
-        batch_size=settings.batch_size,
-        accumulate=world.share(settings.accumulate * processes_of(run, world)),
+        batch_size=rows,
+        accumulate=world.share(micro_batches),
         epochs=settings.epochs,
         steps=settings.steps,
         seed=settings.seed,

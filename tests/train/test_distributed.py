@@ -22,6 +22,7 @@ from train import finetune
 from train.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from train.distributed import World, ask_together, divide
 from train.optim import Rule, make_adamw, parameter_groups
+from train.settings import parse, step_layout
 from weights.load import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,9 +124,42 @@ def test_processes_must_share_a_step_equally():
         World(0, 4, torch.device("cpu")).share(6)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("flags", "rows"),
+    [
+        (["--recipe", "paper-2"], 4),
+        (["--recipe", "paligemma"], 256),
+        (["--wings", "--stage", "1"], 256),
+        (["--wings", "--stage", "2"], 64),
+        (["--arch", "qmamba", "--stage", "1"], 256),
+        (["--arch", "qmamba", "--stage", "2"], 128),
+    ],
+)
+def test_a_recipe_s_step_has_as_many_rows_on_any_number_of_processes(flags, rows):
+    """Breaks when more processes make a larger step: the published rate would go with another batch."""
+    settings = parse([*flags, "--data", "jsonl:x"])[0]
+    for processes in (1, 2, 4, 8, 16, 64):
+        if processes <= rows:
+            size, micro_batches = step_layout(settings, processes)
+            assert size * micro_batches == rows and micro_batches % processes == 0 and size <= settings.batch_size
+    for processes in (3, 24, 2 * rows):
+        with pytest.raises(UserError, match=f"^--step-batch {rows} is no multiple .* of {processes}: change") as one:
+            step_layout(settings, processes)
+        assert "\n" not in str(one.value)
+
+
+def test_a_step_without_a_recipe_is_what_the_flags_say():
+    """Breaks when a flag does not override a recipe, or two flags that contradict start a run."""
+    assert step_layout(parse([])[0], 3) == (32, 3)
+    assert step_layout(parse(["--recipe", "paper-2", "--accumulate", "4"])[0], 2) == (4, 8)
+    assert step_layout(parse(["--recipe", "paper-2", "--step-batch", "12", "--batch-size", "2"])[0], 3) == (2, 6)
+    with pytest.raises(UserError, match="--step-batch 8 --accumulate 2: one decides the other"):
+        step_layout(parse(["--step-batch", "8", "--accumulate", "2"])[0], 1)
+    with pytest.raises(UserError, match="--step-batch 48 is no multiple of 32"):
+        finetune.main(["--step-batch", "48"])
+
+
 # Answers
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def questions(folder: Path) -> list[Ask]:

@@ -203,7 +203,8 @@ def test_signals_save_and_exit(number, tmp_path):
 def test_two_processes_do_the_work_of_one(shard, tmp_path):
     """Breaks when gradients are averaged with the wrong weight, or processes read the same data."""
     common = ["--steps", "4", "--dropout", "0", "--clip", "0.5", "--seed", "3", "--checkpoint-every", "2"]
-    alone = run(*common, "--accumulate", 2, out=tmp_path / "alone")
+    common += ["--step-batch", "4"]  # on one process two micro-batches of two rows, on two processes one each
+    alone = run(*common, out=tmp_path / "alone")
     torchrun(2, *QUICK, *common, "--out", tmp_path / "pair", *(["--shard"] if shard else []))
     pair = metrics(tmp_path / "pair")
     assert len(pair) == len(alone) == 4
@@ -289,8 +290,8 @@ def test_recipes_are_table_1():
     assert table["paper-5"] == ("split", "swiglu-new", 2e-5, 32, 64, 1e-8)
     for name in ("paper-1", "paper-5"):
         s = rows[name]
-        assert (s.batch_size * s.accumulate, s.warmup, s.schedule, s.beta2, s.dropout) == (16, 50, "linear", 0.98, 0.1)
-    assert rows["paligemma"].batch_size * rows["paligemma"].accumulate == 256
+        assert (s.step_batch, s.warmup, s.schedule, s.beta2, s.dropout) == (4, 50, "linear", 0.98, 0.1)
+    assert rows["paligemma"].step_batch == 256
     assert parse(["--recipe", "paper-1", "--lr", "1"])[0].lr == 1
 
 

@@ -8,7 +8,7 @@ import pytest
 from model.common import UserError
 from train import finetune
 from train.flags import check_ranges, read_config
-from train.settings import Settings, parse
+from train.settings import Settings, parse, step_layout
 from train.systems.text import TextSettings
 
 NUMBERS = [
@@ -85,7 +85,8 @@ def test_a_file_that_is_no_config_is_refused(text, tmp_path):
 
 
 def test_a_config_of_an_older_version_has_the_defaults_of_newer_flags(tmp_path):
-    old = dataclasses.asdict(Settings(lr=0.5))
-    del old["quantize"], old["cache_features"]
+    old = dataclasses.asdict(Settings(lr=0.5, batch_size=4, accumulate=4))
+    del old["quantize"], old["cache_features"], old["step_batch"]
     (tmp_path / "config.json").write_text(json.dumps(old))
-    assert read_config(Settings, tmp_path, "train.finetune") == Settings(lr=0.5)
+    settings = read_config(Settings, tmp_path, "train.finetune")
+    assert settings == Settings(lr=0.5, batch_size=4, accumulate=4) and step_layout(settings, 2) == (4, 8)

@@ -170,7 +170,7 @@ def test_the_defaults_are_the_paper_s():
     """Breaks when a run with `--arch qmamba` alone is not the published recipe, or the embedded one shadows it."""
     for stage, rate, rows in ((1, 1e-4, 256), (2, 2e-5, 128)):
         settings = parse(["--arch", "qmamba", "--stage", str(stage), "--data", "jsonl:x", "--base", "y"])[0]
-        assert (settings.lr, settings.batch_size * settings.accumulate) == (rate, rows)
+        assert (settings.lr, settings.step_batch) == (rate, rows)
         assert (settings.optimizer, settings.schedule, settings.warmup, settings.epochs, settings.dtype) == (
             "radam",
             "cosine",

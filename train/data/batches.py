@@ -257,7 +257,7 @@ class Order:
         if self.micro_batches < accumulate * world_size:
             raise UserError(
                 f"{len(records)} records make {self.micro_batches} micro-batches, but a step takes "
-                f"{accumulate * world_size}: lower the batch size or the accumulation, or give more data"
+                f"{accumulate * world_size}: lower --step-batch, --batch-size or --accumulate, or give more data"
             )
         self.steps_per_epoch = -(-self.micro_batches // (accumulate * world_size))
         self.total = steps or self.steps_per_epoch * epochs
