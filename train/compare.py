@@ -14,11 +14,14 @@ STUDIES = {"wings": wings.main, "qmamba": qmamba.main, "text": text.main}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the study that --rows names, with all flags; any other value names rows of the attention study."""
+    """Run the study that --rows names; any other value names rows of the attention study."""
     parser = argparse.ArgumentParser(prog="python -m train.compare", add_help=False, allow_abbrev=False)
     parser.add_argument("--rows")
-    rows = parser.parse_known_args(argv)[0].rows
-    STUDIES.get(rows, attention.main)(argv)
+    known, rest = parser.parse_known_args(argv)
+    if known.rows in STUDIES:
+        STUDIES[known.rows](rest)
+    else:
+        attention.main(argv)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,15 @@ def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
         parser.add_argument(flag_name(field.name), **arguments)
 
 
+def read_flags(options: type[Settings], program: str, description: str | None, argv: Sequence[str] | None) -> Settings:
+    """The flags of a command that has no others. Raises UserError for values out of range."""
+    parser = FlagParser(prog=f"python -m {program}", description=description)
+    add_flags(parser, options)
+    chosen = from_values(options, vars(parser.parse_args(argv)))
+    check_ranges(chosen)
+    return chosen
+
+
 def field_kind(settings: type, field: dataclasses.Field) -> type:
     """The type of a field's value, None apart: int, float, bool, str, or list for a tuple of texts."""
     hint = typing.get_type_hints(settings)[field.name]

@@ -22,15 +22,16 @@ from train.loop import Diverged
 from train.optim import count, trainable
 from train.recipes import RECIPES
 from train.settings import Settings
-from train.studies import attention, attention_data, attention_report
-from train.studies.attention import AttentionRow, AttentionStudy, RowResult
+from train.studies import attention, attention_data, attention_report, cells
+from train.studies.attention import RowResult
 from train.studies.attention_data import Measure
+from train.studies.cells import PLAIN, FineTuningRow, FineTuningStudy, cell_settings
 from train.studies.engine import difference
 from train.systems.open import load_base, open_model
 from weights.export import export_model
 
 WORLD = World(0, 1, torch.device("cpu"))
-PLAIN_BASE = Settings(base="tiny", device="cpu", samples=32, batch_size=16, **attention.PLAIN)
+PLAIN_BASE = Settings(base="tiny", device="cpu", samples=32, batch_size=16, **PLAIN)
 ROWS = {row.name: row for rows in attention.GROUPS.values() for row in rows}
 
 
@@ -58,14 +59,14 @@ def fake_measure(grade=lambda settings: [0.5] * 4, name="VQA", examples=4):
 
 def fake_study(tmp_path, processor=None, validation=None, test=None, fingerprint="base", base=PLAIN_BASE):
     measures = {"validation": [validation or fake_measure()], "test": [test or fake_measure()]}
-    return AttentionStudy(base, tmp_path, WORLD, processor, fingerprint, measures)
+    return FineTuningStudy(base, tmp_path, WORLD, processor, fingerprint, measures)
 
 
 @pytest.fixture
 def trainings(monkeypatch):
     """Training replaced by a note of what would have been trained."""
     done = []
-    monkeypatch.setattr("train.studies.attention.train_on", lambda *given: done.append(given[4]))
+    monkeypatch.setattr("train.studies.cells.train_on", lambda *given: done.append(given[4]))
     return done
 
 
@@ -179,13 +180,13 @@ def test_the_control_is_the_smallest_that_is_large_enough(name, processor, tmp_p
     study = fake_study(tmp_path, processor)
 
     def parameters(row, **changes):
-        settings = replace(attention.cell_settings(study, row, 1e-3, 0), **changes)
+        settings = replace(cell_settings(study, row, 1e-3, 0), **changes)
         return count(trainable(open_model(settings, WORLD.device)[0]).values())
 
     row = ROWS[name]
-    line = RowResult(row, attention.cell_settings(study, row, 1e-3, 0), parameters(row))
+    line = RowResult(row, cell_settings(study, row, 1e-3, 0), parameters(row))
     control = attention.make_control(study, line)
-    settings = attention.cell_settings(study, control, 1e-3, 0)
+    settings = cell_settings(study, control, 1e-3, 0)
     assert (settings.attention, settings.feed_forward) == ("softmax", "mlp")
     assert parameters(control) >= line.trainable > parameters(control, r=settings.r - 1)
     assert settings.alpha / settings.r == pytest.approx(line.settings.alpha / line.settings.r)
@@ -206,7 +207,7 @@ def test_controls_of_one_rank_are_shared(processor, tmp_path, trainings):
         "fine-tuned",
     ]
     assert len(lines) == 7 and len(trainings) == 7
-    slow = AttentionRow("slow", {"attention": "dex", "beta2": 0.9})
+    slow = FineTuningRow("slow", {"attention": "dex", "beta2": 0.9})
     lines = attention.compare(fake_study(tmp_path, processor), [ROWS["dex"], slow], [0], [1e-3])
     assert [line.row.name for line in lines] == ["dex", "slow", "LoRA r18", "LoRA r18, slow"]
 
@@ -231,7 +232,7 @@ def test_rates_are_chosen_by_validation_alone(processor, tmp_path, trainings):
 def test_of_equal_rates_the_smallest_and_the_default_ones(processor, tmp_path, trainings):
     """Breaks when a tie is decided by chance, or a row is not tried around its own rate."""
     study = fake_study(tmp_path, processor)
-    line = attention.try_rates(study, AttentionRow("slow", {"lr": 3e-4}), None, 0)
+    line = attention.try_rates(study, FineTuningRow("slow", {"lr": 3e-4}), None, 0)
     assert list(line.validation) == [1.5e-4, 3e-4, 6e-4] and line.settings.lr == 1.5e-4
 
 
@@ -243,7 +244,7 @@ def test_a_diverged_run_scores_nothing_and_is_named(processor, tmp_path, monkeyp
         if settings.lr > 2e-3 or settings.seed == 1:
             raise Diverged("step 7: the loss is nan")
 
-    monkeypatch.setattr("train.studies.attention.train_on", train)
+    monkeypatch.setattr("train.studies.cells.train_on", train)
     study = fake_study(tmp_path, processor)
     lines = attention.compare(study, [ROWS["fine-tuned"]], [0, 1], [1e-3, 3e-3])
     assert lines[0].settings.lr == 1e-3 and lines[0].validation == {1e-3: 0.5, 3e-3: 0.0}
@@ -257,7 +258,7 @@ def test_a_diverged_run_scores_nothing_and_is_named(processor, tmp_path, monkeyp
 def test_a_row_may_run_itself(processor, tmp_path, trainings):
     """Breaks when a later experiment cannot bring its own training, or then gets no control."""
     model = torch.nn.Linear(400, 400, bias=False)
-    row = AttentionRow("own", run=lambda settings, folder, study: model)
+    row = FineTuningRow("own", run=lambda settings, folder, study: model)
     lines = attention.compare(fake_study(tmp_path, processor), [row], [0], [1e-3])
     assert [line.row.name for line in lines] == ["own", "LoRA r15"]  # 160,000 at 10,752 a rank
     assert lines[0].control is lines[1] and len(trainings) == 1
@@ -318,14 +319,14 @@ def test_a_change_invalidates_exactly_its_cells(processor, tmp_path, trainings, 
     everything = ["softmax", "softmax", "dex", "dex", "softmax", "softmax", "softmax", "dex", "softmax"]
     assert redone() == (everything, 12)  # rows by two rates, the control, then the second seed
     assert redone() == ([], 0)
-    assert redone(["fine-tuned", AttentionRow("dex", {"attention": "dex", "option": ("heads=[0]",)})]) == (
+    assert redone(["fine-tuned", FineTuningRow("dex", {"attention": "dex", "option": ("heads=[0]",)})]) == (
         ["dex"] * 3,
         4,
     )
     assert redone(examples=6) == ([], 12)  # other questions: asked again, of the same models
     assert redone(fingerprint="another base") == (everything, 12)
     assert redone(base=replace(PLAIN_BASE, samples=48)) == (everything, 12)
-    monkeypatch.setattr(attention, "VERSION", attention.VERSION + 1)
+    monkeypatch.setattr(cells, "VERSION", cells.VERSION + 1)
     assert redone() == (everything, 12)
 
 
@@ -363,10 +364,14 @@ def test_no_picture_is_in_two_splits_of_any_seed(kind, processor, tmp_path):
     """Breaks when what one seed is tested on, another seed, or the choice of a rate, has seen."""
     if kind == "vqav2":
         write_vqav2(tmp_path / "d")
+        (tmp_path / "pictures").mkdir()
+        (tmp_path / "d" / "train2014").rename(tmp_path / "pictures" / "train2014")
     else:
         (tmp_path / "d").mkdir()
         write_jsonl(tmp_path / "d", 20)
     base = replace(PLAIN_BASE, data=f"{kind}:{tmp_path / 'd'}{'/own.jsonl' if kind == 'jsonl' else ''}", validation=0.3)
+    if kind == "vqav2":
+        base = replace(base, images=str(tmp_path / "pictures"))
     args = SimpleNamespace(coco=None)
     measures = {split: attention_data.make_measures(base, split, 100, args)[0] for split in ("validation", "test")}
     pictures = {split: set(measure.pictures) for split, measure in measures.items()}
@@ -374,6 +379,7 @@ def test_no_picture_is_in_two_splits_of_any_seed(kind, processor, tmp_path):
     for seed in range(3):
         records, _ = attention_data.training_records(replace(base, seed=seed), base.seed)
         learned = {record.key for record in records}
+        assert all(record.picture.is_file() for record in records)
         assert len(learned) == 14 and not learned & (pictures["validation"] | pictures["test"])
     model = load_base(base, WORLD.device)
     scores = measures["test"].grade(model.eval(), processor, base)
@@ -399,7 +405,7 @@ def test_row_and_control_learn_from_the_same(processor, tmp_path):
     study = fake_study(tmp_path, processor)
 
     def learned(row, seed, rate):
-        return attention_data.training_records(attention.cell_settings(study, row, rate, seed), study.base.seed)
+        return attention_data.training_records(cell_settings(study, row, rate, seed), study.base.seed)
 
     twin, (records, mark) = learned(ROWS["twin"], 0, 1e-3)[1], learned(ROWS["fine-tuned"], 0, 3e-3)
     assert twin == mark != learned(ROWS["twin"], 1, 1e-3)[1]
@@ -439,6 +445,7 @@ def test_rows_by_name_and_group():
         settings = replace(PLAIN_BASE, **row.changes)
         assert settings == replace(PLAIN_BASE, **RECIPES[row.name])
         assert row.needs_control(settings) == (row.name not in ("paper-1", "paper-3"))
+    assert all("warmup" not in row.changes for row in attention.pick_rows("paper", {"warmup"}))
     assert [row.published for row in attention.pick_rows("paper")] == [53.21, 51.91, 35.72, 33.91, 41.32]
 
 
@@ -448,6 +455,7 @@ def test_rows_by_name_and_group():
         (["--rows", "twn"], "--rows twn: choose of attention"),
         (["--lr", "1e-3"], "--lr: a comparison decides that itself"),
         (["--no-evaluate"], "--no-evaluate: a comparison"),
+        (["--wings", "--stage", "1"], "--wings: a comparison"),
         (["--recipe", "paligemma"], "trains every weight"),
         (["--coco", "pictures"], "--coco goes with --data on disk"),
         (["--data", "jsonl:nowhere"], "nowhere"),

@@ -197,7 +197,7 @@ def test_differences_are_paired_and_told(study, monkeypatch):
     assert any("had 64.4 % of the answers' tokens right, the transformer 12.3 %" in line for line in told)
 
 
-@pytest.mark.parametrize(("flags", "told"), [(["--scale", "0"], "--scale is 0.0, expected a positive number")])
+@pytest.mark.parametrize(("flags", "told"), [(["--scale", "0"], "--scale is 0.0, expected a number of at least 1e-06")])
 def test_senseless_flags_are_refused(flags, told, tmp_path):
     """Breaks when a study of no length is run."""
     with pytest.raises(UserError, match=told):

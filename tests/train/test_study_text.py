@@ -65,13 +65,13 @@ def test_the_comparison_runs_end_to_end_and_only_once(text_folder, tmp_path, cap
         raise AssertionError("trained again")
 
     monkeypatch.setattr(study_text, "learn", never)
-    main(given)
+    main(given[2:])
     assert (out / "comparison.md").read_text() == report
     again = re.search(r"`python -m eval.text all (.*)`", report)[1].split()
     assert len(again) == 4 and all((Path(folder) / "model" / "config.json").exists() for folder in again)
     assert not any((Path(folder) / "checkpoints").exists() for folder in again)
     with pytest.raises(AssertionError, match="trained again"):
-        main([*given, "--limit", "6"])
+        main([*given[2:], "--limit", "6"])
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_words_follow_intervals(text_folder, tmp_path, monkeypatch, gain, words)
     [
         (("--seeds", "0"), "--seeds is 0, expected an integer from 1"),
         (("--limit", "2"), "--limit is 2, expected an integer from 5"),
-        (("--scale", "0"), "--scale is 0.0, expected a positive number"),
+        (("--scale", "0"), "--scale is 0.0, expected a number of at least 1e-06"),
         (("--search", "0"), "--search is 0.0, expected a share above 0"),
         (("--search", "2"), "--search is 2.0, expected a number from 0 to 1"),
         (("--length", "8"), "--length is 8, expected an integer from 64"),

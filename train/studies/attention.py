@@ -6,7 +6,7 @@
 
 In: a base, data, and rows (what is trained). Out: comparison.md, comparison.json, figure2.png and differences.png: the
 paper's Table 1 (VQA), Table 2 (needle) and Figure 2 (needle by place), with 95 % intervals. Every other flag is one of
-`train.finetune` and holds for all rows.
+`train.finetune` and holds for all rows. `train.reproduce paligemma` is the paper's own experiment, without controls.
 
 Each row gets:
 - A control: plain LoRA of the smallest rank that has at least as many trainable parameters. Rows may share one.
@@ -14,178 +14,81 @@ Each row gets:
   evaluated on the test split.
 - Several seeds, the same for a row and its control, and intervals of the difference on the same examples, over seeds
   and pictures.
-
-A cell is one row, rate and seed. Its folder is named by a hash of the settings, the weights of the base, the data and
-the version. So an interrupted comparison goes on, and after a change only the affected cells are computed again.
 """
 
 import argparse
-import dataclasses
-import json
-import shutil
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
-from lora import adapter
-from model.common import UserError, write_text
-from model.paligemma import PaliGemma
-from model.processor import Processor
-from train.distributed import World, join_world
+from model.common import UserError
 from train.flags import add_flags, check_ranges, from_values
-from train.loop import Diverged
-from train.optim import count, trainable
 from train.recipes import RECIPES
 from train.settings import Settings, parse
-from train.signals import same_command_goes_on
 from train.studies import engine
-from train.studies.attention_data import AttentionOptions, Measure, make_measures, training_records
+from train.studies.attention_data import AttentionOptions, Measure, make_measures
 from train.studies.attention_report import draw, to_markdown
-from train.studies.engine import cell_folder, choose_rate, describe_runs, difference, digest, matching_rank
-from train.supervised import train_on
-from train.systems.open import load_base, open_model
-
-VERSION = 1  # of the code that decides a cell's result: raise it to compute all cells again
+from train.studies.cells import (
+    PLAIN,
+    VERSION,
+    FineTuningRow,
+    FineTuningStudy,
+    cell_settings,
+    fine_tune,
+    open_base,
+    open_study,
+    run_cell,
+)
+from train.studies.engine import choose_rate, describe_runs, difference, matching_rank
 
 SAMPLES = 4_000  # of a run on the embedded scenes
-PLAIN = {"attention": "softmax", "feed_forward": "mlp", "option": ()}
-
-
-@dataclass(frozen=True)
-class AttentionStudy:
-    """What all cells share. base: the plain settings. measures: by split, validation and test, VQA first."""
-
-    base: Settings
-    out: Path
-    world: World
-    processor: Processor
-    fingerprint: str
-    measures: dict[str, list[Measure]]
-    protocol: str = "paper"
-
-
-def open_base(settings: Settings, folder: Path, study: AttentionStudy) -> PaliGemma:
-    """The base, untrained."""
-    return load_base(settings, study.world.device).requires_grad_(False)
-
-
-def fine_tune(settings: Settings, folder: Path, study: AttentionStudy) -> PaliGemma:
-    """The base with the adapter in `folder`, which is trained if it is absent."""
-    if (folder / adapter.CONFIG_FILE).exists():
-        model = load_base(settings, study.world.device)
-        adapter.load(model, folder)
-        return model
-    model, optimizer = open_model(settings, study.world.device)
-    records, _ = training_records(settings, study.base.seed)
-    train_on(records, model, optimizer, study.processor, settings, folder, study.world)
-    adapter.save(model, folder, base=settings.base)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    return model
-
-
-@dataclass(frozen=True)
-class AttentionRow:
-    """One line of the tables: changes of the base settings, and how its model is made.
-
-    run: trains or opens the model of a cell in the cell's folder. published: the paper's VQAv2 score.
-    """
-
-    name: str
-    changes: dict = field(default_factory=dict)
-    run: Callable[[Settings, Path, AttentionStudy], PaliGemma] = fine_tune
-    published: float | None = None
-
-    @property
-    def is_trained(self) -> bool:
-        return self.run is not open_base
-
-    def needs_control(self, settings: Settings) -> bool:
-        """Whether it is anything but plain LoRA."""
-        plain = replace(settings, **PLAIN) == settings
-        return self.is_trained and not (plain and self.run is fine_tune)
-
 
 # What `--rows` accepts, besides the names of rows. A new experiment is an entry here.
-GROUPS: dict[str, tuple[AttentionRow, ...]] = {
+GROUPS: dict[str, tuple[FineTuningRow, ...]] = {
     "attention": (
-        AttentionRow("baseline", run=open_base),
-        AttentionRow("fine-tuned"),
-        AttentionRow("shared", {"attention": "shared"}),
-        AttentionRow("split", {"attention": "split"}),
-        AttentionRow("split-fresh", {"attention": "split", "option": ('rope_pairs="fresh"',)}),
-        AttentionRow("twin", {"attention": "twin"}),
-        AttentionRow("v2", {"attention": "v2"}),
-        AttentionRow("dex", {"attention": "dex"}),
+        FineTuningRow("baseline", run=open_base),
+        FineTuningRow("fine-tuned"),
+        FineTuningRow("shared", {"attention": "shared"}),
+        FineTuningRow("split", {"attention": "split"}),
+        FineTuningRow("split-fresh", {"attention": "split", "option": ('rope_pairs="fresh"',)}),
+        FineTuningRow("twin", {"attention": "twin"}),
+        FineTuningRow("v2", {"attention": "v2"}),
+        FineTuningRow("dex", {"attention": "dex"}),
     ),
     "feed-forward": (
-        AttentionRow("swiglu", {"feed_forward": "swiglu"}),
-        AttentionRow("swiglu-new", {"feed_forward": "swiglu-new"}),
+        FineTuningRow("swiglu", {"feed_forward": "swiglu"}),
+        FineTuningRow("swiglu-new", {"feed_forward": "swiglu-new"}),
     ),
     "paper": tuple(
-        AttentionRow(f"paper-{number}", RECIPES[f"paper-{number}"], published=score)
+        FineTuningRow(f"paper-{number}", RECIPES[f"paper-{number}"], published=score)
         for number, score in enumerate((53.21, 51.91, 35.72, 33.91, 41.32), start=1)
     ),
 }
 
 
-def pick_rows(names: str) -> list[AttentionRow]:
-    """The rows that `--rows` names, comma-separated, each once. Raises UserError for an unknown name."""
+def pick_rows(names: str, given: Collection[str] = ()) -> list[FineTuningRow]:
+    """The rows that `--rows` names, comma-separated, each once; flags that are `given` hold for the paper's rows too.
+
+    Raises UserError for an unknown name.
+    """
     by_name = {row.name: row for rows in GROUPS.values() for row in rows}
     picked = {}
     for name in names.split(","):
         if name not in GROUPS and name not in by_name:
             raise UserError(f"--rows {name}: choose of {', '.join([*GROUPS, *by_name])}")
         picked |= {row.name: row for row in GROUPS.get(name, (by_name.get(name),))}
-    return list(picked.values())
-
-
-def cell_settings(study: AttentionStudy, row: AttentionRow, rate: float, seed: int) -> Settings:
-    return replace(study.base, **(row.changes | {"lr": rate, "seed": seed}))
-
-
-def run_cell(study: AttentionStudy, row: AttentionRow, rate: float, seed: int, split: str) -> dict:
-    """{"scores": of each example by measure, "trainable", "diverged", "cpu_seconds", "file"}, on one split.
-
-    A run whose loss is no longer finite scores 0, and "diverged" says where it happened.
-    """
-    settings = cell_settings(study, row, rate, seed)
-    trained_on = training_records(settings, study.base.seed)[1] if row.is_trained else ""
-    parts = (VERSION, study.fingerprint, row.run.__qualname__, trained_on, dataclasses.asdict(settings))
-    folder, measures = cell_folder(study.out, *parts), study.measures[split]
-    file = folder / f"{split}-{digest([(measure.name, measure.examples) for measure in measures])}.json"
-
-    def work(folder: Path) -> dict:
-        write_text(folder / "config.json", json.dumps(dataclasses.asdict(settings), indent=1) + "\n")
-        result = {
-            "scores": {measure.name: [0.0] * len(measure.examples) for measure in measures},
-            "trainable": None,
-            "diverged": None,
-            "file": str(file.relative_to(study.out)),
-        }
-        try:
-            model = row.run(settings, folder, study).eval()
-            result["trainable"] = count(trainable(model).values())
-            result["scores"] = {measure.name: measure.grade(model, study.processor, settings) for measure in measures}
-        except Diverged as error:
-            result["diverged"] = str(error)
-        return result
-
-    def spell_result(result: dict) -> str:
-        accuracies = ", ".join(f"{name} {100 * np.mean(scores):.1f} %" for name, scores in result["scores"].items())
-        return f"{split} {accuracies} ({result['cpu_seconds']:.0f} CPU seconds)"
-
-    title = f"{row.name}, rate {rate:g}, seed {seed}" if row.is_trained else row.name
-    return engine.finish_cell(file, title, work, spell_result)
+    return [
+        replace(row, changes={name: value for name, value in row.changes.items() if name not in given})
+        for row in picked.values()
+    ]
 
 
 @dataclass
 class RowResult:
     """A row's cells. validation: mean score (0..1) by rate. scores: by measure, (seeds, examples), in percent."""
 
-    row: AttentionRow
+    row: FineTuningRow
     settings: Settings  # of the first seed, at the chosen rate
     trainable: int = 0
     validation: dict[float, float] = field(default_factory=dict)
@@ -194,7 +97,7 @@ class RowResult:
     is_control: bool = False  # and not one of the rows that were asked for
     cells: list[dict] = field(default_factory=list)  # all, those of other rates first
 
-    def add_run(self, study: AttentionStudy, seed: int) -> None:
+    def add_run(self, study: FineTuningStudy, seed: int) -> None:
         """Evaluate one more run on the test split."""
         cell = run_cell(study, self.row, self.settings.lr, seed, "test")
         self.cells.append(cell)
@@ -206,7 +109,7 @@ class RowResult:
         return difference(self.scores[measure.name], self.control.scores[measure.name], measure.pictures)
 
 
-def try_rates(study: AttentionStudy, row: AttentionRow, rates: Sequence[float] | None, seed: int) -> RowResult:
+def try_rates(study: FineTuningStudy, row: FineTuningRow, rates: Sequence[float] | None, seed: int) -> RowResult:
     """The row at its best rate. rates: None for half of the row's own rate, itself, and its double."""
     own = replace(study.base, **row.changes)
     rates = sorted(rates or [float(f"{own.lr * factor:.3g}") for factor in (0.5, 1, 2)])
@@ -219,16 +122,16 @@ def try_rates(study: AttentionStudy, row: AttentionRow, rates: Sequence[float] |
     return RowResult(row, settings, parameters, validation, cells=list(cells.values()))
 
 
-def make_control(study: AttentionStudy, result: RowResult) -> AttentionRow:
+def make_control(study: FineTuningStudy, result: RowResult) -> FineTuningRow:
     """Plain LoRA of the smallest rank with at least the row's trainable parameters, and the same alpha / r."""
     settings = result.settings
     rank = matching_rank(study.processor.config, settings.targets, result.trainable)
     alpha = settings.alpha * rank / settings.r
-    return AttentionRow(f"LoRA r{rank}", result.row.changes | PLAIN | {"r": rank, "alpha": alpha})
+    return FineTuningRow(f"LoRA r{rank}", result.row.changes | PLAIN | {"r": rank, "alpha": alpha})
 
 
 def compare(
-    study: AttentionStudy, rows: Sequence[AttentionRow], seeds: Sequence[int], rates: Sequence[float] | None = None
+    study: FineTuningStudy, rows: Sequence[FineTuningRow], seeds: Sequence[int], rates: Sequence[float] | None = None
 ) -> list[RowResult]:
     """Every row, then the controls: rates on the first seed by the validation split, then all seeds on the test split.
 
@@ -269,7 +172,7 @@ def summarize_row(result: RowResult, measures: Sequence[Measure]) -> dict:
         "trainable": result.trainable,
         "published": result.row.published,
         "is_control": result.is_control,
-        "settings": dataclasses.asdict(result.settings) if result.row.is_trained else None,
+        "settings": asdict(result.settings) if result.row.is_trained else None,
         "validation": {f"{rate:g}": round(100 * value, 2) for rate, value in result.validation.items()},
         "cells": [cell["file"] for cell in result.cells],
         "diverged": [cell["diverged"] for cell in result.cells if cell["diverged"]],
@@ -284,7 +187,7 @@ def summarize_row(result: RowResult, measures: Sequence[Measure]) -> dict:
     return summary
 
 
-def summarize(study: AttentionStudy, results: Sequence[RowResult], seeds: Sequence[int]) -> dict:
+def summarize(study: FineTuningStudy, results: Sequence[RowResult], seeds: Sequence[int]) -> dict:
     """comparison.json: all numbers of the report, and more. Accuracies are in percent."""
     cells = {cell["file"]: cell for result in results for cell in result.cells}
     return {
@@ -292,7 +195,7 @@ def summarize(study: AttentionStudy, results: Sequence[RowResult], seeds: Sequen
         "fingerprint": study.fingerprint,
         "data": study.base.data,
         "version": VERSION,
-        "settings": dataclasses.asdict(study.base),
+        "settings": asdict(study.base),
         "seeds": list(seeds),
         "protocol": study.protocol,
         "measures": [{"name": m.name, "title": m.title, "chance": m.chance} for m in study.measures["test"]],
@@ -302,11 +205,11 @@ def summarize(study: AttentionStudy, results: Sequence[RowResult], seeds: Sequen
     }
 
 
-DECIDED = ("attention", "feed-forward", "option", "tasks", "lr", "seed", "full", "resume", "evaluate", "eval-limit")
+DECIDED = "attention feed-forward option tasks lr seed full resume evaluate eval-limit arch stage wings".split()
 
 
-def read_arguments(argv: Sequence[str] | None) -> tuple[str, AttentionOptions, Settings]:
-    """--rows, the study's flags, and the settings that all rows start from. Raises UserError."""
+def read_arguments(argv: Sequence[str] | None) -> tuple[list[FineTuningRow], AttentionOptions, Settings]:
+    """The rows, the study's flags, and the settings that all rows start from. Raises UserError."""
     parser = argparse.ArgumentParser(
         prog="python -m train.compare",
         description=__doc__,
@@ -333,25 +236,24 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[str, AttentionOptions, S
     options = from_values(AttentionOptions, given)
     check_ranges(options)
     settings = parse(["--samples", str(SAMPLES), *rest])[0]
+    settings_parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(settings_parser, Settings)
+    picked = pick_rows(rows, vars(settings_parser.parse_known_args(rest)[0]))
     if settings.full:
         raise UserError("--recipe paligemma trains every weight, but rows are compared with LoRA: take another recipe")
     if options.coco and settings.data == "embedded":
         raise UserError("--coco goes with --data on disk: the embedded scenes have needle tests of their own")
-    return rows, options, replace(settings, **PLAIN)
+    return picked, options, replace(settings, **PLAIN)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    names, options, base = read_arguments(argv)
-    rows, seeds, started = pick_rows(names), range(options.seeds), time.perf_counter()
-    world = join_world(base.device)
-    if world.size > 1:
-        raise UserError("a comparison runs in one process: start it without torchrun")
-    processor = Processor.from_source(base.base, draft=base.data != "embedded")
-    fingerprint = adapter.fingerprint(load_base(base, world.device))
+    rows, options, base = read_arguments(argv)
+    seeds = range(options.seeds)
     limits = {"validation": max(1, options.limit // 2), "test": options.limit}
     measures = {split: make_measures(base, split, limit, options) for split, limit in limits.items()}
-    study = AttentionStudy(base, options.out, world, processor, fingerprint, measures, options.protocol)
-    with same_command_goes_on():
-        results = compare(study, rows, seeds, options.rates)
-    summary = summarize(study, results, seeds)
-    engine.publish(options, summary, to_markdown(summary), draw(summary), started, print_json=options.json)
+    study = open_study(base, options.out, measures, options.protocol)
+
+    def find() -> dict:
+        return summarize(study, compare(study, rows, seeds, options.rates), seeds)
+
+    engine.run_study(options.out, find, to_markdown, draw, print_json=options.json)

@@ -5,13 +5,14 @@ of a split: VQA by the official scorer, and needle tests.
 """
 
 import argparse
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
 from eval import needle, vqa
-from eval.datasets import Annotation, Question
+from eval.datasets import Annotation, Question, read_questions
 from model.common import UserError
 from model.paligemma import PaliGemma
 from model.processor import Processor
@@ -70,7 +71,7 @@ def training_records(settings: Settings, shared_seed: int) -> tuple[list[Record]
     On the embedded scenes each seed draws its own. On disk all seeds use the pictures of `shared_seed`: otherwise one
     seed would train on pictures that another holds out. There, seeds differ in initialisation, order and dropout.
     """
-    kept = ("base", "data", "samples", "fraction", "validation", "prompt", "answers")
+    kept = "data samples fraction validation prompt answers images allow_outside shuffle_buffer".split()
     seed = settings.seed if settings.data == "embedded" else shared_seed
     return _training_records(Settings(seed=seed, **{name: getattr(settings, name) for name in kept}))
 
@@ -146,29 +147,36 @@ def vqa_measure(settings: Settings, split: str, limit: int) -> Measure:
     return Measure("VQA", "VQA", examples, pictures, labels, chance, grade)
 
 
-def held_out_vqa(settings: Settings, split: str, limit: int) -> tuple[vqa.Benchmark, str | None]:
-    """Questions on disk and their prompt, None for that of the settings.
+def held_out_vqa(settings: Settings, split: str, limit: int | None) -> tuple[vqa.Benchmark, str | None]:
+    """`limit` questions on disk, drawn at random, and their prompt, None for that of the settings.
 
     They are about the pictures held out from training, one half for each split. If VQAv2's val2014 files are in the
     same folder, those are the test split. Raises UserError if no pictures are held out.
     """
     kind, _, path = settings.data.partition(":")
-    folder = Path(path)
+    folder, files, held_out = Path(path), (data.QUESTIONS_FILE, data.ANNOTATIONS_FILE), []
     if kind == "vqav2" and split == "test" and (folder / VAL_FILES[0]).exists():
-        return vqa.from_files(*(folder / name for name in VAL_FILES), folder, limit), None
-    held_out = read_records(settings, "validation")
-    pictures = sorted({record.key for record in held_out})
-    half = set(pictures[0::2] if split == "validation" else pictures[1::2])
-    held_out = [record for record in held_out if record.key in half][:limit]
-    if not held_out:
+        files, names = VAL_FILES, [str(question.question_id) for question in read_questions(folder / VAL_FILES[0])]
+    else:
+        held_out = _held_out(settings)
+        pictures = sorted({record.key for record in held_out})
+        half = set(pictures[0::2] if split == "validation" else pictures[1::2])
+        names = [record.name for record in held_out if record.key in half]
+    if not names:
         raise UserError(
             f"--data {settings.data}: no pictures are left for the {split} split: raise --validation "
             f"above {settings.validation}"
         )
+    chosen = set(names if limit is None else random.Random(f"vqa/{split}").sample(names, min(limit, len(names))))
     if kind == "vqav2":
-        files, ids = (data.QUESTIONS_FILE, data.ANNOTATIONS_FILE), {record.name for record in held_out}
-        return vqa.from_files(*(folder / name for name in files), folder, only=ids), None
-    return exact_match(held_out), "{question}"
+        paths, images = [folder / name for name in files], settings.images or folder
+        return vqa.from_files(*paths, images, only=chosen, allow_outside=settings.allow_outside), None
+    return exact_match([record for record in held_out if record.name in chosen]), "{question}"
+
+
+@lru_cache(maxsize=1)  # both splits
+def _held_out(settings: Settings) -> Sequence[Record]:
+    return read_records(settings, "validation")
 
 
 def exact_match(records: Sequence[Record]) -> vqa.Benchmark:

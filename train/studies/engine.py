@@ -7,7 +7,7 @@ scores the answers of a model to fixed examples. Every study takes the same step
 2. `finish_cell`: cells are computed, or read from disk where they are finished.
 3. `choose_rate`: the rate of a row, by the validation split of the first seed.
 4. `describe`, `difference`: bootstrap intervals over seeds and examples, paired for a row and its control.
-5. `conclude`, `compose`, `publish`: the differences in words, comparison.md, comparison.json and the pictures.
+5. `conclude`, `compose`, `run_study`: the differences in words, comparison.md, comparison.json and the pictures.
 
 A study supplies its rows, its measures, and how a cell is trained.
 """
@@ -29,12 +29,13 @@ from tqdm import tqdm
 
 from eval import figures
 from eval.report import difference_text, interval_text
-from eval.statistics import bootstrap
+from eval.statistics import Interval, bootstrap
 from lora import adapter
-from model.common import UserError, write_text
+from model.common import write_text
 from model.config import PaliGemmaConfig
-from train.flags import add_flags, check_ranges, flag, from_values
+from train.flags import flag, read_flags
 from train.optim import count, trainable
+from train.signals import same_command_goes_on
 from weights.checkpoint import empty_model
 
 OUT_HELP = "folder of results and cells; what it holds is not done again"
@@ -53,7 +54,7 @@ class StudyOptions:
 class ScaledOptions(StudyOptions):
     """The flags of a study that fixes its own training settings."""
 
-    scale: float = flag(1.0, "factor of the length of all training", metavar="X")
+    scale: float = flag(1.0, "factor of the length of all training", least=1e-6, metavar="X")
     threads: int = flag(torch.get_num_threads(), "CPU threads", least=1, metavar="N")
 
 
@@ -61,20 +62,8 @@ Options = TypeVar("Options", bound=ScaledOptions)
 
 
 def read_options(options: type[Options], name: str, description: str | None, argv: Sequence[str] | None) -> Options:
-    """The flags of `train.compare --rows NAME`. Sets the CPU threads. Raises UserError for values out of range."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m train.compare --rows {name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--rows", choices=[name], help="this study")
-    add_flags(parser, options)
-    given = vars(parser.parse_args(argv))
-    del given["rows"]
-    chosen = from_values(options, given)
-    check_ranges(chosen)
-    if not chosen.scale > 0:
-        raise UserError(f"--scale is {chosen.scale}, expected a positive number")
+    """The flags of `train.compare --rows NAME`, --rows apart. Sets the CPU threads. Raises UserError."""
+    chosen = read_flags(options, f"train.compare --rows {name}", description, argv)
     torch.set_num_threads(chosen.threads)
     return chosen
 
@@ -165,7 +154,11 @@ def describe_runs(scores: np.ndarray, groups: Sequence | None = None) -> dict:
 
 def difference(scores, control, groups: Sequence | None = None) -> dict:
     """The same of row minus control, paired by seed and example, and whether it is "significant": 0 is outside."""
-    gain = bootstrap(scores - control, groups)
+    return verdict(bootstrap(scores - control, groups))
+
+
+def verdict(gain: Interval) -> dict:
+    """The interval of a difference, and whether it is "significant"."""
     return gain._asdict() | {"significant": gain.significant}
 
 
@@ -234,32 +227,35 @@ def compose(title: str, *blocks: str | Sequence[str], conclusions: Sequence[str]
     return "\n\n".join([f"# {title}", *paragraphs, "## In words", in_words, *end]) + "\n"
 
 
-def publish(
-    options: StudyOptions,
-    summary: dict,
-    report: str,
-    pictures: Mapping[str, Sequence[Image.Image]],
-    started: float,
+def run_study(
+    out: Path,
+    find: Callable[[], dict],
+    write: Callable[[dict], str],
+    draw: Callable[[dict], Mapping[str, Sequence[Image.Image]]],
     *,
+    name: str = "comparison",
     workers: str | None = None,
     indent: int | None = 1,
     print_json: bool = False,
 ) -> None:
-    """Write comparison.md, comparison.json and the pictures to the study's folder, and print the report.
+    """Find a study's results, write NAME.md, NAME.json and the pictures to its folder, and print the report.
 
-    pictures: by file name, the parts to stack. started: `time.perf_counter()` at the start of this call.
+    find() is the content of NAME.json, write(it) that of NAME.md, draw(it) by file name the parts of each picture.
     """
-    out = options.out
-    write_text(out / "comparison.json", json.dumps(summary, indent=indent) + "\n")
-    write_text(out / "comparison.md", report)
-    for name, parts in pictures.items():
-        figures.save(figures.stack(parts), out / name)
+    started = time.perf_counter()
+    with same_command_goes_on():
+        summary = find()
+    report, pictures = write(summary), draw(summary)
+    write_text(out / f"{name}.json", json.dumps(summary, indent=indent) + "\n")
+    write_text(out / f"{name}.md", report)
+    for file, parts in pictures.items():
+        figures.save(figures.stack(parts), out / file)
     if print_json:
         print(json.dumps(summary))
         return
-    print(report)
+    workers = workers or f"{torch.get_num_threads()} threads"
+    files = ", ".join([f"{name}.md", f"{name}.json", *pictures])
     print(
-        f"{summary['cpu_seconds']:,} CPU seconds for all cells; this call {time.perf_counter() - started:,.0f} s on "
-        f"{workers or f'{torch.get_num_threads()} threads'}; in {out}: "
-        f"{', '.join(['comparison.md', 'comparison.json', *pictures])}, cells/"
+        f"{report}\n{summary['cpu_seconds']:,} CPU seconds for all cells; this call "
+        f"{time.perf_counter() - started:,.0f} s on {workers}; in {out}: {files}, cells/"
     )

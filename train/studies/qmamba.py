@@ -18,7 +18,6 @@ one direction alone, as the paper does; nothing is trained for it.
 
 import json
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, lru_cache
@@ -47,7 +46,6 @@ from train.loop import LoopOptions, fit
 from train.optim import Rule, count, make_radam, parameter_groups
 from train.recipes import STAGES, stage_defaults
 from train.settings import Settings
-from train.signals import same_command_goes_on
 from train.studies import engine
 from train.studies.encoded import EncodedOrder, EncodedRecords, encode, encoded_loss
 from train.studies.engine import ScaledOptions, ScaledStudy, describe_runs, difference, spell
@@ -394,10 +392,7 @@ def draw(summary: dict) -> dict[str, list[Image.Image]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = engine.read_options(QMambaOptions, "qmamba", __doc__, argv)
-    started, seeds = time.perf_counter(), range(options.seeds)
+    seeds = range(options.seeds)
     fingerprint = exact_fingerprint(load_mamba(TINY_MAMBA)) + exact_fingerprint(vision_tower())
     study = QMambaStudy(options.out, options.scale, options.limit, fingerprint)
-    with same_command_goes_on():
-        found = collect(study, seeds)
-    summary = summarize(study, found, seeds)
-    engine.publish(options, summary, to_markdown(summary), draw(summary), started)
+    engine.run_study(options.out, lambda: summarize(study, collect(study, seeds), seeds), to_markdown, draw)

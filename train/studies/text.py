@@ -24,9 +24,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from PIL import Image
 
 from eval.report import markdown_table
 from eval.text.corpus import open_corpus
@@ -38,7 +40,7 @@ from model.system_configs import TEXT_PRESETS
 from train.distributed import join_world
 from train.flags import flag
 from train.optim import count
-from train.signals import Interrupted, catch_signals, same_command_goes_on
+from train.signals import Interrupted, catch_signals
 from train.studies import engine
 from train.studies.engine import ScaledOptions, cell_folder, choose_rate, finish_cell, read_rates
 from train.systems.text import TextSettings, check, learn, validation_loss
@@ -268,8 +270,7 @@ def to_markdown(summary: dict, out: Path) -> str:
     for name, found in panels(summary).items():
         panel, by = next(iter(found.values()))[0], by_label(found)
         blocks += [f"## {panel.title}", f"![{name}]({name}.png)", table(panel, by, chance(name))]
-        gain = by["all"]["difference"]
-        gains[panel.title] = gain._asdict() | {"significant": gain.significant}
+        gains[panel.title] = engine.verdict(by["all"]["difference"])
         if panel.better < 0:
             lower_is_better.add(panel.title)
     rates = {kind: (float(f"{chosen:g}"), list(map(float, of_kind))) for kind, (chosen, of_kind) in tried.items()}
@@ -284,16 +285,16 @@ def to_markdown(summary: dict, out: Path) -> str:
     )
 
 
+def draw(summary: dict) -> dict[str, list[Image.Image]]:
+    """A chart of each panel, by file name."""
+    found = panels(summary)
+    return {f"{name}.png": [chart(next(iter(by.values()))[0], by_label(by))] for name, by in found.items()}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     options, settings = read_arguments(argv)
-    started = time.perf_counter()
     corpus = open_corpus(Path(settings.corpus), settings.text, settings.vocab_size, WORDS)
     print(f"{len(corpus.ids['train']):,} tokens of text to learn from", file=sys.stderr)
-    with same_command_goes_on():
-        summary = compare(options, settings)
-    pictures = {
-        f"{name}.png": [chart(next(iter(found.values()))[0], by_label(found))]
-        for name, found in panels(summary).items()
-    }
-    report, workers = to_markdown(summary, options.out), f"{options.processes} processes"
-    engine.publish(options, summary, report, pictures, started, workers=workers, indent=None)
+    workers = f"{options.processes} processes"
+    write = partial(to_markdown, out=options.out)
+    engine.run_study(options.out, lambda: compare(options, settings), write, draw, workers=workers, indent=None)

@@ -19,7 +19,6 @@ pairs of rows differ in nothing but the learners:
 
 import random
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -46,7 +45,6 @@ from train.distributed import join_world
 from train.flags import flag
 from train.loop import LoopOptions, fit
 from train.optim import Rule, count, make_adamw, parameter_groups
-from train.signals import same_command_goes_on
 from train.studies import engine
 from train.studies.encoded import EncodedOrder, answer, encode, encode_pictures, encoded_loss
 from train.studies.engine import ScaledOptions, ScaledStudy, choose_rate, describe, difference, matching_rank, spell
@@ -413,10 +411,8 @@ def draw(summary: dict) -> dict[str, list[Image.Image]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = engine.read_options(WingsOptions, "wings", __doc__, argv)
-    started, base, seeds = time.perf_counter(), load_model(EMBEDDED), range(options.seeds)
-    processor, fingerprint = Processor.from_source(EMBEDDED), exact_fingerprint(base)
+    base, seeds = load_model(EMBEDDED), range(options.seeds)
+    fingerprint = exact_fingerprint(base)
+    processor = Processor.from_source(EMBEDDED)
     study = WingsStudy(options.out, options.scale, options.limit, fingerprint, processor, base)
-    with same_command_goes_on():
-        results = collect(study, seeds)
-    summary = summarize(study, results, seeds)
-    engine.publish(options, summary, to_markdown(summary), draw(summary), started)
+    engine.run_study(options.out, lambda: summarize(study, collect(study, seeds), seeds), to_markdown, draw)
