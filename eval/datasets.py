@@ -105,15 +105,19 @@ def inside(folder: str | Path, name: str, allow_outside: bool = False) -> Path:
         raise UserError(f"{quoted(name)} is no file name: correct the record")
     path = Path(folder, name)
     with file_errors(path):
-        is_link = path.is_symlink() or path.name in ("", ".", "..")
-        real = os.path.realpath(path) if is_link else os.path.join(_real_folder(path.parent.absolute()), path.name)
-        root = _real_folder(Path(folder).absolute())
+        real, root = real_path(path), _real_folder(Path(folder).absolute())
     if not allow_outside and os.path.commonpath((root, real)) != root:
         raise UserError(
             f"{quoted(name)} is outside of {shown(folder)}: give the folder of the pictures (--images DIR), or "
             "--allow-outside if you trust the data"
         )
     return path
+
+
+def real_path(path: Path) -> str:
+    """The one name of a file that has several, by links or `..`."""
+    is_link = path.is_symlink() or path.name in ("", ".", "..")
+    return os.path.realpath(path) if is_link else os.path.join(_real_folder(path.parent.absolute()), path.name)
 
 
 @lru_cache(maxsize=4096)

@@ -23,14 +23,14 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
-from eval import datasets, needle_files, needle_scoring, pope, run, session, vqa
+from eval import datasets, needle_files, needle_scoring, pope, records, run, session, vqa
 from lora import adapter
 from model.common import UserError
 from model.images import load_image, to_pixels
 from model.processor import Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER
 from tests.files import write_vqav2
-from train.data import records, shards
+from train.data import shards
 from train.flags import read_config
 from train.settings import Settings
 from weights.load import load_mamba, load_model
@@ -151,7 +151,7 @@ def shard_file(folder: Path) -> Path:
 
 def read_shard(path: Path) -> None:
     for record in shards.Shards(str(path)):
-        load_image(record.picture())
+        load_image(record.pictures[0]())
 
 
 def picture_file(kind: str) -> Callable[[Path], Path]:

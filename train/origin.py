@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from eval.records import Record
 from model.common import UserError, open_regular, quoted, shown
 from model.device import processor_name
 from train.checkpoint import checkpoints, read_state, verify
-from train.data.records import Record
 from train.data.shards import Shards
 from train.flags import flag_name
 from train.metrics import is_unchanged
@@ -47,8 +47,9 @@ def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
         return {"records": _hash(records.rows.tobytes()), "pictures": _files_fingerprint(records.paths)}
     texts = hashlib.sha256()
     for r in records:
-        texts.update(repr((r.name, r.key, r.prefix, r.suffix, r.choices)).encode("utf-8", "surrogatepass"))
-    paths = dict.fromkeys(r.picture for r in records if isinstance(r.picture, Path))
+        parts = (r.name, r.key, r.prefix, r.suffix, r.answers if r.sampled else (), *r.turns[:-1])
+        texts.update(repr(parts).encode("utf-8", "surrogatepass"))
+    paths = dict.fromkeys(picture for r in records for picture in r.pictures if isinstance(picture, Path))
     return {"records": f"{len(records)} {texts.hexdigest()[:16]}", "pictures": _files_fingerprint(sorted(paths))}
 
 

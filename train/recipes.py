@@ -1,13 +1,10 @@
-"""Settings as data: the recipes of `train.finetune`, the stages of each system, and the embedded task mix.
+"""Settings as data: the recipes of `train.finetune`, and the stages of each system.
 
 Names are those of `train.settings.Settings`. This file imports nothing of this project.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-# Tasks of the embedded data, taken in turn. Half are questions, or the model forgets how to answer them.
-EMBEDDED_TASKS = ("vqa", "n2o1", "vqa", "n2o2")
 
 # Recipes: the paper's Table 1 (its section 4), and the transfer recipe of PaliGemma's authors (Beyer et al. 2024,
 # appendix J)

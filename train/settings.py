@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.datasets import PROMPT, check_prompt
+from eval.records import EMBEDDED_TASKS
 from lora.adapter import DECODER_TARGETS
 from model.common import UserError
 from model.device import DTYPES
@@ -27,7 +28,7 @@ from train.flags import (
     read_config,
     take_run_arguments,
 )
-from train.recipes import EMBEDDED_TASKS, RECIPES, STAGES, stage_defaults
+from train.recipes import RECIPES, STAGES, stage_defaults
 
 
 @dataclass(frozen=True)

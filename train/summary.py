@@ -7,9 +7,9 @@ from pathlib import Path
 
 from eval import needle, scenes, vqa
 from eval.datasets import PROMPT, fill_prompt
+from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE
 from model.paligemma import PaliGemma
 from model.processor import Processor
-from train.data.records import ANNOTATIONS_FILE, QUESTIONS_FILE
 from train.data.sources import read_records
 from train.distributed import World, ask_together
 from train.settings import Settings

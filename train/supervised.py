@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from eval.records import Record
 from model.common import UserError
 from model.differential import lambdas, map_distance
 from model.paligemma import PaliGemma
@@ -17,7 +18,6 @@ from model.processor import Processor
 from train.checkpoint import checkpoints, read_state
 from train.data.batches import MicroBatch, Order, idle
 from train.data.features import FeatureCache
-from train.data.records import Record
 from train.distributed import World
 from train.loop import LoopOptions, autocast_dtype, fit
 from train.settings import Settings, step_layout

@@ -15,6 +15,7 @@ import model.attention as attention
 import model.cpu as cpu
 import model.differential as differential
 import model.paligemma as paligemma
+from eval.records import embedded_records
 from lora import adapter
 from lora.layer import LoRALinear
 from model.common import UserError
@@ -27,7 +28,6 @@ from tests.model.test_differential import batch as prompt_of
 from tests.reference import batch, hf_model, ours, relative_error, right_padded
 from train import supervised
 from train.data.batches import collate
-from train.data.records import embedded_records
 from train.optim import trainable
 from weights.checkpoint import empty_model
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from eval.records import Record
 from eval.run import log_likelihoods
 from model.attention import LayerCache, Rope, set_attention_backend
 from model.common import UserError
@@ -22,7 +23,6 @@ from model.wings import OCTAVES, Learner, LearnerInput, Router, Wings, attach, c
 from tests.reference import relative_error
 from train import supervised
 from train.data import batches as data
-from train.data.records import Record
 from train.optim import trainable
 from train.settings import Settings, parse
 from train.systems.open import open_model, open_stage
@@ -463,11 +463,11 @@ def test_rows_with_and_without_a_picture_are_learned_together(processor):
     """Breaks when a text-only record takes another's picture, or anything but the answer is learned."""
     red, blue = picture((255, 0, 0)), picture((0, 0, 255))
     records = [
-        Record("0", "red", lambda: red, "count<image> the dog", "2"),
-        Record("1", "red", None, "How many are 1 and 2?", "3"),  # the same key: still no picture
-        Record("2", "blue", lambda: blue, "count dog", "1"),
-        Record("3", "red", lambda: red, "exist<image> dog", "no"),
-        Record("4", "text", None, "a<image> dog", "no"),
+        Record("0", "red", (lambda: red,), (("count<image> the dog", "2"),)),
+        Record("1", "red", (), (("How many are 1 and 2?", "3"),)),  # the same key: still no picture
+        Record("2", "blue", (lambda: blue,), (("count dog", "1"),)),
+        Record("3", "red", (lambda: red,), (("exist<image> dog", "no"),)),
+        Record("4", "text", (), (("a<image> dog", "no"),)),
     ]
     micro = data.collate(records, processor)
     assert micro.names == ("0", "1", "2", "3") and "4: 1 <image> in the prefix, but 0 picture" in micro.bad[0]

@@ -411,8 +411,8 @@ def test_row_and_control_learn_from_the_same(processor, tmp_path):
     assert twin == mark != learned(ROWS["twin"], 1, 1e-3)[1]
     tasks = [record.name.partition("/")[0] for record in records]
     assert [tasks.count(task) for task in ("vqa", "n2o1", "n2o2", "n4o1")] == [8, 8, 8, 8]
-    first = records[0].picture()
-    assert records[0].picture() is first  # drawn once for all cells
+    first = records[0].pictures[0]()
+    assert records[0].pictures[0]() is first  # drawn once for all cells
 
 
 def test_needle_measures_know_their_places(processor):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
+from eval.records import Record, embedded_records, jsonl_records, split_records, vqav2_records
 from model.common import UserError
 from tests.files import write_vqav2
 from train.data.batches import Order, collate, load_batches, plan_epoch, supervised
-from train.data.records import Record, embedded_records, jsonl_records, vqav2_records
 
 
 def records(count=40, pictures=10):
@@ -19,7 +19,7 @@ def records(count=40, pictures=10):
 
     prefixes, suffixes = ("answer en Is there a dog in the image?", "count dog"), ("two dogs and a cat", "yes")
     return [
-        Record(f"r{i}", f"p{i % pictures}", draw(i % pictures), prefixes[i % 3 > 0], suffixes[i % 2])
+        Record(f"r{i}", f"p{i % pictures}", (draw(i % pictures),), ((prefixes[i % 3 > 0], suffixes[i % 2]),))
         for i in range(count)
     ]
 
@@ -107,8 +107,8 @@ def test_bad_records_are_left_out_and_named(processor, tmp_path):
     broken = tmp_path / "broken.jpg"
     broken.write_bytes(b"not a picture")
     good = records(2)
-    bad = Record("q7", "broken", broken, "caption en", "a dog")
-    control = Record("q8", "p0", good[0].picture, "say <bos>", "a dog")
+    bad = Record("q7", "broken", (broken,), (("caption en", "a dog"),))
+    control = Record("q8", "p0", good[0].pictures, (("say <bos>", "a dog"),))
     micro = collate([good[0], bad, control, good[1]], processor)
     assert micro.names == ("r0", "r1")
     assert [line.split(":")[0] for line in micro.bad] == ["q7", "q8"] and "broken.jpg" in micro.bad[0]
@@ -135,12 +135,12 @@ def test_embedded_records_take_the_tasks_in_turn():
 def test_vqav2_is_read_and_split_by_picture(tmp_path, processor):
     """Breaks when a picture is in training and validation, or the prompt or answer is not the published one."""
     write_vqav2(tmp_path)
-    train = vqav2_records(tmp_path, "answer {question}", "train", validation=0.2)
-    held_out = vqav2_records(tmp_path, "answer {question}", "validation", validation=0.2)
+    made = vqav2_records(tmp_path, "answer {question}")
+    train, held_out = (split_records(made, split, 1.0, 0.2) for split in ("train", "validation"))
     assert (len(train), len(held_out)) == (48, 12)
     assert not {record.key for record in train} & {record.key for record in held_out}
     assert train[0].prefix.startswith("answer What is") and train[0].suffix == "yes"
-    part = vqav2_records(tmp_path, "answer {question}", "train", fraction=0.5, validation=0.2)
+    part = split_records(made, "train", 0.5, 0.2)
     assert len({record.key for record in part}) == 8 and {r.name for r in part} < {r.name for r in train}
     assert collate(train[:3], processor).batch.pixel_values.shape[0] == 1
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eval.records import embedded_records
 from lora.quantize import quantize
 from model.attention import set_attention_backend
 from model.common import UserError
@@ -19,7 +20,6 @@ from train import supervised
 from train.data import features as features_module
 from train.data.batches import MicroBatch, collate
 from train.data.features import FeatureCache
-from train.data.records import embedded_records
 from train.data.sources import read_records
 from train.settings import parse
 from train.systems.open import open_model

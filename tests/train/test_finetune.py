@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from eval.records import embedded_records
 from lora import adapter
 from model.common import UserError
 from model.differential import KINDS
@@ -19,7 +20,6 @@ from tests.files import write_vqav2
 from tests.runs import QUICK, WORLD, metrics, run, torchrun
 from train import finetune, supervised
 from train.data.batches import collate
-from train.data.records import embedded_records
 from train.optim import trainable
 from train.recipes import RECIPES
 from train.settings import Settings, parse

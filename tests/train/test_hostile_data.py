@@ -12,13 +12,13 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from eval.datasets import find_image, inside
+from eval.records import jsonl_records, split_records, vqav2_records
 from model.common import UserError
 from model.processor import Processor
 from tests.files import write_vqav2
 from tests.train.test_shards import picture, plain, write_tar
 from train import shard as shard_command
 from train.data.batches import Order, collate, without_rows
-from train.data.records import jsonl_records, vqav2_records
 from train.data.shards import Shards, index_of
 from train.data.sources import read_records
 from train.distributed import World
@@ -94,7 +94,7 @@ def test_one_bad_line_is_named_and_left_out(name, tmp_path, processor):
     assert sorted(micro.names) == ["own.jsonl:1", "own.jsonl:4"]
     (bad,) = micro.bad
     assert bad.startswith("own.jsonl:2: ") and bad.isprintable() and len(bad) < 700
-    assert not jsonl_records(file, "validation", validation=0.0)
+    assert not split_records(jsonl_records(file), "validation", 1.0, 0.0)
 
 
 def test_a_file_of_bad_lines_only_is_refused(tmp_path):
@@ -161,7 +161,7 @@ def test_pictures_in_another_folder(tmp_path):
     (tmp_path / "vqa/train2014").rename(tmp_path / "pictures")
     settings, *_ = parse(["--data", f"vqav2:{tmp_path / 'vqa'}", "--images", str(tmp_path / "pictures")])
     records = read_records(replace(settings, validation=0.5))
-    assert len(records) == 6 and all(record.picture.is_file() for record in records)
+    assert len(records) == 6 and all(record.pictures[0].is_file() for record in records)
     settings = replace(settings, validation=0.5, eval_limit=4)
     model, processor = load_model("tiny"), Processor.from_source("tiny")
     assert evaluate(model, processor, settings, "test", World(0, 1, torch.device("cpu")))["vqa"] is not None
@@ -247,7 +247,7 @@ def test_a_key_ends_at_the_first_dot(tmp_path):
     given = Shards(str(write_tar(tmp_path / "a.tar", members)))
     assert len(given) == 2
     for record, red in zip(given, (7, 9), strict=True):
-        assert record.suffix == "left" and Image.open(record.picture()).getpixel((0, 0))[0] == red
+        assert record.suffix == "left" and Image.open(record.pictures[0]()).getpixel((0, 0))[0] == red
 
 
 @pytest.mark.parametrize(("batch", "buffer"), [(4, 10), (3, 8), (5, 4), (4, 4), (7, 20)])

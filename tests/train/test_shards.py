@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from eval.records import Record, embedded_records, jsonl_records, vqav2_records
 from model.common import UserError
 from model.config import PRESETS
 from model.images import load_image
@@ -24,7 +25,6 @@ from train import finetune
 from train import shard as shard_command
 from train.data import pack as shard
 from train.data.batches import Order, collate, plan_epoch
-from train.data.records import Record, embedded_records, jsonl_records, vqav2_records
 from train.data.shards import Shards, build_index, expand, index_of, sealed
 from train.settings import parse
 
@@ -226,11 +226,11 @@ def test_tars_of_every_format_are_read(style, tmp_path, processor):
     given = Shards(str(path), sampled=True)
     made = [given[i] for i in range(len(given))]
     assert [record.suffix for record in made] == ["one", "two", "three", "four"]
-    assert [record.choices for record in made] == [(), ("a", "b"), (), ()]
+    assert [record.answers for record in made] == [(), ("a", "b"), (), ()]
     assert made[0].name == "a.tar/set.v1/one[0]" and made[1].name == "named"
     micro = collate(made, processor)
     assert not micro.bad and micro.batch.pixel_values.shape[0] == 4
-    assert Shards(str(path))[1].choices == ()
+    assert Shards(str(path))[1].answers == ()
 
 
 def test_names_and_links_reach_nothing_outside(tmp_path, processor, monkeypatch):
@@ -358,7 +358,7 @@ def test_a_damaged_tar_is_one_line(tmp_path):
         try:
             given = Shards(str(path))
             for index in range(len(given)):
-                load_image(given[index].picture())
+                load_image(given[index].pictures[0]())
             outcomes["read"] += 1
         except UserError as error:
             assert "\n" not in str(error)
@@ -387,7 +387,7 @@ def test_an_index_is_made_anew_where_it_does_not_fit(tmp_path):
         assert np.array_equal(index_of(path), rows)
         save_file(sealed(tensors["records"], tensors["size_and_end"]), index)
         with pytest.raises(UserError, match="no member of .* bytes at byte .*a.index.safetensors"):
-            Shards(str(path))[1].picture()
+            Shards(str(path))[1].pictures[0]()
     for column, nonsense in ((2, 1 << 62), (2, -1), (0, 1 << 40), (3, 1 << 40)):
         wrong = rows.copy()
         wrong[1, column] = nonsense
@@ -423,20 +423,21 @@ def test_shards_hold_what_their_source_holds(tmp_path, processor):
     shard_command.main([f"vqav2:{tmp_path / 'vqav2'}", "--out", str(tmp_path / "out/v"), "--per-shard", "7"])
     assert sorted(path.name for path in (tmp_path / "out").glob("*.tar")) == ["v-000.tar", "v-001.tar", "v-002.tar"]
     made = read_all(f"{tmp_path}/out/v-{{000..002}}.tar", sampled=True)
-    expected = vqav2_records(tmp_path / "vqav2", "answer {question}", sampled=True)
+    expected = vqav2_records(tmp_path / "vqav2", "answer {question}", True)
     assert len(made) == len(expected) == 60
     reduced = Processor(PRESETS["tiny"], processor.tokenizer, draft=True)
     for record in expected:
         found = made[record.name]
-        assert (found.prefix, found.suffix, found.choices) == (record.prefix, record.suffix, record.choices)
-        assert found.picture().read() == record.picture.read_bytes()
+        assert (found.prefix, found.suffix, found.answers) == (record.prefix, record.suffix, record.answers)
+        assert found.pictures[0]().read() == record.pictures[0].read_bytes()
         for one in (processor, reduced):
             pair = [collate([r], one).batch.pixel_values for r in (found, record)]
             assert torch.equal(*pair)
     shard_command.main(["embedded", "--samples", "30", "--out", str(tmp_path / "out/e")])
     drawn = read_all(f"{tmp_path}/out/e-000.tar")
     for record in embedded_records(count=30):
-        assert np.array_equal(np.asarray(load_image(drawn[record.name].picture())), np.asarray(record.picture()))
+        found, given = drawn[record.name].pictures[0](), record.pictures[0]()
+        assert np.array_equal(np.asarray(load_image(found)), np.asarray(given))
     assert len({record.key for record in drawn.values()}) == len({record.key for record in embedded_records(count=30)})
 
 
@@ -446,7 +447,7 @@ def test_photographs_are_decoded_reduced(tmp_path, processor):
     path = write_tar(tmp_path / "a.tar", [("0.jpg", (tmp_path / "0.jpg").read_bytes()), ("0.json", text())])
     reduced = Processor(PRESETS["tiny"], processor.tokenizer, draft=True)
     expected, full = (
-        collate([Record("r", "k", tmp_path / "0.jpg", "caption en", "a dog")], one).batch.pixel_values
+        collate([Record("r", "k", (tmp_path / "0.jpg",), (("caption en", "a dog"),))], one).batch.pixel_values
         for one in (reduced, processor)
     )
     assert torch.equal(collate([Shards(str(path))[0]], reduced).batch.pixel_values, expected)

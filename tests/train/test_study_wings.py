@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from eval import scenes
+from eval.records import Record
 from eval.scenes import CATEGORIES
 from eval.text import sentences
 from lora import adapter
@@ -17,7 +18,6 @@ from model.paligemma import PaliGemma
 from model.wings import attach
 from train import compare
 from train.data.batches import collate
-from train.data.records import Record
 from train.optim import count, trainable
 from train.studies import wings as study_wings
 from train.studies.encoded import EncodedOrder, answer, encoded_loss
@@ -83,7 +83,8 @@ def test_prepared_micro_batches_are_causal_and_seen(processor, tmp_path):
     base = load_model("embedded")
     study = WingsStudy(tmp_path, 0.02, 4, "", processor, base)
     drawn = [scenes.sample("scan", "train", number) for number in range(2)]
-    records = [Record(s.task, str(i), lambda s=s: s.image, "scan<image>", s.suffix) for i, s in enumerate(drawn)]
+    turns = [("scan<image>", s.suffix) for s in drawn]
+    records = [Record(s.task, str(i), (lambda s=s: s.image,), (turns[i],)) for i, s in enumerate(drawn)]
     (micro,) = prepare(study, records, 2)
     seen = collate(records, processor)
     causal = replace(seen, batch=replace(seen.batch, token_type_ids=torch.ones_like(seen.batch.input_ids)))

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from eval import figures
+from eval.records import embedded_records
 from lora.quantize import quantize
 from model.common import UserError
 from model.device import DTYPES
@@ -37,7 +38,6 @@ from train.benchmark.timing import (
 )
 from train.benchmark.work import Work
 from train.data.batches import collate
-from train.data.records import embedded_records
 from train.supervised import supervised_loss
 from weights.checkpoint import examine
 from weights.export import export_model

@@ -1,6 +1,6 @@
 """Micro-batches: which records are learned together, in which order, laid out as tensors.
 
-In: records of `train/data/records.py` or `train/data/shards.py`. Out: for each step a list of `MicroBatch`. The plan
+In: records of `eval/records.py` or `train/data/shards.py`. Out: for each step a list of `MicroBatch`. The plan
 follows from the seed alone, so a resumed run reads exactly what an uninterrupted one would have read.
 """
 
@@ -15,11 +15,11 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+from eval.records import Record
 from model.common import UserError, shown
 from model.images import load_image
 from model.processor import Batch, Processor
 from train.data.features import FeatureCache
-from train.data.records import Record
 
 BUCKET = 32  # tokens of text: rows of one batch have lengths of the same bucket
 MAX_PLANNED = 50_000  # characters of a record that the plan counts; a longer one is mostly above the token limit
@@ -128,7 +128,7 @@ def without_rows(bad: Sequence[str] = ()) -> MicroBatch:
 def idle(processor: Processor) -> MicroBatch:
     """One blank row without targets: what a process computes in a step in which only other processes have rows."""
     blank = Image.new("RGB", (processor.config.vision.image_size,) * 2)
-    micro = collate([Record("blank", "blank", lambda: blank, "nothing", "nothing")], processor)
+    micro = collate([Record("blank", "blank", (lambda: blank,), (("nothing", "nothing"),))], processor)
     return replace(micro, targets=torch.full_like(micro.targets, -100), tokens=0, names=())
 
 
@@ -140,21 +140,21 @@ def collate(
     A record whose picture or text cannot be used is left out and gets a line in `bad`, after those given: records that
     could not even be read. If no record is left, the micro-batch is empty.
     """
-    pictures: dict[str, Image.Image] = {}
+    opened: dict[str, list[Image.Image]] = {}  # by key
     good, rows, bad = [], [], list(bad)
     draft = processor.config.vision.image_size if processor.draft else None
     for record in records:
         try:
-            if record.picture is not None and record.key not in pictures:
-                picture = record.picture() if callable(record.picture) else record.picture
-                pictures[record.key] = load_image(picture, draft)
-            rows.append(processor.layout(int(record.picture is not None), record.prefix, record.suffix))
+            if record.pictures and record.key not in opened:
+                found = [picture() if callable(picture) else picture for picture in record.pictures]
+                opened[record.key] = [load_image(picture, draft) for picture in found]
+            rows.append(processor.layout(len(record.pictures), record.prefix, record.suffix))
             good.append(record)
         except UserError as error:
             bad.append(shown(f"{record.name}: {error}", 600))
     if not good:
         return without_rows(bad)
-    batch = processor.pad(rows, [pictures[r.key] for r in good if r.picture is not None])
+    batch = processor.pad(rows, [picture for r in good if r.pictures for picture in opened[r.key]])
     positions, targets = supervised(batch.labels)
     names = tuple(record.name for record in good)
     micro = MicroBatch(batch, positions, targets, int((targets != -100).sum()), names, tuple(bad))
@@ -194,9 +194,10 @@ class _MicroBatches(Dataset):
 
     def _record(self, number: int) -> Record:
         record = self.records[number]
-        if not record.choices:
+        if not (record.sampled and record.answers):
             return record
-        return replace(record, suffix=random.Random(f"{self.epoch_seed}/{record.name}").choice(record.choices))
+        answer = random.Random(f"{self.epoch_seed}/{record.name}").choice(record.answers)
+        return replace(record, turns=(*record.turns[:-1], (record.prefix, answer)))
 
 
 def load_batches(

@@ -1,6 +1,6 @@
 """Write records as tar shards: a few large files in place of very many small ones.
 
-In: records of `train/data/records.py`. Out: PREFIX-000.tar, PREFIX-001.tar, … with their indices, in webdataset's
+In: records of `eval/records.py`. Out: PREFIX-000.tar, PREFIX-001.tar, … with their indices, in webdataset's
 layout: each picture once, as the file that it was, beside its questions. `train/data/shards.py` reads them.
 A shard is written atomically, so an interrupted command that is given again continues with the first missing shard.
 """
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from eval.records import Record
 from model.common import UserError, atomic_path, read_bytes, read_text, shown, write_text
 from model.images import load_image
-from train.data.records import Record
 from train.data.shards import MAX_BYTES, PICTURES, index_of
 
 
@@ -35,7 +35,7 @@ def cut(samples: Sequence[Sequence[Record]], per_shard: int, megabytes: float) -
     """Which samples each shard gets: at most `per_shard`, at most `megabytes` of picture files, at least one."""
     shards, first, size = [], 0, 0
     for number, sample in enumerate(samples):
-        picture = sample[0].picture
+        (picture,) = sample[0].pictures
         more = picture.stat().st_size if isinstance(picture, Path) and picture.is_file() else 0
         if number > first and (number - first == per_shard or size + more > megabytes * 1e6):
             shards.append(range(first, number))
@@ -49,16 +49,17 @@ def encode(record: Record) -> tuple[str, bytes]:
 
     Raises UserError for a file that is absent, too large or cannot be decoded as a picture.
     """
-    if not isinstance(record.picture, Path):
+    (picture,) = record.pictures
+    if not isinstance(picture, Path):
         drawn = io.BytesIO()
-        record.picture().save(drawn, "png")
+        picture().save(drawn, "png")
         return "png", drawn.getvalue()
-    ending = record.picture.suffix[1:].lower()
+    ending = picture.suffix[1:].lower()
     if ending not in PICTURES:
-        raise UserError(f"{shown(record.picture)}: ends in none of {', '.join(PICTURES)}: rename or convert it")
-    content = read_bytes(record.picture, MAX_BYTES)
+        raise UserError(f"{shown(picture)}: ends in none of {', '.join(PICTURES)}: rename or convert it")
+    content = read_bytes(picture, MAX_BYTES)
     file = io.BytesIO(content)
-    file.name = shown(record.picture)
+    file.name = shown(picture)
     load_image(file)  # only what decodes is packed
     return ending, content
 
@@ -67,7 +68,7 @@ def texts(sample: Sequence[Record]) -> bytes:
     """The questions of a picture as JSON: an object, or a list of several."""
     entries = [
         {"name": record.name, "prefix": record.prefix, "suffix": record.suffix}
-        | ({"choices": record.choices} if record.choices else {})
+        | ({"choices": record.answers} if record.sampled else {})
         for record in sample
     ]
     return json.dumps(entries if len(entries) > 1 else entries[0], ensure_ascii=False).encode()

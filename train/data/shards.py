@@ -30,9 +30,9 @@ from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
 from eval.datasets import some
+from eval.records import Record
 from model.common import Expected, UserError, atomic_path, open_regular, parse_json, read_field, shown
 from train.data.batches import plan_epoch
-from train.data.records import Record
 
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2")
 # Columns of an index, one row for each record: the number of its sample, the number of its question in the sample,
@@ -277,9 +277,8 @@ class Shards(Sequence):
         if not all(isinstance(choice, str) for choice in choices):
             raise UserError(f"{where}: 'choices' must be texts: make the shard again")
         name = entry["name"] if isinstance(entry.get("name"), str) else f"{shard.name}/{_split(name)[0]}[{question}]"
-        return Record(
-            name, str(sample), partial(open_picture, shard, picture, picture_size), prefix, suffix, tuple(choices)
-        )
+        opened = partial(open_picture, shard, picture, picture_size)
+        return Record(name, str(sample), (opened,), ((prefix, suffix),), tuple(choices), bool(choices))
 
     def plan(self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0) -> Iterator[list[int]]:
         """The micro-batches of an epoch from number `first` on, planned by `plan_epoch` within one buffer at a time.

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from eval import scenes
+from eval.records import sample_record
 from eval.run import Ask
 from model.attention import tapped
 from model.common import write_text
@@ -32,7 +33,6 @@ from model.paligemma import PaliGemma, initialize
 from model.processor import Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER
 from train.data.batches import MicroBatch, collate
-from train.data.records import sample_record
 from train.distributed import World, ask_together
 from train.optim import count, rate_factor, set_rates
 from weights.export import export_model
@@ -279,7 +279,8 @@ def accuracies(
     result = {}
     for task in (*scenes.PROBES, "detect", "caption", "vqa", *scenes.NEEDLES):
         samples = [scenes.sample(task, split, i) for i in range(count * (3 if task == "vqa" else 1))]
-        asks = [Ask(f"{i}", f"{s.image_id}", sample_record(s, split).picture, s.prefix) for i, s in enumerate(samples)]
+        drawn = [sample_record(s, split) for s in samples]
+        asks = [Ask(f"{i}", record.key, record.pictures[0], record.prefix) for i, record in enumerate(drawn)]
         answers = ask_together(world, model, processor, asks, max_new_tokens=48)
         hits = [answer == s.suffix for answer, s in zip(answers, samples, strict=True)]
         result[task] = 100 * sum(hits) / len(hits)

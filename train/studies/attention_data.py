@@ -13,11 +13,10 @@ from pathlib import Path
 
 from eval import needle, vqa
 from eval.datasets import Annotation, Question, read_questions
+from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record, embedded_records
 from model.common import UserError
 from model.paligemma import PaliGemma
 from model.processor import Processor
-from train.data import records as data
-from train.data.records import Record
 from train.data.sources import read_records
 from train.flags import flag
 from train.settings import Settings
@@ -29,7 +28,7 @@ NEEDLES = {"n2o2": "2×2, two objects each", "n4o1": "4×4, one object each"}
 # The training tasks, in equal parts. The needle tasks are part of it, since the wording of two objects is learned far
 # more slowly without them.
 TASKS = ("vqa", "n2o1", *NEEDLES)
-VAL_FILES = tuple(name.replace("train2014", "val2014") for name in (data.QUESTIONS_FILE, data.ANNOTATIONS_FILE))
+VAL_FILES = tuple(name.replace("train2014", "val2014") for name in (QUESTIONS_FILE, ANNOTATIONS_FILE))
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,8 @@ def _training_records(settings: Settings) -> tuple[list[Record], str]:
     if settings.data == "embedded":
         drawn: dict[str, Callable] = {}
         records = [
-            replace(record, picture=drawn.setdefault(record.key, cache(record.picture)))
-            for record in data.embedded_records(TASKS, "train", settings.samples, settings.seed)
+            replace(record, pictures=(drawn.setdefault(record.key, cache(record.pictures[0])),))
+            for record in embedded_records(TASKS, "train", settings.samples, settings.seed)
         ]
     else:
         records = read_records(settings)
@@ -154,7 +153,7 @@ def held_out_vqa(settings: Settings, split: str, limit: int | None) -> tuple[vqa
     same folder, those are the test split. Raises UserError if no pictures are held out.
     """
     kind, _, path = settings.data.partition(":")
-    folder, files, held_out = Path(path), (data.QUESTIONS_FILE, data.ANNOTATIONS_FILE), []
+    folder, files, held_out = Path(path), (QUESTIONS_FILE, ANNOTATIONS_FILE), []
     if kind == "vqav2" and split == "test" and (folder / VAL_FILES[0]).exists():
         files, names = VAL_FILES, [str(question.question_id) for question in read_questions(folder / VAL_FILES[0])]
     else:
@@ -184,7 +183,7 @@ def exact_match(records: Sequence[Record]) -> vqa.Benchmark:
     return vqa.Benchmark(
         [Question(r.name, r.key, r.prefix) for r in records],
         [Annotation(r.name, tuple({"answer": r.suffix, "answer_id": i} for i in range(10)), r.suffix) for r in records],
-        {r.key: r.picture for r in records},
+        {r.key: r.pictures[0] for r in records},
     )
 
 

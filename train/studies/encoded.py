@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from eval.records import Record
 from model.generate import generate
 from model.images import load_image, to_pixels
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.siglip import Siglip
 from train.data.batches import MicroBatch, supervised
-from train.data.records import Record
 from train.supervised import supervised_loss
 
 ENCODED_AT_ONCE = 32  # pictures
@@ -33,18 +33,18 @@ class EncodedRecords:
     def batch(self, processor: Processor, numbers: Sequence[int], causal: bool = False) -> MicroBatch:
         """The micro-batch of the records with these numbers. causal: no token sees a later one, in the prompt too."""
         records = [self.records[number] for number in numbers]
-        batch = processor.pad([processor.layout(int(r.picture is not None), r.prefix, r.suffix) for r in records])
+        batch = processor.pad([processor.layout(len(r.pictures), r.prefix, r.suffix) for r in records])
         if causal:
             batch = replace(batch, token_type_ids=torch.ones_like(batch.input_ids))
         positions, targets = supervised(batch.labels)
-        features = self.features[[self.rows[r.key] for r in records if r.picture is not None]]
+        features = self.features[[self.rows[r.key] for r in records if r.pictures]]
         names = tuple(record.name for record in records)
         return MicroBatch(batch, positions, targets, int((targets != -100).sum()), names, features=features)
 
 
 def encode(records: Sequence[Record], tower: Siglip) -> EncodedRecords:
     """The records with their pictures encoded; records with the same key share a picture."""
-    pictures = {record.key: record.picture for record in records if record.picture is not None}
+    pictures = {record.key: picture for record in records for picture in record.pictures}
     features = encode_pictures(list(pictures.values()), tower)
     return EncodedRecords(records, features, {key: row for row, key in enumerate(pictures)})
 

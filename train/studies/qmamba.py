@@ -29,6 +29,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from eval import scenes
+from eval.records import sample_record
 from eval.report import markdown_table
 from eval.run import Ask, ask_all
 from model.config import PRESETS
@@ -38,7 +39,6 @@ from model.qmamba import QMamba, QMambaProjector, initialize_projector
 from model.siglip import Siglip
 from model.source import EMBEDDED
 from model.system_configs import QMambaConfig
-from train.data.records import sample_record
 from train.distributed import join_world
 from train.embedded.mamba import accuracy, teach
 from train.flags import flag

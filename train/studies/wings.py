@@ -29,6 +29,7 @@ import torch
 from PIL import Image
 
 from eval import figures, scenes
+from eval.records import Record
 from eval.report import markdown_table
 from eval.shift import GROUPS, measure, put_slot
 from eval.text import sentences
@@ -40,7 +41,6 @@ from model.source import EMBEDDED
 from model.system_configs import WingsConfig
 from model.wings import Wings, attach, route
 from train.data.batches import MicroBatch
-from train.data.records import Record
 from train.distributed import join_world
 from train.flags import flag
 from train.loop import LoopOptions, fit
@@ -112,7 +112,7 @@ def text_records(steps: int, seed: int) -> list[Record]:
     records = []
     for number in range(steps * TEXT_ROWS):
         s = sentences.sentence(TEXT[number % len(TEXT)], "train", number, seed)
-        records.append(Record(f"{s.task}/{number}", f"{s.task}/{number}", None, s.prefix, s.suffix))
+        records.append(Record(f"{s.task}/{number}", f"{s.task}/{number}", (), ((s.prefix, s.suffix),)))
     return records
 
 
@@ -124,7 +124,7 @@ def pictures_to_learn(study: WingsStudy, seed: int) -> tuple[list[MicroBatch], l
     for number in range((first + second) * ROWS_A_STEP):
         s = scenes.sample("scan", "train", number, seed)
         name = f"scan/{number}"
-        records.append(Record(name, name, lambda s=s: s.image, put_slot(QUESTION, dice.random()), s.suffix))
+        records.append(Record(name, name, (lambda s=s: s.image,), ((put_slot(QUESTION, dice.random()), s.suffix),)))
     micros = prepare(study, records, ROWS_A_STEP)
     return micros[:first], micros[first:]
 

@@ -1,0 +1,287 @@
+"""Records: pictures, prompts and right answers, as training learns from them and evaluation asks them.
+
+In: a source, such as `jsonl:FILE`, and which share of it to use. Out: a list of `Record`. Pictures are not opened here.
+Tar shards of records are read by `train/data/shards.py`.
+"""
+
+import random
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+from PIL import Image
+
+from eval import scenes
+from eval.datasets import (
+    PROMPT,
+    check_prompt,
+    fill_prompt,
+    find_image,
+    read_annotations,
+    read_examples,
+    read_questions,
+    real_path,
+)
+from eval.pictures import GRID, SIDE
+from model.common import UserError, shown
+
+QUESTIONS_FILE = "v2_OpenEnded_mscoco_train2014_questions.json"
+ANNOTATIONS_FILE = "v2_mscoco_train2014_annotations.json"
+# Tasks of the embedded data, taken in turn. Half are questions, or the model forgets how to answer them.
+EMBEDDED_TASKS = ("vqa", "n2o1", "vqa", "n2o2")
+MID_GRAY = (127, 127, 127)
+
+Picture = Path | Callable[[], Image.Image | BinaryIO]  # a file, or a function that draws or opens one
+
+
+@dataclass(frozen=True)
+class Box:
+    """An object in a picture: x and y of its upper left corner, in pixels. A crowd is not one object."""
+
+    label: str
+    x: float
+    y: float
+    width: float
+    height: float
+    area: float  # as annotated: of the object's outline, not of the box
+    is_crowd: bool = False
+
+
+@dataclass(frozen=True)
+class Detection:
+    """The objects of a picture of width × height pixels, those that are asked for."""
+
+    width: int
+    height: int
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One example: pictures, then one or several turns of a prompt and its answer.
+
+    name: unique, for messages. key: names the pictures; records with the same key share them, and their encoding.
+    pictures: in the order in which they are shown; none for text alone. turns: (prompt, answer) pairs; `<image>` in a
+    prompt marks the place of a picture. A record without turns stands for data that cannot be used: its picture raises
+    the UserError that says why. answers: of the last turn where the data give several, one by each annotator.
+    sampled: each epoch learns one of `answers`, drawn anew. detection: the objects to be found.
+    """
+
+    name: str
+    key: str
+    pictures: tuple[Picture, ...]
+    turns: tuple[tuple[str, str], ...]
+    answers: tuple[str, ...] = ()
+    sampled: bool = False
+    detection: Detection | None = None
+
+    @property
+    def prefix(self) -> str:
+        """The prompt of the last turn."""
+        return self.turns[-1][0] if self.turns else ""
+
+    @property
+    def suffix(self) -> str:
+        """The answer of the last turn."""
+        return self.turns[-1][1] if self.turns else ""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A picture that cannot be used: opening it raises UserError."""
+
+    problem: str
+
+    def __call__(self) -> NoReturn:
+        raise UserError(self.problem)
+
+
+def refused(name: str, key: str, problem: str) -> Record:
+    """The record that stands for data that cannot be used, so that it is named, left out and counted."""
+    return Record(name, key, (Refusal(problem),), ())
+
+
+def blind(records: Sequence[Record]) -> list[Record]:
+    """The records with every picture gray: a model that answers them as well does not use the pictures.
+
+    All share one gray picture: of whatever size, a model sees the same.
+    """
+    gray = partial(Image.new, "RGB", (64, 64), MID_GRAY)
+    return [
+        replace(record, key=f"gray {len(record.pictures)}", pictures=(gray,) * len(record.pictures))
+        if record.turns
+        else record
+        for record in records
+    ]
+
+
+def read_data(
+    source: str,
+    split: str = "all",
+    *,
+    images: str | Path | None = None,
+    allow_outside: bool = False,
+    prompt: str = PROMPT,
+    sampled: bool = False,
+    fraction: float = 1.0,
+    validation: float = 0.0,
+    seed: int = 0,
+    tasks: Sequence[str] = EMBEDDED_TASKS,
+    samples: int = 12000,
+) -> list[Record]:
+    """The records of `embedded`, `vqav2:DIR` or `jsonl:FILE`.
+
+    split: "train", "validation", or "all" of them. images, allow_outside: the folder of the pictures, and whether names
+    may lead out of it. prompt, sampled: of VQAv2. fraction, validation, seed: see `split_records`. tasks, samples: of
+    the embedded scenes. Raises UserError, also for a file without any record that can be used.
+    """
+    kind, _, path = source.partition(":")
+    if source == "embedded":
+        return embedded_records(tasks, "train" if split == "all" else split, samples, seed)
+    if kind == "vqav2" and path:
+        records = vqav2_records(Path(path), prompt, sampled, images, allow_outside)
+    elif kind == "jsonl" and path:
+        records = jsonl_records(Path(path), images, allow_outside)
+    else:
+        raise UserError(f"--data {source}: expected embedded, vqav2:DIR or jsonl:FILE")
+    return records if split == "all" else split_records(records, split, fraction, validation, seed)
+
+
+def split_records(
+    records: Sequence[Record], split: str, fraction: float, validation: float, seed: int = 0
+) -> list[Record]:
+    """The records of the split "train" or "validation": all records of a picture are in the same one.
+
+    The share `validation` of the pictures is held out; the share `fraction` of the others is used (the paper's Part 1:
+    0.4). Records with several pictures are kept together with all other records of these. Records that cannot be used
+    are in "train".
+    """
+    groups = _groups(records)
+    names = sorted(set(groups.values()))
+    random.Random(f"split/{seed}").shuffle(names)
+    held_out = round(len(names) * validation)
+    if split == "validation":
+        chosen = set(names[:held_out])
+    else:
+        chosen = set(names[held_out : held_out + max(1, round((len(names) - held_out) * fraction))])
+    return [r for r in records if (groups[r.name] in chosen if r.turns else split == "train")]
+
+
+def _groups(records: Sequence[Record]) -> dict[str, str]:
+    """The group of each record's name: the smallest key of the records that are connected by common pictures."""
+    leader: dict[str, str] = {}  # of each key and picture, one that stands for its group, or leads to it
+
+    def find(name: str) -> str:
+        while leader.setdefault(name, name) != name:
+            leader[name] = name = leader[leader[name]]
+        return name
+
+    usable, smallest = [r for r in records if r.turns], {}
+    files = {picture for record in usable for picture in record.pictures if isinstance(picture, Path)}
+    files = {picture: f"file {real_path(picture)}" for picture in files}
+    for record in usable:
+        for picture in record.pictures:
+            if picture in files:
+                leader[find(files[picture])] = find(f"key {record.key}")
+    for record in usable:
+        group = find(f"key {record.key}")
+        smallest[group] = min(smallest.get(group, record.key), record.key)
+    return {record.name: smallest[find(f"key {record.key}")] for record in usable}
+
+
+# Embedded scenes
+
+
+def embedded_records(
+    tasks: Sequence[str] = EMBEDDED_TASKS, split: str = "train", count: int = 12000, seed: int = 0
+) -> list[Record]:
+    """`count` records of the embedded scenes, the tasks in turn; a task that is listed twice comes twice as often."""
+    drawn: dict[str, int] = defaultdict(int)
+    records = []
+    for number in range(count):
+        task = tasks[number % len(tasks)]
+        records.append(sample_record(scenes.sample(task, split, drawn[task], seed), split))
+        drawn[task] += 1
+    return records
+
+
+def sample_record(s: scenes.Sample, split: str) -> Record:
+    """The record of one sample of the embedded scenes; its picture is rendered when it is needed."""
+    name, key = f"{s.task}/{split}/{s.question_id}", f"{s.task}/{s.image_id}"
+    found = None if s.task != "detect" else Detection(SIDE, SIDE, tuple(_squares(s.suffix)))
+    return Record(name, key, (partial(_render, s.scene),), ((s.prefix, s.suffix),), detection=found)
+
+
+def _squares(suffix: str) -> Iterator[Box]:
+    """The squares of the grid that an answer to `detect` names."""
+    side = SIDE // GRID
+    for part in suffix.split(" ; "):
+        y, x = (int(number) * GRID // 1024 * side for number in re.findall(r"<loc(\d{4})>", part)[:2])
+        yield Box(part.rpartition("> ")[2], x, y, side, side, side * side)
+
+
+def _render(scene: scenes.Scene) -> Image.Image:
+    return Image.fromarray(scene.render())
+
+
+# Files
+
+
+def vqav2_records(
+    folder: Path, prompt: str, sampled: bool = False, images: str | Path | None = None, allow_outside: bool = False
+) -> list[Record]:
+    """Questions of VQAv2's train2014, in their official layout under `folder`; pictures there or under `images`.
+
+    prompt: a template with {question}. The suffix is multiple_choice_answer; with `sampled`, one of the ten answers,
+    drawn anew in each epoch. Raises UserError for files that are absent, and for a question without an annotation.
+    """
+    check_prompt(prompt)
+    questions = read_questions(folder / QUESTIONS_FILE)
+    annotations = {a.question_id: a for a in read_annotations(folder / ANNOTATIONS_FILE)}
+    missing = [q.question_id for q in questions if q.question_id not in annotations]
+    if missing:
+        raise UserError(
+            f"{folder}: {len(missing)} questions have no annotation (first: {missing[0]}): "
+            "take both files of one release"
+        )
+    pictures = {name: _find(images or folder, name, allow_outside) for name in {q.image for q in questions}}
+    return [
+        Record(
+            str(q.question_id),
+            q.image,
+            (pictures[q.image],),
+            ((fill_prompt(prompt, q.question), annotations[q.question_id].answer),),
+            tuple(a["answer"] for a in annotations[q.question_id].answers),
+            sampled,
+        )
+        for q in questions
+    ]
+
+
+def _find(folder: str | Path, name: str, allow_outside: bool) -> Picture:
+    """The path of a picture; where its name leads outside, a function that says so when the picture is opened."""
+    try:
+        return find_image(folder, name, allow_outside)
+    except UserError as error:
+        return Refusal(f"picture {error}")
+
+
+def jsonl_records(path: Path, images: str | Path | None = None, allow_outside: bool = False) -> list[Record]:
+    """A user's own {"image", "prefix", "suffix"} lines. One that cannot be used is a record that says so when opened.
+
+    Raises UserError for a file without any sound line.
+    """
+    bad: list[UserError] = []
+    examples = read_examples(path, images, allow_outside, bad.append)
+    if not examples:
+        first = f": {bad[0]}" if bad else ", each must hold one JSON object"
+        raise UserError(f"{shown(path)}: none of its {len(bad)} lines can be used{first}")
+    records = [Record(f"{path.name}:{e.line}", str(e.image), (e.image,), ((e.prefix, e.suffix),)) for e in examples]
+    for error in bad:
+        line, _, problem = str(error).removeprefix(f"{shown(path)}:").partition(": ")
+        records.append(refused(f"{path.name}:{line}", f"{path}:{line}", problem))
+    return records
