@@ -379,7 +379,7 @@ def test_no_picture_is_in_two_splits_of_any_seed(kind, processor, tmp_path):
     for seed in range(3):
         records, _ = attention_data.training_records(replace(base, seed=seed), base.seed)
         learned = {record.key for record in records}
-        assert all(record.picture.is_file() for record in records)
+        assert all(record.pictures[0].is_file() for record in records)
         assert len(learned) == 14 and not learned & (pictures["validation"] | pictures["test"])
     model = load_base(base, WORLD.device)
     scores = measures["test"].grade(model.eval(), processor, base)
