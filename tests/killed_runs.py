@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # every optimizer imports it: once here, or for a second in each child
 from safetensors import safe_open
 
 from train import finetune
