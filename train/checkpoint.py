@@ -123,10 +123,11 @@ def read_state(folder: Path) -> dict:
     return state
 
 
-def verify(folder: Path, warn: bool = False) -> None:
+def verify(folder: Path) -> None:
     """Raise UserError, naming what is wrong, unless the files of a checkpoint are those that were written.
 
-    A checkpoint of an older version has no manifest: it is accepted; with `warn`, a line on stderr says so.
+    Of other files, only tensors matter, since all in the folder are read. A checkpoint of an older version has no
+    manifest: it is accepted, and a line on stderr says so.
     """
     state = read_state(folder)
     if state["step"] != _step(folder):
@@ -134,8 +135,7 @@ def verify(folder: Path, warn: bool = False) -> None:
     if not (folder / MANIFEST).exists():
         if "format" in state:
             raise _refused(folder, f"{MANIFEST} is missing")
-        if warn:
-            print(f"{folder}: of an older version, without {MANIFEST}: its files are not checked", file=sys.stderr)
+        print(f"{folder}: of an older version, without {MANIFEST}: its files are not checked", file=sys.stderr)
         return
     try:
         manifest = read_json(folder / MANIFEST)
@@ -145,12 +145,12 @@ def verify(folder: Path, warn: bool = False) -> None:
         raise _refused(folder, str(error)) from None
     if step != _step(folder):
         raise _refused(folder, f"holds step {step}: the folder was renamed, or {MANIFEST} is of another checkpoint")
-    found = {file.name for file in folder.iterdir()} - {MANIFEST}
-    for name in sorted(found | expected.keys()):
+    found = {file.name for file in folder.iterdir()}
+    for name in sorted(name for name in found - expected.keys() if name.endswith(".safetensors")):
+        raise _refused(folder, f"{shown(name)} does not belong to it")
+    for name in sorted(expected):
         if name not in found:
             raise _refused(folder, f"{shown(name)} is missing")
-        if name not in expected:
-            raise _refused(folder, f"{shown(name)} does not belong to it")
         if file_digest(folder / name) != expected[name]:
             raise _refused(folder, f"{name} has been changed, or is of another checkpoint")
 

@@ -15,7 +15,7 @@ import torch
 from eval.records import Record
 from model.common import UserError, open_regular, quoted, shown
 from model.device import processor_name
-from train.checkpoint import checkpoints, read_state, verify
+from train.checkpoint import checkpoints, read_state
 from train.data.shards import Shards
 from train.flags import flag_name
 from train.metrics import is_unchanged
@@ -76,13 +76,12 @@ def _hash(content: bytes) -> str:
 
 
 def check_resume(run: Path, origin: dict, allow_changed: bool) -> None:
-    """Raise UserError if the newest checkpoint of `run` is damaged, or of another origin, naming what has changed.
+    """Raise UserError if the newest checkpoint of `run` is of another origin, naming what has changed.
 
     With `allow_changed`, and for what changes the losses by rounding only, print the change on stderr instead.
     """
     if not (found := checkpoints(run)):
         return
-    verify(found[-1], warn=True)
     progress = read_state(found[-1])["progress"]
     before = progress.get("origin")
     if before is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from model.common import UserError, file_errors, shown, write_text
+from train.checkpoint import checkpoints
 from train.distributed import World
 from train.flags import RUN_CONFIG, RunArguments
 from train.signals import Interrupted, end_program
@@ -40,6 +41,7 @@ def run_folder(arguments: RunArguments, settings, stem: str, program: str, world
         run, lock = _claim(arguments, settings, stem)
     run = world.gather(run)[0]
     try:
+        check_seen_by_all(run, world)
         yield run
     except Interrupted as interrupted:
         end_program(interrupted, f"go on with: python -m {program} --resume {run}")
@@ -50,6 +52,14 @@ def run_folder(arguments: RunArguments, settings, stem: str, program: str, world
     finally:
         if lock:
             lock.close()
+
+
+def check_seen_by_all(run: Path, world: World) -> None:
+    """Raise UserError unless all processes find the same checkpoints: each would begin at a step of its own."""
+    found = world.gather([path.name for path in checkpoints(run)])
+    if any(names != found[0] for names in found):
+        lists = "; ".join(f"process {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(found))
+        raise UserError(f"{shown(run)}: the processes find different checkpoints ({lists}): give a folder that they share")
 
 
 def _clear(run: Path) -> None:

@@ -16,7 +16,11 @@ from safetensors.torch import load_file, save_file
 from model.common import UserError
 from model.device import processor_name
 from model.source import BUNDLED_FOLDER
+from tests.runs import WORLD
 from train import checkpoint, finetune, origin
+from train.distributed import World
+from train.flags import RunArguments
+from train.run_folder import run_folder
 from weights.export import export_model
 from weights.load import load_model
 
@@ -228,6 +232,37 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(name, cut_at_3
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert str(caught.value).endswith("delete this folder to go on from step-3")
     assert state_of(cut_at_3) == before
+
+
+def test_files_of_the_system_do_not_matter(run, template):
+    """Breaks when a file that a network drive or a desktop leaves in the folder ends the run for good."""
+    for name in (".nfs000000000001", ".DS_Store"):
+        damage(name, b"x")
+    resume()
+    assert (run / "metrics.jsonl").read_bytes() == (template / "run/metrics.jsonl").read_bytes()
+
+
+def test_a_checkpoint_is_read_once_to_be_checked(run, monkeypatch):
+    """Breaks when the files of a checkpoint of many gigabytes are hashed twice before training goes on."""
+    digest, hashed = checkpoint.file_digest, []
+    monkeypatch.setattr(checkpoint, "file_digest", lambda path: hashed.append(str(path)) or digest(path))
+    resume()
+    of_step_4 = [path for path in hashed if "/step-4/" in path]
+    assert len(of_step_4) == len(set(of_step_4)) == 3
+
+
+def test_processes_that_see_different_checkpoints_are_refused(run):
+    """Breaks when each process begins at a step of its own, where the folder is not on a drive that all share."""
+
+    class Pair(World):
+        def gather(self, value):
+            return [value, [] if isinstance(value, list) else value]
+
+    with pytest.raises(UserError, match="run: .*process 0: step-4; process 1: none"):
+        with run_folder(RunArguments(resume=run), None, "", "", Pair(0, 2, torch.device("cpu"))):
+            raise AssertionError
+    with run_folder(RunArguments(resume=run), None, "", "", WORLD):  # the lock is free again
+        pass
 
 
 def test_the_one_before_goes_on_to_the_same_end(cut_at_3, template):
