@@ -149,17 +149,22 @@ def fingerprint(model: Adaptable) -> str:
     return tensor_fingerprint(base)
 
 
-def save(model: Adaptable, folder: str | Path, base: str | None = None, prompt: str | None = None) -> None:
+def save(
+    model: Adaptable, folder: str | Path, base: str | None = None, prompt: str | None = None, write: bool = True
+) -> None:
     """Write the adapter of `model` to `folder` in PEFT's format. `base` names the checkpoint below it, for readers;
     `prompt` is the template of the questions that it was trained on, for evaluation.
 
-    The config is written last: a folder that has one is complete. Raises UserError if the model has no adapter.
+    Where FSDP2 has sharded it, every process must call this; one of them with `write`. The config is written last: a
+    folder that has one is complete. Raises UserError if the model has no adapter.
     """
     parameters = adapter_parameters(model).items()
     tensors = {name: _gathered(parameter).detach().cpu().contiguous() for name, parameter in parameters}
     if not tensors:
         raise UserError("the model has no adapter to save: inject LoRA, or graft a variant, first")
     metadata = {"format": "pt", "base_fingerprint": fingerprint(model)}
+    if not write:
+        return
     layers = {HF_PREFIX + path: layer for path, layer in lora_layers(model).items()}
     ranks = {path: layer.lora.lora_A.out_features for path, layer in layers.items()}
     alphas = {path: layer.alpha for path, layer in layers.items()}

@@ -48,3 +48,30 @@ def processor_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def autocast_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """The dtype of `--autocast`, None for "none". "auto" is bf16 on a GPU."""
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" else "none"
+    return DTYPES.get(name)
+
+
+def autocast_of(name: str, device: torch.device) -> torch.autocast:
+    """The context of `--autocast`, see `autocast_dtype`."""
+    dtype = autocast_dtype(name, device)
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)
+
+
+def numerics(device: torch.device) -> dict[str, str]:
+    """What decides how results are rounded: the library, the device, on a CPU its threads, and the present autocast."""
+    on_gpu = device.type == "cuda"
+    on_cpu = f"{processor_name()} {torch.backends.cpu.get_cpu_capability()}"
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else "no autocast"
+    return {
+        "torch": torch.__version__,
+        "device": device.type,
+        "processor": torch.cuda.get_device_name(device) if on_gpu else on_cpu,
+        "threads": "" if on_gpu else f"{torch.get_num_threads()} threads",
+        "autocast": str(autocast),
+    }

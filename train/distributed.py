@@ -37,13 +37,13 @@ class World:
         """Whether this process is the one that prints and writes."""
         return self.rank == 0
 
-    def total(self, value: float) -> float:
-        """The sum of `value` over all processes."""
+    def totals(self, *values: float) -> list[float]:
+        """The sum of each value over all processes."""
         if self.size == 1:
-            return value
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor)
-        return tensor.item()
+        return tensor.tolist()
 
     def gather(self, value) -> list:
         """The `value` of every process, by rank; all processes get the list."""

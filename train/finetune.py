@@ -30,7 +30,7 @@ from train.run_folder import check_empty, run_folder
 from train.settings import Settings, parse, run_stem, step_layout
 from train.summary import evaluate, print_summary, summarize
 from train.supervised import train_on
-from train.systems.open import load_base, open_model, open_processor, open_stage
+from train.systems.open import load_base, open_model, open_processor, open_stage, weights_dtype
 from weights.export import export_model
 from weights.fingerprint import tensor_fingerprint
 from weights.load import load_model
@@ -51,7 +51,8 @@ def fine_tune(settings: Settings, arguments: RunArguments, world: World) -> None
         kept = {}
         if world.is_first:
             fingerprints = {"base": base_fingerprint(model, settings), **data_fingerprints(records)}
-            kept["origin"] = origin_of(settings, fingerprints)
+            dtype = weights_dtype(settings, world.device)
+            kept["origin"] = origin_of(settings, fingerprints, world.device, dtype)
             check_resume(run, kept["origin"], arguments.allow_changed)
         if settings.evaluate and not checkpoints(run):
             name = "start" if settings.is_grafted else "before"
@@ -93,8 +94,7 @@ def print_sizes(model: PaliGemma, learned: int, settings: Settings, world: World
 def write_result(model: PaliGemma, settings: Settings, run: Path, world: World, files: Sequence[Path]) -> None:
     """Write the adapter to `run`, or the whole model, with the `files` that belong beside it, to `run/model`."""
     if not settings.writes_model:
-        # every process calls it: a sharded tensor is gathered by all
-        adapter.save(model, run, settings.base, settings.question_prompt)
+        adapter.save(model, run, settings.base, settings.question_prompt, write=world.is_first)
     elif world.is_first:
         if settings.shard and world.size > 1:  # no process holds the model: build it from the last checkpoint
             dtype, cpu = next(model.parameters()).dtype, torch.device("cpu")

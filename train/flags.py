@@ -101,9 +101,6 @@ def field_kind(settings: type, field: dataclasses.Field) -> type:
     return next((one for one in typing.get_args(hint) if one is not NoneType), hint)
 
 
-RESUME_ALONE = "--resume goes on with the run's own settings: leave the other flags out"
-
-
 @dataclasses.dataclass(frozen=True)
 class RunArguments:
     """The flags of a run folder. allow_changed: resume although the base, the data or a setting has changed."""
@@ -116,8 +113,8 @@ class RunArguments:
 def take_run_arguments(given: dict) -> RunArguments:
     """Take the flags of `add_run_flags` out of `given`. Raises UserError for flags that exclude each other."""
     arguments = RunArguments(given.pop("out"), given.pop("resume"), given.pop("allow_changed"))
-    if arguments.resume is not None and arguments.out is not None:
-        raise UserError(RESUME_ALONE)
+    if arguments.resume is not None and (arguments.out is not None or given):
+        raise UserError("--resume goes on with the run's own settings: leave the other flags out")
     if arguments.allow_changed and arguments.resume is None:
         raise UserError("--allow-changed goes with --resume: leave it out")
     return arguments

@@ -9,6 +9,7 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from model.common import UserError
-from model.device import DTYPES
+from model.device import autocast_dtype, autocast_of
 from train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from train.distributed import World, set_gradient_sync, spread
 from train.metrics import Log
@@ -89,31 +90,35 @@ def fit(
     reads it. measure(micro): values for the metrics. kept: stored in the progress. Raises Diverged if the loss is not
     finite, UserError for too many unusable records, Interrupted after SIGTERM or Ctrl-C, with a checkpoint written.
     """
-    dtype = autocast_dtype(options.autocast, world.device)
-    autocast = torch.autocast(world.device.type, dtype, enabled=dtype is not None)
+    autocast, dtype = autocast_of(options.autocast, world.device), autocast_dtype(options.autocast, world.device)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     called = spread(model, world, options.shard, dtype)
     reconnect(optimizer, model)
     step, progress = restore(run, model, optimizer, scaler, kept or {}, world)
     called = torch.compile(called) if options.compile else called
+    parameters = trainable(model)
+    scalars = [parameter for name, parameter in parameters.items() if re.fullmatch(SCALARS, name)]
     log = Log(run, step, order.total, progress, world.is_first)
     model.train()
     with catch_signals() as received, log.bar:
         for micros in order.steps(step, options.workers, pin=world.device.type == "cuda"):
             torch.manual_seed((options.seed * 1_000_003 + step) * 1_009 + world.rank)  # so no random state is saved
             tokens = max(1, count_records(micros, progress, options.max_bad, world))
-            loss_sum, weight = 0.0, world.size / tokens  # DDP and FSDP2 average gradients over processes
+            losses, weight = [], world.size / tokens  # DDP and FSDP2 average gradients over processes
             for number, micro in enumerate(micros):
                 set_gradient_sync(called, number == len(micros) - 1)
                 with autocast:
                     micro = prepare(micro) if prepare else micro.to(world.device)
                     value = loss(called, micro)
-                loss_sum += finite(value, step, micro)
+                losses.append(value.detach())
                 scaler.scale(value * weight).backward()
             scaler.unscale_(optimizer)
+            norms = clip_gradients(parameters.values(), scalars, options.clip)
+            losses, norms = read_numbers(losses, norms)
+            check_finite(losses, step, micros)
+            loss_sum, stopping = world.totals(math.fsum(losses), float(bool(received)))
             set_rates(optimizer, rate_factor(step, order.total, options.warmup, options.schedule))
-            record = {"step": step, "loss": world.total(loss_sum) / tokens, "lr": optimizer.param_groups[-1]["lr"]}
-            record |= clip_gradients(trainable(model), options.clip)
+            record = {"step": step, "loss": loss_sum / tokens, "lr": optimizer.param_groups[-1]["lr"], **norms}
             if measure and options.measure_every and step % options.measure_every == 0:
                 record |= measure(micro)
             scaler.step(optimizer)
@@ -121,7 +126,6 @@ def fit(
             optimizer.zero_grad(set_to_none=True)
             step += 1
             log.write(record)
-            stopping = bool(world.total(float(bool(received))))
             if stopping or step == order.total or step % options.checkpoint_every == 0:
                 log.sync()
                 save_checkpoint(run, step, model, optimizer, progress, scaler, options.keep, write=world.is_first)
@@ -130,13 +134,6 @@ def fit(
                 raise Interrupted(received[0] if received else signal.SIGTERM)
     check_samples(progress)
     return progress
-
-
-def autocast_dtype(name: str, device: torch.device) -> torch.dtype | None:
-    """The dtype of `--autocast`, None for "none". "auto" is bf16 on a GPU."""
-    if name == "auto":
-        name = "bf16" if device.type == "cuda" else "none"
-    return DTYPES.get(name)
 
 
 def restore(
@@ -160,16 +157,18 @@ def count_records(micros: Sequence[Micro], progress: dict, max_bad: int, world: 
 
     Raises UserError for more than `max_bad` unusable records.
     """
-    counts = [(len(micro.names), micro.tokens, micro.bad) for micro in micros]
-    samples, tokens, bad = zip(*(one for of_process in world.gather(counts) for one in of_process), strict=True)
-    progress["samples"] += sum(samples)
-    new = [line for lines in bad for line in lines]
-    progress["bad"] = list(dict.fromkeys([*progress["bad"], *new]))  # every epoch reports a record again
+    bad = [line for micro in micros for line in micro.bad]
+    samples, tokens, count = world.totals(
+        sum(len(micro.names) for micro in micros), sum(micro.tokens for micro in micros), len(bad)
+    )
+    progress["samples"] += int(samples)
+    if count:  # every epoch reports a record again
+        progress["bad"] = list(dict.fromkeys([*progress["bad"], *chain.from_iterable(world.gather(bad))]))
     if len(progress["bad"]) > max_bad:
         raise UserError(
             f"{len(progress['bad'])} unusable records, more than --max-bad {max_bad}; the last: {progress['bad'][-1]}"
         )
-    return sum(tokens)
+    return int(tokens)
 
 
 def check_samples(progress: dict) -> None:
@@ -178,24 +177,25 @@ def check_samples(progress: dict) -> None:
         raise UserError(f"all {len(progress['bad'])} records were unusable; the first: {progress['bad'][0]}")
 
 
-def finite(loss: torch.Tensor, step: int, micro: Micro) -> float:
-    """The loss as a number. Raises Diverged if it is not finite."""
-    value = loss.item()
-    if not math.isfinite(value):
-        raise Diverged(
-            f"step {step}: the loss is {value} on {', '.join(micro.names)}: lower --lr, or look at these records"
-        )
-    return value
+def check_finite(losses: Sequence[float], step: int, micros: Sequence[Micro]) -> None:
+    """Raise Diverged, naming the records, if the loss of a micro-batch is not finite."""
+    for loss, micro in zip(losses, micros, strict=True):
+        if not math.isfinite(loss):
+            raise Diverged(
+                f"step {step}: the loss is {loss} on {', '.join(micro.names)}: lower --lr, or look at these records"
+            )
 
 
-def clip_gradients(parameters: Mapping[str, nn.Parameter], largest: float) -> dict[str, float]:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], scalars: Sequence[nn.Parameter], largest: float
+) -> dict[str, torch.Tensor]:
     """Clip the gradients to the norm `largest` (0: leave them); returns their norms before that, for the metrics."""
-    norm = gradient_norm(parameters.values())
-    norms = {"gradient_norm": to_float(norm)}
-    if scalars := [parameter for name, parameter in parameters.items() if re.fullmatch(SCALARS, name)]:
-        norms["scalar_gradient_norm"] = to_float(gradient_norm(scalars))
+    parameters = list(parameters)
+    norms = {"gradient_norm": gradient_norm(parameters)}
+    if scalars:
+        norms["scalar_gradient_norm"] = gradient_norm(scalars)
     if largest:
-        nn.utils.clip_grads_with_norm_(list(parameters.values()), largest, norm)
+        nn.utils.clip_grads_with_norm_(parameters, largest, norms["gradient_norm"])
     return norms
 
 
@@ -204,6 +204,10 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
-def to_float(norm: torch.Tensor) -> float:
-    """A norm as a number, also where FSDP2 has sharded it."""
-    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+def read_numbers(
+    losses: Sequence[torch.Tensor], norms: Mapping[str, torch.Tensor]
+) -> tuple[list[float], dict[str, float]]:
+    """The losses and norms of a step as numbers, read from the device at once. FSDP2 may have sharded a norm."""
+    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms.values()]
+    numbers = torch.stack([value.float() for value in (*losses, *whole)]).tolist()
+    return numbers[: len(losses)], dict(zip(norms, numbers[len(losses) :], strict=True))

@@ -13,11 +13,12 @@ from eval import figures
 from model.common import atomic_path, file_errors
 
 
-def is_unchanged(path: Path, progress: dict) -> bool:
-    """Whether the metrics begin with what they were when `progress` was saved."""
+def saved_metrics(path: Path, progress: dict) -> bytes | None:
+    """The metrics as they were when `progress` was saved; None if the file does not begin with them any more."""
     size = progress["metrics_bytes"]
     before = path.read_bytes()[:size] if path.exists() else b""
-    return len(before) == size and progress.get("metrics_sha256") in (None, hashlib.sha256(before).hexdigest())
+    is_same = len(before) == size and progress.get("metrics_sha256") in (None, hashlib.sha256(before).hexdigest())
+    return before if is_same else None
 
 
 def _lines_before(path: Path, step: int) -> bytes:
@@ -47,8 +48,7 @@ class Log:
             return
         with file_errors(self.path):
             self.path.touch()
-            kept = self.path.read_bytes()[: progress["metrics_bytes"]]
-            if not is_unchanged(self.path, progress):
+            if (kept := saved_metrics(self.path, progress)) is None:
                 kept = _lines_before(self.path, step)
                 with atomic_path(self.path) as temporary:
                     temporary.write_bytes(kept)

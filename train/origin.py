@@ -14,11 +14,11 @@ import torch
 
 from eval.records import Record
 from model.common import UserError, open_regular, quoted, shown
-from model.device import processor_name
+from model.device import autocast_of, numerics
 from train.checkpoint import checkpoints, read_state
 from train.data.shards import Shards
 from train.flags import flag_name
-from train.metrics import is_unchanged
+from train.metrics import saved_metrics
 
 # settings that do not change what is learned
 FREE = {"workers", "device", "checkpoint_every", "keep", "evaluate", "eval_limit", "measure_every", "max_bad"}
@@ -26,15 +26,12 @@ PICTURES = 2048  # whose content is read
 BLOCK = 1 << 16  # bytes read at either end of a file
 
 
-def origin_of(settings, fingerprints: Mapping[str, str]) -> dict:
-    """The settings, a dataclass, and the fingerprints of what they name, such as {"base": …, "pictures": …}."""
-    return {
-        "settings": asdict(settings),
-        "fingerprints": dict(fingerprints),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "processor": processor_name(),
-    }
+def origin_of(settings, fingerprints: Mapping[str, str], device: torch.device, dtype: torch.dtype) -> dict:
+    """The settings, a dataclass, the fingerprints of what they name, such as {"base": …, "pictures": …}, and what they
+    were resolved to on this machine: device, processor, threads, autocast, and the dtype of the weights."""
+    with autocast_of(settings.autocast, device):
+        resolved = numerics(device) | {"dtype": str(dtype)}
+    return {"settings": asdict(settings), "fingerprints": dict(fingerprints), "numerics": resolved}
 
 
 def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
@@ -87,14 +84,12 @@ def check_resume(run: Path, origin: dict, allow_changed: bool) -> None:
     if before is None:
         print(f"{run}: of an older version: whether its base and data have changed is not checked", file=sys.stderr)
         before = origin
-    for name in ("threads", "torch", "processor"):
-        if before.get(name, origin[name]) != origin[name]:  # an older version wrote fewer of them
-            print(
-                f"{run}: {name} {shown(before[name])} before, {origin[name]} now: losses may differ by rounding",
-                file=sys.stderr,
-            )
+    resolved = before.get("numerics") or {}  # an older version wrote fewer of them, elsewhere
+    for name, now in origin["numerics"].items():
+        if (old := resolved.get(name, now)) != now:
+            print(f"{run}: {name}: {shown(old)} before, {now} now: losses may differ by rounding", file=sys.stderr)
     changes = differences(before, origin)
-    if not is_unchanged(run / "metrics.jsonl", progress):
+    if saved_metrics(run / "metrics.jsonl", progress) is None:
         changes.append("metrics.jsonl (cut or edited: --allow-changed keeps the lines that can be read)")
     if changes and not allow_changed:
         raise UserError(

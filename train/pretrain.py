@@ -22,6 +22,7 @@ from model.common import UserError, run_command
 from train import text
 from train.distributed import join_world, leave_world
 from train.embedded.base import ALONE, make_base
+from train.run_folder import check_empty
 
 
 def run_process(rank: int, args: argparse.Namespace, port: int) -> None:
@@ -58,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--scale is {args.scale}, expected a positive number")
     if not 1 <= args.processes <= 32 or args.threads < 1:
         raise UserError(f"--processes {args.processes} --threads {args.threads}: expected 1 to 32, and at least 1")
-    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-        raise UserError(f"--out {args.out}: exists and is not empty: give a new folder")
+    check_empty(args.out)
     if args.processes == 1:
         torch.set_num_threads(args.threads)
         make_base(args.out, args.seed, args.scale, ALONE)

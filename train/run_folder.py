@@ -59,7 +59,9 @@ def check_seen_by_all(run: Path, world: World) -> None:
     found = world.gather([path.name for path in checkpoints(run)])
     if any(names != found[0] for names in found):
         lists = "; ".join(f"process {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(found))
-        raise UserError(f"{shown(run)}: the processes find different checkpoints ({lists}): give a folder that they share")
+        raise UserError(
+            f"{shown(run)}: the processes find different checkpoints ({lists}): give a folder that they share"
+        )
 
 
 def _clear(run: Path) -> None:

@@ -17,7 +17,6 @@ from model.common import UserError
 from model.device import DTYPES
 from model.differential import FEED_FORWARDS, KINDS
 from train.flags import (
-    RESUME_ALONE,
     FlagParser,
     RunArguments,
     add_flags,
@@ -149,7 +148,10 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
     parser = FlagParser(prog="python -m train.finetune", description=description)
     add_run_flags(parser, "runs/BASE-ATTENTION-1 or runs/ARCH-stageN-1")
     parser.add_argument(
-        "--recipe", choices=list(RECIPES), help="settings of the paper's Table 1, or of PaliGemma's authors"
+        "--recipe",
+        choices=list(RECIPES),
+        default=argparse.SUPPRESS,
+        help="settings of the paper's Table 1, or of PaliGemma's authors",
     )
     add_flags(parser, Settings)
     parser.add_argument(
@@ -161,11 +163,10 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
         help="the same as --arch wings",
     )
     given = vars(parser.parse_args(argv))
-    arguments, recipe = take_run_arguments(given), given.pop("recipe")
+    arguments = take_run_arguments(given)
     if arguments.resume is not None:
-        if given or recipe:
-            raise UserError(RESUME_ALONE)
         return read_config(Settings, arguments.resume, "train.finetune"), arguments
+    recipe = given.pop("recipe", None)
     defaults = stage_defaults(given.get("arch"), given.get("stage"), given.get("data", Settings.data))
     defaults = {**defaults, **RECIPES.get(recipe, {})}
     if "accumulate" in given:

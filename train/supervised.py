@@ -12,6 +12,7 @@ from torch import nn
 
 from eval.records import Record
 from model.common import UserError
+from model.device import autocast_of
 from model.differential import lambdas, map_distance
 from model.paligemma import PaliGemma
 from model.processor import Processor
@@ -19,7 +20,7 @@ from train.checkpoint import checkpoints, read_state
 from train.data.batches import MicroBatch, Order, idle
 from train.data.features import FeatureCache
 from train.distributed import World
-from train.loop import LoopOptions, autocast_dtype, fit
+from train.loop import LoopOptions, fit
 from train.settings import Settings, step_layout
 
 
@@ -100,8 +101,7 @@ def open_cache(model: PaliGemma, settings: Settings, world: World) -> FeatureCac
         return None
     if settings.shard and world.size > 1:
         raise UserError("--cache-features: with --shard no process holds a whole vision tower: leave one of them out")
-    dtype = autocast_dtype(settings.autocast, world.device)
-    with torch.autocast(world.device.type, dtype, enabled=dtype is not None):
+    with autocast_of(settings.autocast, world.device):
         return FeatureCache.open(settings.cache_features, model)
 
 

@@ -14,21 +14,14 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from eval.text.corpus import find_corpus, open_corpus, read_texts
 from eval.text.tasks import WORDS
 from model.common import UserError, run_command
 from train.checkpoint import checkpoints
 from train.distributed import join_world
-from train.flags import (
-    RESUME_ALONE,
-    FlagParser,
-    RunArguments,
-    add_flags,
-    add_run_flags,
-    from_values,
-    read_config,
-    take_run_arguments,
-)
+from train.flags import FlagParser, RunArguments, add_flags, add_run_flags, from_values, read_config, take_run_arguments
 from train.metrics import draw_loss
 from train.optim import count
 from train.origin import check_resume, origin_of
@@ -46,8 +39,6 @@ def parse(argv: Sequence[str] | None) -> tuple[TextSettings, RunArguments]:
     given = vars(parser.parse_args(argv))
     arguments = take_run_arguments(given)
     if arguments.resume is not None:
-        if given:
-            raise UserError(RESUME_ALONE)
         return read_config(TextSettings, arguments.resume, "train.text"), arguments
     settings = from_values(TextSettings, given)
     check(settings)
@@ -69,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         corpus = corpus or open_corpus(folder, settings.text, settings.vocab_size, WORDS)
         print(f"{len(corpus.ids['train']):,} tokens of text to learn from, {len(corpus.starts['train']) - 1} documents")
         tokens = tensor_fingerprint({**corpus.ids, **{f"{name}/starts": t for name, t in corpus.starts.items()}})
-        origin = origin_of(settings, {"corpus": f"{corpus.digest} {tokens}"})
+        origin = origin_of(settings, {"corpus": f"{corpus.digest} {tokens}"}, world.device, torch.float32)
         check_resume(run, origin, arguments.allow_changed)
         model, progress = learn(settings, corpus, run, world, {"origin": origin})
         shutil.rmtree(run / "model", ignore_errors=True)

@@ -17,7 +17,6 @@ from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from tests.runs import QUICK, WORLD, metrics
 from train import supervised
-from train.data import features as features_module
 from train.data.batches import MicroBatch, collate
 from train.data.features import FeatureCache
 from train.data.sources import read_records
@@ -143,7 +142,7 @@ def test_all_that_features_depend_on_is_in_the_key(tmp_path, monkeypatch):
     for dtype in (torch.bfloat16, torch.float16):
         folders[f"autocast {dtype}"] = folder(autocast=torch.autocast("cpu", dtype))
     with monkeypatch.context() as patch:  # a folder that two machines share
-        patch.setattr(features_module, "processor_name", lambda: "another")
+        patch.setattr("model.device.processor_name", lambda: "another")
         folders["processor"] = folder()
     assert len(set(folders.values())) == len(folders)
     for unrelated in (None, lambda model: graft(model, "twin"), lambda model: model.train()):

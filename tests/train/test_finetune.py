@@ -18,8 +18,9 @@ from model.common import UserError
 from model.differential import KINDS
 from tests.files import write_vqav2
 from tests.runs import QUICK, WORLD, metrics, run, torchrun
-from train import finetune, supervised
+from train import finetune, loop, supervised
 from train.data.batches import collate
+from train.distributed import World
 from train.optim import trainable
 from train.recipes import RECIPES
 from train.settings import Settings, parse
@@ -224,10 +225,39 @@ def test_two_processes_do_the_work_of_one(shard, tmp_path):
 @pytest.mark.long
 def test_a_loss_that_is_not_finite_names_the_batch(tmp_path, monkeypatch):
     """Breaks when a run goes on for hours after its weights are lost."""
-    monkeypatch.setattr(supervised, "supervised_loss", lambda *args: torch.tensor(float("nan"), requires_grad=True))
-    with pytest.raises(UserError, match=r"step 0: the loss is nan on (vqa|n2o)") as caught:
-        run("--steps", 3, out=tmp_path / "run")
-    assert "--lr" in str(caught.value)
+    honest, seen = supervised.supervised_loss, []
+
+    def third_is_nan(model, micro):
+        seen.append(micro.names)
+        return honest(model, micro) * (float("nan") if len(seen) == 3 else 1)
+
+    monkeypatch.setattr(supervised, "supervised_loss", third_is_nan)
+    with pytest.raises(UserError) as caught:
+        run("--steps", 3, "--accumulate", 2, out=tmp_path / "run")
+    assert str(caught.value).startswith(f"step 1: the loss is nan on {', '.join(seen[2])}: lower --lr")
+    assert len(metrics(tmp_path / "run")) == 1
+
+
+def test_a_step_waits_for_the_others_twice(tmp_path, monkeypatch):
+    """Breaks when processes wait for each other, or for the device, at every micro-batch instead of every step."""
+    waits = {"totals": 0, "gather": 0, "numbers": 0}
+
+    def counted(owner, name, key):
+        method = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            waits[key] += 1
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(World, "totals", "totals")
+    counted(World, "gather", "gather")
+    counted(loop, "read_numbers", "numbers")
+    run("--steps", 1, "--accumulate", 2, "--measure-every", 0, out=tmp_path / "one")
+    first = dict(waits)
+    run("--steps", 4, "--accumulate", 2, "--measure-every", 0, out=tmp_path / "four")
+    assert {key: waits[key] - 2 * first[key] for key in waits} == {"totals": 6, "gather": 0, "numbers": 3}
 
 
 @pytest.mark.long

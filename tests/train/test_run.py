@@ -14,13 +14,13 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from model.common import UserError
-from model.device import processor_name
 from model.source import BUNDLED_FOLDER
 from tests.runs import WORLD
 from train import checkpoint, finetune, origin
 from train.distributed import World
 from train.flags import RunArguments
 from train.run_folder import run_folder
+from train.settings import Settings
 from weights.export import export_model
 from weights.load import load_model
 
@@ -258,9 +258,12 @@ def test_processes_that_see_different_checkpoints_are_refused(run):
         def gather(self, value):
             return [value, [] if isinstance(value, list) else value]
 
-    with pytest.raises(UserError, match="run: .*process 0: step-4; process 1: none"):
-        with run_folder(RunArguments(resume=run), None, "", "", Pair(0, 2, torch.device("cpu"))):
-            raise AssertionError
+    pair = Pair(0, 2, torch.device("cpu"))
+    with (
+        pytest.raises(UserError, match="run: .*process 0: step-4; process 1: none"),
+        run_folder(RunArguments(resume=run), None, "", "", pair),
+    ):
+        raise AssertionError
     with run_folder(RunArguments(resume=run), None, "", "", WORLD):  # the lock is free again
         pass
 
@@ -304,23 +307,36 @@ def test_an_old_checkpoint_without_moments_is_refused(run):
 
 def test_another_number_of_threads_is_mentioned(run, capsys):
     """Breaks when losses differ in the last digits without a word."""
-    edit_json_in = json.loads((run / "checkpoints/step-4/state.json").read_text())
-    assert edit_json_in["progress"]["origin"]["threads"] == torch.get_num_threads()
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
         resume()
     finally:
         torch.set_num_threads(threads)
-    assert f"threads {threads} before, {threads + 1} now: losses may differ by rounding" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"threads: {threads} threads before, {threads + 1} threads now: losses may differ by rounding" in said
 
 
-def test_another_processor_is_mentioned(run, capsys, monkeypatch):
+def test_another_machine_is_mentioned(run, capsys):
     """Breaks when a run goes on elsewhere, with losses that differ in the last digits, without a word."""
-    before = processor_name()
-    monkeypatch.setattr(origin, "processor_name", lambda: "another")
-    resume()
-    assert f"processor {before} before, another now: losses may differ by rounding" in capsys.readouterr().err
+    numerics = origin.numerics(torch.device("cpu")) | {"dtype": "torch.float32"}
+    found = origin.origin_of(Settings(autocast="bf16"), {}, torch.device("cpu"), torch.bfloat16)["numerics"]
+    assert found == numerics | {"dtype": "torch.bfloat16", "autocast": "torch.bfloat16"}
+    for name, other in {"processor": "another", "device": "cuda", "autocast": "torch.bfloat16", "dtype": "x"}.items():
+        state = state_with(numerics | {name: other})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(origin, "read_state", lambda folder, state=state: state)
+            origin.check_resume(run, state["progress"]["origin"] | {"numerics": numerics}, False)
+        assert capsys.readouterr().err == (
+            f"run: {name}: {other} before, {numerics[name]} now: losses may differ by rounding\n"
+        )
+
+
+def state_with(numerics: dict) -> dict:
+    """The state of the run's checkpoint, as another machine would have written it."""
+    state = json.loads(Path("run/checkpoints/step-4/state.json").read_text())
+    state["progress"]["origin"]["numerics"] = numerics
+    return state
 
 
 HOLD = "import sys; from pathlib import Path; from train.run_folder import _lock; lock = _lock(Path(sys.argv[1])); "

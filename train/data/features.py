@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from model.common import UserError, atomic_path, open_regular
-from model.device import processor_name
+from model.device import numerics
 from model.paligemma import PaliGemma
 
 
@@ -39,7 +39,7 @@ class FeatureCache:
         """
         parts = {"vision_tower": model.vision_tower, "multi_modal_projector": model.multi_modal_projector}
         device = next(model.vision_tower.parameters()).device
-        digest = hashlib.sha256(f"{model.config.vision} {_numerics(device)}\n".encode())
+        digest = hashlib.sha256(f"{model.config.vision} {' '.join(numerics(device).values())}\n".encode())
         for part, module in parts.items():
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad:
@@ -85,16 +85,6 @@ class FeatureCache:
 
     def _file(self, key: str) -> Path:
         return self.folder / key[:2] / f"{key}.safetensors"
-
-
-def _numerics(device: torch.device) -> str:
-    """What else decides how results are rounded: the library, the device, on a CPU its threads, and autocast."""
-    on_gpu = device.type == "cuda"
-    on_cpu = f"{processor_name()} {torch.backends.cpu.get_cpu_capability()}"
-    name = torch.cuda.get_device_name(device) if on_gpu else on_cpu
-    threads = "" if on_gpu else f"{torch.get_num_threads()} threads"
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else "no autocast"
-    return f"{torch.__version__} {device.type} {name} {threads} {autocast}"
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, object]:
