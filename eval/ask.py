@@ -9,18 +9,18 @@ Out: the answer to every prompt for every picture; for detections, boxes in the 
 """
 
 import json
-import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from eval import figures
-from eval.command import command_parser, positive, whole
+from eval.command import add_flag, command_parser, positive, whole
 from eval.datasets import fill_prompt
-from eval.session import add_model_flags, check_figure, open_model, stored_prompt
+from eval.session import add_model_flags, check_figure, model_of, open_model, stored_prompt
 from model.common import UserError, quoted, run_command, shown
-from model.generate import NonFiniteError, generate
+from model.generate import NonFiniteError, check_options, generate
 from model.images import load_image
 from model.processor import parse_boxes
 
@@ -28,29 +28,29 @@ from model.processor import parse_boxes
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.ask", __doc__)
     add_model_flags(parser)
-    parser.add_argument("--image", nargs="+", required=True, metavar="FILE", help="pictures")
-    parser.add_argument("--prompt", nargs="+", default=[], metavar="TEXT", help="prompts, all for each picture")
-    parser.add_argument(
-        "--question", nargs="+", default=[], metavar="TEXT", help="questions, put into the prompt of the run's training"
-    )
-    parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus to sample from (default: %(default)s)")
-    parser.add_argument("--seed", type=whole(0, 2**63 - 1), default=0, help="of sampling (default: %(default)s)")
-    parser.add_argument("--draw", type=Path, metavar="OUT.png", help="draw the boxes of all answers on their pictures")
-    parser.add_argument("--json", action="store_true", help="print one JSON list")
+    add_flag(parser, "--image", "pictures", nargs="+", required=True, metavar="FILE")
+    add_flag(parser, "--prompt", "prompts, all for each picture (default: none)", [], nargs="+", metavar="TEXT")
+    question = "questions, put into the prompt of the run's training (default: none)"
+    add_flag(parser, "--question", question, [], nargs="+", metavar="TEXT")
+    add_flag(parser, "--max-new-tokens", "limit of an answer's tokens", 64, type=positive, metavar="N")
+    add_flag(parser, "--temperature", "0 is greedy", 0.0, type=float)
+    add_flag(parser, "--top-p", "nucleus to sample from", 1.0, type=float)
+    add_flag(parser, "--seed", "of sampling", 0, type=whole(0, 2**63 - 1))
+    add_flag(parser, "--draw", "draw the boxes of all answers on their pictures", type=Path, metavar="OUT.png")
+    add_flag(parser, "--json", "print one JSON list", False)
     args = parser.parse_args(argv)
     # bad input is reported before a large model is read
-    if not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1:
-        raise UserError(f"--temperature {args.temperature}, --top-p {args.top_p}: expected at least 0, and in (0, 1]")
+    check_options(args.max_new_tokens, args.temperature, args.top_p)
     check_figure(args.draw)
     images = {name: load_image(name) for name in args.image}
     if not all(text.strip() for text in args.prompt + args.question) or not args.prompt + args.question:
         raise UserError(
             "--prompt, --question: none is given, or one is empty: write what to answer, such as 'caption en'"
         )
-    prompts = args.prompt + [fill_prompt(stored_prompt(args), question) for question in args.question]
-    model, processor, _ = open_model(args)
+    subject = model_of(args)
+    prompts = args.prompt + [fill_prompt(stored_prompt(subject), question) for question in args.question]
+    print(f"{shown(subject.name)} answers", file=sys.stderr)
+    model, processor = open_model(args, subject)
     device = next(model.parameters()).device
     asked = [(name, prompt) for name in images for prompt in prompts]
     batch = processor([images[name] for name, _ in asked], [prompt for _, prompt in asked]).to(device)

@@ -23,8 +23,8 @@ import torch
 from PIL import Image
 
 from eval import figures
-from eval.command import Report, add_json_flag, command_parser, print_report
-from eval.session import add_model_flags, check_out, model_of, open_model
+from eval.command import Report, add_flag, add_json_flag, command_parser, print_report
+from eval.session import add_model_flags, model_of, open_model, out_folder
 from model.attention import Attention, attention_modules, tapped
 from model.common import UserError, quoted, run_command
 from model.generate import NonFiniteError, check_finite, generate
@@ -123,25 +123,13 @@ def answer(
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
-    parser.add_argument("--image", required=True, metavar="FILE", help="a picture")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="such as 'answer en Where is the dog?'")
-    parser.add_argument(
-        "--token",
-        type=int,
-        default=0,
-        metavar="N",
-        help="answer token whose attention is drawn, counted from 0 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--layers",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="layers to draw, counted from 1 (default: four, from the first to the last)",
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of the figures (default: runs/eval/MODEL/attention)"
-    )
+    add_flag(parser, "--image", "a picture", required=True, metavar="FILE")
+    add_flag(parser, "--prompt", "such as 'answer en Where is the dog?'", required=True, metavar="TEXT")
+    token = "answer token whose attention is drawn, counted from 0"
+    add_flag(parser, "--token", token, 0, type=int, metavar="N")
+    layers = "layers to draw, counted from 1 (default: four, from the first to the last)"
+    add_flag(parser, "--layers", layers, type=int, nargs="+", metavar="N")
+    add_flag(parser, "--out", "folder of the figures (default: runs/eval/MODEL/attention)", type=Path, metavar="DIR")
     add_json_flag(parser)
 
 
@@ -149,10 +137,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.attention", __doc__)
     add_flags(parser)
     args = parser.parse_args(argv)
-    check_out(args.out)
-    image = load_image(args.image)
-    source, run, _ = model_of(args)
-    model, processor, title = open_model(args)
+    image, subject = load_image(args.image), model_of(args)
+    title, out = subject.title, out_folder(args.out, subject.title, "attention")
+    model, processor = open_model(args, subject)
     depth = model.config.text.num_hidden_layers
     layers = args.layers or spread(depth)
     if not all(1 <= layer <= depth for layer in layers):
@@ -160,15 +147,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     new, inputs = answer(model, processor, image, args.prompt, args.token)
     maps = list(zip(*look(model, quoted(args.prompt), **inputs), strict=True))  # one or two, each with a Look per layer
     columns = dict(zip(("A1", "A2") if len(maps) == 2 else (title,), maps, strict=True))
-    if run is not None:
+    if subject.run is not None:
         weight = model.language_model.embed_tokens.weight
         del model
-        plain = look(load_model(source, dtype=weight.dtype, device=weight.device), quoted(args.prompt), **inputs)
+        plain = look(
+            load_model(subject.source, dtype=weight.dtype, device=weight.device), quoted(args.prompt), **inputs
+        )
         columns = {"plain": [map_ for (map_,) in plain]} | columns
 
     is_picture = (inputs["input_ids"][0] == processor.config.image_token_id).cpu()
     token = processor.tokenizer.id_to_piece(int(new[args.token])).replace("\u2581", " ").strip()
-    out = args.out or Path("runs", "eval", title, "attention")
     sheet = overlays(image, columns, is_picture, layers, f"{title}: attention that decides {token!r}")
     figures.save(sheet, out / "attention.png")
     report = report_of(columns, is_picture, token, processor.decode(new))

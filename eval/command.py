@@ -5,7 +5,7 @@ A new benchmark is one file like `eval/pope.py`: a `Command`, the part that diff
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,25 +15,48 @@ from PIL import Image
 from eval.datasets import PROMPT, check_prompt, fill_prompt
 from model.common import quoted, shown
 
+Picture = Path | Image.Image | Callable[[], Any]  # a file, or what is drawn: an image, or a function that gives one
+
 
 @dataclass(frozen=True)
 class Ask:
-    """One question. `picture` is a path, an image, or a function that returns one or a list of them; questions with the
-    same `key` share it. With `choices` the answer is the likeliest of them, else it is decoded greedily."""
+    """One question. `picture` is a picture or several; questions with the same `key` share it. `files` are those that
+    a function reads: if one is replaced, the question is asked anew. With `choices` the answer is the likeliest of
+    them, else it is decoded greedily."""
 
     id: str
     key: str
-    picture: Path | Image.Image | Callable[[], Image.Image | list[Image.Image]]
+    picture: Picture | Sequence[Picture]
     prefix: str
     choices: tuple[str, ...] = ()
+    files: Collection[Path] = ()
+
+    def images(self) -> list:
+        """The pictures: files, images, or arrays of pixels. A function may return a list of them."""
+        given = self.picture() if callable(self.picture) else self.picture
+        return [one() if callable(one) else one for one in (given if isinstance(given, list | tuple) else [given])]
+
+    def versions(self) -> list[tuple[str, int, int]]:
+        """What distinguishes the files of the pictures from others of their names."""
+        given = self.picture if isinstance(self.picture, list | tuple) else [self.picture]
+        files = [*self.files, *(path for path in given if isinstance(path, Path))]
+        stats = [(str(path.absolute()), path.stat()) for path in files if path.is_file()]
+        return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
 class Report(NamedTuple):
-    """What a command prints: `values` with --json, else `lines`. `files` are the names of the files it has written."""
+    """What a command prints: `values` with --json, else `lines`. `files` are the names of the files it has written.
+
+    scores: by measure, the score (0 to 1) of each question by its id, for the comparison of models. blind: the same of
+    the model on gray pictures. pictures: by id, the name of the question's picture.
+    """
 
     values: Mapping[str, Any]
     lines: Sequence[str]
     files: Sequence[str] = ()
+    scores: Mapping[str, Mapping[str, float]] = {}
+    blind: Mapping[str, Mapping[str, float]] = {}
+    pictures: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -41,8 +64,8 @@ class Command:
     """What a benchmark adds to what all have in common.
 
     load: from the flags, its data, and the questions of each of its sets by name. finish: from the flags, the data, the
-    answers of each set (None: could not be asked), the output folder and the model's title, writes its files and
-    returns the report. score: from the flags of the subcommand, the report. limit: the help and the default of --limit.
+    answers of each set (None: could not be asked) and the `Session`, writes its files and returns the report. score:
+    from the flags of the subcommand, the report. limit: the help and the default of --limit.
     """
 
     name: str
@@ -50,7 +73,7 @@ class Command:
     add_flags: Callable[[argparse.ArgumentParser], None]
     add_score_flags: Callable[[argparse.ArgumentParser], None]
     load: Callable[[argparse.Namespace], tuple[Any, dict[str, list[Ask]]]]
-    finish: Callable[[argparse.Namespace, Any, dict[str, list[str | None]], Path, str], Report]
+    finish: Callable[[argparse.Namespace, Any, dict[str, list[str | None]], Any], Report]
     score: Callable[[argparse.Namespace], Report]
     limit: tuple[str, int | None]
     max_new_tokens: int = 32
@@ -78,18 +101,27 @@ def command_parser(name: str, doc: str) -> argparse.ArgumentParser:
     )
 
 
+def add_flag(parser: argparse.ArgumentParser, name: str, help: str, default: Any = None, **argument: Any) -> None:
+    """A flag, whose help ends with its default unless it says one. A bool is a switch, --name or --no-name."""
+    said = "%(default)s"
+    if isinstance(default, bool):
+        argument["action"], said = argparse.BooleanOptionalAction, name if default else f"--no-{name[2:]}"
+    if default is not None and "(default" not in help:
+        help += f" (default: {said})"
+    parser.add_argument(name, default=default, help=help, **argument)
+
+
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json", action=argparse.BooleanOptionalAction, default=False, help="print JSON only (default: a table)"
-    )
+    add_flag(parser, "--json", "print JSON only (default: a table)", False)
 
 
 def add_prompt_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--prompt",
-        metavar="TEMPLATE",
-        help=f"prompt with {{question}} in it (default: that of the run's training, else {PROMPT!r})",
-    )
+    help = f"prompt with {{question}} in it (default: that of the run's training, else {PROMPT!r})"
+    add_flag(parser, "--prompt", help, metavar="TEMPLATE")
+
+
+def add_outside_flag(parser: argparse.ArgumentParser) -> None:
+    add_flag(parser, "--allow-outside", "read pictures whose names in the data lead out of their folder", False)
 
 
 def print_report(report: Report, as_json: bool) -> None:

@@ -6,7 +6,7 @@ Source: Lin et al., "Microsoft COCO: Common Objects in Context", ECCV 2014; the 
 (https://cocodataset.org/#detection-eval), to the tie.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np

@@ -1,6 +1,6 @@
 """MMNeedle's haystacks: stitched pictures, and tests that are chosen from its files or drawn from a user's pictures.
 
-In: tests (`eval/datasets.py`), or captioned pictures. Out: M stitched pictures for a test, and the tests to ask.
+In: tests (`eval/needle_files.py`), or captioned pictures. Out: M stitched pictures for a test, and the tests to ask.
 `eval/needle.py` asks them.
 """
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 from PIL import Image
 
-from eval.datasets import find_image, find_images
 from eval.needle_files import ABSENT, NeedleTest
 from model.common import UserError
 
@@ -29,22 +28,11 @@ def stitch(images: Sequence[Image.Image], size: int = SUB_IMAGE) -> Image.Image:
     return canvas
 
 
-def build_haystack(
-    test: NeedleTest, coco: str | Path, size: int = SUB_IMAGE, allow_outside: bool = False
-) -> list[Image.Image]:
-    """The M stitched pictures of `test`. Raises UserError if a picture is absent or unreadable."""
+def build_haystack(test: NeedleTest, pictures: Mapping[str, Path], size: int = SUB_IMAGE) -> list[Image.Image]:
+    """The M stitched pictures of `test`, from the paths by name. Raises UserError if a picture is unreadable."""
     from model.images import load_image  # imports torch, which scoring does not need
 
-    return [
-        stitch([load_image(find_image(coco, name, allow_outside)) for name in names], size) for names in test.haystack
-    ]
-
-
-def check_haystacks(
-    tests: Iterable[NeedleTest], coco: str | Path, metadata: str | Path, allow_outside: bool = False
-) -> None:
-    """Raise UserError that names the pictures of `tests` which are not in the folder `coco`, before a long run."""
-    find_images((name for test in tests for names in test.haystack for name in names), coco, metadata, allow_outside)
+    return [stitch([load_image(pictures[name]) for name in names], size) for names in test.haystack]
 
 
 def sample_by_place(tests: Iterable[NeedleTest], each: int = 50, seed: int = 42) -> list[NeedleTest]:

@@ -4,7 +4,7 @@
     python -m eval.needle --coco DIR --captions file_to_caption.json --metadata DIR --model SRC --adapter RUN
     python -m eval.needle score --responses F
 
-In: tests (`eval/datasets.py`) and a folder of COCO pictures. Out: stitched pictures, prompts, a response file in
+In: tests (`eval/needle_files.py`) and a folder of COCO pictures. Out: stitched pictures, prompts, a response file in
 MMNeedle's format, its accuracies (`eval/needle_scoring.py`), and a heatmap of accuracy by place.
 
 Source: Wang et al., "Multimodal Needle in a Haystack: Benchmarking Long-Context Capability of Multimodal Large Language
@@ -24,11 +24,11 @@ from typing import NamedTuple
 from PIL import Image
 
 from eval import scenes
-from eval.command import Ask, Command, Report, whole
-from eval.datasets import inside
+from eval.command import Ask, Command, Report, add_flag, whole
+from eval.datasets import find_images, inside
 from eval.entry import ask_model, main_of
 from eval.figures import contact_sheet, draw_boxes, heatmap, heatmaps, save
-from eval.haystacks import FIRST_ABSENT_ID, build_haystack, check_haystacks, choose, draw_tests
+from eval.haystacks import FIRST_ABSENT_ID, build_haystack, choose, draw_tests
 from eval.needle_files import ABSENT, NeedleTest, read_captions, read_needle_tests
 from eval.needle_scoring import (
     accuracy_by_place,
@@ -40,8 +40,6 @@ from eval.needle_scoring import (
     write_responses,
 )
 from model.common import UserError, run_command
-
-WORDS = (("top", "bottom"), ("left", "right"))  # answers to the two questions: row 0 or 1, column 0 or 1
 
 Place = tuple[int, int, int]  # (index, row, col), counted from 0, or ABSENT
 
@@ -81,10 +79,11 @@ PROTOCOLS = ("paper", "constrained", "official")
 
 
 class Trial(NamedTuple):
-    """A test, and a function that gives its M pictures."""
+    """A test, a function that gives its M pictures, and the files that it reads."""
 
     test: NeedleTest
     pictures: Callable[[], list]
+    files: Sequence[Path] = ()
 
 
 def embedded_trials(
@@ -103,20 +102,10 @@ def embedded_trials(
     return trials
 
 
-def place_questions(caption: str, side: int) -> list[tuple[str, tuple[str, ...]]]:
-    """(prompt, words to choose from) of the protocols `paper` and `constrained`: two for a 2×2 grid, as in the paper;
-    for a larger one a single question with answers like "row 2 column 3", counted from 1."""
-    head = f"Caption: {caption}. Where is the caption? "
-    if side == 2:
-        return [(f"{head}Top or Bottom?", WORDS[0]), (f"{head}Left or Right?", WORDS[1])]
-    places = tuple(f"row {row} column {col}" for row in range(1, side + 1) for col in range(1, side + 1))
-    return [(f"{head}Row and Column?", places)]
-
-
 def parse_place(answers: Sequence[str], side: int) -> Place:
-    """The place from the answers to `place_questions`, each of which must be exactly its words; else `ABSENT`."""
+    """The place from the answers to `scenes.place_questions`, each exactly one of its words; else `ABSENT`."""
     numbers = []
-    for said, (_, words) in zip(answers, place_questions("", side), strict=True):
+    for said, (_, words) in zip(answers, scenes.place_questions("", side), strict=True):
         if (word := said.strip().lower()) not in words:
             return ABSENT
         numbers.append(words.index(word))
@@ -140,7 +129,7 @@ def prompts_of(test: NeedleTest, protocol: str) -> list[tuple[str, tuple[str, ..
         raise UserError(
             "protocol 'constrained' compares places and has none for an absent needle: take another protocol"
         )
-    asked = [question for caption in test.captions for question in place_questions(caption, test.side)]
+    asked = [question for caption in test.captions for question in scenes.place_questions(caption, test.side)]
     return asked if protocol == "constrained" else [(prompt, ()) for prompt, _ in asked]
 
 
@@ -165,8 +154,8 @@ def answer(
 def asks_of(trials: Sequence[Trial], protocol: str) -> list[Ask]:
     """What is asked about the trials, one after the other. Raises UserError for a protocol that cannot ask them."""
     return [
-        Ask(f"{test.id}/{number}", sha256(repr(test.haystack).encode()).hexdigest(), pictures, prompt, choices)
-        for test, pictures in trials
+        Ask(f"{test.id}/{number}", sha256(repr(test.haystack).encode()).hexdigest(), pictures, prompt, choices, files)
+        for test, pictures, files in trials
         for number, (prompt, choices) in enumerate(prompts_of(test, protocol))
     ]
 
@@ -237,39 +226,36 @@ def coco_trials(args: argparse.Namespace) -> dict[str, list[Trial]]:
     """
     if args.captions is None:
         raise UserError("--coco needs --captions: MMNeedle's caption file, or COCO's captions_val2014.json")
-    outside = getattr(args, "allow_outside", False)
     few = f"{args.needles}_" if args.needles > 1 else ""
-    name = f"{few}{args.pictures}_{args.side}_{args.side}"
+    size = f"{args.side}_{args.side}"
+    kinds = (False, True)[: 1 + args.negatives]
     if args.metadata is None:
         listed = read_captions(args.captions)
-        captions = {
-            name: text
-            for bare, text in listed.items()
-            for name in (f"val2014/{bare}", bare)
-            if inside(args.coco, name, outside).is_file()
-        }
+        named = {name: text for bare, text in listed.items() for name in (f"val2014/{bare}", bare)}
+        pictures = {name: inside(args.coco, name, args.allow_outside) for name in named}
+        captions = {name: text for name, text in named.items() if pictures[name].is_file()}
         if not captions:
             raise UserError(
                 f"{args.captions}: none of its {len(listed)} pictures is in {args.coco} (nor in val2014 "
                 "there): give the folder that holds them"
             )
+        drawn = args.limit, args.pictures, args.side, args.needles
+        tests = [test for absent in kinds for test in draw_tests(captions, *drawn, absent=absent, seed=args.seed)]
+    else:
+        metadata = Path(args.metadata, f"{size}.json")
+        found = read_needle_tests(
+            metadata, Path(args.metadata, f"{few}annotations_{args.pictures}_{size}.json"), args.captions
+        )
         tests = [
             test
-            for absent in (False, True)[: 1 + args.negatives]
-            for test in draw_tests(
-                captions, args.limit, args.pictures, args.side, args.needles, absent=absent, seed=args.seed
-            )
+            for absent in kinds
+            for test in choose([t for t in found if (ABSENT in t.places) is absent], args.limit, args.seed)
         ]
-    else:
-        metadata = Path(args.metadata, f"{args.side}_{args.side}.json")
-        annotations = Path(args.metadata, f"{few}annotations_{args.pictures}_{args.side}_{args.side}.json")
-        found = read_needle_tests(metadata, annotations, args.captions)
-        tests = choose([test for test in found if ABSENT not in test.places], args.limit, args.seed)
-        if args.negatives:
-            tests += choose([test for test in found if ABSENT in test.places], args.limit, args.seed)
-        check_haystacks(tests, args.coco, metadata, outside)
-    build = partial(build_haystack, coco=args.coco, allow_outside=outside)
-    return {name: [Trial(test, partial(build, test)) for test in tests]}
+        names = (name for test in tests for grid in test.haystack for name in grid)
+        pictures = find_images(names, args.coco, metadata, args.allow_outside)
+    files = [[pictures[name] for grid in test.haystack for name in grid] for test in tests]
+    trials = [Trial(test, partial(build_haystack, test, pictures), own) for test, own in zip(tests, files, strict=True)]
+    return {f"{few}{args.pictures}_{size}": trials}
 
 
 def draw_sheet(trials: Sequence[Trial], records: Sequence[dict], answers: Sequence[Sequence[str]], title: str):
@@ -281,7 +267,7 @@ def draw_sheet(trials: Sequence[Trial], records: Sequence[dict], answers: Sequen
         for right, trial, said in [(v[2], t, a) for v, t, a in judged if v and v[2] is wanted][:8]
     ]
     pictures, captions = [], []
-    for _, (test, draw), said in shown:
+    for _, (test, draw, _), said in shown:
         index, size = max(0, test.places[0][0]), 512 / test.side
         here = [
             (row, col, caption)
@@ -314,9 +300,9 @@ def load(args: argparse.Namespace) -> tuple[dict[str, list[Trial]], dict[str, li
     return cases, {name: asks_of(trials, args.protocol) for name, trials in cases.items()}
 
 
-def finish(args, cases: dict[str, list[Trial]], answers: dict, out: Path, title: str) -> Report:
+def finish(args, cases: dict[str, list[Trial]], answers: dict, session) -> Report:
     """A response file and a sheet of pictures for each kind, a heatmap for all, and the accuracies beside chance."""
-    results, grids, files = {}, {}, []
+    results, grids, files, scores, (out, title) = {}, {}, [], {}, (session.out, session.title)
     for name, trials in cases.items():
         said = by_trial(trials, args.protocol, answers[name])
         records, side = responses_of(trials, said, args.protocol), trials[0].test.side
@@ -328,6 +314,8 @@ def finish(args, cases: dict[str, list[Trial]], answers: dict, out: Path, title:
             for half, absent in (("positives", False), ("negatives", True)):
                 chosen = (r for r in records if r["ground_truth"].startswith("0, ") is absent)
                 result[half] = score_responses(chosen)
+        judged = {f"{name}/{r['id']}": verdict[2] for r in records if (verdict := judge(r)) is not None}
+        scores[f"exact, {name}"] = judged
         places = len(trials[0].test.haystack) * side**2
         results[name] = result | {"chance": places**-args.needles, "places": grids[name]}
         if result["tests"]:
@@ -338,7 +326,8 @@ def finish(args, cases: dict[str, list[Trial]], answers: dict, out: Path, title:
     lines = table(f"needle accuracy (%), protocol {args.protocol}, {title}", results)
     for result in results.values():  # JSON has no NaN
         result["places"] = [[None if isnan(value) else value for value in row] for row in result["places"]]
-    return Report(results, lines, [*files, "heatmap.png"])
+    pictures = {id_: id_ for by_id in scores.values() for id_ in by_id}  # each test has its own
+    return Report(results, lines, [*files, "heatmap.png"], scores, pictures=pictures)
 
 
 def table(title: str, results: Mapping[str, dict]) -> list[str]:
@@ -356,60 +345,34 @@ def table(title: str, results: Mapping[str, dict]) -> list[str]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--protocol",
-        choices=PROTOCOLS,
-        default="paper",
-        help="paper: one-word answers, parsed strictly; constrained: the likelier of the words; "
-        "official: MMNeedle's own prompt and parsing (default: %(default)s)",
+    protocols = (
+        "paper: one-word answers, parsed strictly; constrained: the likelier of the words; official: MMNeedle's own "
+        "prompt and parsing"
     )
-    parser.add_argument(
-        "--kind",
-        nargs="+",
-        choices=list(scenes.NEEDLES),
-        default=list(scenes.NEEDLES),
-        help="embedded tests, sub-images a side and objects in each: n2o1 is 2 by 2 with one (default: all)",
+    add_flag(parser, "--protocol", protocols, "paper", choices=PROTOCOLS)
+    kinds = "embedded tests, sub-images a side and objects in each: n2o1 is 2 by 2 with one (default: all)"
+    every = list(scenes.NEEDLES)
+    add_flag(parser, "--kind", kinds, every, nargs="+", choices=every)
+    add_flag(parser, "--needles", "needles a test", 1, type=whole(1, 16), metavar="K")
+    negatives = (
+        "add as many tests whose needles are absent; with `paper`, any answer that is not a place counts as 'absent'"
     )
-    parser.add_argument(
-        "--needles", type=whole(1, 16), default=1, metavar="K", help="needles a test (default: %(default)s)"
+    add_flag(parser, "--negatives", negatives, False)
+    add_flag(parser, "--coco", "folder of COCO val2014 pictures (default: the embedded scenes)", metavar="DIR")
+    add_flag(parser, "--captions", "with --coco: MMNeedle's or COCO's caption file", metavar="FILE")
+    metadata = (
+        "with --coco: folder of MMNeedle's N_N.json and annotations_M_N_N.json (default: tests are drawn from all "
+        "captioned pictures that are there)"
     )
-    parser.add_argument(
-        "--negatives",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="add as many tests whose needles are absent; with `paper`, any answer that is not a place counts as "
-        "'absent' (default: --no-negatives)",
-    )
-    parser.add_argument("--coco", metavar="DIR", help="folder of COCO val2014 pictures (default: the embedded scenes)")
-    parser.add_argument("--captions", metavar="FILE", help="with --coco: MMNeedle's or COCO's caption file")
-    parser.add_argument(
-        "--metadata",
-        metavar="DIR",
-        help="with --coco: folder of MMNeedle's N_N.json and annotations_M_N_N.json (default: tests "
-        "are drawn from all captioned pictures that are there)",
-    )
-    parser.add_argument(
-        "--pictures",
-        type=whole(1, 100),
-        default=1,
-        metavar="M",
-        help="with --coco: stitched pictures a test (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--side",
-        type=whole(1, 64),
-        default=2,
-        metavar="N",
-        help="with --coco: sub-images a side (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed", type=whole(0, 2**63 - 1), default=42, help="of drawn tests, with --coco (default: %(default)s)"
-    )
+    add_flag(parser, "--metadata", metadata, metavar="DIR")
+    add_flag(parser, "--pictures", "with --coco: stitched pictures a test", 1, type=whole(1, 100), metavar="M")
+    add_flag(parser, "--side", "with --coco: sub-images a side", 2, type=whole(1, 64), metavar="N")
+    add_flag(parser, "--seed", "of drawn tests, with --coco", 42, type=whole(0, 2**63 - 1))
 
 
 def add_score_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--responses", required=True, help="response file in MMNeedle's format")
-    parser.add_argument("--heatmap", metavar="PNG", help="draw accuracy by place (default: no figure)")
+    add_flag(parser, "--responses", "response file in MMNeedle's format", required=True)
+    add_flag(parser, "--heatmap", "draw accuracy by place (default: no figure)", metavar="PNG")
 
 
 LIMIT = "tests of each kind (default: 200)", 200

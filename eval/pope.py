@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from eval import scenes
-from eval.command import Ask, Command, Report, add_prompt_flag, make_asks
+from eval.command import Ask, Command, Report, add_flag, add_prompt_flag, make_asks
 from eval.datasets import TEXT, PopeQuestion, check_ids, check_unique, find_images, lines_of, read_id, read_pope
 from eval.entry import main_of
 from model.common import UserError, quoted, read_field, run_command, write_text
@@ -118,15 +118,19 @@ def load(args: argparse.Namespace) -> tuple[dict[str, list[PopeQuestion]], dict[
     return {name: questions for name, (questions, _) in sets.items()}, asks
 
 
-def finish(args, sets: dict[str, list[PopeQuestion]], answers: dict, out: Path, title: str) -> Report:
+def finish(args, sets: dict[str, list[PopeQuestion]], answers: dict, session) -> Report:
     """An answers file for each set, and the measures."""
-    results = {}
+    results, scores, pictures = {}, {}, {}
     for name, questions in sets.items():
         answered = [(q, text) for q, text in zip(questions, answers[name], strict=True) if text is not None]
-        write_answers(out / f"answers-{name}.jsonl", {q.question_id: text for q, text in answered})
+        write_answers(session.out / f"answers-{name}.jsonl", {q.question_id: text for q, text in answered})
         labels, parsed = [q.label for q, _ in answered], [parse_answer(text) for _, text in answered]
         results[name] = {"questions": len(answered)} | score_answers(labels, parsed)
-    return Report(results, table(f"POPE (%), {title}", results), [f"answers-{name}.jsonl" for name in results])
+        pairs = [(f"{name}/{q.question_id}", q, said) for (q, _), said in zip(answered, parsed, strict=True)]
+        scores[f"accuracy, {name}"] = {id_: q.label == said for id_, q, said in pairs}
+        pictures |= {id_: q.image for id_, q, _ in pairs}
+    files = [f"answers-{name}.jsonl" for name in results]
+    return Report(results, table(f"POPE (%), {session.title}", results), files, scores, pictures=pictures)
 
 
 def table(title: str, results: Mapping[str, dict]) -> list[str]:
@@ -140,16 +144,14 @@ def table(title: str, results: Mapping[str, dict]) -> list[str]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--questions", metavar="FILE", help="POPE's JSONL (default: all three sets of the embedded scenes)"
-    )
-    parser.add_argument("--images", metavar="DIR", help="folder of the pictures of --questions")
+    add_flag(parser, "--questions", "POPE's JSONL (default: all three sets of the embedded scenes)", metavar="FILE")
+    add_flag(parser, "--images", "folder of the pictures of --questions", metavar="DIR")
     add_prompt_flag(parser)
 
 
 def add_score_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--questions", required=True, help="POPE's JSONL of questions with labels")
-    parser.add_argument("--answers", required=True, help='JSON lines of {"question_id", "answer"}')
+    add_flag(parser, "--questions", "POPE's JSONL of questions with labels", required=True)
+    add_flag(parser, "--answers", 'JSON lines of {"question_id", "answer"}', required=True)
 
 
 LIMIT = "questions of each set, the first N (default: all of a file, 600 of the embedded)", None

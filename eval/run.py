@@ -55,7 +55,7 @@ def ask_all(
     marks, left = [""] * len(questions), range(len(questions))
     if log is not None:
         asked_of = [exact_fingerprint(model), str(model.config), max_new_tokens]
-        versions = {q.key: _version(q.picture) for q in {q.key: q for q in questions}.values()}
+        versions = {q.key: q.versions() for q in {q.key: q for q in questions}.values()}
         marks = [_digest(asked_of, q.key, versions[q.key], q.prefix, q.choices) for q in questions]
         logged = read_log(log)
         answers = [logged.get(mark) for mark in marks]
@@ -82,8 +82,7 @@ def ask_one_by_one(
         if question.choices:  # scored, not decoded
             answers += ask_all(model, processor, [question], batch_size=1)
             continue
-        picture = question.picture() if callable(question.picture) else question.picture
-        batch = processor([picture], [question.prefix]).to(device)
+        batch = processor([question.images()], [question.prefix]).to(device)
         prompt = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
         new = generate(model, *prompt, max_new_tokens)
         answers.append(processor.decode(new[0]))
@@ -205,16 +204,14 @@ def _choose(model, processor, questions: list[Ask], batch: Batch, pictures: dict
 
 def _encode(model: PaliGemma, processor: Processor, window: list[Ask], batch_size: int):
     """Features (pictures, I, H), each key's rows in them, and why a key has none. Each key's pictures are read once."""
-    first = {question.key: question.picture for question in reversed(window)}
+    first = {question.key: question for question in reversed(window)}
     size = processor.config.vision.image_size
     device = next(model.parameters()).device
 
-    def prepare(picture) -> torch.Tensor | UserError:
+    def prepare(question: Ask) -> torch.Tensor | UserError:
         try:
-            given = picture() if callable(picture) else picture
-            images = given if isinstance(given, list) else [given]
             draft = size if processor.draft else None
-            return torch.stack([to_pixels(load_image(image, draft), size) for image in images])
+            return torch.stack([to_pixels(load_image(image, draft), size) for image in question.images()])
         except UserError as error:
             return error
 
@@ -250,14 +247,6 @@ def _windows(questions: list[Numbered], size: int) -> Iterator[list[Numbered]]:
 
 
 # The log of answers
-
-
-def _version(picture) -> list:
-    """What distinguishes a picture's file from another one of its name; nothing where the picture is drawn."""
-    if not isinstance(picture, Path) or not picture.is_file():
-        return []
-    status = picture.stat()
-    return [str(picture.absolute()), status.st_size, status.st_mtime_ns]
 
 
 def _digest(*parts) -> str:

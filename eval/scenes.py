@@ -276,19 +276,25 @@ class Needle:
     id: int
 
     def samples(self) -> list[Sample]:
-        """The questions of the paper's protocol. For 2×2 two of each caption, Top or Bottom and Left or Right; for 4×4
-        one, with the answer "row 2 column 3", counted from 1. About a needle that is not there: "none"."""
+        """The `place_questions` of each caption. About a needle that is not there: "none"."""
         samples = []
         for caption, (row, column) in zip(self.captions, self.targets, strict=True):
-            if self.n == 2:
-                asked = (("Top or Bottom", ("top", "bottom")[row]), ("Left or Right", ("left", "right")[column]))
-            else:
-                asked = (("Row and Column", f"row {row + 1} column {column + 1}"),)
-            for choice, answer in asked:
-                prefix = f"Caption: {caption}. Where is the caption? {choice}?"
-                suffix, number = NONE if row < 0 else answer, self.id * 1000 + len(samples)
-                samples.append(Sample(self.kind, self.scene, prefix, suffix, self.id, number, choice))
+            rights = (row, column) if self.n == 2 else (row * self.n + column,)
+            for (prefix, words), right in zip(place_questions(caption, self.n), rights, strict=True):
+                suffix, number = NONE if row < 0 else words[right], self.id * 1000 + len(samples)
+                asked = prefix.rpartition("? ")[2].removesuffix("?")
+                samples.append(Sample(self.kind, self.scene, prefix, suffix, self.id, number, asked))
         return samples
+
+
+def place_questions(caption: str, side: int) -> list[tuple[str, tuple[str, ...]]]:
+    """(prompt, words to choose from) of the paper's protocol: two for a 2×2 grid, whose words are those of its rows and
+    of its columns; for a larger one a single question with answers like "row 2 column 3", counted from 1, row-major."""
+    head = f"Caption: {caption}. Where is the caption? "
+    if side == 2:
+        return [(f"{head}Top or Bottom?", ("top", "bottom")), (f"{head}Left or Right?", ("left", "right"))]
+    places = tuple(f"row {row} column {col}" for row in range(1, side + 1) for col in range(1, side + 1))
+    return [(f"{head}Row and Column?", places)]
 
 
 def needle(kind: str, split: str, index: int, seed: int = 0, *, needles: int = 1, negative: bool = False) -> Needle:

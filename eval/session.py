@@ -1,7 +1,7 @@
-"""Open a model as a command's flags say, and run a benchmark on it.
+"""Open the models that a command's flags name, and run a benchmark on each.
 
 In: `--model`, `--adapter` and the flags of asking. Out: a model in eval mode, its processor and its title; the report
-and the files of a benchmark. `eval/run.py` asks the questions.
+and the files of a benchmark, or the comparison of several models. `eval/run.py` asks the questions.
 """
 
 import argparse
@@ -11,12 +11,16 @@ import os
 import stat
 import sys
 import tempfile
+from argparse import Namespace
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from eval import figures
-from eval.command import Command, Report, add_json_flag, positive, print_report, whole
+from eval.command import Ask, Command, Report, add_flag, add_json_flag, add_outside_flag, positive, print_report, whole
+from eval.compare import compare
 from eval.datasets import PROMPT, TEXT, check_prompt
 from eval.run import ask_all, compare_speed
 from lora import adapter
@@ -29,10 +33,12 @@ from model.source import EMBEDDED
 from weights.load import load_model
 
 
-def check_out(path: Path | None) -> None:
-    """Raise UserError if nothing can be written to the folder `path`; before a large model is read, not after it."""
-    if path is None:
-        return
+def out_folder(path: Path | None, *parts: str) -> Path:
+    """The folder of a command's files: `path`, by default runs/eval/PARTS.
+
+    Raises UserError if nothing can be written there; before a large model is read, not after it.
+    """
+    path = path or Path("runs", "eval", *parts)
     with file_errors(path):
         if path.is_symlink() and not path.exists():
             raise FileExistsError(errno.EEXIST, "is a link to nothing", str(path))
@@ -44,6 +50,7 @@ def check_out(path: Path | None) -> None:
         for part in path.absolute().relative_to(existing).parts:
             _mode(existing / part)  # raises OSError for a name that is too long
         tempfile.TemporaryDirectory(dir=existing, prefix=".check-").cleanup()
+    return path
 
 
 def _mode(path: Path) -> int | None:
@@ -55,108 +62,101 @@ def _mode(path: Path) -> int | None:
 
 
 def check_figure(path: Path | None) -> None:
-    """Raise UserError if no figure can be written to the file `path`, as `check_out`."""
+    """Raise UserError if no figure can be written to the file `path`, as `out_folder`."""
     if path is not None:
         figures.check_name(path)
-        check_out(path.parent)
+        out_folder(path.parent)
         with file_errors(path):
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """--model, --adapter, --device and --dtype."""
-    parser.add_argument(
-        "--model",
-        metavar="SRC",
-        help="a folder, a hub id, a preset, or `embedded` (default: the base of the adapter, else `embedded`)",
+def add_model_flags(parser: argparse.ArgumentParser, many: bool = False) -> None:
+    """--model, --adapter, --device, --dtype and --max-length. many: several models and adapters may be given."""
+    several = {"action": "append"} if many else {}
+    again = "; give it again to compare" if many else ""
+    source = f"a folder, a hub id, a preset, or `embedded`{again} (default: the base of the adapter, else `embedded`)"
+    add_flag(parser, "--model", source, metavar="SRC", **several)
+    run = (
+        f"a run of train.finetune, or any folder with a PEFT adapter; `none` for the base alone{again} (default: "
+        "without --model, the last run in runs/ on the embedded base)"
     )
-    parser.add_argument(
-        "--adapter",
-        metavar="RUN",
-        help="a run of train.finetune, or any folder with a PEFT adapter; `none` for the base alone "
-        "(default: without --model, the last run in runs/ on the embedded base)",
-    )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda if there is one)")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="of the weights (default: bf16 on CUDA, else fp32)")
-    parser.add_argument(
-        "--max-length",
-        type=positive,
-        default=8192,
-        metavar="N",
-        help="limit of a prompt's tokens, its pictures' included, and of an answer's (default: %(default)s)",
-    )
+    add_flag(parser, "--adapter", run, metavar="RUN", **several)
+    add_flag(parser, "--device", "cpu, cuda, … (default: cuda if there is one)", "auto")
+    add_flag(parser, "--dtype", "of the weights (default: bf16 on CUDA, else fp32)", choices=list(DTYPES))
+    length = "limit of a prompt's tokens, its pictures' included, and of an answer's"
+    add_flag(parser, "--max-length", length, 8192, type=positive, metavar="N")
 
 
 def add_answer_flags(parser: argparse.ArgumentParser, limit: str, default: int | None, max_new_tokens: int) -> None:
-    """The model's flags; how many questions are asked and how; where the answers go. `limit` is the help of --limit."""
-    add_model_flags(parser)
-    switch = argparse.BooleanOptionalAction
-    parser.add_argument("--limit", type=positive, default=default, metavar="N", help=limit)
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of answers and figures (default: runs/eval/MODEL/COMMAND)"
+    """The models' flags; how many questions are asked and how; where the answers go. `limit` is the help of --limit."""
+    add_model_flags(parser, many=True)
+    add_flag(parser, "--limit", limit, default, type=positive, metavar="N")
+    out = (
+        "folder of answers and figures, of each model in it where there are several (default: runs/eval/MODEL/COMMAND)"
     )
-    parser.add_argument(
-        "--resume",
-        action=switch,
-        default=True,
-        help="keep the answers of an earlier call in answers.jsonl of --out, as far as model, picture and prompt are "
-        "the same (default: --resume)",
-    )
-    parser.add_argument(
-        "--batch-size", type=positive, default=64, metavar="N", help="prompts at a time (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-new-tokens",
-        type=positive,
-        default=max_new_tokens,
-        metavar="N",
-        help="limit of an answer's tokens (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--allow-outside",
-        action=switch,
-        default=False,
-        help="read pictures whose names in the files lead out of their folder (default: --no-allow-outside)",
-    )
-    parser.add_argument(
-        "--compile",
-        action=switch,
-        default=False,
-        help="decode full batches with torch.compile, on CUDA as a CUDA graph; the first batch takes up to a minute "
-        "(default: --no-compile)",
-    )
-    parser.add_argument(
-        "--one-by-one",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="also ask the first N questions one at a time, and print by how much that is slower and whether the "
-        "answers agree (default: %(default)s)",
-    )
+    add_flag(parser, "--out", out, type=Path, metavar="DIR")
+    resume = "keep earlier answers in answers.jsonl of --out, as far as model, picture and prompt are the same"
+    add_flag(parser, "--resume", resume, True)
+    add_flag(parser, "--batch-size", "prompts at a time", 64, type=positive, metavar="N")
+    add_flag(parser, "--max-new-tokens", "limit of an answer's tokens", max_new_tokens, type=positive, metavar="N")
+    add_outside_flag(parser)
+    compiled = "decode full batches with torch.compile, on CUDA as a CUDA graph; the first batch takes up to a minute"
+    add_flag(parser, "--compile", compiled, False)
+    single = "also ask the first N questions one at a time: how much slower is that, and do the answers agree?"
+    add_flag(parser, "--one-by-one", single, 0, type=whole(0), metavar="N")
     add_json_flag(parser)
 
 
-def model_of(args: argparse.Namespace) -> tuple[str, Path | None, str]:
-    """(source, run or None, title) of the model that the flags name. Raises UserError for a folder without adapter."""
+class Subject(NamedTuple):
+    """A model that is asked: its source, the run with its adapter, and its title for tables and figures."""
+
+    source: str
+    run: Path | None
+    title: str
+
+    @property
+    def name(self) -> str:
+        """What a user reads about where the answers come from."""
+        return self.source if self.run is None else f"{self.run} on {self.source}"
+
+
+def model_of(args: Namespace) -> Subject:
+    """The model that the flags name; the last run is named on stderr. Raises UserError for a folder without adapter."""
     if args.adapter is None and args.model is None:
         args.adapter = last_run() or "none"  # looked up once: another run may end between two calls
+        if args.adapter != "none":
+            print(f"the last run is asked: {shown(args.adapter)}; --adapter takes another one", file=sys.stderr)
     run = None if args.adapter in (None, "none") else Path(args.adapter)
     if run is None:
         source = args.model or EMBEDDED
-        return source, None, Path(source).name
+        return Subject(source, None, Path(source).name)
     if (run / "model").is_dir():  # `--full` wrote a whole model
-        return str(run / "model"), None, run.name
-    return args.model or adapter.base_of(run) or EMBEDDED, run, run.name
+        return Subject(str(run / "model"), None, run.name)
+    return Subject(args.model or adapter.base_of(run) or EMBEDDED, run, run.name)
 
 
-def stored_prompt(args: argparse.Namespace) -> str:
-    """The prompt template of the training of the model that the flags name; PROMPT if none is stored.
+def models_of(args: Namespace) -> list[Subject]:
+    """The models that repeated flags name: each --model, or each --adapter on the one --model. Raises UserError."""
+    models, adapters = args.model or [None], args.adapter or [None]
+    if len(models) > 1 and args.adapter:
+        raise UserError("--adapter with several --model: give one base, or none for the adapters' own")
+    subjects = [model_of(Namespace(model=model, adapter=run)) for model in models for run in adapters]
+    titles = Counter(subject.title for subject in subjects)
+    if repeated := [s.name for s, count in Counter(subjects).items() if count > 1]:
+        raise UserError(f"{shown(repeated[0])} is named twice: give each model once")
+    return [
+        s if titles[s.title] == 1 else s._replace(title=str(s.run or s.source).replace(os.sep, "_")) for s in subjects
+    ]
+
+
+def stored_prompt(subject: Subject) -> str:
+    """The prompt template of the training of a model; PROMPT if none is stored.
 
     It is in the run's config.json, where it counts for data that has questions: those of the embedded scenes and of
     JSONL files are complete prompts; else in adapter_config.json. Raises UserError for one without {question}.
     """
-    source, run, _ = model_of(args)
+    source, run, _ = subject
     folder = run or (Path(source).parent if Path(source).name == "model" else None)
     for name in ("config.json", "adapter_config.json") if folder else ():
         path = folder / name
@@ -168,17 +168,16 @@ def stored_prompt(args: argparse.Namespace) -> str:
     return PROMPT
 
 
-def open_model(args: argparse.Namespace) -> tuple[PaliGemma, Processor, str]:
-    """The model that the flags name, its processor, and a title for tables and figures. Raises UserError."""
+def open_model(args: Namespace, subject: Subject) -> tuple[PaliGemma, Processor]:
+    """A model and its processor, as the flags say. Raises UserError."""
     new_tokens = getattr(args, "max_new_tokens", 1)
     if new_tokens > args.max_length:
         raise UserError(f"--max-new-tokens {new_tokens} is more than --max-length {args.max_length}: lower or raise it")
-    source, run, title = model_of(args)
     device = choose_device(args.device)
-    model = load_model(source, dtype=choose_dtype(args.dtype, device), device=device)
-    if run is not None:
-        adapter.load(model, run)
-    return model.eval(), Processor.from_source(source, max_length=args.max_length), title
+    model = load_model(subject.source, dtype=choose_dtype(args.dtype, device), device=device)
+    if subject.run is not None:
+        adapter.load(model, subject.run)
+    return model.eval(), Processor.from_source(subject.source, max_length=args.max_length)
 
 
 def last_run(folder: Path = Path("runs")) -> str | None:
@@ -201,77 +200,85 @@ def last_run(folder: Path = Path("runs")) -> str | None:
 
 @dataclass(frozen=True)
 class Session:
-    """A model and its title, the output folder, and the options of `ask_all`."""
+    """An open model, its title, and the folder of its files."""
 
     model: PaliGemma
     processor: Processor
     title: str
     out: Path
-    options: dict
-
-    @property
-    def left_out(self) -> dict[str, str]:
-        """By id, why a question could not be asked."""
-        return self.options["left_out"]
-
-    def report_left_out(self) -> None:
-        """Name on stderr the questions that could not be asked, and write all of them to left_out.json."""
-        path = self.out / "left_out.json"
-        path.unlink(missing_ok=True)
-        if not self.left_out:
-            return
-        write_text(path, json.dumps(self.left_out, indent=1, ensure_ascii=False) + "\n")
-        print(
-            f"left out {len(self.left_out)} questions (all: {path}); repair their files, and the same command asks "
-            "them alone",
-            file=sys.stderr,
-        )
-        for reason, count in Counter(self.left_out.values()).most_common(5):
-            print(f"  {shown(reason, 500)} ({count} questions)", file=sys.stderr)
 
 
-def open_session(args: argparse.Namespace, command: str) -> Session:
-    """The session that the flags of `add_answer_flags` describe. Raises UserError."""
-    model, processor, title = open_model(args)
-    out = args.out or Path("runs", "eval", title, command)
-    log = out / "answers.jsonl"
+def run(command: Command, args: Namespace) -> None:
+    """Ask all questions of a benchmark, print the report and write its files; of several models, the comparison.
+
+    Bad input is reported before a large model is read. Raises UserError.
+    """
+    subjects, reports = models_of(args), {}
+    several = len(subjects) > 1
+    folders = [
+        out_folder(args.out / subject.title if args.out and several else args.out, subject.title, command.name)
+        for subject in subjects
+    ]
+    own = getattr(args, "prompt", "") is None  # each model is asked in the prompt of its training
+    prompts = [stored_prompt(subject) if own else getattr(args, "prompt", None) for subject in subjects]
+    loaded = {prompt: command.load(Namespace(**{**vars(args), "prompt": prompt})) for prompt in dict.fromkeys(prompts)}
+    for subject, out, prompt in zip(subjects, folders, prompts, strict=True):
+        session = Session(*open_model(args, subject), subject.title, out)
+        data, sets = loaded[prompt]
+        report = reports[subject.title] = answer(command, args, session, data, sets)
+        if not several:
+            print_report(report, args.json)
+        if args.one_by_one:
+            print_speed(session, next(iter(sets.values()))[: args.one_by_one], args)
+        if not args.json:
+            print(f"in {out}: {', '.join(report.files)}")
+        del session  # before the next model is read
+    if several:
+        values, lines = compare(reports)
+        models = {title: report.values for title, report in reports.items()}
+        print_report(Report({"models": models, "comparison": values}, lines), args.json)
+
+
+def answer(command: Command, args: Namespace, session: Session, data: Any, sets: Mapping[str, list[Ask]]) -> Report:
+    """The report of one model. Questions that could not be asked are named on stderr and in left_out.json."""
+    left_out: dict[str, str] = {}
+    log = session.out / "answers.jsonl"
     if not args.resume:
         log.unlink(missing_ok=True)
     options = {
         "max_new_tokens": args.max_new_tokens,
         "batch_size": args.batch_size,
         "log": log,
-        "left_out": {},
-        "compiled": CompiledStep(model) if args.compile else None,
+        "left_out": left_out,
+        "compiled": CompiledStep(session.model) if args.compile else None,
     }
-    return Session(model, processor, title, out, options)
-
-
-def run(command: Command, args: argparse.Namespace) -> None:
-    """Ask a model all questions of a benchmark, print the report and write its files. Raises UserError."""
-    if getattr(args, "prompt", "") is None:
-        args.prompt = stored_prompt(args)
-    check_out(args.out)
-    data, sets = command.load(args)  # bad input is reported before a large model is read
-    session = open_session(args, command.name)
-    answers = {}
-    for name, asks in sets.items():
-        options = session.options | {"progress": f"{name}, {session.title}"}
-        answers[name] = ask_all(session.model, session.processor, asks, **options)
-    session.report_left_out()
-    if all(answer is None for of_set in answers.values() for answer in of_set):
+    answers = {
+        name: ask_all(session.model, session.processor, asks, **options, progress=f"{name}, {session.title}")
+        for name, asks in sets.items()
+    }
+    report_left_out(left_out, session.out / "left_out.json")
+    if all(text is None for of_set in answers.values() for text in of_set):
         count = sum(map(len, answers.values()))
         raise UserError(f"none of the {count} questions could be asked: repair what is named above")
-    report = command.finish(args, data, answers, session.out, session.title)
-    left_out = {"left_out": session.left_out} if session.left_out else {}
-    print_report(Report({**report.values, **left_out}, report.lines), args.json)
-    if args.one_by_one:
-        print_speed(session, next(iter(sets.values()))[: args.one_by_one], args)
-    if not args.json:
-        print(f"in {session.out}: {', '.join(report.files)}")
+    report = command.finish(args, data, answers, session)
+    return report._replace(values={**report.values, "left_out": left_out}) if left_out else report
 
 
-def print_speed(session: Session, asks: list, args: argparse.Namespace) -> None:
+def report_left_out(left_out: Mapping[str, str], path: Path) -> None:
+    """Name on stderr the questions that could not be asked, and write all of them to the file `path`."""
+    path.unlink(missing_ok=True)
+    if not left_out:
+        return
+    write_text(path, json.dumps(left_out, indent=1, ensure_ascii=False) + "\n")
+    print(
+        f"left out {len(left_out)} questions (all: {path}); repair their files, and the same command asks them alone",
+        file=sys.stderr,
+    )
+    for reason, count in Counter(left_out.values()).most_common(5):
+        print(f"  {shown(reason, 500)} ({count} questions)", file=sys.stderr)
+
+
+def print_speed(session: Session, asks: list[Ask], args: Namespace) -> None:
     """How much faster batches are than single questions; on stderr with --json."""
     speed = compare_speed(session.model, session.processor, asks, args.max_new_tokens, args.batch_size)
     print(

@@ -28,10 +28,10 @@ from PIL import Image
 
 from eval import figures, scenes
 from eval.attention import look
-from eval.command import Report, add_json_flag, command_parser, positive, print_report
+from eval.command import Report, add_flag, add_json_flag, add_outside_flag, command_parser, positive, print_report
 from eval.datasets import read_examples
 from eval.report import interval_text
-from eval.session import add_model_flags, check_out, open_model
+from eval.session import add_model_flags, model_of, open_model, out_folder
 from eval.statistics import Interval, bootstrap
 from model.common import UserError, run_command, write_text
 from model.paligemma import PaliGemma
@@ -117,27 +117,15 @@ def embedded_examples(count: int, split: str = "test") -> list[tuple[Callable, s
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
-    parser.add_argument(
-        "--data",
-        default="embedded",
-        metavar="SRC",
-        help="embedded, or a JSONL file of image, prefix, suffix (default: %(default)s)",
+    add_flag(parser, "--data", "embedded, or a JSONL file of image, prefix, suffix", "embedded", metavar="SRC")
+    slot = (
+        f"where the picture stands in prompts that have no {SLOT}: before them, in the middle of their words, or "
+        "inside for WINGS and else first"
     )
-    parser.add_argument(
-        "--slot",
-        choices=("auto", "first", "inside"),
-        default="auto",
-        help=f"where the picture stands in prompts that have no {SLOT}: before them, in the middle of "
-        "their words, or inside for WINGS and else first (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--allow-outside",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="read pictures whose names in --data lead out of its folder (default: --no-allow-outside)",
-    )
-    parser.add_argument("--limit", type=positive, default=100, metavar="N", help="prompts (default: %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the files (default: runs/eval/MODEL/shift)")
+    add_flag(parser, "--slot", slot, "auto", choices=("auto", "first", "inside"))
+    add_outside_flag(parser)
+    add_flag(parser, "--limit", "prompts", 100, type=positive, metavar="N")
+    add_flag(parser, "--out", "folder of the files (default: runs/eval/MODEL/shift)", type=Path, metavar="DIR")
     add_json_flag(parser)
 
 
@@ -145,13 +133,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.shift", __doc__)
     add_flags(parser)
     args = parser.parse_args(argv)
-    check_out(args.out)
+    subject = model_of(args)
+    title, out = subject.title, out_folder(args.out, subject.title, "shift")
     if args.data == "embedded":
         examples = embedded_examples(args.limit)
     else:
         read = read_examples(args.data, allow_outside=args.allow_outside)[: args.limit]
         examples = [(example.image, example.prefix) for example in read]
-    model, processor, title = open_model(args)
+    model, processor = open_model(args, subject)
     if not hasattr(model.config.text, "num_attention_heads"):
         raise UserError(f"{title}: has no attention in its decoder, and no LAWS: take a PaliGemma or a model of WINGS")
     slot = args.slot if args.slot != "auto" else "inside" if isinstance(model.config, WingsConfig) else "first"
@@ -159,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         examples = [(picture, put_slot(prompt)) for picture, prompt in examples]
     shift = measure(model, processor, examples)
 
-    out, interval, shares = args.out or Path("runs", "eval", title, "shift"), shift.interval, shift.shares
+    interval, shares = shift.interval, shift.shares
     undefined = int(np.isnan(shift.each).sum())
     result = {
         "model": title,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from eval import scenes
-from eval.command import Ask, Command, Report, add_prompt_flag, make_asks
+from eval.command import Ask, Command, Report, add_flag, add_prompt_flag, make_asks
 from eval.datasets import (
     PROMPT,
     TEXT,
@@ -197,7 +197,6 @@ def evaluate_files(
     limit: int | None = None,
     only: Collection[str] | None = None,
     progress: str | None = None,
-    log: Path | None = None,
     ask_all: Callable | None = None,
     allow_outside: bool = False,
 ) -> dict:
@@ -207,7 +206,7 @@ def evaluate_files(
     """
     left_out: dict[str, str] = {}
     benchmark = from_files(questions_file, annotations_file, images_folder, limit, only, allow_outside)
-    options = {"progress": progress, "log": log, "left_out": left_out}
+    options = {"progress": progress, "left_out": left_out}
     answers = answer(model, processor, benchmark, prompt_template, ask_all=ask_all, **options)
     return score_answers(benchmark, answers) | ({"left_out": left_out} if left_out else {})
 
@@ -315,9 +314,9 @@ def load(args: argparse.Namespace) -> tuple[Data, dict[str, list[Ask]]]:
     return Data(benchmark, blind), {"vqa": asks_of(benchmark, args.prompt)}
 
 
-def finish(args: argparse.Namespace, data: Data, answers: dict, out: Path, title: str) -> Report:
+def finish(args: argparse.Namespace, data: Data, answers: dict, session) -> Report:
     """The results file, for embedded questions also the files that `score` takes, and the accuracies."""
-    benchmark, said = data.benchmark, by_id(data.benchmark, answers["vqa"])
+    benchmark, said, out = data.benchmark, by_id(data.benchmark, answers["vqa"]), session.out
     write_results(out / "results.json", said)
     files = ["results.json", "answers.jsonl"]
     if args.questions is None:
@@ -330,43 +329,40 @@ def finish(args: argparse.Namespace, data: Data, answers: dict, out: Path, title
     if not benchmark.annotations:
         return Report({}, [], files)
     scoring = args.scoring or benchmark.scoring
-    summary, blind = score_answers(benchmark, said, scoring), {}
+    annotations = [a for a in benchmark.annotations if a.question_id in said]
+    accuracies, blind = question_accuracies(annotations, said, scoring), {}
+    summary = summarize(annotations, accuracies)
     if data.blind is not None:  # on the same questions as the model
         blind["blind"] = score_answers(benchmark, {id_: data.blind[id_] for id_ in said}, scoring)
-    title = f"VQA accuracy (%), {scoring} scoring, {len(said)} questions, {title}"
-    return Report(summary | blind, table(title, {"model": summary} | blind), files)
+    title = f"VQA accuracy (%), {scoring} scoring, {len(said)} questions, {session.title}"
+    scores = {f"VQA accuracy, {scoring} scoring": {str(id_): value for id_, value in accuracies.items()}}
+    pictures = {str(q.question_id): q.image for q in benchmark.questions}
+    return Report(summary | blind, table(title, {"model": summary} | blind), files, scores, pictures=pictures)
 
 
 def add_data_flags(parser: argparse.ArgumentParser, required: bool) -> None:
-    parser.add_argument(
-        "--questions",
-        required=required,
-        help="questions file (VQAv2, GQA, TextVQA or VizWiz)" + ("" if required else " (default: the embedded scenes)"),
+    questions = "questions file (VQAv2, GQA, TextVQA or VizWiz)"
+    default = "" if required else " (default: the embedded scenes)"
+    add_flag(parser, "--questions", questions + default, required=required)
+    annotations = "annotations file (default: the questions file, which has the answers too in GQA, TextVQA and VizWiz)"
+    add_flag(parser, "--annotations", annotations)
+    add_flag(parser, "--scoring", "scorer (default: the one that fits the annotations)", choices=SCORERS)
+    blind = (
+        "score the best guess without a picture too: from training QUESTIONS ANNOTATIONS, or, without files, the best "
+        "constant answer of each question type (default: only on the embedded scenes, from their train split)"
     )
-    parser.add_argument(
-        "--annotations",
-        help="annotations file (default: the questions file, which holds the answers too in GQA, TextVQA and VizWiz)",
-    )
-    parser.add_argument("--scoring", choices=SCORERS, help="scorer (default: the one that fits the annotations)")
-    parser.add_argument(
-        "--blind",
-        nargs="*",
-        metavar="FILE",
-        help="score the best guess without a picture too: from training QUESTIONS ANNOTATIONS, or, "
-        "without files, the best constant answer of each question type (default: only on the "
-        "embedded scenes, from their train split)",
-    )
+    add_flag(parser, "--blind", blind, nargs="*", metavar="FILE")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_data_flags(parser, required=False)
-    parser.add_argument("--images", metavar="DIR", help="folder of the pictures of --questions")
+    add_flag(parser, "--images", "folder of the pictures of --questions", metavar="DIR")
     add_prompt_flag(parser)
 
 
 def add_score_flags(parser: argparse.ArgumentParser) -> None:
     add_data_flags(parser, required=True)
-    parser.add_argument("--results", required=True, help='results file, [{"question_id", "answer"}, …]')
+    add_flag(parser, "--results", 'results file, [{"question_id", "answer"}, …]', required=True)
 
 
 LIMIT = "questions to ask, the first N (default: all of files, 1200 of the embedded scenes)", None

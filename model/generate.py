@@ -118,7 +118,7 @@ def generate(
     Raises UserError for a temperature below 0 or not finite, a top_p outside (0, 1], or fewer than 1 new token, and
     NonFiniteError for logits before a row's end that are NaN or infinite.
     """
-    _check_options(max_new_tokens, temperature, top_p)
+    check_options(max_new_tokens, temperature, top_p)
     excluded = model.config.image_token_id if isinstance(model, PaliGemma) else None
     # inference mode saves the bookkeeping of autograd in every step; torch.compile does not allow it
     with torch.inference_mode() if compiled is None else torch.no_grad():
@@ -160,7 +160,8 @@ def generate(
     return [row[:length].clone() for row, length in zip(tokens, lengths, strict=True)]
 
 
-def _check_options(max_new_tokens: int, temperature: float, top_p: float) -> None:
+def check_options(max_new_tokens: int, temperature: float, top_p: float) -> None:
+    """Raise UserError for options that `generate` does not take."""
     if max_new_tokens < 1 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
         raise UserError(
             f"max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}: expected at least 1, "

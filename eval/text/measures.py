@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from PIL import Image
 
 from eval import figures
-from eval.command import Report, add_json_flag, command_parser, positive, print_report
+from eval.command import Report, add_flag, add_json_flag, command_parser, positive, print_report
 from eval.report import interval_text, markdown_table
-from eval.session import check_out
+from eval.session import out_folder
 from eval.statistics import bootstrap
 from eval.text.corpus import BOS, PAD, Corpus, kept_corpus
 from eval.text.tasks import SHOWN, Document, Tasks
@@ -340,24 +340,11 @@ def open_run(folder: Path) -> Run:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("measure", choices=[*MEASURES, "all"], help="what to measure")
     parser.add_argument("run", nargs="+", type=Path, help="run folder of train.text; seeds of both kinds in one order")
-    parser.add_argument(
-        "--limit",
-        type=positive,
-        default=100,
-        metavar="N",
-        help="windows, tests of a kind, questions of a number (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--length", type=positive, metavar="N", help="longest context (default: that of the runs' training)"
-    )
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, … (default: %(default)s)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/eval/text"),
-        metavar="DIR",
-        help="folder of the pictures (default: %(default)s)",
-    )
+    limit = "windows, tests of a kind, questions of a number"
+    add_flag(parser, "--limit", limit, 100, type=positive, metavar="N")
+    add_flag(parser, "--length", "longest context (default: that of the runs' training)", type=positive, metavar="N")
+    add_flag(parser, "--device", "cpu, cuda, …", "cpu")
+    add_flag(parser, "--out", "folder of the pictures (default: runs/eval/text)", type=Path, metavar="DIR")
     add_json_flag(parser)
 
 
@@ -367,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.limit < len(DEPTHS):
         raise UserError(f"--limit is {args.limit}, expected at least {len(DEPTHS)}: one test per depth")
-    check_out(args.out)
+    out = out_folder(args.out, "text")
     runs = [open_run(folder) for folder in args.run]
     if len({run.corpus.digest for run in runs}) > 1 or len({run.length for run in runs}) > 1:
         raise UserError("the runs learned from different text or rows: measure them one by one")
@@ -380,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     values, lines = {}, []
     for name, found in panels.items():
         panel, rows = next(iter(found.values()))[0], by_label(found)
-        figures.save(chart(panel, rows), args.out / f"{name}.png")
+        figures.save(chart(panel, rows), out / f"{name}.png")
         values[name] = {
             str(label): {kind: value._asdict() for kind, value in by_kind.items()} for label, by_kind in rows.items()
         }
@@ -389,5 +376,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     if min(counts.values()) < 3:
         lines += ["", "Fewer than three runs of a kind: the intervals hardly reflect how runs differ."]
     files = ", ".join(f"{name}.png" for name in panels)
-    lines += ["", f"{', '.join(f'{count} {kind}' for kind, count in counts.items())}; in {args.out}: {files}"]
+    lines += ["", f"{', '.join(f'{count} {kind}' for kind, count in counts.items())}; in {out}: {files}"]
     print_report(Report(values, lines), args.json)

@@ -17,58 +17,10 @@ from eval.needle_files import ABSENT, NeedleTest, read_needle_tests
 from lora import adapter
 from model.attention import attention_modules
 from model.common import UserError
-from model.config import PRESETS
 from model.differential import graft
 from model.generate import CompiledStep
-from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
-from model.source import BUNDLED_FOLDER
-from weights.export import export_model
-
-TOKENIZER = BUNDLED_FOLDER / "tokenizer.model"
-
-
-def random_model(seed: int = 0) -> PaliGemma:
-    model = initialize(PaliGemma(PRESETS["tiny"]), seed, position_std=0.5).eval()
-    with torch.no_grad():  # a fresh model with a tied head repeats the last token
-        for layer in model.language_model.layers:
-            layer.self_attn.o_proj.weight *= 6
-            layer.mlp.down_proj.weight *= 6
-    return model
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_model()
-
-
-@pytest.fixture(scope="module")
-def source(model, tmp_path_factory):
-    """A folder that --model opens."""
-    folder = tmp_path_factory.mktemp("model") / "random"
-    export_model(model, folder, companions=[TOKENIZER])
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def twin(source, tmp_path_factory):
-    """A folder that --adapter opens: a twin graft whose branches differ."""
-    other, folder = random_model(), tmp_path_factory.mktemp("runs") / "twin"
-    graft(other, "twin", r=4)
-    adapter.inject(other, adapter.DECODER_TARGETS, 4, 8.0)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in adapter.adapter_parameters(other).values():
-            parameter += 0.2 * torch.randn_like(parameter)
-    adapter.save(other, folder, base=source)
-    return str(folder)
-
-
-@pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    """An empty working directory."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+from tests.eval.conftest import random_model
 
 
 def questions_on(pictures: int = 5):
@@ -252,6 +204,38 @@ def test_answers_of_another_model_or_prompt_are_not_taken(model, processor, tmp_
     assert run.ask_all(model, processor, asks, max_new_tokens=2, log=log) == first and sum(sizes) == 36
 
 
+def test_a_replaced_picture_is_asked_anew(model, processor, tmp_path, monkeypatch):
+    """The log answers about a picture that is no longer the one of that name, or that lies in another folder."""
+    log, folders = tmp_path / "log.jsonl", [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+        for number in range(4):
+            noise(number).save(folder / f"{number}.png")
+
+    def asks(folder):
+        files = [folder / f"{number}.png" for number in range(4)]
+        test = NeedleTest(0, (tuple(map(str, range(4))),), ((0, 0, 0),), ("0",), ("a cat",))
+        trial = needle.Trial(test, lambda: [noise(9)], files)  # stitched of all four
+        return [Ask(file.name, file.name, file, "count cat") for file in files] + needle.asks_of([trial], "official")
+
+    sizes, log_options = interrupt_after(monkeypatch, 99), {"max_new_tokens": 1, "log": log}
+    for folder, asked in ((folders[0], 5), (folders[0], 5), (folders[1], 10)):
+        run.ask_all(model, processor, asks(folder), **log_options)
+        assert sum(sizes) == asked
+    noise(7).save(folders[0] / "2.png")  # its question, and the haystack with it
+    run.ask_all(model, processor, asks(folders[0]), **log_options)
+    assert sum(sizes) == 12
+
+
+def test_choices_are_scored_one_by_one_too(model, processor, monkeypatch):
+    """The speed comparison decodes questions whose answer is the likeliest of their choices."""
+    choices = ("bottom left", "top")
+    asks = [Ask(str(n), str(n), noise(n), f"count {'dog ' * n}cat", choices) for n in range(3)]
+    decoded = interrupt_after(monkeypatch, 0)
+    assert run.ask_one_by_one(model, processor, asks) == run.ask_all(model, processor, asks) and not decoded
+    assert set(run.ask_one_by_one(model, processor, asks)) <= set(choices)
+
+
 @pytest.mark.long
 def test_no_resume_asks_anew(source, workplace, monkeypatch, capsys):
     """--no-resume keeps old answers."""
@@ -392,14 +376,20 @@ def test_no_picture_can_be_read(official, source):
         vqa.main(official_flags(folder, source))
 
 
-def test_files_for_training(official, model, processor, tmp_path):
+def test_files_for_training(official, model, processor):
     """Validation during training asks other questions than the held-out ones, or loses what it left out."""
     folder, _, _ = official
     files = (folder / "Q", folder / "A", folder, "answer {question}")
-    found = vqa.evaluate_files(model, processor, *files, only={"1", "2", "4", "5"}, limit=3, log=tmp_path / "log")
+    asked = []
+
+    def ask_all(model, processor, asks, left_out, **options):
+        answers = run.ask_all(model, processor, asks, left_out=left_out)
+        asked.extend(ask.id for ask in asks if ask.id not in left_out)
+        return answers
+
+    found = vqa.evaluate_files(model, processor, *files, only={"1", "2", "4", "5"}, limit=3, ask_all=ask_all)
     assert list(found["left_out"]) == ["2"] and found["per_question_type"].keys() == {"what is"}
-    logged = [json.loads(line)["id"] for line in (tmp_path / "log").read_text().splitlines()]
-    assert sorted(logged) == ["1", "4"]
+    assert asked == ["1", "4"]
     clean = vqa.evaluate_files(model, processor, *files, only={"0"})
     assert set(clean) == {"overall", "per_answer_type", "per_question_type"}
 
@@ -495,7 +485,7 @@ CASES = [(kind, needles, absent) for kind in scenes.NEEDLES for needles, absent 
 @pytest.mark.parametrize(("kind", "needles", "absent"), CASES)
 def test_embedded_trials_ask_what_is_trained(kind, needles, absent):
     """A model is asked in other words than it was trained on, or right answers do not count as right."""
-    for number, (test, stitched) in enumerate(needle.embedded_trials(kind, 20, needles, absent=absent)):
+    for number, (test, stitched, _) in enumerate(needle.embedded_trials(kind, 20, needles, absent=absent)):
         samples = scenes.needle(kind, "test", number, needles=needles, negative=absent).samples()
         assert [prompt for prompt, _ in needle.prompts_of(test, "paper")] == [s.prefix for s in samples]
         assert np.array_equal(stitched()[0], samples[0].scene.render())
@@ -553,7 +543,7 @@ def test_the_constrained_mode_of_training_always_names_a_place(model, processor,
     assert {ask.choices for ask in asked} == {()}
     asked.clear()
     found = needle.evaluate_embedded(model, processor, "n2o1", 4, constrained=True)
-    assert {ask.choices for ask in asked} == set(needle.WORDS) and found in (0, 25, 50, 75, 100)
+    assert {ask.choices for ask in asked} == {("top", "bottom"), ("left", "right")} and found in (0, 25, 50, 75, 100)
 
 
 @pytest.mark.long

@@ -6,7 +6,8 @@ import math
 import pytest
 from PIL import Image
 
-from eval import haystacks, needle, needle_scoring
+from eval import haystacks, needle, needle_scoring, scenes
+from eval.datasets import find_images
 from eval.needle_files import ABSENT, NeedleTest
 from model.common import UserError
 
@@ -150,7 +151,7 @@ def test_places_are_spelled_from_one():
 
 def test_paper_prompts():
     """The prompts of the paper's protocol are part of what is measured."""
-    assert [prompt for prompt, _ in needle.place_questions("A dog", 2)] == [
+    assert [prompt for prompt, _ in scenes.place_questions("A dog", 2)] == [
         "Caption: A dog. Where is the caption? Top or Bottom?",
         "Caption: A dog. Where is the caption? Left or Right?",
     ]
@@ -192,11 +193,11 @@ def test_haystack_is_built_from_files(tmp_path):
     for number, color in enumerate(COLORS):
         Image.new("RGB", (8, 8), color).save(tmp_path / ("val2014" if number % 2 else "") / f"{number}.png")
     test = NeedleTest(0, (tuple(f"val2014/{n}.png" for n in range(4)),), ((0, 1, 0),), ("val2014/2.png",), ("blue",))
-    haystacks.check_haystacks([test], tmp_path, "2_2.json")
-    assert haystacks.build_haystack(test, tmp_path, size=4)[0].getpixel((0, 7)) == COLORS[2]
+    paths = find_images(test.haystack[0], tmp_path, "2_2.json")
+    assert haystacks.build_haystack(test, paths, size=4)[0].getpixel((0, 7)) == COLORS[2]
     (tmp_path / "2.png").unlink()
     with pytest.raises(UserError, match=r"2_2.json: 1 of its 4 pictures are not in .*'val2014/2.png'"):
-        haystacks.check_haystacks([test], tmp_path, "2_2.json")
+        find_images(test.haystack[0], tmp_path, "2_2.json")
 
 
 def placed_at(places):

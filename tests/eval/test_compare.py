@@ -1,0 +1,66 @@
+"""Several models in one call: one table, with intervals and paired differences."""
+
+import json
+import re
+
+import pytest
+
+from eval import pope, session
+from eval.command import Report, command_parser
+from eval.compare import compare
+from model.common import UserError
+
+SMALL = ["--limit", "6", "--max-new-tokens", "2", "--json"]
+
+
+def report(scores: dict[str, float], **more) -> Report:
+    pictures = {id_: f"picture {int(id_) // 2}" for id_ in scores}
+    return Report({}, [], scores={"accuracy": scores}, pictures=pictures, **more)
+
+
+def test_differences_are_paired():
+    """Questions that one model could not be asked count, or a difference is that of two means."""
+    first = {str(n): float(n % 2) for n in range(40)}
+    better = {id_: 1.0 for id_ in first if int(id_) >= 20}
+    values, lines = compare({"a": report(first), "b": report(better, blind={"accuracy": {"0": 0.0, "1": 1.0}})})
+    assert values["a"]["accuracy"]["mean"] == 50 and "difference" not in values["a"]["accuracy"]
+    assert values["b"]["accuracy"]["mean"] == 100 and values["b"]["accuracy"]["questions"] == 20
+    assert values["b"]["accuracy"]["difference"] == {"mean": 50, "low": 50, "high": 50}  # each picture: one of two
+    assert values["b, blind"]["accuracy"]["difference"] == {"mean": 0, "low": 0, "high": 0}
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert rows[0] == ["%", "accuracy", "difference"] and [row[0] for row in rows[2:]] == ["a", "b", "b, blind"]
+    assert rows[2][2] == "" and rows[3][2].endswith("*") and rows[4][2].endswith("n.s.")
+
+
+@pytest.mark.long
+def test_several_models_are_one_table(source, twin, tmp_path, monkeypatch, capsys):
+    """The base alone and an adapter on it are asked as one model, or share their files."""
+    monkeypatch.chdir(tmp_path)
+    pope.main(["--model", source, "--adapter", "none", "--adapter", twin, *SMALL])
+    printed = json.loads(capsys.readouterr().out)
+    assert list(printed["models"]) == ["random", "twin"]
+    for title, values in printed["models"].items():
+        found = printed["comparison"][title]["accuracy, random"]
+        assert found["mean"] == 100 * values["random"]["accuracy"] and found["questions"] == 6
+        assert (tmp_path / "runs" / "eval" / title / "pope" / "answers.jsonl").is_file()
+    pope.main(["--model", source, "--adapter", twin, "--adapter", "none", "--out", "out", *SMALL[:-1]])
+    table = capsys.readouterr().out
+    assert re.search(r"in out/twin: .*\nin out/random: .*\n18 questions", table) and table.count("| random ") == 1
+    assert (tmp_path / "out" / "twin" / "answers-popular.jsonl").is_file()
+
+
+def test_models_that_cannot_be_told_apart(source, twin, tmp_path, monkeypatch):
+    """Two runs of one name write over each other, or a call that means nothing is guessed at."""
+    monkeypatch.chdir(tmp_path)
+
+    def models(*flags):
+        parser = command_parser("test", "")
+        session.add_model_flags(parser, many=True)
+        return session.models_of(parser.parse_args(flags))
+
+    titles = [subject.title for subject in models("--model", "a/x", "--model", "b/x", "--model", "c")]
+    assert titles == ["a_x", "b_x", "c"]
+    with pytest.raises(UserError, match="named twice"):
+        models("--adapter", twin, "--adapter", twin)
+    with pytest.raises(UserError, match="--adapter with several --model"):
+        models("--model", "a", "--model", "b", "--adapter", twin)
