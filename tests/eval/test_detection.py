@@ -3,6 +3,8 @@
 import random
 
 import pytest
+from pycocotools import coco
+from pycocotools.cocoeval import COCOeval
 
 from eval import detection_scoring
 from eval.detection_scoring import Found, Truth
@@ -40,9 +42,6 @@ def drawn_case(seed: int) -> tuple[list[list[Truth]], list[list[Found]]]:
 
 
 def by_pycocotools(truths, found) -> list[float]:
-    coco = pytest.importorskip("pycocotools.coco")
-    from pycocotools.cocoeval import COCOeval
-
     ids = {label: n for n, label in enumerate(sorted({b.label for part in (*truths, *found) for b in part}), start=1)}
     dataset, results = coco.COCO(), []
     dataset.dataset = {
