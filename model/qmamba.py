@@ -49,7 +49,7 @@ class CrossAttention(Attention):
     """Attention whose keys and values come from a second sequence."""
 
     def forward(self, x: torch.Tensor, features: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """x (B, Q, W) and features (B, K, W) to (B, Q, W); mask (Q, K), or None for none."""
+        """x (B, Q, W) and features (B, K, W) to (B, Q, W); mask (B or 1, 1, Q, K), or None for none."""
         q, k, v = (
             self.split_heads(projection(source))
             for projection, source in ((self.q_proj, x), (self.k_proj, features), (self.v_proj, features))
@@ -129,7 +129,7 @@ class QMambaProjector(nn.Module):
         features = self.connector(self.vision_norm(self.vision_proj(features)))
         mask = None
         if self.config.local_attention:
-            mask = local_mask(len(self.queries), features.shape[1], features.device)
+            mask = local_mask(len(self.queries), features.shape[1], features.device)[None, None]
         x = self.queries.expand(len(features), -1, -1)
         for block in self.blocks:
             x = block(x, features, mask)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import transformers
 from transformers.models.mamba.modeling_mamba import MambaMixer as HFMambaMixer
 
+from model import cpu
 from model.attention import set_attention_backend
 from model.common import UserError
 from model.config import PaliGemmaConfig, VisionConfig
@@ -214,6 +215,17 @@ def test_729_queries_of_729_features():
         module.blocks[0].cross_attn.q_proj.weight.normal_()
         assert before.shape == (1, 729, TEXT.hidden_size)
         assert relative_error(module(seen), before) <= 1e-6
+
+
+def test_the_default_sizes_compute_the_same_by_rows(monkeypatch):
+    """Breaks when the mask of 256 queries and 729 features does not fit the CPU's own attention, which they are given
+    to where there is AVX-512."""
+    module, x = projector(queries=256, num_blocks=1, connector=False), features(keys=729)
+    with torch.no_grad():
+        monkeypatch.setattr(cpu, "rows_are_faster", lambda q, k: False)
+        fused = module(x)
+        monkeypatch.setattr(cpu, "rows_are_faster", lambda q, k: True)
+        assert relative_error(module(x), fused) <= 2e-6
 
 
 @pytest.mark.parametrize("local", [True, False])
