@@ -201,13 +201,13 @@ class PaliGemmaConfig:
         size, patch = self.vision.image_size, self.vision.patch_size
         if not problems and size % patch:  # SigLIP alone crops, as at 384 px
             problems.append(f"image_size {size} is no multiple of patch_size {patch}")
-        size, patch = self.vision.image_size, self.vision.patch_size
-        if not problems and size % patch:  # SigLIP alone crops, as at 384 px
-            problems.append(f"image_size {size} is no multiple of patch_size {patch}")
-        for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
-            if not problems and getattr(self, name) >= self.text.vocab_size:
-                problems.append(f"{name} is {getattr(self, name)}, but vocab_size only {self.text.vocab_size}")
-        refuse(problems, where)
+        refuse(problems or control_token_problems(self, self.text.vocab_size), where)
+
+
+def control_token_problems(config: Any, vocab_size: int) -> list[str]:
+    """What is wrong with the ids of pad, eos and bos in `config`: each must be a row of the embedding."""
+    given = {name: getattr(config, name) for name in ("pad_token_id", "eos_token_id", "bos_token_id")}
+    return [f"{name} is {id_}, but vocab_size only {vocab_size}" for name, id_ in given.items() if id_ >= vocab_size]
 
 
 def refuse(problems: list[str], where: str) -> None:

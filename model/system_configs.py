@@ -19,6 +19,7 @@ from model.config import (
     TokenId,
     VisionConfig,
     VocabSize,
+    control_token_problems,
     read_known,
     read_section,
     refuse,
@@ -152,11 +153,7 @@ class MambaConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with the sizes, a text for each problem."""
-        problems = field_problems(self)
-        for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
-            if not problems and getattr(self, name) >= self.vocab_size:
-                problems.append(f"{name} is {getattr(self, name)}, but vocab_size only {self.vocab_size}")
-        return problems
+        return field_problems(self) or control_token_problems(self, self.vocab_size)
 
 
 # Geometries by name: layers × hidden width of state-spaces/mamba-*.
