@@ -33,7 +33,7 @@ from model.common import UserError, atomic_path, quoted, shown, write_text
 from model.graft import Adaptable, graft, new_parameters
 from model.lowrank import LowRank, check_low_rank
 from model.variants import Differential
-from weights.fingerprint import tensor_fingerprint
+from weights.fingerprint import gathered, tensor_fingerprint
 
 __all__ = ["base_of", "disabled", "fingerprint", "inject", "load", "merge", "save", "unmerge"]
 
@@ -142,7 +142,7 @@ def fingerprint(model: Adaptable) -> str:
     layers = lora_layers(model).values()
     originals = {layer.base_layer.weight: layer.original for layer in layers if layer.original is not None}
     base = {
-        name.replace(".base_layer.", "."): _gathered(originals.get(parameter, parameter))
+        name.replace(".base_layer.", "."): originals.get(parameter, parameter)
         for name, parameter in model.named_parameters()
         if parameter not in adapter
     }
@@ -159,7 +159,7 @@ def save(
     folder that has one is complete. Raises UserError if the model has no adapter.
     """
     parameters = adapter_parameters(model).items()
-    tensors = {name: _gathered(parameter).detach().cpu().contiguous() for name, parameter in parameters}
+    tensors = {name: gathered(parameter).detach().cpu().contiguous() for name, parameter in parameters}
     if not tensors:
         raise UserError("the model has no adapter to save: inject LoRA, or graft a variant, first")
     metadata = {"format": "pt", "base_fingerprint": fingerprint(model)}
@@ -285,9 +285,3 @@ def _train_adapter_only(model: nn.Module) -> None:
     model.requires_grad_(False)
     for parameter in adapter_parameters(model).values():
         parameter.requires_grad_(True)
-
-
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that FSDP2 has sharded; every process must call this."""
-    gather = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()

@@ -23,6 +23,7 @@ from train.distributed import World, set_gradient_sync, spread
 from train.metrics import Log
 from train.optim import SCALARS, rate_factor, reconnect, set_rates, trainable
 from train.signals import Interrupted, catch_signals
+from weights.fingerprint import gathered
 
 
 class Micro(Protocol):
@@ -208,6 +209,5 @@ def read_numbers(
     losses: Sequence[torch.Tensor], norms: Mapping[str, torch.Tensor]
 ) -> tuple[list[float], dict[str, float]]:
     """The losses and norms of a step as numbers, read from the device at once. FSDP2 may have sharded a norm."""
-    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms.values()]
-    numbers = torch.stack([value.float() for value in (*losses, *whole)]).tolist()
+    numbers = torch.stack([value.float() for value in (*losses, *map(gathered, norms.values()))]).tolist()
     return numbers[: len(losses)], dict(zip(norms, numbers[len(losses) :], strict=True))

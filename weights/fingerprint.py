@@ -16,15 +16,21 @@ from model.graft import Adaptable
 SAMPLES = 64
 
 
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor that FSDP2 has sharded; every process must call this."""
+    gather = getattr(tensor, "full_tensor", None)  # the class takes 0.7 s to import
+    return tensor if gather is None else gather()
+
+
 def _sample(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """At most 64 values, evenly spread. The stride is odd: a multiple of the row length would see one column only."""
-    return tensor.detach().flatten()[:: tensor.numel() // SAMPLES | 1][:SAMPLES].to("cpu", dtype)
+    return gathered(tensor).detach().flatten()[:: tensor.numel() // SAMPLES | 1][:SAMPLES].to("cpu", dtype)
 
 
 def tensor_fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
     """A hash of names, shapes and values in bf16: the same for a checkpoint opened in fp32 and in bf16.
 
-    fp16 rounds differently. Adapters store this hash of their base.
+    fp16 rounds differently. Adapters store this hash of their base. Sharded tensors are gathered one at a time.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):

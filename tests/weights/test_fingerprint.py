@@ -1,10 +1,14 @@
 """The hashes that adapters, logs and studies store: they keep their values, and see every kind of change."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
+from lora import adapter
 from weights.fingerprint import exact_fingerprint, tensor_fingerprint
+from weights.load import load_model
 
 pytestmark = pytest.mark.long
 
@@ -36,3 +40,23 @@ def test_buffers_count():
     one.register_buffer("scale", torch.ones(3))
     other.register_buffer("scale", torch.full((3,), 2.0))
     assert exact_fingerprint(one) != exact_fingerprint(other)
+
+
+def test_sharded_tensors_are_gathered_one_at_a_time():
+    """Breaks when the hash of a base that is spread over GPUs holds the whole base on one of them."""
+    alive, most = weakref.WeakSet(), []
+
+    class Spread(nn.Parameter):
+        def full_tensor(self):
+            whole = self.detach().clone()
+            alive.add(whole)
+            most.append(len(alive))
+            return whole
+
+    model = load_model("tiny")
+    expected = adapter.fingerprint(model)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, Spread(parameter.detach()))
+    assert adapter.fingerprint(model) == expected
+    assert len(most) == len(list(model.parameters())) and max(most) <= 2
