@@ -66,6 +66,8 @@ class CompiledStep:
             if not isinstance(layer, LayerCache):
                 raise UserError("a model with no key/value cache cannot be compiled: decode without --compile")
             layer.length, layer.position = 0, None
+            for kept in (layer.keys, layer.values):
+                kept.zero_()  # of the batch before: a masked weight of 0 times a NaN would be NaN
         return self.cache
 
     def seal(self) -> None:
@@ -178,16 +180,18 @@ def _decode(
 ) -> torch.Tensor:
     """Tokens (B, T), T ≤ limit, from the logits (B, V) after the prompts; rows that have ended repeat `eos`.
 
-    choose: a token (B,) from logits. advance: the logits after a token, which is the n-th new one.
+    choose: a token (B,) from finite logits, which it may overwrite. advance: logits after a token, the n-th new one.
     Raises NonFiniteError, in the end: until then such a row counts as ended, so that no step waits for the GPU.
     """
     tokens, ended = [], torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     broken = torch.zeros_like(ended)
     check_every = CHECK_EVERY if logits.is_cuda else 1
     while True:
-        broken |= ~(finite_rows(logits) | ended)
+        finite = finite_rows(logits)
+        broken |= ~(finite | ended)
         ended |= broken
-        token = torch.where(ended, eos, choose(logits))
+        # torch.multinomial fails on NaN, on CUDA for all later calls too
+        token = torch.where(ended, eos, choose(torch.where(finite[:, None], logits, 0.0)))
         tokens.append(token)
         ended |= token == eos
         if len(tokens) == limit or len(tokens) % check_every == 0 and bool(ended.all()):
@@ -211,12 +215,10 @@ def pick(
     generator: torch.Generator | None,
     excluded: int | None = None,
 ) -> torch.Tensor:
-    """One token (B,) from logits (B, V): the largest, or a sample of the nucleus (Holtzman et al. 2020).
+    """One token (B,) from finite logits (B, V): the largest, or a sample of the nucleus (Holtzman et al. 2020).
 
-    The token `excluded` is never chosen.
+    The token `excluded` is never chosen; its logits are overwritten.
     """
-    # torch.multinomial fails on NaN, on CUDA for all later calls too; _decode reports such a row
-    logits = torch.where(finite_rows(logits)[:, None], logits, 0.0)
     if excluded is not None and excluded < logits.shape[-1]:
         logits[:, excluded] = -math.inf
     if temperature == 0:

@@ -473,6 +473,17 @@ def test_the_logits_of_a_compiled_step_are_those_of_a_plain_one(variant):
             assert relative_error(logits, expected[:, step]) < 5e-6
 
 
+def test_a_cache_is_opened_empty():
+    """Breaks when a batch that went wrong leaves NaN behind the mask of the next one: 0 · NaN is NaN."""
+    model = ours(hf_model(1), "eager")
+    compiled, prompt = CompiledStep(model, bucket=64, backend="eager"), batch(hf_model(1))
+    rows = len(prompt["input_ids"])
+    for layer in compiled.open(rows, 40):
+        layer.extend(*(torch.full((rows, 1, 64, 16), torch.nan) for _ in range(2)))
+    fast = generate(model, **prompt, max_new_tokens=3, compiled=compiled)
+    assert [row.tolist() for row in fast] == [row.tolist() for row in generate(model, **prompt, max_new_tokens=3)]
+
+
 def test_a_memory_that_is_no_cache_is_not_compiled():
     """Breaks when a recurrent model's state is treated as keys and values."""
     model = ours(hf_model(1))
