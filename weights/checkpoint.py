@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from model.common import UserError, file_errors
@@ -45,6 +46,7 @@ class Checkpoint:
     entries: dict[str, Entry]  # by the name in the file
     problems: list[str]  # all that is wrong, a line each with its remedy
     config: Any = None  # a configuration of weights.registry.KINDS
+    model: Any = None  # of that configuration, on the meta device in fp32
     dialect: str | None = None  # of weights.mapping, or NPZ
     comparison: Comparison | None = None  # None where a broken config.json or file leaves nothing to compare
 
@@ -66,7 +68,7 @@ def open_checkpoint(
     if checkpoint.problems:
         raise UserError(in_one_line(checkpoint.folder, checkpoint.problems))
     assert checkpoint.comparison is not None, "a checkpoint without problems has been compared"
-    model = empty_model(checkpoint.config, dtype)
+    model = checkpoint.model.to(dtype)
     stream = stream_npz_into if checkpoint.dialect == NPZ else stream_into
     stream(model, checkpoint.entries, checkpoint.comparison.name_map, device)
     return model
@@ -134,9 +136,9 @@ def _examine_npz(npz: Path, read: Callable[[Path], Any]) -> Checkpoint:
             checkpoint.problems += checkpoint.comparison.problems(npz, checkpoint.entries)
         return checkpoint
     for config in PRESETS.values():
-        comparison = compare_npz(checkpoint.entries, _shapes(config))
+        comparison = compare_npz(checkpoint.entries, _shapes_of_preset(config))
         if not comparison.problems(npz, checkpoint.entries):
-            checkpoint.config, checkpoint.comparison = config, comparison
+            checkpoint.config, checkpoint.model, checkpoint.comparison = config, empty_model(config), comparison
             return checkpoint
     checkpoint.problems.append(f"{npz}: its arrays fit no preset of model/config.py: write a config.json beside it")
     return checkpoint
@@ -168,7 +170,8 @@ def _read_config(checkpoint: Checkpoint, read: Callable[[Path], Any]) -> dict[st
     path = checkpoint.folder / "config.json"
     try:
         checkpoint.config = read(path)
-        return _shapes(checkpoint.config)
+        checkpoint.model = empty_model(checkpoint.config)
+        return _shapes(checkpoint.model)
     except UserError as error:
         checkpoint.problems.insert(0, str(error))
     except (RuntimeError, MemoryError, OverflowError) as error:
@@ -176,9 +179,13 @@ def _read_config(checkpoint: Checkpoint, read: Callable[[Path], Any]) -> dict[st
     return {}
 
 
-@lru_cache(maxsize=16)  # a file of unknown sizes is compared with every preset
-def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in empty_model(config).state_dict().items()}
+@lru_cache(maxsize=16)
+def _shapes_of_preset(config: Any) -> dict[str, tuple[int, ...]]:
+    return _shapes(empty_model(config))
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 class _SkipInit(TorchFunctionMode):

@@ -75,7 +75,7 @@ def compare_npz(entries: Mapping[str, Entry], wanted: Mapping[str, tuple[int, ..
     rules = big_vision_rules(wanted)
     name_map, misshaped = {}, []
     missing = set(wanted)
-    for key in rules.keys() & entries.keys():
+    for key in (key for key in entries if key in rules):
         layers = rules[key]
         missing.difference_update(*layers)
         name_map[key] = name = next(iter(layers[0]))

@@ -869,6 +869,15 @@ def test_folders_that_cannot_be_made(hf1, name, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "in"]
 
 
+def test_a_load_builds_its_model_once(hf1, tmp_path, monkeypatch):
+    """Breaks when names and shapes come from one model on the meta device and the weights go to a second one."""
+    folder, built = save(tmp_path, hf1, tensors_of(hf1)), []
+    build = weights.checkpoint.build
+    monkeypatch.setattr(weights.checkpoint, "build", lambda config: built.append(1) or build(config))
+    assert_same_state(load_model(folder, dtype=torch.bfloat16), hf1, torch.bfloat16)
+    assert built == [1]
+
+
 def test_damaged_archives(hf1, tmp_path):
     """Breaks when a truncated .npz or one with flipped bits is opened, or leaves a traceback."""
     hf1.config.save_pretrained(tmp_path)
