@@ -6,7 +6,7 @@ to do. `run_command` turns it into exit code 2. Other exceptions are bugs and ke
     names on a terminal     shown, quoted
     values from a file      Expected, read_field, field_problems
     reading                 read_bytes, read_text, read_json, read_jsonl, parse_json, open_regular
-    writing                 atomic_path, write_text, sync_folder
+    writing                 atomic_path, write_text, sync_files, sync_folder
     anything else           file_errors turns what the system refuses into a UserError
 """
 
@@ -417,6 +417,14 @@ def write_text(path: str | Path, text: str) -> None:
     """Write `text` to `path` as UTF-8, atomically; a lone surrogate is written as its escape. Raises UserError."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(text.encode("utf-8", errors="backslashreplace"))
+
+
+def sync_files(folder: Path) -> None:
+    """Make the files in `folder`, and their names, survive a power cut."""
+    for file in folder.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+    sync_folder(folder)
 
 
 def sync_folder(folder: Path) -> None:

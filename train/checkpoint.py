@@ -14,7 +14,6 @@ torch's safetensors writer puts them there.
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import sys
@@ -31,7 +30,17 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from model.common import Expected, UserError, file_errors, open_regular, read_field, read_json, shown, sync_folder
+from model.common import (
+    Expected,
+    UserError,
+    file_errors,
+    open_regular,
+    read_field,
+    read_json,
+    shown,
+    sync_files,
+    sync_folder,
+)
 from train.optim import trainable
 
 FORMAT = 2  # of state.json: from 2 on there is a manifest
@@ -182,10 +191,7 @@ def _write_manifest(folder: Path, step: int) -> None:
     """Write the manifest of the files in `folder`, and flush all of them to disk."""
     files = {file.name: file_digest(file) for file in sorted(folder.iterdir())}
     (folder / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1))
-    for file in folder.iterdir():
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
-    sync_folder(folder)
+    sync_files(folder)
 
 
 def _save_parts(tensors: dict[str, torch.Tensor], folder: Path) -> None:

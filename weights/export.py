@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lora import adapter
-from model.common import UserError, file_errors, run_command, sync_folder, write_text
+from model.common import UserError, file_errors, run_command, sync_files, sync_folder, write_text
 from model.config import PRESETS
 from model.device import DTYPES
 from model.differential import fold
@@ -100,9 +100,7 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         try:
             yield temporary
-            for file in temporary.iterdir():
-                with file.open("rb") as handle:
-                    os.fsync(handle.fileno())
+            sync_files(temporary)
             if folder.exists():  # it is empty; only POSIX can rename onto it
                 folder.rmdir()
             temporary.rename(folder)

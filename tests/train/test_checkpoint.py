@@ -62,7 +62,7 @@ def test_a_crash_while_writing_leaves_the_old_ones(tmp_path, monkeypatch):
     def crash(*args):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("train.checkpoint.os.fsync", crash)
+    monkeypatch.setattr("model.common.os.fsync", crash)
     with pytest.raises(UserError, match="no space left"):
         save_checkpoint(tmp_path, 2, model, optimizer, {})
     monkeypatch.undo()
