@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from model.common import UserError, quoted, shown
-from model.config import PRESETS, PaliGemmaConfig
+from model.config import PaliGemmaConfig
 from model.images import Picture, load_image, to_pixels
-from model.source import EMBEDDED, local_path, resolve
+from model.source import preset_of, resolve
 from model.system_configs import QMambaConfig, TextModelConfig, read_config
-from model.tokenizer import Tokenizer, load_tokenizer
+from model.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 
 TokenRow = tuple[list[int], list[int]]  # token ids, and their types: 0 for image and prefix, 1 for the answer
 
@@ -86,15 +86,11 @@ class Processor:
         Needs config.json and tokenizer.json, or tokenizer.model where there is none, and downloads nothing else.
         options: those of the constructor. Raises UserError.
         """
-        preset = None if local_path(source).is_dir() else PRESETS.get(str(source))
-        origin = source if preset is None else EMBEDDED
-        folder, file = resolve(origin, ["config.json", "tokenizer.json"], revision), "tokenizer.json"
-        config = preset or read_config(folder / "config.json")
+        preset = preset_of(source)
+        config = preset or read_config(resolve(source, ["config.json"], revision) / "config.json")
         if isinstance(config, TextModelConfig):
             raise UserError(f"{shown(source)}: is a language model for text alone: give a model that reads pictures")
-        if not (folder / file).exists():
-            folder, file = resolve(origin, ["tokenizer.model"], revision), "tokenizer.model"
-        tokenizer = load_tokenizer(folder / file)
+        tokenizer = load_tokenizer(find_tokenizer(source, revision))
         # the id of <image> is the first one after the tokenizer's pieces, as in PaliGemma
         if preset is not None and preset.image_token_id != tokenizer.vocab_size():
             raise UserError(

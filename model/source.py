@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from model.common import UserError, shown
+from model.config import PRESETS, PaliGemmaConfig
 
 EMBEDDED = "embedded"  # the name of the base model in this repository
 BUNDLED_FOLDER = Path(__file__).resolve().parent.parent / "weights" / "tiny"
@@ -24,6 +25,11 @@ def local_path(source: str | Path) -> Path:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{shown(source)}: not a path that can be opened ({reason}): check it") from None
     return path
+
+
+def preset_of(source: str | Path) -> PaliGemmaConfig | None:
+    """The preset that `source` names; None for anything else, such as a folder of that name."""
+    return None if local_path(source).is_dir() else PRESETS.get(str(source))
 
 
 def resolve(source: str | Path, patterns: list[str], revision: str | None = None) -> Path:

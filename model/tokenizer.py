@@ -14,6 +14,7 @@ import sentencepiece
 
 from model.bpe import BytePairTokenizer, load_bpe
 from model.common import UserError, read_json
+from model.source import EMBEDDED, preset_of, resolve
 
 SPACE = "\u2581"  # stands for a space in pieces
 MAX_PIECES = 1 << 24
@@ -195,6 +196,16 @@ class GemmaTokenizer:
 
 
 Tokenizer = sentencepiece.SentencePieceProcessor | GemmaTokenizer | BytePairTokenizer
+
+
+def find_tokenizer(source: str | Path, revision: str | None = None) -> Path:
+    """The tokenizer.json of a model, or tokenizer.model where it has none; presets read with the embedded base's.
+
+    Downloads nothing else from the hub. The file of the second name need not exist: `load_tokenizer` says so.
+    """
+    source = EMBEDDED if preset_of(source) else source
+    file = resolve(source, ["tokenizer.json"], revision) / "tokenizer.json"
+    return file if file.exists() else resolve(source, ["tokenizer.model"], revision) / "tokenizer.model"
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

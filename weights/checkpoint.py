@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from model.common import UserError, file_errors
 from model.config import PRESETS
-from model.source import local_path, resolve
+from model.source import local_path, preset_of, resolve
 from model.system_configs import read_config
 from weights.mapping import detect_dialect, dialect_names
 from weights.npz import NPZ, compare_npz, read_npz, stream_npz_into
@@ -80,7 +80,7 @@ def examine(source: str | Path, revision: str | None = None, read: Callable[[Pat
     Raises UserError where there is nothing to examine: no such folder, or no tensors in a format that is opened.
     """
     path = local_path(source)
-    if str(source) in PRESETS and not path.is_dir():
+    if preset_of(source):
         raise UserError(f"{source}: is a preset of random weights, without files: give a folder or a hub id")
     if path.suffix == ".npz" and path.is_file():
         return _examine_npz(path, read)

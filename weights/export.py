@@ -21,11 +21,10 @@ from torch import nn
 
 from lora import adapter
 from model.common import UserError, file_errors, run_command, sync_files, sync_folder, write_text
-from model.config import PRESETS
 from model.device import DTYPES
 from model.differential import fold
 from model.paligemma import PaliGemma
-from model.source import EMBEDDED, local_path, resolve
+from model.source import EMBEDDED, local_path, preset_of, resolve
 from weights.checkpoint import empty_model, examine
 from weights.load import load_model
 from weights.mapping import DIALECTS, OWN, dialect_names
@@ -145,7 +144,7 @@ def _kinds(model: nn.Module) -> dict[str, str]:
 def companions(source: str | Path, revision: str | None = None) -> list[Path]:
     """The files of `COMPANIONS` that the model `source` has."""
     path = local_path(source)
-    if str(source) in PRESETS and not path.is_dir():
+    if preset_of(source):
         source = EMBEDDED  # presets use its tokenizer
     folder = path.parent if path.is_file() else resolve(source, COMPANIONS, revision)
     return [folder / name for name in COMPANIONS if (folder / name).is_file()]

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from model.common import UserError, read_json
-from model.config import PRESETS, VisionConfig, read_known
+from model.config import VisionConfig, read_known
 from model.mamba import MambaLM
 from model.paligemma import PaliGemma, initialize
 from model.siglip import Siglip
-from model.source import resolve
+from model.source import preset_of, resolve
 from model.system_configs import MambaConfig
 from weights.checkpoint import empty_model, open_checkpoint
 
@@ -34,8 +34,8 @@ def load_model(
     first), or a .npz file. The head is the embedding: a stored `lm_head` must equal it, or a UserError says so
     (transformers would warn and untie the two, a model that this code does not have).
     """
-    if str(source) in PRESETS and not Path(source).is_dir():
-        return initialize(empty_model(PRESETS[str(source)], dtype).to_empty(device=device))
+    if preset := preset_of(source):
+        return initialize(empty_model(preset, dtype).to_empty(device=device))
     return open_checkpoint(source, dtype, device, revision)
 
 

@@ -17,7 +17,8 @@ from model.common import UserError
 from model.device import choose_dtype
 from model.differential import default_options, graft
 from model.paligemma import PaliGemma
-from model.processor import Processor, load_tokenizer
+from model.processor import Processor
+from model.tokenizer import find_tokenizer, load_tokenizer
 from train.optim import SCALARS, Rule, make_adamw, make_radam, parameter_groups, trainable
 from train.recipes import STAGES
 from train.settings import Settings
@@ -112,12 +113,3 @@ def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, lis
         return Processor.from_source(settings.base, **options), companions(settings.base)
     tokenizer = find_tokenizer(SYSTEMS[settings.arch].tokenizer_source(settings))
     return Processor(model.config, load_tokenizer(tokenizer), **options), [tokenizer]
-
-
-def find_tokenizer(source: str) -> Path:
-    """The file of the tokenizer that belongs to a model. Raises UserError if there is none."""
-    names = ("tokenizer.json", "tokenizer.model")
-    found = {file.name: file for file in companions(source)}
-    if not found.keys() & set(names):
-        raise UserError(f"{source}: has no {' or '.join(names)}: copy it from the model that this one was made from")
-    return next(found[name] for name in names if name in found)
