@@ -41,10 +41,15 @@ class PaliGemma(Adaptable):
 
     def __init__(self, config: PaliGemmaConfig):
         super().__init__()
+        config.check()
         self.config = config
         self.vision_tower = Siglip(config.vision)
-        self.multi_modal_projector = Projector(config)
-        self.language_model = Gemma(config.text)
+        self.multi_modal_projector, self.language_model = self.build(config)
+
+    @staticmethod
+    def build(config: PaliGemmaConfig) -> tuple[nn.Module, nn.Module]:
+        """The projector and the decoder, in which a kind of model may differ from PaliGemma."""
+        return Projector(config), Gemma(config.text)
 
     def forward(
         self,

@@ -24,7 +24,6 @@ from model.common import UserError
 from model.linear import Linear
 from model.mamba import Mamba, MambaMixer, MambaState, initialize_mamba, initialize_mixer
 from model.paligemma import PaliGemma, initialize
-from model.siglip import Siglip
 from model.system_configs import ProjectorConfig, QMambaConfig
 
 
@@ -144,13 +143,9 @@ class QMamba(PaliGemma):
 
     language_model: Any  # Mamba in place of Gemma
 
-    def __init__(self, config: QMambaConfig):
-        nn.Module.__init__(self)  # PaliGemma.__init__ would build its own parts
-        config.check()
-        self.config = config
-        self.vision_tower = Siglip(config.vision)
-        self.multi_modal_projector = QMambaProjector(config)
-        self.language_model = Mamba(config.text)
+    @staticmethod
+    def build(config: QMambaConfig) -> tuple[QMambaProjector, Mamba]:
+        return QMambaProjector(config), Mamba(config.text)
 
     def new_cache(self, capacity: int | None = None) -> list[MambaState]:
         """An empty state for each decoder layer; its size does not depend on `capacity`."""

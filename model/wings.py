@@ -32,7 +32,6 @@ from model.common import UserError
 from model.gemma import Gemma, GemmaLayer
 from model.linear import Linear
 from model.paligemma import PaliGemma, Projector, initialize
-from model.siglip import Siglip
 from model.system_configs import WingsConfig
 
 OCTAVES = 16  # buckets of distance in a router: 0, 1–2, 3–6, 7–14, …, from 32767 on
@@ -281,13 +280,9 @@ class WingsGemma(Gemma):
 class Wings(PaliGemma):
     """PaliGemma with one or two learners in every decoder layer: the same parts, names and `forward`."""
 
-    def __init__(self, config: WingsConfig):
-        nn.Module.__init__(self)  # PaliGemma.__init__ would build a decoder without learners
-        config.check()
-        self.config = config
-        self.vision_tower = Siglip(config.vision)
-        self.multi_modal_projector = Projector(config)
-        self.language_model = WingsGemma(config)
+    @staticmethod
+    def build(config: WingsConfig) -> tuple[Projector, WingsGemma]:
+        return Projector(config), WingsGemma(config)
 
     def forward(self, input_ids, pixel_values, token_type_ids, attention_mask=None, **options) -> torch.Tensor:
         """As `PaliGemma.forward`; of token_type_ids only the number of columns is used.
