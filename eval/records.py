@@ -27,13 +27,16 @@ from eval.datasets import (
     real_path,
 )
 from eval.pictures import GRID, SIDE
-from model.common import UserError, shown
+from model.common import UserError, quoted, shown
 
 QUESTIONS_FILE = "v2_OpenEnded_mscoco_train2014_questions.json"
 ANNOTATIONS_FILE = "v2_mscoco_train2014_annotations.json"
 # Tasks of the embedded data, taken in turn. Half are questions, or the model forgets how to answer them.
 EMBEDDED_TASKS = ("vqa", "n2o1", "vqa", "n2o2")
 MID_GRAY = (127, 127, 127)
+
+KINDS = ("vqav2", "jsonl", "shards")
+SOURCES = "embedded, vqav2:DIR (official files), jsonl:FILE (image, prefix, suffix)"
 
 Picture = Path | Callable[[], Image.Image | BinaryIO]  # a file, or a function that draws or opens one
 
@@ -139,16 +142,28 @@ def read_data(
     may lead out of it. prompt, sampled: of VQAv2. fraction, validation, seed: see `split_records`. tasks, samples: of
     the embedded scenes. Raises UserError, also for a file without any record that can be used.
     """
-    kind, _, path = source.partition(":")
-    if source == "embedded":
+    kind, path = source_parts(source)
+    if kind == "embedded":
         return embedded_records(tasks, "train" if split == "all" else split, samples, seed)
-    if kind == "vqav2" and path:
-        records = vqav2_records(Path(path), prompt, sampled, images, allow_outside)
-    elif kind == "jsonl" and path:
-        records = jsonl_records(Path(path), images, allow_outside)
+    if kind == "vqav2":
+        records = vqav2_records(path, prompt, sampled, images, allow_outside)
+    elif kind == "jsonl":
+        records = jsonl_records(path, images, allow_outside)
     else:
-        raise UserError(f"--data {source}: expected embedded, vqav2:DIR or jsonl:FILE")
+        raise UserError(f"{source}: tar shards can be trained on, not asked: give what they were made of")
     return records if split == "all" else split_records(records, split, fraction, validation, seed)
+
+
+def source_parts(source: str) -> tuple[str, Path]:
+    """The kind of a source and its path. Raises UserError, with a proposal for what is no source."""
+    kind, colon, path = source.partition(":")
+    if source == "embedded" or kind in KINDS and path:
+        return kind, Path(path)
+    meant = Path(path if kind in KINDS else source)
+    ending = meant.suffix.lower()
+    kind = "jsonl" if ending in (".jsonl", ".json") else "shards" if ending == ".tar" else "vqav2"
+    proposal = f"did you mean {kind}:{shown(meant)}?" if ending or meant.is_dir() else f"expected {SOURCES}"
+    raise UserError(f"{quoted(source)} does not say what kind of data it is: {proposal}")
 
 
 def split_records(

@@ -161,7 +161,8 @@ def stored_prompt(subject: Subject) -> str:
     for name in ("config.json", "adapter_config.json") if folder else ():
         path = folder / name
         stored = read_json(path) if path.is_file() else {}
-        if "data" in stored and not str(stored["data"]).startswith(("vqav2:", "shards:")):
+        data = stored.get("data", "vqav2:")
+        if not any(str(one).startswith(("vqav2:", "shards:")) for one in (data if isinstance(data, list) else [data])):
             return PROMPT
         if "prompt" in stored:
             return check_prompt(read_field(stored, "prompt", TEXT, shown(path)))

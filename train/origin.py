@@ -17,6 +17,7 @@ from model.common import UserError, open_regular, quoted, shown
 from model.device import autocast_of, numerics
 from train.checkpoint import checkpoints, read_state
 from train.data.shards import Shards
+from train.data.sources import Mixture
 from train.flags import flag_name
 from train.metrics import saved_metrics
 
@@ -40,6 +41,9 @@ def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
     All texts, and the size of every picture's file, are part of it; of up to 2,048 files, evenly spread, also the first
     and the last 64 KiB. Pictures that are drawn have no file.
     """
+    if isinstance(records, Mixture):
+        parts = [data_fingerprints(part) for part in records.parts]
+        return {name: " + ".join(part[name] for part in parts) for name in ("records", "pictures")}
     if isinstance(records, Shards):
         return {"records": _hash(records.rows.tobytes()), "pictures": _files_fingerprint(records.paths)}
     texts = hashlib.sha256()
@@ -113,5 +117,5 @@ def differences(before: dict, now: dict) -> list[str]:
 
 
 def _plain(value):
-    """A value as JSON gives it back."""
-    return list(value) if isinstance(value, tuple) else value
+    """A value as JSON gives it back; a text as a list of it: some flags could not be repeated when it was written."""
+    return list(value) if isinstance(value, tuple) else [value] if isinstance(value, str) else value

@@ -98,9 +98,9 @@ STAGES: dict[str, dict[int, StageRecipe]] = {
 }
 
 
-def stage_defaults(arch: str | None, stage: int | None, data: str) -> Mapping[str, object]:
-    """The settings of a stage on `data`; empty where there is no such stage."""
+def stage_defaults(arch: str | None, stage: int | None, is_embedded: bool) -> Mapping[str, object]:
+    """The settings of a stage, on the embedded data or on others; empty where there is no such stage."""
     recipe = STAGES.get(arch, {}).get(stage)
     if recipe is None:
         return {}
-    return recipe.defaults | (recipe.embedded if data == "embedded" else {})
+    return recipe.defaults | (recipe.embedded if is_embedded else {})

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.datasets import PROMPT, check_prompt
-from eval.records import EMBEDDED_TASKS
+from eval.records import EMBEDDED_TASKS, SOURCES
 from lora.adapter import DECODER_TARGETS
 from model.common import UserError
 from model.device import DTYPES
@@ -29,16 +29,29 @@ from train.flags import (
 )
 from train.recipes import RECIPES, STAGES, stage_defaults
 
+EMBEDDED = ("embedded",)
+
 
 @dataclass(frozen=True)
 class Settings:
     """All settings of a run. Each is a flag of the same name; see `train.flags.flag`."""
 
     base: str = flag("embedded", "model: a folder, a hub id, or `embedded`")
-    data: str = flag(
-        "embedded",
-        "embedded, vqav2:DIR (official files), jsonl:FILE (image, prefix, suffix), or tar "
-        "shards of train.shard, shards:'NAME-{000..127}.tar'",
+    data: tuple[str, ...] = flag(
+        EMBEDDED,
+        f"{SOURCES}, or tar shards of train.shard, shards:'NAME-{{000..127}}.tar'. Given several times: a mixture. An "
+        "epoch has as many samples as all of them have records; with SOURCE@WEIGHT at each, a source gives the share "
+        "WEIGHT / (sum of weights) of these samples: a small one comes repeatedly, a large one goes on in the next "
+        "epoch (default: embedded)",
+        action="append",
+        metavar="SOURCE[@WEIGHT]",
+    )
+    eval_data: tuple[str, ...] = flag(
+        (),
+        "what is asked instead of pictures held out of --data, and named as there; may be given several times "
+        "(default: the share --validation of --data)",
+        action="append",
+        metavar="SOURCE",
     )
     arch: str = flag("paligemma", f"what to train: paligemma, or a system with stages ({', '.join(STAGES)})")
     stage: int | None = flag(
@@ -80,7 +93,7 @@ class Settings:
     samples: int = flag(16000, "size of an epoch of the embedded data", least=1, most=10**8)
     tasks: str = flag(",".join(EMBEDDED_TASKS), "tasks of the embedded data, in turn, see eval/scenes.py")
     fraction: float = flag(1.0, "share of the training pictures to use (the paper's Part 1: 0.4)", share=True)
-    validation: float = flag(0.02, "share of the pictures held out, for data on disk", share=True)
+    validation: float = flag(0.02, "share of the pictures held out of data on disk, without --eval-data", share=True)
     prompt: str = flag("answer {question}", "prompt of a VQAv2 question")
     answers: str = flag(
         "common",
@@ -89,7 +102,7 @@ class Settings:
     )
     per_picture: int = flag(1, "questions of one picture that may share a batch, and its encoding", least=1)
     shuffle_buffer: int = flag(10000, "records of tar shards that are shuffled together", least=1)
-    images: str | None = flag(None, "folder of the pictures (default: that of vqav2:DIR, or where jsonl:FILE is)")
+    images: str | None = flag(None, "folder of the pictures (default: vqav2:DIR itself, or where the FILE is)")
     allow_outside: bool = flag(False, "read pictures outside of that folder too, where the data's names lead there")
     max_length: int = flag(8192, "tokens of an example, its picture's included; longer ones are left out", least=1)
     max_bad: int = flag(20, "unusable records to leave out before the run stops", least=0)
@@ -120,17 +133,27 @@ class Settings:
     keep: int = flag(2, "checkpoints to keep", least=1)
     seed: int = flag(0, "of initialisation, order and dropout", least=0)
 
+    def __post_init__(self):
+        for name in ("data", "eval_data"):  # one source as text, as older versions wrote it
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, (value,))
+
     @property
     def options(self) -> dict[str, object]:
         """What `option` holds, by name. Raises UserError for what is no NAME=VALUE."""
         return dict(map(read_option, self.option))
 
     @property
+    def is_embedded(self) -> bool:
+        """Whether the embedded scenes are all the data."""
+        return self.data == EMBEDDED
+
+    @property
     def question_prompt(self) -> str | None:
         """The template of the VQA questions that are trained on; None where only the data knows it."""
-        if self.data == "embedded":
+        if self.is_embedded:
             return PROMPT
-        return self.prompt if self.data.startswith("vqav2:") else None
+        return self.prompt if any(source.startswith("vqav2:") for source in self.data) else None
 
     @property
     def is_grafted(self) -> bool:
@@ -167,7 +190,7 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
     if arguments.resume is not None:
         return read_config(Settings, arguments.resume, "train.finetune"), arguments
     recipe = given.pop("recipe", None)
-    defaults = stage_defaults(given.get("arch"), given.get("stage"), given.get("data", Settings.data))
+    defaults = stage_defaults(given.get("arch"), given.get("stage"), tuple(given.get("data", EMBEDDED)) == EMBEDDED)
     defaults = {**defaults, **RECIPES.get(recipe, {})}
     if "accumulate" in given:
         defaults.pop("step_batch", None)

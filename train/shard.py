@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from eval.records import SOURCES
 from model.common import UserError, run_command
 from train.data.pack import make
 from train.data.sources import read_records
@@ -32,13 +33,13 @@ class PackOptions:
     max_bad: int = flag(
         Settings.max_bad, "records without a readable picture to leave out before giving up", least=0, metavar="N"
     )
-    images: str | None = flag(None, "folder of the pictures (default: that of vqav2:DIR, or where jsonl:FILE is)")
+    images: str | None = flag(None, "folder of the pictures (default: vqav2:DIR itself, or where the FILE is)")
     allow_outside: bool = flag(False, "pack pictures outside of that folder too, if names lead there")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = FlagParser(prog="python -m train.shard", description=__doc__)
-    parser.add_argument("data", help="embedded, vqav2:DIR (official files), or jsonl:FILE (image, prefix, suffix)")
+    parser.add_argument("data", help=SOURCES)
     parser.add_argument("--out", type=Path, required=True, metavar="PREFIX", help="shards are PREFIX-000.tar, …")
     add_flags(parser, PackOptions)
     given = vars(parser.parse_args(argv))
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"{data}: these are shards already: give what they were made of")
     # all records: --validation and --fraction apply where the shards are read
     settings = Settings(
-        data=data,
+        data=(data,),
         prompt=options.prompt,
         samples=options.samples,
         seed=options.seed,

@@ -30,7 +30,7 @@ def evaluate(model: PaliGemma, processor: Processor, settings: Settings, title: 
     was_training, ask_all = model.training, partial(ask_together, world)
     model.eval()
     result: dict = dict(NO_ACCURACY)
-    if settings.data == "embedded":
+    if settings.is_embedded:
         limit = settings.eval_limit
         details = vqa.evaluate_embedded(model, processor, limit, f"VQA, {title}", ask_all=ask_all)
         tests = {
@@ -40,8 +40,8 @@ def evaluate(model: PaliGemma, processor: Processor, settings: Settings, title: 
         }
         result |= {"vqa_details": details, "needle_details": tests}
         result |= {"vqa": details["overall"], "needle": tests.get("n2o1")}
-    elif settings.data.startswith("vqav2:"):
-        folder = Path(settings.data.partition(":")[2])
+    elif len(settings.data) == 1 and settings.data[0].startswith("vqav2:"):
+        folder = Path(settings.data[0].partition(":")[2])
         result["vqa_details"] = vqa.evaluate_files(
             model,
             processor,
@@ -77,7 +77,7 @@ def summarize(settings: Settings, progress: dict, after: dict | None, trainable_
         "samples": progress["samples"],
         "left_out": progress["bad"],
     }
-    if settings.evaluate and settings.data == "embedded":
+    if settings.evaluate and settings.is_embedded:
         summary["blind"] = vqa.blind_embedded(settings.eval_limit)
     return summary
 
@@ -113,7 +113,7 @@ def print_accuracies(summary: dict, settings: Settings) -> None:
 
     print(f"\n{'accuracy, %':<34}" + "".join(f"{name:>9}" for name in [*columns, "chance"]))
     results, after = list(columns.values()), summary["after"]
-    if settings.data != "embedded":
+    if not settings.is_embedded:
         row("VQA", [result["vqa"] for result in results], None)
         return
     blind = summary["blind"]

@@ -6,11 +6,12 @@ follows from the seed alone, so a resumed run reads exactly what an uninterrupte
 
 import random
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 
+import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
@@ -22,6 +23,7 @@ from model.processor import Batch, Processor
 from train.data.features import FeatureCache
 
 BUCKET = 32  # tokens of text: rows of one batch have lengths of the same bucket
+CHARACTERS = 4  # in a token, roughly
 MAX_PLANNED = 50_000  # characters of a record that the plan counts; a longer one is mostly above the token limit
 
 
@@ -60,6 +62,29 @@ def plan_epoch(
             size -= whole
     rng.shuffle(batches)
     return batches
+
+
+def plan_windows(
+    order: np.ndarray,
+    describe: Callable[[Sequence[int]], tuple[list, list[int]]],
+    batch_size: int,
+    seed: int,
+    epoch: int,
+    per_picture: int,
+    first: int,
+    buffer: int,
+) -> Iterator[list[int]]:
+    """The micro-batches of an epoch from number `first` on, planned by `plan_epoch` within one `buffer` at a time.
+
+    order: the numbers of all samples. describe: from numbers to keys and lengths. All micro-batches but the last have
+    `batch_size` samples.
+    """
+    window = batch_size * max(1, buffer // batch_size)
+    for start in range(first * batch_size // window * window, len(order), window):
+        chosen = order[start : start + window]
+        batches = plan_epoch(*describe(chosen), batch_size, f"{seed}/{start}", epoch, per_picture)
+        for batch in batches[max(0, first - start // batch_size) :]:
+            yield chosen[batch].tolist()
 
 
 @dataclass(frozen=True)
@@ -103,6 +128,11 @@ class MicroBatch:
 
     def _tensors(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)]
+
+
+def text_length(record: Record) -> int:
+    """The characters of a record's prompts and answers."""
+    return sum(map(len, chain(*record.turns)))
 
 
 def supervised(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,8 +256,8 @@ class Order:
     """Which micro-batches a process reads at every step: a pure function of the seed, so a run can start anywhere.
 
     A step takes `accumulate` micro-batches on each of `world_size` processes; an epoch's last step takes what is left.
-    `total` is the number of steps. records: a list, planned as a whole, or a source with its own `plan`, as in
-    `train/data/shards.py`. Raises UserError if there are too few records for one step.
+    `total` is the number of steps. records: a list, planned as a whole, or a source with its own `plan` of
+    `samples` an epoch, as in `train/data/shards.py`. Raises UserError if there are too few records for one step.
     """
 
     def __init__(
@@ -247,17 +277,21 @@ class Order:
     ):
         self.records, self.processor, self.cache = records, processor, cache
         self.accumulate, self.rank, self.world_size, self.seed = accumulate, rank, world_size, seed
+        samples = len(records)
         if hasattr(records, "plan"):
-            self.plan = partial(records.plan, batch_size, seed, per_picture=per_picture)
+            self.plan, samples = partial(records.plan, batch_size, seed, per_picture=per_picture), records.samples
         else:
-            texts = [(r.prefix + r.suffix)[:MAX_PLANNED].encode("utf-8", "replace").decode() for r in records]
+            texts = ["".join(chain(*r.turns))[:MAX_PLANNED].encode("utf-8", "replace").decode() for r in records]
             lengths = [len(ids) for ids in processor.tokenizer.encode(texts)]
+            # beside one picture: a batch of equal records has the same length whatever a picture's tokens are
+            more = [(len(r.pictures) - 1) * processor.config.num_image_tokens for r in records]
+            lengths = [length + tokens for length, tokens in zip(lengths, more, strict=True)]
             keys = [r.key for r in records]
             self.plan = lambda epoch, first: plan_epoch(keys, lengths, batch_size, seed, epoch, per_picture)[first:]
-        self.micro_batches = -(-len(records) // batch_size)
+        self.micro_batches = -(-samples // batch_size)
         if self.micro_batches < accumulate * world_size:
             raise UserError(
-                f"{len(records)} records make {self.micro_batches} micro-batches, but a step takes "
+                f"{samples} records make {self.micro_batches} micro-batches, but a step takes "
                 f"{accumulate * world_size}: lower --step-batch, --batch-size or --accumulate, or give more data"
             )
         self.steps_per_epoch = -(-self.micro_batches // (accumulate * world_size))

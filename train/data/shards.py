@@ -32,7 +32,7 @@ from tqdm import tqdm
 from eval.datasets import some
 from eval.records import Record
 from model.common import Expected, UserError, atomic_path, open_regular, parse_json, read_field, shown
-from train.data.batches import plan_epoch
+from train.data.batches import CHARACTERS, plan_windows
 
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2")
 # Columns of an index, one row for each record: the number of its sample, the number of its question in the sample,
@@ -41,7 +41,6 @@ PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "j
 SAMPLE, QUESTION, PICTURE, PICTURE_SIZE, TEXT, TEXT_SIZE, LENGTH = range(7)
 BLOCK = tarfile.BLOCKSIZE
 MAX_BYTES = 64 << 20  # of one picture or text: a larger size is damage, or an attack
-CHARACTERS = 4  # in a token, roughly
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
@@ -250,6 +249,7 @@ class Shards(Sequence):
             parts.append(part[keep])
         self.ends = np.cumsum([len(part) for part in parts])
         self.rows = np.concatenate(parts)
+        self.samples = len(self.rows)  # of an epoch
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -278,23 +278,20 @@ class Shards(Sequence):
             raise UserError(f"{where}: 'choices' must be texts: make the shard again")
         name = entry["name"] if isinstance(entry.get("name"), str) else f"{shard.name}/{_split(name)[0]}[{question}]"
         opened = partial(open_picture, shard, picture, picture_size)
-        return Record(name, str(sample), (opened,), ((prefix, suffix),), tuple(choices), bool(choices))
+        return Record(name, f"{shard}: {sample}", (opened,), ((prefix, suffix),), tuple(choices), bool(choices))
 
     def plan(self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0) -> Iterator[list[int]]:
-        """The micro-batches of an epoch from number `first` on, planned by `plan_epoch` within one buffer at a time.
+        """The micro-batches of an epoch from number `first` on, see `plan_windows`."""
+        order = self.order(seed, epoch)
+        yield from plan_windows(order, self.describe, batch_size, seed, epoch, per_picture, first, self.buffer)
 
-        Every epoch has ⌈records / batch_size⌉ micro-batches, and each record once.
-        """
+    def order(self, seed: int | str, epoch: int) -> np.ndarray:
+        """The numbers of all records, those of a shard together, the shards shuffled."""
         shards = list(range(len(self.paths)))
         random.Random(f"shards/{seed}/{epoch}").shuffle(shards)
         begins = self.ends - np.diff(self.ends, prepend=0)
-        order = np.concatenate([np.arange(begins[shard], self.ends[shard]) for shard in shards])
-        window = batch_size * max(1, self.buffer // batch_size)
-        for start in range(first * batch_size // window * window, len(order), window):
-            chosen = order[start : start + window]
-            lengths = self.rows[chosen, LENGTH] // CHARACTERS
-            batches = plan_epoch(
-                self.rows[chosen, SAMPLE].tolist(), lengths.tolist(), batch_size, f"{seed}/{start}", epoch, per_picture
-            )
-            for batch in batches[max(0, first - start // batch_size) :]:
-                yield chosen[batch].tolist()
+        return np.concatenate([np.arange(begins[shard], self.ends[shard]) for shard in shards])
+
+    def describe(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The samples of records, which stand for their pictures, and their approximate lengths in tokens."""
+        return self.rows[numbers, SAMPLE].tolist(), (self.rows[numbers, LENGTH] // CHARACTERS).tolist()

@@ -1,31 +1,191 @@
-"""The records that `--data` names: embedded scenes, VQAv2's official files, a user's JSON lines, or tar shards."""
+"""The records that `--data` and `--eval-data` name, one source or a mixture of several.
 
-from collections.abc import Sequence
+In: settings. Out: a sequence of records, or a `Mixture`, which `train/data/batches.py` accepts instead of a list.
+"""
 
-from eval.records import Record, read_data
+import random
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from eval.datasets import real_path, some
+from eval.records import Record, read_data, source_parts, split_records
 from model.common import UserError
+from train.data.batches import CHARACTERS, plan_windows, text_length
 from train.data.shards import Shards
 from train.settings import Settings
 
+WEIGHT = re.compile(r"(.+)@(\d+\.?\d*|\.\d+)")
+
 
 def read_records(settings: Settings, split: str = "train") -> Sequence[Record]:
-    """The records of a split. Raises UserError for data that is absent or empty."""
-    kind, _, path = settings.data.partition(":")
-    share = {"fraction": settings.fraction, "validation": settings.validation, "seed": settings.seed}
-    share["sampled"] = settings.answers == "sampled"
-    if kind == "shards" and path:
-        records: Sequence[Record] = Shards(path, split, buffer=settings.shuffle_buffer, **share)
-    else:
+    """The records of the split "train" or "validation". Raises UserError for data that is absent or empty.
+
+    Of several sources, no picture is in both splits. With --eval-data, which is the validation split, such pictures are
+    counted on stderr.
+    """
+    is_own = split == "validation" and settings.eval_data
+    flag, sources = ("--eval-data", settings.eval_data) if is_own else ("--data", settings.data)
+    names, weights = _weights(flag, sources)
+    asked = _weights("--eval-data", settings.eval_data)[0]
+    parts = _read(settings, names, split)
+    if not any(map(len, parts)):
+        raise UserError(f"{flag} {' '.join(sources)}: no {split} records: check --validation and --fraction")
+    if split == "train" and asked:
+        _warn_of_common(parts, _read(settings, asked, "validation"))
+    if len(parts) == 1:
+        return parts[0]
+    if split == "validation":
+        weights = None
+    if weights is None and not any(isinstance(part, Shards) for part in parts):
+        return [record for part in parts for record in part]
+    return Mixture(parts, weights, settings.shuffle_buffer)
+
+
+def _weights(flag: str, sources: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """The sources without their weights, and these; None where there are none. Raises UserError for useless ones."""
+    found = [WEIGHT.fullmatch(source) for source in sources]
+    if not any(found):
+        return list(sources), None
+    where = f"{flag} {' '.join(sources)}"
+    if flag == "--eval-data":
+        raise UserError(f"{where}: all of the held-out records are asked: leave @WEIGHT out")
+    if len(sources) == 1:
+        raise UserError(f"{where}: a weight is for a mixture: leave @WEIGHT out, or take --fraction for a part")
+    if not all(found) or not all(float(one[2]) for one in found):
+        raise UserError(f"{where}: give each source a weight above 0, or none to any")
+    return [one[1] for one in found], [float(one[2]) for one in found]
+
+
+def _read(settings: Settings, sources: Sequence[str], split: str) -> list[Sequence[Record]]:
+    """The records of each source in a split; files are split together, so that a picture is in one split of all."""
+    sampled = settings.answers == "sampled"
+    has_own = bool(settings.eval_data)
+    share = {"fraction": 1.0 if has_own and split == "validation" else settings.fraction}
+    share |= {"validation": 0.0 if has_own else settings.validation, "seed": settings.seed}
+    whole = "train" if has_own else split  # the part of --eval-data, too, that is read: all of it
+    parts: list[Sequence[Record]] = []
+    files: list[tuple[int, Record]] = []
+    for number, source in enumerate(sources):
+        kind, path = source_parts(source)
+        if kind == "shards":
+            parts.append(Shards(str(path), whole, sampled=sampled, buffer=settings.shuffle_buffer, **share))
+            continue
         records = read_data(
-            settings.data,
-            split,
+            source,
+            split if kind == "embedded" else "all",
             images=settings.images,
             allow_outside=settings.allow_outside,
             prompt=settings.prompt,
+            sampled=sampled,
+            seed=settings.seed,
             tasks=settings.tasks.split(","),
             samples=settings.samples,
-            **share,
         )
-    if not records:
-        raise UserError(f"--data {settings.data}: no {split} records: check --validation and --fraction")
-    return records
+        if len(sources) > 1:  # two sources may use one name or key for different things
+            records = [replace(r, name=f"{source}: {r.name}", key=f"{source}: {r.key}") for r in records]
+        parts.append(records)
+        files += [(number, record) for record in records if kind != "embedded"]
+    if files:
+        kept = {id(record) for record in split_records([record for _, record in files], whole, **share)}
+        for number in {number for number, _ in files}:
+            parts[number] = [record for owner, record in files if owner == number and id(record) in kept]
+    return parts
+
+
+def _warn_of_common(train: Sequence[Sequence[Record]], held_out: Sequence[Sequence[Record]]) -> None:
+    """Print a line on stderr if pictures of --eval-data are trained on. Pictures in tar shards have no names."""
+    learned, asked = (
+        {
+            real_path(picture)
+            for part in parts
+            if not isinstance(part, Shards)
+            for record in part
+            for picture in record.pictures
+            if isinstance(picture, Path)
+        }
+        for parts in (train, held_out)
+    )
+    common = sorted(learned & asked)
+    if common and not (dist.is_initialized() and dist.get_rank()):
+        print(
+            f"warning: {len(common)} of the {len(asked)} pictures of --eval-data are in --data, too "
+            f"({some([Path(path).name for path in common])}): the scores say little about new pictures",
+            file=sys.stderr,
+        )
+
+
+class Mixture(Sequence):
+    """Several sources in one order. Records are numbered through, source by source.
+
+    weights: the share of each source in the samples of an epoch, None: each record once. buffer: how many samples are
+    shuffled together where a source is a set of tar shards. `samples` is the number of them in an epoch.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Record]], weights: Sequence[float] | None, buffer: int):
+        self.parts, self.weights, self.buffer = parts, weights, buffer
+        self.ends = np.cumsum([len(part) for part in parts])
+        self.samples = int(self.ends[-1])
+        self.counts = [len(part) for part in parts]
+        if weights is not None:
+            bounds = np.round(np.cumsum(weights) / sum(weights) * self.samples).astype(int)
+            self.counts = np.diff(bounds, prepend=0).tolist()
+        for part, count in zip(parts, self.counts, strict=True):
+            if count and not len(part):
+                raise UserError("a source of the mixture has no records: check --validation and --fraction")
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, index: int) -> Record:
+        number = int(np.searchsorted(self.ends, index, side="right"))
+        return self.parts[number][index - int(self.ends[number]) + len(self.parts[number])]
+
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        """The numbers of an epoch's samples: each source goes on where it has ended in the epoch before."""
+        marks = np.repeat(np.arange(len(self.parts)), self.counts)
+        np.random.default_rng((seed, epoch)).shuffle(marks)
+        order = np.empty(self.samples, dtype=np.int64)
+        for number, (part, count) in enumerate(zip(self.parts, self.counts, strict=True)):
+            start, chosen = epoch * count, [np.empty(0, dtype=np.int64)]
+            while (done := sum(map(len, chosen))) < count:
+                turn, place = divmod(start + done, len(part))
+                chosen.append(self._pass(number, f"{seed}/{number}", turn)[place : place + count - done])
+            order[marks == number] = np.concatenate(chosen) + self.ends[number] - len(part)
+        return order
+
+    def _pass(self, number: int, seed: str, turn: int) -> np.ndarray:
+        """The numbers of a source's records within it, each once; of tar shards the shards are shuffled."""
+        part = self.parts[number]
+        if isinstance(part, Shards):
+            return part.order(seed, turn)
+        numbers = list(range(len(part)))
+        random.Random(f"mixture/{seed}/{turn}").shuffle(numbers)
+        return np.array(numbers)
+
+    def plan(self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0) -> Iterator[list[int]]:
+        """The micro-batches of an epoch from number `first` on, see `plan_windows`."""
+        window = self.buffer if any(isinstance(part, Shards) for part in self.parts) else self.samples
+        order = self.order(seed, epoch)
+        yield from plan_windows(order, self.describe, batch_size, seed, epoch, per_picture, first, window)
+
+    def describe(self, numbers: Sequence[int]) -> tuple[list, list[int]]:
+        """The keys of records, and their approximate lengths in tokens."""
+        keys: list = []
+        lengths: list[int] = []
+        for index in numbers:
+            number = int(np.searchsorted(self.ends, index, side="right"))
+            part = self.parts[number]
+            within = index - int(self.ends[number]) + len(part)
+            if isinstance(part, Shards):
+                (key,), (length,) = part.describe([within])
+            else:
+                key, length = part[within].key, text_length(part[within]) // CHARACTERS
+            keys.append((number, key))
+            lengths.append(length)
+        return keys, lengths

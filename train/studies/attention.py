@@ -193,7 +193,7 @@ def summarize(study: FineTuningStudy, results: Sequence[RowResult], seeds: Seque
     return {
         "base": study.base.base,
         "fingerprint": study.fingerprint,
-        "data": study.base.data,
+        "data": " ".join(study.base.data),
         "version": VERSION,
         "settings": asdict(study.base),
         "seeds": list(seeds),
@@ -241,7 +241,7 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[list[FineTuningRow], Att
     picked = pick_rows(rows, vars(settings_parser.parse_known_args(rest)[0]))
     if settings.full:
         raise UserError("--recipe paligemma trains every weight, but rows are compared with LoRA: take another recipe")
-    if options.coco and settings.data == "embedded":
+    if options.coco and settings.is_embedded:
         raise UserError("--coco goes with --data on disk: the embedded scenes have needle tests of their own")
     return picked, options, replace(settings, **PLAIN)
 

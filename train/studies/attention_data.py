@@ -70,14 +70,14 @@ def training_records(settings: Settings, shared_seed: int) -> tuple[list[Record]
     On the embedded scenes each seed draws its own. On disk all seeds use the pictures of `shared_seed`: otherwise one
     seed would train on pictures that another holds out. There, seeds differ in initialisation, order and dropout.
     """
-    kept = "data samples fraction validation prompt answers images allow_outside shuffle_buffer".split()
-    seed = settings.seed if settings.data == "embedded" else shared_seed
+    kept = "data eval_data samples fraction validation prompt answers images allow_outside shuffle_buffer".split()
+    seed = settings.seed if settings.is_embedded else shared_seed
     return _training_records(Settings(seed=seed, **{name: getattr(settings, name) for name in kept}))
 
 
 @lru_cache(maxsize=1)  # the records of one seed: cells are computed seed by seed
 def _training_records(settings: Settings) -> tuple[list[Record], str]:
-    if settings.data == "embedded":
+    if settings.is_embedded:
         drawn: dict[str, Callable] = {}
         records = [
             replace(record, pictures=(drawn.setdefault(record.key, cache(record.pictures[0])),))
@@ -112,7 +112,7 @@ def make_measures(settings: Settings, split: str, limit: int, options: Attention
     """
     measures = [vqa_measure(settings, split, limit)]
     tests = max(1, limit // 32) * 16  # a multiple of the number of places of both kinds
-    if settings.data == "embedded":
+    if settings.is_embedded:
         for kind in NEEDLES:
             trials = [
                 trial._replace(pictures=cache(trial.pictures))
@@ -129,7 +129,7 @@ def make_measures(settings: Settings, split: str, limit: int, options: Attention
 def vqa_measure(settings: Settings, split: str, limit: int) -> Measure:
     """VQA by the official scorer, on the embedded scenes or on disk. Raises UserError if no pictures are held out."""
     chance, template = None, vqa.PROMPT
-    if settings.data == "embedded":
+    if settings.is_embedded:
         benchmark = vqa.embedded(limit, split)
         benchmark = benchmark._replace(pictures={name: cache(draw) for name, draw in benchmark.pictures.items()})
         chance = vqa.blind_embedded(limit)["overall"] if split == "test" else None
@@ -152,7 +152,7 @@ def held_out_vqa(settings: Settings, split: str, limit: int | None) -> tuple[vqa
     They are about the pictures held out from training, one half for each split. If VQAv2's val2014 files are in the
     same folder, those are the test split. Raises UserError if no pictures are held out.
     """
-    kind, _, path = settings.data.partition(":")
+    kind, _, path = settings.data[0].partition(":") if len(settings.data) == 1 else ("mixture", "", "")
     folder, files, held_out = Path(path), (QUESTIONS_FILE, ANNOTATIONS_FILE), []
     if kind == "vqav2" and split == "test" and (folder / VAL_FILES[0]).exists():
         files, names = VAL_FILES, [str(question.question_id) for question in read_questions(folder / VAL_FILES[0])]
@@ -163,7 +163,7 @@ def held_out_vqa(settings: Settings, split: str, limit: int | None) -> tuple[vqa
         names = [record.name for record in held_out if record.key in half]
     if not names:
         raise UserError(
-            f"--data {settings.data}: no pictures are left for the {split} split: raise --validation "
+            f"--data {' '.join(settings.data)}: no pictures are left for the {split} split: raise --validation "
             f"above {settings.validation}"
         )
     chosen = set(names if limit is None else random.Random(f"vqa/{split}").sample(names, min(limit, len(names))))
@@ -203,4 +203,4 @@ def needle_measure(name: str, trials: Sequence[needle.Trial], protocol: str) -> 
 
 def bar(settings: Settings, name: str) -> str | None:
     """The title of a progress bar; None for the embedded questions, which take seconds."""
-    return None if settings.data == "embedded" else name
+    return None if settings.is_embedded else name

@@ -175,7 +175,7 @@ class QMambaStudy(ScaledStudy):
         """Those of `python -m train.finetune --arch qmamba`, but for the number of samples."""
         own = {"arch": "qmamba", "stage": stage, "samples": self.samples(SAMPLES[stage]), "seed": seed}
         own |= {"checkpoint_every": 10**9, "measure_every": 0}
-        return Settings(**(stage_defaults("qmamba", stage, "embedded") | own))
+        return Settings(**(stage_defaults("qmamba", stage, True) | own))
 
 
 def save_weights(study: QMambaStudy, weights: dict[str, torch.Tensor], folder: Path) -> dict:
