@@ -1,20 +1,21 @@
-"""Files that several tests write: VQAv2's official layout, and plain text."""
+"""Files that several tests write: the official layouts of VQAv2 and MMNeedle, and plain text."""
 
 import json
 import random
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 SYLLABLES = [a + b for a in "bdfgklmnprst" for b in "aeiou"]
 
 
-def write_vqav2(folder: Path, images: int = 20) -> None:
-    """The questions, annotations and pictures of train2014: three questions on each picture."""
+def write_vqav2(folder: Path, images: int = 20, subset: str = "train2014") -> None:
+    """The questions, annotations and pictures of a subset: three questions on each picture."""
     questions, annotations = [], []
-    (folder / "train2014").mkdir(parents=True)
+    (folder / subset).mkdir(parents=True)
     for image_id in range(1, images + 1):
-        Image.new("RGB", (30, 20), (image_id * 10, 0, 0)).save(folder / f"train2014/COCO_train2014_{image_id:012d}.jpg")
+        Image.new("RGB", (30, 20), (image_id * 10, 0, 0)).save(folder / f"{subset}/COCO_{subset}_{image_id:012d}.jpg")
         for number in range(3):
             qid = image_id * 1000 + number
             questions.append({"image_id": image_id, "question": f"What is {number}?", "question_id": qid})
@@ -23,9 +24,35 @@ def write_vqav2(folder: Path, images: int = 20) -> None:
             ]
             types = {"question_type": "what is", "answer_type": "other", "multiple_choice_answer": "yes"}
             annotations.append({"question_id": qid, "image_id": image_id, "answers": answers} | types)
-    head = {"info": {}, "license": {}, "data_type": "mscoco", "data_subtype": "train2014", "task_type": "Open-Ended"}
-    (folder / "v2_OpenEnded_mscoco_train2014_questions.json").write_text(json.dumps(head | {"questions": questions}))
-    (folder / "v2_mscoco_train2014_annotations.json").write_text(json.dumps(head | {"annotations": annotations}))
+    head = {"info": {}, "license": {}, "data_type": "mscoco", "data_subtype": subset, "task_type": "Open-Ended"}
+    (folder / f"v2_OpenEnded_mscoco_{subset}_questions.json").write_text(json.dumps(head | {"questions": questions}))
+    (folder / f"v2_mscoco_{subset}_annotations.json").write_text(json.dumps(head | {"annotations": annotations}))
+
+
+def write_mmneedle(folder: Path) -> Path:
+    """Pictures, captions and metadata as MMNeedle publishes them: 8 tests of one picture of 2×2, and 2 negatives."""
+    (folder / "val2014").mkdir(parents=True)
+    names = [f"COCO_val2014_{number:012d}.jpg" for number in range(12)]
+    for number, name in enumerate(names):
+        noise = np.random.default_rng(number).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(folder / "val2014" / name)
+    (folder / "C").write_text(json.dumps({name: f"picture {number}" for number, name in enumerate(names)}))
+    places = [(row, col) for row in (0, 1) for col in (0, 1)]
+    stitched = [f"COCO_val2014_stitched_{n:04d}.jpg" for n in (0, 1)]
+    grids = {
+        name: {f"{row}_{col}": f"val2014/{names[4 * n + 2 * row + col]}" for row, col in places}
+        for n, name in enumerate(stitched)
+    }
+    (folder / "2_2.json").write_text(json.dumps(grids))
+
+    def test(number: int, n: int, index: int, row: int, col: int, target: int) -> dict:
+        where = {"image_ids": [f"images_stitched/2_2/{stitched[n]}"], "index": index, "row": row, "col": col}
+        return {"id": number, **where, "target": f"val2014/{names[target]}"}
+
+    tests = [test(4 * n + 2 * r + c, n, 0, r, c, 4 * n + 2 * r + c) for n in (0, 1) for r, c in places]
+    tests += [test(5000 + n, n, -1, -1, -1, 8 + n) for n in (0, 1)]
+    (folder / "annotations_1_2_2.json").write_text(json.dumps(tests))
+    return folder
 
 
 def prose(seed: int, lines: int = 60) -> str:

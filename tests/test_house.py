@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("model", "lora", "weights", "eval", "train")
-COMMANDS = ("finetune", "text", "pretrain", "pretrain_mamba", "tokenizer", "shard", "compare")
+COMMANDS = ("finetune", "text", "pretrain", "pretrain_mamba", "tokenizer", "shard", "compare", "reproduce")
 # from the ground up: what a module may import stands on its own floor or on a lower one
 FLOORS = {"model": 0, "lora": 1, "weights": 1, "eval": 2, "train": 3, "train.data": 3}
 FLOORS |= {f"train.{name}": 4 for name in ("systems", "embedded", "studies", "benchmark")}

@@ -43,7 +43,7 @@ def flag(
 
 def flag_name(name: str) -> str:
     """The flag of the field `name`."""
-    return "--" + name.replace("_", "-")
+    return "--" + name.rstrip("_").replace("_", "-")
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -75,7 +75,8 @@ def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
         help = field.metadata["help"]
         if "default" not in help:
             help += f" (default: {field.default})"
-        arguments = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%"), **field.metadata["argument"]}
+        arguments = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%"), "dest": field.name}
+        arguments |= field.metadata["argument"]
         kind = field_kind(settings, field)
         if kind is bool:
             arguments["action"] = argparse.BooleanOptionalAction
@@ -145,7 +146,7 @@ def check_ranges(settings, where: str = "") -> None:
         if kind is Path or "type" in limits["argument"]:  # its own reader has checked it
             continue
         most = MANY if kind is int and limits["most"] is None else limits["most"]
-        expected = Expected(kind, limits["least"], most, limits["choices"])
+        expected = Expected(kind, limits["least"], most, () if kind is list else limits["choices"])
         values = list(value) if isinstance(value, tuple) else value
         if value is None and field.default is None:
             continue

@@ -62,9 +62,18 @@ def make_adamw(groups: list[dict], betas: tuple[float, float], eps: float = 1e-8
     return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=on_gpu)
 
 
+def make_adam(groups: list[dict], betas: tuple[float, float], eps: float = 1e-8) -> torch.optim.Adam:
+    """Adam (Kingma & Ba 2015) over `groups`, with decay as a part of the gradient."""
+    on_gpu = all(parameter.is_cuda for group in groups for parameter in group["params"])
+    return torch.optim.Adam(groups, betas=betas, eps=eps, fused=on_gpu)
+
+
 def make_radam(groups: list[dict], betas: tuple[float, float], eps: float = 1e-8) -> torch.optim.RAdam:
     """RAdam (Liu et al. 2020) over `groups`, with decoupled weight decay."""
     return torch.optim.RAdam(groups, betas=betas, eps=eps, decoupled_weight_decay=True)
+
+
+OPTIMIZERS = {"adamw": make_adamw, "adam": make_adam, "radam": make_radam}
 
 
 def reconnect(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

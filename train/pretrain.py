@@ -9,29 +9,46 @@ In: the scenes of `eval/scenes.py` and their tokenizer. Out: a model folder in t
 With `--text [PATH …]` it makes a language model of plain text instead; its own flags: `python -m train.text --help`.
 """
 
-import argparse
 import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from model.common import UserError, run_command
+from model.common import run_command
 from train import text
 from train.distributed import join_world, leave_world
 from train.embedded.base import ALONE, make_base
+from train.flags import flag, read_flags
 from train.run_folder import check_empty
 
 
-def run_process(rank: int, args: argparse.Namespace, port: int) -> None:
+@dataclass(frozen=True)
+class PretrainOptions:
+    """The flags of this command."""
+
+    out: Path = flag(Path("runs/tiny"), "folder to write", metavar="DIR")
+    seed: int = flag(0, "of weights and samples")
+    processes: int = flag(
+        2 if (os.cpu_count() or 1) > 1 else 1,
+        "processes that share every batch; for a small model they are faster than threads",
+        least=1,
+        most=32,
+    )
+    threads: int = flag(1, "CPU threads of each process", least=1)
+    scale: float = flag(1.0, "length of all stages", least=1e-6)
+
+
+def run_process(rank: int, options: PretrainOptions, port: int) -> None:
     """One of several processes on this machine; they find each other through the variables that torchrun sets."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": args.processes, "MASTER_PORT": port}
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.processes, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(options.threads)
     try:
-        make_base(args.out, args.seed, args.scale, join_world("cpu"))
+        make_base(options.out, options.seed, options.scale, join_world("cpu"))
     finally:
         leave_world()
 
@@ -41,33 +58,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     if any(part.partition("=")[0] == "--text" for part in argv):
         text.main(argv)
         return
-    parser = argparse.ArgumentParser(
-        prog="python -m train.pretrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("runs/tiny"), help="folder to write (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default: %(default)s)")
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=2 if (os.cpu_count() or 1) > 1 else 1,
-        help="processes that share every batch; for a small model they are faster than threads (default: %(default)s)",
-    )
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each process (default: %(default)s)")
-    parser.add_argument("--scale", type=float, default=1.0, help="length of all stages (default: %(default)s)")
-    args = parser.parse_args(argv)
-    if args.scale <= 0:
-        raise UserError(f"--scale is {args.scale}, expected a positive number")
-    if not 1 <= args.processes <= 32 or args.threads < 1:
-        raise UserError(f"--processes {args.processes} --threads {args.threads}: expected 1 to 32, and at least 1")
-    check_empty(args.out)
-    if args.processes == 1:
-        torch.set_num_threads(args.threads)
-        make_base(args.out, args.seed, args.scale, ALONE)
+    options = read_flags(PretrainOptions, "train.pretrain", __doc__, argv)
+    check_empty(options.out)
+    if options.processes == 1:
+        torch.set_num_threads(options.threads)
+        make_base(options.out, options.seed, options.scale, ALONE)
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(run_process, (args, port), args.processes)
+    torch.multiprocessing.spawn(run_process, (options, port), options.processes)
 
 
 if __name__ == "__main__":

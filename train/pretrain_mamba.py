@@ -6,38 +6,38 @@ In: the scenes of `eval/scenes.py`, described in words. Out: a folder with confi
 tokenizer.model, which transformers opens too. `weights/tiny-mamba` is what this command writes.
 """
 
-import argparse
 import json
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from model.common import UserError, atomic_path, run_command, write_text
+from model.common import atomic_path, run_command, write_text
 from model.config import PRESETS
 from model.mamba import MambaLM, initialize_mamba
 from model.processor import Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER
 from train.embedded.mamba import BATCH, CONFIG, SAMPLES, accuracy, teach
+from train.flags import flag, read_flags
 from train.optim import count
 
 
+@dataclass(frozen=True)
+class PretrainOptions:
+    """The flags of this command."""
+
+    out: Path = flag(Path("runs/tiny-mamba"), "folder to write", metavar="DIR")
+    seed: int = flag(0, "of the weights")
+    threads: int = flag(torch.get_num_threads(), "CPU threads", least=1)
+    samples: int = flag(SAMPLES, "scenes to learn from", least=BATCH)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m train.pretrain_mamba", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/tiny-mamba"), help="folder to write (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
-    parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: %(default)s)"
-    )
-    parser.add_argument("--samples", type=int, default=SAMPLES, help="scenes to learn from (default: %(default)s)")
-    args = parser.parse_args(argv)
-    if args.samples < BATCH:
-        raise UserError(f"--samples is {args.samples}, expected at least {BATCH}")
+    args = read_flags(PretrainOptions, "train.pretrain_mamba", __doc__, argv)
     torch.set_num_threads(args.threads)
     started = time.perf_counter()
     tokenizer = BUNDLED_FOLDER / "tokenizer.model"

@@ -14,6 +14,8 @@ _PAPER = {
     "step_batch": 4,  # "a batch size of 4", and the rule rate / batch = 1e-4
     "warmup": 50,
     "schedule": "linear",
+    "optimizer": "adam",
+    "diff_in": "both",
     "dropout": 0.1,
     "epochs": 1,
     "fraction": 0.4,

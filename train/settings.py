@@ -27,6 +27,7 @@ from train.flags import (
     read_config,
     take_run_arguments,
 )
+from train.optim import OPTIMIZERS
 from train.recipes import RECIPES, STAGES, stage_defaults
 
 EMBEDDED = ("embedded",)
@@ -75,7 +76,7 @@ class Settings:
     dropout: float = flag(0.0, "LoRA dropout", least=0, most=0.9999)
     lr: float = flag(1.5e-3, "peak learning rate", least=0, most=1e6)
     scalar_lr: float | None = flag(None, "peak rate of λ, μ and norms (default: as --lr)", least=0, most=1e6)
-    optimizer: str = flag("adamw", "how the gradient is followed", choices=["adamw", "radam"])
+    optimizer: str = flag("adamw", "how the gradient is followed", choices=list(OPTIMIZERS))
     weight_decay: float = flag(1e-9, "AdamW weight decay; none on λ, μ and norms", least=0, most=1e6)
     beta2: float = flag(0.98, "AdamW's second momentum", least=0, most=0.9999999)
     schedule: str = flag("cosine", "decay after warm-up", choices=["linear", "cosine", "constant"])

@@ -21,6 +21,7 @@ from model.differential import graft
 from model.generate import CompiledStep
 from model.processor import Processor
 from tests.eval.conftest import random_model
+from tests.files import write_mmneedle
 
 
 def questions_on(pictures: int = 5):
@@ -578,44 +579,7 @@ def test_needle_command(source, workplace, capsys, protocol):
 
 @pytest.fixture
 def coco(tmp_path):
-    """Pictures, captions and metadata as MMNeedle publishes them: 8 tests of one picture of 2×2, and 2 negatives."""
-    (tmp_path / "val2014").mkdir()
-    names = [f"COCO_val2014_{number:012d}.jpg" for number in range(12)]
-    for number, name in enumerate(names):
-        noise(number).save(tmp_path / "val2014" / name)
-    (tmp_path / "C").write_text(json.dumps({name: f"picture {number}" for number, name in enumerate(names)}))
-    grids = {
-        f"COCO_val2014_stitched_{n:04d}.jpg": {
-            f"{row}_{col}": f"val2014/{names[4 * n + 2 * row + col]}" for row in (0, 1) for col in (0, 1)
-        }
-        for n in (0, 1)
-    }
-    (tmp_path / "2_2.json").write_text(json.dumps(grids))
-    tests = [
-        {
-            "id": 4 * n + 2 * row + col,
-            "image_ids": [f"images_stitched/2_2/COCO_val2014_stitched_{n:04d}.jpg"],
-            "index": 0,
-            "row": row,
-            "col": col,
-            "target": f"val2014/{names[4 * n + 2 * row + col]}",
-        }
-        for n in (0, 1)
-        for row in (0, 1)
-        for col in (0, 1)
-    ] + [
-        {
-            "id": 5000 + n,
-            "image_ids": [f"images_stitched/2_2/COCO_val2014_stitched_{n:04d}.jpg"],
-            "index": -1,
-            "row": -1,
-            "col": -1,
-            "target": f"val2014/{names[8 + n]}",
-        }
-        for n in (0, 1)
-    ]
-    (tmp_path / "annotations_1_2_2.json").write_text(json.dumps(tests))
-    return tmp_path
+    return write_mmneedle(tmp_path)
 
 
 def coco_flags(coco, source, *more):

@@ -252,7 +252,7 @@ def test_collected_reports_say_what_is_missing(tmp_path):
     [
         (["--rounds", "0"], "--rounds is 0"),
         (["--device", "no-such"], "--device no-such"),
-        (["--threads", "0"], "1 or more"),
+        (["--threads", "0"], "--threads is 0, expected an integer from 1"),
     ],
 )
 def test_senseless_flags_are_refused(arguments, message):

@@ -31,7 +31,10 @@ from train.systems.open import load_base, open_model
 from weights.export import export_model
 
 WORLD = World(0, 1, torch.device("cpu"))
-PLAIN_BASE = Settings(base="tiny", device="cpu", samples=32, batch_size=16, **PLAIN)
+PLAIN_BASE = Settings(
+    base="tiny", device="cpu", samples=32, batch_size=16, tasks=",".join(attention_data.TASKS), **PLAIN
+)
+PROGRESS = {"seconds": 1.0, "samples": 32}
 ROWS = {row.name: row for rows in attention.GROUPS.values() for row in rows}
 
 
@@ -48,7 +51,7 @@ def source(tmp_path_factory):
 
 
 def fake_measure(grade=lambda settings: [0.5] * 4, name="VQA", examples=4):
-    def graded(model, processor, settings):
+    def graded(model, processor, settings, folder):
         assert not model.training  # dropout would be asked too
         return grade(settings)
 
@@ -66,7 +69,7 @@ def fake_study(tmp_path, processor=None, validation=None, test=None, fingerprint
 def trainings(monkeypatch):
     """Training replaced by a note of what would have been trained."""
     done = []
-    monkeypatch.setattr("train.studies.cells.train_on", lambda *given: done.append(given[4]))
+    monkeypatch.setattr("train.studies.cells.train_on", lambda *given: done.append(given[4]) or PROGRESS)
     return done
 
 
@@ -243,6 +246,7 @@ def test_a_diverged_run_scores_nothing_and_is_named(processor, tmp_path, monkeyp
     def train(records, model, optimizer, processor, settings, *rest):
         if settings.lr > 2e-3 or settings.seed == 1:
             raise Diverged("step 7: the loss is nan")
+        return PROGRESS
 
     monkeypatch.setattr("train.studies.cells.train_on", train)
     study = fake_study(tmp_path, processor)
@@ -382,7 +386,7 @@ def test_no_picture_is_in_two_splits_of_any_seed(kind, processor, tmp_path):
         assert all(record.pictures[0].is_file() for record in records)
         assert len(learned) == 14 and not learned & (pictures["validation"] | pictures["test"])
     model = load_base(base, WORLD.device)
-    scores = measures["test"].grade(model.eval(), processor, base)
+    scores = measures["test"].grade(model.eval(), processor, base, tmp_path)
     assert len(scores) == len(measures["test"].examples) == (9 if kind == "vqav2" else 6)
 
 
@@ -453,9 +457,9 @@ def test_rows_by_name_and_group():
     ("flags", "told"),
     [
         (["--rows", "twn"], "--rows twn: choose of attention"),
-        (["--lr", "1e-3"], "--lr: a comparison decides that itself"),
-        (["--no-evaluate"], "--no-evaluate: a comparison"),
-        (["--wings", "--stage", "1"], "--wings: a comparison"),
+        (["--lr", "1e-3"], "--lr: the study decides that itself"),
+        (["--no-evaluate"], "--no-evaluate: the study"),
+        (["--wings", "--stage", "1"], "--wings: the study"),
         (["--recipe", "paligemma"], "trains every weight"),
         (["--coco", "pictures"], "--coco goes with --data on disk"),
         (["--data", "jsonl:nowhere"], "nowhere"),

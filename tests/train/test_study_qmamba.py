@@ -37,6 +37,7 @@ def tiny(monkeypatch):
     """The study at a hundredth of its size."""
     small = replace(qmamba.TINY, hidden_size=16, num_blocks=1)
     monkeypatch.setattr(study_qmamba, "TINY", small)
+    monkeypatch.setattr(qmamba, "TINY", small)
     monkeypatch.setattr(study_qmamba, "SAMPLES", {1: 32, 2: 32})
     monkeypatch.setattr(study_qmamba, "SCENES_IN_WORDS", 32)
 

@@ -11,22 +11,36 @@ All sides of a measurement take turns in one process; memory is the peak of a pr
 imports took. Where transformers or PEFT is not installed, only our side is measured, and no ratio is given.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from PIL import Image
 
 from eval import figures
 from model.common import UserError, write_text
-from model.config import PRESETS
-from model.device import DTYPES, choose_device
+from model.device import DTYPES
 from train.benchmark.estimate import estimate
-from train.benchmark.sections import SECTIONS, Options, use_threads
-from train.benchmark.setup import Setup, geometry
+from train.benchmark.sections import SECTIONS, use_threads
+from train.benchmark.setup import Options, open_setup
 from train.benchmark.timing import OURS, Measurement, machine, table, today, versions
+from train.flags import flag, read_flags
+
+
+@dataclass(frozen=True)
+class CommandOptions(Options):
+    """All flags of the command."""
+
+    section: tuple[str, ...] = flag(
+        (), "what to measure (default: all that the device has, but mamba)", list(SECTIONS), nargs="+"
+    )
+    collect: tuple[str, ...] = flag(
+        (), "write BENCHMARKS.md from these folders (in --out, default: here), and stop", nargs="+", metavar="DIR"
+    )
+    estimate: bool = flag(False, "print estimates for the published sizes, and stop")
+
 
 GPU_WORK = (
     "LoRA step of 3B in bf16, batch 16",
@@ -77,10 +91,10 @@ def write_report(measurements: Sequence[Measurement], about: dict, out: Path) ->
         figures.save(chart, out / "benchmark.png")
 
 
-def collect(folders: Sequence[Path], path: Path) -> None:
+def collect(folders: Sequence[str], path: Path) -> None:
     """Write the reports of `folders` as one file, and list what none of them has measured."""
     texts, on_gpu = [], False
-    for folder in folders:
+    for folder in map(Path, folders):
         try:
             texts.append((folder / "benchmark.md").read_text(encoding="utf-8"))
             on_gpu |= json.loads((folder / "benchmark.json").read_text())["device"].startswith("cuda")
@@ -97,62 +111,6 @@ def collect(folders: Sequence[Path], path: Path) -> None:
     write_text(path, "\n".join([head, *texts]))
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m train.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--section",
-        nargs="+",
-        choices=list(SECTIONS),
-        metavar="NAME",
-        help=f"of {', '.join(SECTIONS)} (default: all that the device has, but mamba)",
-    )
-    parser.add_argument(
-        "--geometry",
-        choices=["3b", *PRESETS],
-        default="mini",
-        metavar="NAME",
-        help=f"3b or one of {', '.join(PRESETS)} (default: %(default)s)",
-    )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda if there is one)")
-    parser.add_argument("--dtype", choices=DTYPES, help="weights (default: bf16 for 3b and on CUDA, else fp32)")
-    parser.add_argument("--rounds", type=int, help="rounds of each row (default: 7; load 3, decode 5, attention 15)")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        help="measure generation and training with torch.compile too (default: on CUDA)",
-    )
-    parser.add_argument(
-        "--memory",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="measure each side's peak in a process of its own (default: --memory)",
-    )
-    parser.add_argument("--folder", type=Path, help="model folder for section load (default: made, and removed)")
-    parser.add_argument("--out", type=Path, help="folder to write (default: runs/benchmark-GEOMETRY-DEVICE)")
-    parser.add_argument(
-        "--collect",
-        nargs="+",
-        type=Path,
-        metavar="DIR",
-        help="write BENCHMARKS.md from these folders (in --out, default: here), and stop",
-    )
-    parser.add_argument("--estimate", action="store_true", help="print estimates for the published sizes, and stop")
-    return parser
-
-
-def read_setup(args: argparse.Namespace) -> Setup:
-    """The setup that the flags name. Raises UserError for numbers below 1 and for a device that is not there."""
-    for name in ("rounds", "threads"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise UserError(f"--{name} is {getattr(args, name)}, expected 1 or more")
-    device = choose_device(args.device)
-    dtype = args.dtype or ("bf16" if args.geometry == "3b" or device.type != "cpu" else "fp32")
-    return Setup(geometry(args.geometry), device, DTYPES[dtype], args.threads)
-
-
 def without_out(words: Sequence[str]) -> list[str]:
     """The words of a command line without --out, which says nothing about what was measured."""
     words = list(words)
@@ -163,20 +121,22 @@ def without_out(words: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = make_parser().parse_args(argv)
-    if args.collect:
-        collect(args.collect, (args.out or Path()) / "BENCHMARKS.md")
+    options = read_flags(CommandOptions, "train.benchmark", __doc__, argv)
+    if options.collect:
+        collect(options.collect, (options.out or Path()) / "BENCHMARKS.md")
         return
-    if args.estimate:
+    if options.estimate:
         print(estimate())
         return
-    setup = read_setup(args)
+    setup = open_setup(options)
     use_threads(setup)
-    out = args.out or Path("runs", f"benchmark-{args.geometry}-{setup.device.type}")
-    compiled = setup.on_gpu if args.compile is None else args.compile
-    options = Options(args.rounds, compiled, args.memory, args.folder, out)
+    options = replace(
+        options,
+        compile=setup.on_gpu if options.compile is None else options.compile,
+        out=options.out or Path("runs", f"benchmark-{options.geometry}-{setup.device.type}"),
+    )
     about = {
-        "geometry": args.geometry,
+        "geometry": options.geometry,
         "dtype": next(name for name, dtype in DTYPES.items() if dtype == setup.dtype),
         "device": str(setup.device),
         "machine": machine(setup.device),
@@ -185,10 +145,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "command": " ".join(["python -m train.benchmark", *without_out(sys.argv[1:] if argv is None else argv)]),
     }
     measurements: list[Measurement] = []
-    for name in args.section or [name for name, section in SECTIONS.items() if section.is_default(setup)]:
+    for name in options.section or [name for name, section in SECTIONS.items() if section.is_default(setup)]:
         section = SECTIONS[name]
         found = section.measure(section, setup, options)
         measurements += found
         print(f"\n### {section.title}\n\n{table(found)}", flush=True)
-        write_report(measurements, about, out)
-    print(f"\nin {out}: benchmark.md, benchmark.json" + (", benchmark.png" if draw(measurements) else ""))
+        write_report(measurements, about, options.out)
+    print(f"\nin {options.out}: benchmark.md, benchmark.json" + (", benchmark.png" if draw(measurements) else ""))

@@ -23,7 +23,7 @@ from model.device import DTYPES
 from model.differential import KINDS
 from model.processor import Processor
 from train.benchmark import mamba, work
-from train.benchmark.setup import Setup, our_model, prompt, random_state
+from train.benchmark.setup import Options, Setup, our_model, prompt, random_state
 from train.benchmark.timing import (
     COMPILED,
     OURS,
@@ -42,17 +42,6 @@ from train.supervised import supervised_loss
 from weights.checkpoint import examine
 from weights.export import export_model
 from weights.load import load_model
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the command's flags ask for. rounds: of each measurement (None: the section's own number)."""
-
-    rounds: int | None = None
-    compile: bool = False
-    memory: bool = True
-    folder: Path | None = None
-    out: Path | None = None
 
 
 def measure_in_turns(section: "Section", setup: Setup, options: Options) -> list[Measurement]:

@@ -5,19 +5,37 @@ In: a configuration, a device, a dtype. Out: models around the same tensors, and
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from model.common import UserError
 from model.config import PRESETS, PaliGemmaConfig
+from model.device import DTYPES, choose_device
 from model.paligemma import PaliGemma
 from model.processor import Batch
 from train.data.batches import MicroBatch, supervised
+from train.flags import flag
 from weights.checkpoint import empty_model
 
 ATTENTION = r"language_model\.layers\.\d+\.self_attn\.[qkvo]_proj"
 PREFIX, SUFFIX = 16, 16  # tokens of text beside the picture's
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags of the command that a section reads."""
+
+    geometry: str = flag("mini", "sizes of the model", ["3b", *PRESETS])
+    device: str = flag("auto", "cpu, cuda, … (default: cuda if there is one)")
+    dtype: str | None = flag(None, "of the weights (default: bf16 for 3b and on CUDA, else fp32)", list(DTYPES))
+    rounds: int | None = flag(None, "rounds of each row (default: 7; load 3, decode 5, attention 15)", least=1)
+    threads: int | None = flag(None, "CPU threads (default: PyTorch's)", least=1)
+    compile: bool | None = flag(None, "measure with torch.compile too: decode and train (default: on CUDA)")
+    memory: bool = flag(True, "measure each side's peak in a process of its own")
+    folder: Path | None = flag(None, "model folder for section load (default: made, and removed)")
+    out: Path | None = flag(None, "folder to write (default: runs/benchmark-GEOMETRY-DEVICE)")
 
 
 @dataclass(frozen=True)
@@ -35,6 +53,15 @@ class Setup:
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
+
+
+def open_setup(options: Options) -> Setup:
+    """The setup that the flags name. Raises UserError for a device that is not there."""
+    device = choose_device(options.device)
+    large = options.geometry == "3b"
+    config = PRESETS["paligemma-3b-224" if large else options.geometry]
+    dtype = options.dtype or ("bf16" if large or device.type != "cpu" else "fp32")
+    return Setup(config, device, DTYPES[dtype], options.threads)
 
 
 State = dict[str, torch.Tensor]
@@ -130,8 +157,3 @@ def matmul_flops(setup: Setup, rows: int, length: int, head_rows: int, backward:
     decoder, head = size(model.language_model.layers), model.language_model.embed_tokens.weight.numel()
     tower = size(model.vision_tower.encoder) * setup.config.num_image_tokens
     return rows * 2 * tower + (4 if backward else 2) * (rows * length * decoder + head_rows * head)
-
-
-def geometry(name: str) -> PaliGemmaConfig:
-    """The sizes that `--geometry` names."""
-    return PRESETS["paligemma-3b-224" if name == "3b" else name]

@@ -3,6 +3,7 @@
 In: one function for each side. Out: `Measurement`s, and tables of them.
 """
 
+import contextlib
 import os
 import platform
 import statistics
@@ -109,6 +110,15 @@ def peak_bytes(device: torch.device | str = "cpu") -> int:
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak(device: torch.device | str = "cpu") -> None:
+    """Let `peak_bytes` count from here, where the system can."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
 
 
 def in_own_process(function: Callable, *arguments):

@@ -16,31 +16,34 @@ Each row gets:
   and pictures.
 """
 
-import argparse
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
+from eval.needle import PROTOCOLS
 from model.common import UserError
-from train.flags import add_flags, check_ranges, from_values
+from train.flags import flag
 from train.recipes import RECIPES
-from train.settings import Settings, parse
+from train.settings import Settings
 from train.studies import engine
-from train.studies.attention_data import AttentionOptions, Measure, make_measures
+from train.studies.attention_data import TASKS, Measure, make_measures
 from train.studies.attention_report import draw, to_markdown
 from train.studies.cells import (
     PLAIN,
     VERSION,
     FineTuningRow,
     FineTuningStudy,
+    NeedleOptions,
     cell_settings,
     fine_tune,
     open_base,
     open_study,
+    read_study,
     run_cell,
+    without,
 )
-from train.studies.engine import choose_rate, describe_runs, difference, matching_rank
+from train.studies.engine import StudyOptions, choose_rate, describe_runs, difference, matching_rank, read_rates
 
 SAMPLES = 4_000  # of a run on the embedded scenes
 
@@ -67,6 +70,39 @@ GROUPS: dict[str, tuple[FineTuningRow, ...]] = {
 }
 
 
+NAMES = "; ".join(f"{group}: {', '.join(row.name for row in rows)}" for group, rows in GROUPS.items())
+
+
+@dataclass(frozen=True)
+class AttentionOptions(NeedleOptions, StudyOptions):
+    """The flags of the attention study, besides those of `train.finetune`."""
+
+    rows: str = flag(
+        "attention",
+        f"rows, or groups of them ({NAMES}); or a study with flags of its own, which --rows NAME --help shows: wings, "
+        "qmamba, text",
+        metavar="NAME,…",
+    )
+    rates: tuple[float, ...] | None = flag(
+        None,
+        "peak learning rates to try (default: half of the row's own, itself, its double)",
+        type=read_rates,
+        metavar="A,B,…",
+    )
+    limit: int = flag(
+        800,
+        "VQA questions of the test split; half as many needle tests of each kind; half of both for validation",
+        least=1,
+        metavar="N",
+    )
+    protocol: str = flag(
+        "paper",
+        "of the needle tests: one-word answers, parsed strictly, or the likelier of the words",
+        choices=PROTOCOLS[:2],
+    )
+    json: bool = flag(False, "print comparison.json instead of the tables (default: --no-json)")
+
+
 def pick_rows(names: str, given: Collection[str] = ()) -> list[FineTuningRow]:
     """The rows that `--rows` names, comma-separated, each once; flags that are `given` hold for the paper's rows too.
 
@@ -78,10 +114,7 @@ def pick_rows(names: str, given: Collection[str] = ()) -> list[FineTuningRow]:
         if name not in GROUPS and name not in by_name:
             raise UserError(f"--rows {name}: choose of {', '.join([*GROUPS, *by_name])}")
         picked |= {row.name: row for row in GROUPS.get(name, (by_name.get(name),))}
-    return [
-        replace(row, changes={name: value for name, value in row.changes.items() if name not in given})
-        for row in picked.values()
-    ]
+    return [replace(row, changes=without(row.changes, given)) for row in picked.values()]
 
 
 @dataclass
@@ -205,45 +238,16 @@ def summarize(study: FineTuningStudy, results: Sequence[RowResult], seeds: Seque
     }
 
 
-DECIDED = "attention feed-forward option tasks lr seed full resume evaluate eval-limit arch stage wings".split()
+DECIDED = "attention feed_forward option tasks lr seed full resume evaluate eval_limit arch stage wings".split()
 
 
 def read_arguments(argv: Sequence[str] | None) -> tuple[list[FineTuningRow], AttentionOptions, Settings]:
     """The rows, the study's flags, and the settings that all rows start from. Raises UserError."""
-    parser = argparse.ArgumentParser(
-        prog="python -m train.compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog="All other flags are those of `python -m train.finetune`, such as --base, --data, "
-        f"--recipe, --samples, --r or --device, with its defaults but for --samples {SAMPLES}.",
-    )
-    names = "; ".join(f"{group}: {', '.join(row.name for row in rows)}" for group, rows in GROUPS.items())
-    names += "; or a study with flags of its own, which --rows NAME --help shows: wings, qmamba, text"
-    parser.add_argument(
-        "--rows",
-        default="attention",
-        metavar="NAME,…",
-        help=f"rows, or groups of them ({names}) (default: %(default)s)",
-    )
-    add_flags(parser, AttentionOptions)
-    known, rest = parser.parse_known_args(argv)
-    given = vars(known)
-    rows = given.pop("rows")
-    for name in rest:
-        if name.startswith("--") and name.partition("=")[0].removeprefix("--").removeprefix("no-") in DECIDED:
-            raise UserError(f"{name}: a comparison decides that itself: choose with --rows, --rates, --seeds, --limit")
-    options = from_values(AttentionOptions, given)
-    check_ranges(options)
-    settings = parse(["--samples", str(SAMPLES), *rest])[0]
-    settings_parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_flags(settings_parser, Settings)
-    picked = pick_rows(rows, vars(settings_parser.parse_known_args(rest)[0]))
-    if settings.full:
+    defaults = ("--samples", str(SAMPLES))
+    options, base, given = read_study(AttentionOptions, argv, "train.compare", __doc__, DECIDED, defaults)
+    if base.full:
         raise UserError("--recipe paligemma trains every weight, but rows are compared with LoRA: take another recipe")
-    if options.coco and settings.is_embedded:
-        raise UserError("--coco goes with --data on disk: the embedded scenes have needle tests of their own")
-    return picked, options, replace(settings, **PLAIN)
+    return pick_rows(options.rows, given), options, replace(base, tasks=",".join(TASKS))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -6,6 +6,7 @@ of a split: VQA by the official scorer, and needle tests.
 
 import argparse
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -13,14 +14,13 @@ from pathlib import Path
 
 from eval import needle, vqa
 from eval.datasets import Annotation, Question, read_questions
-from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record, embedded_records
-from model.common import UserError
+from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record
+from model.common import UserError, shown
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from train.data.sources import read_records
-from train.flags import flag
 from train.settings import Settings
-from train.studies.engine import StudyOptions, digest, read_rates
+from train.studies.engine import digest
 
 # Needle tests of 2×2 with one object per tile saturate near 100 %. These are harder: two objects per tile, each of
 # which other tiles share, and 4×4.
@@ -31,48 +31,15 @@ TASKS = ("vqa", "n2o1", *NEEDLES)
 VAL_FILES = tuple(name.replace("train2014", "val2014") for name in (QUESTIONS_FILE, ANNOTATIONS_FILE))
 
 
-@dataclass(frozen=True)
-class AttentionOptions(StudyOptions):
-    """The flags of the attention study, besides those of `train.finetune`."""
-
-    rates: tuple[float, ...] | None = flag(
-        None,
-        "peak learning rates to try (default: half of the row's own, itself, its double)",
-        type=read_rates,
-        metavar="A,B,…",
-    )
-    limit: int = flag(
-        800,
-        "VQA questions of the test split; half as many needle tests of each kind; half of both for validation",
-        least=1,
-        metavar="N",
-    )
-    protocol: str = flag(
-        "paper",
-        "of the needle tests: one-word answers, parsed strictly, or the likelier of the words",
-        choices=needle.PROTOCOLS[:2],
-    )
-    coco: str | None = flag(
-        None,
-        "with --data on disk: folder of COCO val2014 pictures, for 2×2 needle tests (default: no needle tests)",
-        metavar="DIR",
-    )
-    captions: str | None = flag(None, "with --coco: MMNeedle's or COCO's caption file (default: none)", metavar="FILE")
-    metadata: str | None = flag(
-        None, "with --coco: folder of MMNeedle's own tests (default: drawn anew)", metavar="DIR"
-    )
-    json: bool = flag(False, "print comparison.json instead of the tables (default: --no-json)")
-
-
 def training_records(settings: Settings, shared_seed: int) -> tuple[list[Record], str]:
     """The records that a cell is trained on, and their hash.
 
     On the embedded scenes each seed draws its own. On disk all seeds use the pictures of `shared_seed`: otherwise one
     seed would train on pictures that another holds out. There, seeds differ in initialisation, order and dropout.
     """
-    kept = "data eval_data samples fraction validation prompt answers images allow_outside shuffle_buffer".split()
+    kept = "data eval_data samples tasks fraction validation prompt answers images allow_outside shuffle_buffer"
     seed = settings.seed if settings.is_embedded else shared_seed
-    return _training_records(Settings(seed=seed, **{name: getattr(settings, name) for name in kept}))
+    return _training_records(Settings(seed=seed, **{name: getattr(settings, name) for name in kept.split()}))
 
 
 @lru_cache(maxsize=1)  # the records of one seed: cells are computed seed by seed
@@ -81,7 +48,7 @@ def _training_records(settings: Settings) -> tuple[list[Record], str]:
         drawn: dict[str, Callable] = {}
         records = [
             replace(record, pictures=(drawn.setdefault(record.key, cache(record.pictures[0])),))
-            for record in embedded_records(TASKS, "train", settings.samples, settings.seed)
+            for record in read_records(settings)
         ]
     else:
         records = read_records(settings)
@@ -90,7 +57,7 @@ def _training_records(settings: Settings) -> tuple[list[Record], str]:
 
 @dataclass(frozen=True)
 class Measure:
-    """Examples with their truth; `grade` scores a model's answers to them, each from 0 to 1.
+    """Examples with their truth; `grade` scores a model's answers to them, each from 0 to 1, and logs them in a folder.
 
     pictures, labels: of each example; a label is the answer type of a question, or the place (row, column) of a
     needle. chance: the score of guessing in percent, None where it is not known.
@@ -102,10 +69,10 @@ class Measure:
     pictures: list[str]
     labels: list
     chance: float | None
-    grade: Callable[[PaliGemma, Processor, Settings], list[float]]
+    grade: Callable[[PaliGemma, Processor, Settings, Path], list[float]]
 
 
-def make_measures(settings: Settings, split: str, limit: int, options: AttentionOptions) -> list[Measure]:
+def make_measures(settings: Settings, split: str, limit: int, options) -> list[Measure]:
     """All measures of a split: `limit` VQA questions, and half as many needle tests of each kind, evenly over places.
 
     With data on disk only the test split has needle tests, and only with --coco.
@@ -113,21 +80,31 @@ def make_measures(settings: Settings, split: str, limit: int, options: Attention
     measures = [vqa_measure(settings, split, limit)]
     tests = max(1, limit // 32) * 16  # a multiple of the number of places of both kinds
     if settings.is_embedded:
-        for kind in NEEDLES:
-            trials = [
-                trial._replace(pictures=cache(trial.pictures))
-                for trial in needle.embedded_trials(kind, tests, split=split)
-            ]
-            measures.append(needle_measure(kind, trials, options.protocol))
+        measures += [embedded_needles(kind, tests, options.protocol, split) for kind in NEEDLES]
     elif options.coco and split == "test":
-        drawn = {"limit": tests, "pictures": 1, "side": 2, "needles": 1, "negatives": False, "seed": 42}
-        for name, trials in needle.coco_trials(argparse.Namespace(**vars(options) | drawn)).items():
-            measures.append(needle_measure(name, trials, options.protocol))
+        measures += coco_needles(settings, options, tests, options.protocol)
     return measures
 
 
-def vqa_measure(settings: Settings, split: str, limit: int) -> Measure:
-    """VQA by the official scorer, on the embedded scenes or on disk. Raises UserError if no pictures are held out."""
+def embedded_needles(kind: str, tests: int, protocol: str, split: str = "test") -> Measure:
+    """Needle tests of one kind on the embedded scenes, each picture drawn once."""
+    trials = needle.embedded_trials(kind, tests, split=split)
+    return needle_measure(kind, [trial._replace(pictures=cache(trial.pictures)) for trial in trials], protocol)
+
+
+def coco_needles(settings: Settings, options, tests: int, protocol: str) -> list[Measure]:
+    """Needle tests of 2×2 on COCO's pictures; `options` has the flags --coco, --captions and --metadata."""
+    drawn = {"limit": tests, "pictures": 1, "side": 2, "needles": 1, "negatives": False, "seed": 42}
+    drawn["allow_outside"] = settings.allow_outside
+    found = needle.coco_trials(argparse.Namespace(**vars(options) | drawn))
+    return [needle_measure(name, trials, protocol) for name, trials in found.items()]
+
+
+def vqa_measure(settings: Settings, split: str, limit: int | None, scoring: str = "official") -> Measure:
+    """VQA on the embedded scenes or on disk. Raises UserError if no pictures are held out.
+
+    A question whose picture cannot be read counts as answered wrongly.
+    """
     chance, template = None, vqa.PROMPT
     if settings.is_embedded:
         benchmark = vqa.embedded(limit, split)
@@ -136,9 +113,12 @@ def vqa_measure(settings: Settings, split: str, limit: int) -> Measure:
     else:
         benchmark, template = held_out_vqa(settings, split, limit)
 
-    def grade(model: PaliGemma, processor: Processor, settings: Settings) -> list[float]:
-        answers = vqa.answer(model, processor, benchmark, template or settings.prompt, progress=bar(settings, "VQA"))
-        return list(vqa.question_accuracies(benchmark.annotations, answers).values())
+    def grade(model: PaliGemma, processor: Processor, settings: Settings, folder: Path) -> list[float]:
+        options = asking(settings, "VQA", folder)
+        said = vqa.answer(model, processor, benchmark, template or settings.prompt, **options)
+        answers = {question.question_id: said.get(question.question_id, "") for question in benchmark.questions}
+        report_left_out(options["left_out"])
+        return list(vqa.question_accuracies(benchmark.annotations, answers, scoring).values())
 
     examples = list(zip(benchmark.questions, benchmark.annotations, strict=True))
     pictures = [question.image for question in benchmark.questions]
@@ -190,9 +170,12 @@ def exact_match(records: Sequence[Record]) -> vqa.Benchmark:
 def needle_measure(name: str, trials: Sequence[needle.Trial], protocol: str) -> Measure:
     """Needle tests of one kind: a test is right if every needle in it is found."""
 
-    def grade(model: PaliGemma, processor: Processor, settings: Settings) -> list[float]:
-        answers = needle.answer(model, processor, trials, protocol, progress=bar(settings, name))
-        return [float(needle.judge(record)[2]) for record in needle.responses_of(trials, answers, protocol)]
+    def grade(model: PaliGemma, processor: Processor, settings: Settings, folder: Path) -> list[float]:
+        options = asking(settings, name, folder)
+        answers = needle.answer(model, processor, trials, protocol, **options)
+        report_left_out(options["left_out"])
+        records = needle.responses_of(trials, answers, protocol)
+        return [float((needle.judge(record) or (False,) * 3)[2]) for record in records]
 
     tests = [trial.test for trial in trials]
     pictures = [str(test.haystack) for test in tests]
@@ -201,6 +184,14 @@ def needle_measure(name: str, trials: Sequence[needle.Trial], protocol: str) -> 
     return Measure(name, title, examples, pictures, places, chance, grade)
 
 
-def bar(settings: Settings, name: str) -> str | None:
-    """The title of a progress bar; None for the embedded questions, which take seconds."""
-    return None if settings.is_embedded else name
+def asking(settings: Settings, name: str, folder: Path) -> dict:
+    """Options of `ask_all`. Answers about data on disk, which may take hours, have a progress bar and a log."""
+    if settings.is_embedded:
+        return {"left_out": {}}
+    return {"left_out": {}, "progress": name, "log": folder / f"answers-{name}.jsonl"}
+
+
+def report_left_out(left_out: dict[str, str]) -> None:
+    """Name on stderr the first of the questions that could not be asked."""
+    if left_out:
+        print(f"{len(left_out)} questions count as wrong: {shown(next(iter(left_out.values())))} …", file=sys.stderr)

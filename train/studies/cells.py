@@ -5,32 +5,101 @@ measures of one split. Its folder is named by a hash of the settings that decide
 the data and the version. So an interrupted study goes on, and a change computes only the affected cells again.
 """
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
+from eval.records import Record
 from lora import adapter
 from model.common import UserError, write_text
 from model.paligemma import PaliGemma
 from model.processor import Processor
+from train.benchmark.timing import peak_bytes, reset_peak
+from train.checkpoint import file_digest
 from train.distributed import World, join_world
+from train.flags import FlagParser, add_flags, check_ranges, flag, from_values
 from train.loop import Diverged
 from train.optim import count, trainable
-from train.origin import FREE
-from train.settings import Settings
+from train.settings import Settings, parse
 from train.studies import engine
 from train.studies.attention_data import Measure, training_records
-from train.studies.engine import cell_folder, digest
+from train.studies.engine import cell_folder, deciding, digest
 from train.supervised import train_on
 from train.systems.open import load_base, open_model, open_processor
 
 VERSION = 2  # of the code that decides a cell's result: raise it to compute all cells again
 
+FACTS = "training.json"  # of a cell: what its training took
+
 PLAIN = {"attention": "softmax", "feed_forward": "mlp", "option": ()}
+
+
+@dataclass(frozen=True)
+class NeedleOptions:
+    """The flags of needle tests on COCO's pictures."""
+
+    coco: str | None = flag(
+        None,
+        "with --data on disk: folder of COCO val2014 pictures, for 2×2 needle tests (default: no needle tests)",
+        metavar="DIR",
+    )
+    captions: str | None = flag(None, "with --coco: MMNeedle's or COCO's caption file (default: none)", metavar="FILE")
+    metadata: str | None = flag(
+        None, "with --coco: folder of MMNeedle's own tests (default: drawn anew)", metavar="DIR"
+    )
+
+
+Options = TypeVar("Options", bound=NeedleOptions)
+
+
+def read_study(
+    options: type[Options],
+    argv: Sequence[str] | None,
+    program: str,
+    description: str | None,
+    decided: Collection[str],
+    defaults: Sequence[str],
+) -> tuple[Options, Settings, set[str]]:
+    """A study's own flags, the plain settings that all rows start from, and which of these the command line gives.
+
+    Raises UserError for flags of `train.finetune` that the study has `decided`.
+    """
+    parser = FlagParser(
+        prog=f"python -m {program}",
+        description=description,
+        allow_abbrev=False,
+        epilog="All other flags are those of `python -m train.finetune`, such as --base, --data, --samples or "
+        f"--device, with its defaults but for {' '.join(defaults)}.",
+    )
+    add_flags(parser, options)
+    known, rest = parser.parse_known_args(argv)
+    for word in rest:
+        name = word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+        if word.startswith("--") and name in decided:
+            raise UserError(f"{word}: the study decides that itself: `python -m {program} --help` lists its own flags")
+    own = from_values(options, vars(known))
+    check_ranges(own)
+    settings = parse([*defaults, *rest])[0]
+    reader = FlagParser(add_help=False, allow_abbrev=False)
+    add_flags(reader, Settings)
+    given = set(vars(reader.parse_known_args(rest)[0]))
+    if own.coco and settings.is_embedded:
+        raise UserError("--coco goes with --data on disk: the embedded scenes have needle tests of their own")
+    if (own.captions or own.metadata) and not own.coco:
+        raise UserError("--captions and --metadata belong to --coco: give that too")
+    return own, replace(settings, **PLAIN), given
+
+
+def without(changes: Mapping[str, object], given: Collection[str]) -> dict[str, object]:
+    """The settings of a recipe but for those that flags override."""
+    dropped = {*given, "step_batch"} if "accumulate" in given else set(given)
+    return {name: value for name, value in changes.items() if name not in dropped}
 
 
 @dataclass(frozen=True)
@@ -46,7 +115,9 @@ class FineTuningStudy:
     protocol: str = "paper"
 
 
-def open_study(base: Settings, out: Path, measures: dict[str, list[Measure]], protocol: str) -> FineTuningStudy:
+def open_study(
+    base: Settings, out: Path, measures: dict[str, list[Measure]], protocol: str = "paper"
+) -> FineTuningStudy:
     """A study of the base that `base` names. Raises UserError under torchrun."""
     world = join_world(base.device)
     if world.size > 1:
@@ -61,15 +132,34 @@ def open_base(settings: Settings, folder: Path, study: FineTuningStudy) -> PaliG
     return load_base(settings, study.world.device).requires_grad_(False)
 
 
+def open_finished(settings: Settings, folder: Path, study: FineTuningStudy) -> PaliGemma:
+    """The base with the adapter in `folder`. Raises UserError if it belongs to another base."""
+    model = load_base(settings, study.world.device)
+    adapter.load(model, folder)
+    return model
+
+
+def count_tokens(records: Sequence[Record], processor: Processor, samples: int) -> int:
+    """The tokens of `samples` samples, pictures included, by the mean over up to 20,000 of the records."""
+    lengths = []
+    for record in records[:: -(-len(records) // 20_000)]:
+        with contextlib.suppress(UserError):  # training has left it out
+            lengths.append(len(processor.layout(len(record.pictures), record.prefix, record.suffix)[0]))
+    return round(samples * sum(lengths) / len(lengths))
+
+
 def fine_tune(settings: Settings, folder: Path, study: FineTuningStudy) -> PaliGemma:
     """The base with the adapter in `folder`, which is trained if it is absent."""
     if (folder / adapter.CONFIG_FILE).exists():
-        model = load_base(settings, study.world.device)
-        adapter.load(model, folder)
-        return model
+        return open_finished(settings, folder, study)
+    reset_peak(study.world.device)
     model, optimizer = open_model(settings, study.world.device)
     records, _ = training_records(settings, study.base.seed)
-    train_on(records, model, optimizer, study.processor, settings, folder, study.world)
+    progress = train_on(records, model, optimizer, study.processor, settings, folder, study.world)
+    facts = {name: progress[name] for name in ("seconds", "samples")}
+    facts |= {"tokens": count_tokens(records, study.processor, progress["samples"])}
+    facts |= {"trainable": count(trainable(model).values()), "peak_bytes": peak_bytes(study.world.device)}
+    write_text(folder / FACTS, json.dumps(facts) + "\n")
     adapter.save(model, folder, settings.base, settings.question_prompt)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return model
@@ -79,12 +169,14 @@ def fine_tune(settings: Settings, folder: Path, study: FineTuningStudy) -> PaliG
 class FineTuningRow:
     """One line of the tables: changes of the base settings, and how its model is made.
 
-    run: trains or opens the model of a cell in the cell's folder. published: the paper's VQAv2 score.
+    run: trains or opens the model of a cell in the cell's folder. finished: a run whose adapter is used in place of
+    training. published: the paper's VQAv2 score.
     """
 
     name: str
     changes: dict = field(default_factory=dict)
     run: Callable[[Settings, Path, FineTuningStudy], PaliGemma] = fine_tune
+    finished: Path | None = None
     published: float | None = None
 
     @property
@@ -107,9 +199,13 @@ def run_cell(study: FineTuningStudy, row: FineTuningRow, rate: float, seed: int,
     A run whose loss is no longer finite scores 0, and "diverged" says where it happened.
     """
     settings = cell_settings(study, row, rate, seed)
-    trained_on = training_records(settings, study.base.seed)[1] if row.is_trained else ""
-    decide = {name: value for name, value in asdict(settings).items() if name not in FREE}
-    folder = cell_folder(study.out, VERSION, study.fingerprint, row.run.__qualname__, trained_on, decide)
+    made_by, trained_on = row.run.__qualname__, ""
+    if row.finished:
+        made_by = f"adapter {file_digest(row.finished / adapter.TENSOR_FILE)}"
+    elif row.is_trained:
+        trained_on = training_records(settings, study.base.seed)[1]
+    parts = (VERSION, study.fingerprint, made_by, trained_on, deciding(settings))
+    folder = cell_folder(study.out, *parts)
     measures = study.measures[split]
     file = folder / f"{split}-{digest([(measure.name, measure.examples) for measure in measures])}.json"
 
@@ -122,9 +218,10 @@ def run_cell(study: FineTuningStudy, row: FineTuningRow, rate: float, seed: int,
             "file": str(file.relative_to(study.out)),
         }
         try:
-            model = row.run(settings, folder, study).eval()
+            model = open_finished(settings, row.finished, study) if row.finished else row.run(settings, folder, study)
+            model.eval()
             result["trainable"] = count(trainable(model).values())
-            result["scores"] = {measure.name: measure.grade(model, study.processor, settings) for measure in measures}
+            result["scores"] = {m.name: m.grade(model, study.processor, settings, folder) for m in measures}
         except Diverged as error:
             result["diverged"] = str(error)
         return result

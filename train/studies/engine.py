@@ -17,7 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
@@ -35,6 +35,7 @@ from model.common import write_text
 from model.config import PaliGemmaConfig
 from train.flags import flag, read_flags
 from train.optim import count, trainable
+from train.origin import FREE
 from train.signals import same_command_goes_on
 from weights.checkpoint import empty_model
 
@@ -82,6 +83,11 @@ def read_rates(text: str) -> tuple[float, ...]:
 def digest(*parts) -> str:
     """A short hash of what `parts` print as: the names of cells on disk depend on it."""
     return sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def deciding(settings) -> dict:
+    """The fields of a dataclass of settings that change what is learned."""
+    return {name: value for name, value in asdict(settings).items() if name not in FREE}
 
 
 def cell_folder(out: Path, *parts) -> Path:

@@ -35,7 +35,7 @@ from eval.run import Ask, ask_all
 from model.config import PRESETS
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor, load_tokenizer
-from model.qmamba import QMamba, QMambaProjector, initialize_projector
+from model.qmamba import QMamba, QMambaProjector
 from model.siglip import Siglip
 from model.source import EMBEDDED
 from model.system_configs import QMambaConfig
@@ -43,13 +43,14 @@ from train.distributed import join_world
 from train.embedded.mamba import accuracy, teach
 from train.flags import flag
 from train.loop import LoopOptions, fit
-from train.optim import Rule, count, make_radam, parameter_groups
+from train.optim import count
 from train.recipes import STAGES, stage_defaults
 from train.settings import Settings
 from train.studies import engine
 from train.studies.encoded import EncodedOrder, EncodedRecords, encode, encoded_loss
-from train.studies.engine import ScaledOptions, ScaledStudy, describe_runs, difference, spell
-from train.systems.qmamba import TINY, TINY_MAMBA, Parts
+from train.studies.engine import ScaledOptions, ScaledStudy, deciding, describe_runs, difference, spell
+from train.systems.open import make_optimizer, stage_rules
+from train.systems.qmamba import TINY, TINY_MAMBA, Parts, open_qmamba
 from weights.fingerprint import exact_fingerprint
 from weights.load import load_mamba, load_model
 
@@ -136,23 +137,22 @@ def vision_tower() -> Siglip:
 
 def make_qmamba(study: "QMambaStudy", row: ProjectorRow, seed: int) -> QMamba:
     """A fresh projector between the embedded vision tower and the embedded language model."""
-    text = load_mamba(TINY_MAMBA)
-    projector = replace(TINY, **row.changes)
+    changes = row.changes
     if row.kind == "connector":
-        projector = replace(projector, queries=vision_tower().config.num_image_tokens)
-    config = QMambaConfig(vision_tower().config, projector, text.config, text.config.vocab_size - 1)
-    model = QMamba(config)
+        changes = {"queries": vision_tower().config.num_image_tokens}
+    option = tuple(f"{name}={json.dumps(value)}" for name, value in changes.items())
+    settings = Settings(arch="qmamba", stage=1, seed=seed, option=option)
+    model = open_qmamba(settings, torch.float32, torch.device("cpu"))
     fresh = model.multi_modal_projector
-    initialize_projector(fresh, seed)
     if row.kind == "connector":
-        model.multi_modal_projector = plain = ConnectorProjector(config)
+        model.multi_modal_projector = plain = ConnectorProjector(model.config)
         plain.load_state_dict({name: fresh.state_dict()[name] for name in plain.state_dict()})
     if row.connector:
         state, own = trained_weights(study, row.connector, seed), fresh.state_dict()
         parts = ("vision_proj.", "vision_norm.", "connector.")
         prefix = "multi_modal_projector."
         fresh.load_state_dict(own | {name: state[prefix + name] for name in own if name.startswith(parts)})
-    model.vision_tower, model.language_model = vision_tower(), text.backbone
+    model.vision_tower = vision_tower()
     return model
 
 
@@ -231,7 +231,7 @@ def run_row(study: QMambaStudy, name: str, seed: int) -> dict:
             result["read"][order] = ask(model, processor, study.limit)
         return result | {"accuracy": 100 * sum(map(sum, scores.values())) / study.limit / len(TASKS)}
 
-    settings = [asdict(settings) for settings in stages.values()]
+    settings = [deciding(settings) for settings in stages.values()]
     donor = ROWS[row.connector] if row.connector else None
     sizes = (TINY, CONTROL, study.samples(SCENES_IN_WORDS))
     parts = ("row", VERSION, study.fingerprint, row, donor, sizes, study.limit, TASKS, settings)
@@ -240,9 +240,7 @@ def run_row(study: QMambaStudy, name: str, seed: int) -> dict:
 
 def learn(model: PaliGemma, processor: Processor, settings: Settings, samples: EncodedRecords, folder: Path) -> None:
     """Train what the stage of `settings` trains, in place."""
-    rates = STAGES["qmamba"][settings.stage].rates
-    rules = [Rule(pattern, settings.lr * factor, settings.weight_decay) for pattern, factor in rates.items()]
-    optimizer = make_radam(parameter_groups(model, rules), (0.9, settings.beta2))
+    optimizer = make_optimizer(model, stage_rules(settings), settings)
     folder.mkdir(exist_ok=True)
     order = shuffled(samples, processor, settings.batch_size, settings.seed)
     fit(model, optimizer, order, encoded_loss, LoopOptions.of(settings), folder, join_world("cpu"))

@@ -42,7 +42,7 @@ from train.flags import flag
 from train.optim import count
 from train.signals import Interrupted, catch_signals
 from train.studies import engine
-from train.studies.engine import ScaledOptions, cell_folder, choose_rate, finish_cell, read_rates
+from train.studies.engine import ScaledOptions, cell_folder, choose_rate, deciding, finish_cell, read_rates
 from train.systems.text import TextSettings, check, learn, validation_loss
 from weights.export import export_model
 
@@ -144,8 +144,8 @@ def run_cell(job: Job) -> dict:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         return result | {"seconds": time.perf_counter() - started}
 
-    decides = asdict(settings) | {"text": corpus.digest, "corpus": "", "checkpoint_every": 0}
-    return finish_cell(cell_folder(job.out, VERSION, decides, job.limit) / "result.json", job.title, work)
+    decide = deciding(settings) | {"text": corpus.digest, "corpus": ""}
+    return finish_cell(cell_folder(job.out, VERSION, decide, job.limit) / "result.json", job.title, work)
 
 
 def prepare_process(threads: int) -> None:

@@ -5,7 +5,7 @@ system with stages is one file beside this one, its `STAGES` in `train/recipes.p
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from model.differential import default_options, graft
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.tokenizer import find_tokenizer, load_tokenizer
-from train.optim import SCALARS, Rule, make_adamw, make_radam, parameter_groups, trainable
+from train.optim import OPTIMIZERS, SCALARS, Rule, parameter_groups, trainable
 from train.recipes import STAGES
 from train.settings import Settings
 from train.systems.qmamba import language_model, open_qmamba
@@ -72,8 +72,12 @@ def open_model(settings: Settings, device: torch.device) -> tuple[PaliGemma, tor
         if settings.writes_model or settings.shard:
             raise UserError("--quantize holds frozen weights in 8 bits: leave --full, --stage and --shard out")
         quantize(model)
-    make = {"adamw": make_adamw, "radam": make_radam}[settings.optimizer]
-    return model, make(parameter_groups(model, rules), (0.9, settings.beta2))
+    return model, make_optimizer(model, rules, settings)
+
+
+def make_optimizer(model: PaliGemma, rules: Sequence[Rule], settings: Settings) -> torch.optim.Optimizer:
+    """The optimizer that `settings` name, over the parameters that `rules` do."""
+    return OPTIMIZERS[settings.optimizer](parameter_groups(model, rules), (0.9, settings.beta2))
 
 
 def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
@@ -101,9 +105,13 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
     stages = STAGES[settings.arch]
     if settings.stage not in stages:
         raise UserError(f"--stage {settings.stage}: {settings.arch} has {', '.join(map(str, stages))}")
-    model = SYSTEMS[settings.arch].open(settings, dtype, device)
-    rates = stages[settings.stage].rates
-    return model, [Rule(name, settings.lr * factor, settings.weight_decay) for name, factor in rates.items()]
+    return SYSTEMS[settings.arch].open(settings, dtype, device), stage_rules(settings)
+
+
+def stage_rules(settings: Settings) -> list[Rule]:
+    """What a stage trains, at which rates."""
+    rates = STAGES[settings.arch][settings.stage].rates
+    return [Rule(name, settings.lr * factor, settings.weight_decay) for name, factor in rates.items()]
 
 
 def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, list[Path]]:

@@ -1,0 +1,260 @@
+"""The experiment of the differential PaliGemma paper as published: its five models, its choice of two, its needles.
+
+    python -m train.reproduce paligemma                      the same plan in miniature, on the embedded base and scenes
+    python -m train.reproduce paligemma --base google/paligemma-3b-pt-224 --data vqav2:DIR --coco DIR --captions FILE
+    python -m train.reproduce paligemma … --from RUN…        runs of train.finetune in place of training
+
+In: a base and data. Out: reproduction.md and reproduction.json with the paper's Table 1 (VQA), Table 2 and Figure 2
+(needles) beside the published figures, time, tokens and memory of each run, what the paper leaves open, and
+figure2.png and learning.png. Every other flag is one of `train.finetune` and holds for all runs.
+
+Part 1 fine-tunes the five models of Table 1 on 40 % of the training pictures. Of those with and those without
+differential attention the one with the best VQA score is chosen. Part 2 fine-tunes these two on all pictures. The base
+and the two of Part 2 look for needles: 200 stitched pictures of 2×2, the paper's prompt and its two questions.
+
+One seed and no controls, as published: `train.compare` has both. A cell is one run, so the same command goes on.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from lora import adapter
+from model.common import UserError, read_json, shown
+from train.flags import RUN_CONFIG, flag
+from train.recipes import RECIPES
+from train.settings import Settings
+from train.studies import engine
+from train.studies.attention import by_label
+from train.studies.attention_data import VAL_FILES, Measure, coco_needles, embedded_needles, vqa_measure
+from train.studies.cells import (
+    FACTS,
+    FineTuningRow,
+    FineTuningStudy,
+    NeedleOptions,
+    open_base,
+    open_study,
+    read_study,
+    run_cell,
+    without,
+)
+from train.studies.engine import describe, difference
+from train.studies.paper_report import draw, to_markdown
+
+METRICS = "metrics.jsonl"
+VQA_SCORES = {"paper-1": 53.21, "paper-2": 51.91, "paper-3": 35.72, "paper-4": 33.91, "paper-5": 41.32}
+NEEDLE_SCORES = {"baseline": 28.75, "without": 30.42, "with": 34.72}  # differential attention
+NAMES = ("baseline", *VQA_SCORES)
+# of the miniature: half of its samples ask for needles, since the embedded base has never seen their words
+MINIATURE = ("--samples", "4000", "--tasks", "vqa,n2o1")
+TABLE_1 = ("attention", "feed_forward", "option", "lr", "r", "alpha", "weight_decay")  # what makes its rows differ
+DECIDED = (*TABLE_1, "fraction", "full", "resume", "evaluate", "eval_limit", "arch", "stage", "wings", "recipe")
+
+
+@dataclass(frozen=True)
+class PaperOptions(NeedleOptions):
+    """The flags of this study, besides those of `train.finetune`."""
+
+    rows: str = flag(",".join(NAMES), "models to take part, comma-separated (default: all)", metavar="NAME,…")
+    from_: tuple[str, ...] = flag(
+        (),
+        "finished runs in place of training: their settings say which model and part they are, or NAME=RUN does, and "
+        "NAME-full=RUN for Part 2 (default: none)",
+        nargs="+",
+        metavar="RUN",
+    )
+    vqa_limit: int | None = flag(
+        None, "VQA questions, drawn at random (default: all; 600 of the embedded scenes)", least=1, metavar="N"
+    )
+    needle_limit: int = flag(200, "needle tests, evenly over the places", least=4, metavar="N")
+    scoring: str = flag("official", "of VQA: VQAv2's own, or the paper's Eq. 8", choices=["official", "paper"])
+    out: Path = flag(Path("runs/reproduce-paligemma"), engine.OUT_HELP, metavar="DIR")
+
+
+def make_row(name: str, base: Settings, given: Collection[str], whole: bool) -> FineTuningRow:
+    """A model of Table 1 on its share of the data, or on the `whole`; flags that are `given` override its recipe."""
+    if name == "baseline":
+        return FineTuningRow(name, run=open_base)
+    changes = RECIPES[name]
+    share = 1.0 if whole else changes["fraction"]
+    changes = without(changes, given) | {"fraction": share}
+    if base.is_embedded and not whole:  # each sample has a picture of its own
+        changes["samples"] = max(1, round(share * base.samples))
+    return FineTuningRow(f"{name}-full" if whole else name, changes, published=VQA_SCORES[name])
+
+
+def find_runs(folders: Sequence[str], names: Collection[str]) -> dict[str, Path]:
+    """The runs of `--from` by the name of the row that each stands for. Raises UserError for a run of no row."""
+    found: dict[str, Path] = {}
+    for text in folders:
+        name, equals, folder = text.rpartition("=")
+        run = Path(folder)
+        if not (run / adapter.CONFIG_FILE).is_file():
+            raise UserError(
+                f"--from {shown(text)}: holds no {adapter.CONFIG_FILE}: give a finished run with an adapter"
+            )
+        name = name if equals else _row_of(run)
+        if name not in {*names, *(f"{one}-full" for one in names)} - {"baseline", "baseline-full"}:
+            raise UserError(f"--from {shown(text)}: {shown(name)} is no row: choose of {', '.join(names)}")
+        if name in found:
+            raise UserError(f"--from {shown(text)}: {found[name]} is {name} already: give one run of each")
+        found[name] = run
+    return found
+
+
+def _row_of(run: Path) -> str:
+    """The row whose settings a run has."""
+    settings = read_json(run / RUN_CONFIG)
+    for name in VQA_SCORES:
+        recipe = json.loads(json.dumps(asdict(Settings(**RECIPES[name]))))
+        if all(settings.get(field) == recipe[field] for field in TABLE_1):
+            return name if settings.get("fraction") == recipe["fraction"] else f"{name}-full"
+    own = ", ".join(f"{field} {settings.get(field)}" for field in TABLE_1)
+    raise UserError(f"--from {shown(run)}: {own}: this is no model of Table 1: say which it stands for, paper-1={run}")
+
+
+def make_measures(base: Settings, options: PaperOptions) -> dict[str, list[Measure]]:
+    """VQA, and the needles: on the embedded scenes, on COCO's pictures, or none."""
+    limit = options.vqa_limit or (600 if base.is_embedded else None)
+    needles = [embedded_needles("n2o1", options.needle_limit, "paper")] if base.is_embedded else []
+    if options.coco:
+        needles = coco_needles(base, options, options.needle_limit, "paper")
+    return {"vqa": [vqa_measure(base, "test", limit, options.scoring)], "needles": needles}
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """The study, its flags, what was given of the flags of train.finetune, and the runs that stand for rows."""
+
+    study: FineTuningStudy
+    options: PaperOptions
+    given: Collection[str]
+    runs: dict[str, Path]
+
+    def row(self, name: str, whole: bool = False) -> FineTuningRow:
+        row = make_row(name, self.study.base, self.given, whole)
+        if (run := self.runs.get(row.name)) is None:
+            return row
+        return replace(row, finished=run, changes=row.changes | stored_prompt(run))
+
+    def result(self, row: FineTuningRow, split: str) -> dict:
+        """The content of reproduction.json about a row on a split."""
+        base = self.study.base
+        cell = run_cell(self.study, row, row.changes.get("lr", base.lr), base.seed, split)
+        measure = self.study.measures[split][0]
+        scores = 100 * np.array([cell["scores"][measure.name]])
+        if split == "needles":  # as published, a mean over the places, not over the tests
+            scores = scores * place_weights(measure.labels)
+        return {
+            "name": row.name,
+            "published": row.published,
+            "settings": asdict(replace(base, **row.changes)) if row.is_trained else None,
+            "trainable": cell["trainable"],
+            "diverged": cell["diverged"],
+            "score": describe(scores, measure.pictures),
+            "by": by_label(100 * np.array([cell["scores"][measure.name]]), measure.labels),
+            "run": self.facts(row, cell),
+            "scores": scores,
+        }
+
+    def facts(self, row: FineTuningRow, cell: dict) -> dict:
+        """Where a run is, what its training took, and its loss by examples seen."""
+        folder = row.finished or (self.options.out / cell["file"]).parent
+        facts = {"folder": str(folder), "cpu_seconds": cell["cpu_seconds"], "curve": []}
+        for name in (FACTS, "summary.json"):  # of a cell, and of a run of train.finetune
+            if (folder / name).is_file():
+                found = read_json(folder / name)
+                facts |= {key: found[key] for key in ("seconds", "samples", "tokens", "peak_bytes") if key in found}
+        if (folder / METRICS).is_file() and facts.get("samples"):
+            losses = [json.loads(line)["loss"] for line in (folder / METRICS).read_text().splitlines()]
+            facts |= {"steps": len(losses), "curve": smooth(losses, facts["samples"] / len(losses))}
+        return facts
+
+
+def smooth(losses: Sequence[float], each: float, points: int = 60) -> list[tuple[float, float]]:
+    """(examples seen, mean loss since the point before), at most `points` of them; `each`: examples of a step."""
+    width = -(-len(losses) // points)
+    parts = [losses[start : start + width] for start in range(0, len(losses), width)]
+    return [(round((n * width + len(part)) * each), sum(part) / len(part)) for n, part in enumerate(parts)]
+
+
+def place_weights(labels: Sequence) -> np.ndarray:
+    """Weights of tests with which their mean is the unweighted mean over places."""
+    places, numbers = np.unique([str(label) for label in labels], return_inverse=True)
+    return (len(labels) / len(places) / np.bincount(numbers))[numbers]
+
+
+def stored_prompt(run: Path) -> dict[str, str]:
+    """{"prompt": the template that a run was trained with}, empty where it has none."""
+    stored = read_json(run / (RUN_CONFIG if (run / RUN_CONFIG).is_file() else adapter.CONFIG_FILE))
+    return {"prompt": stored["prompt"]} if stored.get("prompt") else {}
+
+
+def reproduce(work: Reproduction) -> dict:
+    """Both parts and the needles. Returns reproduction.json."""
+    names = work.options.rows.split(",")
+    baseline = [work.result(work.row("baseline"), "vqa")] if "baseline" in names else []
+    part_1 = [work.result(work.row(name), "vqa") for name in names if name != "baseline"]
+    chosen = choose(part_1)
+    part_2 = {kind: work.result(work.row(name, whole=True), "vqa") for kind, name in chosen.items()}
+    needles = {}
+    if work.study.measures["needles"]:
+        rows = {"baseline": work.row("baseline")} if baseline else {}
+        rows |= {kind: work.row(name, whole=True) for kind, name in chosen.items()}
+        needles = {kind: work.result(row, "needles") for kind, row in rows.items()}
+    gains = {}
+    for split, found in (("VQA", part_2), ("needles", needles)):
+        if {"with", "without"} <= found.keys():
+            pictures = work.study.measures["vqa" if split == "VQA" else "needles"][0].pictures
+            gains[split] = difference(found["with"]["scores"], found["without"]["scores"], pictures)
+    results = [*baseline, *part_1, *part_2.values(), *needles.values()]
+    for result in results:
+        del result["scores"]
+    study = work.study
+    return {
+        "base": study.base.base,
+        "fingerprint": study.fingerprint,
+        "data": " ".join(study.base.data),
+        "device": str(study.world.device),
+        "scoring": work.options.scoring,
+        "examples": {split: len(of[0].examples) if of else 0 for split, of in study.measures.items()},
+        "chance": study.measures["vqa"][0].chance,
+        "baseline": baseline,
+        "part_1": part_1,
+        "chosen": chosen,
+        "part_2": part_2,
+        "needles": {kind: result | {"published": NEEDLE_SCORES[kind]} for kind, result in needles.items()},
+        "differences": gains,
+        "from": {name: str(run) for name, run in work.runs.items()},
+        "cpu_seconds": round(sum(result["run"]["cpu_seconds"] for result in results)),
+    }
+
+
+def choose(part_1: Sequence[dict]) -> dict[str, str]:
+    """The name of the best model of Part 1 "without" and "with" differential attention."""
+    kinds = {"without": [], "with": []}
+    for result in part_1:
+        kinds["without" if result["settings"]["attention"] == "softmax" else "with"].append(result)
+    return {kind: max(of, key=lambda one: one["score"]["mean"])["name"] for kind, of in kinds.items() if of}
+
+
+def open_reproduction(argv: Sequence[str] | None) -> Reproduction:
+    """What the flags ask for. Raises UserError before anything is trained."""
+    options, base, given = read_study(PaperOptions, argv, "train.reproduce paligemma", __doc__, DECIDED, MINIATURE)
+    names = options.rows.split(",")
+    if unknown := [name for name in names if name not in NAMES]:
+        raise UserError(f"--rows {shown(unknown[0])}: choose of {', '.join(NAMES)}")
+    kind, _, folder = base.data[0].partition(":")
+    if kind == "vqav2" and "validation" not in given and Path(folder, VAL_FILES[0]).exists():
+        base = replace(base, validation=0.0)  # val2014 is asked about: no training picture is held out
+    runs = find_runs(options.from_, names)
+    study = open_study(base, options.out, make_measures(base, options))
+    return Reproduction(study, options, given, runs)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    work = open_reproduction(argv)
+    engine.run_study(work.options.out, lambda: reproduce(work), to_markdown, draw, name="reproduction")
