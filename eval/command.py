@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from eval.datasets import PROMPT, check_prompt, fill_prompt
+from eval.records import Record
 from model.common import quoted, shown
 
 Picture = Path | Image.Image | Callable[[], Any]  # a file, or what is drawn: an image, or a function that gives one
@@ -127,6 +128,11 @@ def add_outside_flag(parser: argparse.ArgumentParser) -> None:
 def print_report(report: Report, as_json: bool) -> None:
     for line in [json.dumps(report.values)] if as_json else report.lines:
         print(line if as_json else shown(line, 10_000))  # names from files may hold control characters
+
+
+def ask_of(record: Record) -> Ask:
+    """The question of a record's last turn."""
+    return Ask(record.name, record.key, record.pictures, record.prefix)
 
 
 def make_asks(questions: Iterable[tuple[int | str, str, str]], pictures: Mapping, template: str) -> list[Ask]:

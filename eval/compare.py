@@ -39,9 +39,10 @@ def compare(reports: Mapping[str, Report]) -> tuple[dict, list[str]]:
         lines.append(cells)
     head = ["%"]
     for measure in first:
-        head += [measure, "difference"] if len(rows) > 1 else [measure]
+        head += [measure.replace("_", " "), "difference"] if len(rows) > 1 else [measure.replace("_", " ")]
     questions = sum(map(len, first.values()))
     note = "; differences to the first line, * where the interval has no 0" if len(rows) > 1 else ""
+    note += "; blind: the same model on gray pictures" if any(report.blind for report in reports.values()) else ""
     return values, [f"{questions} questions, 95 % intervals over pictures{note}", "", *markdown_table(head, lines)]
 
 

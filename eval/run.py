@@ -179,7 +179,8 @@ def _answer_window(
         for start in range(0, len(ordered), size):
             rows, numbers, part = (list(column) for column in zip(*ordered[start : start + size], strict=True))
             batch = processor.pad(rows).to(features.device)
-            index = torch.tensor([place for q in part for place in places[q.key]], device=features.device)
+            slots = [place for q in part for place in places[q.key]]
+            index = torch.tensor(slots, dtype=torch.int64, device=features.device)
             pictures = {"image_features": features, "image_index": index}
             step = compiled if len(part) == batch_size else None  # another number of rows would be compiled anew
             try:
@@ -208,10 +209,10 @@ def _encode(model: PaliGemma, processor: Processor, window: list[Ask], batch_siz
     size = processor.config.vision.image_size
     device = next(model.parameters()).device
 
-    def prepare(question: Ask) -> torch.Tensor | UserError:
+    def prepare(question: Ask) -> list[torch.Tensor] | UserError:
         try:
             draft = size if processor.draft else None
-            return torch.stack([to_pixels(load_image(image, draft), size) for image in question.images()])
+            return [to_pixels(load_image(image, draft), size) for image in question.images()]
         except UserError as error:
             return error
 
@@ -227,10 +228,11 @@ def _encode(model: PaliGemma, processor: Processor, window: list[Ask], batch_siz
                     continue
                 places[key] = list(range(rows, rows + len(pixels)))
                 rows += len(pixels)
-                ready.append(pixels)
+                ready += pixels
             if ready:
-                parts += [model.encode_images(chunk.to(device)) for chunk in torch.cat(ready).split(batch_size)]
-    return torch.cat(parts) if parts else None, places, problems
+                parts += [model.encode_images(chunk.to(device)) for chunk in torch.stack(ready).split(batch_size)]
+    features = torch.cat(parts) if parts else model.encode_images(torch.empty(0, 3, size, size, device=device))
+    return features, places, problems
 
 
 def _windows(questions: list[Numbered], size: int) -> Iterator[list[Numbered]]:

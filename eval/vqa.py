@@ -2,6 +2,7 @@
 
     python -m eval.vqa                          the last run, or the embedded base, on the embedded scenes
     python -m eval.vqa --model google/paligemma-3b-pt-224 --adapter RUN --questions Q --annotations A --images DIR
+    python -m eval.vqa --data jsonl:test.jsonl --adapter RUN --adapter OTHER --blind
     python -m eval.vqa score --questions Q --annotations A --results R
 
 In: questions and annotations (`eval/datasets.py`), and a model, or its answers. Out: a results file, and accuracy in
@@ -16,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from eval import scenes
+from eval import scenes, vqa_data
 from eval.command import Ask, Command, Report, add_flag, add_prompt_flag, make_asks
 from eval.datasets import (
     PROMPT,
@@ -35,6 +36,7 @@ from eval.datasets import (
     some,
 )
 from eval.entry import ask_model, main_of
+from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record
 from eval.statistics import blind_guesses
 from eval.vqa_scoring import SCORERS, question_accuracies, summarize
 from model.common import UserError, read_field, read_json, run_command, shown, write_text
@@ -288,17 +290,29 @@ def score(args: argparse.Namespace) -> Report:
 
 
 class Data(NamedTuple):
-    """What `load` reads: the questions, and the blind guesses to those that have annotations."""
+    """What `load` reads: the questions, the blind guesses to those that have annotations, and whether the questions are
+    the embedded ones."""
 
     benchmark: Benchmark
     blind: dict | None
+    is_embedded: bool
 
 
-def load(args: argparse.Namespace) -> tuple[Data, dict[str, list[Ask]]]:
-    """The questions of the files, or of the embedded scenes, and what to ask."""
+def load(args: argparse.Namespace) -> tuple[Data | list[Record], dict[str, list[Ask]]]:
+    """The questions of the files, of --data, or of the embedded scenes, and what to ask."""
+    if args.data is not None:
+        if args.questions or args.annotations or args.scoring:
+            raise UserError("--questions, --annotations and --scoring are of published files: leave --data out")
+        kind, _, folder = args.data.partition(":")
+        if args.data == "embedded":
+            return load(argparse.Namespace(**{**vars(args), "data": None}))
+        if kind == "vqav2" and folder:
+            return load(argparse.Namespace(**{**vars(args), "data": None, **vqav2_files(Path(folder), args.images)}))
+        return vqa_data.load(args)
     if (args.questions is None) != (args.images is None) or args.annotations and args.questions is None:
         raise UserError(
-            "--questions, --images and --annotations go together: give all of them, or none for the embedded scenes"
+            "--questions, --images and --annotations go together: give all of them, or none for the embedded scenes "
+            "(--images goes with --data too)"
         )
     if args.questions is None:
         benchmark = embedded(1200 if args.limit is None else args.limit)
@@ -311,15 +325,25 @@ def load(args: argparse.Namespace) -> tuple[Data, dict[str, list[Ask]]]:
         else:
             check_scoring(args.scoring or benchmark.scoring, benchmark.annotations, source)
         blind = blind_of(args, benchmark) if benchmark.annotations else None
-    return Data(benchmark, blind), {"vqa": asks_of(benchmark, args.prompt)}
+    return Data(benchmark, blind, args.questions is None), {"vqa": asks_of(benchmark, args.prompt)}
 
 
-def finish(args: argparse.Namespace, data: Data, answers: dict, session) -> Report:
+def vqav2_files(folder: Path, images: str | None) -> dict:
+    """The flags for VQAv2's files in `folder`: those of val2014 if they are there, else of train2014."""
+    names = {"questions": QUESTIONS_FILE, "annotations": ANNOTATIONS_FILE}
+    held_out = {flag: folder / name.replace("train2014", "val2014") for flag, name in names.items()}
+    found = held_out if held_out["questions"].is_file() else {flag: folder / name for flag, name in names.items()}
+    return {**found, "images": images or folder}
+
+
+def finish(args: argparse.Namespace, data: Data | list[Record], answers: dict, session) -> Report:
     """The results file, for embedded questions also the files that `score` takes, and the accuracies."""
+    if isinstance(data, list):
+        return vqa_data.finish(args, data, answers, session)
     benchmark, said, out = data.benchmark, by_id(data.benchmark, answers["vqa"]), session.out
     write_results(out / "results.json", said)
     files = ["results.json", "answers.jsonl"]
-    if args.questions is None:
+    if data.is_embedded:
         for key, content in zip(
             ("questions", "annotations"), scenes.vqav2_files("test", len(benchmark.pictures)), strict=True
         ):
@@ -349,14 +373,18 @@ def add_data_flags(parser: argparse.ArgumentParser, required: bool) -> None:
     add_flag(parser, "--scoring", "scorer (default: the one that fits the annotations)", choices=SCORERS)
     blind = (
         "score the best guess without a picture too: from training QUESTIONS ANNOTATIONS, or, without files, the best "
-        "constant answer of each question type (default: only on the embedded scenes, from their train split)"
+        "constant answer of each question type (default: only on the embedded scenes, from their train split); with "
+        "--data, ask the same model about gray pictures"
     )
     add_flag(parser, "--blind", blind, nargs="*", metavar="FILE")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    data = "examples with right answers: jsonl:FILE, vqav2:DIR or embedded, as train.finetune takes them"
+    add_flag(parser, "--data", data + " (default: embedded)", metavar="SRC")
     add_data_flags(parser, required=False)
-    add_flag(parser, "--images", "folder of the pictures of --questions", metavar="DIR")
+    images = "folder of the pictures of --questions, or of --data (default: the folder of its file)"
+    add_flag(parser, "--images", images, metavar="DIR")
     add_prompt_flag(parser)
 
 

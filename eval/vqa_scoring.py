@@ -7,7 +7,7 @@ The VQAv2 scorer follows the official one, its oddities included, since they are
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from eval.datasets import Annotation
@@ -69,6 +69,8 @@ def clean_textvqa(text: str) -> str:
     return clean(clean_space(text))
 
 
+ANNOTATORS = 4  # with fewer answers, or mere spellings of one, no answer could reach 1
+
 # Scorers: from an annotation and a prediction to an accuracy in 0..1
 
 
@@ -115,6 +117,14 @@ def gqa(annotation: Annotation, prediction: str) -> float:
 def exact_match(answer: str, truths: Iterable[str]) -> bool:
     """Whether the answer is one of the right ones, case and space at the ends aside."""
     return answer.strip().lower() in {truth.strip().lower() for truth in truths}
+
+
+def vqa_accuracy(answer: str, answers: Sequence[str]) -> float | None:
+    """VQAv2's accuracy, 0 to 1, by the answers of ANNOTATORS or more people; None where they are fewer."""
+    if len(answers) < ANNOTATORS:
+        return None
+    given = tuple({"answer": text, "answer_id": number} for number, text in enumerate(answers))
+    return official(Annotation(0, given, answers[0]), answer)
 
 
 def _by_position(annotation: Annotation, normalize: Callable[[str], str]) -> list[dict]:
