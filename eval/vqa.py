@@ -36,7 +36,7 @@ from eval.datasets import (
     some,
 )
 from eval.entry import ask_model, main_of
-from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record
+from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record, source_parts
 from eval.statistics import blind_guesses
 from eval.vqa_scoring import SCORERS, question_accuracies, summarize
 from model.common import UserError, read_field, read_json, run_command, shown, write_text
@@ -303,11 +303,11 @@ def load(args: argparse.Namespace) -> tuple[Data | list[Record], dict[str, list[
     if args.data is not None:
         if args.questions or args.annotations or args.scoring:
             raise UserError("--questions, --annotations and --scoring are of published files: leave --data out")
-        kind, _, folder = args.data.partition(":")
-        if args.data == "embedded":
+        kind, folder = source_parts(args.data)
+        if kind == "embedded":
             return load(argparse.Namespace(**{**vars(args), "data": None}))
-        if kind == "vqav2" and folder:
-            return load(argparse.Namespace(**{**vars(args), "data": None, **vqav2_files(Path(folder), args.images)}))
+        if kind == "vqav2":
+            return load(argparse.Namespace(**{**vars(args), "data": None, **vqav2_files(folder, args.images)}))
         return vqa_data.load(args)
     if (args.questions is None) != (args.images is None) or args.annotations and args.questions is None:
         raise UserError(

@@ -67,7 +67,7 @@ def test_own_examples(source, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--data", "own.jsonl"], "jsonl"),
+        (["--data", "own.jsonl"], "did you mean jsonl:own.jsonl"),
         (["--data", "jsonl:gone.jsonl"], "gone.jsonl"),
         (["--data", "jsonl:own.jsonl", "--questions", "Q"], "leave --data out"),
         (["--data", "jsonl:own.jsonl", "--blind", "Q", "A"], "takes no files"),
