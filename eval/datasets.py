@@ -1,16 +1,16 @@
-"""Readers of the published file formats: VQAv2 and its relatives, POPE, and a user's own JSONL.
+"""Readers of the published file formats: VQAv2 and its relatives, and POPE.
 
 In: files exactly as their authors publish them. Out: small frozen records, checked; pictures stay paths until they are
 opened. `eval/vqa.py` and `eval/pope.py` score answers to them; `train/` learns from them. `eval/needle_files.py` reads
-MMNeedle's.
+MMNeedle's, `eval/own_files.py` a user's own.
 
 A file that breaks its format is a `UserError` with its name, the line or record, and the remedy; nothing is skipped.
 """
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -148,57 +148,9 @@ def find_images(
     if absent:
         raise UserError(
             f"{shown(source)}: {len(absent)} of its {len(paths)} pictures are not in {shown(folder)} ({some(absent)}): "
-            "give the folder that holds them"
+            "give the folder that holds them (--images DIR)"
         )
     return paths
-
-
-# A user's own examples
-
-
-@dataclass(frozen=True)
-class Example:
-    """A training example: the suffix is the answer to the picture and the prefix. `line` is its place in the file."""
-
-    image: Path
-    prefix: str
-    suffix: str
-    line: int = field(default=0, compare=False)
-
-
-def read_examples(
-    path: str | Path,
-    images: str | Path | None = None,
-    allow_outside: bool = False,
-    bad: Callable[[UserError], None] | None = None,
-) -> list[Example]:
-    """Read JSONL of {"image", "prefix", "suffix"}; image paths are relative to `images`, by default the file's folder.
-
-    Raises UserError, with the line number, for a malformed line and for a picture that is absent or outside of the
-    folder (see `inside`). Such errors are given to `bad` if there is one; a file without any sound line is an error.
-    """
-    folder, examples = Path(path).parent if images is None else Path(images), []
-    for where, record in read_jsonl(path, bad):
-        try:
-            name = read_field(record, "image", NAME, where)
-            prefix, suffix = (read_field(record, key, TEXT, where) for key in ("prefix", "suffix"))
-            try:
-                image = find_image(folder, name, allow_outside)
-            except UserError as error:
-                raise UserError(f"{where}: picture {error}") from None
-            if not image.is_file():
-                raise UserError(
-                    f"{where}: picture {quoted(name)} is not in {shown(folder)}: give the folder that holds it"
-                )
-        except UserError as error:
-            if bad is None:
-                raise
-            bad(error)
-        else:
-            examples.append(Example(image, prefix, suffix, int(where.rpartition(":")[2])))
-    if not examples and bad is None:
-        raise UserError(f"{shown(path)}: holds no records: each line must hold one JSON object")
-    return examples
 
 
 # VQAv2 and its relatives

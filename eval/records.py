@@ -16,16 +16,8 @@ from typing import BinaryIO, NoReturn
 from PIL import Image
 
 from eval import scenes
-from eval.datasets import (
-    PROMPT,
-    check_prompt,
-    fill_prompt,
-    find_image,
-    read_annotations,
-    read_examples,
-    read_questions,
-    real_path,
-)
+from eval.datasets import PROMPT, check_prompt, fill_prompt, find_image, read_annotations, read_questions, real_path
+from eval.own_files import Box, Detection, Example, read_coco, read_examples
 from eval.pictures import GRID, SIDE
 from model.common import UserError, quoted, shown
 
@@ -35,32 +27,13 @@ ANNOTATIONS_FILE = "v2_mscoco_train2014_annotations.json"
 EMBEDDED_TASKS = ("vqa", "n2o1", "vqa", "n2o2")
 MID_GRAY = (127, 127, 127)
 
-KINDS = ("vqav2", "jsonl", "shards")
-SOURCES = "embedded, vqav2:DIR (official files), jsonl:FILE (image, prefix, suffix)"
+KINDS = ("vqav2", "jsonl", "coco", "shards")
+SOURCES = (
+    "embedded, vqav2:DIR (official files), jsonl:FILE (image with prefix and suffix, or LLaVA's conversations; lines "
+    "or a list), coco:FILE (boxes to detect)"
+)
 
 Picture = Path | Callable[[], Image.Image | BinaryIO]  # a file, or a function that draws or opens one
-
-
-@dataclass(frozen=True)
-class Box:
-    """An object in a picture: x and y of its upper left corner, in pixels. A crowd is not one object."""
-
-    label: str
-    x: float
-    y: float
-    width: float
-    height: float
-    area: float  # as annotated: of the object's outline, not of the box
-    is_crowd: bool = False
-
-
-@dataclass(frozen=True)
-class Detection:
-    """The objects of a picture of width × height pixels, those that are asked for."""
-
-    width: int
-    height: int
-    boxes: tuple[Box, ...]
 
 
 @dataclass(frozen=True)
@@ -136,10 +109,11 @@ def read_data(
     tasks: Sequence[str] = EMBEDDED_TASKS,
     samples: int = 12000,
 ) -> list[Record]:
-    """The records of `embedded`, `vqav2:DIR` or `jsonl:FILE`.
+    """The records of `embedded`, `vqav2:DIR`, `jsonl:FILE` or `coco:FILE`.
 
     split: "train", "validation", or "all" of them. images, allow_outside: the folder of the pictures, and whether names
-    may lead out of it. prompt, sampled: of VQAv2. fraction, validation, seed: see `split_records`. tasks, samples: of
+    may lead out of it. prompt: of VQAv2. sampled: each epoch learns one of several
+    answers, drawn anew. fraction, validation, seed: see `split_records`. tasks, samples: of
     the embedded scenes. Raises UserError, also for a file without any record that can be used.
     """
     kind, path = source_parts(source)
@@ -148,7 +122,9 @@ def read_data(
     if kind == "vqav2":
         records = vqav2_records(path, prompt, sampled, images, allow_outside)
     elif kind == "jsonl":
-        records = jsonl_records(path, images, allow_outside)
+        records = own_records(path, sampled, images, allow_outside)
+    elif kind == "coco":
+        records = own_records(path, sampled, images, allow_outside, read_coco)
     else:
         raise UserError(f"{source}: tar shards can be trained on, not asked: give what they were made of")
     return records if split == "all" else split_records(records, split, fraction, validation, seed)
@@ -285,18 +261,27 @@ def _find(folder: str | Path, name: str, allow_outside: bool) -> Picture:
         return Refusal(f"picture {error}")
 
 
-def jsonl_records(path: Path, images: str | Path | None = None, allow_outside: bool = False) -> list[Record]:
-    """A user's own {"image", "prefix", "suffix"} lines. One that cannot be used is a record that says so when opened.
+def own_records(
+    path: Path,
+    sampled: bool = False,
+    images: str | Path | None = None,
+    allow_outside: bool = False,
+    read: Callable[..., list[Example]] = read_examples,
+) -> list[Record]:
+    """The records of a user's own file, see eval/own_files.py. One that cannot be used says so when it is opened.
 
-    Raises UserError for a file without any sound line.
+    Raises UserError for a file without any sound record.
     """
     bad: list[UserError] = []
-    examples = read_examples(path, images, allow_outside, bad.append)
+    examples = read(path, images, allow_outside, bad.append)
     if not examples:
         first = f": {bad[0]}" if bad else ", each must hold one JSON object"
-        raise UserError(f"{shown(path)}: none of its {len(bad)} lines can be used{first}")
-    records = [Record(f"{path.name}:{e.line}", str(e.image), (e.image,), ((e.prefix, e.suffix),)) for e in examples]
+        raise UserError(f"{shown(path)}: none of its {len(bad)} records can be used{first}")
+    records = []
+    for e in examples:
+        key = "\n".join(map(str, e.pictures)) or f"{path}{e.place}"
+        records.append(Record(f"{path.name}{e.place}", key, e.pictures, e.turns, e.answers, sampled, e.detection))
     for error in bad:
-        line, _, problem = str(error).removeprefix(f"{shown(path)}:").partition(": ")
-        records.append(refused(f"{path.name}:{line}", f"{path}:{line}", problem))
+        place, _, problem = str(error).removeprefix(shown(path)).partition(": ")
+        records.append(refused(f"{path.name}{place}", f"{path}{place}", problem))
     return records

@@ -29,7 +29,7 @@ from PIL import Image
 from eval import figures, scenes
 from eval.attention import look
 from eval.command import Report, add_flag, add_json_flag, add_outside_flag, command_parser, positive, print_report
-from eval.datasets import read_examples
+from eval.own_files import read_examples
 from eval.report import interval_text
 from eval.session import add_model_flags, model_of, open_model, out_folder
 from eval.statistics import Interval, bootstrap
@@ -138,8 +138,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.data == "embedded":
         examples = embedded_examples(args.limit)
     else:
-        read = read_examples(args.data, allow_outside=args.allow_outside)[: args.limit]
-        examples = [(example.image, example.prefix) for example in read]
+        read = read_examples(args.data, allow_outside=args.allow_outside)
+        examples = [(e.pictures[0], e.turns[0][0]) for e in read if len(e.pictures) == 1][: args.limit]
+        if not examples:
+            raise UserError(f"--data {args.data}: no example has one picture: the shift is measured around it")
     model, processor = open_model(args, subject)
     if not hasattr(model.config.text, "num_attention_heads"):
         raise UserError(f"{title}: has no attention in its decoder, and no LAWS: take a PaliGemma or a model of WINGS")

@@ -1,7 +1,8 @@
 """From pictures and prompts to the tensors of a batch, and from answer tokens back to text and boxes.
 
 In: pictures (`model/images.py`), prompts, and, for training, answers. Out: a `Batch`, in the layout that PaliGemma was
-trained with: `<image>` × I, bos, prompt and newline, then the answer and eos. `decode` and `parse_boxes` read answers.
+trained with: `<image>` × I, bos, prompt and newline, then the answer and eos. Further turns follow in the same way,
+causal. `decode` and `parse_boxes` read answers.
 
 Ids equal those of transformers' PaliGemmaProcessor, except that a prompt cannot spell control tokens, and that bos
 stands where the text begins, also if a picture follows (`<image>` within the prompt, for `model/wings.py`).
@@ -19,10 +20,13 @@ from model.common import UserError, quoted, shown
 from model.config import PaliGemmaConfig
 from model.images import Picture, load_image, to_pixels
 from model.source import preset_of, resolve
-from model.system_configs import QMambaConfig, TextModelConfig, read_config
+from model.system_configs import QMambaConfig, TextModelConfig, WingsConfig, read_config
 from model.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 
-TokenRow = tuple[list[int], list[int]]  # token ids, and their types: 0 for image and prefix, 1 for the answer
+Turn = tuple[str, str | None]  # a prompt, and its answer
+# Token ids; their types: 0 for pictures and the first prompt, which see each other, 1 for all that follows, which is
+# causal; and what is learned: 1 for answers and the eos after each, else 0
+TokenRow = tuple[list[int], list[int], list[int]]
 
 SLOT = "<image>"  # marks the place of a picture in a prompt
 MAX_LENGTH = 8192  # tokens of a row, what PaliGemma's decoders were trained with
@@ -35,9 +39,9 @@ class Batch:
 
     input_ids: torch.Tensor  # (B, S) int64
     pixel_values: torch.Tensor  # (pictures, 3, R, R) float32 in [-1, 1]
-    token_type_ids: torch.Tensor  # (B, S) int64: 0 for image, prefix and padding, 1 for suffix and eos
+    token_type_ids: torch.Tensor  # (B, S) int64: 0 for image, prefix and padding, 1 for the suffix and what follows
     attention_mask: torch.Tensor  # (B, S) int64: 0 at padding
-    labels: torch.Tensor  # (B, S) int64: the id where the type is 1, else -100
+    labels: torch.Tensor  # (B, S) int64: the id of answers and the eos after each, else -100
     image_index: torch.Tensor  # (slots,) int64: the picture that fills each image slot, rows from top to bottom
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> "Batch":
@@ -121,36 +125,50 @@ class Processor:
             pictures += of_row
         return self.pad(rows, pictures)
 
-    def layout(self, n_images: int, prefix: str, suffix: str | None = None) -> TokenRow:
-        """One row: its token ids and their types, 0 for image and prefix, 1 for the answer.
+    def layout(
+        self, n_images: int, prefix: str, suffix: str | None = None, before: Sequence[tuple[str, str]] = ()
+    ) -> TokenRow:
+        """One row of a prompt, with its answer in training. before: earlier turns, prompts with their answers.
 
-        `<image>` in the prefix marks the place of a picture, once for each picture. Without it pictures come first, as
+        `<image>` in a prompt marks the place of a picture, once for each picture. Without it pictures come first, as
         in PaliGemma. Raises UserError for another number of marks, and for text that cannot be encoded or is too long.
         """
-        for name, text in (("prefix", prefix), ("suffix", suffix)):
+        turns: list[Turn] = [*before, (prefix, suffix)]
+        for name, text in (pair for turn in turns for pair in zip(("prefix", "suffix"), turn, strict=True)):
             if not (isinstance(text, str) and text.strip() or name == "suffix" and text is None):
                 raise UserError(f"the {name} is {quoted(text)}, expected a text that is not empty")
         # a bound that is known before anything is encoded or laid out
-        least = n_images * self.config.num_image_tokens + (len(prefix) + len(suffix or "")) // _MAX_PIECE
-        self._check_length(least, prefix, "at least ")
-        # the newline is encoded with the prompt: a prompt that ends in one makes a single piece "\n\n" with it
-        parts = (prefix + "\n").split(SLOT)
-        if len(parts) == 1:
-            parts = [""] * n_images + parts
-        elif len(parts) - 1 != n_images:
-            raise UserError(
-                f"{len(parts) - 1} {SLOT} in the prefix, but {n_images} picture(s): give one for each, or "
-                f"leave {SLOT} out, which puts pictures first ({quoted(prefix)})"
-            )
-        given, slot = [], [self.config.image_token_id] * self.config.num_image_tokens
-        for number, part in enumerate(parts):
-            given += slot if number else []
-            if part and self.config.bos_token_id not in given:  # where the text begins
-                given.append(self.config.bos_token_id)
-            given += self.encode(part)
-        answer = [] if suffix is None else [*self.encode(suffix), self.config.eos_token_id]
-        self._check_length(len(given) + len(answer), prefix)
-        return given + answer, [0] * len(given) + [1] * len(answer)
+        characters = sum(len(text or "") for turn in turns for text in turn)
+        self._check_length(n_images * self.config.num_image_tokens + characters // _MAX_PIECE, prefix, "at least ")
+        is_marked = check_marks(n_images, turns)
+        ids, types, learned = [], [], []
+        for number, (prompt, answer) in enumerate(turns):
+            # the newline is encoded with the prompt: a prompt that ends in one makes a single piece "\n\n" with it
+            parts = (prompt + "\n").split(SLOT)
+            if not number and not is_marked:
+                parts = [""] * n_images + parts
+            given: list[int] = []
+            for place, part in enumerate(parts):
+                given += [self.config.image_token_id] * self.config.num_image_tokens if place else []
+                if part and self.config.bos_token_id not in (*ids, *given):  # where the text begins
+                    given.append(self.config.bos_token_id)
+                given += self.encode(part)
+            reply = [] if answer is None else [*self.encode(answer), self.config.eos_token_id]
+            ids += given + reply
+            types += [int(number > 0)] * len(given) + [1] * len(reply)
+            learned += [0] * len(given) + [1] * len(reply)
+        self._check_length(len(ids), prefix)
+        return ids, types, learned
+
+    def in_place(self, n_images: int, turns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """The turns of a conversation as this model reads them.
+
+        WINGS and Q-Mamba take a picture where `<image>` stands. PaliGemma takes pictures first: the marks are removed,
+        and the blanks around a prompt that had one. Raises UserError for another number of marks than pictures.
+        """
+        if not check_marks(n_images, turns) or isinstance(self.config, WingsConfig | QMambaConfig):
+            return list(turns)
+        return [(prompt.replace(SLOT, "").strip() if SLOT in prompt else prompt, answer) for prompt, answer in turns]
 
     def _check_length(self, length: int, prefix: str, qualifier: str = "") -> None:
         if self.max_length is not None and length > self.max_length:
@@ -166,7 +184,7 @@ class Processor:
         has no pixels, and its image_index is 0, 1, … over the slots. Raises UserError, naming the file.
         """
         if pictures is None:
-            slots = sum(ids.count(self.config.image_token_id) for ids, _ in rows) // self.config.num_image_tokens
+            slots = sum(ids.count(self.config.image_token_id) for ids, *_ in rows) // self.config.num_image_tokens
             distinct, index = {}, list(range(slots))
         else:
             distinct = {_identity(picture): picture for picture in pictures}
@@ -176,17 +194,17 @@ class Processor:
         pixel_values = torch.empty(len(distinct), 3, size, size)
         for pixels, picture in zip(pixel_values, distinct.values(), strict=True):
             pixels.copy_(to_pixels(load_image(picture, size if self.draft else None), size))
-        width = max(len(ids) for ids, _ in rows)
+        width = max(len(ids) for ids, *_ in rows)
         input_ids = torch.full((len(rows), width), self.config.pad_token_id)
         token_type_ids = torch.zeros_like(input_ids)
-        attention_mask = torch.zeros_like(input_ids)
-        for number, (ids, types) in enumerate(rows):
+        attention_mask, labels = torch.zeros_like(input_ids), torch.full_like(input_ids, -100)
+        for number, (ids, types, learned) in enumerate(rows):
             # padding on the left comes before the image tokens
             place = slice(width - len(ids), width) if self.padding_side == "left" else slice(0, len(ids))
             input_ids[number, place] = torch.tensor(ids)
             token_type_ids[number, place] = torch.tensor(types)
             attention_mask[number, place] = 1
-        labels = input_ids.masked_fill(token_type_ids == 0, -100)
+            labels[number, place] = torch.tensor(ids).masked_fill(torch.tensor(learned) == 0, -100)
         image_index = torch.tensor(index, dtype=torch.int64)
         return Batch(input_ids, pixel_values, token_type_ids, attention_mask, labels, image_index)
 
@@ -222,6 +240,18 @@ class Processor:
             ids = ids[: ids.index(self.config.eos_token_id)]
         pieces = self.tokenizer.vocab_size()  # the embedding has a few rows more
         return self.tokenizer.decode([i for i in ids if 0 <= i < pieces and i not in self._not_text])
+
+
+def check_marks(n_images: int, turns: Sequence[Turn]) -> bool:
+    """Whether `<image>` marks the places of the pictures. Raises UserError if there are more or fewer marks."""
+    marks = sum(prompt.count(SLOT) for prompt, _ in turns)
+    if marks and marks != n_images:
+        where = "prefix" if len(turns) == 1 else "prompts"
+        raise UserError(
+            f"{marks} {SLOT} in the {where}, but {n_images} picture(s): give one for each, or leave {SLOT} out, which "
+            f"puts pictures first ({quoted(next(prompt for prompt, _ in turns if SLOT in prompt))})"
+        )
+    return bool(marks)
 
 
 def _check_tokenizer(config: PaliGemmaConfig | QMambaConfig, tokenizer: Tokenizer) -> None:

@@ -215,7 +215,7 @@ READERS = {
         json_file("results.json", [{"question_id": 1, "answer": "a"}, {"question_id": 2, "answer": "b"}]),
         lambda path: vqa.read_results(path, [1, 2], "questions.json"),
     ),
-    "JSON lines": Reader(example_file, records.jsonl_records),
+    "JSON lines": Reader(example_file, records.own_records),
     "POPE questions": Reader(json_lines("pope.json", question(1), question(2)), datasets.read_pope),
     "POPE answers": Reader(
         json_lines("answers.json", question(1) | {"answer": "yes"}),

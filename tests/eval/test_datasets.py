@@ -5,7 +5,7 @@ import json
 import pytest
 from PIL import Image
 
-from eval import datasets, needle_files
+from eval import datasets, needle_files, own_files
 from model.common import UserError
 
 
@@ -35,9 +35,10 @@ def test_examples_are_read_beside_their_pictures(tmp_path):
     full, empty = ("what?", "é\u2028x"), ("", "")
     rows = lines(*({"image": "p/a.png", "prefix": prefix, "suffix": suffix} for prefix, suffix in (full, empty)))
     for end in ("\n", "\r\n"):
-        examples = datasets.read_examples(write(tmp_path / "d.jsonl", "\ufeff" + rows + "\n", end))
-        assert examples[0] == datasets.Example(tmp_path / "p/a.png", "what?", "é\u2028x") and len(examples) == 2
-    assert datasets.read_examples(tmp_path / "d.jsonl", tmp_path / "p")[0].image == tmp_path / "p/a.png"
+        examples = own_files.read_examples(write(tmp_path / "d.jsonl", "\ufeff" + rows + "\n", end))
+        assert examples[0] == own_files.Example(":1", (tmp_path / "p/a.png",), (("what?", "é\u2028x"),))
+        assert len(examples) == 2
+    assert own_files.read_examples(tmp_path / "d.jsonl", tmp_path / "p")[0].pictures == (tmp_path / "p/a.png",)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,8 @@ def test_examples_are_read_beside_their_pictures(tmp_path):
         (lines({"image": "a.png", "prefix": 3, "suffix": "s"}), "d.jsonl:1: prefix is 3, expected a text"),
         (lines({"image": True, "prefix": "q", "suffix": "s"}), "d.jsonl:1: image is True"),
         ('{"image": "a.png"\n', "d.jsonl:1: not valid JSON"),
-        ('\n\n["a.png"]\n', "d.jsonl:3: holds a JSON list"),
+        ('\n\n["a.png"]\n', "d.jsonl[0]: expected an object, found text"),
+        ('{"image": "a.png", "prefix": "q", "suffix": "s"}\n[]\n', "d.jsonl:2: holds a JSON list"),
         ('{"image": "a.png", "prefix": "q", "suffix": "s"} {}\n', "d.jsonl:1: not valid JSON (Extra data"),
         ("\n", "d.jsonl: holds no records"),
     ],
@@ -60,7 +62,7 @@ def test_bad_examples_are_numbered(tmp_path, content, expected):
     """One broken line in a user's file cannot be found, or is skipped without a word."""
     picture(tmp_path / "a.png")
     with pytest.raises(UserError) as caught:
-        datasets.read_examples(write(tmp_path / "d.jsonl", content))
+        own_files.read_examples(write(tmp_path / "d.jsonl", content))
     assert f"{tmp_path}/{expected}" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -70,7 +72,7 @@ def test_unreadable_files_are_named(tmp_path, content, expected):
     path = tmp_path / "x.json"
     if content:
         path.write_bytes(content)
-    for read in (datasets.read_pope, datasets.read_examples, datasets.read_questions, needle_files.read_captions):
+    for read in (datasets.read_pope, own_files.read_examples, datasets.read_questions, needle_files.read_captions):
         with pytest.raises(UserError, match=expected):
             read(path)
     with pytest.raises(UserError):

@@ -11,7 +11,7 @@ import time
 import pytest
 from PIL import Image
 
-from eval import ask, attention, datasets, needle, needle_files, pope, shift, vqa
+from eval import ask, attention, datasets, needle, needle_files, own_files, pope, shift, vqa
 from eval.command import Ask
 from eval.needle_scoring import read_responses
 from eval.run import ask_all, read_log
@@ -162,7 +162,7 @@ READERS = {
     "gqa annotations": (GQA, lambda value: datasets.read_annotations(write("F", value))),
     "textvqa": (TEXTVQA, lambda value: datasets.read_annotations(write("F", value))),
     "pope": (POPE, lambda value: datasets.read_pope(write("F", json.dumps(value)))),
-    "examples": (EXAMPLE, lambda value: datasets.read_examples(write("F", json.dumps(value)))),
+    "examples": (EXAMPLE, lambda value: own_files.read_examples(write("F", json.dumps(value)))),
     "grids": (GRIDS, lambda value: read_needles(G=value)),
     "needles": (NEEDLES, lambda value: read_needles(N=value)),
     "captions": (CAPTIONS, lambda value: read_needles(C=value)),

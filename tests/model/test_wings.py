@@ -416,9 +416,9 @@ def test_a_picture_stands_where_its_slot_is(processor):
     bos, image = processor.config.bos_token_id, [processor.config.image_token_id] * 16
     whole = processor.encode("Where is the dog?\n")
     cut = len(processor.encode("Where is"))
-    ids, types = processor.layout(1, "Where is<image> the dog?", "yes")
+    ids, types, learned = processor.layout(1, "Where is<image> the dog?", "yes")
     assert ids[: len(whole) + 17] == [bos, *whole[:cut], *image, *whole[cut:]]
-    assert types == [0] * (len(whole) + 17) + [1] * (len(ids) - len(whole) - 17)
+    assert types == learned == [0] * (len(whole) + 17) + [1] * (len(ids) - len(whole) - 17)
     # at the front it is PaliGemma's own layout, as it is in transformers
     assert processor.layout(1, "<image>Where is the dog?") == processor.layout(1, "Where is the dog?")
     two = processor.layout(2, "Where<image> is<image> the dog?")[0]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from eval.records import Record, embedded_records, jsonl_records, split_records, vqav2_records
+from eval.records import Record, embedded_records, own_records, split_records, vqav2_records
 from model.common import UserError
 from tests.files import write_vqav2
 from train.data.batches import Order, collate, load_batches, plan_epoch, supervised
@@ -177,7 +177,7 @@ def test_a_users_own_lines(tmp_path, processor):
     lines = [{"image": "a.png", "prefix": "caption en", "suffix": "a cat"}] * 2
     file = tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [(r.prefix, r.suffix) for r in jsonl_records(file)] == [("caption en", "a cat")] * 2
+    assert [(r.prefix, r.suffix) for r in own_records(file)] == [("caption en", "a cat")] * 2
     file.write_text(json.dumps(lines[0]) + "\n{\n")
-    (bad,) = collate(jsonl_records(file), processor).bad
+    (bad,) = collate(own_records(file), processor).bad
     assert bad.startswith("own.jsonl:2: not valid JSON")

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from eval.datasets import find_image, inside
-from eval.records import jsonl_records, split_records, vqav2_records
+from eval.records import own_records, split_records, vqav2_records
 from model.common import UserError
 from model.processor import Processor
 from tests.files import write_vqav2
@@ -89,21 +89,21 @@ def test_one_bad_line_is_named_and_left_out(name, tmp_path, processor):
     os.mkfifo(folder / "fifo")
     Image.new("RGB", (9, 9)).save(tmp_path / "outside.png")
     (folder / "link.png").symlink_to(tmp_path / "outside.png")
-    order = Order(jsonl_records(file), processor, batch_size=8)
+    order = Order(own_records(file), processor, batch_size=8)
     (micro,) = next(order.steps(0))
     assert sorted(micro.names) == ["own.jsonl:1", "own.jsonl:4"]
     (bad,) = micro.bad
     assert bad.startswith("own.jsonl:2: ") and bad.isprintable() and len(bad) < 700
-    assert not split_records(jsonl_records(file), "validation", 1.0, 0.0)
+    assert not split_records(own_records(file), "validation", 1.0, 0.0)
 
 
 def test_a_file_of_bad_lines_only_is_refused(tmp_path):
     """Breaks when a run begins that can learn nothing."""
-    with pytest.raises(UserError, match="own.jsonl: none of its 2 lines .*own.jsonl:1: not valid JSON"):
-        jsonl_records(write_lines(tmp_path / "data", b"{", b"[]"))
+    with pytest.raises(UserError, match="own.jsonl: none of its 2 records .*own.jsonl:1: not valid JSON"):
+        own_records(write_lines(tmp_path / "data", b"{", b"[]"))
     os.mkfifo(tmp_path / "fifo.jsonl")
     with pytest.raises(UserError, match="pipe"):
-        jsonl_records(tmp_path / "fifo.jsonl")
+        own_records(tmp_path / "fifo.jsonl")
 
 
 def test_outside_pictures_are_read_where_they_are_allowed(tmp_path, processor):
@@ -111,9 +111,9 @@ def test_outside_pictures_are_read_where_they_are_allowed(tmp_path, processor):
     outside = tmp_path / "outside.png"
     Image.new("RGB", (9, 9)).save(outside)
     file = write_lines(tmp_path / "data", line(image="../outside.png"), line(image=str(outside)), line(image="a.png"))
-    assert len(collate(jsonl_records(file, allow_outside=True), processor).names) == 3
-    assert len(collate(jsonl_records(file), processor).names) == 1
-    assert len(collate(jsonl_records(file, images=tmp_path), processor).names) == 1  # the absolute name is inside
+    assert len(collate(own_records(file, allow_outside=True), processor).names) == 3
+    assert len(collate(own_records(file), processor).names) == 1
+    assert len(collate(own_records(file, images=tmp_path), processor).names) == 1  # the absolute name is inside
     assert inside(tmp_path, str(outside)) == outside and inside(tmp_path, "x/../outside.png").name == "outside.png"
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from eval.records import Record, embedded_records, jsonl_records, vqav2_records
+from eval.records import Record, embedded_records, own_records, vqav2_records
 from model.common import UserError
 from model.config import PRESETS
 from model.images import load_image
@@ -464,7 +464,7 @@ def write_jsonl(folder: Path, count: int = 10, missing: tuple[int, ...] = ()) ->
 
 def test_an_interrupted_making_goes_on(tmp_path, monkeypatch):
     """Breaks when half a shard bears a shard's name, or the rest is made otherwise than without the interruption."""
-    given = jsonl_records(write_jsonl(tmp_path))
+    given = own_records(write_jsonl(tmp_path))
     whole = shard.make(given, tmp_path / "whole/s", 3, 1000)
     honest, written = shard.write_shard, []
 
@@ -491,7 +491,7 @@ def test_an_interrupted_making_goes_on(tmp_path, monkeypatch):
 
 def test_sizes_of_shards(tmp_path):
     """Breaks when a shard grows beyond --per-shard or --megabytes, or a sample falls between two."""
-    samples, size = shard.group(jsonl_records(write_jsonl(tmp_path)), seed=0), 1000
+    samples, size = shard.group(own_records(write_jsonl(tmp_path)), seed=0), 1000
     for i in range(10):
         (tmp_path / f"{i}.png").write_bytes(bytes(size))
     assert shard.cut(samples, 4, 1000) == [range(0, 4), range(4, 8), range(8, 10)]
@@ -503,7 +503,7 @@ def test_sizes_of_shards(tmp_path):
 def test_pictures_that_cannot_be_put_in_are_named(tmp_path, capsys):
     """Breaks when missing pictures are silently missing from the shards too, or a folder of them makes empty shards."""
     file = write_jsonl(tmp_path)
-    given = jsonl_records(file)
+    given = own_records(file)
     (tmp_path / "4.png").unlink()
     paths = shard.make(given, tmp_path / "s", 100, 1000, max_bad=1)
     assert "left out own.jsonl:5: " in capsys.readouterr().out

@@ -178,7 +178,8 @@ def collate(
             if record.pictures and record.key not in opened:
                 found = [picture() if callable(picture) else picture for picture in record.pictures]
                 opened[record.key] = [load_image(picture, draft) for picture in found]
-            rows.append(processor.layout(len(record.pictures), record.prefix, record.suffix))
+            *before, last = processor.in_place(len(record.pictures), record.turns)
+            rows.append(processor.layout(len(record.pictures), *last, before))
             good.append(record)
         except UserError as error:
             bad.append(shown(f"{record.name}: {error}", 600))

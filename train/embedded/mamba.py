@@ -29,7 +29,7 @@ PROBES = ("locate", "count", "exist")
 def describe_scene(index: int, split: str, processor: Processor) -> tuple[list[int], list[int]]:
     """A scene in words: the names in its squares, row by row, then nine questions with their answers.
 
-    Returns token ids and their types (1 for answers). Six questions are VQA's on this scene, three are probes.
+    Returns a row of `Processor.pad`: the answers are learned. Six questions are VQA's on this scene, three are probes.
     """
     samples = scenes.vqa_picture(split, index)
     squares, dice = samples[0].scene.squares, scenes.Dice(f"tell/{split}/{index}")
@@ -42,11 +42,11 @@ def describe_scene(index: int, split: str, processor: Processor) -> tuple[list[i
             answer, thing, _ = dice.pick([fact for fact in facts if fact[0] == wanted])
             asked.append((f"{wording} {thing}", answer))
     ids = [processor.encode(f" {name}")[-1] for name in squares]
-    types = [0] * len(ids)
+    learned = [0] * len(ids)
     for prefix, suffix in dice.draw(asked, len(asked)):
-        more, their_types = processor.layout(0, prefix, suffix)
-        ids, types = ids + more, types + their_types
-    return ids, types
+        more, _, answer = processor.layout(0, prefix, suffix)
+        ids, learned = ids + more, learned + answer
+    return ids, learned, learned
 
 
 def described_batches(processor: Processor, samples: int, batch_size: int, split: str = "train") -> Iterator[Batch]:
