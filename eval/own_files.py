@@ -208,8 +208,8 @@ def _entries(value: dict, key: str, name: str) -> list[tuple[str, dict]]:
     entries = read_field(value, key, Expected(list), name, remedy="give a file of COCO's instances")
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict):
-            raise UserError(f"{name}: {key}[{number}]: expected an object, found {json_name(entry)}")
-    return [(f"{name}: {key}[{number}]", entry) for number, entry in enumerate(entries)]
+            raise UserError(f"{name}:{key}[{number}]: expected an object, found {json_name(entry)}")
+    return [(f"{name}:{key}[{number}]", entry) for number, entry in enumerate(entries)]
 
 
 def _box(entry: dict, labels: dict, where: str) -> Box:

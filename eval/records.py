@@ -89,7 +89,7 @@ def blind(records: Sequence[Record]) -> list[Record]:
     gray = partial(Image.new, "RGB", (64, 64), MID_GRAY)
     return [
         replace(record, key=f"gray {len(record.pictures)}", pictures=(gray,) * len(record.pictures))
-        if record.turns
+        if record.turns and record.pictures
         else record
         for record in records
     ]
@@ -135,10 +135,9 @@ def source_parts(source: str) -> tuple[str, Path]:
     kind, colon, path = source.partition(":")
     if source == "embedded" or kind in KINDS and path:
         return kind, Path(path)
-    meant = Path(path if kind in KINDS else source)
-    ending = meant.suffix.lower()
-    kind = "jsonl" if ending in (".jsonl", ".json") else "shards" if ending == ".tar" else "vqav2"
-    proposal = f"did you mean {kind}:{shown(meant)}?" if ending or meant.is_dir() else f"expected {SOURCES}"
+    ending = Path(source).suffix.lower()
+    kind = {".jsonl": "jsonl", ".json": "jsonl", ".tar": "shards"}.get(ending, "vqav2" if Path(source).is_dir() else "")
+    proposal = f"did you mean {kind}:{shown(source)}?" if kind else f"expected {SOURCES}"
     raise UserError(f"{quoted(source)} does not say what kind of data it is: {proposal}")
 
 

@@ -164,11 +164,18 @@ class Processor:
         """The turns of a conversation as this model reads them.
 
         WINGS and Q-Mamba take a picture where `<image>` stands. PaliGemma takes pictures first: the marks are removed,
-        and the blanks around a prompt that had one. Raises UserError for another number of marks than pictures.
+        with the blanks around them. Raises UserError for another number of marks than pictures.
         """
         if not check_marks(n_images, turns) or isinstance(self.config, WingsConfig | QMambaConfig):
             return list(turns)
-        return [(prompt.replace(SLOT, "").strip() if SLOT in prompt else prompt, answer) for prompt, answer in turns]
+
+        def gap(found: re.Match) -> str:  # what stays where a mark was
+            return "\n" if "\n" in found[0] else " " if found[0] != SLOT else ""
+
+        return [
+            (re.sub(rf"\s*{SLOT}\s*", gap, prompt).strip() if SLOT in prompt else prompt, answer)
+            for prompt, answer in turns
+        ]
 
     def _check_length(self, length: int, prefix: str, qualifier: str = "") -> None:
         if self.max_length is not None and length > self.max_length:

@@ -1,0 +1,291 @@
+"""A user's own data: what is read, what is shown to the model, what is learned of it, and what is held out."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+
+from eval.own_files import Box, read_examples
+from eval.records import blind, own_records, read_data, split_records
+from model.common import UserError
+from model.images import load_image
+from model.processor import Processor
+from model.system_configs import MambaConfig, QMambaConfig, WingsConfig
+from train.data.batches import collate
+
+
+def write(folder, name, value):
+    """A JSON file; for *.jsonl its entries as lines."""
+    lines = "".join(json.dumps(entry) + "\n" for entry in value) if name.endswith(".jsonl") else json.dumps(value)
+    (folder / name).write_text(lines)
+    return folder / name
+
+
+def draw(folder, *names, size=(8, 8)):
+    for number, name in enumerate(names):
+        (folder / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", size, (number * 40, 0, 0)).save(folder / name)
+
+
+def says(*texts):
+    """A conversation in LLaVA's layout: human and gpt in turn."""
+    return [{"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate(texts)]
+
+
+def shown(processor, record):
+    """What the model reads of a record: (piece, whether it is learned, its type); P is a whole picture."""
+    micro = collate([record], processor)
+    assert not micro.bad, micro.bad
+    ids, labels, types = (
+        t[0].tolist() for t in (micro.batch.input_ids, micro.batch.labels, micro.batch.token_type_ids)
+    )
+    image, pieces = processor.config.image_token_id, processor.tokenizer
+    names = ["P" if i == image else pieces.id_to_piece(i) for i in ids]
+    assert all(label in (-100, i) for i, label in zip(ids, labels, strict=True))
+    assert micro.tokens == sum(label != -100 for label in labels)
+    kept = micro.targets[0][micro.targets[0] != -100].tolist()
+    assert kept == [label for label in labels if label != -100]
+    run, per_picture = [], processor.config.num_image_tokens
+    for name, label, kind in zip(names, labels, types, strict=True):
+        run.append((name, label != -100, kind))
+    out, place = [], 0
+    while place < len(run):
+        if run[place][0] == "P":
+            assert all(one == run[place] for one in run[place : place + per_picture])
+            place += per_picture - 1
+        out.append(run[place])
+        place += 1
+    return out
+
+
+def marked(text):
+    """What `shown` returns, by hand: pieces after blanks, types as 0 or 1 before a colon, learned ones with a star."""
+    return [
+        (piece.lstrip("*").replace("\\n", "\n"), piece.startswith("*"), int(kind))
+        for kind, piece in (word.split(":", 1) for word in text.split())
+    ]
+
+
+@pytest.fixture(scope="module")
+def processors(processor):
+    """One of each system, on the vocabulary of the embedded base."""
+    config = processor.config
+    mamba = MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=config.text.vocab_size + 1)
+    mamba = replace(mamba, pad_token_id=config.pad_token_id, eos_token_id=config.eos_token_id, bos_token_id=2)
+    qmamba = replace(QMambaConfig(), vision=config.vision, text=mamba, image_token_id=config.image_token_id)
+    return {
+        "paligemma": processor,
+        "wings": Processor(WingsConfig.beside(config, rank=4), processor.tokenizer),
+        "qmamba": Processor(qmamba, processor.tokenizer),
+    }
+
+
+CONVERSATION = says("Where is <image> the dog?", "top left", "count cat", "2")
+# PaliGemma: pictures first, and the first prompt with them both ways; all after it is causal
+FRONT = "0:P 0:<bos> 0:Where 0:▁is 0:▁the 0:▁dog 0:? 0:\\n"
+INSIDE = "0:<bos> 0:Where 0:▁is 0:▁ 0:P 0:▁the 0:▁dog 0:? 0:\\n"
+LATER = " 1:*top 1:*▁left 1:*<eos> 1:count 1:▁cat 1:\\n 1:*2 1:*<eos>"
+
+
+def test_every_answer_and_its_end_are_learned_and_nothing_else(processors, tmp_path):
+    """Breaks when a prompt, a picture or a bos carries loss, the end of an answer does not, or a picture is elsewhere
+    than the system takes it."""
+    draw(tmp_path, "a.png", "b.png")
+    rows = [
+        {"id": "1", "image": "a.png", "conversations": CONVERSATION},
+        {"id": "2", "conversations": says("count cat", "2")},
+        {"id": "3", "image": ["a.png", "b.png"], "conversations": says("<image>\n<image>\ncount dog", "1")},
+        {"image": ["a.png", "b.png"], "prefix": "count dog", "suffix": "1"},
+        {
+            "image": "a.png",
+            "conversations": [{"from": "system", "value": "Be brief."}, *says("<image>\ncount dog", "1")],
+        },
+        {"image": "b.png", "conversations": says("count dog", "1", "<image>count cat", "2")},
+    ]
+    made = own_records(write(tmp_path, "own.json", rows))
+    assert [record.name for record in made] == [f"own.json[{number}]" for number in range(6)]
+    plain = "0:P 0:P 0:<bos> 0:count 0:▁dog 0:\\n 1:*1 1:*<eos>"
+    one, two = plain.replace("0:P 0:P", "0:P"), "0:<bos> 0:count 0:▁cat 0:\\n 1:*2 1:*<eos>"
+    more = " 1:count 1:▁cat 1:\\n 1:*2 1:*<eos>"
+    expected = [FRONT + LATER, two, plain, plain, one, one + more]
+    assert [shown(processors["paligemma"], record) for record in made] == [marked(text) for text in expected]
+    newline = "0:P 0:<bos> 0:\\n 0:count 0:▁dog 0:\\n 1:*1 1:*<eos>"
+    expected = [
+        INSIDE + LATER,
+        two,
+        newline.replace("0:P 0:<bos> 0:\\n", "0:P 0:<bos> 0:\\n 0:P 0:\\n"),
+        plain,
+        newline,
+        "0:<bos> 0:count 0:▁dog 0:\\n 1:*1 1:*<eos> 1:P" + more,
+    ]
+    for system in ("wings", "qmamba"):
+        assert [shown(processors[system], record) for record in made] == [marked(text) for text in expected], system
+
+
+def test_a_later_turn_is_causal(processor):
+    """Breaks when a later question is seen by the tokens before it, or the first prompt no longer sees itself whole."""
+    from weights.load import load_model
+
+    model = load_model("embedded").eval()
+    gray = Image.new("RGB", (112, 112), (90, 120, 30))
+
+    def logits(first, later):
+        row = processor.layout(1, later, "2", [(first, "top left")])
+        batch = processor.pad([row], [gray])
+        with torch.no_grad():
+            return model(batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask)[0]
+
+    one, other = logits("Where is the dog?", "count dog"), logits("Where is the dog?", "count cat")
+    changed = (one - other).abs().amax(-1) > 1e-4
+    start = int(changed.nonzero()[0])
+    assert start == 16 + 7 + 3 + 1 and changed[start:].any()  # "dog" of "count dog": nothing before it knows
+    assert not torch.allclose(logits("Where is the cat?", "count dog")[:16], one[:16], atol=1e-4)  # the picture does
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"conversations": []}, "conversations is [], expected a list of at least 1"),
+        ({"conversations": says("a")}, "ends without an answer"),
+        ({"conversations": says("a", "b", "c")}, "ends without an answer"),
+        ({"conversations": [*says("a"), *says("a")]}, "conversations[1]: from is 'human', expected 'gpt'"),
+        ({"conversations": ["a"]}, "conversations[0]: expected an object, found text"),
+        ({"conversations": [{"from": "human"}, {"from": "gpt", "value": "a"}]}, "conversations[0]: value is missing"),
+        ({"conversations": says("<image>", "a")}, "1 <image> in the prefix, but 0 picture(s)"),
+        ({"image": "a.png", "conversations": says("<image><image>", "a")}, "2 <image> in the prefix, but 1 picture(s)"),
+        ({"image": "a.png", "conversations": says("a", "<image>")}, "conversations[1]: <image> in an answer"),
+        ({"image": ["a.png", "c.png"], "conversations": says("a", "b")}, "picture 'c.png' is not in"),
+        ({"image": ["a.png", 3], "prefix": "a", "suffix": "b"}, "image is 3, expected a text"),
+        ({"image": [], "suffix": "b"}, "prefix is missing"),
+        ({"prefix": "a", "answers": []}, "answers is [], expected a list of at least 1"),
+        ({"prefix": "a", "answers": ["b", 2]}, "entry 1: answers is 2, expected a text"),
+        ({"prefix": "a"}, "suffix is missing"),
+    ],
+)
+def test_a_malformed_record_is_named_left_out_and_counted(record, problem, processor, tmp_path):
+    """Breaks when a conversation that cannot be learned is learned in part, or ends the run, or goes unnoticed."""
+    draw(tmp_path, "a.png")
+    good = {"prefix": "count dog", "suffix": "2"}
+    micro = collate(own_records(write(tmp_path, "own.json", [good, record])), processor)
+    assert micro.names == ("own.json[0]",)
+    assert len(micro.bad) == 1 and micro.bad[0].startswith("own.json[1]: ") and problem in micro.bad[0]
+    with pytest.raises(UserError, match="own.json.1.: "):
+        read_examples(tmp_path / "own.json")
+
+
+def test_several_answers(tmp_path):
+    """Breaks when the answer to learn is not the most frequent one, or one that is given beside them is not taken."""
+    rows = [
+        {"prefix": "q", "answers": ["two", "2", "2"]},
+        {"prefix": "q", "suffix": "two", "answers": ["2", "2"]},
+        {"prefix": "q", "suffix": "two"},
+    ]
+    made = read_data(f"jsonl:{write(tmp_path, 'own.jsonl', rows)}", sampled=True)
+    assert [(r.name, r.suffix, r.answers) for r in made] == [
+        ("own.jsonl:1", "2", ("two", "2", "2")),
+        ("own.jsonl:2", "two", ("2", "2")),
+        ("own.jsonl:3", "two", ()),
+    ]
+
+
+def coco(folder):
+    """Three pictures; boxes are [x, y, width, height] in pixels."""
+    draw(folder, "a.png", "b.png", "c.png", size=(640, 480))
+
+    def box(image, category, *corner, **more):
+        return {"image_id": image, "category_id": category, "bbox": list(corner), **more}
+
+    return {
+        "images": [{"id": i, "file_name": f"{'abc'[i - 1]}.png", "width": 640, "height": 480} for i in (1, 2, 3)],
+        "categories": [{"id": 18, "name": "dog"}, {"id": 1, "name": "traffic light"}],
+        "annotations": [
+            box(1, 1, 320, 240, 320, 240, area=99.5),
+            box(1, 18, 64, 48, 320, 240, area=7, iscrowd=0),
+            box(1, 18, 500.5, 10, 139.5, 20),
+            box(1, 18, 0, 0, 640, 480, area=5, iscrowd=1),
+            box(2, 18, 0, 0, 640, 480, iscrowd=1),
+        ],
+    }
+
+
+def test_coco_s_boxes_are_paligemma_s(tmp_path, processor):
+    """Breaks when a box has another order or rounding, a crowd is to be answered, or the truth for scoring is lost."""
+    file = write(tmp_path, "instances.json", coco(tmp_path))
+    (record,) = read_data(f"coco:{file}")  # of the others, one has a crowd only, and one nothing
+    assert record.prefix == "detect dog ; traffic light" and record.pictures == (tmp_path / "a.png",)
+    # 1023 · (10/480, 500.5/640, 30/480, 1), 1023 · (0.1, 0.1, 0.6, 0.6), 1023 · (0.5, 0.5, 1, 1): halves to even
+    assert record.suffix == (
+        "<loc0021><loc0800><loc0064><loc1023> dog ; <loc0102><loc0102><loc0614><loc0614> dog ; "
+        "<loc0512><loc0512><loc1023><loc1023> traffic light"
+    )
+    assert (record.detection.width, record.detection.height) == (640, 480)
+    assert record.detection.boxes[0] == Box("traffic light", 320, 240, 320, 240, 99.5)
+    assert record.detection.boxes[2].area == 139.5 * 20 and record.detection.boxes[3].is_crowd
+    assert collate([record], processor).tokens == len(processor.encode(record.suffix)) + 1
+    value = coco(tmp_path)
+    value["annotations"][4]["category_id"] = 5
+    (bad,) = collate(read_data(f"coco:{write(tmp_path, 'instances.json', value)}"), processor).bad
+    assert bad.startswith("instances.json:annotations[4]: category_id is 5")  # its picture, the second
+
+
+def test_embedded_boxes_are_the_squares_of_the_answer():
+    """Breaks when the truth that eval.detect scores is not what the answer says."""
+    for record in read_data("embedded", tasks=("detect",), samples=5):
+        boxes = record.detection.boxes
+        assert len(boxes) == record.suffix.count(";") + 1 and record.prefix == f"detect {boxes[0].label}"
+        y, x = (int(part[:4]) / 1024 * 112 for part in record.suffix.split("<loc")[1:3])
+        assert (boxes[0].x, boxes[0].y, boxes[0].width, boxes[0].height) == (x, y, 28, 28)
+
+
+def test_no_picture_is_on_both_sides(tmp_path):
+    """Breaks when a picture is learned and held out: by another name, or in a record with several pictures."""
+    names = [f"{number}.png" for number in range(40)]
+    draw(tmp_path, *names)
+    (tmp_path / "link.png").symlink_to(tmp_path / "0.png")
+    rows = [{"image": name, "prefix": "a", "suffix": "b"} for name in names[:30] * 2]
+    rows += [{"image": names[i : i + 2], "prefix": "a", "suffix": "b"} for i in range(0, 12, 3)]
+    rows += [
+        {"image": "link.png", "prefix": "a", "suffix": "b"},
+        {"image": "./x/../0.png", "prefix": "a", "suffix": "b"},
+    ]
+    rows += [{"prefix": f"text {number}", "suffix": "b"} for number in range(10)]
+    (tmp_path / "x").mkdir()
+    made = own_records(write(tmp_path, "own.jsonl", rows))
+    assert len(made) == len(rows)
+    sides = [split_records(made, split, 1.0, 0.4, seed) for seed in range(4) for split in ("train", "validation")]
+    for train, held_out in zip(sides[::2], sides[1::2], strict=True):
+        learned, asked = ({p.resolve() for r in side for p in r.pictures} for side in (train, held_out))
+        assert not learned & asked and len(train) + len(held_out) == len(rows) and held_out
+        # 26 groups of pictures (30, of which 4 pairs are joined) and 10 texts; 40 % of them
+        assert len({r.key for r in held_out}) >= 14
+    part = split_records(made, "train", 0.5, 0.4)
+    assert {r.name for r in part} < {r.name for r in sides[0]}
+
+
+def test_blind_records_have_a_gray_picture(tmp_path):
+    """Breaks when the blind model sees a picture, or is asked something else."""
+    draw(tmp_path, "a.png")
+    rows = [{"image": "a.png", "prefix": "a", "suffix": "b"}, {"prefix": "c", "suffix": "d"}, {"image": "gone.png"}]
+    made = own_records(write(tmp_path, "own.jsonl", rows))
+    one, text, bad = blind(made)
+    assert load_image(one.pictures[0]()).getcolors() == [(64 * 64, (127, 127, 127))] and one.key != made[0].key
+    assert (one.turns, text, bad) == (made[0].turns, made[1], made[2])
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("own.jsonl", "did you mean jsonl:own.jsonl?"),
+        ("annotations.json", "did you mean jsonl:annotations.json?"),
+        ("a-{000..003}.tar", "did you mean shards:a-{000..003}.tar?"),
+        ("jsonl:", "expected embedded, vqav2:DIR"),
+        ("csv:a", "expected embedded, vqav2:DIR"),
+    ],
+)
+def test_a_source_without_its_kind_is_proposed(source, message):
+    """Breaks when a user who gives a file is not told how to name it."""
+    with pytest.raises(UserError) as caught:
+        read_data(source)
+    assert message in str(caught.value)
