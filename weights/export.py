@@ -1,9 +1,10 @@
 """Write a model to a folder that transformers opens: config.json and safetensors in one of the published dialects.
 
-In: a plain `PaliGemma`, or a source and perhaps an adapter to merge. Out: a folder that is complete or absent, written
-piece by piece from the memory of the model. `transformers.PaliGemmaForConditionalGeneration.from_pretrained` computes
-the same logits from it, and so does `weights.load.load_model`.
+In: a plain `PaliGemma`, or a run of train.finetune, or a source and perhaps an adapter to merge. Out: a folder that is
+complete or absent, written piece by piece from the memory of the model. transformers' AutoModelForImageTextToText and
+AutoProcessor open it and answer as `weights.load.load_model` does; README.md is its model card.
 
+    python -m weights.export runs/RUN OUT          a run, its adapter merged
     python -m weights.export SRC OUT [--dialect A] [--dtype bf16] [--max-shard-gb 5] [--adapter RUN --merge]
 """
 
@@ -13,21 +14,37 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from lora import adapter
-from model.common import UserError, file_errors, run_command, sync_files, sync_folder, write_text
+from lora.files import CONFIG_FILE, TENSOR_FILE, read_config
+from model.common import (
+    UserError,
+    file_errors,
+    quoted,
+    read_json,
+    run_command,
+    shown,
+    sync_files,
+    sync_folder,
+    write_text,
+)
 from model.device import DTYPES
-from model.differential import fold
+from model.differential import KINDS, fold
 from model.paligemma import PaliGemma
 from model.source import EMBEDDED, local_path, preset_of, resolve
+from weights.card import model_card
 from weights.checkpoint import empty_model, examine
 from weights.load import load_model
 from weights.mapping import DIALECTS, OWN, dialect_names
+from weights.processor_files import processor_files
 from weights.registry import is_published, names_of
 from weights.streaming import CHUNK_BYTES, STORED_DTYPES, byte_size, require_finite, write_checkpoint
 
@@ -52,12 +69,13 @@ def export_model(
     dtype: torch.dtype | None = None,
     max_shard_gb: float = 5,
     companions: Iterable[Path] = (),
+    texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write `model` to `folder`, which appears when everything is in it.
 
     dialect: a key of `weights.mapping.DIALECTS`, for a PaliGemma; other models have our own names. dtype: of all
     tensors; None keeps the model's. max_shard_gb: largest size of a file in 10⁹ bytes. companions: files to copy.
-    Merged LoRA is written as the merged weights.
+    texts: more files, by name. Merged LoRA is written as the merged weights.
     Raises UserError for a folder that exists and is not empty, a disk too small, a value that is not finite in the
     dtype, and a model that the published format cannot express: unmerged adapters, other attention or feed-forward.
     """
@@ -86,6 +104,8 @@ def export_model(
         write_checkpoint(temporary, specs, chunks, split_by_size(specs, max_shard_gb * 1e9))
         for file in companions:
             shutil.copyfile(file, temporary / file.name)
+        for name, text in texts.items():
+            (temporary / name).write_text(text, encoding="utf-8")
         # older versions of transformers read torch_dtype only, newer ones both
         config = model.config.to_dict() | {"torch_dtype": str(next(iter(specs.values()))[0]).removeprefix("torch.")}
         write_text(temporary / "config.json", json.dumps(config, indent=2) + "\n")
@@ -163,9 +183,68 @@ def split_by_size(specs: dict[str, tuple[torch.dtype, tuple[int, ...]]], limit: 
     return groups
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What is exported: a checkpoint, an adapter to merge into it, the run that trained either, and that run's base."""
+
+    source: str
+    base: str
+    update: Path | None = None
+    run: Path | None = None
+
+
+def locate(source: str, update: Path | None = None) -> Origin:
+    """What `source` names: a run's folder, its model/, or a checkpoint. update: an adapter for it.
+
+    Raises UserError for an adapter that plain weights cannot express, or that names no base.
+    """
+    folder = local_path(source)
+    if update is None and (folder / CONFIG_FILE).is_file():
+        update, base = folder, adapter.base_of(folder)
+        if base is None:
+            raise UserError(f"{shown(folder)}: names no base: export its base, with this as --adapter and --merge")
+        source = base
+    if update is not None:
+        check_foldable(update)
+        return Origin(source, source, update, update)
+    run = folder.parent if folder.name == "model" else folder
+    if not (run / "model").is_dir():  # which `--full` writes
+        return Origin(source, source)
+    settings = read_json(run / "config.json") if (run / "config.json").is_file() else {}
+    return Origin(str(run / "model"), str(settings.get("base", source)), run=run)
+
+
+def check_foldable(run: Path) -> None:
+    """Raise UserError for an adapter whose grafts have no plain weights."""
+    plain = [name for name, kind in KINDS.items() if kind.foldable]
+    for call in read_config(run).get("differential", []):
+        kind, feed_forward = call.get("kind"), call.get("feed_forward", "mlp")
+        if kind not in plain or feed_forward == "swiglu-new":
+            what = f"attention {quoted(kind)}" if kind not in plain else f"feed-forward {quoted(feed_forward)}"
+            raise UserError(
+                f"{shown(run)}: {what} cannot become plain weights ({' and '.join(plain)} can): hand on its "
+                f"{CONFIG_FILE} and {TENSOR_FILE}, which this project puts on the base (lora.adapter.load, --adapter)"
+            )
+
+
+def beside(model: PaliGemma, origin: Origin, title: str, files: list[Path]) -> dict[str, str]:
+    """The texts beside the weights: the model card, and what AutoProcessor needs and `files` do not have."""
+    names = {file.name: file for file in files}
+    texts = {"README.md": model_card(model, title, origin.base, origin.run)}
+    try:
+        if not names.keys() & {"tokenizer.model", "tokenizer.json"}:
+            raise UserError(f"{origin.source}: has no tokenizer")
+        texts |= processor_files(model.config, None if "tokenizer.json" in names else names["tokenizer.model"])
+    except UserError as error:
+        print(f"AutoProcessor will not open it: {error}", file=sys.stderr)
+    if "processor_config.json" in names:
+        texts.pop("preprocessor_config.json", None)
+    return {name: text for name, text in texts.items() if name not in names}
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write a model as safetensors that transformers opens.")
-    parser.add_argument("source", metavar="SRC", help="a folder, hub id, .npz, or 'embedded'")
+    parser.add_argument("source", metavar="SRC", help="a run, folder, hub id, .npz, or 'embedded'")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id (default: its main branch)")
     parser.add_argument(
@@ -177,7 +256,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the tensors (default: as in the source)")
     parser.add_argument("--max-shard-gb", type=float, default=5, help="size of a file in 10^9 bytes (default: 5)")
-    parser.add_argument("--adapter", metavar="RUN", type=Path, help="adapter folder to load (default: none)")
+    parser.add_argument("--adapter", metavar="RUN", type=Path, help="adapter folder to load onto SRC (default: none)")
     parser.add_argument(
         "--merge",
         action=argparse.BooleanOptionalAction,
@@ -187,23 +266,27 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.merge != (args.adapter is not None):
         raise UserError("--adapter and --merge go together: an unmerged adapter is exchanged as its own folder")
-
-    checkpoint = examine(args.source, args.revision)
-    stored = {entry.dtype for entry in checkpoint.entries.values()}
-    stored_dtype = STORED_DTYPES.get(stored.pop(), torch.float32) if len(stored) == 1 else torch.float32
-    # in the dtype of the file nothing is read before it is written, and merging rounds once
-    model = load_model(args.source, dtype=stored_dtype, revision=args.revision)
-    if args.adapter is not None:
-        adapter.load(model, args.adapter)
+    origin = locate(args.source, args.adapter)
+    stored = {entry.dtype for entry in examine(origin.source, args.revision).entries.values()}
+    dtype = STORED_DTYPES.get(stored.pop(), torch.float32) if len(stored) == 1 else torch.float32
+    wanted = DTYPES.get(args.dtype, dtype)
+    if origin.update is not None:  # merging rounds once; else nothing is cast before it is written
+        dtype = torch.promote_types(dtype, wanted)
+    model = load_model(origin.source, dtype=dtype, revision=args.revision)
+    if origin.update is not None:
+        adapter.load(model, origin.update)
         adapter.merge(model)
         fold(model)
+    files = companions(origin.source, args.revision)
+    texts = beside(model, origin, args.out.name, files) if is_published(model.config) else {}
     export_model(
         model,
         args.out,
         dialect=args.dialect,
-        dtype=DTYPES.get(args.dtype),
+        dtype=wanted,
         max_shard_gb=args.max_shard_gb,
-        companions=companions(args.source, args.revision),
+        companions=files,
+        texts=texts,
     )
     print(f"{args.out}: dialect {args.dialect}, {sum(f.stat().st_size for f in args.out.iterdir()):,} bytes")
 

@@ -1,0 +1,212 @@
+"""What is handed on opens in transformers by its automatic classes: the same pixels, ids and greedy tokens as here."""
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+import weights.export
+from eval.scenes import sample
+from lora import adapter
+from model.common import UserError
+from model.config import PRESETS, PaliGemmaConfig
+from model.differential import graft
+from model.generate import generate
+from model.paligemma import PaliGemma, initialize
+from model.processor import Processor
+from model.source import BUNDLED_FOLDER
+from model.tokenizer import load_tokenizer
+from tests.model.test_tokenizer import CORPUS, gemma, texts
+from weights.card import model_card
+from weights.load import load_model
+from weights.processor_files import processor_files, read_pieces
+
+PROMPTS = ["answer en Where is the dog?", "detect dog", "caption en  \tétang 日本 🐮"]
+SUMMARY = {"before": {"vqa": 12.5, "needle": None, "vqa_details": {"overall": 12.5}}, "after": {"vqa": 87.5}}
+
+
+def learned(model: PaliGemma, folder: Path, kind: str) -> Path:
+    """A run whose adapter changes the answers, with a graft."""
+    torch.manual_seed(0)
+    graft(model, kind)
+    adapter.inject(model, adapter.DECODER_TARGETS, 4, 8)
+    for name, parameter in adapter.adapter_parameters(model).items():
+        if "lora_B" in name or "w_d" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    adapter.save(model, folder, "embedded")
+    (folder / "config.json").write_text(json.dumps({"base": "embedded", "data": "jsonl:a|b.jsonl", "lr": 0.1}))
+    (folder / "summary.json").write_text(json.dumps(SUMMARY | {"command": "python -m train.finetune --lr 0.1"}))
+    return folder
+
+
+def random_base(folder: Path, **text) -> Path:
+    """A model of random weights with the embedded tokenizer, which may answer with any id."""
+    config = PRESETS["tiny"]
+    model = initialize(PaliGemma(replace(config, text=replace(config.text, **text))), seed=3)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            parameter.data *= 2
+    weights.export.export_model(model, folder, companions=[BUNDLED_FOLDER / "tokenizer.model"])
+    return folder
+
+
+def exported(case: str, tmp_path: Path) -> tuple[Path, PaliGemma]:
+    """The exported folder, and the model that it must answer as."""
+    source = tmp_path / "run"
+    if case == "tuned":
+        model = load_model("embedded")
+        learned(model, source, "dex")
+    elif case == "full":
+        model = load_model("embedded")
+        model.language_model.layers[0].mlp.down_proj.weight.data *= -1
+        weights.export.export_model(model, source / "model", companions=[BUNDLED_FOLDER / "tokenizer.model"])
+        (source / "config.json").write_text(json.dumps({"base": "embedded", "data": "embedded", "full": True}))
+    elif case == "embedded":
+        source, model = "embedded", load_model("embedded")
+    else:
+        caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 12}
+        sizes = {"query_pre_attn_scalar": 48, "num_key_value_heads": 2, **caps}
+        model = load_model(random_base(source, **({"model_type": "gemma2", **sizes} if case == "random2" else {})))
+    weights.export.main([str(source), str(tmp_path / "out"), "--dtype", "fp32"])
+    return tmp_path / "out", model
+
+
+@pytest.mark.parametrize("case", ["embedded", "tuned", "full", "random1", "random2"])
+def test_automatic_classes_answer_as_we_do(case, tmp_path):
+    """Breaks when the files beside the weights mean other pixels, ids or an end of answers to transformers."""
+    folder, model = exported(case, tmp_path)
+    theirs = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+    prepare, ours = AutoProcessor.from_pretrained(folder), Processor.from_source(folder)
+    pictures = [sample("vqa", "test", number).image for number in range(len(PROMPTS))]
+    pictures[1] = pictures[1].resize((70, 201))
+    marked = [f"<image>{prompt}" for prompt in PROMPTS]
+    given = {"padding": "longest", "return_tensors": "pt"}
+    inputs, batch = prepare(images=pictures, text=marked, **given), ours(pictures, PROMPTS)
+    for name in ("pixel_values", "input_ids", "token_type_ids", "attention_mask"):
+        assert torch.equal(inputs[name], getattr(batch, name)), name
+    assert torch.equal(batch.input_ids, Processor.from_source("embedded")(pictures, PROMPTS).input_ids)
+    inputs.pop("labels")
+    limit = 12
+    with torch.inference_mode():
+        new = theirs.generate(**inputs, max_new_tokens=limit)[:, batch.input_ids.shape[1] :]
+    prompt = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
+    for row, expected in zip(new, generate(model, *prompt, limit), strict=True):
+        assert row[: len(expected)].tolist() == expected.tolist()
+        assert prepare.decode(row, skip_special_tokens=True) == ours.decode(expected)
+    taught, expected = prepare(images=pictures, text=marked, suffix=PROMPTS, **given), ours(pictures, PROMPTS, PROMPTS)
+    assert torch.equal(taught["labels"], expected.labels)
+
+
+def spaced(text: str) -> bool:
+    """Whether sentencepiece and tokenizer.json agree on a text by design, see `Processor.encode`."""
+    runs = [len(list(run)) for character, run in itertools.groupby(text) if character in " \t\n"]
+    return "\u2581" not in text and max(runs, default=0) < 32
+
+
+def test_any_text_has_the_ids_of_sentencepiece(tmp_path):
+    """Breaks when a merge, a reserved piece or a byte is lost on the way from tokenizer.model to tokenizer.json."""
+    gemma(tmp_path)
+    trained = tmp_path / "gemma.model"
+    for path in (trained, BUNDLED_FOLDER / "tokenizer.model"):
+        pieces = load_tokenizer(path)
+        image = pieces.vocab_size()
+        config = PaliGemmaConfig(image_token_id=image)
+        for name, text in processor_files(config, path).items():
+            (tmp_path / name).write_text(text, encoding="utf-8")
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        theirs.add_bos_token = False
+        assert theirs.convert_tokens_to_ids("<image>") == image == theirs.image_token_id
+        ours = load_tokenizer(tmp_path / "tokenizer.json")
+        control = ("<pad>", "<eos>", "<bos>", "<unk>", "<image>", "<mask>")
+        drawn = [
+            t for t in texts(700, [pieces.id_to_piece(i) for i in range(image)]) if not any(c in t for c in control)
+        ]
+        assert len(drawn) > 400
+        for text in drawn:
+            ids = theirs(text, add_special_tokens=False)["input_ids"]
+            assert ids == ours.encode(text), repr(text)
+            assert ids == pieces.encode(text) or not spaced(text), repr(text)
+
+
+def test_the_card_says_what_it_was_made_of(tmp_path):
+    """Breaks when a card loses base, data, settings, scores or command, or a name breaks its table or front matter."""
+    learned(load_model("embedded"), tmp_path / "run", "softmax")
+    weights.export.main([str(tmp_path / "run"), str(tmp_path / "out")])
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: image-text-to-text\n")
+    for line in (
+        "license: apache-2.0",
+        "# out",
+        "python -m train.finetune --lr 0.1",
+        "|  | before | after |",
+        "| vqa | 12.5 | 87.5 |",
+        "| vqa_details, overall | 12.5 |  |",
+        "| data | jsonl:a\\|b.jsonl |",
+    ):
+        assert f"\n{line}\n" in card, line
+    assert "Trained from `embedded`" in card and "base_model" not in card
+    assert "base_model: google/x\n" in model_card(load_model("tiny"), "x", "google/x")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "twin"}, "attention 'twin' cannot become plain weights .softmax and dex can.: hand on its adapter_"),
+        ({"kind": "softmax", "feed_forward": "swiglu-new"}, "feed-forward 'swiglu-new' cannot become plain weights"),
+    ],
+)
+def test_a_variant_is_refused_before_its_base_is_read(options, message, tmp_path, monkeypatch):
+    """Breaks when the user of a variant waits for a large base to be told what cannot be, or not what can."""
+    model = load_model("embedded")
+    graft(model, **options)
+    adapter.save(model, tmp_path / "run", "embedded")
+    monkeypatch.setattr(weights.export, "load_model", None)
+    with pytest.raises(UserError, match=message) as caught:
+        weights.export.main([str(tmp_path / "run"), str(tmp_path / "out")])
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_published_files_are_copied_and_nothing_is_put_beside_them(tmp_path, capsys):
+    """Breaks when the files of a published folder are replaced, or it gets a second image processor."""
+    own = {"processor_config.json": "{}", "tokenizer.json": "{}", "generation_config.json": "{}"}
+    random_base(tmp_path / "in")
+    for name, text in own.items():
+        (tmp_path / "in" / name).write_text(text)
+    weights.export.main([str(tmp_path / "in"), str(tmp_path / "out")])
+    assert {name: (tmp_path / "out" / name).read_text() for name in own} == own
+    assert not (tmp_path / "out" / "preprocessor_config.json").exists() and capsys.readouterr().err == ""
+    (tmp_path / "in" / "tokenizer.model").unlink()
+    (tmp_path / "in" / "tokenizer.json").unlink()
+    weights.export.main([str(tmp_path / "in"), str(tmp_path / "bare")])
+    assert "AutoProcessor will not open it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model_type": "unigram"}, "is not BPE"),
+        ({"model_type": "bpe", "byte_fallback": False}, "has no byte fallback"),
+        ({"model_type": "bpe", "add_dummy_prefix": True}, "puts a space before a text"),
+        ({"model_type": "bpe", "normalization_rule_name": "nfkc"}, "replaces characters"),
+    ],
+)
+def test_other_kinds_of_sentencepiece_are_refused(options, message, tmp_path):
+    """Breaks when a tokenizer that means other ids is written as Gemma's."""
+    defaults = {"byte_fallback": True, "add_dummy_prefix": False, "normalization_rule_name": "identity"}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS * 3),
+        model_prefix=str(tmp_path / "other"),
+        vocab_size=340,
+        hard_vocab_limit=False,
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+        num_threads=1,
+        **(defaults | options),
+    )
+    with pytest.raises(UserError, match=f"other.model: {message}"):
+        read_pieces(tmp_path / "other.model")
