@@ -21,7 +21,7 @@ from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.tokenizer import load_tokenizer
-from tests.model.test_tokenizer import CORPUS, gemma, texts
+from tests.model.test_tokenizer import CONTROL, CORPUS, PIECES, gemma, texts
 from weights.card import model_card
 from weights.load import load_model
 from weights.processor_files import processor_files, read_pieces
@@ -51,6 +51,11 @@ def random_base(folder: Path, **text) -> Path:
     for name, parameter in model.named_parameters():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             parameter.data *= 2
+    pieces = Processor.from_source("embedded")
+    batch = pieces([sample("vqa", "test", 0).image], PROMPTS[:1])
+    chosen = generate(model, batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask, 1)[0]
+    rows = model.language_model.embed_tokens.weight.data
+    rows[config.image_token_id] = 2 * rows[chosen]  # <image> has the largest logit, and is never an answer
     weights.export.export_model(model, folder, companions=[BUNDLED_FOLDER / "tokenizer.model"])
     return folder
 
@@ -150,7 +155,7 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
     ):
         assert f"\n{line}\n" in card, line
     assert "Trained from `embedded`" in card and "base_model" not in card
-    assert "base_model: google/x\n" in model_card(load_model("tiny"), "x", "google/x")
+    assert "base_model: google/x\n" in model_card(load_model("embedded"), "x", "google/x")
 
 
 @pytest.mark.parametrize(
@@ -186,27 +191,50 @@ def test_published_files_are_copied_and_nothing_is_put_beside_them(tmp_path, cap
     assert "AutoProcessor will not open it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"model_type": "unigram"}, "is not BPE"),
-        ({"model_type": "bpe", "byte_fallback": False}, "has no byte fallback"),
-        ({"model_type": "bpe", "add_dummy_prefix": True}, "puts a space before a text"),
-        ({"model_type": "bpe", "normalization_rule_name": "nfkc"}, "replaces characters"),
-    ],
-)
-def test_other_kinds_of_sentencepiece_are_refused(options, message, tmp_path):
-    """Breaks when a tokenizer that means other ids is written as Gemma's."""
-    defaults = {"byte_fallback": True, "add_dummy_prefix": False, "normalization_rule_name": "identity"}
+def other(folder: Path, **options) -> Path:
+    """A sentencepiece model of 340 pieces without reserved ones, of Gemma's kind but for `options`."""
+    kind = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "add_dummy_prefix": False,
+        "normalization_rule_name": "identity",
+    }
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS * 3),
-        model_prefix=str(tmp_path / "other"),
+        model_prefix=str(folder / "other"),
         vocab_size=340,
         hard_vocab_limit=False,
         remove_extra_whitespaces=False,
         minloglevel=2,
         num_threads=1,
-        **(defaults | options),
+        **CONTROL,
+        **PIECES,
+        **(kind | options),
     )
+    return folder / "other.model"
+
+
+def test_the_image_token_comes_first_behind_the_pieces(tmp_path):
+    """Breaks when transformers adds a token of its own, such as <mask>, in its place."""
+    for name, text in processor_files(PaliGemmaConfig(image_token_id=340), other(tmp_path)).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.convert_tokens_to_ids("<image>") == 340 == theirs.image_token_id
+    with pytest.raises(UserError, match="<image> at 341, which is no piece"):
+        processor_files(PaliGemmaConfig(image_token_id=341), tmp_path / "other.model")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"model_type": "unigram"}, "is not BPE"),
+        ({"byte_fallback": False}, "has no byte fallback"),
+        ({"add_dummy_prefix": True}, "puts a space before a text"),
+        ({"normalization_rule_name": "nfkc"}, "replaces characters"),
+    ],
+)
+def test_other_kinds_of_sentencepiece_are_refused(option, message, tmp_path):
+    """Breaks when a tokenizer that means other ids is written as Gemma's."""
+    path = other(tmp_path, **option)
     with pytest.raises(UserError, match=f"other.model: {message}"):
-        read_pieces(tmp_path / "other.model")
+        read_pieces(path)
