@@ -140,8 +140,9 @@ def test_any_text_has_the_ids_of_sentencepiece(tmp_path):
 
 def test_the_card_says_what_it_was_made_of(tmp_path):
     """Breaks when a card loses base, data, settings, scores or command, or a name breaks its table or front matter."""
-    learned(load_model("embedded"), tmp_path / "run", "softmax")
-    weights.export.main([str(tmp_path / "run"), str(tmp_path / "out")])
+    model = load_model("embedded")
+    learned(model, tmp_path / "run", "softmax")
+    weights.export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "fp32"])
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: image-text-to-text\n")
     for line in (
@@ -155,6 +156,9 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
     ):
         assert f"\n{line}\n" in card, line
     assert "Trained from `embedded`" in card and "base_model" not in card
+    adapter.merge(model)  # in fp32, although the base is stored in bf16
+    merged = load_model(tmp_path / "out").language_model.layers[1].self_attn.q_proj.weight
+    assert torch.equal(merged, model.language_model.layers[1].self_attn.q_proj.base_layer.weight)
     assert "base_model: google/x\n" in model_card(load_model("embedded"), "x", "google/x")
 
 
