@@ -82,7 +82,7 @@ def add_model_flags(parser: argparse.ArgumentParser, many: bool = False) -> None
         "without --model, the last run in runs/ on the embedded base)"
     )
     add_flag(parser, "--adapter", run, metavar="RUN", **several)
-    add_flag(parser, "--device", "cpu, cuda, … (default: cuda if there is one)", "auto")
+    add_flag(parser, "--device", "cpu, cuda, mps, … (default: cuda or mps if there is one)", "auto")
     add_flag(parser, "--dtype", "of the weights (default: bf16 on CUDA, else fp32)", choices=list(DTYPES))
     length = "limit of a prompt's tokens, its pictures' included, and of an answer's"
     add_flag(parser, "--max-length", length, 8192, type=positive, metavar="N")

@@ -15,18 +15,32 @@ from model.common import UserError, shown
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+_IS_THERE = {
+    "cuda": torch.cuda.is_available,
+    "mps": torch.backends.mps.is_available,
+    "xpu": torch.xpu.is_available,
+    "cpu": lambda: True,
+}
+
+
 def choose_device(name: str = "auto") -> torch.device:
-    """The device called `name`; "auto" is CUDA if available, else the CPU. Raises UserError for an absent device."""
+    """The device called `name`; "auto" is CUDA if available, else MPS, else the CPU.
+
+    Raises UserError for an absent device. Nothing has been run on MPS yet.
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if _IS_THERE[kind]()))
     if not re.fullmatch(r"(cpu|cuda|mps|xpu)(:\d{1,3})?", name):
         raise UserError(f"--device {shown(name)}: expected auto, cpu, cuda, cuda:1 and so on, mps or xpu")
+    if not _IS_THERE[name.partition(":")[0]]():
+        found = " or ".join(kind for kind, is_there in _IS_THERE.items() if is_there())
+        raise UserError(f"--device {name}: none that this PyTorch can use: take {found}")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:  # a number that is too high
         reason = shown(str(error).splitlines()[0])
-        raise UserError(f"--device {name}: {reason}: take cpu, or a GPU that is there") from None
+        raise UserError(f"--device {name}: {reason}: take one that is there") from None
     return device
 
 

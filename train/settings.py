@@ -120,7 +120,7 @@ class Settings:
     autocast: str = flag(
         "auto", "autocast dtype (default: bf16 on CUDA, else none)", choices=["auto", "none", "bf16", "fp16"]
     )
-    device: str = flag("auto", "cuda, cpu, … (default: cuda if there is one)")
+    device: str = flag("auto", "cuda, mps, cpu, … (default: cuda or mps if there is one)")
     quantize: str | None = flag(
         None, "hold the frozen weights in 8 bits, for memory (default: as --dtype)", choices=["int8"]
     )

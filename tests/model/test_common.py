@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from model import device
 from model.common import (
     Expected,
     UserError,
@@ -391,6 +392,17 @@ NO_DEVICES = [
 def test_devices_that_do_not_exist(name):
     """Breaks when a device's name ends in a traceback, pages of text, or a model without numbers (meta)."""
     assert refused(choose_device, name).startswith("--device ")
+
+
+@pytest.mark.parametrize("there", [(), ("mps",), ("cuda", "mps")])
+def test_the_best_device_that_is_there(there, monkeypatch):
+    """Breaks when a Mac computes on its CPU although it has a GPU, or an absent one ends in pages of PyTorch's text."""
+    for kind in ("cuda", "mps", "xpu"):
+        monkeypatch.setitem(device._IS_THERE, kind, lambda kind=kind: kind in there)
+    assert choose_device("auto").type == [*there, "cpu"][0]
+    if "mps" not in there:
+        message = "--device mps: none that this PyTorch can use: take cpu"
+        assert refused(choose_device, "mps") == message == refused(choose_device, "mps:0").replace("mps:0", "mps")
 
 
 def test_dtypes_that_do_not_exist():
