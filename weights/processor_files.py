@@ -19,6 +19,35 @@ NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of pieces, in sentencepiece_mod
 BPE = 2  # of a trainer's model types there
 IMAGE = "<image>"
 
+# the constant parts of Gemma's tokenizer.json
+_BLANK = {"String": " "}
+_GEMMA = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "normalizer": {"type": "Replace", "pattern": _BLANK, "content": SPACE},
+    "pre_tokenizer": {"type": "Split", "pattern": _BLANK, "behavior": "MergedWithPrevious", "invert": False},
+    "post_processor": None,
+    "decoder": {
+        "type": "Sequence",
+        "decoders": [
+            {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ],
+    },
+}
+_BPE = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": "<unk>",
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "fuse_unk": True,
+    "byte_fallback": True,
+    "ignore_merges": False,
+}
+
 
 def processor_files(config: PaliGemmaConfig, tokenizer: Path | None) -> dict[str, str]:
     """The texts of all such files by name; without a tokenizer.model, of those that need none.
@@ -80,50 +109,13 @@ def tokenizer_json(path: Path, image_token_id: int) -> dict[str, Any]:
     ]
     added = {ids[piece]: (piece, kind == CONTROL) for piece, _, kind in pieces if kind in (CONTROL, USER_DEFINED)}
     added[image_token_id] = (IMAGE, True)
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
+    options = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return _GEMMA | {
         "added_tokens": [
-            {
-                "id": id_,
-                "content": piece,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": special,
-            }
+            {"id": id_, "content": piece, "special": special, **options}
             for id_, (piece, special) in sorted(added.items())
         ],
-        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"String": " "},
-            "behavior": "MergedWithPrevious",
-            "invert": False,
-        },
-        "post_processor": None,
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [
-                {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
-                {"type": "ByteFallback"},
-                {"type": "Fuse"},
-            ],
-        },
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": "<unk>",
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "ignore_merges": False,
-            "vocab": ids,
-            "merges": [[piece[:cut], piece[cut:]] for _, _, cut, piece in sorted(merges)],
-        },
+        "model": _BPE | {"vocab": ids, "merges": [[piece[:cut], piece[cut:]] for _, _, cut, piece in sorted(merges)]},
     }
 
 
