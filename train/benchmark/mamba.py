@@ -155,8 +155,9 @@ def measure_decoding(device: torch.device | str, rounds: int, sizes: Sizes) -> l
 
 def language_models(sizes: Sizes, device: torch.device | str) -> dict[str, nn.Module]:
     """A transformer and a Mamba with random weights: one vocabulary, one width and, as nearly as possible, one size."""
-    config = replace(sizes.base, eos_token_id=-1)  # no end token: all answers have the same length
+    config = sizes.base
     gemma = initialize(PaliGemma(config))
+    gemma.config = replace(config, eos_token_id=-1)  # no end token: all answers have the same length
     one = MambaConfig(config.text.vocab_size, config.text.hidden_size, num_hidden_layers=1, eos_token_id=-1)
     decoder, layer = count(gemma.language_model.layers.parameters()), count(MambaLM(one).backbone.layers.parameters())
     mamba = MambaLM(replace(one, num_hidden_layers=max(1, round(decoder / layer))))

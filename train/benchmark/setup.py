@@ -82,8 +82,9 @@ def random_state(config: PaliGemmaConfig, dtype: torch.dtype, device: torch.devi
 
 
 def our_model(setup: Setup, state: State) -> PaliGemma:
-    """Our model, which shares the tensors of `state`."""
-    model = empty_model(replace(setup.config, eos_token_id=-1), setup.dtype)
+    """Our model, which shares the tensors of `state` and has no end token."""
+    model = empty_model(setup.config, setup.dtype)
+    model.config = replace(setup.config, eos_token_id=-1)
     model.load_state_dict(state, assign=True)
     return model
 
