@@ -62,7 +62,8 @@ def quantize(model: Adaptable) -> int:
     The model keeps the fingerprint of its weights before: an adapter trained here belongs to the base in full precision
     and opens on it. Frozen means `requires_grad` is off.
     """
-    model.base_fingerprint = fingerprint(model)
+    if not model.language_model.embed_tokens.weight.is_meta:
+        model.base_fingerprint = fingerprint(model)
     own = set(adapter_parameters(model).values())
     frozen = [
         (path, module)

@@ -88,7 +88,7 @@ def graft(
     device = model.language_model.embed_tokens.weight.device
     new: list[tuple[nn.Module, str, nn.Module]] = []
     # drawn on the CPU, so that a seed gives the same numbers on every device
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if device.type == "meta" else "cpu"):
         torch.default_generator.manual_seed(seed)
         for path, attention in attentions.items():
             number = int(path.rpartition(".")[2]) + 1

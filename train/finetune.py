@@ -26,6 +26,7 @@ from train.flags import RunArguments
 from train.metrics import draw_loss
 from train.optim import count, trainable
 from train.origin import check_resume, data_fingerprints, origin_of
+from train.plan import plan, plan_table
 from train.run_folder import check_empty, run_folder
 from train.settings import Settings, parse, run_stem, step_layout
 from train.summary import evaluate, print_summary, summarize
@@ -116,6 +117,9 @@ def reopen(settings: Settings, run: Path, world: World) -> PaliGemma:
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings, arguments = parse(argv, __doc__)
+    if arguments.plan:
+        print(plan_table([plan(settings, gpus=arguments.gpus)], arguments.gpu))
+        return
     world = join_world(settings.device)
     try:
         fine_tune(settings, arguments, world)

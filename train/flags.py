@@ -13,6 +13,7 @@ from types import NoneType
 from typing import NoReturn, TypeVar
 
 from model.common import Expected, UserError, quoted, read_json, shown
+from train.recipes import GPUS
 
 Settings = TypeVar("Settings")
 MANY = 2**31 - 1  # the largest integer of a flag without another limit
@@ -104,20 +105,26 @@ def field_kind(settings: type, field: dataclasses.Field) -> type:
 
 @dataclasses.dataclass(frozen=True)
 class RunArguments:
-    """The flags of a run folder. allow_changed: resume although the base, the data or a setting has changed."""
+    """Flags that are no settings. allow_changed: resume although the base, the data or a setting has changed."""
 
     out: Path | None = None
     resume: Path | None = None
     allow_changed: bool = False
+    plan: bool = False
+    gpu: str = "H100"
+    gpus: int = 1
 
 
 def take_run_arguments(given: dict) -> RunArguments:
-    """Take the flags of `add_run_flags` out of `given`. Raises UserError for flags that exclude each other."""
-    arguments = RunArguments(given.pop("out"), given.pop("resume"), given.pop("allow_changed"))
+    """Take the flags that are no settings out of `given`. Raises UserError for flags that exclude each other."""
+    names = [field.name for field in dataclasses.fields(RunArguments) if field.name in given]
+    arguments = RunArguments(**{name: given.pop(name) for name in names})
     if arguments.resume is not None and (arguments.out is not None or given):
         raise UserError("--resume goes on with the run's own settings: leave the other flags out")
     if arguments.allow_changed and arguments.resume is None:
         raise UserError("--allow-changed goes with --resume: leave it out")
+    if arguments.gpus < 1:
+        raise UserError(f"--gpus {arguments.gpus}: expected 1 or more")
     return arguments
 
 
@@ -132,6 +139,18 @@ def add_run_flags(parser: argparse.ArgumentParser, folder: str) -> None:
         action="store_true",
         help="with --resume: go on although the base, the data or a setting is not what it was",
     )
+
+
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --plan, and the GPUs that it counts with."""
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="train nothing: open the data and the headers, and print what the run takes (memory, disk, hours)",
+    )
+    gpu, gpus = RunArguments.gpu, RunArguments.gpus
+    parser.add_argument("--gpu", choices=list(GPUS), default=gpu, help=f"GPU of --plan (default: {gpu})")
+    parser.add_argument("--gpus", type=int, default=gpus, help=f"number of them (default: {gpus})")
 
 
 def from_values(settings: type[Settings], values: Mapping[str, object]) -> Settings:

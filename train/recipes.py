@@ -106,3 +106,15 @@ def stage_defaults(arch: str | None, stage: int | None, is_embedded: bool) -> Ma
     if recipe is None:
         return {}
     return recipe.defaults | (recipe.embedded if is_embedded else {})
+
+
+# Dense bf16 FLOP/s (the data sheets' figures with sparsity are twice as high), and GB of memory
+GPUS = {
+    "A100": (312e12, 80),
+    "H100": (989e12, 80),
+    "H200": (989e12, 141),
+    "B200": (2250e12, 180),
+    "L4": (121e12, 24),
+    "L40S": (362e12, 48),
+    "RTX4090": (165e12, 24),
+}

@@ -20,6 +20,7 @@ from train.flags import (
     FlagParser,
     RunArguments,
     add_flags,
+    add_plan_flags,
     add_run_flags,
     check_ranges,
     flag,
@@ -177,6 +178,7 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
         default=argparse.SUPPRESS,
         help="settings of the paper's Table 1, or of PaliGemma's authors",
     )
+    add_plan_flags(parser)
     add_flags(parser, Settings)
     parser.add_argument(
         "--wings",

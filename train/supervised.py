@@ -51,20 +51,7 @@ def train_on(
 ) -> dict:
     """Train `model` in place on `records`, see `train.loop.fit`; returns the run's progress."""
     cache = open_cache(model, settings, world)
-    rows, micro_batches = step_layout(settings, processes_of(run, world))
-    order = Order(
-        records,
-        processor,
-        batch_size=rows,
-        accumulate=world.share(micro_batches),
-        epochs=settings.epochs,
-        steps=settings.steps,
-        seed=settings.seed,
-        per_picture=settings.per_picture,
-        rank=world.rank,
-        world_size=world.size,
-        cache=cache,
-    )
+    order = make_order(records, processor, settings, world, processes_of(run, world), cache)
 
     def prepare(micro: MicroBatch) -> MicroBatch:
         if micro.is_empty:  # the other processes wait for this one's gradients
@@ -86,6 +73,31 @@ def train_on(
         prepare=prepare,
         measure=(lambda micro: measure(model, micro)) if world.is_first and not is_sharded else None,
         kept=kept,
+    )
+
+
+def make_order(
+    records: Sequence[Record],
+    processor: Processor,
+    settings: Settings,
+    world: World,
+    processes: int | None = None,
+    cache: FeatureCache | None = None,
+) -> Order:
+    """The order of a run. processes: the number that it began with. Raises UserError for steps that cannot be made."""
+    rows, micro_batches = step_layout(settings, processes or world.size)
+    return Order(
+        records,
+        processor,
+        batch_size=rows,
+        accumulate=world.share(micro_batches),
+        epochs=settings.epochs,
+        steps=settings.steps,
+        seed=settings.seed,
+        per_picture=settings.per_picture,
+        rank=world.rank,
+        world_size=world.size,
+        cache=cache,
     )
 
 

@@ -1,8 +1,8 @@
 """Models from checkpoints: a PaliGemma or another complete model, a Mamba language model, a vision tower.
 
 In: a folder, a hub id "owner/name", "embedded", a preset's name, or a big_vision .npz. Out: the model in eval mode, in
-the dtype and on the device asked for, in no more memory than its weights. Needs config.json and the tensors, no
-tokenizer. `weights/checkpoint.py` does the work and says what is raised.
+the dtype and on the device asked for, in no more memory than its weights; on "meta" the headers are checked and no
+tensor is read. Needs config.json and the tensors, no tokenizer. `weights/checkpoint.py` says what is raised.
 """
 
 from pathlib import Path
@@ -35,7 +35,8 @@ def load_model(
     (transformers would warn and untie the two, a model that this code does not have).
     """
     if preset := preset_of(source):
-        return initialize(empty_model(preset, dtype).to_empty(device=device))
+        model = empty_model(preset, dtype)
+        return model if torch.device(device).type == "meta" else initialize(model.to_empty(device=device))
     return open_checkpoint(source, dtype, device, revision)
 
 

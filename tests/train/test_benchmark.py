@@ -15,7 +15,6 @@ from model.generate import CompiledStep, generate
 from train.benchmark import command as benchmark
 from train.benchmark import sections
 from train.benchmark import work as works_module
-from train.benchmark.estimate import estimate, memory
 from train.benchmark.sections import SECTIONS
 from train.benchmark.setup import Setup, matmul_flops, our_model, prompt, random_state, their_model
 from train.benchmark.timing import COMPILED, OURS, THEIRS, Measurement, in_own_process, spell_seconds, table, take_turns
@@ -259,17 +258,3 @@ def test_senseless_flags_are_refused(arguments, message):
     """Breaks when a mistake ends in a traceback."""
     with pytest.raises(UserError, match=message):
         benchmark.main(arguments)
-
-
-@pytest.mark.long
-def test_estimates(capsys):
-    """Breaks when memory does not follow from the sizes: the paper's adapter, the weights, and what is spread."""
-    config = PRESETS["paligemma-3b-224"]
-    one, many = memory(config), memory(config, gpus=8)
-    assert one.adapter == 16 * 39_223_296
-    assert 2.9e9 < one.weights / 2 < 3.0e9 and one.total < 14 * 2**30
-    assert many.adapter == one.adapter / 8 and one.weights / 8 < many.weights < one.weights / 2
-    assert many.activations == one.activations and memory(config, rows=8).activations > 1.4 * one.activations
-    benchmark.main(["--estimate"])
-    text = capsys.readouterr().out
-    assert text.strip() == estimate() and text.count("not yet measured") == 3 and "39.2 × 10⁶" in text

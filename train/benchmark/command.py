@@ -4,7 +4,6 @@
     python -m train.benchmark --geometry 3b --device cuda       also the share of what the GPU can do
     python -m train.benchmark --geometry 3b --section load --folder DIR
     python -m train.benchmark --collect runs/benchmark-*        BENCHMARKS.md from several runs
-    python -m train.benchmark --estimate                        memory of the published sizes on 1, 8 and 64 GPUs
 
 In: a geometry and a device; weights are random. Out: a folder of benchmark.md, benchmark.json and benchmark.png.
 All sides of a measurement take turns in one process; memory is the peak of a process of its own, beyond what its
@@ -22,7 +21,6 @@ from PIL import Image
 from eval import figures
 from model.common import UserError, write_text
 from model.device import DTYPES
-from train.benchmark.estimate import estimate
 from train.benchmark.sections import SECTIONS, use_threads
 from train.benchmark.setup import Options, open_setup
 from train.benchmark.timing import OURS, Measurement, machine, table, today, versions
@@ -39,7 +37,6 @@ class CommandOptions(Options):
     collect: tuple[str, ...] = flag(
         (), "write BENCHMARKS.md from these folders (in --out, default: here), and stop", nargs="+", metavar="DIR"
     )
-    estimate: bool = flag(False, "print estimates for the published sizes, and stop")
 
 
 GPU_WORK = (
@@ -124,9 +121,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = read_flags(CommandOptions, "train.benchmark", __doc__, argv)
     if options.collect:
         collect(options.collect, (options.out or Path()) / "BENCHMARKS.md")
-        return
-    if options.estimate:
-        print(estimate())
         return
     setup = open_setup(options)
     use_threads(setup)

@@ -1,0 +1,139 @@
+"""The plan of a run: memory and operations from shapes alone are those of the step itself, and nothing is trained."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from model import cpu
+from model.attention import set_attention_backend
+from model.common import UserError
+from model.config import PRESETS
+from tests.files import write_vqav2
+from train import finetune
+from train.cost import StepCost, step_costs
+from train.data.sources import read_records
+from train.distributed import World
+from train.optim import count, trainable
+from train.plan import gathered_bytes, open_sample, open_tokenizer, plan, spread_cost
+from train.settings import parse
+from train.supervised import make_order, supervised_loss
+from train.systems.open import open_model
+from weights import checkpoint
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+QUICK = ["--device", "cpu", "--base", "tiny", "--samples", "16", "--batch-size", "8"]
+SMALL = replace(
+    PRESETS["tiny"],
+    vision=replace(PRESETS["tiny"].vision, num_hidden_layers=1, image_size=56),
+    text=replace(PRESETS["tiny"].text, num_hidden_layers=2),
+)
+GEMMA2 = {"model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 12}
+
+
+def first_batch(settings, model):
+    order = make_order(read_records(settings), open_tokenizer(settings, model), settings, World(0, 1, CPU))
+    return open_sample(order, settings).widest
+
+
+def measured_peak(settings) -> int:
+    """Bytes of the weights, and the peak of what PyTorch allocates in two whole steps beside them."""
+    model, optimizer = open_model(settings, CPU)
+    micro, live, peak = first_batch(settings, model), 0, 0
+    model.train()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        for _ in range(2):
+            for _ in range(settings.accumulate or 1):
+                with torch.autocast("cpu", torch.bfloat16, enabled=settings.autocast == "bf16"):
+                    loss = supervised_loss(model, micro)
+                (loss / micro.tokens).backward()
+                del loss
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("sizes", "flags"),
+    [
+        ({}, ["--attention", "twin", "--dropout", "0.1"]),
+        (
+            {"hidden_size": 512, "intermediate_size": 2048, **GEMMA2},
+            ["--attention", "softmax", "--full", "--autocast", "bf16", "--checkpointing"],
+        ),
+        ({"num_attention_heads": 6}, ["--attention", "shared", "--feed-forward", "swiglu-new", "--accumulate", "2"]),
+    ],
+    ids=["twin", "full, bf16, checkpointing", "swiglu-new, accumulation"],
+)
+def test_memory_is_what_steps_allocate(sizes, flags, monkeypatch):
+    """Breaks when the memory that a plan promises is not that of a step, or a part of it is counted twice."""
+    monkeypatch.setitem(PRESETS, "tiny", replace(SMALL, text=replace(SMALL.text, **sizes)))
+    settings = parse([*QUICK, *flags])[0]
+    row = plan(settings)
+    cost = row.checkpointed if settings.checkpointing else row.plain
+    assert cost.memory == pytest.approx(measured_peak(settings), rel=0.1)
+    assert row.checkpointed.memory <= row.plain.memory and row.checkpointed.flops > row.plain.flops
+    assert row.plain.gradients == 4 * row.trainable and row.plain.moments == 8 * row.trainable
+
+
+@pytest.mark.long
+def test_operations_are_those_that_pytorch_counts(monkeypatch):
+    """Breaks when a kind of product is not counted, or the backward pass through frozen weights is counted double."""
+    monkeypatch.setitem(PRESETS, "tiny", SMALL)
+    monkeypatch.setattr(cpu, "MIN_OPERATIONS", 1 << 60)  # the counter knows PyTorch's own products
+    settings = parse([*QUICK, "--attention", "softmax", "--autocast", "bf16"])[0]
+    model = open_model(settings, META)[0]
+    micro = first_batch(settings, model)
+    flops = step_costs(model, micro, torch.bfloat16)[0].flops
+    model = open_model(settings, CPU)[0].train()
+    set_attention_backend(model, "eager")
+    with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16):
+        supervised_loss(model, micro).backward()
+    # the fused kernel computes the maps once more in its backward pass: in the last layer at the kept positions
+    (rows, length), text = micro.batch.input_ids.shape, SMALL.text
+    queries = length + micro.positions.shape[1]
+    again = 2 * rows * text.num_attention_heads * queries * length * text.head_dim
+    assert flops == counter.get_total_flops() + again
+
+
+def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(tmp_path, monkeypatch, capsys):
+    """Breaks when a plan reads the weights, makes a folder, or passes over pictures that are not there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoint, "stream_into", lambda *arguments: pytest.fail("the weights are read"))
+    write_vqav2(Path("vqav2"))
+    flags = "--base embedded --data vqav2:vqav2 --recipe paper-1 --validation 0 --fraction 1".split()
+    Path("vqav2/train2014/COCO_train2014_000000000003.jpg").unlink()
+    rows = []
+    monkeypatch.setattr(finetune, "plan", lambda *given, **options: rows.append(plan(*given, **options)) or rows[0])
+    finetune.main([*flags, "--plan", "--gpu", "A100"])
+    said = capsys.readouterr().out
+    assert {path.name for path in Path().iterdir()} == {"vqav2"}
+    cells = [cell.strip() for cell in said.splitlines()[2].strip("|").split("|")]
+    assert cells[:5] == ["embedded-softmax", "344,064", "4", "60", "15"]
+    assert "312 TFLOP/s (bf16) of 1 × A100" in said and said.count("left out: 3") == 3
+    assert rows[0].hours("A100", 0.5) == pytest.approx(rows[0].flops / 156e12 / 3600) and rows[0].tokens >= 60 * 16
+    with pytest.raises(UserError, match=r"3 of the first \d+ records are unusable; the last: 3"):
+        plan(parse([*flags, "--max-bad", "2"])[0])
+    with pytest.raises(UserError, match="--step-batch 4 is no multiple"):
+        finetune.main([*flags, "--plan", "--gpus", "8"])
+
+
+def test_the_paper_s_model_has_611_million_parameters_to_train():
+    """Breaks when a published geometry is counted otherwise than it is trained, or what GPUs share is not divided."""
+    settings = parse(["--base", "paligemma-3b-224", "--recipe", "paper-2", "--dtype", "bf16"])[0]
+    model = open_model(settings, META)[0]
+    assert count(trainable(model).values()) == 611_348_472
+    layer = sum(p.nbytes for p in model.language_model.layers[0].parameters())
+    gathered = gathered_bytes(model, torch.bfloat16)
+    assert 2 * layer + 2 * 257216 * 2048 < gathered < 2.1 * layer + 2.1 * 257216 * 2048
+    one = StepCost(80.0, 8.0, 16.0, 5.0, 1e12)
+    assert spread_cost(one, 8, 3.0, False) == StepCost(13.0, 1.0, 2.0, 5.0, 1e12)
+    assert spread_cost(one, 8, 3.0, True).gradients == 8.0
