@@ -1,6 +1,12 @@
-"""Run a paper's experiment as published, in one command, and print its tables beside the published figures.
+"""Run a paper's experiments as published, in one command, and print its tables beside the published figures.
 
-python -m train.reproduce paligemma      see train/studies/paper.py; without more flags in miniature, in minutes
+python -m train.reproduce paligemma      differential PaliGemma (Li et al. 2024), see train/studies/paper.py
+python -m train.reproduce text           the Differential Transformer (Ye et al. 2024), see train/studies/text.py
+python -m train.reproduce wings          WINGS (Zhang et al. 2024), see train/studies/wings.py
+python -m train.reproduce qmamba         Q-Mamba, see train/studies/qmamba.py
+
+Without more flags each is a miniature, on the embedded models. The last three are the studies of `train.compare`; their
+reports list the published experiments, those that are missing too, and why.
 """
 
 import sys
@@ -8,17 +14,17 @@ from collections.abc import Sequence
 
 from model.common import run_command
 from train.flags import FlagParser
-from train.studies import paper
+from train.studies import paper, qmamba, text, wings
 
-STUDIES = {"paligemma": paper.main}
+PAPERS = {"paligemma": paper.main, "text": text.main, "wings": wings.main, "qmamba": qmamba.main}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study of the paper that is named first, with all other flags."""
     argv = sys.argv[1:] if argv is None else argv
     parser = FlagParser(prog="python -m train.reproduce", description=__doc__)
-    parser.add_argument("paper", choices=list(STUDIES), help="its own flags: PAPER --help")
-    STUDIES[parser.parse_args(argv[:1]).paper](argv[1:])
+    parser.add_argument("paper", choices=list(PAPERS), help="its own flags: PAPER --help")
+    PAPERS[parser.parse_args(argv[:1]).paper](argv[1:])
 
 
 if __name__ == "__main__":

@@ -110,9 +110,12 @@ def test_official_files_and_finished_runs(tmp_path, trainings, capsys):
     assert [one["score"] for one in again["part_1"]] == [one["score"] for one in summary["part_1"]]
     assert again["needles"]["with"]["score"] == summary["needles"]["with"]["score"]
     assert set(again["from"]) == {"paper-1", "paper-1-full", "paper-4-full"}
+    only, _ = run(tmp_path / "c", *flags, "--rows", "baseline", "--from", f"paper-4-full={folders[2]}")
+    assert len(trainings) == 1 and list(only["needles"]) == ["baseline", "with"] and not only["part_1"]
+    assert only["needles"]["with"]["score"] == summary["needles"]["with"]["score"]
     (Path(folders[0]) / "config.json").write_text(json.dumps({"lr": 1}))
     with pytest.raises(UserError, match="no model of Table 1: say which it stands for, paper-1="):
-        run(tmp_path / "c", *flags, "--from", folders[0])
+        run(tmp_path / "d", *flags, "--from", folders[0])
 
 
 def test_training_and_evaluation_ask_in_the_same_words(tmp_path):

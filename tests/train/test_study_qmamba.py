@@ -137,11 +137,12 @@ def test_the_stages_are_those_of_the_command(study, monkeypatch):
     monkeypatch.setattr(
         study_qmamba,
         "fit",
-        lambda model, optimizer, *rest, **more: seen.update(
-            {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}
+        lambda model, optimizer, *rest, **more: (
+            seen.update({name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]})
+            or {"seconds": 1.0}
         ),
     )
-    model, samples = study_qmamba.make_qmamba(study, ROWS["local"], 0), encoded_samples(4, 0)
+    model, samples = study_qmamba.make_qmamba(study, ROWS["local"], 0), encoded_samples(32, 0)
     for stage, parts in ((1, {"multi_modal_projector"}), (2, {"multi_modal_projector", "language_model"})):
         seen.clear()
         settings = study.settings(stage, 0)

@@ -238,7 +238,9 @@ def summarize(study: FineTuningStudy, results: Sequence[RowResult], seeds: Seque
     }
 
 
-DECIDED = "attention feed_forward option tasks lr seed full resume evaluate eval_limit arch stage wings".split()
+DECIDED = (
+    "attention feed_forward option tasks lr seed full resume evaluate eval_limit arch stage wings eval_data".split()
+)
 
 
 def read_arguments(argv: Sequence[str] | None) -> tuple[list[FineTuningRow], AttentionOptions, Settings]:

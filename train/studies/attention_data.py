@@ -150,7 +150,7 @@ def held_out_vqa(settings: Settings, split: str, limit: int | None) -> tuple[vqa
     if kind == "vqav2":
         paths, images = [folder / name for name in files], settings.images or folder
         return vqa.from_files(*paths, images, only=chosen, allow_outside=settings.allow_outside), None
-    return exact_match([record for record in held_out if record.name in chosen]), "{question}"
+    return benchmark_of([record for record in held_out if record.name in chosen]), "{question}"
 
 
 @lru_cache(maxsize=1)  # both splits
@@ -158,7 +158,7 @@ def _held_out(settings: Settings) -> Sequence[Record]:
     return read_records(settings, "validation")
 
 
-def exact_match(records: Sequence[Record]) -> vqa.Benchmark:
+def benchmark_of(records: Sequence[Record]) -> vqa.Benchmark:
     """A user's own examples as a benchmark: with ten equal answers, the official scorer does not normalise them."""
     return vqa.Benchmark(
         [Question(r.name, r.key, r.prefix) for r in records],

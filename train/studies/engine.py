@@ -28,7 +28,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from eval import figures
-from eval.report import difference_text, interval_text
+from eval.report import difference_text, interval_text, markdown_table
 from eval.statistics import Interval, bootstrap
 from lora import adapter
 from model.common import write_text
@@ -226,11 +226,22 @@ def conclude(
     return sentences
 
 
-def compose(title: str, *blocks: str | Sequence[str], conclusions: Sequence[str], end: Sequence[str] = ()) -> str:
-    """comparison.md: `blocks` are paragraphs, or lists of lines such as a table; then the conclusions, then `end`."""
+def compose(
+    title: str,
+    *blocks: str | Sequence[str],
+    conclusions: Sequence[str],
+    published: Sequence[tuple[str, str]] = (),
+    end: Sequence[str] = (),
+) -> str:
+    """comparison.md: `blocks` are paragraphs, or lists of lines such as a table; then the conclusions, and `end`.
+
+    published: each experiment of the paper, and where it is here, or why it is missing.
+    """
     paragraphs = [block if isinstance(block, str) else "\n".join(block) for block in blocks if block]
-    in_words = "\n".join(f"- {sentence}" for sentence in conclusions)
-    return "\n\n".join([f"# {title}", *paragraphs, "## In words", in_words, *end]) + "\n"
+    paragraphs += ["## In words", "\n".join(f"- {sentence}" for sentence in conclusions)]
+    if published:
+        paragraphs += ["## The paper's experiments", "\n".join(markdown_table(["published", "here"], published))]
+    return "\n\n".join([f"# {title}", *paragraphs, *end]) + "\n"
 
 
 def run_study(

@@ -51,7 +51,7 @@ NAMES = ("baseline", *VQA_SCORES)
 # of the miniature: half of its samples ask for needles, since the embedded base has never seen their words
 MINIATURE = ("--samples", "4000", "--tasks", "vqa,n2o1")
 TABLE_1 = ("attention", "feed_forward", "option", "lr", "r", "alpha", "weight_decay")  # what makes its rows differ
-DECIDED = (*TABLE_1, "fraction", "full", "resume", "evaluate", "eval_limit", "arch", "stage", "wings", "recipe")
+DECIDED = (*TABLE_1, *"fraction full resume evaluate eval_limit eval_data arch stage wings recipe".split())
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def find_runs(folders: Sequence[str], names: Collection[str]) -> dict[str, Path]
                 f"--from {shown(text)}: holds no {adapter.CONFIG_FILE}: give a finished run with an adapter"
             )
         name = name if equals else _row_of(run)
-        if name not in {*names, *(f"{one}-full" for one in names)} - {"baseline", "baseline-full"}:
-            raise UserError(f"--from {shown(text)}: {shown(name)} is no row: choose of {', '.join(names)}")
+        if name.removesuffix("-full") not in VQA_SCORES or name not in names and not name.endswith("-full"):
+            raise UserError(f"--from {shown(text)}: {shown(name)} takes no part: choose of {', '.join(names)}")
         if name in found:
             raise UserError(f"--from {shown(text)}: {found[name]} is {name} already: give one run of each")
         found[name] = run
@@ -198,7 +198,11 @@ def reproduce(work: Reproduction) -> dict:
     names = work.options.rows.split(",")
     baseline = [work.result(work.row("baseline"), "vqa")] if "baseline" in names else []
     part_1 = [work.result(work.row(name), "vqa") for name in names if name != "baseline"]
-    chosen = choose(part_1)
+    chosen = choose(part_1) or {
+        "without" if RECIPES[name]["attention"] == "softmax" else "with": name
+        for name in VQA_SCORES
+        if f"{name}-full" in work.runs
+    }
     part_2 = {kind: work.result(work.row(name, whole=True), "vqa") for kind, name in chosen.items()}
     needles = {}
     if work.study.measures["needles"]:

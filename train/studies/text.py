@@ -54,6 +54,16 @@ CLAIM = (
     "parameters and up to a trillion tokens. What {:,} parameters do after {:,.0f} tokens neither confirms nor refutes "
     "that."
 )
+PUBLISHED = (
+    ("language modelling, 3B and 1T tokens, downstream tasks", "missing: a base of that size is not trained here"),
+    ("scaling by size and by tokens", "missing: one size and budget a call; `--preset` and `--tokens` take others"),
+    ("likelihood by context", "as published, but the models have learned needles and examples too"),
+    ("key information retrieval by needles, length and depth", "by needles and by depth; length is that of training"),
+    ("attention to the answer and to noise", "as published"),
+    ("examples in context, many-shot", "as published, on an invented task; 32 examples at most"),
+    ("robustness to the examples' order", "as published: the best order minus the worst"),
+    ("contextual hallucination", "missing: needs a model that summarises, and a judge"),
+)
 AS_IN_TEXT = "as in train.text"
 DEFAULTS = TextSettings(tokens=1e6, checkpoint_every=250)
 
@@ -281,6 +291,7 @@ def to_markdown(summary: dict, out: Path) -> str:
         "Differential against plain, from nothing",
         *blocks,
         conclusions=[*sentences, CLAIM.format(ours, settings["tokens"])],
+        published=PUBLISHED,
         end=[f"Measure the runs again: `python -m eval.text all {folders}`"],
     )
 

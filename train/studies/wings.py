@@ -63,6 +63,13 @@ FACTOR = 5  # the projector's rate in the second stage over that of the decoder,
 MARGIN = 1.0  # points on the validation pictures that a lower rate may cost
 RANK = 16  # of the learners
 QUESTION = "What is in the image?"
+PUBLISHED = (
+    ("text-only forgetting, and learners against it", "in miniature: text tasks before and after pictures"),
+    ("attention shift and text, over more than 100 models", "over the rows alone: one point a row"),
+    ("LAWS before, in and after the picture", "as published, for each row"),
+    ("text and multimodal benchmarks (MMLU, MMMU, …)", "missing: need a language model that can answer them"),
+    ("interleaved pictures and text (IIT)", "missing: its questions are not public"),
+)
 PROJECTOR, VISUAL, LEARNERS = r"multi_modal_projector\..*", r".*\.visual\..*", r".*\.(visual|textual|router)\..*"
 
 
@@ -356,6 +363,7 @@ def to_markdown(summary: dict) -> str:
         markdown_table(["pair", "text, points", "pictures, points", "attention shift"], pairs),
         "![results](wings.png)",
         conclusions=conclusions(summary),
+        published=PUBLISHED,
     )
 
 
