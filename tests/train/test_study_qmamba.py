@@ -214,7 +214,7 @@ def test_senseless_flags_are_refused(flags, told, tmp_path):
 def test_scenes_are_told_right():
     """Breaks when words and questions are of different scenes, or a question carries loss."""
     processor = Processor.from_source("embedded")
-    ids, types = embedded_mamba.describe_scene(7, "train", processor)
+    ids, types, _ = embedded_mamba.describe_scene(7, "train", processor)
     assert processor.decode(ids[:16]).split() == list(scenes.vqa_picture("train", 7)[0].scene.squares)
     text = [processor.decode([i for i, t in zip(ids, types, strict=True) if t and i != 1])]
     samples = scenes.vqa_picture("train", 7)

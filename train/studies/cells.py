@@ -144,7 +144,8 @@ def count_tokens(records: Sequence[Record], processor: Processor, samples: int) 
     lengths = []
     for record in records[:: -(-len(records) // 20_000)]:
         with contextlib.suppress(UserError):  # training has left it out
-            lengths.append(len(processor.layout(len(record.pictures), record.prefix, record.suffix)[0]))
+            *before, last = record.turns or [("", "")]
+            lengths.append(len(processor.layout(len(record.pictures), *last, before)[0]))
     return round(samples * sum(lengths) / len(lengths))
 
 
