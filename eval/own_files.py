@@ -75,7 +75,7 @@ def read_examples(
     for where, record in _objects(path, bad):
         try:
             names = _names(record, where)
-            turns, answers = _conversation(record, where) if "conversations" in record else _question(record, where)
+            turns, answers = read_turns(record, where)
             try:
                 check_marks(len(names), turns)
             except UserError as error:
@@ -128,8 +128,10 @@ def _picture(folder: Path, name: str, allow_outside: bool, where: str) -> Path:
     return image
 
 
-def _question(record: dict, where: str) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """The one turn of {"prefix", "suffix"} or {"prefix", "answers"}, and the answers."""
+def read_turns(record: dict, where: str) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """The turns of a record, and all right answers of the last one where it gives several. Raises UserError."""
+    if "conversations" in record:
+        return _conversation(record, where), ()
     answers = read_field(record, "answers", LIST, where, default=[])
     for number, answer in enumerate(answers):
         read_field({"answers": answer}, "answers", TEXT, f"{where}: entry {number}")
@@ -138,7 +140,7 @@ def _question(record: dict, where: str) -> tuple[tuple[tuple[str, str], ...], tu
     return ((prefix, suffix),), tuple(answers)
 
 
-def _conversation(record: dict, where: str) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+def _conversation(record: dict, where: str) -> tuple[tuple[str, str], ...]:
     """The turns of LLaVA's layout; a first one that is not from a human is left out, as there."""
     turns = read_field(record, "conversations", LIST, where)
     texts = []
@@ -157,7 +159,7 @@ def _conversation(record: dict, where: str) -> tuple[tuple[tuple[str, str], ...]
             raise UserError(f"{place}: {SLOT} in an answer: it marks the place of a picture in a prompt")
     if not texts or len(texts) % 2:
         raise UserError(f"{where}: conversations ends without an answer from gpt: correct the record")
-    return tuple(zip(texts[::2], texts[1::2], strict=True)), ()
+    return tuple(zip(texts[::2], texts[1::2], strict=True))
 
 
 # COCO's boxes

@@ -150,7 +150,7 @@ def split_records(
     0.4). Records with several pictures are kept together with all other records of these. Records that cannot be used
     are in "train".
     """
-    groups = _groups(records)
+    groups = groups_of(records)
     names = sorted(set(groups.values()))
     random.Random(f"split/{seed}").shuffle(names)
     held_out = round(len(names) * validation)
@@ -161,8 +161,8 @@ def split_records(
     return [r for r in records if (groups[r.name] in chosen if r.turns else split == "train")]
 
 
-def _groups(records: Sequence[Record]) -> dict[str, str]:
-    """The group of each record's name: the smallest key of the records that are connected by common pictures."""
+def groups_of(records: Sequence[Record]) -> dict[str, str]:
+    """The group of each record that can be used, by name: the smallest key of records with pictures in common."""
     leader: dict[str, str] = {}  # of each key and picture, one that stands for its group, or leads to it
 
     def find(name: str) -> str:

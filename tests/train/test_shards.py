@@ -230,7 +230,7 @@ def test_tars_of_every_format_are_read(style, tmp_path, processor):
     assert made[0].name == "a.tar/set.v1/one[0]" and made[1].name == "named"
     micro = collate(made, processor)
     assert not micro.bad and micro.batch.pixel_values.shape[0] == 4
-    assert Shards(str(path))[1].answers == ()
+    assert [Shards(str(path), sampled=on)[1].sampled for on in (True, False)] == [True, False]
 
 
 def test_names_and_links_reach_nothing_outside(tmp_path, processor, monkeypatch):
@@ -428,7 +428,7 @@ def test_shards_hold_what_their_source_holds(tmp_path, processor):
     reduced = Processor(PRESETS["tiny"], processor.tokenizer, draft=True)
     for record in expected:
         found = made[record.name]
-        assert (found.prefix, found.suffix, found.answers) == (record.prefix, record.suffix, record.answers)
+        assert (found.prefix, found.suffix, found.answers, found.sampled) == (*record.turns[0], record.answers, True)
         assert found.pictures[0]().read() == record.pictures[0].read_bytes()
         for one in (processor, reduced):
             pair = [collate([r], one).batch.pixel_values for r in (found, record)]
@@ -439,6 +439,37 @@ def test_shards_hold_what_their_source_holds(tmp_path, processor):
         found, given = drawn[record.name].pictures[0](), record.pictures[0]()
         assert np.array_equal(np.asarray(load_image(found)), np.asarray(given))
     assert len({record.key for record in drawn.values()}) == len({record.key for record in embedded_records(count=30)})
+
+
+def test_shards_hold_conversations_and_any_number_of_pictures(tmp_path, processor):
+    """Breaks when a turn, an answer, or the order of several pictures is lost in a shard, or a picture is written twice
+    or learned while it is held out."""
+    for i in range(12):
+        (tmp_path / f"{i}.png").write_bytes(picture(i * 20, size=(16, 16)))
+    says = [{"from": role, "value": text} for role, text in zip(("human", "gpt") * 2, "abcd", strict=True)]
+    rows = [{"image": f"{i}.png", "prefix": "count dog", "answers": [f"{i}", "no"]} for i in range(12)]
+    rows += [{"image": ["3.png", "1.png", "1.png"], "conversations": says}, {"conversations": says}]
+    rows += [{"image": ["1.png", "gone.png"], "prefix": "a", "suffix": "b"}, {"prefix": "c", "suffix": "d"}]
+    (tmp_path / "own.json").write_text(json.dumps(rows))
+    given = own_records(tmp_path / "own.json", True)
+    paths = shard.make(given, tmp_path / "s", 4, 1000, max_bad=1)
+    with tarfile.open(paths[0]) as first, tarfile.open(paths[1]) as second, tarfile.open(paths[2]) as third:
+        names = [name for tar in (first, second, third) for name in tar.getnames()]
+    assert len(paths) == 4 and sum(name.endswith(".png") for name in names) <= 12
+    made = read_all(f"{tmp_path}/s-{{000..003}}.tar", sampled=True)
+    expected = [record for record in given if record.turns]
+    assert made.keys() == {record.name for record in expected} and len(made) == 15
+    for record in expected:
+        found = made[record.name]
+        assert (found.turns, found.answers, found.sampled) == (record.turns, record.answers, record.sampled)
+        assert [one().read() for one in found.pictures] == [path.read_bytes() for path in record.pictures]
+        pair = [collate([r], processor).batch for r in (found, record)]
+        assert all(torch.equal(getattr(pair[0], name), getattr(pair[1], name)) for name in vars(pair[0]))
+    for seed in range(5):
+        options = {"validation": 0.5, "seed": seed}
+        sides = [read_all(f"{tmp_path}/s-{{000..003}}.tar", split=one, **options) for one in ("train", "validation")]
+        learned, asked = ({one().read() for r in side.values() for one in r.pictures} for side in sides)
+        assert not learned & asked
 
 
 def test_photographs_are_decoded_reduced(tmp_path, processor):

@@ -10,12 +10,13 @@ import io
 import json
 import random
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
-from eval.records import Record
+from eval.own_files import ROLES
+from eval.records import Picture, Record, groups_of
 from model.common import UserError, atomic_path, read_bytes, read_text, shown, write_text
 from model.images import load_image
 from train.data.shards import MAX_BYTES, PICTURES, index_of
@@ -23,20 +24,30 @@ from train.data.shards import MAX_BYTES, PICTURES, index_of
 
 def group(records: Sequence[Record], seed: int) -> list[list[Record]]:
     """The records of each picture together, the pictures shuffled, so that every shard is a random mixture."""
-    by_picture: dict[str, list[Record]] = {}
+    groups, samples = groups_of(records), {}
     for record in records:
-        by_picture.setdefault(record.key, []).append(record)
-    samples = list(by_picture.values())
-    random.Random(f"shard/{seed}").shuffle(samples)
-    return samples
+        samples.setdefault(groups.get(record.name, record.key), []).append(record)
+    ordered = list(samples.values())
+    random.Random(f"shard/{seed}").shuffle(ordered)
+    return ordered
+
+
+def names_of(record: Record) -> list[Hashable]:
+    """What tells a record's pictures from others: a path, or the record's key and the place there."""
+    return [one if isinstance(one, Path) else (record.key, place) for place, one in enumerate(record.pictures)]
+
+
+def pictures_of(sample: Sequence[Record]) -> dict[Hashable, Picture]:
+    """The distinct pictures of a sample by name."""
+    return {name: one for record in sample for name, one in zip(names_of(record), record.pictures, strict=True)}
 
 
 def cut(samples: Sequence[Sequence[Record]], per_shard: int, megabytes: float) -> list[range]:
     """Which samples each shard gets: at most `per_shard`, at most `megabytes` of picture files, at least one."""
     shards, first, size = [], 0, 0
     for number, sample in enumerate(samples):
-        (picture,) = sample[0].pictures
-        more = picture.stat().st_size if isinstance(picture, Path) and picture.is_file() else 0
+        files = [path for path in pictures_of(sample) if isinstance(path, Path) and path.is_file()]
+        more = sum(path.stat().st_size for path in files)
         if number > first and (number - first == per_shard or size + more > megabytes * 1e6):
             shards.append(range(first, number))
             first, size = number, 0
@@ -44,12 +55,11 @@ def cut(samples: Sequence[Sequence[Record]], per_shard: int, megabytes: float) -
     return [*shards, range(first, len(samples))]
 
 
-def encode(record: Record) -> tuple[str, bytes]:
-    """Ending and bytes of a record's picture: a file as it is, a drawing as PNG.
+def encode(picture: Picture) -> tuple[str, bytes]:
+    """Ending and bytes of a picture: a file as it is, a drawing as PNG.
 
     Raises UserError for a file that is absent, too large or cannot be decoded as a picture.
     """
-    (picture,) = record.pictures
     if not isinstance(picture, Path):
         drawn = io.BytesIO()
         picture().save(drawn, "png")
@@ -64,33 +74,51 @@ def encode(record: Record) -> tuple[str, bytes]:
     return ending, content
 
 
-def texts(sample: Sequence[Record]) -> bytes:
-    """The questions of a picture as JSON: an object, or a list of several."""
-    entries = [
-        {"name": record.name, "prefix": record.prefix, "suffix": record.suffix}
-        | ({"choices": record.answers} if record.sampled else {})
-        for record in sample
-    ]
+def texts(sample: Sequence[Record], pictures: Sequence[Hashable]) -> bytes:
+    """The questions of a sample with these pictures as JSON: an object, or a list of several."""
+    entries = []
+    for record in sample:
+        entry: dict = {"name": record.name}
+        if len(record.turns) > 1:
+            said = [(role, text) for turn in record.turns for role, text in zip(ROLES, turn, strict=True)]
+            entry["conversations"] = [{"from": role, "value": text} for role, text in said]
+        else:
+            entry |= {"prefix": record.prefix, "suffix": record.suffix}
+        if record.answers:
+            entry["answers"] = record.answers
+        if len(record.pictures) != 1 or len(pictures) != 1:
+            entry["pictures"] = [pictures.index(name) for name in names_of(record)]
+        entries.append(entry)
     return json.dumps(entries if len(entries) > 1 else entries[0], ensure_ascii=False).encode()
 
 
 def write_shard(path: Path, samples: dict[int, list[Record]], max_bad: int) -> list[str]:
-    """Write numbered samples to a tar; returns one line for each record whose picture cannot be read.
+    """Write numbered samples to a tar; returns one line for each record whose pictures cannot be read.
 
     Raises UserError, and writes nothing, if they are more than `max_bad`.
     """
     bad: list[str] = []
     with atomic_path(path) as temporary, tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar:
         for number, sample in samples.items():
-            try:
-                picture = encode(sample[0])
-            except UserError as error:
-                bad += [shown(f"{record.name}: {error}", 600) for record in sample]
-                if len(bad) > max_bad:
-                    raise UserError(f"more unusable records than --max-bad; the last: {bad[-1]}") from None
+            encoded: dict[Hashable, tuple[str, bytes]] = {}
+            good = []
+            for record in sample:
+                try:
+                    found = pictures_of([record])
+                    encoded |= {key: encode(picture) for key, picture in found.items() if key not in encoded}
+                    good.append(record)
+                except UserError as error:
+                    bad.append(shown(f"{record.name}: {error}", 600))
+                    if len(bad) > max_bad:
+                        raise UserError(f"more unusable records than --max-bad; the last: {bad[-1]}") from None
+            keys = list(pictures_of(good))
+            if not good:
                 continue
-            for ending, content in (picture, ("json", texts(sample))):
-                member = tarfile.TarInfo(f"{number:09d}.{ending}")
+            files = [encoded[key] for key in keys]
+            names = [f"{place}.{ending}" if len(files) > 1 else ending for place, (ending, _) in enumerate(files)]
+            members = [*zip(names, (content for _, content in files), strict=True), ("json", texts(good, keys))]
+            for name, content in members:
+                member = tarfile.TarInfo(f"{number:09d}.{name}")
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
     return bad
@@ -108,7 +136,7 @@ def make(
     shards = cut(samples, per_shard, megabytes)
     digest = hashlib.sha256()
     for sample in samples:
-        digest.update(texts(sample))
+        digest.update(texts(sample, list(pictures_of(sample))))
     plan = {"records": len(records), "ends": [shard.stop for shard in shards], "sha256": digest.hexdigest()}
     manifest = prefix.with_name(f"{prefix.name}.json")
     if not manifest.exists():

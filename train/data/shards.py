@@ -1,7 +1,9 @@
 """Records in tar shards, as in webdataset: `name.jpg` beside `name.json`, which holds {"prefix", "suffix"}.
 
-In: tar files; a .json may hold a list, for several questions on one picture. Out: `Shards`, a sequence of records that
-`train/data/batches.py` accepts instead of a list.
+In: tar files; a .json may hold a list, for several questions on one picture, and conversations, as a user's own file
+(`eval/own_files.py`). Where a sample has several pictures, name.0.jpg, name.1.jpg, …, or none, an entry says which it
+is about: "pictures": [0, 1]. Out: `Shards`, a sequence of records that `train/data/batches.py` accepts instead of a
+list.
 
 Beside each shard lies an index, written by `train/data/pack.py` or here: where every picture and text begins and how
 long it is. So a record is read by its number; dividing an epoch between processes and workers, or resuming in the
@@ -19,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from io import BytesIO
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,15 +32,17 @@ from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
 from eval.datasets import some
+from eval.own_files import read_turns
 from eval.records import Record
-from model.common import Expected, UserError, atomic_path, open_regular, parse_json, read_field, shown
+from model.common import Expected, UserError, atomic_path, open_regular, parse_json, quoted, read_field, shown
+from model.processor import check_marks
 from train.data.batches import CHARACTERS, plan_windows
 
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2")
 # Columns of an index, one row for each record: the number of its sample, the number of its question in the sample,
-# offset and size of its picture and of its text in bytes (0: there is none, or more than one), and the number of
-# characters in prefix and suffix.
-SAMPLE, QUESTION, PICTURE, PICTURE_SIZE, TEXT, TEXT_SIZE, LENGTH = range(7)
+# offset and size of its first picture and of its text in bytes (0: there is none, or more than one text), the number
+# of its pictures, and of the characters in prompts and answers.
+SAMPLE, QUESTION, PICTURE, PICTURE_SIZE, TEXT, TEXT_SIZE, PICTURE_COUNT, LENGTH = range(8)
 BLOCK = tarfile.BLOCKSIZE
 MAX_BYTES = 64 << 20  # of one picture or text: a larger size is damage, or an attack
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -63,7 +67,7 @@ def expand(pattern: str) -> list[Path]:
 
 
 def index_of(shard: Path) -> np.ndarray:
-    """The index (records, 7) int64 of a shard; if there is none that fits, it is made and written beside the shard.
+    """The index (records, 8) int64 of a shard; if there is none that fits, it is made and written beside the shard.
 
     Raises UserError for a shard that is absent, compressed, damaged or cut short.
     """
@@ -122,9 +126,12 @@ def build_index(shard: Path) -> tuple[np.ndarray, int]:
                         by_kind[kind].append((member.offset_data, member.size))
                 if not any(by_kind.values()):  # a README
                     continue
-                places = [found[0] if len(found) == 1 else (0, 0) for found in by_kind.values()]
-                lengths = _lengths(shard, *places[1])
-                rows += [(sample, number, *places[0], *places[1], length) for number, length in enumerate(lengths)]
+                pictures, texts = by_kind.values()
+                picture, text = pictures[0] if pictures else (0, 0), texts[0] if len(texts) == 1 else (0, 0)
+                rows += [
+                    (sample, number, *picture, *text, len(pictures), length)
+                    for number, length in enumerate(_lengths(shard, *text))
+                ]
                 sample += 1
             end = tar.offset
         # tarfile stops without an error where it cannot read a header; a complete tar ends with empty blocks
@@ -162,12 +169,13 @@ def _lengths(shard: Path, offset: int, size: int) -> list[int]:
     except UserError:
         return [0]
     entries = value if isinstance(value, list) and value else [value]
-    return [
-        sum(len(entry[key]) for key in ("prefix", "suffix") if isinstance(entry.get(key), str))
-        if isinstance(entry, dict)
-        else 0
-        for entry in entries
-    ]
+    lengths = []
+    for entry in entries:
+        try:
+            lengths.append(sum(map(len, chain(*read_turns(entry, "")[0]))) if isinstance(entry, dict) else 0)
+        except UserError:
+            lengths.append(0)
+    return lengths
 
 
 # One record
@@ -197,8 +205,15 @@ def read_member(shard: Path, offset: int, size: int) -> tuple[str, bytes]:
     return shown(member.name, 1000), raw[BLOCK:]
 
 
-def open_picture(shard: Path, offset: int, size: int) -> BytesIO:
-    """The picture at `offset` as a file in memory, with a `name` for messages."""
+def open_picture(shard: Path, offset: int, size: int, number: int = 0) -> BytesIO:
+    """Picture `number` from that at `offset` on, as a file in memory, with a `name` for messages."""
+    for _ in range(number):
+        offset += -(-size // BLOCK) * BLOCK + BLOCK
+        header = os.pread(_open(shard).fileno(), BLOCK, offset - BLOCK)
+        try:
+            size = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").size
+        except tarfile.HeaderError as error:
+            raise UserError(f"{shard}: no picture at byte {offset:,} ({error}): make the shard again") from None
     name, raw = read_member(shard, offset, size)
     file = BytesIO(raw)
     file.name = f"{shard}: {name}"
@@ -206,10 +221,11 @@ def open_picture(shard: Path, offset: int, size: int) -> BytesIO:
 
 
 class Shards(Sequence):
-    """The records of tar shards by number, each read when it is needed; 56 bytes of memory for each record.
+    """The records of tar shards by number, each read when it is needed; 64 bytes of memory for each record.
 
     split, fraction, validation: as for other data on disk, by sample: all questions of one are in the same split.
-    buffer: how many records are shuffled together. sampled: keep "choices", from which each epoch draws an answer.
+    buffer: how many records are shuffled together. sampled: each epoch draws one of "answers" ("choices" in older
+    shards).
     Raises UserError for a pattern without readable shards.
     """
 
@@ -257,14 +273,10 @@ class Shards(Sequence):
     def __getitem__(self, index: int) -> Record:
         """The record `index`. Raises UserError, naming shard and member, for a damaged one."""
         shard = self.paths[int(np.searchsorted(self.ends, index, side="right"))]
-        sample, question, picture, picture_size, text, text_size, _ = self.rows[index].tolist()
-        if not picture or not text:
-            name = read_member(shard, picture, picture_size)[0] if picture else ""
-            name = read_member(shard, text, text_size)[0] if text else name
-            raise UserError(
-                f"{shard}: {_split(name)[0] or f'sample {sample}'}: "
-                "has not one picture and one .json: make the shard again"
-            )
+        sample, question, picture, picture_size, text, text_size, count, _ = self.rows[index].tolist()
+        if not text:
+            name = _split(read_member(shard, picture, picture_size)[0])[0] if picture else f"sample {sample}"
+            raise UserError(f"{shard}: {name}: has not one picture and one .json: make the shard again")
         name, raw = read_member(shard, text, text_size)
         where = f"{shard}: {name}"
         value = parse_json(raw, where)
@@ -272,13 +284,16 @@ class Shards(Sequence):
         entry = entries[question] if question < len(entries) else None
         if not isinstance(entry, dict):
             raise UserError(f'{where}: expected {{"prefix", "suffix"}}, or a list of such: make the shard again')
-        prefix, suffix = (read_field(entry, key, Expected(str), where) for key in ("prefix", "suffix"))
-        choices = read_field(entry, "choices", Expected(list), where) if self.sampled and "choices" in entry else ()
-        if not all(isinstance(choice, str) for choice in choices):
-            raise UserError(f"{where}: 'choices' must be texts: make the shard again")
+        shown_ones = read_field(entry, "pictures", Expected(list), where, default=[0])
+        if "pictures" not in entry and count != 1:
+            raise UserError(f"{where}: has not one picture and one .json: make the shard again")
+        if not all(number in range(count) for number in shown_ones):
+            raise UserError(f"{where}: is about pictures {quoted(shown_ones)} of {count}: make the shard again")
+        turns, answers = read_turns({"answers": entry["choices"]} | entry if "choices" in entry else entry, where)
+        check_marks(len(shown_ones), turns)
+        pictures = tuple(partial(open_picture, shard, picture, picture_size, number) for number in shown_ones)
         name = entry["name"] if isinstance(entry.get("name"), str) else f"{shard.name}/{_split(name)[0]}[{question}]"
-        opened = partial(open_picture, shard, picture, picture_size)
-        return Record(name, f"{shard}: {sample}", (opened,), ((prefix, suffix),), tuple(choices), bool(choices))
+        return Record(name, f"{shard}: {sample} {shown_ones}", pictures, turns, answers, self.sampled)
 
     def plan(self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0) -> Iterator[list[int]]:
         """The micro-batches of an epoch from number `first` on, see `plan_windows`."""
