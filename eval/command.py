@@ -23,7 +23,7 @@ Picture = Path | Image.Image | Callable[[], Any]  # a file, or what is drawn: an
 class Ask:
     """One question. `picture` is a picture or several; questions with the same `key` share it. `files` are those that
     a function reads: if one is replaced, the question is asked anew. With `choices` the answer is the likeliest of
-    them, else it is decoded greedily."""
+    them, else it is decoded greedily. before: earlier turns, prompts with their answers."""
 
     id: str
     key: str
@@ -31,6 +31,7 @@ class Ask:
     prefix: str
     choices: tuple[str, ...] = ()
     files: Collection[Path] = ()
+    before: tuple[tuple[str, str], ...] = ()
 
     def images(self) -> list:
         """The pictures: files, images, or arrays of pixels. A function may return a list of them."""
@@ -132,7 +133,7 @@ def print_report(report: Report, as_json: bool) -> None:
 
 def ask_of(record: Record) -> Ask:
     """The question of a record's last turn."""
-    return Ask(record.name, record.key, record.pictures, record.prefix)
+    return Ask(record.name, record.key, record.pictures, record.prefix, before=record.turns[:-1])
 
 
 def make_asks(questions: Iterable[tuple[int | str, str, str]], pictures: Mapping, template: str) -> list[Ask]:

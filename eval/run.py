@@ -56,7 +56,7 @@ def ask_all(
     if log is not None:
         asked_of = [exact_fingerprint(model), str(model.config), max_new_tokens]
         versions = {q.key: q.versions() for q in {q.key: q for q in questions}.values()}
-        marks = [_digest(asked_of, q.key, versions[q.key], q.prefix, q.choices) for q in questions]
+        marks = [_digest(asked_of, q.key, versions[q.key], q.prefix, q.choices, *q.before) for q in questions]
         logged = read_log(log)
         answers = [logged.get(mark) for mark in marks]
         left = [number for number, answer in enumerate(answers) if answer is None]
@@ -73,6 +73,12 @@ def ask_all(
     return answers
 
 
+def layout(processor: Processor, question: Ask, n_images: int) -> TokenRow:
+    """A question, with the turns before it, as the model of `processor` reads them."""
+    *before, (prefix, _) = processor.in_place(n_images, [*question.before, (question.prefix, "")])
+    return processor.layout(n_images, prefix, before=before)
+
+
 def ask_one_by_one(
     model: PaliGemma, processor: Processor, questions: Sequence[Ask], max_new_tokens: int = 32
 ) -> list[str]:
@@ -82,7 +88,8 @@ def ask_one_by_one(
         if question.choices:  # scored, not decoded
             answers += ask_all(model, processor, [question], batch_size=1)
             continue
-        batch = processor([question.images()], [question.prefix]).to(device)
+        images = question.images()
+        batch = processor.pad([layout(processor, question, len(images))], images).to(device)
         prompt = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
         new = generate(model, *prompt, max_new_tokens)
         answers.append(processor.decode(new[0]))
@@ -167,7 +174,7 @@ def _answer_window(
         try:
             if question.key in problems:
                 raise UserError(problems[question.key])
-            row = processor.layout(len(places[question.key]), question.prefix)
+            row = layout(processor, question, len(places[question.key]))
             ready.append((len(question.choices), row, (number, question)))
         except UserError as error:
             if left_out is None:

@@ -7,8 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
+from eval.command import ask_of
 from eval.own_files import Box, read_examples
 from eval.records import blind, own_records, read_data, split_records
+from eval.run import layout
 from model.common import UserError
 from model.images import load_image
 from model.processor import Processor
@@ -122,6 +124,17 @@ def test_every_answer_and_its_end_are_learned_and_nothing_else(processors, tmp_p
     ]
     for system in ("wings", "qmamba"):
         assert [shown(processors[system], record) for record in made] == [marked(text) for text in expected], system
+
+
+def test_a_later_question_is_asked_as_it_is_learned(processors, tmp_path):
+    """Breaks when a conversation is scored without its earlier turns, or its picture is elsewhere than in training."""
+    draw(tmp_path, "a.png")
+    (record,) = own_records(write(tmp_path, "own.jsonl", [{"image": "a.png", "conversations": CONVERSATION}]))
+    for processor in processors.values():
+        learned = collate([record], processor).batch
+        ids, types, _ = layout(processor, ask_of(record), 1)
+        assert ids + processor.encode("2") + [processor.config.eos_token_id] == learned.input_ids[0].tolist()
+        assert types == learned.token_type_ids[0].tolist()[: len(types)]
 
 
 def test_a_later_turn_is_causal(processor):
