@@ -92,11 +92,9 @@ def draw(images: dict, answers: list[dict]):
     """One picture with the boxes of its answers, or a sheet of several. Small pictures are enlarged."""
     drawn = []
     for name, image in images.items():
-        scale = max(1, round(448 / max(image.size)))
-        large = image.resize((image.width * scale, image.height * scale), 0)
         found = [box for answer in answers if answer["image"] == name for box in answer["boxes"]]
-        boxes = [[side * scale for side in box["box"]] for box in found]
-        drawn.append(figures.draw_boxes(large, boxes, [box["label"] for box in found]))
+        labels = [box["label"] for box in found]
+        drawn.append(figures.draw_boxes(image, [box["box"] for box in found], labels, least=448))
     return drawn[0] if len(drawn) == 1 else figures.contact_sheet(drawn, [Path(name).name for name in images], size=448)
 
 

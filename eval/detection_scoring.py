@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-Box = tuple[float, float, float, float]  # left, top, width, height, in pixels
+from eval.records import Box
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)  # of the overlap (IoU)
 RECALLS = np.linspace(0, 1, 101)
@@ -19,18 +19,14 @@ SIZES = {"": (0, 1e10), " small": (0, 32**2), " medium": (32**2, 96**2), " large
 MOST = 100  # detections of one class in one picture
 
 
-class Truth(NamedTuple):
-    """A true box. area: that of the object's outline, as annotated. crowd: a group, which may be found or not."""
-
-    label: str
-    box: Box
-    area: float
-    crowd: bool = False
-
-
 class Found(NamedTuple):
+    """A box that a model has named: x and y of its upper left corner, in pixels."""
+
     label: str
-    box: Box
+    x: float
+    y: float
+    width: float
+    height: float
     score: float = 1.0
 
 
@@ -45,7 +41,7 @@ class Matches(NamedTuple):
     truths: int
 
 
-def score_boxes(truths: Sequence[Sequence[Truth]], found: Sequence[Sequence[Found]]) -> dict:
+def score_boxes(truths: Sequence[Sequence[Box]], found: Sequence[Sequence[Found]]) -> dict:
     """COCO's table, as fractions, and "classes", the AP of each; truths and detections of one picture after the other.
 
     The order of the pictures decides between equal scores: COCO's is that of their ids. None: no truth of that size.
@@ -74,18 +70,22 @@ def _mean(values) -> float | None:
     return float(np.mean(values)) if len(values) else None
 
 
-def overlaps(found: Sequence[Box], truths: Sequence[Truth]) -> np.ndarray:
+def overlaps(found: Sequence[Found], truths: Sequence[Box]) -> np.ndarray:
     """IoU (found, truths); with a crowd, the share of the found box that lies in it."""
-    left, top, width, height = np.array(found, np.float64).reshape(-1, 4).T[..., None]
-    true_left, true_top, true_width, true_height = np.array([t.box for t in truths], np.float64).reshape(-1, 4).T
+    left, top, width, height = _sides(found)[..., None]
+    true_left, true_top, true_width, true_height = _sides(truths)
     across = np.minimum(left + width, true_left + true_width) - np.maximum(left, true_left)
     down = np.minimum(top + height, true_top + true_height) - np.maximum(top, true_top)
     common = np.where((across > 0) & (down > 0), across * down, 0.0)
-    whole = np.where([t.crowd for t in truths], width * height, width * height + true_width * true_height - common)
+    whole = np.where([t.is_crowd for t in truths], width * height, width * height + true_width * true_height - common)
     return np.divide(common, whole, out=np.zeros_like(common), where=common > 0)
 
 
-def match(truths: Sequence[Truth], found: Sequence[Found], limits: tuple[float, float] = SIZES[""]) -> Matches:
+def _sides(boxes: Sequence[Box | Found]) -> np.ndarray:
+    return np.array([(b.x, b.y, b.width, b.height) for b in boxes], np.float64).reshape(-1, 4).T
+
+
+def match(truths: Sequence[Box], found: Sequence[Found], limits: tuple[float, float] = SIZES[""]) -> Matches:
     """Detections of one class in one picture, best first, each to the truth with the largest overlap that is free.
 
     At equal overlap the later truth is taken, and a real one before one that is ignored: a crowd, which many may
@@ -93,10 +93,10 @@ def match(truths: Sequence[Truth], found: Sequence[Found], limits: tuple[float, 
     truth whose own size is another.
     """
     low, high = limits
-    crowd = np.array([truth.crowd for truth in truths], bool)
+    crowd = np.array([truth.is_crowd for truth in truths], bool)
     ignored = crowd | np.array([not low <= truth.area <= high for truth in truths], bool)
-    iou = overlaps([f.box for f in found], truths)
-    outside = np.array([not low <= f.box[2] * f.box[3] <= high for f in found], bool)
+    iou = overlaps(found, truths)
+    outside = np.array([not low <= f.width * f.height <= high for f in found], bool)
     hit, neither = (np.zeros((len(THRESHOLDS), len(found)), bool) for _ in range(2))
     for at, threshold in enumerate(THRESHOLDS):
         free = np.ones(len(truths), bool)

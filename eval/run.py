@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from eval.command import Ask
 from model.common import Expected, UserError, file_errors, parse_json, read_field, read_text, shown, write_text
-from model.generate import CompiledStep, NonFiniteError, finite_rows, generate, last_valid
+from model.generate import CompiledStep, NonFiniteError, check_finite, finite_rows, generate, last_valid
 from model.images import load_image, to_pixels
 from model.paligemma import PaliGemma
 from model.processor import Batch, Processor, TokenRow
@@ -152,6 +152,19 @@ def log_likelihoods(
         raise NonFiniteError(owner[~finite].unique().tolist())
     each = torch.cat((first[owner], rest), dim=1).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     return list(each.masked_fill(targets == -100, 0).sum(1).split([len(of_row) for of_row in choices]))
+
+
+@torch.no_grad()
+def token_probabilities(model: PaliGemma, processor: Processor, question: Ask, answer: str) -> list[tuple[str, float]]:
+    """The tokens of an answer, as text, and the probability of each after those before it. Raises NonFiniteError."""
+    batch = processor([question.images()], [question.prefix], [answer]).to(next(model.parameters()).device)
+    places = (batch.labels[0] != -100).nonzero()[:-1, 0]  # without the end token
+    inputs = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
+    logits = model(*inputs, positions_to_keep=places[None] - 1)
+    check_finite(logits, f"question {question.id}")
+    ids = batch.input_ids[0, places]
+    probabilities = logits[0].float().softmax(-1).gather(-1, ids[:, None])[:, 0].tolist()
+    return list(zip(map(processor.tokenizer.id_to_piece, ids.tolist()), probabilities, strict=True))
 
 
 def pick_rows(memory, rows: torch.Tensor) -> None:

@@ -235,7 +235,7 @@ def run(command: Command, args: Namespace) -> None:
             print(f"in {out}: {', '.join(report.files)}")
         del session  # before the next model is read
     if several:
-        values, lines = compare(reports)
+        values, lines = (command.compare or compare)(reports)
         models = {title: report.values for title, report in reports.items()}
         print_report(Report({"models": models, "comparison": values}, lines), args.json)
 

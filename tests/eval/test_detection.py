@@ -7,12 +7,17 @@ from pycocotools import coco
 from pycocotools.cocoeval import COCOeval
 
 from eval import detection_scoring
-from eval.detection_scoring import Found, Truth
+from eval.detection_scoring import Found
+from eval.records import Box
 
 STATS = "AP AP50 AP75 AP-small AP-medium AP-large AR1 AR10 AR100 AR-small AR-medium AR-large".split()
 
 
-def drawn_case(seed: int) -> tuple[list[list[Truth]], list[list[Found]]]:
+def sides(box: Box | Found) -> list[float]:
+    return [box.x, box.y, box.width, box.height]
+
+
+def drawn_case(seed: int) -> tuple[list[list[Box]], list[list[Found]]]:
     """Pictures with truths and detections near them, on a coarse raster, with few scores: overlaps and scores tie."""
     dice = random.Random(seed)
     labels = [f"c{number}" for number in range(dice.choice((1, 2, 5, 12)))]
@@ -29,13 +34,13 @@ def drawn_case(seed: int) -> tuple[list[list[Truth]], list[list[Found]]]:
         for _ in range(dice.choice((0, 1, 3, 8))):
             x, y, width, height = box()
             area = width * height * dice.choice((0.6, 1.0))
-            true.append(Truth(dice.choice(labels), (x, y, width, height), area, dice.random() < 0.15))
+            true.append(Box(dice.choice(labels), x, y, width, height, area, dice.random() < 0.15))
         said = []
         for _ in range(dice.choice((0, 1, 6, 140 if seed % 10 == 0 else 12))):
             near = dice.choice(true) if true else None
             label = near.label if near and dice.random() < 0.8 else dice.choice([*labels, "never true"])
             score = dice.choice(scores) if scores else dice.random()
-            said.append(Found(label, box(near.box if near else None), score))
+            said.append(Found(label, *box(sides(near) if near else None), score))
         truths.append(true)
         found.append(said)
     return truths, found
@@ -48,7 +53,7 @@ def by_pycocotools(truths, found) -> list[float]:
         "images": [{"id": number} for number in range(len(truths))],
         "categories": [{"id": id_} for id_ in ids.values()],
         "annotations": [
-            {"image_id": n, "category_id": ids[t.label], "bbox": list(t.box), "area": t.area, "iscrowd": int(t.crowd)}
+            {"image_id": n, "category_id": ids[t.label], "bbox": sides(t), "area": t.area, "iscrowd": int(t.is_crowd)}
             for n, of_picture in enumerate(truths)
             for t in of_picture
         ],
@@ -58,7 +63,7 @@ def by_pycocotools(truths, found) -> list[float]:
     dataset.createIndex()
     for n, of_picture in enumerate(found):
         results += [
-            {"image_id": n, "category_id": ids[f.label], "bbox": list(f.box), "score": f.score} for f in of_picture
+            {"image_id": n, "category_id": ids[f.label], "bbox": sides(f), "score": f.score} for f in of_picture
         ]
     evaluation = COCOeval(dataset, dataset.loadRes(results) if results else coco.COCO(), "bbox")
     evaluation.evaluate()
