@@ -206,11 +206,9 @@ def draw_sheet(answers: Sequence[tuple[Record, Answer]], title: str):
     for record, answer in (answers[number * len(answers) // count] for number in range(count)):
         found, truths = answer.said().found, [box for box in answer.boxes if not box.is_crowd]
         image = load_image(ask_of(record).images()[0])
-        wide, high = image.width / answer.width, image.height / answer.height
-        boxes = [(b.x * wide, b.y * high, (b.x + b.width) * wide, (b.y + b.height) * high) for b in (*truths, *found)]
-        labels = [""] * len(truths) + [one.label for one in found]
-        colors = [figures.GREEN] * len(truths) + [figures.SERIES[1]] * len(found)
-        drawn.append(figures.draw_boxes(image, boxes, labels, colors=colors, least=448))
+        sheet = figures.draw_boxes(image, corners(truths, image, answer), colors=[figures.GREEN], width=5, least=448)
+        labels = [one.label for one in found]
+        drawn.append(figures.draw_boxes(sheet, corners(found, sheet, answer), labels, colors=[figures.SERIES[1]]))
         matched = sum(
             int(match([t for t in truths if t.label == label], [f for f in found if f.label == label]).hit[0].sum())
             for label in {truth.label for truth in truths}
@@ -218,6 +216,12 @@ def draw_sheet(answers: Sequence[tuple[Record, Answer]], title: str):
         hits.append(matched == len(truths) == len(found))
         captions.append(f"{record.prefix}: {matched} of {len(truths)}, {len(found)} found")
     return figures.contact_sheet(drawn, captions, hits, title=title, size=224)
+
+
+def corners(boxes: Sequence[Box | Found], image, answer: Answer) -> list[tuple[float, float, float, float]]:
+    """The boxes as (left, top, right, bottom) in the pixels of `image`, which may have another size than annotated."""
+    x, y = image.width / answer.width, image.height / answer.height
+    return [(b.x * x, b.y * y, (b.x + b.width) * x, (b.y + b.height) * y) for b in boxes]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

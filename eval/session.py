@@ -146,7 +146,8 @@ def models_of(args: Namespace) -> list[Subject]:
     if repeated := [s.name for s, count in Counter(subjects).items() if count > 1]:
         raise UserError(f"{shown(repeated[0])} is named twice: give each model once")
     return [
-        s if titles[s.title] == 1 else s._replace(title=str(s.run or s.source).replace(os.sep, "_")) for s in subjects
+        s if titles[s.title] == 1 else s._replace(title=str(s.run or s.source).replace(os.sep, "_").strip("_"))
+        for s in subjects
     ]
 
 
