@@ -156,7 +156,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         columns = {"plain": [map_ for (map_,) in plain]} | columns
 
     is_picture = (inputs["input_ids"][0] == processor.config.image_token_id).cpu()
-    token = processor.tokenizer.id_to_piece(int(new[args.token])).replace("\u2581", " ").strip()
+    number = int(new[args.token])
+    is_piece = number < processor.tokenizer.vocab_size()  # the embedding has a few rows more
+    token = processor.tokenizer.id_to_piece(number).replace("\u2581", " ").strip() if is_piece else f"id {number}"
     sheet = overlays(image, columns, is_picture, layers, f"{title}: attention that decides {token!r}")
     figures.save(sheet, out / "attention.png")
     report = report_of(columns, is_picture, token, processor.decode(new))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from eval.datasets import LIST, NAME, TEXT, find_image, read_id
 from model.common import Expected, UserError, json_name, open_regular, quoted, read_field, read_json, read_jsonl, shown
-from model.processor import SLOT, check_marks
+from model.turns import SLOT, check_marks
 
 ROLES = ("human", "gpt")  # of LLaVA's conversations, in turn
 NUMBER = Expected(float, -1e9, 1e9)

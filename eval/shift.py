@@ -35,8 +35,9 @@ from eval.session import add_model_flags, model_of, open_model, out_folder
 from eval.statistics import Interval, bootstrap
 from model.common import UserError, run_command, write_text
 from model.paligemma import PaliGemma
-from model.processor import SLOT, Processor
+from model.processor import Processor
 from model.system_configs import WingsConfig
+from model.turns import SLOT
 
 GROUPS = ("text before", "picture", "text after")
 

@@ -22,13 +22,12 @@ from model.images import Picture, load_image, to_pixels
 from model.source import preset_of, resolve
 from model.system_configs import QMambaConfig, TextModelConfig, WingsConfig, read_config
 from model.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from model.turns import SLOT, Turn, check_marks
 
-Turn = tuple[str, str | None]  # a prompt, and its answer
 # Token ids; their types: 0 for pictures and the first prompt, which see each other, 1 for all that follows, which is
 # causal; and what is learned: 1 for answers and the eos after each, else 0
 TokenRow = tuple[list[int], list[int], list[int]]
 
-SLOT = "<image>"  # marks the place of a picture in a prompt
 MAX_LENGTH = 8192  # tokens of a row, what PaliGemma's decoders were trained with
 _MAX_PIECE = 256  # characters: no piece of a tokenizer is longer
 
@@ -247,18 +246,6 @@ class Processor:
             ids = ids[: ids.index(self.config.eos_token_id)]
         pieces = self.tokenizer.vocab_size()  # the embedding has a few rows more
         return self.tokenizer.decode([i for i in ids if 0 <= i < pieces and i not in self._not_text])
-
-
-def check_marks(n_images: int, turns: Sequence[Turn]) -> bool:
-    """Whether `<image>` marks the places of the pictures. Raises UserError if there are more or fewer marks."""
-    marks = sum(prompt.count(SLOT) for prompt, _ in turns)
-    if marks and marks != n_images:
-        where = "prefix" if len(turns) == 1 else "prompts"
-        raise UserError(
-            f"{marks} {SLOT} in the {where}, but {n_images} picture(s): give one for each, or leave {SLOT} out, which "
-            f"puts pictures first ({quoted(next(prompt for prompt, _ in turns if SLOT in prompt))})"
-        )
-    return bool(marks)
 
 
 def _check_tokenizer(config: PaliGemmaConfig | QMambaConfig, tokenizer: Tokenizer) -> None:

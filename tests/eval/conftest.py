@@ -39,6 +39,7 @@ def source(model, tmp_path_factory):
 def twin(source, tmp_path_factory):
     """A folder that --adapter opens: a twin graft whose branches differ."""
     other, folder = random_model(), tmp_path_factory.mktemp("runs") / "twin"
+    torch.manual_seed(0)
     graft(other, "twin", r=4)
     adapter.inject(other, adapter.DECODER_TARGETS, 4, 8.0)
     torch.manual_seed(1)

@@ -14,7 +14,7 @@ from eval.statistics import bootstrap
 from model.attention import attention_modules
 from model.common import UserError
 from model.differential import graft
-from model.processor import SLOT
+from model.turns import SLOT
 from model.wings import attach
 from tests.model.test_wings import randomized
 from weights.export import companions, export_model
