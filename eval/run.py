@@ -76,7 +76,7 @@ def ask_all(
 def layout(processor: Processor, question: Ask, n_images: int) -> TokenRow:
     """A question, with the turns before it, as the model of `processor` reads them."""
     *before, (prefix, _) = processor.in_place(n_images, [*question.before, (question.prefix, "")])
-    return processor.layout(n_images, prefix, before=before)
+    return processor.layout(n_images, prefix, None, before)
 
 
 def ask_one_by_one(
