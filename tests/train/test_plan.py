@@ -79,7 +79,8 @@ def test_memory_is_what_steps_allocate(sizes, flags, monkeypatch):
     settings = parse([*QUICK, *flags])[0]
     row = plan(settings)
     cost = row.checkpointed if settings.checkpointing else row.plain
-    assert cost.memory == pytest.approx(measured_peak(settings), rel=0.1)
+    # the patch embedding's backward pass takes a workspace of its own, which is no tensor: 5 % of so small a model
+    assert cost.memory == pytest.approx(measured_peak(settings), rel=0.1 if settings.full else 0.01)
     assert row.checkpointed.memory <= row.plain.memory and row.checkpointed.flops > row.plain.flops
     assert row.plain.gradients == 4 * row.trainable and row.plain.moments == 8 * row.trainable
 
