@@ -19,6 +19,7 @@ import torch
 import torch._dynamo  # every optimizer imports it: once here, or for a second in each child
 from safetensors import safe_open
 
+from tests.runs import metrics
 from train import finetune
 from train.checkpoint import checkpoints
 
@@ -99,7 +100,7 @@ def main() -> None:
             assert newest >= last, f"{run}: step {last} was reached, {newest} is left"
             last = newest
             steps.add(newest)
-        equal.append((run / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes())
+        equal.append(metrics(run) == metrics(whole))
     print(json.dumps({"kills": kills, "runs": number, "steps": sorted(steps), "equal": all(equal)}))
 
 

@@ -10,6 +10,7 @@ import torch
 
 from train import finetune
 from train.distributed import World
+from train.metrics import MEASURED
 
 ROOT = Path(__file__).resolve().parents[1]
 WORLD = World(0, 1, torch.device("cpu"))
@@ -31,8 +32,9 @@ def torchrun(processes: int, *arguments) -> None:
 
 
 def metrics(folder: Path) -> list[dict]:
-    """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """The lines of a run's metrics.jsonl, without what depends on the clock."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in MEASURED} for line in lines]
 
 
 def run(*arguments, out: Path) -> list[dict]:

@@ -53,6 +53,8 @@ _PROGRESS = {  # what the loop keeps, see `train/loop.py`
     "samples": Expected(int, 0),
     "processes": Expected(int, 1),
     "origin": Expected(dict),
+    "best": Expected(dict),
+    "stopped": Expected(int, 1),
 }
 
 
@@ -102,10 +104,7 @@ def save_checkpoint(
         if write:  # a full disk: no partial file stays
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    if folder.exists():  # the run was resumed from an older checkpoint and writes this step again
-        _discard(folder)
-    temporary.rename(folder)
-    sync_folder(folder.parent)
+    replace_folder(temporary, folder)
     for old in checkpoints(run)[:-keep]:
         _discard(old)
     return folder
@@ -270,8 +269,16 @@ def _fill(folder: Path, tensors: dict[str, torch.Tensor], alone: bool = False) -
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
 
 
+def replace_folder(temporary: Path, folder: Path) -> None:
+    """Give a complete folder its name; one that has it already is deleted."""
+    if folder.exists():  # the run was resumed from an older checkpoint and writes this step again
+        _discard(folder)
+    temporary.rename(folder)
+    sync_folder(folder.parent)
+
+
 def _discard(folder: Path) -> None:
-    """Delete a checkpoint, renamed first: a half-deleted one must not have the name of a complete one."""
+    """Delete a folder, renamed first: a half-deleted one must not have the name of a complete one."""
     doomed = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)

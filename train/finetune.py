@@ -13,14 +13,15 @@ from, and accuracies before and after.
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-import torch
-
 from lora import adapter
+from lora.quantize import quantize
 from model.common import run_command, write_text
+from model.differential import KINDS
 from model.paligemma import PaliGemma
-from train.checkpoint import checkpoints, load_weights
+from train.checkpoint import checkpoints
 from train.data.sources import read_records
 from train.distributed import World, join_world, leave_world
 from train.flags import RunArguments
@@ -29,51 +30,70 @@ from train.optim import count, trainable
 from train.origin import check_resume, data_fingerprints, origin_of
 from train.plan import plan, plan_table
 from train.run_folder import check_empty, run_folder
-from train.settings import Settings, parse, run_stem, step_layout
-from train.summary import evaluate, print_summary, summarize
+from train.settings import Settings, parse, run_stem
+from train.summary import evaluate, print_summary, summarize, write_answers
 from train.supervised import train_on
-from train.systems.open import load_base, open_model, open_processor, open_stage, weights_dtype
+from train.systems.open import load_base, load_start, open_model, open_processor, sketch, weights_dtype
+from train.validation import ASKED, Watch, open_held_out
+from weights.checkpoint import empty_model
 from weights.export import export_model
 from weights.fingerprint import tensor_fingerprint
-from weights.load import load_model
 
 
 def fine_tune(settings: Settings, arguments: RunArguments, world: World) -> None:
     """The whole run: measure, train, write the result, measure again, write the summary."""
     check_empty(arguments.out)
-    if arguments.resume is None:
-        step_layout(settings, world.size)  # refused before hours of evaluation
-    records = read_records(settings)
-    model, optimizer = open_model(settings, world.device)
+    outline = sketch(settings)  # mistakes are found before weights are read
+    files_read: dict = {}
+    records = read_records(settings, known=files_read)
+    model = load_start(settings, world.device)
     processor, files = open_processor(settings, model)
-    learned = count(trainable(model).values())
+    held_out = open_held_out(settings, processor, world, files_read) if settings.evaluate else None
+    learned = count(trainable(outline or model).values())
     if world.is_first:
-        print_sizes(model, learned, settings, world)
+        print_start(outline or model, learned, settings, world)
     with run_folder(arguments, settings, run_stem(settings), "train.finetune", world) as run:
-        kept = {}
+        kept, begins = {}, settings.evaluate and not checkpoints(run)
+        measure = partial(evaluate, processor=processor, settings=settings, world=world, held_out=held_out)
+        if begins:
+            kept["before"] = measure(model, title="before")
+        model, optimizer = open_model(settings, world.device, model)
         if world.is_first:
             fingerprints = {"base": base_fingerprint(model, settings), **data_fingerprints(records)}
-            dtype = weights_dtype(settings, world.device)
-            kept["origin"] = origin_of(settings, fingerprints, world.device, dtype)
+            kept["origin"] = origin_of(settings, fingerprints, world.device, weights_dtype(settings, world.device))
             check_resume(run, kept["origin"], arguments.allow_changed)
-        if settings.evaluate and not checkpoints(run):
-            name = "start" if settings.is_grafted else "before"
-            kept[name] = evaluate(model, processor, settings, name, world)
-            if settings.is_grafted:
-                del model, optimizer  # one model at a time: it may be as large as the memory
-                kept["before"] = evaluate(load_base(settings, world.device), processor, settings, "before", world)
-                model, optimizer = open_model(settings, world.device)
-        progress = train_on(records, model, optimizer, processor, settings, run, world, kept)
-        write_result(model, settings, run, world, files)
-        if settings.evaluate and settings.shard and world.size > 1:
-            del model, optimizer
-            model = reopen(settings, run, world)
-        after = evaluate(model, processor, settings, "after", world) if settings.evaluate else None
+        if begins and settings.is_grafted:
+            kept["start"] = measure(model, title="start")
+        write = partial(write_weights, settings=settings, world=world, files=files)
+        watch = None
+        if held_out and settings.eval_every != 0:
+            watch = Watch(held_out, run, write, most=0 if is_sharded(settings, world) else ASKED)
+        progress = train_on(records, model, optimizer, processor, settings, run, world, kept, watch and watch.check)
+        result = run / "model" if settings.writes_model else run
+        write(model, result)
+        results = {name: progress[name] for name in ("before", "start") if name in progress}
+        if settings.evaluate:
+            if is_sharded(settings, world):
+                del model, optimizer
+                model = reopen(settings, result, world)
+            results["after"] = measure(model, title="after")
+        if held_out:
+            if settings.keep_best and progress.get("best", {}).get("since"):
+                model = optimizer = None  # one model at a time: it may be as large as the memory
+                model = reopen(settings, run / "best", world)
+                results["best"] = held_out.measure(model, "held-out, best")
+            results["blind"] = held_out.measure(model, "held-out, blind", without_pictures=True)
         if world.is_first:
-            summary = summarize(settings, progress, after, learned)
+            summary = summarize(settings, progress, results, learned, held_out)
             write_text(run / "summary.json", json.dumps(summary, indent=1) + "\n")
             draw_loss(run)
-            print_summary(summary, settings, run)
+            answers = write_answers(run, held_out, results) if held_out else []
+            print_summary(summary, results, settings, run, answers)
+
+
+def is_sharded(settings: Settings, world: World) -> bool:
+    """Whether no process holds a whole model."""
+    return settings.shard and world.size > 1
 
 
 def base_fingerprint(model: PaliGemma, settings: Settings) -> str:
@@ -81,7 +101,7 @@ def base_fingerprint(model: PaliGemma, settings: Settings) -> str:
     return tensor_fingerprint(model.state_dict()) if settings.writes_model else adapter.fingerprint(model)
 
 
-def print_sizes(model: PaliGemma, learned: int, settings: Settings, world: World) -> None:
+def print_start(model: PaliGemma, learned: int, settings: Settings, world: World) -> None:
     """Print what is trained: the base, its size, the share of it that is trained, the device."""
     total = count(model.parameters())
     staged = settings.stage is not None
@@ -91,28 +111,40 @@ def print_sizes(model: PaliGemma, learned: int, settings: Settings, world: World
         f"({100 * learned / total:.2f} %), {kind}, on {world.device}",
         flush=True,
     )
+    if not staged and not KINDS[settings.attention].foldable:
+        foldable = ", ".join(f"--attention {name}" for name, kind in KINDS.items() if kind.foldable)
+        print(f"attention {settings.attention} cannot become plain weights (weights.export); what can: {foldable}")
 
 
-def write_result(model: PaliGemma, settings: Settings, run: Path, world: World, files: Sequence[Path]) -> None:
-    """Write the adapter to `run`, or the whole model, with the `files` that belong beside it, to `run/model`."""
+def write_weights(model: PaliGemma, folder: Path, settings: Settings, world: World, files: Sequence[Path]) -> None:
+    """Write the adapter, or the whole model with the `files` that belong beside it. Every process must call it."""
     if not settings.writes_model:
-        adapter.save(model, run, settings.base, settings.question_prompt, write=world.is_first)
-    elif world.is_first:
-        if settings.shard and world.size > 1:  # no process holds the model: build it from the last checkpoint
-            dtype, cpu = next(model.parameters()).dtype, torch.device("cpu")
-            staged = settings.stage is not None
-            model = open_stage(settings, dtype, cpu)[0] if staged else load_model(settings.base, dtype=dtype)
-            load_weights(checkpoints(run)[-1], model)
-        export_model(model, run / "model", companions=files)
+        adapter.save(model, folder, settings.base, settings.question_prompt, write=world.is_first)
+    else:
+        whole = gathered(model, world) if is_sharded(settings, world) else model
+        if world.is_first:
+            export_model(whole, folder, companions=files)
     world.barrier()
 
 
-def reopen(settings: Settings, run: Path, world: World) -> PaliGemma:
-    """The trained model from the files that `write_result` has written, whole on each process."""
+def gathered(model: PaliGemma, world: World) -> PaliGemma:
+    """The whole of a model that FSDP2 has sharded, in the main memory of the first process."""
+    whole = empty_model(model.config, next(model.parameters()).dtype)
+    for name, tensor in model.state_dict().items():
+        tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        if world.is_first:
+            whole.load_state_dict({name: tensor.cpu()}, strict=False, assign=True)
+    return whole
+
+
+def reopen(settings: Settings, folder: Path, world: World) -> PaliGemma:
+    """The trained model from the files that `write_weights` has written, whole on each process."""
     if settings.writes_model:
-        return load_base(replace(settings, base=str(run / "model")), world.device)
+        return load_base(replace(settings, base=str(folder)), world.device)
     model = load_base(settings, world.device)
-    adapter.load(model, run)
+    adapter.load(model, folder)
+    if settings.quantize:
+        quantize(model)
     return model
 
 

@@ -9,7 +9,7 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Protocol
 
@@ -57,7 +57,6 @@ class LoopOptions:
     shard: bool = False
     workers: int = 0
     max_bad: int = 20
-    measure_every: int = 0
     checkpoint_every: int = 200
     keep: int = 2
 
@@ -81,15 +80,16 @@ def fit(
     run: Path,
     world: World,
     *,
-    prepare: Callable[[Micro], Micro] | None = None,
-    measure: Callable[[Micro], dict] | None = None,
+    measure: Callable[[int, Micro], dict] | None = None,
+    validate: Callable[[int, dict], dict] | None = None,
     kept: Mapping | None = None,
 ) -> dict:
     """Train `model` in place, from the newest checkpoint in `run` if there is one; returns the run's progress.
 
-    loss(model, micro): the sum over the supervised tokens. prepare(micro): the micro-batch on its device, as the model
-    reads it. measure(micro): values for the metrics. kept: stored in the progress. Raises Diverged if the loss is not
-    finite, UserError for too many unusable records, Interrupted after SIGTERM or Ctrl-C, with a checkpoint written.
+    loss(model, micro): the sum over the supervised tokens. measure(step, micro), before, and validate(step, progress),
+    after a step is taken: more values for the metrics; "stopped" in the progress ends training. kept: stored in the
+    progress. Raises Diverged if the loss is not finite, UserError for too many unusable records, Interrupted after
+    SIGTERM or Ctrl-C, with a checkpoint written.
     """
     autocast, dtype = autocast_of(options.autocast, world.device), autocast_dtype(options.autocast, world.device)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
@@ -99,35 +99,35 @@ def fit(
     called = torch.compile(called) if options.compile else called
     parameters = trainable(model)
     scalars = [parameter for name, parameter in parameters.items() if re.fullmatch(SCALARS, name)]
-    log = Log(run, step, order.total, progress, world.is_first)
+    log = Log(run, step, order.total, progress, world)
     model.train()
     with catch_signals() as received, log.bar:
-        for micros in order.steps(step, options.workers, pin=world.device.type == "cuda"):
+        steps = order.steps(step, options.workers, pin=world.device.type == "cuda")
+        for micros in takewhile(lambda _: "stopped" not in progress, steps):
             torch.manual_seed((options.seed * 1_000_003 + step) * 1_009 + world.rank)  # so no random state is saved
             tokens = max(1, count_records(micros, progress, options.max_bad, world))
             losses, weight = [], world.size / tokens  # DDP and FSDP2 average gradients over processes
             for number, micro in enumerate(micros):
                 set_gradient_sync(called, number == len(micros) - 1)
                 with autocast:
-                    micro = prepare(micro) if prepare else micro.to(world.device)
-                    value = loss(called, micro)
+                    value = loss(called, micro.to(world.device))
                 losses.append(value.detach())
                 scaler.scale(value * weight).backward()
             scaler.unscale_(optimizer)
-            norms = clip_gradients(parameters.values(), scalars, options.clip)
-            losses, norms = read_numbers(losses, norms)
+            losses, norms = read_numbers(losses, clip_gradients(parameters.values(), scalars, options.clip))
             check_finite(losses, step, micros)
             loss_sum, stopping = world.totals(math.fsum(losses), float(bool(received)))
             set_rates(optimizer, rate_factor(step, order.total, options.warmup, options.schedule))
             record = {"step": step, "loss": loss_sum / tokens, "lr": optimizer.param_groups[-1]["lr"], **norms}
-            if measure and options.measure_every and step % options.measure_every == 0:
-                record |= measure(micro)
+            record |= measure(step, micros[-1].to(world.device)) if measure else {}
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
             step += 1
+            record |= log.speed(tokens)
+            record |= validate(step, progress) if validate else {}
             log.write(record)
-            if stopping or step == order.total or step % options.checkpoint_every == 0:
+            if stopping or step == order.total or "stopped" in progress or step % options.checkpoint_every == 0:
                 log.sync()
                 save_checkpoint(run, step, model, optimizer, progress, scaler, options.keep, write=world.is_first)
                 world.barrier()

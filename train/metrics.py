@@ -4,13 +4,21 @@ import contextlib
 import hashlib
 import json
 import os
+import resource
+import sys
 import time
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from eval import figures
 from model.common import atomic_path, file_errors
+from train.distributed import World
+
+# Fields of the metrics that differ from run to run: the seconds of training so far, evaluations included; samples and
+# supervised tokens a second, of the step alone; the most memory so far in MiB
+MEASURED = ("seconds", "samples_per_second", "tokens_per_second", "peak_memory")
 
 
 def saved_metrics(path: Path, progress: dict) -> bytes | None:
@@ -40,11 +48,12 @@ class Log:
     run resumes from. If the file has been changed, the lines that can be read are kept.
     """
 
-    def __init__(self, run: Path, step: int, total: int, progress: dict, writes: bool):
+    def __init__(self, run: Path, step: int, total: int, progress: dict, world: World):
         self.progress, self.seconds_before, self.started = progress, progress["seconds"], time.perf_counter()
-        self.bar = tqdm(total=total, initial=step, desc="training", unit="step", disable=not writes)
+        self.device, self.samples, self.written, self.held_out = world.device, progress["samples"], self.started, ""
+        self.bar = tqdm(total=total, initial=step, desc="training", unit="step", disable=not world.is_first)
         self.path, self.file, self.board = run / "metrics.jsonl", None, None
-        if not writes:
+        if not world.is_first:
             return
         with file_errors(self.path):
             self.path.touch()
@@ -64,6 +73,13 @@ class Log:
         """Seconds of training, those before the run was resumed included."""
         return self.seconds_before + time.perf_counter() - self.started
 
+    def speed(self, tokens: int) -> dict[str, float]:
+        """The fields MEASURED of a step with so many supervised tokens, which ends now."""
+        took = time.perf_counter() - self.written
+        samples = self.progress["samples"] - self.samples
+        values = self.seconds(), samples / took, tokens / took, peak_memory(self.device)
+        return dict(zip(MEASURED, (round(value, 3) for value in values), strict=True))
+
     def write(self, record: dict) -> None:
         """Write the metrics of one step. Raises UserError if the disk is full."""
         if self.file is not None:
@@ -74,13 +90,17 @@ class Log:
                     written += self.file.write(line[written:])
             self.size += len(line)
             self.digest.update(line)
+            if "held_out_loss" in record:
+                self.held_out = f"held-out {record['held_out_loss']:.3f}, "
+                self.held_out += f"{record['exact_match']:.1f} %, " if "exact_match" in record else ""
             samples_per_second = self.progress["samples"] / self.seconds()
-            self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {samples_per_second:.0f} samples/s")
+            self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {self.held_out}{samples_per_second:.0f} samples/s")
             self.bar.update()
         if self.board is not None:
             for name, value in record.items():
                 if isinstance(value, float):
                     self.board.add_scalar(name, value, record["step"])
+        self.samples, self.written = self.progress["samples"], time.perf_counter()
 
     def sync(self) -> None:
         """Flush the metrics to disk, and update `progress`."""
@@ -91,8 +111,15 @@ class Log:
             self.progress |= {"metrics_bytes": self.size, "metrics_sha256": self.digest.hexdigest()}
 
 
+def peak_memory(device: torch.device) -> float:
+    """The most memory so far in MiB: of PyTorch's tensors on a GPU, else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (20 if sys.platform == "darwin" else 10)
+
+
 def draw_loss(run: Path) -> None:
-    """Write `loss.png`: the loss of every step, and its running mean."""
+    """Write `loss.png`: the loss of every step, its running mean, and the loss on held-out examples."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps, losses = [r["step"] for r in records], [r["loss"] for r in records]
     width = max(1, len(losses) // 50)
@@ -101,5 +128,7 @@ def draw_loss(run: Path) -> None:
         "each step": list(zip(steps, losses, strict=True)),
         f"mean of {width}": list(zip(steps, smooth, strict=True)),
     }
+    if held_out := [(r["step"], r["held_out_loss"]) for r in records if "held_out_loss" in r]:
+        lines["held-out"] = held_out
     chart = figures.line_chart(lines, f"{run.name}: loss", "step", "nats a token", pale=["each step"])
     figures.save(chart, run / "loss.png")

@@ -128,8 +128,13 @@ class Settings:
     checkpointing: bool = flag(False, "recompute the decoder's activations in the backward pass, for memory")
     shard: bool = flag(False, "with torchrun: FSDP2 instead of DDP")
     compile: bool = flag(False, "torch.compile the model")
-    evaluate: bool = flag(True, "measure VQA and needle accuracy before and after")
-    eval_limit: int = flag(400, "questions of each evaluation", least=4)
+    evaluate: bool = flag(True, "evaluate on held-out examples, before, during and after training")
+    eval_limit: int = flag(400, "held-out examples of each evaluation", least=4)
+    eval_every: int | None = flag(
+        None, "steps between evaluations during training; 0 none (default: ten times a run)", least=0
+    )
+    keep_best: bool = flag(True, "keep the weights with the best held-out score in RUN/best")
+    patience: int = flag(0, "stop after so many evaluations without a better score; 0 never", least=0)
     measure_every: int = flag(50, "steps between measurements of the distance between the two maps; 0 never", least=0)
     checkpoint_every: int = flag(200, "steps between checkpoints", least=1)
     keep: int = flag(2, "checkpoints to keep", least=1)

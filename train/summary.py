@@ -1,18 +1,29 @@
-"""The accuracies of a fine-tuning run before and after training, and what is printed at its end."""
+"""What a fine-tuning run is measured by, and what it leaves behind: its tables, summary.json, and answers to look at.
 
+In: a model before, during and after training, and the held-out examples. Out: accuracies; summary.json, answers.jsonl
+and answers.png in the run folder, and the commands that go on from it.
+"""
+
+import json
 import shlex
-from collections.abc import Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
-from eval import needle, scenes, vqa
+import numpy as np
+from PIL import Image
+
+from eval import figures, needle, scenes, vqa
 from eval.datasets import PROMPT, fill_prompt
-from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE
+from eval.records import Record
+from eval.statistics import Interval, bootstrap
+from model.common import write_text
+from model.images import load_image
 from model.paligemma import PaliGemma
 from model.processor import Processor
-from train.data.sources import read_records
 from train.distributed import World, ask_together
 from train.settings import Settings
+from train.validation import HeldOut, Result, spread_evenly
 
 NO_ACCURACY = {"vqa": None, "needle": None}
 NEEDLE_TITLES = {
@@ -20,109 +31,207 @@ NEEDLE_TITLES = {
     "n2o2": "needle, 2×2, two objects each",
     "n4o1": "needle, 4×4, one object each",
 }
+SCORES = {"loss": "  loss, nats a token", "exact_match": "  exact match, %", "vqa_accuracy": "  VQA accuracy, %"}
+SHOWN = 12  # examples of answers.png
 
 
-def evaluate(model: PaliGemma, processor: Processor, settings: Settings, title: str, world: World) -> dict:
-    """Accuracies in percent on held-out data: "vqa", "needle", None where the data has no such questions, and details.
+def evaluate(
+    model: PaliGemma, processor: Processor, settings: Settings, title: str, world: World, held_out: HeldOut | None
+) -> dict:
+    """Accuracies in percent, "vqa" and "needle", None where the data has no such questions; and details: "held_out",
+    the scores of `HeldOut.scores`, and "records", the fields of `Result`.
 
     The processes of `world` share the questions; all of them get the result.
     """
-    was_training, ask_all = model.training, partial(ask_together, world)
-    model.eval()
     result: dict = dict(NO_ACCURACY)
+    if held_out is not None:
+        result |= held_out.measure(model, f"held-out, {title}")
+        result["vqa"] = result["held_out"]["vqa_accuracy"]
     if settings.is_embedded:
-        limit = settings.eval_limit
+        was_training, limit, ask_all = model.training, settings.eval_limit, partial(ask_together, world)
+        model.eval()
         details = vqa.evaluate_embedded(model, processor, limit, f"VQA, {title}", ask_all=ask_all)
         tests = {
             kind: needle.evaluate_embedded(model, processor, kind, limit // 2, f"{kind}, {title}", ask_all=ask_all)
             for kind in dict.fromkeys(settings.tasks.split(","))
             if kind in scenes.NEEDLES
         }
+        model.train(was_training)
         result |= {"vqa_details": details, "needle_details": tests}
         result |= {"vqa": details["overall"], "needle": tests.get("n2o1")}
-    elif len(settings.data) == 1 and settings.data[0].startswith("vqav2:"):
-        folder = Path(settings.data[0].partition(":")[2])
-        result["vqa_details"] = vqa.evaluate_files(
-            model,
-            processor,
-            folder / QUESTIONS_FILE,
-            folder / ANNOTATIONS_FILE,
-            settings.images or folder,
-            settings.prompt,
-            limit=settings.eval_limit,
-            only=held_out(settings),
-            progress=f"VQA, {title}",
-            ask_all=ask_all,
-            allow_outside=settings.allow_outside,
-        )
-        result["vqa"] = result["vqa_details"]["overall"]
-    model.train(was_training)
     return result
 
 
-@lru_cache(maxsize=1)  # a run evaluates two or three times on the same questions
-def held_out(settings: Settings) -> frozenset[str]:
-    """The names of the questions that training leaves out."""
-    return frozenset(record.name for record in read_records(settings, "validation"))
-
-
-def summarize(settings: Settings, progress: dict, after: dict | None, trainable_parameters: int) -> dict:
-    """The content of summary.json."""
+def summarize(
+    settings: Settings, progress: dict, results: Mapping[str, dict], trainable: int, held_out: HeldOut | None
+) -> dict:
+    """The content of summary.json. results: by column of the tables, of `evaluate`; "best" and "blind", the trained
+    model on gray pictures, have "held_out" and "records" alone."""
+    own = {
+        name: {key: value for key, value in result.items() if key not in ("held_out", "records")}
+        for name, result in results.items()
+        if name not in ("best", "blind")
+    }
     summary = {
-        "before": progress.get("before") or NO_ACCURACY,
-        **({"start": progress["start"]} if progress.get("start") else {}),
-        "after": after or NO_ACCURACY,
-        "trainable_parameters": trainable_parameters,
+        **{"before": NO_ACCURACY, "after": NO_ACCURACY, **own},
+        "trainable_parameters": trainable,
         "seconds": round(progress["seconds"], 1),
         "samples": progress["samples"],
         "left_out": progress["bad"],
     }
     if settings.evaluate and settings.is_embedded:
         summary["blind"] = vqa.blind_embedded(settings.eval_limit)
+    if held_out is not None:
+        gain = gain_over_blind(held_out, results)
+        best = progress.get("best")
+        summary["held_out"] = {
+            "examples": len(held_out.records),
+            **{name: result["held_out"] for name, result in results.items()},
+            "best_step": best and best["step"],
+            "stopped": progress.get("stopped"),
+            "over_blind": gain and gain._asdict(),
+        }
     return summary
 
 
-def print_summary(summary: dict, settings: Settings, run: Path) -> None:
+def gain_over_blind(held_out: HeldOut, results: Mapping[str, dict]) -> Interval | None:
+    """By how much the trained model is better with pictures than with gray ones, paired, over pictures: the difference
+    in exact match, in percent; in nats an answer where nothing is matched. None for data without pictures."""
+    trained, blind = (Result(**results[name]["records"]) for name in (trained_column(results), "blind"))
+    scores = held_out.matches(trained), held_out.matches(blind)
+    if not any(score for of_model in scores for score in of_model):
+        scores = blind.losses, trained.losses
+    pairs = [
+        (after - before, record.key)
+        for after, before, record in zip(*scores, held_out.records, strict=True)
+        if after is not None and before is not None and record.pictures
+    ]
+    if not pairs:
+        return None
+    factor = 1 if scores[0] is blind.losses else 100
+    differences, keys = zip(*pairs, strict=True)
+    return bootstrap(factor * np.array(differences), keys)
+
+
+def trained_column(results: Mapping[str, dict]) -> str:
+    """The column of the model that a run is for."""
+    return "best" if "best" in results else "after"
+
+
+def write_answers(run: Path, held_out: HeldOut, results: Mapping[str, dict]) -> list[str]:
+    """Write answers.jsonl and answers.png; returns their names. There are none where nothing was asked."""
+    if not held_out.asked:
+        return []
+    said = {name: result["records"]["answers"] for name, result in results.items()}
+    trained = trained_column(results)
+    right = held_out.matches(Result(**results[trained]["records"]))
+    lines = [
+        {
+            "name": record.name,
+            "question": record.prefix,
+            "truth": list(record.answers) or record.suffix,
+            **{name: answers[number] for name, answers in said.items()},
+            "right": None if right[number] is None else bool(right[number]),
+        }
+        for number, record in enumerate(held_out.records)
+        if number in set(held_out.asked)
+    ]
+    write_text(run / "answers.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    numbers = spread_evenly([number for number in held_out.asked if right[number] is not None], SHOWN)
+    if not numbers:
+        return ["answers.jsonl"]
+    captions = [
+        f"{record.prefix}\ntruth: {record.suffix}\nbefore: {said.get('before', said[trained])[number]}\n"
+        f"after: {said[trained][number]}"
+        for number, record in ((number, held_out.records[number]) for number in numbers)
+    ]
+    pictures = [open_picture(held_out.records[number]) for number in numbers]
+    hits = [bool(right[number]) for number in numbers]
+    sheet = figures.contact_sheet(pictures, captions, hits, title=f"{run.name}: held-out examples", lines=7)
+    figures.save(sheet, run / "answers.png")
+    return ["answers.jsonl", "answers.png"]
+
+
+def open_picture(record: Record) -> Image.Image:
+    """A record's first picture."""
+    picture = record.pictures[0]
+    return load_image(picture() if callable(picture) else picture)
+
+
+def print_summary(summary: dict, results: Mapping[str, dict], settings: Settings, run: Path, files: list[str]) -> None:
     """Print the accuracies, the files of the run, and the commands that go on from it."""
-    if settings.evaluate:
-        print_accuracies(summary, settings)
+    if results:
+        print_accuracies(summary, results, settings)
+    if "held_out" in summary:
+        print_held_out(summary["held_out"], settings, run)
     if summary["left_out"]:
         print(f"left out {len(summary['left_out'])} records: {summary['left_out'][0]} …")
-    print(
-        f"\n{summary['samples']:,} samples in {summary['seconds']:.0f} s; in {run}: "
-        + ("model/" if settings.writes_model else "adapter_model.safetensors, adapter_config.json")
-        + ", metrics.jsonl, loss.png, summary.json, checkpoints/"
-    )
+    names = ["model/"] if settings.writes_model else ["adapter_model.safetensors", "adapter_config.json"]
+    names += ["metrics.jsonl", "loss.png", "summary.json", *files, "checkpoints/"]
+    print(f"\n{summary['samples']:,} samples in {summary['seconds']:.0f} s; in {run}: {', '.join(names)}")
+    print(f"next: {'; '.join(next_commands(settings, run))}")
+
+
+def print_held_out(held_out: dict, settings: Settings, run: Path) -> None:
+    """Print which step was the best one, and whether the pictures were used."""
+    if held_out["stopped"]:
+        print(
+            f"stopped early, after step {held_out['stopped']}: {settings.patience} evaluations without a better score"
+        )
+    if held_out["best_step"]:
+        by = "loss" if held_out["after"]["exact_match"] is None else "exact match, then loss"
+        where = f", in {run / 'best'}" if settings.keep_best else ""
+        print(f"best, by {by}: after step {held_out['best_step']}{where}")
+    if (gain := held_out["over_blind"]) is not None and gain["low"] <= 0:
+        print(
+            "the picture was not used: with every picture gray the trained model is not worse by more than chance "
+            f"(difference {gain['mean']:.2f}, 95 % interval {gain['low']:.2f} to {gain['high']:.2f})"
+        )
+
+
+def next_commands(settings: Settings, run: Path) -> list[str]:
+    """The commands that go on from a run, for the data that it was trained on."""
     what = f"--model {run / 'model'}" if settings.writes_model else f"--adapter {run}"
     prompt = settings.question_prompt or PROMPT
     # an adapter stores its prompt, a model does not
     template = f" --prompt {shlex.quote(prompt)}" if settings.writes_model and prompt != PROMPT else ""
+    commands = []
+    if settings.is_embedded:
+        commands += [f"python -m eval.vqa {what}{template}", f"python -m eval.needle {what}"]
     question = shlex.quote(fill_prompt(prompt, "Where is the dog?"))
-    print(
-        f"next: python -m eval.vqa {what}{template}; python -m eval.needle {what}; "
-        f"python -m eval.ask {what} --image FILE --prompt {question}"
-    )
+    return [*commands, f"python -m eval.ask {what} --image FILE --prompt {question}"]
 
 
-def print_accuracies(summary: dict, settings: Settings) -> None:
-    """The table of accuracies: of the base, of the grafted model that training starts from, after it, of guessing."""
-    columns = {name: summary[name] for name in ("before", "start", "after") if name in summary}
+def print_accuracies(summary: dict, results: Mapping[str, dict], settings: Settings) -> None:
+    """The table of accuracies: of the base, of the grafted model that training starts from, after it, of the best step,
+    of the trained model on gray pictures, of guessing."""
+    names = [*results, "chance"]
 
-    def row(name: str, values: Sequence[float | None], chance: float | None) -> None:
-        print(f"{name:<34}" + "".join(f"{'-' if value is None else f'{value:.1f}':>9}" for value in [*values, chance]))
+    def row(name: str, values: Mapping[str, float | None], decimals: int = 1) -> None:
+        cells = ("-" if values.get(column) is None else f"{values[column]:.{decimals}f}" for column in names)
+        print(f"{name:<34}" + "".join(f"{cell:>9}" for cell in cells))
 
-    print(f"\n{'accuracy, %':<34}" + "".join(f"{name:>9}" for name in [*columns, "chance"]))
-    results, after = list(columns.values()), summary["after"]
+    def rows(name: str, values: Callable[[dict], float | None], chance: float | None = None) -> None:
+        row(
+            name, {column: values(result) for column, result in results.items() if "vqa" in result} | {"chance": chance}
+        )
+
+    print(f"\n{'':<34}" + "".join(f"{name:>9}" for name in names))
+    if "held_out" in summary:
+        print(f"held-out, {summary['held_out']['examples']} examples")
+        for score, title in SCORES.items():
+            found = {name: result["held_out"][score] for name, result in results.items()}
+            if any(value is not None for value in found.values()):
+                row(title, found, 3 if score == "loss" else 1)
     if not settings.is_embedded:
-        row("VQA", [result["vqa"] for result in results], None)
         return
-    blind = summary["blind"]
-    row("VQA (chance: blind, no picture)", [result["vqa"] for result in results], blind["overall"])
+    blind, after = summary["blind"], summary["after"]
+    rows("VQA, % (chance: without a picture)", lambda result: result["vqa"], blind["overall"])
     for kind in after["vqa_details"]["per_answer_type"]:
-        row(f"  {kind}", [result["vqa_details"]["per_answer_type"][kind] for result in results], blind.get(kind))
+        rows(f"  {kind}", lambda result, kind=kind: result["vqa_details"]["per_answer_type"][kind], blind.get(kind))
     for kind in after["needle_details"]:
         chance = 100 / scenes.NEEDLES[kind][0] ** 2
-        row(NEEDLE_TITLES[kind], [result["needle_details"][kind] for result in results], chance)
+        rows(NEEDLE_TITLES[kind] + ", %", lambda result, kind=kind: result["needle_details"][kind], chance)
     needle_before = summary["before"]["needle"]
     if needle_before is not None and needle_before < 25:
         print("A needle score below chance before training mostly means that its question was never seen.")

@@ -3,8 +3,9 @@
 In: an opened model, its processor, and records. Out: the trained model, in place, see `train/loop.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,30 +49,36 @@ def train_on(
     run: Path,
     world: World,
     kept: Mapping | None = None,
+    check: Callable[[PaliGemma, FeatureCache | None, int, int, dict], dict] | None = None,
 ) -> dict:
-    """Train `model` in place on `records`, see `train.loop.fit`; returns the run's progress."""
+    """Train `model` in place on `records`, see `train.loop.fit`; returns the run's progress.
+
+    check: `Watch.check` of `train/validation.py`.
+    """
     cache = open_cache(model, settings, world)
     order = make_order(records, processor, settings, world, processes_of(run, world), cache)
 
     def prepare(micro: MicroBatch) -> MicroBatch:
-        if micro.is_empty:  # the other processes wait for this one's gradients
-            micro = idle(processor)
-        micro = with_features(model, micro.to(world.device), cache)
+        micro = ready(micro, model, processor, world.device, cache)
         if settings.compile:
             free_sizes(micro)
         return micro
+
+    def measure(step: int, micro: MicroBatch) -> dict:
+        is_due = settings.measure_every and step % settings.measure_every == 0
+        return distances(model, prepare(micro)) if is_due else {}
 
     is_sharded = settings.shard and world.size > 1  # a part of a sharded model cannot be called alone
     return fit(
         model,
         optimizer,
         order,
-        supervised_loss,
+        lambda called, micro: supervised_loss(called, prepare(micro)),
         LoopOptions.of(settings),
         run,
         world,
-        prepare=prepare,
-        measure=(lambda micro: measure(model, micro)) if world.is_first and not is_sharded else None,
+        measure=measure if world.is_first and not is_sharded else None,
+        validate=partial(check, model, cache, order.total) if check else None,
         kept=kept,
     )
 
@@ -99,6 +106,13 @@ def make_order(
         world_size=world.size,
         cache=cache,
     )
+
+
+def ready(
+    micro: MicroBatch, model: PaliGemma, processor: Processor, device: torch.device, cache: FeatureCache | None = None
+) -> MicroBatch:
+    """The micro-batch as the model reads it, on its device. An empty one becomes a blank row: others wait for it."""
+    return with_features(model, (idle(processor) if micro.is_empty else micro).to(device), cache)
 
 
 def processes_of(run: Path, world: World) -> int:
@@ -144,7 +158,7 @@ def free_sizes(micro: MicroBatch) -> None:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
-def measure(model: PaliGemma, micro: MicroBatch) -> dict:
+def distances(model: PaliGemma, micro: MicroBatch) -> dict:
     """λ or μ, and the total variation distance between the two maps, by layer, on one micro-batch."""
     batch = micro.batch
     model.eval()

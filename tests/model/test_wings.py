@@ -529,8 +529,8 @@ def test_each_stage_trains_its_parts(stage_1):
         assert {group["weight_decay"] for group in optimizer.param_groups} == {{1: 1e-9, 2: 1e-8}[stage]}
         assert settings.step_batch == {1: 256, 2: 64}[stage]
         assert (settings.schedule, settings.warmup, settings.clip, settings.epochs) == ("cosine", 0.03, 1.0, 1)
-    assert not open_stage(stage_settings(1, "embedded"), fp32, cpu)[0].config.routed
-    assert open_stage(stage_settings(2, stage_1), fp32, cpu)[0].config.routed
+    assert not open_stage(stage_settings(1, "embedded"), fp32, cpu).config.routed
+    assert open_stage(stage_settings(2, stage_1), fp32, cpu).config.routed
 
 
 def test_a_stage_in_the_wrong_order_is_told(stage_1):

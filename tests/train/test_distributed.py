@@ -85,7 +85,11 @@ def test_another_number_of_processes_goes_on(processes, spread_run, tmp_path):
     models = [load_model(folder / "model").state_dict() for folder in (spread_run, cut)]
     assert all(torch.allclose(tensor, models[1][name], rtol=1e-3, atol=1e-4) for name, tensor in models[0].items())
     first, second = (json.loads((folder / "summary.json").read_text()) for folder in (spread_run, cut))
-    assert first["after"]["vqa_details"]["per_answer_type"] == second["after"]["vqa_details"]["per_answer_type"]
+    assert first["held_out"]["after"] == pytest.approx(second["held_out"]["after"], rel=1e-4)
+    for one, other in zip(whole, resumed, strict=True):  # each process has scored a share
+        assert one["held_out_loss"] == pytest.approx(other["held_out_loss"], rel=2e-5)
+    best = load_model(cut / "best").state_dict()
+    assert second["held_out"]["best_step"] == 4 and all(torch.equal(best[name], models[1][name]) for name in best)
     assert first["samples"] == second["samples"] == 42 and first["before"]["vqa"] is not None
 
 

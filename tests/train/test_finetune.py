@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from eval import records
 from eval.records import embedded_records
 from lora import adapter
 from model.common import UserError
@@ -146,7 +147,7 @@ def test_resumed_metrics_are_equal_to_the_bit(tmp_path, monkeypatch):
         run(*arguments, out=tmp_path / "cut")
     assert len(metrics(tmp_path / "cut")) == 9
     finetune.main(["--resume", str(tmp_path / "cut")])
-    assert (tmp_path / "cut/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
     tensors = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("cut", "whole")]
     assert tensors[0].keys() == tensors[1].keys()
     assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
@@ -272,9 +273,11 @@ def test_too_many_bad_records_stop_the_run(tmp_path):
 
 
 @pytest.mark.long
-def test_vqav2_is_trained_on_and_evaluated(tmp_path, capsys):
+def test_vqav2_is_trained_on_and_evaluated(tmp_path, capsys, monkeypatch):
     """Breaks when the official files cannot be fine-tuned on, or held-out pictures are trained on."""
     write_vqav2(tmp_path / "vqav2")
+    read, opened = records.read_questions, []
+    monkeypatch.setattr(records, "read_questions", lambda path: opened.append(path) or read(path))
     finetune.main(
         [
             "--base",
@@ -306,7 +309,9 @@ def test_vqav2_is_trained_on_and_evaluated(tmp_path, capsys):
     assert len(metrics(tmp_path / "run")) == 2 * 12  # 16 pictures of 3 questions, by 4
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["before"]["vqa"] is not None and summary["before"]["needle"] is None
-    assert set(summary["after"]["vqa_details"]["per_answer_type"]) == {"other"}
+    assert {"before", "after", "blind"} <= summary["held_out"].keys() and summary["held_out"]["examples"] == 12
+    assert summary["held_out"]["after"]["vqa_accuracy"] == summary["after"]["vqa"]
+    assert len(opened) == 1, "the files are read for training and for the held-out questions"
     assert json.loads((tmp_path / "run/adapter_config.json").read_text())["prompt"] == "answer {question}"
     assert "--prompt 'answer Where is the dog?'" in capsys.readouterr().out
 

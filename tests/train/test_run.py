@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from model.common import UserError
 from model.source import BUNDLED_FOLDER
-from tests.runs import WORLD
+from tests.runs import WORLD, metrics
 from train import checkpoint, finetune, origin
 from train.distributed import World
 from train.flags import RunArguments
@@ -239,7 +239,7 @@ def test_files_of_the_system_do_not_matter(run, template):
     for name in (".nfs000000000001", ".DS_Store"):
         damage(name, b"x")
     resume()
-    assert (run / "metrics.jsonl").read_bytes() == (template / "run/metrics.jsonl").read_bytes()
+    assert metrics(run) == metrics(template / "run")
 
 
 def test_a_checkpoint_is_read_once_to_be_checked(run, monkeypatch):
@@ -295,7 +295,7 @@ def test_old_checkpoints_resume_with_a_warning(run, template, capsys):
     resume()
     said = capsys.readouterr().err
     assert "older version, without manifest.json" in said and "its base and data have changed is not checked" in said
-    assert (run / "metrics.jsonl").read_bytes() == (template / "run/metrics.jsonl").read_bytes()
+    assert metrics(run) == metrics(template / "run")
 
 
 def test_an_old_checkpoint_without_moments_is_refused(run):
@@ -413,7 +413,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(victim, run, template, mon
             resume()
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-4"]
     resume()
-    assert (run / "metrics.jsonl").read_bytes() == (template / "run/metrics.jsonl").read_bytes()
+    assert metrics(run) == metrics(template / "run")
 
 
 @pytest.mark.parametrize("kilobytes", [1000, 1400, 2200, 5000])

@@ -15,6 +15,7 @@ from eval.text.tasks import Tasks
 from model.common import UserError
 from model.text import new_model
 from tests.files import prose, write_prose
+from tests.runs import metrics
 from train import pretrain
 from train.signals import Interrupted
 from train.systems.text import TextOrder, TextSettings, draw_row, learn, make_optimizer, pack, text_loss
@@ -145,7 +146,7 @@ def test_a_run_resumes_to_the_bit(text_folder, tmp_path, kind, capsys):
     main(["--resume", str(tmp_path / "cut")])
     whole, cut = (load_model(tmp_path / name / "model").state_dict() for name in ("whole", "cut"))
     assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
-    assert (tmp_path / "cut" / "metrics.jsonl").read_text() == (tmp_path / "whole" / "metrics.jsonl").read_text()
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
     assert {"model", "loss.png", "config.json", "checkpoints"} <= {p.name for p in (tmp_path / "cut").iterdir()}
     assert (tmp_path / "cut" / "model" / "tokenizer.model").exists()
     assert "python -m eval.text" in capsys.readouterr().out
@@ -157,12 +158,12 @@ def test_a_run_keeps_its_tokens_when_the_text_changes(tmp_path):
     text, corpus, run = write_prose(tmp_path / "text"), tmp_path / "corpus", tmp_path / "run"
     main(flags(text, corpus, run))
     before = {file.name: file.read_bytes() for file in corpus.iterdir()}
-    metrics = (run / "metrics.jsonl").read_bytes()
+    logged = metrics(run)
     shutil.rmtree(run / "checkpoints" / "step-8")
     (text / "0.txt").write_text(prose(1000))
     main(["--resume", str(run)])
     assert {file.name: file.read_bytes() for file in corpus.iterdir()} == before
-    assert (run / "metrics.jsonl").read_bytes() == metrics
+    assert metrics(run) == logged
 
 
 def test_pretraining_on_text_is_this_command(monkeypatch):

@@ -56,7 +56,7 @@ def settings_of(language: Path, *options: str, stage: int = 1, **changes) -> Set
 
 
 def open_first(language: Path, *options: str, **changes) -> QMamba:
-    return open_stage(settings_of(language, *options, **changes), torch.float32, CPU)[0]
+    return open_stage(settings_of(language, *options, **changes), torch.float32, CPU)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def test_both_stages_run_end_to_end(language, tmp_path, capsys):
 def test_choices_are_weighed_as_if_read_alone(language):
     """Breaks when a prompt's state, which its choices share, is lost over a shorter choice's padding."""
     settings = settings_of(language)
-    model, _ = open_stage(settings, torch.float32, CPU)
+    model = open_stage(settings, torch.float32, CPU)
     processor, _ = open_processor(settings, model)
     picture, choices = torch.rand(1, 3, 112, 112) * 2 - 1, ["yes", "top left", "row 2 column 3"]
     prefixes = ["Is there a dog in the image?", "where"]
@@ -275,7 +275,7 @@ def test_parts_that_do_not_fit_are_refused(language, tmp_path):
 def test_the_embedded_default_needs_no_option():
     """Breaks when the first command of the README asks for something, or its parts do not fit each other."""
     settings = parse(["--arch", "qmamba", "--stage", "1"])[0]
-    model = open_stage(settings, torch.float32, CPU)[0]
+    model = open_stage(settings, torch.float32, CPU)
     assert asdict(model.config.projector)["queries"] < model.config.vision.num_image_tokens
     assert len(model.multi_modal_projector.blocks) == 4
     processor, files = open_processor(settings, model)

@@ -23,21 +23,24 @@ from train.settings import Settings
 WEIGHT = re.compile(r"(.+)@(\d+\.?\d*|\.\d+)")
 
 
-def read_records(settings: Settings, split: str = "train") -> Sequence[Record]:
+def read_records(
+    settings: Settings, split: str = "train", known: dict[str, list[Record]] | None = None
+) -> Sequence[Record]:
     """The records of the split "train" or "validation". Raises UserError for data that is absent or empty.
 
-    Of several sources, no picture is in both splits. With --eval-data, which is the validation split, such pictures are
-    counted on stderr.
+    known: filled with the records of every file, by source, so that a second call reads none again. Of several sources,
+    no picture is in both splits. With --eval-data, which is the validation split, such pictures are counted on stderr.
     """
     is_own = split == "validation" and settings.eval_data
     flag, sources = ("--eval-data", settings.eval_data) if is_own else ("--data", settings.data)
     names, weights = _weights(flag, sources)
     asked = _weights("--eval-data", settings.eval_data)[0]
-    parts = _read(settings, names, split)
+    known = {} if known is None else known
+    parts = _read(settings, names, split, known)
     if not any(map(len, parts)):
         raise UserError(f"{flag} {' '.join(sources)}: no {split} records: check --validation and --fraction")
     if split == "train" and asked:
-        _warn_of_common(parts, _read(settings, asked, "validation"))
+        _warn_of_common(parts, _read(settings, asked, "validation", known))
     if len(parts) == 1:
         return parts[0]
     if split == "validation":
@@ -62,7 +65,9 @@ def _weights(flag: str, sources: Sequence[str]) -> tuple[list[str], list[float] 
     return [one[1] for one in found], [float(one[2]) for one in found]
 
 
-def _read(settings: Settings, sources: Sequence[str], split: str) -> list[Sequence[Record]]:
+def _read(
+    settings: Settings, sources: Sequence[str], split: str, known: dict[str, list[Record]]
+) -> list[Sequence[Record]]:
     """The records of each source in a split; files are split together, so that a picture is in one split of all."""
     sampled = settings.answers == "sampled"
     has_own = bool(settings.eval_data)
@@ -76,7 +81,7 @@ def _read(settings: Settings, sources: Sequence[str], split: str) -> list[Sequen
         if kind == "shards":
             parts.append(Shards(str(path), whole, sampled=sampled, buffer=settings.shuffle_buffer, **share))
             continue
-        records = read_data(
+        records = known.get(source) or read_data(
             source,
             split if kind == "embedded" else "all",
             images=settings.images,
@@ -87,6 +92,8 @@ def _read(settings: Settings, sources: Sequence[str], split: str) -> list[Sequen
             tasks=settings.tasks.split(","),
             samples=settings.samples,
         )
+        if kind != "embedded":
+            known[source] = records
         if len(sources) > 1:  # two sources may use one name or key for different things
             records = [replace(r, name=f"{source}: {r.name}", key=f"{source}: {r.key}") for r in records]
         parts.append(records)

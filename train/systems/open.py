@@ -14,6 +14,7 @@ import torch
 from lora import adapter
 from lora.quantize import quantize
 from model.common import UserError
+from model.config import PRESETS
 from model.device import choose_dtype
 from model.differential import default_options, graft
 from model.paligemma import PaliGemma
@@ -24,6 +25,7 @@ from train.recipes import STAGES
 from train.settings import Settings
 from train.systems.qmamba import language_model, open_qmamba
 from train.systems.wings import open_wings
+from weights.checkpoint import empty_model, examine
 from weights.export import companions
 from weights.load import load_model
 
@@ -57,16 +59,41 @@ def load_base(settings: Settings, device: torch.device) -> PaliGemma:
     return load_model(settings.base, dtype=weights_dtype(settings, device), device=device)
 
 
-def open_model(settings: Settings, device: torch.device) -> tuple[PaliGemma, torch.optim.Optimizer]:
-    """The base, grafted and adapted, or the model of a stage, with an optimizer over the parameters that are trained.
+def load_start(settings: Settings, device: torch.device) -> PaliGemma:
+    """What training starts from: the base, without graft and adapter, or the model of a stage, with what is trained
+    marked as such."""
+    if settings.stage is None:
+        return load_base(settings, device)
+    model = open_stage(settings, weights_dtype(settings, device), device)
+    parameter_groups(model, stage_rules(settings))
+    return model
 
-    Raises UserError for settings that exclude each other.
+
+def sketch(settings: Settings) -> PaliGemma | None:
+    """The model that is trained, without weights: its trainable parameters by name and shape. None for a stage.
+
+    Raises UserError for a graft or an adapter that does not fit the base.
     """
     if settings.stage is not None:
-        model, rules = open_stage(settings, weights_dtype(settings, device), device)
-    else:
-        model = load_base(settings, device)
-        rules = adapt(model, settings)
+        return None
+    is_preset = settings.base in PRESETS and not Path(settings.base).is_dir()
+    config = PRESETS[settings.base] if is_preset else examine(settings.base).config
+    if config is None:
+        return None  # loading says what is wrong
+    model = empty_model(config, torch.float32)
+    parameter_groups(model, adapt(model, settings))
+    return model
+
+
+def open_model(
+    settings: Settings, device: torch.device, start: PaliGemma | None = None
+) -> tuple[PaliGemma, torch.optim.Optimizer]:
+    """The base, grafted and adapted, or the model of a stage, with an optimizer over the parameters that are trained.
+
+    start: of `load_start`, changed in place; None loads it. Raises UserError for settings that exclude each other.
+    """
+    model = load_start(settings, device) if start is None else start
+    rules = adapt(model, settings) if settings.stage is None else stage_rules(settings)
     model.language_model.checkpointing = settings.checkpointing
     if settings.quantize:
         if settings.writes_model or settings.shard:
@@ -85,11 +112,11 @@ def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
     options = {"seed": settings.seed, "feed_forward": settings.feed_forward, "where": settings.diff_in}
     options |= settings.options
     options = default_options(settings.attention, settings.r, settings.alpha, settings.dropout) | options
-    if settings.attention != "softmax" or settings.feed_forward != "mlp":
+    if settings.full and settings.is_grafted:
+        raise UserError("--full trains plain weights: add --attention softmax, and leave --feed-forward at mlp")
+    if settings.is_grafted:
         graft(model, settings.attention, **options)
     if settings.full:
-        if model.grafts:
-            raise UserError("--full trains plain weights: leave --attention softmax and --feed-forward mlp")
         return [Rule(".*", settings.lr, settings.weight_decay)]
     torch.manual_seed(settings.seed)  # LoRA's A is drawn here
     adapter.inject(model, settings.targets, settings.r, settings.alpha, settings.dropout)
@@ -100,12 +127,12 @@ def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
     return rules
 
 
-def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> tuple[PaliGemma, list[Rule]]:
-    """The model of a stage and the rules for its optimizer. Raises UserError if its system has no such stage."""
+def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> PaliGemma:
+    """The model of a stage. Raises UserError if its system has no such stage."""
     stages = STAGES[settings.arch]
     if settings.stage not in stages:
         raise UserError(f"--stage {settings.stage}: {settings.arch} has {', '.join(map(str, stages))}")
-    return SYSTEMS[settings.arch].open(settings, dtype, device), stage_rules(settings)
+    return SYSTEMS[settings.arch].open(settings, dtype, device)
 
 
 def stage_rules(settings: Settings) -> list[Rule]:

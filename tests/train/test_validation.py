@@ -1,0 +1,168 @@
+"""Held-out examples: scored right, by one process or several, without a trace in training; the best weights stay."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from eval.records import Record
+from lora import adapter
+from model.processor import Processor
+from tests.runs import WORLD, metrics
+from train import finetune, supervised
+from train.data.batches import collate
+from train.data.sources import read_records
+from train.settings import Settings, parse
+from train.summary import gain_over_blind, print_held_out
+from train.validation import HeldOut, Watch, open_held_out, spread_evenly
+from weights.load import load_model
+
+COLORS = {"red": (220, 30, 30), "green": (30, 160, 40), "blue": (40, 60, 220), "yellow": (230, 210, 40)}
+
+
+def write_colors(folder: Path, count: int) -> Path:
+    """Pictures of one color each, and the question for it."""
+    folder.mkdir(exist_ok=True)
+    dice, lines = random.Random(0), []
+    for number in range(count):
+        name, color = dice.choice(list(COLORS.items()))
+        Image.new("RGB", (40, 30), color).save(folder / f"{number}.png")
+        lines.append({"image": f"{number}.png", "prefix": "answer en What color is it?", "suffix": name})
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "data.jsonl"
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory) -> list[str]:
+    data = write_colors(tmp_path_factory.mktemp("colors"), 30)
+    return ["--base", "tiny", "--data", f"jsonl:{data}", "--validation", "0.4", "--batch-size", "3"] + (
+        "--steps 8 --epochs 9 --dropout 0.1 --attention softmax --measure-every 0 --checkpoint-every 3 --device cpu"
+    ).split()
+
+
+def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
+    """Breaks when an evaluation leaves a trace in training, is not made again by a resumed run, or scores wrongly."""
+    finetune.main([*flags, "--eval-every", "0", "--out", str(tmp_path / "closed")])
+    finetune.main([*flags, "--eval-every", "2", "--out", str(tmp_path / "open")])
+    closed, whole = metrics(tmp_path / "closed"), metrics(tmp_path / "open")
+    scored = [record["step"] for record in whole if "held_out_loss" in record and "exact_match" in record]
+    assert scored == [1, 3, 5, 7]
+    assert [{name: record[name] for name in closed[0]} for record in whole] == closed
+
+    class Power(Exception):
+        pass
+
+    honest, calls = supervised.supervised_loss, []
+
+    def fails(*args):
+        calls.append(1)
+        if len(calls) == 6:  # after the evaluation of step 4 and the checkpoint of step 3
+            raise Power
+        return honest(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(supervised, "supervised_loss", fails)
+        with pytest.raises(Power):
+            finetune.main([*flags, "--eval-every", "2", "--out", str(tmp_path / "cut")])
+    finetune.main(["--resume", str(tmp_path / "cut")])
+    assert metrics(tmp_path / "cut") == whole
+    files = "adapter_model.safetensors", "best/adapter_model.safetensors"
+    cut, open_, closed = ([tmp_path / run / file for file in files] for run in ("cut", "open", "closed"))
+    for ours, theirs in [*zip(cut, open_, strict=True), (closed[0], open_[0])]:
+        ours, theirs = load_file(ours), load_file(theirs)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("cut", "open")]
+    assert summaries[0]["held_out"] == summaries[1]["held_out"]
+    answers = [json.loads(line) for line in (tmp_path / "open/answers.jsonl").read_text().splitlines()]
+    assert len(answers) == 12 and {"question", "truth", "before", "after", "blind", "right"} <= answers[0].keys()
+    assert (tmp_path / "open/answers.png").exists()
+    # the last evaluation, computed another way
+    model, processor = load_model("tiny"), Processor.from_source("tiny")
+    adapter.load(model.eval(), tmp_path / "open")
+    records = read_records(parse(flags)[0], "validation")
+    with torch.no_grad():
+        micro = collate(records, processor).to("cpu")
+        loss = supervised.supervised_loss(model.eval(), micro).item() / micro.tokens
+    assert whole[-1]["held_out_loss"] == pytest.approx(loss, rel=1e-5)
+    assert summaries[1]["held_out"]["after"]["loss"] == whole[-1]["held_out_loss"]
+
+
+def test_a_run_without_progress_stops_and_is_finished(flags, tmp_path, capsys):
+    """Breaks when --patience is not kept, or a run that it has ended trains on when it is resumed."""
+    finetune.main([*flags, "--eval-every", "2", "--patience", "1", "--lr", "0", "--out", str(tmp_path / "run")])
+    logged = metrics(tmp_path / "run")
+    assert len(logged) == 4 and logged[1]["held_out_loss"] == logged[3]["held_out_loss"]
+    said = capsys.readouterr().out
+    assert (
+        "stopped early, after step 4: 1 evaluations without" in said
+        and "best, by exact match, then loss: after step 2" in said
+    )
+    finetune.main(["--resume", str(tmp_path / "run")])
+    assert metrics(tmp_path / "run") == logged
+    assert json.loads((tmp_path / "run/summary.json").read_text())["held_out"]["stopped"] == 4
+
+
+def test_the_best_is_kept(tmp_path):
+    """Breaks when worse weights take the place of better ones, or a tie in exact match is not decided by the loss."""
+    scores = [(3.0, 10.0), (2.0, 10.0), (9.0, 20.0), (1.0, 10.0), (8.0, 20.0), (8.5, 20.0), (7.0, None)]
+    held_out = SimpleNamespace(
+        settings=replace(Settings(), patience=2, eval_every=1),
+        world=WORLD,
+        evaluate=lambda model, most, cache: None,
+        scores=lambda result: dict(zip(("loss", "exact_match"), scores[step - 1], strict=True)),
+    )
+
+    def write(model, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "weights").write_text(str(step))
+
+    watch, progress, seen = Watch(held_out, tmp_path, write), {}, []
+    for step in range(1, len(scores) + 1):
+        watch.check(None, None, 100, step, progress)
+        seen.append((progress["best"]["step"], progress["best"]["since"], progress.get("stopped")))
+        assert (tmp_path / "best/weights").read_text() == str(progress["best"]["step"])
+    assert seen == [(1, 0, None), (2, 0, None), (3, 0, None), (3, 1, None), (5, 0, None), (5, 1, None), (5, 2, 7)]
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_a_picture_that_was_not_used_is_reported(capsys):
+    """Breaks when a model that answers as well without the picture passes for one that sees it, or the reverse."""
+    records = [Record(f"{n}", f"{n // 2}", (Path("a.png"),), (("color?", "red"),)) for n in range(60)]
+    held_out = HeldOut(records, [2] * 60, [], list(range(60)), None, Settings(), WORLD)
+
+    def result(right: int, loss: float) -> dict:
+        answers = ["red"] * right + ["blue"] * (60 - right)
+        return {"records": {"losses": [loss + n % 3 for n in range(60)], "tokens": [2] * 60, "answers": answers}}
+
+    def said(trained: dict, blind: dict) -> str:
+        gain = gain_over_blind(held_out, {"before": result(0, 9), "after": trained, "blind": blind})
+        summary = {"stopped": None, "best_step": None, "over_blind": gain._asdict()}
+        print_held_out(summary, Settings(), Path("run"))
+        return capsys.readouterr().out
+
+    assert said(result(50, 1), result(20, 1)) == ""
+    assert "the picture was not used" in said(result(50, 1), result(49, 5))
+    assert "the picture was not used" in said(result(20, 1), result(50, 5))
+    assert said(result(0, 1), result(0, 2)) == ""  # nothing is matched: the loss decides
+    assert "the picture was not used" in said(result(0, 2), result(0, 2))
+
+
+def test_what_is_held_out(tmp_path, processor):
+    """Breaks when held-out examples are the first of a file, those of training, or more than asked for."""
+    settings = parse(["--data", f"jsonl:{write_colors(tmp_path, 40)}", "--validation", "0.5", "--eval-limit", "8"])[0]
+    held_out = open_held_out(settings, processor, WORLD)
+    every = read_records(settings, "validation")
+    assert [r.name for r in held_out.records] == [every[n].name for n in spread_evenly(range(20), 8)]
+    assert not {r.key for r in held_out.records} & {r.key for r in read_records(settings)}
+    assert sorted(n for batch in held_out.plan for n in batch) == held_out.asked == list(range(8))
+    assert open_held_out(replace(settings, validation=0), processor, WORLD) is None
+    long = [replace(r, turns=(("caption en", "a red dog " * 30),)) for r in every]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.validation.read_records", lambda *args: long)
+        assert not open_held_out(settings, processor, WORLD).asked  # too long to be generated

@@ -1,0 +1,275 @@
+"""Held-out examples: the loss of their answers, and what a model answers, before, during and after training.
+
+In: records that are not trained on, and a model. Out: loss, exact match and VQA accuracy; for the loop the metrics of
+an evaluation, the best weights in RUN/best, and whether to stop early. `train/summary.py` prints the tables.
+
+An evaluation changes nothing in training: weights, gradients, modes and random numbers are what they were before.
+Several processes share the examples, and all get the whole result.
+"""
+
+import contextlib
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from eval.command import Ask
+from eval.datasets import Annotation
+from eval.records import Record, blind
+from eval.vqa_scoring import exact_match, official
+from model.common import UserError
+from model.device import autocast_of
+from model.paligemma import MAX_LOGITS, PaliGemma
+from model.processor import Processor
+from train.checkpoint import replace_folder
+from train.data.batches import MicroBatch, load_batches
+from train.data.features import FeatureCache
+from train.data.sources import read_records
+from train.distributed import World, ask_together
+from train.settings import Settings
+from train.supervised import ready
+
+ASKED = 200  # examples that a model answers at an evaluation during training; the loss is of all
+LONGEST = 64  # tokens of an answer; where most answers are longer, none is generated
+ANNOTATORS = 3  # from which on VQA accuracy can be 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a model makes of held-out records, by record. losses: nats of the right answer, None for a record that could
+    not be used. tokens: its length. answers: what the model says, None where it was not asked."""
+
+    losses: list[float | None]
+    tokens: list[int]
+    answers: list[str | None]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The held-out examples of a run, see `open_held_out`.
+
+    lengths: tokens of each right answer, its end included. plan: the numbers of the records of each batch. asked: those
+    that a model can be asked for their answer; none where most answers are too long to be generated.
+    """
+
+    records: list[Record]
+    lengths: list[int]
+    plan: list[list[int]]
+    asked: list[int]
+    processor: Processor
+    settings: Settings
+    world: World
+
+    def evaluate(
+        self,
+        model: PaliGemma,
+        title: str | None = None,
+        *,
+        most: int | None = None,
+        without_pictures: bool = False,
+        cache: FeatureCache | None = None,
+    ) -> Result:
+        """The losses of all records, and the answers to `most` of them, spread evenly (None: to all).
+
+        without_pictures: every picture is gray. Every process must call it. A model that FSDP2 has sharded can only be
+        asked nothing: `most` is 0.
+        """
+        records = blind(self.records) if without_pictures else self.records
+        answers: list[str | None] = [None] * len(records)
+        numbers = spread_evenly(self.asked, len(self.asked) if most is None else most)
+        with evaluating(model, self.world.device):
+            losses, tokens = self._losses(model, records, cache)
+            if numbers:
+                asks = [ask_of(records[number]) for number in numbers]
+                longest = min(LONGEST, max(self.lengths[number] for number in numbers))
+                options = {"max_new_tokens": longest, "progress": title, "left_out": {}}
+                for number, answer in zip(
+                    numbers, ask_together(self.world, model, self.processor, asks, **options), strict=True
+                ):
+                    answers[number] = answer
+        return Result(losses, tokens, answers)
+
+    def measure(self, model: PaliGemma, title: str, without_pictures: bool = False) -> dict:
+        """ "held_out", the `scores` of a model, and "records", the fields of the `Result`."""
+        found = self.evaluate(model, title, without_pictures=without_pictures)
+        return {"held_out": self.scores(found), "records": asdict(found)}
+
+    def _losses(
+        self, model: PaliGemma, records: Sequence[Record], cache: FeatureCache | None
+    ) -> tuple[list[float | None], list[int]]:
+        """Nats and tokens by record. All processes call the model equally often, since FSDP2 computes in step."""
+        rank, size = self.world.rank, self.world.size
+        plan = [*self.plan, *[[]] * (-len(self.plan) % size)]
+        places, found = {record.name: number for number, record in enumerate(records)}, []
+        for micro in load_batches(records, plan[rank::size], self.processor, self.settings.workers, cache=cache):
+            names = micro.names
+            micro = ready(micro, model, self.processor, self.world.device, cache)
+            with autocast_of(self.settings.autocast, self.world.device):
+                by_row = row_losses(model, micro)
+            found += zip(names, by_row.tolist(), (micro.targets != -100).sum(1).tolist(), strict=False)
+        losses: list[float | None] = [None] * len(records)
+        tokens = [0] * len(records)
+        for of_process in self.world.gather(found):
+            for name, loss, count in of_process:
+                losses[places[name]], tokens[places[name]] = loss, count
+        return losses, tokens
+
+    def matches(self, result: Result) -> list[float | None]:
+        """Exact match, 0 or 1, of each answer."""
+        pairs = zip(self.records, result.answers, strict=True)
+        return [None if a is None else float(exact_match(a, r.answers or (r.suffix,))) for r, a in pairs]
+
+    def scores(self, result: Result) -> dict[str, float | None]:
+        """Loss in nats a token, exact match and VQA accuracy in percent; None where there is none."""
+        tokens, losses = sum(result.tokens), [loss for loss in result.losses if loss is not None]
+        accuracies = [vqa_accuracy(r, a) for r, a in zip(self.records, result.answers, strict=True)]
+        return {
+            "loss": math.fsum(losses) / tokens if tokens else None,
+            "exact_match": percent(self.matches(result)),
+            "vqa_accuracy": percent(accuracies),
+        }
+
+
+def open_held_out(
+    settings: Settings, processor: Processor, world: World, known: dict[str, list[Record]] | None = None
+) -> HeldOut | None:
+    """Up to --eval-limit held-out examples, spread evenly over all of them; None where there are none.
+
+    Of the embedded scenes, which have tests of their own, a quarter of that. known: see `read_records`. Raises
+    UserError for --eval-data that cannot be read.
+    """
+    most = settings.eval_limit // 4 if settings.is_embedded else settings.eval_limit
+    try:
+        records = read_records(replace(settings, samples=most), "validation", known)
+    except UserError:
+        if settings.eval_data:
+            raise
+        return None  # too few pictures
+    found: list[Record] = []
+    for number in spread_evenly(range(len(records)), most):
+        with contextlib.suppress(UserError):  # of a damaged shard; training names what it leaves out
+            found.append(replace(records[number], sampled=False))
+    records = [record for record in found if record.turns]
+    if not records:
+        return None
+    lengths = [len(ids) + 1 for ids in processor.tokenizer.encode([r.suffix for r in records])]
+    # rows of training, or fewer where their logits would take more memory than those of training's loss
+    rows = min(settings.batch_size, max(1, MAX_LOGITS // (processor.config.text.vocab_size * max(lengths))))
+    order = sorted(range(len(records)), key=lambda number: len(records[number].prefix + records[number].suffix))
+    plan = [order[start : start + rows] for start in range(0, len(order), rows)]
+    asked = [number for number, r in enumerate(records) if len(r.turns) == 1 and r.pictures]
+    generates = 2 * sum(lengths[number] <= LONGEST for number in asked) > len(records)
+    return HeldOut(records, lengths, plan, asked if generates else [], processor, settings, world)
+
+
+def spread_evenly(items: Sequence, most: int) -> list:
+    """Up to `most` of the items, from the first on."""
+    count = min(most, len(items))
+    return [items[place * len(items) // count] for place in range(count)]
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """The model in eval mode for the block, without gradients; random numbers go on afterwards as if it were not."""
+    was_training, devices = model.training, [device] if device.type == "cuda" else []
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        model.train(was_training)
+
+
+def row_losses(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
+    """(B,): the cross-entropies of each row, summed over its supervised tokens."""
+    batch = micro.batch
+    logits = model(
+        batch.input_ids,
+        batch.pixel_values,
+        batch.token_type_ids,
+        batch.attention_mask,
+        positions_to_keep=micro.positions,
+        image_features=micro.features,
+        image_index=micro.image_index,
+    )
+    return F.cross_entropy(logits.transpose(1, 2), micro.targets, ignore_index=-100, reduction="none").sum(1)
+
+
+def ask_of(record: Record) -> Ask:
+    """The question that a record asks."""
+    pictures = record.pictures
+    return Ask(
+        record.name, record.key, pictures[0] if len(pictures) == 1 else partial(open_all, pictures), record.prefix
+    )
+
+
+def open_all(pictures: Sequence) -> list:
+    """The pictures, or the paths, of a record with several."""
+    return [picture() if callable(picture) else picture for picture in pictures]
+
+
+def vqa_accuracy(record: Record, answer: str | None) -> float | None:
+    """VQA accuracy, 0 to 1, of an answer to a question that several annotators have answered; else None."""
+    if answer is None or len(record.answers) < ANNOTATORS:
+        return None
+    given = tuple({"answer": text, "answer_id": number} for number, text in enumerate(record.answers))
+    return official(Annotation(record.name, given, record.suffix), answer)
+
+
+def percent(scores: Sequence[float | None]) -> float | None:
+    """The mean of the scores that are not None, in percent."""
+    found = [score for score in scores if score is not None]
+    return 100 * sum(found) / len(found) if found else None
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What the loop calls after each step. write(model, folder): write the trained weights."""
+
+    held_out: HeldOut
+    run: Path
+    write: Callable[[PaliGemma, Path], None]
+    most: int = ASKED
+
+    def check(
+        self, model: PaliGemma, cache: FeatureCache | None, total: int, step: int, progress: dict
+    ) -> dict[str, float]:
+        """Evaluate the model every --eval-every steps and after the last of `total`; returns the metrics.
+
+        progress: "best" becomes this step if its exact match is the highest so far, or equal and its loss the lowest
+        (where no answer is generated, by the loss alone), and then RUN/best is written; "stopped" becomes it when
+        --patience is used up.
+        """
+        settings = self.held_out.settings
+        if step % (settings.eval_every or -(-total // 10)) and step != total:
+            return {}
+        scores = self.held_out.scores(self.held_out.evaluate(model, most=self.most, cache=cache))
+        loss, exact, best = scores["loss"], scores["exact_match"], progress.get("best")
+        if loss is None:  # no example could be used
+            return {}
+        if best is None or (exact or 0, -loss) > (best["exact_match"] or 0, -best["loss"]):
+            progress["best"] = {"step": step, "loss": loss, "exact_match": exact, "since": 0}
+            if settings.keep_best:
+                self.keep(model)
+        else:
+            progress["best"] = best | {"since": best["since"] + 1}
+        if settings.patience and progress["best"]["since"] >= settings.patience:
+            progress["stopped"] = step
+        return {"held_out_loss": loss} | ({} if exact is None else {"exact_match": exact})
+
+    def keep(self, model: PaliGemma) -> None:
+        """Write the weights to RUN/best, whose former content stays until the new one is whole."""
+        temporary, world = self.run / ".best.partial", self.held_out.world
+        if world.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        world.barrier()
+        self.write(model, temporary)
+        if world.is_first:
+            replace_folder(temporary, self.run / "best")
+        world.barrier()
