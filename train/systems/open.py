@@ -14,11 +14,11 @@ import torch
 from lora import adapter
 from lora.quantize import quantize
 from model.common import UserError
-from model.config import PRESETS
 from model.device import choose_dtype
 from model.differential import default_options, graft
 from model.paligemma import PaliGemma
 from model.processor import Processor
+from model.source import preset_of
 from model.tokenizer import find_tokenizer, load_tokenizer
 from train.optim import OPTIMIZERS, SCALARS, Rule, parameter_groups, trainable
 from train.recipes import STAGES
@@ -76,8 +76,7 @@ def sketch(settings: Settings) -> PaliGemma | None:
     """
     if settings.stage is not None:
         return None
-    is_preset = settings.base in PRESETS and not Path(settings.base).is_dir()
-    config = PRESETS[settings.base] if is_preset else examine(settings.base).config
+    config = preset_of(settings.base) or examine(settings.base).config
     if config is None:
         return None  # loading says what is wrong
     model = empty_model(config, torch.float32)
