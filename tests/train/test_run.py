@@ -271,11 +271,11 @@ def test_processes_that_see_different_checkpoints_are_refused(run):
 def test_the_one_before_goes_on_to_the_same_end(cut_at_3, template):
     damage("optimizer.safetensors", None)
     shutil.rmtree("run/checkpoints/step-4")
+    shutil.copy("other/metrics.jsonl", "run/metrics.jsonl")  # their clocks differ
     edit_json("run/checkpoints/step-3/state.json")  # the same content in other words
     with pytest.raises(UserError, match="state.json has been changed.*there is none before: start anew"):
         resume()
     shutil.copy("other/checkpoints/step-3/state.json", "run/checkpoints/step-3/state.json")
-    shutil.copy("other/metrics.jsonl", "run/metrics.jsonl")
     resume("--allow-changed")  # --checkpoint-every differs, which is free
     ours, whole = (load_file(folder / "run/adapter_model.safetensors") for folder in (Path(), template))
     assert all(torch.equal(ours[name], whole[name]) for name in whole)
