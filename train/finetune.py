@@ -16,6 +16,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from lora import adapter
 from lora.quantize import quantize
 from model.common import run_command, write_text
@@ -33,7 +35,7 @@ from train.run_folder import check_empty, run_folder
 from train.settings import Settings, parse, run_stem
 from train.summary import evaluate, print_summary, summarize, write_answers
 from train.supervised import train_on
-from train.systems.open import load_base, load_start, open_model, open_processor, sketch, weights_dtype
+from train.systems.open import load_base, load_start, open_model, open_processor, weights_dtype
 from train.validation import ASKED, Watch, open_held_out
 from weights.checkpoint import empty_model
 from weights.export import export_model
@@ -43,15 +45,15 @@ from weights.fingerprint import tensor_fingerprint
 def fine_tune(settings: Settings, arguments: RunArguments, world: World) -> None:
     """The whole run: measure, train, write the result, measure again, write the summary."""
     check_empty(arguments.out)
-    outline = sketch(settings)  # mistakes are found before weights are read
+    outline, _ = open_model(settings, torch.device("meta"))  # mistakes are found before weights are read
     files_read: dict = {}
     records = read_records(settings, known=files_read)
     model = load_start(settings, world.device)
     processor, files = open_processor(settings, model)
     held_out = open_held_out(settings, processor, world, files_read) if settings.evaluate else None
-    learned = count(trainable(outline or model).values())
+    learned = count(trainable(outline).values())
     if world.is_first:
-        print_start(outline or model, learned, settings, world)
+        print_start(count(outline.parameters()), learned, settings, world)
     with run_folder(arguments, settings, run_stem(settings), "train.finetune", world) as run:
         kept, begins = {}, settings.evaluate and not checkpoints(run)
         measure = partial(evaluate, processor=processor, settings=settings, world=world, held_out=held_out)
@@ -101,9 +103,8 @@ def base_fingerprint(model: PaliGemma, settings: Settings) -> str:
     return tensor_fingerprint(model.state_dict()) if settings.writes_model else adapter.fingerprint(model)
 
 
-def print_start(model: PaliGemma, learned: int, settings: Settings, world: World) -> None:
+def print_start(total: int, learned: int, settings: Settings, world: World) -> None:
     """Print what is trained: the base, its size, the share of it that is trained, the device."""
-    total = count(model.parameters())
     staged = settings.stage is not None
     kind = f"{settings.arch}, stage {settings.stage}" if staged else f"attention {settings.attention}"
     print(

@@ -12,17 +12,15 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eval.command import Ask
-from eval.datasets import Annotation
+from eval.command import Ask, ask_of
 from eval.records import Record, blind
-from eval.vqa_scoring import exact_match, official
+from eval.vqa_data import score
 from model.common import UserError
 from model.device import autocast_of
 from model.paligemma import MAX_LOGITS, PaliGemma
@@ -37,7 +35,6 @@ from train.supervised import ready
 
 ASKED = 200  # examples that a model answers at an evaluation during training; the loss is of all
 LONGEST = 64  # tokens of an answer; where most answers are longer, none is generated
-ANNOTATORS = 3  # from which on VQA accuracy can be 1
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class HeldOut:
         with evaluating(model, self.world.device):
             losses, tokens = self._losses(model, records, cache)
             if numbers:
-                asks = [ask_of(records[number]) for number in numbers]
+                asks = [self._ask(records[number]) for number in numbers]
                 longest = min(LONGEST, max(self.lengths[number] for number in numbers))
                 options = {"max_new_tokens": longest, "progress": title, "left_out": {}}
                 for number, answer in zip(
@@ -120,20 +117,23 @@ class HeldOut:
                 losses[places[name]], tokens[places[name]] = loss, count
         return losses, tokens
 
+    def _ask(self, record: Record) -> Ask:
+        """The question of a record, its pictures where they were in training."""
+        ((prefix, _),) = self.processor.in_place(len(record.pictures), record.turns)
+        return replace(ask_of(record), prefix=prefix)
+
     def matches(self, result: Result) -> list[float | None]:
         """Exact match, 0 or 1, of each answer."""
-        pairs = zip(self.records, result.answers, strict=True)
-        return [None if a is None else float(exact_match(a, r.answers or (r.suffix,))) for r, a in pairs]
+        by_name = score(self.records, result.answers)["exact_match"]
+        return [by_name.get(record.name) for record in self.records]
 
     def scores(self, result: Result) -> dict[str, float | None]:
         """Loss in nats a token, exact match and VQA accuracy in percent; None where there is none."""
         tokens, losses = sum(result.tokens), [loss for loss in result.losses if loss is not None]
-        accuracies = [vqa_accuracy(r, a) for r, a in zip(self.records, result.answers, strict=True)]
-        return {
-            "loss": math.fsum(losses) / tokens if tokens else None,
-            "exact_match": percent(self.matches(result)),
-            "vqa_accuracy": percent(accuracies),
-        }
+        found = score(self.records, result.answers)
+        percent = {name: 100 * sum(values.values()) / len(values) for name, values in found.items() if values}
+        loss = {"loss": math.fsum(losses) / tokens if tokens else None}
+        return loss | {name: percent.get(name) for name in ("exact_match", "vqa_accuracy")}
 
 
 def open_held_out(
@@ -163,7 +163,7 @@ def open_held_out(
     rows = min(settings.batch_size, max(1, MAX_LOGITS // (processor.config.text.vocab_size * max(lengths))))
     order = sorted(range(len(records)), key=lambda number: len(records[number].prefix + records[number].suffix))
     plan = [order[start : start + rows] for start in range(0, len(order), rows)]
-    asked = [number for number, r in enumerate(records) if len(r.turns) == 1 and r.pictures]
+    asked = [number for number, r in enumerate(records) if len(r.turns) == 1]
     generates = 2 * sum(lengths[number] <= LONGEST for number in asked) > len(records)
     return HeldOut(records, lengths, plan, asked if generates else [], processor, settings, world)
 
@@ -199,33 +199,6 @@ def row_losses(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
         image_index=micro.image_index,
     )
     return F.cross_entropy(logits.transpose(1, 2), micro.targets, ignore_index=-100, reduction="none").sum(1)
-
-
-def ask_of(record: Record) -> Ask:
-    """The question that a record asks."""
-    pictures = record.pictures
-    return Ask(
-        record.name, record.key, pictures[0] if len(pictures) == 1 else partial(open_all, pictures), record.prefix
-    )
-
-
-def open_all(pictures: Sequence) -> list:
-    """The pictures, or the paths, of a record with several."""
-    return [picture() if callable(picture) else picture for picture in pictures]
-
-
-def vqa_accuracy(record: Record, answer: str | None) -> float | None:
-    """VQA accuracy, 0 to 1, of an answer to a question that several annotators have answered; else None."""
-    if answer is None or len(record.answers) < ANNOTATORS:
-        return None
-    given = tuple({"answer": text, "answer_id": number} for number, text in enumerate(record.answers))
-    return official(Annotation(record.name, given, record.suffix), answer)
-
-
-def percent(scores: Sequence[float | None]) -> float | None:
-    """The mean of the scores that are not None, in percent."""
-    found = [score for score in scores if score is not None]
-    return 100 * sum(found) / len(found) if found else None
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,12 @@ from model.device import choose_dtype
 from model.differential import default_options, graft
 from model.paligemma import PaliGemma
 from model.processor import Processor
-from model.source import preset_of
 from model.tokenizer import find_tokenizer, load_tokenizer
 from train.optim import OPTIMIZERS, SCALARS, Rule, parameter_groups, trainable
 from train.recipes import STAGES
 from train.settings import Settings
 from train.systems.qmamba import language_model, open_qmamba
 from train.systems.wings import open_wings
-from weights.checkpoint import empty_model, examine
 from weights.export import companions
 from weights.load import load_model
 
@@ -60,28 +58,10 @@ def load_base(settings: Settings, device: torch.device) -> PaliGemma:
 
 
 def load_start(settings: Settings, device: torch.device) -> PaliGemma:
-    """What training starts from: the base, without graft and adapter, or the model of a stage, with what is trained
-    marked as such."""
+    """What training starts from: the base, without graft and adapter, or the model of a stage."""
     if settings.stage is None:
         return load_base(settings, device)
-    model = open_stage(settings, weights_dtype(settings, device), device)
-    parameter_groups(model, stage_rules(settings))
-    return model
-
-
-def sketch(settings: Settings) -> PaliGemma | None:
-    """The model that is trained, without weights: its trainable parameters by name and shape. None for a stage.
-
-    Raises UserError for a graft or an adapter that does not fit the base.
-    """
-    if settings.stage is not None:
-        return None
-    config = preset_of(settings.base) or examine(settings.base).config
-    if config is None:
-        return None  # loading says what is wrong
-    model = empty_model(config, torch.float32)
-    parameter_groups(model, adapt(model, settings))
-    return model
+    return open_stage(settings, weights_dtype(settings, device), device)
 
 
 def open_model(
