@@ -20,7 +20,7 @@ from eval.command import add_flag, command_parser, positive, whole
 from eval.datasets import fill_prompt
 from eval.session import add_model_flags, check_figure, model_of, open_model, stored_prompt
 from model.common import UserError, quoted, run_command, shown
-from model.generate import NonFiniteError, check_options, generate
+from model.generate import NonFiniteError, ask, check_options
 from model.images import load_image
 from model.processor import parse_boxes
 
@@ -53,23 +53,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, processor = open_model(args, subject)
     device = next(model.parameters()).device
     asked = [(name, prompt) for name in images for prompt in prompts]
-    batch = processor([images[name] for name, _ in asked], [prompt for _, prompt in asked]).to(device)
     try:
-        rows = generate(
+        texts = ask(
             model,
-            *(batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask),
+            processor,
+            [images[name] for name, _ in asked],
+            [prompt for _, prompt in asked],
             args.max_new_tokens,
             temperature=args.temperature,
             top_p=args.top_p,
             generator=torch.Generator(device).manual_seed(args.seed),
-            image_index=batch.image_index,
         )
     except NonFiniteError as error:
         name, prompt = asked[error.rows[0]]
         raise NonFiniteError(error.rows, f"{shown(name)}, {quoted(prompt)}") from None
     answers = []
-    for (name, prompt), row in zip(asked, rows, strict=True):
-        text = processor.decode(row)
+    for (name, prompt), text in zip(asked, texts, strict=True):
         found = parse_boxes(text, *images[name].size)
         boxes = [{"label": label, "box": [round(side, 1) for side in box]} for label, box in found]
         answers.append({"image": name, "prompt": prompt, "answer": text, "boxes": boxes})

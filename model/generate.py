@@ -1,11 +1,11 @@
 """Decoding: the prompts are read once into the cache, then one token a step for all rows until every row has ended.
 
 In: a batch of prompts of unequal length, padded on either side. Out: the new tokens of each row, which
-`Processor.decode` turns into text.
+`Processor.decode` turns into text; `ask` does all of it, from pictures to text.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from model.attention import LayerCache
 from model.common import UserError
 from model.paligemma import PaliGemma
+from model.processor import Processor
 
 CHECK_EVERY = 8  # steps between checks whether all rows have ended on a GPU: each makes the CPU wait for it
 
@@ -160,6 +161,24 @@ def generate(
         lengths = torch.where(is_end.any(1), is_end.long().argmax(1) + 1, tokens.shape[1]).tolist()
     # copies made outside of inference mode, which autograd may use
     return [row[:length].clone() for row, length in zip(tokens, lengths, strict=True)]
+
+
+def ask(
+    model: PaliGemma,
+    processor: Processor,
+    pictures: Sequence,
+    prompts: Sequence[str],
+    max_new_tokens: int = 32,
+    **options,
+) -> list[str]:
+    """The answer to each prompt about its picture, as text. options: those of `generate`. Raises UserError.
+
+    Many questions are asked faster by `eval.run.ask_all`, which encodes a picture once and sorts prompts by length.
+    """
+    batch = processor(pictures, prompts).to(next(model.parameters()).device)
+    options["image_index"] = batch.image_index
+    prompt = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
+    return [processor.decode(new) for new in generate(model, *prompt, max_new_tokens, **options)]
 
 
 def check_options(max_new_tokens: int, temperature: float, top_p: float) -> None:

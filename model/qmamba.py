@@ -142,6 +142,7 @@ class QMamba(PaliGemma):
     """
 
     language_model: Any  # Mamba in place of Gemma
+    multi_modal_projector: QMambaProjector
 
     @staticmethod
     def build(config: QMambaConfig) -> tuple[QMambaProjector, Mamba]:

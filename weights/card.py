@@ -67,7 +67,10 @@ def _front_matter(base: str) -> Iterator[str]:
 
 def _scores(summary: Mapping[str, Any]) -> list[str]:
     """A table of every number in the summary's results: a column for each, such as before and after training."""
-    results = {name: dict(_numbers(value)) for name, value in summary.items() if isinstance(value, dict)}
+    results = {n: dict(_numbers(value)) for n, value in summary.items() if isinstance(value, dict) and n != "held_out"}
+    for name, value in summary.get("held_out", {}).items():  # which has results by the same names
+        if isinstance(value, dict):
+            results.setdefault(name, {}).update((f"held-out {key}", number) for key, number in _numbers(value))
     results = {name: numbers for name, numbers in results.items() if numbers}
     rows = dict.fromkeys(row for numbers in results.values() for row in numbers)
     if not rows:

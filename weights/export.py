@@ -206,7 +206,8 @@ def locate(source: str, update: Path | None = None) -> Origin:
         source = base
     if update is not None:
         check_foldable(update)
-        return Origin(source, source, update, update)
+        is_part = update.absolute().parent.joinpath("summary.json").is_file()  # best/ of a run
+        return Origin(source, source, update, update.absolute().parent if is_part else update)
     run = folder.parent if folder.name == "model" else folder
     if not (run / "model").is_dir():  # which `--full` writes
         return Origin(source, source)

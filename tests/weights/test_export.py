@@ -27,7 +27,11 @@ from weights.load import load_model
 from weights.processor_files import processor_files, read_pieces
 
 PROMPTS = ["answer en Where is the dog?", "detect dog", "caption en  \tétang 日本 🐮"]
-SUMMARY = {"before": {"vqa": 12.5, "needle": None, "vqa_details": {"overall": 12.5}}, "after": {"vqa": 87.5}}
+SUMMARY = {
+    "before": {"vqa": 12.5, "needle": None, "vqa_details": {"overall": 12.5}},
+    "after": {"vqa": 87.5},
+    "held_out": {"examples": 40, "before": {"loss": 2.25}, "best": {"loss": 0.5}, "best_step": 7},
+}
 
 
 def learned(model: PaliGemma, folder: Path, kind: str) -> Path:
@@ -142,16 +146,19 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
     """Breaks when a card loses base, data, settings, scores or command, or a name breaks its table or front matter."""
     model = load_model("embedded")
     learned(model, tmp_path / "run", "softmax")
-    weights.export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "fp32"])
+    (tmp_path / "run" / "best").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "run" / name).rename(tmp_path / "run" / "best" / name)
+    weights.export.main([str(tmp_path / "run" / "best"), str(tmp_path / "out"), "--dtype", "fp32"])
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: image-text-to-text\n")
     for line in (
         "license: apache-2.0",
         "# out",
         "python -m train.finetune --lr 0.1",
-        "|  | before | after |",
-        "| vqa | 12.5 | 87.5 |",
-        "| vqa_details, overall | 12.5 |  |",
+        "|  | before | after | best |",
+        "| vqa | 12.5 | 87.5 |  |",
+        "| held-out loss | 2.25 |  | 0.5 |",
         "| data | jsonl:a\\|b.jsonl |",
     ):
         assert f"\n{line}\n" in card, line
