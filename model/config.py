@@ -13,7 +13,7 @@ K key/value heads, D head dim, F feed-forward, V vocabulary, P patches per side,
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isqrt
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from model.common import Expected, UserError, field_problems, quoted, read_field, read_json
 
@@ -26,6 +26,37 @@ VocabSize = Annotated[int, Expected(int, 1, 1 << 24)]
 TokenId = Annotated[int, Expected(int, 0, 1 << 24)]
 Epsilon = Annotated[float, Expected(float, 0, 1)]
 Positive = Annotated[float, Expected(float, 1e-6, 1e12)]
+
+
+ConfigT = TypeVar("ConfigT", bound="Config")
+
+
+class Config:
+    """What the configurations of whole models share: a config.json is read, and all that is wrong with it is named."""
+
+    @classmethod
+    def from_dict(cls: type[ConfigT], raw: dict, where: str = "config.json") -> ConfigT:
+        """Read a config.json. Raises UserError for another model or sizes that contradict."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_file(cls: type[ConfigT], path: str | Path) -> ConfigT:
+        """Read config.json at `path`. Raises UserError if it is absent, not JSON, or of another model."""
+        return cls.from_dict(read_json(path, unique_keys=True), str(path))
+
+    def to_dict(self) -> dict:
+        """The config.json that `from_dict` reads back, and transformers where it has the model."""
+        raise NotImplementedError
+
+    def problems(self) -> list[str]:
+        """What is wrong with the sizes, a text for each problem."""
+        raise NotImplementedError
+
+    def check(self: ConfigT, where: str = "config") -> ConfigT:
+        """This configuration. Raises UserError, with all problems in one line, unless all fields fit together."""
+        if problems := self.problems():
+            raise UserError(f"{where}: {'; '.join(problems)}: correct the file or download it again")
+        return self
 
 
 @dataclass(frozen=True)
@@ -117,7 +148,7 @@ class TextConfig:
 
 
 @dataclass(frozen=True)
-class PaliGemmaConfig:
+class PaliGemmaConfig(Config):
     """The whole model: a vision tower, a decoder and the token ids that join them."""
 
     vision: VisionConfig = field(default_factory=VisionConfig)
@@ -134,14 +165,9 @@ class PaliGemmaConfig:
 
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> "PaliGemmaConfig":
-        """Read a published config.json. Raises UserError for another architecture or sizes that contradict."""
-        if raw.get("model_type") != "paligemma":
-            raise UserError(
-                f"{where}: model_type is {quoted(raw.get('model_type'))}, expected 'paligemma': this loader opens "
-                "PaliGemma 1 and 2; pick such a checkpoint"
-            )
+        require_type(raw, "paligemma", where, ": this loader opens PaliGemma 1 and 2; pick such a checkpoint")
         vision, text = read_section(raw, "vision_config", where), read_section(raw, "text_config", where)
-        config = cls(
+        return cls(
             vision=_read_vision(vision, text, where),
             text=_read_text(text, raw, where),
             image_token_id=_first(raw.get("image_token_index"), raw.get("image_token_id"), 256000),
@@ -149,17 +175,9 @@ class PaliGemmaConfig:
                 name: _first(raw.get(name), text.get(name), default)
                 for name, default in (("pad_token_id", 0), ("eos_token_id", 1), ("bos_token_id", 2))
             },
-        )
-        config.check(where)
-        return config
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> "PaliGemmaConfig":
-        """Read config.json at `path`. Raises UserError if it is absent, not JSON, or not a PaliGemma."""
-        return cls.from_dict(read_json(path, unique_keys=True), str(path))
+        ).check(where)
 
     def to_dict(self) -> dict:
-        """The config.json that transformers reads back to the same model."""
         vision, text = asdict(self.vision), asdict(self.text)
         if vision["feature_layer"] is None:
             del vision["feature_layer"]
@@ -195,13 +213,12 @@ class PaliGemmaConfig:
             "text_config": text,
         }
 
-    def check(self, where: str = "config") -> None:
-        """Raise UserError, with all problems in one line, unless every field is possible and all fit together."""
+    def problems(self) -> list[str]:
         problems = [*self.vision.problems(), *self.text.problems(), *field_problems(self)]
         size, patch = self.vision.image_size, self.vision.patch_size
         if not problems and size % patch:  # SigLIP alone crops, as at 384 px
             problems.append(f"image_size {size} is no multiple of patch_size {patch}")
-        refuse(problems or control_token_problems(self, self.text.vocab_size), where)
+        return problems or control_token_problems(self, self.text.vocab_size)
 
 
 def control_token_problems(config: Any, vocab_size: int) -> list[str]:
@@ -210,10 +227,10 @@ def control_token_problems(config: Any, vocab_size: int) -> list[str]:
     return [f"{name} is {id_}, but vocab_size only {vocab_size}" for name, id_ in given.items() if id_ >= vocab_size]
 
 
-def refuse(problems: list[str], where: str) -> None:
-    """Raise a UserError with all problems of a config.json, if there are any."""
-    if problems:
-        raise UserError(f"{where}: {'; '.join(problems)}: correct the file or download it again")
+def require_type(raw: dict, expected: str, where: str, remedy: str = ": pick another model") -> None:
+    """Raise UserError unless the model_type of a config.json is `expected`."""
+    if raw.get("model_type") != expected:
+        raise UserError(f"{where}: model_type is {quoted(raw.get('model_type'))}, expected {expected!r}{remedy}")
 
 
 def read_section(raw: dict, name: str, where: str) -> dict:

@@ -11,6 +11,7 @@ from typing import Annotated
 from model.common import Expected, UserError, field_problems, quoted, read_field, read_json
 from model.config import (
     SIZE,
+    Config,
     Depth,
     Epsilon,
     PaliGemmaConfig,
@@ -22,7 +23,7 @@ from model.config import (
     control_token_problems,
     read_known,
     read_section,
-    refuse,
+    require_type,
 )
 
 
@@ -35,21 +36,14 @@ class WingsConfig(PaliGemmaConfig):
 
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> "WingsConfig":
-        """Read what `to_dict` wrote. Raises UserError for another model or sizes that contradict."""
-        base, learners = raw.get("paligemma_config"), raw.get("learner_config", {})
-        kind = raw.get("model_type")
-        if kind != "wings" or not isinstance(base, dict):
-            raise UserError(
-                f"{where}: model_type is {quoted(kind)}, expected 'wings' with a paligemma_config: the weights of the "
-                "authors have the shapes of another decoder and router; train with --wings"
-            )
+        base, learners = read_section(raw, "paligemma_config", where), raw.get("learner_config", {})
+        authors = "the weights of the authors have the shapes of another decoder and router; train with --wings"
+        require_type(raw if base else {}, "wings", where, f" with a paligemma_config: {authors}")
         if not isinstance(learners, dict) or not learners.keys() <= {"rank", "routed"}:
             raise UserError(
                 f"{where}: learner_config is {quoted(learners)}, expected rank and routed: correct the file"
             )
-        config = cls.beside(PaliGemmaConfig.from_dict(base, where), **learners)
-        config.check(where)
-        return config
+        return cls.beside(PaliGemmaConfig.from_dict(base, where), **learners).check(where)
 
     @classmethod
     def beside(cls, base: PaliGemmaConfig, **learners) -> "WingsConfig":
@@ -57,23 +51,21 @@ class WingsConfig(PaliGemmaConfig):
         return cls(**{field.name: getattr(base, field.name) for field in fields(PaliGemmaConfig)}, **learners)
 
     def to_dict(self) -> dict:
-        """The config.json that `from_dict` reads back."""
         return {
             "model_type": "wings",
             "paligemma_config": super().to_dict(),
             "learner_config": {"rank": self.rank, "routed": self.routed},
         }
 
-    def check(self, where: str = "config") -> None:
-        """Raise UserError unless every field is possible and all fit together."""
-        super().check(where)
-        width, heads = self.text.hidden_size, self.text.num_attention_heads
-        if width % (2 * heads):
-            raise UserError(f"{where}: a learner cannot cut {width} channels into {heads} heads of an even width")
+    def problems(self) -> list[str]:
+        problems, width, heads = super().problems(), self.text.hidden_size, self.text.num_attention_heads
+        if not problems and width % (2 * heads):
+            problems.append(f"a learner cannot cut {width} channels into {heads} heads of an even width")
+        return problems
 
 
 @dataclass(frozen=True)
-class MambaConfig:
+class MambaConfig(Config):
     """Sizes of a Mamba language model. Defaults: mamba-130m."""
 
     vocab_size: VocabSize = 50280  # 50277 tokens of GPT-NeoX, padded to a multiple of 8
@@ -100,7 +92,7 @@ class MambaConfig:
 
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> "MambaConfig":
-        """Read a config.json, of transformers or of the original repository. Raises UserError for another model."""
+        """Read a config.json, of transformers or of the original repository."""
         layer = read_section(raw, "ssm_cfg", where)
         original = {
             "hidden_size": raw.get("d_model"),
@@ -130,15 +122,13 @@ class MambaConfig:
         ] + [f"{name} is missing" for name in ("vocab_size", "hidden_size", "num_hidden_layers") if name not in given]
         if problems:
             raise UserError(f"{where}: {'; '.join(problems)}: only Mamba 1 with a tied head is built here")
-        config = cls(**given)
-        config.check(where)
+        config = cls(**given).check(where)
         if raw.get("pad_vocab_size_multiple") is None:
             return config
         multiple = read_field(raw, "pad_vocab_size_multiple", SIZE, where)
         return replace(config, vocab_size=-(-config.vocab_size // multiple) * multiple)
 
     def to_dict(self) -> dict:
-        """The config.json that transformers reads back to the same model."""
         return asdict(self) | {
             "architectures": ["MambaForCausalLM"],
             "model_type": "mamba",
@@ -147,12 +137,7 @@ class MambaConfig:
             "time_step_rank": self.time_step_rank or "auto",
         }
 
-    def check(self, where: str = "config") -> None:
-        """Raise UserError, with all problems in one line, unless every field is possible."""
-        refuse(self.problems(), where)
-
     def problems(self) -> list[str]:
-        """What is wrong with the sizes, a text for each problem."""
         return field_problems(self) or control_token_problems(self, self.vocab_size)
 
 
@@ -193,7 +178,7 @@ class ProjectorConfig:
 
 
 @dataclass(frozen=True)
-class QMambaConfig:
+class QMambaConfig(Config):
     """The whole model. Defaults: SigLIP So400m at 384 px without its last layer, and mamba-2.8b."""
 
     vision: VisionConfig = field(default_factory=lambda: VisionConfig(image_size=384, feature_layer=-2))
@@ -220,21 +205,15 @@ class QMambaConfig:
 
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> "QMambaConfig":
-        """Read what `to_dict` wrote. Raises UserError for another model or sizes that contradict."""
-        if raw.get("model_type") != "qmamba":
-            kind = quoted(raw.get("model_type"))
-            raise UserError(f"{where}: model_type is {kind}, expected 'qmamba': pick another model")
-        config = cls(
+        require_type(raw, "qmamba", where)
+        return cls(
             vision=read_known(VisionConfig, read_section(raw, "vision_config", where)),
             projector=read_known(ProjectorConfig, read_section(raw, "projector_config", where)),
             text=MambaConfig.from_dict(read_section(raw, "text_config", where), where),
             image_token_id=raw.get("image_token_id", cls.image_token_id),
-        )
-        config.check(where)
-        return config
+        ).check(where)
 
     def to_dict(self) -> dict:
-        """The config.json that `from_dict` reads back."""
         return {
             "model_type": "qmamba",
             "image_token_id": self.image_token_id,
@@ -243,20 +222,14 @@ class QMambaConfig:
             "text_config": self.text.to_dict(),
         }
 
-    def check(self, where: str = "config") -> None:
-        """Raise UserError, with all problems in one line, unless every field is possible and all fit together."""
+    def problems(self) -> list[str]:
         v, p = self.vision, self.projector
-        problems = [
-            *v.problems(),
-            *field_problems(p, "projector_config."),
-            *self.text.problems(),
-            *field_problems(self),
-        ]
+        problems = v.problems() + field_problems(p, "projector_config.") + self.text.problems() + field_problems(self)
         if not problems and p.queries > v.num_image_tokens:
             problems.append(f"{p.queries} queries are more than the picture's {v.num_image_tokens} features")
         if not problems and p.hidden_size % p.num_attention_heads:
             problems.append(f"projector width {p.hidden_size} is no multiple of {p.num_attention_heads} heads")
-        refuse(problems, where)
+        return problems
 
 
 MODEL_TYPE = "diff-transformer"
@@ -287,7 +260,7 @@ TEXT_PRESETS = {
 
 
 @dataclass(frozen=True)
-class TextModelConfig:
+class TextModelConfig(Config):
     """Sizes of the decoder as it is built, and whether its attention is differential."""
 
     text: TextConfig
@@ -309,13 +282,12 @@ class TextModelConfig:
 
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> "TextModelConfig":
-        """Read what `to_dict` wrote. Raises UserError for another architecture."""
-        kind = raw.get("model_type")
-        if kind != MODEL_TYPE or not isinstance(raw.get("text_config"), dict):
-            raise UserError(f"{where}: model_type is {quoted(kind)}, expected {MODEL_TYPE!r} and its text_config")
-        config = cls(read_known(TextConfig, raw["text_config"]), raw.get("differential", False))
-        refuse([*config.text.problems(), *field_problems(config)], where)
-        return config
+        require_type(raw, MODEL_TYPE, where)
+        text = read_field(raw, "text_config", Expected(dict), where)
+        return cls(read_known(TextConfig, text), raw.get("differential", False)).check(where)
+
+    def problems(self) -> list[str]:
+        return self.text.problems() + field_problems(self)
 
     def to_dict(self) -> dict:
         text = {name: value for name, value in asdict(self.text).items() if value is not None}
