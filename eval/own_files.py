@@ -189,7 +189,8 @@ def read_coco(
     for where, entry in _entries(value, "images", name):
         try:
             width, height = (read_field(entry, side, SIDE, where) for side in ("width", "height"))
-            boxes = [_box(annotation, labels, place) for place, annotation in found[read_id(entry, "id", where)]]
+            id_ = read_id(entry, "id", where)
+            boxes = [_box(annotation, labels, place) for place, annotation in found[id_]]
             if all(box.is_crowd for box in boxes):
                 continue
             picture = _picture(folder, read_field(entry, "file_name", NAME, where), allow_outside, where)
@@ -200,10 +201,10 @@ def read_coco(
         else:
             detection = Detection(width, height, tuple(boxes))
             order = list(labels.values())
-            examples.append(
-                Example(where.removeprefix(name), (picture,), (detection_turn(detection, order),), (), detection)
-            )
-    return examples
+            turn = detection_turn(detection, order)
+            examples.append((id_, Example(where.removeprefix(name), (picture,), (turn,), (), detection)))
+    # in COCO's order of pictures, which decides between boxes of one score
+    return [example for _, example in sorted(examples, key=lambda pair: (isinstance(pair[0], str), pair[0]))]
 
 
 def _entries(value: dict, key: str, name: str) -> list[tuple[str, dict]]:

@@ -13,7 +13,7 @@ from pycocotools.cocoeval import COCOeval
 from eval import detect, detection_scoring, run
 from eval.command import ask_of
 from eval.detection_scoring import Found
-from eval.records import Box, embedded_records
+from eval.records import Box, embedded_records, read_data
 from model.common import UserError
 
 STATS = "AP AP50 AP75 AP-small AP-medium AP-large AR1 AR10 AR100 AR-small AR-medium AR-large".split()
@@ -71,7 +71,11 @@ def by_pycocotools(truths, found) -> list[float]:
         results += [
             {"image_id": n, "category_id": ids[f.label], "bbox": sides(f), "score": f.score} for f in of_picture
         ]
-    evaluation = COCOeval(dataset, dataset.loadRes(results) if results else coco.COCO(), "bbox")
+    return summary_of(dataset, dataset.loadRes(results))
+
+
+def summary_of(truths: coco.COCO, found: coco.COCO) -> list[float]:
+    evaluation = COCOeval(truths, found, "bbox")
     evaluation.evaluate()
     evaluation.accumulate()
     evaluation.summarize()
@@ -188,3 +192,42 @@ def test_the_command_on_the_embedded_scenes(source, tmp_path, monkeypatch, capsy
     (tmp_path / "bad.json").write_text(json.dumps([{"question_id": "a", "boxes": [{"label": "cat", "x": "left"}]}]))
     with pytest.raises(UserError, match=r"bad.json\[0\]: boxes\[0\]: x is 'left'"):
         detect.main(["score", "--results", "bad.json"])
+
+
+def test_a_coco_file_scores_as_in_pycocotools(source, tmp_path, monkeypatch, capsys):
+    """Boxes lose their picture, class or size on the way, or are in another order: it decides between ties."""
+    monkeypatch.chdir(tmp_path)
+    dice, images, annotations = random.Random(3), [], []
+    for id_ in (40, 7, 300, 12, 9, 55):
+        Image.new("RGB", (64, 48)).save(f"{id_}.png")  # annotated at another size
+        images.append({"id": id_, "file_name": f"{id_}.png", "width": 640, "height": 480})
+        for _ in range(3):
+            corner = [dice.randrange(300), dice.randrange(200), dice.randrange(20, 300), dice.randrange(20, 250)]
+            common = {"id": len(annotations) + 1, "image_id": id_, "area": corner[2] * corner[3] / 2}
+            annotations.append(common | {"category_id": dice.choice((3, 5)), "bbox": corner, "iscrowd": 0})
+    categories = [{"id": 3, "name": "dog"}, {"id": 5, "name": "fire truck"}]
+    content = {"images": images, "annotations": annotations, "categories": categories}
+    (tmp_path / "coco.json").write_text(json.dumps(content))
+    names = {f"coco.json:images[{number}]": image["id"] for number, image in enumerate(images)}
+
+    def ask_all(model, processor, asks, **options):
+        boxes = "<loc0100><loc0050><loc0600><loc0400> dog ; "  # nearly always wrong, and first
+        return [(boxes if names[ask.id] in (40, 300) else "") + right[ask.id] for ask in asks]
+
+    records = read_data("coco:coco.json")
+    right = {record.name: record.suffix for record in records}
+    monkeypatch.setattr("eval.session.ask_all", ask_all)
+    monkeypatch.setattr(detect, "DRAWN", 1)
+    detect.main(["--model", source, "--data", "coco:coco.json", "--json"])
+    ours = json.loads(capsys.readouterr().out)
+    numbers = {"dog": 3, "fire truck": 5}
+    results = [
+        {"image_id": names[record.name], "category_id": numbers[f.label], "bbox": sides(f), "score": 1.0}
+        for record in records
+        for f in detect.parse(ask_all(None, None, [ask_of(record)])[0], 640, 480, numbers).found
+    ]
+    dataset = coco.COCO("coco.json")
+    expected = summary_of(dataset, dataset.loadRes(results))
+    found = [ours[name.replace("-", " ")] for name in STATS]
+    assert [-1 if value is None else value for value in found] == pytest.approx(expected, abs=1e-6)
+    assert 0.5 < ours["AP"] < 0.99 and ours["pictures"] == 6
