@@ -118,6 +118,20 @@ def test_official_files_and_finished_runs(tmp_path, trainings, capsys):
         run(tmp_path / "d", *flags, "--from", folders[0])
 
 
+def test_a_plan_trains_nothing(tmp_path, trainings, capsys):
+    """Breaks when --plan trains, writes, leaves out a run, or counts another share of the data."""
+    reproduce.main(["paligemma", *SMALL, "--plan", "--gpu", "L4", "--rows", "paper-1,paper-2", "--out", str(tmp_path)])
+    lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| paper")]
+    found = {line[1].strip(): (line[3].strip(), line[4].strip(), line[5].strip()) for line in lines}
+    assert found == {
+        "paper-1": ("4", "8", "2"),
+        "paper-2": ("4", "8", "2"),
+        "paper-1-full": ("4", "20", "5"),
+        "paper-2-full": ("4", "20", "5"),
+    }
+    assert not trainings and not list(tmp_path.iterdir())
+
+
 def test_training_and_evaluation_ask_in_the_same_words(tmp_path):
     """Breaks when a fine-tuned model is asked in words that it has not learned."""
     write_vqav2(tmp_path, images=8)

@@ -238,15 +238,14 @@ def summarize(study: FineTuningStudy, results: Sequence[RowResult], seeds: Seque
     }
 
 
-DECIDED = (
-    "attention feed_forward option tasks lr seed full resume evaluate eval_limit arch stage wings eval_data".split()
-)
+DECIDED = (*"attention feed_forward option tasks lr seed full arch stage wings".split(),)
+DECIDED += ("resume", "plan", "evaluate", "eval_limit", "eval_data")
 
 
 def read_arguments(argv: Sequence[str] | None) -> tuple[list[FineTuningRow], AttentionOptions, Settings]:
     """The rows, the study's flags, and the settings that all rows start from. Raises UserError."""
     defaults = ("--samples", str(SAMPLES))
-    options, base, given = read_study(AttentionOptions, argv, "train.compare", __doc__, DECIDED, defaults)
+    options, base, given, _ = read_study(AttentionOptions, argv, "train.compare", __doc__, DECIDED, defaults)
     if base.full:
         raise UserError("--recipe paligemma trains every weight, but rows are compared with LoRA: take another recipe")
     return pick_rows(options.rows, given), options, replace(base, tasks=",".join(TASKS))

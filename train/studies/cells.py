@@ -23,7 +23,7 @@ from model.processor import Processor
 from train.benchmark.timing import peak_bytes, reset_peak
 from train.checkpoint import file_digest
 from train.distributed import World, join_world
-from train.flags import FlagParser, add_flags, check_ranges, flag, from_values
+from train.flags import FlagParser, RunArguments, add_flags, check_ranges, flag, from_values
 from train.loop import Diverged
 from train.optim import count, trainable
 from train.settings import Settings, parse
@@ -65,8 +65,9 @@ def read_study(
     description: str | None,
     decided: Collection[str],
     defaults: Sequence[str],
-) -> tuple[Options, Settings, set[str]]:
-    """A study's own flags, the plain settings that all rows start from, and which of these the command line gives.
+) -> tuple[Options, Settings, set[str], RunArguments]:
+    """A study's own flags, the plain settings that all rows start from, which of these the command line gives, and the
+    flags of `train.finetune` that are no settings.
 
     Raises UserError for flags of `train.finetune` that the study has `decided`.
     """
@@ -85,7 +86,7 @@ def read_study(
             raise UserError(f"{word}: the study decides that itself: `python -m {program} --help` lists its own flags")
     own = from_values(options, vars(known))
     check_ranges(own)
-    settings = parse([*defaults, *rest])[0]
+    settings, arguments = parse([*defaults, *rest])
     reader = FlagParser(add_help=False, allow_abbrev=False)
     add_flags(reader, Settings)
     given = set(vars(reader.parse_known_args(rest)[0]))
@@ -93,7 +94,7 @@ def read_study(
         raise UserError("--coco goes with --data on disk: the embedded scenes have needle tests of their own")
     if (own.captions or own.metadata) and not own.coco:
         raise UserError("--captions and --metadata belong to --coco: give that too")
-    return own, replace(settings, **PLAIN), given
+    return own, replace(settings, **PLAIN), given, arguments
 
 
 def without(changes: Mapping[str, object], given: Collection[str]) -> dict[str, object]:
@@ -144,7 +145,7 @@ def count_tokens(records: Sequence[Record], processor: Processor, samples: int) 
     lengths = []
     for record in records[:: -(-len(records) // 20_000)]:
         with contextlib.suppress(UserError):  # training has left it out
-            *before, last = record.turns or [("", "")]
+            *before, last = processor.in_place(len(record.pictures), record.turns or (("", ""),))
             lengths.append(len(processor.layout(len(record.pictures), *last, before)[0]))
     return round(samples * sum(lengths) / len(lengths))
 

@@ -16,6 +16,7 @@ One seed and no controls, as published: `train.compare` has both. A cell is one 
 """
 
 import json
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,7 +25,9 @@ import numpy as np
 
 from lora import adapter
 from model.common import UserError, read_json, shown
-from train.flags import RUN_CONFIG, flag
+from train.data.sources import read_records
+from train.flags import RUN_CONFIG, RunArguments, flag
+from train.plan import PlanRow, plan, plan_table
 from train.recipes import RECIPES
 from train.settings import Settings
 from train.studies import engine
@@ -245,20 +248,64 @@ def choose(part_1: Sequence[dict]) -> dict[str, str]:
     return {kind: max(of, key=lambda one: one["score"]["mean"])["name"] for kind, of in kinds.items() if of}
 
 
-def open_reproduction(argv: Sequence[str] | None) -> Reproduction:
-    """What the flags ask for. Raises UserError before anything is trained."""
-    options, base, given = read_study(PaperOptions, argv, "train.reproduce paligemma", __doc__, DECIDED, MINIATURE)
-    names = options.rows.split(",")
-    if unknown := [name for name in names if name not in NAMES]:
+@dataclass(frozen=True)
+class Call:
+    """What the command line asks for. given: the names of settings that it gives."""
+
+    options: PaperOptions
+    base: Settings
+    given: set[str]
+    runs: dict[str, Path]
+    arguments: RunArguments
+
+
+def read_arguments(argv: Sequence[str] | None) -> Call:
+    """Raises UserError for flags that make no sense, and for runs that are not there."""
+    given = read_study(PaperOptions, argv, "train.reproduce paligemma", __doc__, DECIDED, MINIATURE)
+    options, base, names, arguments = given
+    rows = options.rows.split(",")
+    if unknown := [name for name in rows if name not in NAMES]:
         raise UserError(f"--rows {shown(unknown[0])}: choose of {', '.join(NAMES)}")
     kind, _, folder = base.data[0].partition(":")
-    if kind == "vqav2" and "validation" not in given and Path(folder, VAL_FILES[0]).exists():
+    if kind == "vqav2" and "validation" not in names and Path(folder, VAL_FILES[0]).exists():
         base = replace(base, validation=0.0)  # val2014 is asked about: no training picture is held out
-    runs = find_runs(options.from_, names)
-    study = open_study(base, options.out, make_measures(base, options))
-    return Reproduction(study, options, given, runs)
+    return Call(options, base, names, find_runs(options.from_, rows), arguments)
+
+
+def print_plan(call: Call, measures: dict[str, list[Measure]]) -> None:
+    """What the runs would take, those of Part 2 for the models that the paper chose; nothing is trained."""
+    gpus, planned = call.arguments.gpus, {}
+    for name in call.options.rows.split(","):
+        if name != "baseline":
+            print(f"planning {name}", file=sys.stderr, flush=True)
+            row = make_row(name, call.base, call.given, whole=False)
+            planned[name] = plan(replace(call.base, **row.changes), name, gpus)
+    for name in planned.keys() & {"paper-1", "paper-2"}:
+        row = make_row(name, call.base, call.given, whole=True)
+        planned[row.name] = on_more(planned[name], row.name, replace(call.base, **row.changes))
+    rows = [planned[name] for name in sorted(planned) if name not in call.runs]
+    asked = {split: len(of_split[0].examples) if of_split else 0 for split, of_split in measures.items()}
+    print(plan_table(rows, call.arguments.gpu))
+    print(f"\n{asked['vqa']:,} VQA questions to each model, {asked['needles']:,} needle tests to three of them.")
+
+
+def on_more(row: PlanRow, name: str, settings: Settings) -> PlanRow:
+    """The plan of the same model on the data of `settings`: its step is the same."""
+    records = len(read_records(settings))
+    steps = settings.steps or settings.epochs * -(-records // row.step_rows)
+    samples = min(steps * row.step_rows, settings.epochs * records)
+    more = samples / row.samples
+    return replace(
+        row, name=name, samples=samples, steps=steps, tokens=round(more * row.tokens), flops=more * row.flops
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    work = open_reproduction(argv)
-    engine.run_study(work.options.out, lambda: reproduce(work), to_markdown, draw, name="reproduction")
+    call = read_arguments(argv)
+    measures = make_measures(call.base, call.options)  # bad files are reported before a large model is read
+    if call.arguments.plan:
+        print_plan(call, measures)
+        return
+    study = open_study(call.base, call.options.out, measures)
+    work = Reproduction(study, call.options, call.given, call.runs)
+    engine.run_study(call.options.out, lambda: reproduce(work), to_markdown, draw, name="reproduction")

@@ -159,6 +159,13 @@ def conclusions(summary: dict) -> list[str]:
         lines.append(f"Table 1 here: {orders[0]}: {same}.")
     for name, gain in summary["differences"].items():
         lines += engine.conclude({f"Differential against fine-tuned, {name}": {name: gain}}, seeds=2)[:1]
+    if len(pair := list(summary["part_2"].values())) == 2 and summary["differences"]:
+        first, second = (one["settings"] for one in pair)
+        if differ := [name for name in ("feed_forward", "lr", "r", "weight_decay") if first[name] != second[name]]:
+            lines.append(
+                f"The two of Part 2 differ in more than attention ({', '.join(differ)}): what lies between them is not "
+                "attention's alone. `train.compare` compares with controls."
+            )
     needles = summary["needles"]
     wide = [TITLES[kind] for kind, one in needles.items() if one["score"]["low"] <= 25 <= one["score"]["high"]]
     if wide:
