@@ -240,7 +240,7 @@ def test_coco_s_boxes_are_paligemma_s(tmp_path, processor):
     value = coco(tmp_path)
     value["annotations"][4]["category_id"] = 5
     (bad,) = collate(read_data(f"coco:{write(tmp_path, 'instances.json', value)}"), processor).bad
-    assert bad.startswith("instances.json:annotations[4]: category_id is 5")  # its picture, the second
+    assert bad.startswith("instances.json:annotations[4]: category_id 5 is not")  # its picture, the second
 
 
 def test_embedded_boxes_are_the_squares_of_the_answer():
