@@ -5,6 +5,7 @@ from, and accuracies before and after.
 
     python -m train.finetune                                       the embedded base and scenes: minutes on a laptop
     python -m train.finetune --base google/paligemma-3b-pt-224 --data vqav2:DIR --recipe paper-2
+    python -m train.finetune --data jsonl:FILE --show-batch        your own data, as the model reads them
     python -m train.finetune --plan …                              what such a run takes; no GPU is needed
     python -m train.finetune --resume runs/embedded-twin-1         go on where it was interrupted
     torchrun --nproc_per_node=8 -m train.finetune …                several GPUs; with --shard the weights are spread
@@ -20,7 +21,7 @@ import torch
 
 from lora import adapter
 from lora.quantize import quantize
-from model.common import run_command, write_text
+from model.common import run_command, shown, write_text
 from model.differential import KINDS
 from model.paligemma import PaliGemma
 from train.checkpoint import checkpoints
@@ -33,6 +34,7 @@ from train.origin import check_resume, data_fingerprints, origin_of
 from train.plan import plan, plan_table
 from train.run_folder import check_empty, run_folder
 from train.settings import Settings, parse, run_stem
+from train.show_batch import show_batch
 from train.summary import evaluate, print_summary, summarize, write_answers
 from train.supervised import train_on
 from train.systems.open import load_base, load_start, open_model, open_processor, weights_dtype
@@ -153,6 +155,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings, arguments = parse(argv, __doc__)
     if arguments.plan:
         print(plan_table([plan(settings, gpus=arguments.gpus)], arguments.gpu))
+        return
+    if arguments.show_batch:
+        for line in show_batch(settings, arguments.show_batch):
+            print(shown(line, 10_000))
         return
     world = join_world(settings.device)
     try:

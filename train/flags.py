@@ -113,6 +113,7 @@ class RunArguments:
     plan: bool = False
     gpu: str = "H100"
     gpus: int = 1
+    show_batch: Path | None = None
 
 
 def take_run_arguments(given: dict) -> RunArguments:
@@ -142,7 +143,16 @@ def add_run_flags(parser: argparse.ArgumentParser, folder: str) -> None:
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --plan, and the GPUs that it counts with."""
+    """Add what shows a run without training: --show-batch, --plan, and the GPUs that it counts with."""
+    parser.add_argument(
+        "--show-batch",
+        type=Path,
+        nargs="?",
+        const=Path("batch.png"),
+        metavar="FILE",
+        help="train nothing: print the first batch as the model reads it, with what is learned marked, and write its "
+        "pictures to a sheet (default: batch.png)",
+    )
     parser.add_argument(
         "--plan",
         action="store_true",
