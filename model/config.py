@@ -79,13 +79,9 @@ class VisionConfig:
         return self.hidden_size // self.num_attention_heads
 
     @property
-    def patches_per_side(self) -> int:
-        return self.image_size // self.patch_size
-
-    @property
     def num_image_tokens(self) -> int:
         """I: one token per patch, no class token."""
-        return self.patches_per_side**2
+        return (self.image_size // self.patch_size) ** 2
 
     def problems(self) -> list[str]:
         """What is wrong with the sizes, a text for each problem."""
@@ -287,7 +283,7 @@ def _read_text(raw: dict, top: dict, where: str) -> TextConfig:
     if kind == "gemma2":
         # null switches the caps and the window off; for other fields it means the default
         given = {name: value for name, value in raw.items() if name in _GEMMA2_OPTIONAL or value is not None}
-        raw = _GEMMA2_DEFAULTS | given
+        raw = _gemma2("3b") | given
         layers = read_field(raw, "num_hidden_layers", DEPTH, where)
         pattern = [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)]
         if raw.get("layer_types") not in (None, pattern):
@@ -299,44 +295,22 @@ def _read_text(raw: dict, top: dict, where: str) -> TextConfig:
 
 
 _GEMMA2_OPTIONAL = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
-_GEMMA2_DEFAULTS = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "query_pre_attn_scalar": 256,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "sliding_window": 4096,
+_GEMMA2_SIZES = {  # H, F, layers, N, K, D, query_pre_attn_scalar
+    "3b": (2304, 9216, 26, 8, 4, 256, 256),
+    "10b": (3584, 14336, 42, 16, 8, 256, 256),
+    "28b": (4608, 36864, 46, 32, 16, 128, 144),
 }
 
 
-def _paligemma1(image_size: int) -> PaliGemmaConfig:
-    return PaliGemmaConfig(VisionConfig(image_size=image_size), TextConfig(vocab_size=257216))
+def _gemma2(size: str) -> dict[str, Any]:
+    names = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim".split()
+    sizes = dict(zip([*names, "query_pre_attn_scalar"], _GEMMA2_SIZES[size], strict=True))
+    return sizes | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096}
 
 
-def _paligemma2(image_size: int, **sizes) -> PaliGemmaConfig:
-    text = TextConfig(model_type="gemma2", vocab_size=257216, **(_GEMMA2_DEFAULTS | sizes))
-    return PaliGemmaConfig(VisionConfig(image_size=image_size), text)
+def _paligemma(image_size: int, **text) -> PaliGemmaConfig:
+    return PaliGemmaConfig(VisionConfig(image_size=image_size), TextConfig(vocab_size=257216, **text))
 
-
-_10B = {
-    "hidden_size": 3584,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 42,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-}
-_28B = {
-    "hidden_size": 4608,
-    "intermediate_size": 36864,
-    "num_hidden_layers": 46,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 16,
-    "head_dim": 128,
-    "query_pre_attn_scalar": 144,
-}
 
 # The embedded base: 16 image tokens of 28 pixels; its tokenizer has 1,722 pieces, `<image>` comes after them.
 _TINY = PaliGemmaConfig(
@@ -355,8 +329,10 @@ _MINI = PaliGemmaConfig(
 PRESETS: dict[str, PaliGemmaConfig] = {
     "tiny": _TINY,
     "mini": _MINI,
-    **{f"paligemma-3b-{size}": _paligemma1(size) for size in (224, 448, 896)},
-    **{f"paligemma2-3b-{size}": _paligemma2(size) for size in (224, 448, 896)},
-    **{f"paligemma2-10b-{size}": _paligemma2(size, **_10B) for size in (224, 448, 896)},
-    **{f"paligemma2-28b-{size}": _paligemma2(size, **_28B) for size in (224, 448, 896)},
+    **{f"paligemma-3b-{side}": _paligemma(side) for side in (224, 448, 896)},
+    **{
+        f"paligemma2-{size}-{side}": _paligemma(side, model_type="gemma2", **_gemma2(size))
+        for size in _GEMMA2_SIZES
+        for side in (224, 448, 896)
+    },
 }

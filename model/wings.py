@@ -31,7 +31,7 @@ from model.attention import Attention, LayerCache, Rope, keep_positions, tapped
 from model.common import UserError
 from model.gemma import Gemma, GemmaLayer
 from model.linear import Linear
-from model.paligemma import PaliGemma, Projector, initialize
+from model.paligemma import PaliGemma, Projector
 from model.system_configs import WingsConfig
 
 OCTAVES = 16  # buckets of distance in a router: 0, 1–2, 3–6, 7–14, …, from 32767 on
@@ -339,14 +339,3 @@ def _assemble(config: WingsConfig, source: PaliGemma, seed: int) -> Wings:
             module.to(weight.dtype).to_empty(device=weight.device)
             module.reset_parameters(generator)
     return model.train(source.training)
-
-
-@torch.no_grad()
-def initialize_wings(model: Wings, seed: int = 0) -> Wings:
-    """Fill a model with random weights: as PaliGemma, with learners whose output is zero and neutral routers."""
-    initialize(model, seed)
-    generator = torch.Generator().manual_seed(seed)
-    for module in model.modules():
-        if isinstance(module, Update | Router):
-            module.reset_parameters(generator)
-    return model

@@ -17,7 +17,9 @@ from transformers import (
 )
 
 from model.attention import set_attention_backend
-from model.paligemma import PaliGemma
+from model.mamba import initialize_mamba
+from model.paligemma import PaliGemma, initialize
+from model.qmamba import QMamba, initialize_projector
 from weights.load import load_model
 
 IMAGE_TOKEN = 127
@@ -146,3 +148,11 @@ def outputs_by_layer(model, names: list[str], run) -> dict[str, torch.Tensor]:
         for handle in handles:
             handle.remove()
     return seen
+
+
+def initialize_qmamba(model: QMamba, seed: int = 0) -> QMamba:
+    """Fill a whole model with random weights."""
+    initialize(model, seed)
+    initialize_mamba(model.language_model, seed)
+    initialize_projector(model.multi_modal_projector, seed)
+    return model

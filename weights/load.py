@@ -50,7 +50,7 @@ def load_mamba(
 
     A stored `lm_head` must equal the embedding, or a UserError says so.
     """
-    return open_checkpoint(source, dtype, device, revision, _read_mamba)
+    return open_checkpoint(source, dtype, device, revision, MambaConfig.from_file)
 
 
 def load_siglip(source: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Siglip:
@@ -63,10 +63,6 @@ def load_siglip(source: str | Path, dtype: torch.dtype = torch.float32, device: 
     if not is_siglip:
         return load_model(source, dtype=dtype, device=device).vision_tower
     return open_checkpoint(source, dtype, device, read=_read_siglip)
-
-
-def _read_mamba(path: Path) -> MambaConfig:
-    return MambaConfig.from_dict(read_json(path), str(path))
 
 
 def _read_siglip(path: Path) -> VisionConfig:

@@ -19,7 +19,7 @@ from model.generate import CompiledStep, generate
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.system_configs import WingsConfig, read_config
-from model.wings import OCTAVES, Learner, LearnerInput, Router, Wings, attach, chosen_first, initialize_wings, route
+from model.wings import OCTAVES, Learner, LearnerInput, Router, Wings, attach, chosen_first, route
 from tests.reference import relative_error
 from train import supervised
 from train.data import batches as data
@@ -214,7 +214,7 @@ def test_a_learner_equals_attention_with_merged_weights():
 
 def test_a_learner_is_8dr_parameters_and_starts_at_zero():
     """Breaks when a learner has a bias or a norm, another rank, or changes the model before it has learned."""
-    model = initialize_wings(Wings(WingsConfig.beside(BASE, rank=5)))
+    model = attach(initialize(PaliGemma(BASE)), 5, routed=True)
     learner = model.language_model.layers[0].self_attn.textual
     assert sum(p.numel() for p in learner.parameters()) == 8 * HIDDEN * 5
     a = torch.cat([m.weight.flatten() for n, m in model.named_modules() if re.search(r"(visual|textual)\..\.A$", n)])
