@@ -25,7 +25,7 @@ from train.optim import count, trainable
 from train.recipes import GPUS
 from train.settings import Settings, run_stem, step_layout
 from train.supervised import make_order
-from train.systems.open import open_model, open_processor, weights_dtype
+from train.systems.open import SYSTEMS, open_model, open_processor, weights_dtype
 
 SHARES = (0.3, 0.5)  # of the peak, which a training step may reach
 SAMPLE = 128  # rows that are opened
@@ -70,7 +70,7 @@ def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
     dtype = next(name for name, dtype in DTYPES.items() if dtype == weights_dtype(settings, device))
     model, _ = open_model(replace(settings, dtype=dtype), torch.device("meta"))
     learned, autocast = trainable(model), autocast_dtype(settings.autocast, device)
-    written = model.state_dict() if settings.writes_model else learned
+    result = sum(tensor.nbytes for tensor in (model.state_dict() if settings.writes_model else learned).values())
     order = make_order(records, open_tokenizer(settings, model), settings, World(0, gpus, torch.device("cpu")))
     sample = open_sample(order, settings)
     parameters, trained = count(model.parameters()), count(learned.values())
@@ -93,7 +93,7 @@ def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
         plain=costs[0],
         checkpointed=costs[1],
         # checkpoints have fp32 weights and two moments; one more than is kept while it is written
-        disk=12 * trained * (settings.keep + 1) + sum(tensor.nbytes for tensor in written.values()),
+        disk=12 * trained * (settings.keep + 1) + result * (2 if settings.keep_best else 1),
         flops=costs[settings.checkpointing].flops * tokens / sample.widest.batch.input_ids.numel(),
         left_out=sample.left_out,
     )
@@ -101,7 +101,8 @@ def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
 
 def open_tokenizer(settings: Settings, model: PaliGemma) -> Processor:
     """The processor of the run; for a preset without a tokenizer with that of the embedded base, of smaller pieces."""
-    if settings.stage is None and preset_of(settings.base):
+    source = settings.base if settings.stage is None else SYSTEMS[settings.arch].tokenizer_source(settings)
+    if preset_of(source):
         return Processor(model.config, Processor.from_source("embedded").tokenizer, max_length=settings.max_length)
     return open_processor(settings, model)[0]
 
