@@ -13,7 +13,7 @@ PACKAGES = ("model", "lora", "weights", "eval", "train")
 COMMANDS = ("finetune", "text", "pretrain", "pretrain_mamba", "tokenizer", "shard", "compare", "reproduce")
 # from the ground up: what a module may import stands on its own floor or on a lower one
 FLOORS = {"model": 0, "lora": 1, "weights": 1, "eval": 2, "train": 3, "train.data": 3}
-FLOORS |= {f"train.{name}": 4 for name in ("systems", "embedded", "studies", "benchmark", "plan")}
+FLOORS |= {f"train.{name}": 4 for name in ("systems", "embedded", "studies", "benchmark", "plan", "show_batch")}
 FLOORS |= {f"train.{name}": 5 for name in COMMANDS}
 MAX_FILE, MAX_FUNCTION = 460, 65
 
