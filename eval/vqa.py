@@ -189,30 +189,6 @@ def evaluate_embedded(
     return score_answers(benchmark, answer(model, processor, benchmark, ask_all=ask_all, progress=progress))
 
 
-def evaluate_files(
-    model,
-    processor,
-    questions_file: str | Path,
-    annotations_file: str | Path,
-    images_folder: str | Path,
-    prompt_template: str,
-    limit: int | None = None,
-    only: Collection[str] | None = None,
-    progress: str | None = None,
-    ask_all: Callable | None = None,
-    allow_outside: bool = False,
-) -> dict:
-    """As `evaluate_embedded` on files in VQAv2's format; arguments as for `from_files` and `eval.run.ask_all`.
-
-    Questions on unreadable pictures are left out, and named under "left_out" if there are any.
-    """
-    left_out: dict[str, str] = {}
-    benchmark = from_files(questions_file, annotations_file, images_folder, limit, only, allow_outside)
-    options = {"progress": progress, "left_out": left_out}
-    answers = answer(model, processor, benchmark, prompt_template, ask_all=ask_all, **options)
-    return score_answers(benchmark, answers) | ({"left_out": left_out} if left_out else {})
-
-
 # Blind
 
 

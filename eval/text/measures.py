@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from torch.nn.utils.rnn import pad_sequence
 
 from eval import figures
 from eval.command import Report, add_flag, add_json_flag, command_parser, positive, print_report
@@ -125,15 +126,10 @@ def needle(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[st
     """Accuracy on each secret asked for, `limit` tests of each kind; by depth only the one whose depth is set."""
     tests = needle_tests(corpus, length, limit)
     right = hits(model, [document for *_, document in tests], "needle")
-    by_kind = [
-        (f"{n}/{r}", number, hit)
-        for number, (((n, r), *_), of_test) in enumerate(zip(tests, right, strict=True))
-        for hit in of_test
-    ]
-    by_depth = [
-        (100 * depth, number, of_test[0])
-        for number, ((_, depth, _), of_test) in enumerate(zip(tests, right, strict=True))
-    ]
+    by_kind, by_depth = [], []
+    for number, (((n, r), depth, _), of_test) in enumerate(zip(tests, right, strict=True)):
+        by_kind += [(f"{n}/{r}", number, hit) for hit in of_test]
+        by_depth.append((100 * depth, number, of_test[0]))
     return {
         "needle": _scores("needles", "needles in the text / asked for", "accuracy", 1, by_kind),
         "needle-depth": _scores("needles by depth", "depth in the text, %", "accuracy", 1, by_depth),
@@ -143,18 +139,12 @@ def needle(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[st
 def attention(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, Scores]:
     """Shares of the attention that predicts a needle's secret, by the needle's depth: on its line, and on the noise,
     which is the rest of the text and the other needles. For the hardest kind of needle test."""
-    tests = [
-        (number, depth, document)
-        for number, (kind, depth, document) in enumerate(needle_tests(corpus, length, limit))
-        if kind == NEEDLES[-1]
-    ]
-    shares = [
-        attention_shares(model, document, f"attention test {n}") for n, (*_, document) in enumerate(tests, start=1)
-    ]
-    answer, noise = (
-        [(100 * depth, number, share[part]) for (number, depth, _), share in zip(tests, shares, strict=True)]
-        for part in (0, 1)
-    )
+    answer, noise = [], []
+    for number, (kind, depth, document) in enumerate(needle_tests(corpus, length, limit)):
+        if kind == NEEDLES[-1]:
+            shares = attention_shares(model, document, f"attention test {len(answer) + 1}")
+            for rows, share in zip((answer, noise), shares, strict=True):
+                rows.append((100 * depth, number, share))
     kind = "{} needles, {} asked for".format(*NEEDLES[-1])
     return {
         "attention": _scores(f"attention on the answer ({kind})", "depth in the text, %", "share", 1, answer),
@@ -200,14 +190,10 @@ def examples(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[
     if (longest := max(len(document.ids) for document in documents)) > length + 1:
         raise UserError(f"{max(EXAMPLES)} examples take {longest - 1} tokens, the model knows rows of {length}")
     right = np.array([float(hit) for (hit,) in hits(model, documents, "examples")]).reshape(len(episodes), ORDERS)
-    accuracy = [
-        (count, f"{count}/{number}", value)
-        for (count, number, _), value in zip(episodes, right.mean(1).tolist(), strict=True)
-    ]
-    margin = [
-        (count, f"{count}/{number}", value)
-        for (count, number, _), value in zip(episodes, (right.max(1) - right.min(1)).tolist(), strict=True)
-    ]
+    accuracy, margin = (
+        [(count, f"{count}/{number}", value) for (count, number, _), value in zip(episodes, values, strict=True)]
+        for values in (right.mean(1).tolist(), (right.max(1) - right.min(1)).tolist())
+    )
     return {
         "examples": _scores(f"examples in context, {SHOWN} classes", "examples", "accuracy", 1, accuracy),
         "examples-margin": _scores(f"best minus worst of {ORDERS} orders", "examples", "accuracy", -1, margin),
@@ -226,7 +212,9 @@ def hits(model: TextModel, documents: Sequence[Document], name: str = "document"
     for start in range(0, len(documents), BATCH):
         batch = documents[start : start + BATCH]
         spans = [[place for first, last in document.answers for place in range(first, last)] for document in batch]
-        ids, places = (_filled(rows).to(device_of(model)) for rows in ([d.ids for d in batch], spans))
+        # padded on the right, where a causal model does not see it
+        rows = ([torch.tensor(row) for row in of_rows] for of_rows in ([d.ids for d in batch], spans))
+        ids, places = (pad_sequence(of_rows, True, PAD).to(device_of(model)) for of_rows in rows)
         places = places.clamp(min=1)  # padding, whose logits are not used
         logits = model(ids, positions_to_keep=places - 1)
         broken = (~finite_rows(logits)).nonzero().flatten().tolist()
@@ -237,12 +225,6 @@ def hits(model: TextModel, documents: Sequence[Document], name: str = "document"
             tokens = iter(of_row)
             right.append([all([next(tokens) for _ in range(first, last)]) for first, last in document.answers])
     return right
-
-
-def _filled(rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Rows of unequal length as one tensor, padded on the right, where a causal model does not see it."""
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows])
 
 
 def device_of(model: TextModel) -> torch.device:

@@ -19,9 +19,7 @@ def lines(*records):
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # A user's own examples
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def picture(path):
@@ -79,9 +77,7 @@ def test_unreadable_files_are_named(tmp_path, content, expected):
         datasets.read_questions(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # VQAv2 and its relatives
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -156,9 +152,7 @@ def test_pictures_are_found_in_either_layout_and_counted_when_absent(tmp_path):
         datasets.find_images(["b.png", "c.png", "d.png", "c.png"], tmp_path, "q.json")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # MMNeedle
-# ---------------------------------------------------------------------------------------------------------------------
 
 GRIDS = {f"s_{n}.jpg": {f"{r}_{c}": f"val2014/{n}{r}{c}.jpg" for r in (0, 1) for c in (0, 1)} for n in range(3)}
 CAPTIONS = {f"{n}{r}{c}.jpg": f"caption {n}{r}{c}" for n in range(4) for r in (0, 1) for c in (0, 1)}

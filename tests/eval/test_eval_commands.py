@@ -36,9 +36,7 @@ def noise(seed: int) -> Image.Image:
 FAST = ["--max-new-tokens", "3", "--batch-size", "8"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Asking
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -145,9 +143,7 @@ def test_constrained_mode_takes_the_likelier_word(processor, kind):
     assert [row[0] for row in expected] != [row[1] for row in expected]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The log
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def interrupt_after(monkeypatch, batches: int):
@@ -254,9 +250,7 @@ def test_a_foreign_log_is_refused(model, processor, tmp_path):
         run.ask_all(model, processor, questions_on(1), log=log)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # VQA
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_embedded_results_are_valid_for_the_scorer(source, workplace, capsys):
@@ -377,22 +371,14 @@ def test_no_picture_can_be_read(official, source):
         vqa.main(official_flags(folder, source))
 
 
-def test_files_for_training(official, model, processor):
-    """Validation during training asks other questions than the held-out ones, or loses what it left out."""
+def test_files_for_studies(official, model, processor):
+    """A study asks other questions than the held-out ones, or counts those that it left out."""
     folder, _, _ = official
-    files = (folder / "Q", folder / "A", folder, "answer {question}")
-    asked = []
-
-    def ask_all(model, processor, asks, left_out, **options):
-        answers = run.ask_all(model, processor, asks, left_out=left_out)
-        asked.extend(ask.id for ask in asks if ask.id not in left_out)
-        return answers
-
-    found = vqa.evaluate_files(model, processor, *files, only={"1", "2", "4", "5"}, limit=3, ask_all=ask_all)
-    assert list(found["left_out"]) == ["2"] and found["per_question_type"].keys() == {"what is"}
-    assert asked == ["1", "4"]
-    clean = vqa.evaluate_files(model, processor, *files, only={"0"})
-    assert set(clean) == {"overall", "per_answer_type", "per_question_type"}
+    files, left_out = (folder / "Q", folder / "A", folder), {}
+    benchmark = vqa.from_files(*files, only={"1", "2", "4", "5"}, limit=3)
+    said = vqa.answer(model, processor, benchmark, "answer {question}", left_out=left_out)
+    assert list(left_out) == ["2"] and list(said) == [1, 4]
+    assert vqa.score_answers(benchmark, said)["per_question_type"].keys() == {"what is"}
 
 
 def test_a_test_split_without_annotations_is_answered(official, source, capsys):
@@ -475,9 +461,7 @@ def test_blind_of_files(official, source, capsys):
         vqa.main([*official_flags(folder, source), "--blind", "one"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Needles
-# ---------------------------------------------------------------------------------------------------------------------
 
 CASES = [(kind, needles, absent) for kind in scenes.NEEDLES for needles, absent in ((1, False), (2, False), (2, True))]
 
@@ -662,9 +646,7 @@ def test_choose_is_balanced_over_places_or_drawn(coco):
         haystacks.choose(negatives, 3, 1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # POPE
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -721,9 +703,7 @@ def test_pope_on_files(official, source, capsys, monkeypatch):
     assert [json.loads(line)["question_id"] for line in answers] == list(range(6))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Attention
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def whole_maps(model, inputs):
@@ -810,9 +790,7 @@ def test_attention_command(source, twin, workplace, capsys):
     assert f"of all {both['queries'] + 1} queries" in table and "plain" in table
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Without flags, and with wrong ones
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
