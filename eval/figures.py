@@ -142,13 +142,9 @@ def accuracy_color(accuracy: float) -> Color:
     return tuple(round(a + (b - a) * part) for a, b in zip(low, high, strict=True))
 
 
-def heatmap(grid: Sequence[Sequence[float]], title: str = "") -> Image.Image:
-    """Accuracy (0..1) by row and column of an N×N grid, red to green, the percentage in each cell; NaN: no data."""
-    return heatmaps({title: grid})
-
-
 def heatmaps(grids: Mapping[str, Sequence[Sequence[float]]], title: str = "") -> Image.Image:
-    """Several grids side by side under one color scale, each with its name and its mean over cells."""
+    """Accuracy (0..1) by row and column of N×N grids, side by side, red to green, the percentage in each cell (NaN: no
+    data); each grid with its name and its mean over cells."""
     side, gap, left, bottom = 236, 56, 54, 50
     top = 84 if title else 56
     width = left + len(grids) * (side + gap) + 46

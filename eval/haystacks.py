@@ -5,7 +5,7 @@ In: tests (`eval/needle_files.py`), or captioned pictures. Out: M stitched pictu
 """
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from PIL import Image
@@ -33,23 +33,6 @@ def build_haystack(test: NeedleTest, pictures: Mapping[str, Path], size: int = S
     from model.images import load_image  # imports torch, which scoring does not need
 
     return [stitch([load_image(pictures[name]) for name in names], size) for names in test.haystack]
-
-
-def sample_by_place(tests: Iterable[NeedleTest], each: int = 50, seed: int = 42) -> list[NeedleTest]:
-    """`each` single-needle tests for every place of the grid, drawn with `seed`, in the order of their ids.
-
-    Raises UserError if a place has fewer.
-    """
-    places: dict[tuple[int, int, int], list[NeedleTest]] = {}
-    for test in tests:
-        if len(test.places) == 1 and test.places[0] != ABSENT:
-            places.setdefault(test.places[0], []).append(test)
-    draw, chosen = random.Random(seed), []
-    for place, found in sorted(places.items()):
-        if len(found) < each:
-            raise UserError(f"only {len(found)} tests have their needle at {place}, {each} are wanted: ask for fewer")
-        chosen += draw.sample(found, each)
-    return sorted(chosen, key=lambda test: test.id)
 
 
 def draw_tests(
@@ -93,13 +76,16 @@ def draw_tests(
 
 
 def choose(tests: Sequence[NeedleTest], count: int, seed: int) -> list[NeedleTest]:
-    """`count` tests drawn at random; if each has one needle, the same number for every place of the grid.
-
-    Raises UserError if there are too few.
-    """
-    places = {test.places for test in tests}
-    if all(len(place) == 1 for place in places) and ((ABSENT,) not in places) and count >= len(places) > 0:
-        return sample_by_place(tests, count // len(places), seed)
-    if count > len(tests):
-        raise UserError(f"{count} tests are asked for, but there are {len(tests)} of this kind: lower --limit")
-    return sorted(random.Random(seed).sample(tests, count), key=lambda test: test.id)
+    """`count` tests drawn at random, in the order of their ids; if each has one needle that is there, the same number
+    for every place of the grid. Raises UserError if there are too few."""
+    draw, places = random.Random(seed), {}
+    for test in tests:
+        places.setdefault(test.places, []).append(test)
+    balanced = all(len(place) == 1 for place in places) and (ABSENT,) not in places and count >= len(places) > 0
+    each, chosen = count // len(places) if balanced else count, []
+    for place, found in sorted(places.items()) if balanced else [("all", tests)]:
+        if len(found) < each:
+            where = f"have their needle at {place[0]}" if balanced else "are of this kind"
+            raise UserError(f"{each} tests are asked for, but {len(found)} {where}: lower --limit")
+        chosen += draw.sample(found, each)
+    return sorted(chosen, key=lambda test: test.id)

@@ -27,7 +27,7 @@ from eval import scenes
 from eval.command import Ask, Command, Report, add_flag, whole
 from eval.datasets import find_images, inside
 from eval.entry import ask_model, main_of
-from eval.figures import contact_sheet, draw_boxes, heatmap, heatmaps, save
+from eval.figures import contact_sheet, draw_boxes, heatmaps, save
 from eval.haystacks import FIRST_ABSENT_ID, build_haystack, choose, draw_tests
 from eval.needle_files import ABSENT, NeedleTest, read_captions, read_needle_tests
 from eval.needle_scoring import (
@@ -205,7 +205,7 @@ def score(args: argparse.Namespace) -> Report:
     if scored < len(records):
         print(f"{len(records) - scored} of {len(records)} responses are null and left out", file=sys.stderr)
     if args.heatmap:
-        save(heatmap(grid, Path(args.responses).stem), args.heatmap)
+        save(heatmaps({Path(args.responses).stem: grid}), args.heatmap)
     lines = [f"MMNeedle accuracy (%), {scored} responses"]
     lines += [f"{name.split('_')[0]:24}{100 * value:6.2f}" for name, value in summary.items()]
     if not isnan(mean := mean_over_places(grid)):

@@ -642,7 +642,7 @@ def test_choose_is_balanced_over_places_or_drawn(coco):
     assert [t.places[0][1:] for t in haystacks.choose(positives, 4, 1)] != []
     assert sorted(t.places[0][1:] for t in haystacks.choose(positives, 5, 1)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert len(haystacks.choose(positives, 3, 1)) == 3 and len(haystacks.choose(negatives, 2, 1)) == 2
-    with pytest.raises(UserError, match="there are 2 of this kind"):
+    with pytest.raises(UserError, match="but 2 are of this kind"):
         haystacks.choose(negatives, 3, 1)
 
 
@@ -813,7 +813,8 @@ def test_default_is_the_last_run_or_the_embedded_base(source, twin, workplace, m
     assert session.model_of(parser.parse_args(["--model", source]))[1] is None
     assert session.model_of(parser.parse_args(["--adapter", "runs/other"]))[0] == "somewhere/else"
     pope.main(["--limit", "6", *FAST])
-    assert "POPE (%), old" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "POPE (%), old" in printed.out and "the last run is asked: runs/old; --adapter" in printed.err
 
 
 BAD = [

@@ -46,12 +46,12 @@ def cell_colors(image, grid):
 def test_heatmap_cells(side):
     """A cell has the color of another place, or rows and columns are swapped."""
     grid = [[(row * side + col) / side**2 for col in range(side)] for row in range(side)]
-    assert cell_colors(figures.heatmap(grid, "x"), grid) == [figures.accuracy_color(v) for row in grid for v in row]
+    assert cell_colors(figures.heatmaps({"x": grid}), grid) == [figures.accuracy_color(v) for row in grid for v in row]
 
 
 def test_heatmap_writes_the_number_and_marks_missing_data():
     """A cell without its number cannot be compared; one without data must not look like 0 %."""
-    low, high, none = (figures.heatmap([[value]]) for value in (0.25, 0.26, math.nan))
+    low, high, none = (figures.heatmaps({"": [[value]]}) for value in (0.25, 0.26, math.nan))
     assert cell_colors(none, [[0]]) == [figures.GRID]
     assert count(low, figures.INK, (200, 200, 500, 500)) > 50  # the number in the middle
     assert count(low, figures.INK) != count(high, figures.INK)
@@ -60,7 +60,7 @@ def test_heatmap_writes_the_number_and_marks_missing_data():
 def test_heatmaps_side_by_side_grow_to_the_right():
     """Three models share one scale: the first panel is the one of its own heatmap."""
     grids = {"a": [[0, 1], [1, 0]], "b": [[0.5] * 2] * 2, "c": [[1.0] * 4] * 4}
-    row, one = figures.heatmaps(grids), figures.heatmap(grids["a"], "a")
+    row, one = figures.heatmaps(grids), figures.heatmaps({"a": grids["a"]})
     assert row.height == one.height and row.width > 2 * one.width
     assert cell_colors(row, grids["a"]) == cell_colors(one, grids["a"])
     assert count(row, figures.GREEN) > 2 * count(one, figures.GREEN)

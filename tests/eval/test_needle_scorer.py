@@ -199,17 +199,15 @@ def placed_at(places):
 
 
 def test_sample_has_each_place_equally_often():
-    """The paper draws 50 of each quadrant with a seed; negatives are not among them."""
-    tests = placed_at([(0, n // 2 % 2, n % 2) for n in range(80)] + [ABSENT] * 20)
-    chosen = haystacks.sample_by_place(tests, each=5, seed=42)
+    """The paper draws 50 of each quadrant with a seed."""
+    tests = placed_at([(0, n // 2 % 2, n % 2) for n in range(80)])
+    chosen = haystacks.choose(tests, 20, 42)
     assert [sum(t.places[0] == (0, r, c) for t in chosen) for r in (0, 1) for c in (0, 1)] == [5, 5, 5, 5]
     assert len(chosen) == 20
-    assert (
-        chosen == haystacks.sample_by_place(tests, each=5, seed=42) != haystacks.sample_by_place(tests, each=5, seed=43)
-    )
+    assert chosen == haystacks.choose(tests, 22, 42) != haystacks.choose(tests, 20, 43)
     assert [t.id for t in chosen] == sorted(t.id for t in chosen)
-    with pytest.raises(UserError, match="only 20 tests"):
-        haystacks.sample_by_place(tests, each=21)
+    with pytest.raises(UserError, match=r"21 tests are asked for, but 20 have their needle at \(0, 0, 0\)"):
+        haystacks.choose(tests, 84, 42)
 
 
 @pytest.mark.parametrize(("pictures", "side", "needles"), [(1, 1, 1), (1, 2, 2), (10, 2, 5), (2, 4, 1)])
