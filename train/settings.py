@@ -6,8 +6,9 @@ In: a command line. Out: `Settings`, frozen, and the run's folder.
 import argparse
 import contextlib
 import json
+import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from eval.datasets import PROMPT, check_prompt
@@ -24,6 +25,7 @@ from train.flags import (
     add_run_flags,
     check_ranges,
     flag,
+    flag_name,
     from_values,
     read_config,
     take_run_arguments,
@@ -205,6 +207,22 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
     settings = from_values(Settings, {**defaults, **given})
     check(settings)
     return settings, arguments
+
+
+def command_of(settings: Settings) -> str:
+    """The command that gives `settings`: the flags that differ from their defaults, or that a stage has its own for."""
+    words = ["python", "-m", "train.finetune"]
+    of_stage = stage_defaults(settings.arch, settings.stage, settings.data == EMBEDDED)
+    for field in fields(settings):
+        value, name = getattr(settings, field.name), flag_name(field.name)
+        if value is None or value == field.default and field.name not in of_stage:
+            continue
+        if isinstance(value, bool):
+            words.append(name if value else name.replace("--", "--no-", 1))
+            continue
+        for one in value if isinstance(value, tuple) else (value,):
+            words += [name, str(one)]
+    return shlex.join(words)
 
 
 def read_option(text: str) -> tuple[str, object]:

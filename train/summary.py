@@ -22,7 +22,7 @@ from model.images import load_image
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from train.distributed import World, ask_together
-from train.settings import Settings
+from train.settings import Settings, command_of
 from train.validation import HeldOut, Result, spread_evenly
 
 NO_ACCURACY = {"vqa": None, "needle": None}
@@ -74,6 +74,7 @@ def summarize(
     }
     summary = {
         **{"before": NO_ACCURACY, "after": NO_ACCURACY, **own},
+        "command": command_of(settings),
         "trainable_parameters": trainable,
         "seconds": round(progress["seconds"], 1),
         "samples": progress["samples"],

@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import shlex
 
 import pytest
 
 from model.common import UserError
 from train import finetune
 from train.flags import check_ranges, read_config
-from train.settings import Settings, parse, step_layout
+from train.settings import Settings, command_of, parse, step_layout
 from train.systems.text import TextSettings
 
 NUMBERS = [
@@ -26,6 +27,32 @@ def test_no_number_is_outside_its_range(settings, name, value):
     with pytest.raises(UserError, match=f"^--{name.replace('_', '-')} is .*, expected a") as caught:
         check_ranges(dataclasses.replace(settings(), **{name: value}))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--recipe", "paper-2", "--data", "vqav2:a dir", "--step-batch", "8"],
+        [
+            "--data",
+            "jsonl:it's.jsonl@0.3",
+            "--data",
+            "embedded@0.7",
+            "--no-evaluate",
+            "--full",
+            "--attention",
+            "softmax",
+        ],
+        ["--wings", "--stage", "2", "--base", "runs/1/model", "--lr", "0.0015"],
+        ["--arch", "qmamba", "--stage", "1", "--option", "queries=8", "--option", "text=true"],
+        ["--attention", "dex", "--option", "heads=[0, 1]", "--seed", "3", "--checkpointing"],
+    ],
+)
+def test_the_command_of_a_run_gives_its_settings(flags):
+    """Breaks when the command in a summary or model card trains something else."""
+    settings = parse(flags)[0]
+    assert parse(shlex.split(command_of(settings))[3:])[0] == settings
 
 
 def test_defaults_are_in_range():
