@@ -1,7 +1,7 @@
 """The model card, README.md, of an exported folder: what the hub shows of it.
 
-In: the model, its base, and the run folder that trained it. Out: Markdown with the hub's front matter: base, data,
-settings, scores and command, as far as the run's config.json and summary.json have them.
+In: the model's configuration, its base, and the run folder that trained it. Out: Markdown with the hub's front matter:
+base, data, settings, scores and command, as far as the run's config.json and summary.json have them.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from model.common import read_json
-from model.paligemma import PaliGemma
+from model.config import PaliGemmaConfig
 from model.source import EMBEDDED
 
 USE = """\
@@ -26,11 +26,10 @@ print(processor.decode(new, skip_special_tokens=True))
 ```"""
 
 
-def model_card(model: PaliGemma, title: str, base: str, run: Path | None = None) -> str:
-    """The card. base: the checkpoint that the `run` trained, or that was exported as it is. Raises UserError."""
+def model_card(config: PaliGemmaConfig, count: int, title: str, base: str, run: Path | None = None) -> str:
+    """The card of a model of `count` parameters. base: what the `run` trained, or what was exported as it is."""
     settings, summary = (_read(run, name) for name in ("config.json", "summary.json"))
-    generation, side = 2 if model.config.text.is_gemma2 else 1, model.config.vision.image_size
-    count = sum(parameter.numel() for parameter in model.parameters())
+    generation, side = 2 if config.text.is_gemma2 else 1, config.vision.image_size
     origin = f"Base: `{base}`."
     if run is not None:
         origin = f"Trained from `{base}` on `{_cell(settings.get('data', 'unknown data'))}`."
@@ -66,28 +65,25 @@ def _front_matter(base: str) -> Iterator[str]:
 
 
 def _scores(summary: Mapping[str, Any]) -> list[str]:
-    """A table of every number in the summary's results: a column for each, such as before and after training."""
-    results = {n: dict(_numbers(value)) for n, value in summary.items() if isinstance(value, dict) and n != "held_out"}
-    for name, value in summary.get("held_out", {}).items():  # which has results by the same names
-        if isinstance(value, dict):
-            results.setdefault(name, {}).update((f"held-out {key}", number) for key, number in _numbers(value))
-    results = {name: numbers for name, numbers in results.items() if numbers}
-    rows = dict.fromkeys(row for numbers in results.values() for row in numbers)
-    if not rows:
-        return []
-    table = [["", *results], ["---", *["---:"] * len(results)]]
-    table += [[row, *(f"{numbers[row]:.4g}" if row in numbers else "" for numbers in results.values())] for row in rows]
-    return [f"| {' | '.join(row)} |" for row in table]
+    """A table of the summary's accuracies and held-out results, before and after training and of the blind model."""
+    held_out = summary.get("held_out", {})
+    columns = {}
+    for name in ("before", "start", "after", "best", "blind"):
+        columns[name] = {{"overall": "vqa"}.get(key, key): value for key, value in summary.get(name, {}).items()}
+        columns[name] |= {f"held-out {key}": value for key, value in (held_out.get(name) or {}).items()}
+    columns = {name: _numbers(column) for name, column in columns.items() if _numbers(column)}
+    rows = dict.fromkeys(row for name, column in columns.items() if name != "blind" for row in column)
+    table = [["", *columns], ["---", *["---:"] * len(columns)]]
+    table += [[row, *(f"{column[row]:.4g}" if row in column else "" for column in columns.values())] for row in rows]
+    return [f"| {' | '.join(row)} |" for row in table] if rows else []
 
 
-def _numbers(result: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a result, and of its details one level down."""
-    for name, value in result.items():
-        details = {f"{name}, {key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
-        yield from ((path, part) for path, part in details.items() if type(part) in (int, float))
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if type(value) in (int, float)}
 
 
 def _cell(value: Any) -> str:
     """A value as the text of a table's cell."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = ", ".join(map(str, value)) if isinstance(value, list) else text
     return " ".join(text.replace("|", "\\|").split())

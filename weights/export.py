@@ -231,7 +231,8 @@ def check_foldable(run: Path) -> None:
 def beside(model: PaliGemma, origin: Origin, title: str, files: list[Path]) -> dict[str, str]:
     """The texts beside the weights: the model card, and what AutoProcessor needs and `files` do not have."""
     names = {file.name: file for file in files}
-    texts = {"README.md": model_card(model, title, origin.base, origin.run)}
+    count = sum(tensor.numel() for tensor in plain_tensors(model).values())
+    texts = {"README.md": model_card(model.config, count, title, origin.base, origin.run)}
     try:
         if not names.keys() & {"tokenizer.model", "tokenizer.json"}:
             raise UserError(f"{origin.source}: has no tokenizer")

@@ -30,7 +30,8 @@ PROMPTS = ["answer en Where is the dog?", "detect dog", "caption en  \tÃ©tang æ—
 SUMMARY = {
     "before": {"vqa": 12.5, "needle": None, "vqa_details": {"overall": 12.5}},
     "after": {"vqa": 87.5},
-    "held_out": {"examples": 40, "before": {"loss": 2.25}, "best": {"loss": 0.5}, "best_step": 7},
+    "blind": {"overall": 5.0, "yes/no": 9.0},
+    "held_out": {"examples": 40, "before": {"loss": 2.25}, "best": {"loss": 0.5}, "best_step": 7, "over_blind": None},
 }
 
 
@@ -156,17 +157,18 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
         "license: apache-2.0",
         "# out",
         "python -m train.finetune --lr 0.1",
-        "|  | before | after | best |",
-        "| vqa | 12.5 | 87.5 |  |",
-        "| held-out loss | 2.25 |  | 0.5 |",
+        "|  | before | after | best | blind |",
+        "| vqa | 12.5 | 87.5 |  | 5 |",
+        "| held-out loss | 2.25 |  | 0.5 |  |",
         "| data | jsonl:a\\|b.jsonl |",
     ):
         assert f"\n{line}\n" in card, line
-    assert "Trained from `embedded`" in card and "base_model" not in card
+    assert "PaliGemma 1, 2,054,656 parameters" in card and "Trained from `embedded` on `jsonl:a\\|b.jsonl`" in card
+    assert "yes/no" not in card and "base_model" not in card
     adapter.merge(model)  # in fp32, although the base is stored in bf16
     merged = load_model(tmp_path / "out").language_model.layers[1].self_attn.q_proj.weight
     assert torch.equal(merged, model.language_model.layers[1].self_attn.q_proj.base_layer.weight)
-    assert "base_model: google/x\n" in model_card(load_model("embedded"), "x", "google/x")
+    assert "base_model: google/x\n" in model_card(model.config, 7, "x", "google/x")
 
 
 @pytest.mark.parametrize(
