@@ -110,6 +110,8 @@ def test_official_files_and_finished_runs(tmp_path, trainings, capsys):
     assert [one["score"] for one in again["part_1"]] == [one["score"] for one in summary["part_1"]]
     assert again["needles"]["with"]["score"] == summary["needles"]["with"]["score"]
     assert set(again["from"]) == {"paper-1", "paper-1-full", "paper-4-full"}
+    with pytest.raises(UserError, match="trained on another base than --base tiny"):
+        run(tmp_path / "c", *flags, "--base", "tiny", "--from", folders[0])
     only, _ = run(tmp_path / "c", *flags, "--rows", "baseline", "--from", f"paper-4-full={folders[2]}")
     assert len(trainings) == 1 and list(only["needles"]) == ["baseline", "with"] and not only["part_1"]
     assert only["needles"]["with"]["score"] == summary["needles"]["with"]["score"]

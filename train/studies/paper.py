@@ -17,13 +17,15 @@ One seed and no controls, as published: `train.compare` has both. A cell is one 
 
 import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from lora import adapter
+from lora.files import read_tensors
 from model.common import UserError, read_json, shown
 from train.data.sources import read_records
 from train.flags import RUN_CONFIG, RunArguments, flag
@@ -45,7 +47,7 @@ from train.studies.cells import (
     without,
 )
 from train.studies.engine import describe, difference
-from train.studies.paper_report import draw, to_markdown
+from train.studies.paper_report import OPEN, draw, to_markdown
 
 METRICS = "metrics.jsonl"
 VQA_SCORES = {"paper-1": 53.21, "paper-2": 51.91, "paper-3": 35.72, "paper-4": 33.91, "paper-5": 41.32}
@@ -110,13 +112,31 @@ def find_runs(folders: Sequence[str], names: Collection[str]) -> dict[str, Path]
 
 def _row_of(run: Path) -> str:
     """The row whose settings a run has."""
-    settings = read_json(run / RUN_CONFIG)
+    settings = stored_settings(run)
     for name in VQA_SCORES:
-        recipe = json.loads(json.dumps(asdict(Settings(**RECIPES[name]))))
-        if all(settings.get(field) == recipe[field] for field in TABLE_1):
-            return name if settings.get("fraction") == recipe["fraction"] else f"{name}-full"
+        recipe = Settings(**RECIPES[name])
+        if all(settings.get(field) == getattr(recipe, field) for field in TABLE_1):
+            return name if settings.get("fraction") == recipe.fraction else f"{name}-full"
     own = ", ".join(f"{field} {settings.get(field)}" for field in TABLE_1)
     raise UserError(f"--from {shown(run)}: {own}: this is no model of Table 1: say which it stands for, paper-1={run}")
+
+
+def stored_settings(run: Path) -> dict[str, object]:
+    """What a run says of its training; of an adapter without a run, its prompt."""
+    stored = read_json(run / (RUN_CONFIG if (run / RUN_CONFIG).is_file() else adapter.CONFIG_FILE))
+    names = (*TABLE_1, "fraction", *(setting for *_, setting in OPEN))
+    return {
+        name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name]
+        for name in names
+        if stored.get(name) is not None
+    }
+
+
+def check_bases(runs: Mapping[str, Path], study: FineTuningStudy) -> None:
+    """Raise UserError for a run that was trained on another base."""
+    for run in runs.values():
+        if read_tensors(run)[1].get("base_fingerprint", study.fingerprint) != study.fingerprint:
+            raise UserError(f"--from {shown(run)}: trained on another base than --base {study.base.base}: leave it out")
 
 
 def make_measures(base: Settings, options: PaperOptions) -> dict[str, list[Measure]]:
@@ -129,19 +149,28 @@ def make_measures(base: Settings, options: PaperOptions) -> dict[str, list[Measu
 
 
 @dataclass(frozen=True)
+class Call:
+    """What the command line asks for. given: the names of settings that it gives. runs: by row, those of --from."""
+
+    options: PaperOptions
+    base: Settings
+    given: set[str]
+    runs: dict[str, Path]
+    arguments: RunArguments
+
+
+@dataclass(frozen=True)
 class Reproduction:
-    """The study, its flags, what was given of the flags of train.finetune, and the runs that stand for rows."""
+    """The study, and what was asked for."""
 
     study: FineTuningStudy
-    options: PaperOptions
-    given: Collection[str]
-    runs: dict[str, Path]
+    call: Call
 
     def row(self, name: str, whole: bool = False) -> FineTuningRow:
-        row = make_row(name, self.study.base, self.given, whole)
-        if (run := self.runs.get(row.name)) is None:
+        row = make_row(name, self.study.base, self.call.given, whole)
+        if (run := self.call.runs.get(row.name)) is None:
             return row
-        return replace(row, finished=run, changes=row.changes | stored_prompt(run))
+        return replace(row, finished=run, changes=row.changes | stored_settings(run))
 
     def result(self, row: FineTuningRow, split: str) -> dict:
         """The content of reproduction.json about a row on a split."""
@@ -165,14 +194,15 @@ class Reproduction:
 
     def facts(self, row: FineTuningRow, cell: dict) -> dict:
         """Where a run is, what its training took, and its loss by examples seen."""
-        folder = row.finished or (self.options.out / cell["file"]).parent
+        folder = row.finished or (self.study.out / cell["file"]).parent
         facts = {"folder": str(folder), "cpu_seconds": cell["cpu_seconds"], "curve": []}
         for name in (FACTS, "summary.json"):  # of a cell, and of a run of train.finetune
             if (folder / name).is_file():
                 found = read_json(folder / name)
                 facts |= {key: found[key] for key in ("seconds", "samples", "tokens", "peak_bytes") if key in found}
         if (folder / METRICS).is_file() and facts.get("samples"):
-            losses = [json.loads(line)["loss"] for line in (folder / METRICS).read_text().splitlines()]
+            records = map(json.loads, (folder / METRICS).read_text().splitlines())
+            losses = [record["loss"] for record in records if "loss" in record]
             facts |= {"steps": len(losses), "curve": smooth(losses, facts["samples"] / len(losses))}
         return facts
 
@@ -190,21 +220,15 @@ def place_weights(labels: Sequence) -> np.ndarray:
     return (len(labels) / len(places) / np.bincount(numbers))[numbers]
 
 
-def stored_prompt(run: Path) -> dict[str, str]:
-    """{"prompt": the template that a run was trained with}, empty where it has none."""
-    stored = read_json(run / (RUN_CONFIG if (run / RUN_CONFIG).is_file() else adapter.CONFIG_FILE))
-    return {"prompt": stored["prompt"]} if stored.get("prompt") else {}
-
-
 def reproduce(work: Reproduction) -> dict:
     """Both parts and the needles. Returns reproduction.json."""
-    names = work.options.rows.split(",")
+    names = work.call.options.rows.split(",")
     baseline = [work.result(work.row("baseline"), "vqa")] if "baseline" in names else []
     part_1 = [work.result(work.row(name), "vqa") for name in names if name != "baseline"]
     chosen = choose(part_1) or {
         "without" if RECIPES[name]["attention"] == "softmax" else "with": name
         for name in VQA_SCORES
-        if f"{name}-full" in work.runs
+        if f"{name}-full" in work.call.runs
     }
     part_2 = {kind: work.result(work.row(name, whole=True), "vqa") for kind, name in chosen.items()}
     needles = {}
@@ -226,7 +250,7 @@ def reproduce(work: Reproduction) -> dict:
         "fingerprint": study.fingerprint,
         "data": " ".join(study.base.data),
         "device": str(study.world.device),
-        "scoring": work.options.scoring,
+        "scoring": work.call.options.scoring,
         "examples": {split: len(of[0].examples) if of else 0 for split, of in study.measures.items()},
         "chance": study.measures["vqa"][0].chance,
         "baseline": baseline,
@@ -235,7 +259,7 @@ def reproduce(work: Reproduction) -> dict:
         "part_2": part_2,
         "needles": {kind: result | {"published": NEEDLE_SCORES[kind]} for kind, result in needles.items()},
         "differences": gains,
-        "from": {name: str(run) for name, run in work.runs.items()},
+        "from": {name: str(run) for name, run in work.call.runs.items()},
         "cpu_seconds": round(sum(result["run"]["cpu_seconds"] for result in results)),
     }
 
@@ -246,17 +270,6 @@ def choose(part_1: Sequence[dict]) -> dict[str, str]:
     for result in part_1:
         kinds["without" if result["settings"]["attention"] == "softmax" else "with"].append(result)
     return {kind: max(of, key=lambda one: one["score"]["mean"])["name"] for kind, of in kinds.items() if of}
-
-
-@dataclass(frozen=True)
-class Call:
-    """What the command line asks for. given: the names of settings that it gives."""
-
-    options: PaperOptions
-    base: Settings
-    given: set[str]
-    runs: dict[str, Path]
-    arguments: RunArguments
 
 
 def read_arguments(argv: Sequence[str] | None) -> Call:
@@ -307,5 +320,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_plan(call, measures)
         return
     study = open_study(call.base, call.options.out, measures)
-    work = Reproduction(study, call.options, call.given, call.runs)
-    engine.run_study(call.options.out, lambda: reproduce(work), to_markdown, draw, name="reproduction")
+    check_bases(call.runs, study)
+    find = partial(reproduce, Reproduction(study, call))
+    engine.run_study(call.options.out, find, to_markdown, draw, name="reproduction")

@@ -101,14 +101,14 @@ def open_table(summary: dict) -> list[str]:
         return []
     rows = []
     for subject, words, source, setting in OPEN:
-        chosen = dict.fromkeys(shown(result["settings"][setting]) for result in results)
+        chosen = dict.fromkeys(spell_setting(result["settings"][setting]) for result in results)
         rows.append([subject, words, ", ".join(chosen), source, f"--{setting.replace('_', '-')}"])
     scored = "“the official VQAv2 scoring method”, and Eq. 8, which is another"
     rows.append(["scoring", scored, summary["scoring"], "the paper", "--scoring"])
     return markdown_table(["open", "the paper", "here", "source of the default", "flag"], rows)
 
 
-def shown(value) -> str:
+def spell_setting(value) -> str:
     """A setting in a table."""
     return f"`{value}`".replace("|", "\\|") if isinstance(value, str) else f"{value:g}"
 
