@@ -44,6 +44,11 @@ def choose_device(name: str = "auto") -> torch.device:
     return device
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in DTYPES."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
 def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
     """The dtype called `name`; "auto" or None is bf16 on CUDA, else fp32. Raises UserError for another name."""
     if name in (None, "auto"):

@@ -13,7 +13,7 @@ import torch
 
 from eval.report import markdown_table
 from model.common import UserError
-from model.device import DTYPES, autocast_dtype
+from model.device import autocast_dtype, dtype_name
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.source import preset_of
@@ -67,7 +67,7 @@ def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
     rows, micro_batches = step_layout(settings, gpus)
     records, accumulates = read_records(settings), micro_batches > gpus
     device = torch.device("cuda" if settings.device == "auto" else settings.device)
-    dtype = next(name for name, dtype in DTYPES.items() if dtype == weights_dtype(settings, device))
+    dtype = dtype_name(weights_dtype(settings, device))
     model, _ = open_model(replace(settings, dtype=dtype), torch.device("meta"))
     learned, autocast = trainable(model), autocast_dtype(settings.autocast, device)
     result = sum(tensor.nbytes for tensor in (model.state_dict() if settings.writes_model else learned).values())

@@ -20,7 +20,7 @@ from PIL import Image
 
 from eval import figures
 from model.common import UserError, write_text
-from model.device import DTYPES
+from model.device import dtype_name
 from train.benchmark.sections import SECTIONS, use_threads
 from train.benchmark.setup import Options, open_setup
 from train.benchmark.timing import OURS, Measurement, machine, table, today, versions
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     about = {
         "geometry": options.geometry,
-        "dtype": next(name for name, dtype in DTYPES.items() if dtype == setup.dtype),
+        "dtype": dtype_name(setup.dtype),
         "device": str(setup.device),
         "machine": machine(setup.device),
         "versions": versions(),

@@ -19,7 +19,7 @@ from eval import figures
 from eval.records import embedded_records
 from lora.quantize import quantize
 from model.common import UserError
-from model.device import DTYPES
+from model.device import dtype_name
 from model.differential import KINDS
 from model.processor import Processor
 from train.benchmark import mamba, work
@@ -140,30 +140,31 @@ def measure_load(section: "Section", setup: Setup, options: Options) -> list[Mea
 
     Both sides read the same files from the warm page cache.
     """
-    if options.folder:
-        return _measure_load(section, setup, options, options.folder)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "checkpoint"
-        in_own_process(make_checkpoint, folder, setup)
-        return _measure_load(section, setup, options, folder)
-
-
-def _measure_load(section: "Section", setup: Setup, options: Options, folder: Path) -> list[Measurement]:
-    runs: dict[str, list[dict]] = {side: [] for side in (OURS, THEIRS) if side == OURS or find_spec("transformers")}
-    if THEIRS not in runs:
-        print(f"load, {THEIRS}: transformers is not installed: only our side is measured", file=sys.stderr)
-    for _ in range(options.rounds or section.rounds):
-        for side, of_side in runs.items():
-            of_side.append(in_own_process(load_and_forward, folder, side, setup))
-    dtype = next(name for name, dtype in DTYPES.items() if dtype == setup.dtype)
+        folder = options.folder or Path(temporary) / "checkpoint"
+        if options.folder is None:
+            in_own_process(make_checkpoint, folder, setup)
+        runs = _load_in_turns(folder, setup, options.rounds or section.rounds)
     seconds = {side: [run["load"] + run["forward"] for run in of_side] for side, of_side in runs.items()}
-    measured = Measurement(section.name, f"load and first forward, {dtype}", seconds)
+    measured = Measurement(section.name, f"load and first forward, {dtype_name(setup.dtype)}", seconds)
     for side, of_side in runs.items():
-        measured.peak[side] = sorted(run["peak"] for run in of_side)[len(of_side) // 2]
-        load, forward = (sorted(run[part] for run in of_side)[len(of_side) // 2] for part in ("load", "forward"))
+        load, forward, measured.peak[side] = (
+            sorted(run[part] for run in of_side)[len(of_side) // 2] for part in ("load", "forward", "peak")
+        )
         factor = measured.peak[side] / of_side[0]["weights"]
         measured.notes[side] = f"{load:.2f} + {forward:.2f} s; {factor:.2f} × the weights"
     return [measured]
+
+
+def _load_in_turns(folder: Path, setup: Setup, rounds: int) -> dict[str, list[dict]]:
+    """What `load_and_forward` returns, by side."""
+    runs: dict[str, list[dict]] = {side: [] for side in (OURS, THEIRS) if side == OURS or find_spec("transformers")}
+    if THEIRS not in runs:
+        print(f"load, {THEIRS}: transformers is not installed: only our side is measured", file=sys.stderr)
+    for _ in range(rounds):
+        for side, of_side in runs.items():
+            of_side.append(in_own_process(load_and_forward, folder, side, setup))
+    return runs
 
 
 def load_and_forward(folder: Path, side: str, setup: Setup) -> dict[str, float]:

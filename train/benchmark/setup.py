@@ -17,6 +17,7 @@ from model.paligemma import PaliGemma
 from model.processor import Batch
 from train.data.batches import MicroBatch, supervised
 from train.flags import flag
+from train.optim import count
 from weights.checkpoint import empty_model
 
 ATTENTION = r"language_model\.layers\.\d+\.self_attn\.[qkvo]_proj"
@@ -152,7 +153,7 @@ def matmul_flops(setup: Setup, rows: int, length: int, head_rows: int, backward:
     """
 
     def size(module: nn.Module) -> int:
-        return sum(p.numel() for p in module.parameters() if p.dim() > 1)
+        return count(p for p in module.parameters() if p.dim() > 1)
 
     model = empty_model(setup.config)
     decoder, head = size(model.language_model.layers), model.language_model.embed_tokens.weight.numel()

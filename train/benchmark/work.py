@@ -6,6 +6,7 @@ In: a `Setup`, a side, the weights by name. Out: `Work` by name: functions witho
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -128,7 +129,7 @@ def train(setup: Setup, side: str, state: State) -> dict[str, Work]:
     if setup.on_gpu:
         plans = {"batch 16, r 32": {"batch": 16}, "batch 4, r 32, checkpointing": {"checkpointing": True}}
         setup = replace(setup, targets=DECODER_TARGETS, r=32)
-    step = {OURS: our_step, COMPILED: our_compiled_step, THEIRS: their_step}[side]
+    step = {OURS: our_step, COMPILED: partial(our_step, compiled=True), THEIRS: their_step}[side]
     length = setup.config.num_image_tokens + PREFIX + SUFFIX
     works = {}
     for name, plan in plans.items():
@@ -171,10 +172,6 @@ def our_step(
         return loss.detach()
 
     return run
-
-
-def our_compiled_step(setup: Setup, state: State, checkpointing: bool = False) -> Callable[[], object]:
-    return our_step(setup, state, checkpointing, compiled=True)
 
 
 def their_step(setup: Setup, state: State, checkpointing: bool = False) -> Callable[[], object]:
