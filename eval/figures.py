@@ -233,13 +233,15 @@ def line_chart(
     y_label: str = "",
     *,
     pale: Collection[str] = (),
+    marked: Collection[str] = (),
     log_x: bool = False,
     log_y: bool = False,
     width: float = 680,
     height: float = 400,
     intervals: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
 ) -> Image.Image:
-    """Named series of (x, y) as lines, a single point as a dot; those named in `pale`, such as raw values, are thin.
+    """Named series of (x, y) as lines, a single point as a dot; those in `pale`, such as raw values, are thin, those in
+    `marked` have a dot at each point.
     `intervals`: for a series, (x, low, high) to draw as upright bars.
 
     Points that are not finite, or not positive on a log axis, break the line. Raises UserError if no point is left.
@@ -270,8 +272,8 @@ def line_chart(
             line = [(x_axis.to(x), y_axis.to(y)) for x, y in group if is_visible]
             if len(line) > 1:
                 sheet.line(line, color, thick)
-            elif line:
-                sheet.dot(*line[0], 3, color)
+            for point in line if len(line) == 1 or name in marked else ():
+                sheet.dot(*point, 3, color)
         for x, low, high in bars.get(name, ()):
             x = x_axis.to(x) + 2 * number  # side by side
             sheet.line([(x, y_axis.to(low)), (x, y_axis.to(high))], color)
@@ -363,7 +365,8 @@ def contact_sheet(
         raise UserError(f"nothing to draw in {title or 'the contact sheet'!r}: no pictures")
     captions, hits = captions or [""] * len(images), hits or [None] * len(images)
     columns, gap, text = min(columns, len(images)), 14, 11.5
-    broken = [wrap(caption, size, text, lines) if caption else [] for caption in captions]
+    broken = [[line for part in caption.splitlines() for line in wrap(part, size, text, lines)] for caption in captions]
+    broken = [of_picture[:lines] for of_picture in broken]
     sizes = [(image.width * size / max(image.size), image.height * size / max(image.size)) for image in images]
     tall, below = max(high for _, high in sizes), max(map(len, broken)) * (text + 4) + 6
     top, rows = 42 if title else gap, math.ceil(len(images) / columns)

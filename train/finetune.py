@@ -11,6 +11,14 @@ from, and accuracies before and after.
     torchrun --nproc_per_node=8 -m train.finetune …                several GPUs; with --shard the weights are spread
 """
 
+import sys
+
+if not __package__:  # `python train/finetune.py`: the project's other packages cannot be found
+    print(
+        "error: run it from the project's folder: python -m train.finetune; or pip install -e . there", file=sys.stderr
+    )
+    sys.exit(2)
+
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,7 +43,7 @@ from train.plan import plan, plan_table
 from train.run_folder import check_empty, run_folder
 from train.settings import Settings, parse, run_stem
 from train.show_batch import show_batch
-from train.summary import evaluate, print_summary, summarize, write_answers
+from train.summary import can_export, evaluate, print_summary, summarize, write_answers
 from train.supervised import train_on
 from train.systems.open import load_base, load_start, open_model, open_processor, weights_dtype
 from train.validation import ASKED, Watch, open_held_out
@@ -114,9 +122,9 @@ def print_start(total: int, learned: int, settings: Settings, world: World) -> N
         f"({100 * learned / total:.2f} %), {kind}, on {world.device}",
         flush=True,
     )
-    if not staged and not KINDS[settings.attention].foldable:
-        foldable = ", ".join(f"--attention {name}" for name, kind in KINDS.items() if kind.foldable)
-        print(f"attention {settings.attention} cannot become plain weights (weights.export); what can: {foldable}")
+    if not staged and not can_export(settings):
+        foldable = " and ".join(f"--attention {name}" for name, kind in KINDS.items() if kind.foldable)
+        print(f"this model cannot become plain weights (weights.export); {foldable} can, without swiglu-new")
 
 
 def write_weights(model: PaliGemma, folder: Path, settings: Settings, world: World, files: Sequence[Path]) -> None:

@@ -130,5 +130,7 @@ def draw_loss(run: Path) -> None:
     }
     if held_out := [(r["step"], r["held_out_loss"]) for r in records if "held_out_loss" in r]:
         lines["held-out"] = held_out
-    chart = figures.line_chart(lines, f"{run.name}: loss", "step", "nats a token", pale=["each step"])
+    chart = figures.line_chart(
+        lines, f"{run.name}: loss", "step", "nats a token", pale=["each step"], marked=["held-out"]
+    )
     figures.save(chart, run / "loss.png")

@@ -16,14 +16,16 @@ from PIL import Image
 from eval import figures, needle, scenes, vqa
 from eval.datasets import PROMPT, fill_prompt
 from eval.records import Record
-from eval.statistics import Interval, bootstrap
+from eval.statistics import bootstrap
 from model.common import write_text
+from model.differential import KINDS
 from model.images import load_image
 from model.paligemma import PaliGemma
 from model.processor import Processor
+from train.data.sources import WEIGHT
 from train.distributed import World, ask_together
 from train.settings import Settings, command_of
-from train.validation import HeldOut, Result, spread_evenly
+from train.validation import HeldOut, Result, choose
 
 NO_ACCURACY = {"vqa": None, "needle": None}
 NEEDLE_TITLES = {
@@ -83,21 +85,20 @@ def summarize(
     if settings.evaluate and settings.is_embedded:
         summary["blind"] = vqa.blind_embedded(settings.eval_limit)
     if held_out is not None:
-        gain = gain_over_blind(held_out, results)
         best = progress.get("best")
         summary["held_out"] = {
             "examples": len(held_out.records),
             **{name: result["held_out"] for name, result in results.items()},
             "best_step": best and best["step"],
             "stopped": progress.get("stopped"),
-            "over_blind": gain and gain._asdict(),
+            "over_blind": gain_over_blind(held_out, results),
         }
     return summary
 
 
-def gain_over_blind(held_out: HeldOut, results: Mapping[str, dict]) -> Interval | None:
-    """By how much the trained model is better with pictures than with gray ones, paired, over pictures: the difference
-    in exact match, in percent; in nats an answer where nothing is matched. None for data without pictures."""
+def gain_over_blind(held_out: HeldOut, results: Mapping[str, dict]) -> dict | None:
+    """By how much the trained model is better with pictures than with gray ones, paired, over pictures: "measure", and
+    the fields of an `Interval`. It is the loss where nothing is matched. None for data without pictures."""
     trained, blind = (Result(**results[name]["records"]) for name in (trained_column(results), "blind"))
     scores = held_out.matches(trained), held_out.matches(blind)
     if not any(score for of_model in scores for score in of_model):
@@ -109,9 +110,9 @@ def gain_over_blind(held_out: HeldOut, results: Mapping[str, dict]) -> Interval 
     ]
     if not pairs:
         return None
-    factor = 1 if scores[0] is blind.losses else 100
+    factor, measure = (1, "nats an answer") if scores[0] is blind.losses else (100, "% exact match")
     differences, keys = zip(*pairs, strict=True)
-    return bootstrap(factor * np.array(differences), keys)
+    return {"measure": measure, **bootstrap(factor * np.array(differences), keys)._asdict()}
 
 
 def trained_column(results: Mapping[str, dict]) -> str:
@@ -138,7 +139,7 @@ def write_answers(run: Path, held_out: HeldOut, results: Mapping[str, dict]) -> 
         if number in set(held_out.asked)
     ]
     write_text(run / "answers.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    numbers = spread_evenly([number for number in held_out.asked if right[number] is not None], SHOWN)
+    numbers = choose([number for number in held_out.asked if right[number] is not None], SHOWN)
     if not numbers:
         return ["answers.jsonl"]
     captions = [
@@ -169,8 +170,9 @@ def print_summary(summary: dict, results: Mapping[str, dict], settings: Settings
         print(f"left out {len(summary['left_out'])} records: {summary['left_out'][0]} …")
     names = ["model/"] if settings.writes_model else ["adapter_model.safetensors", "adapter_config.json"]
     names += ["metrics.jsonl", "loss.png", "summary.json", *files, "checkpoints/"]
+    names += ["best/"] if (run / "best").is_dir() else []
     print(f"\n{summary['samples']:,} samples in {summary['seconds']:.0f} s; in {run}: {', '.join(names)}")
-    print(f"next: {'; '.join(next_commands(settings, run))}")
+    print("next:", "\n      ".join(next_commands(settings, run, trained_column(results) == "best")))
 
 
 def print_held_out(held_out: dict, settings: Settings, run: Path) -> None:
@@ -186,27 +188,43 @@ def print_held_out(held_out: dict, settings: Settings, run: Path) -> None:
     if (gain := held_out["over_blind"]) is not None and gain["low"] <= 0:
         print(
             "the picture was not used: with every picture gray the trained model is not worse by more than chance "
-            f"(difference {gain['mean']:.2f}, 95 % interval {gain['low']:.2f} to {gain['high']:.2f})"
+            f"(by {gain['mean']:.2f} {gain['measure']}, 95 % interval {gain['low']:.2f} to {gain['high']:.2f})"
         )
 
 
-def next_commands(settings: Settings, run: Path) -> list[str]:
+def next_commands(settings: Settings, run: Path, is_best_kept: bool) -> list[str]:
     """The commands that go on from a run, for the data that it was trained on."""
-    what = f"--model {run / 'model'}" if settings.writes_model else f"--adapter {run}"
+    folder = run / "best" if is_best_kept else run / "model" if settings.writes_model else run
+    what = f"--{'model' if settings.writes_model else 'adapter'} {shlex.quote(str(folder))}"
     prompt = settings.question_prompt or PROMPT
     # an adapter stores its prompt, a model does not
     template = f" --prompt {shlex.quote(prompt)}" if settings.writes_model and prompt != PROMPT else ""
+    images = f" --images {shlex.quote(settings.images)}" if settings.images else ""
     commands = []
-    if settings.is_embedded:
-        commands += [f"python -m eval.vqa {what}{template}", f"python -m eval.needle {what}"]
+    for source in settings.eval_data or settings.data:
+        kind = source.partition(":")[0]
+        if kind == "embedded":
+            commands += [f"eval.vqa {what}{template}", f"eval.needle {what}"]
+        elif kind != "shards":
+            data = shlex.quote(WEIGHT.sub(r"\1", source))
+            scorer = "eval.detect" if kind == "coco" else "eval.vqa"
+            commands.append(f"{scorer} --data {data}{images} {what}{template if kind == 'vqav2' else ''}")
     question = shlex.quote(fill_prompt(prompt, "Where is the dog?"))
-    return [*commands, f"python -m eval.ask {what} --image FILE --prompt {question}"]
+    commands.append(f"eval.ask {what} --image FILE --prompt {question}")
+    if can_export(settings):
+        commands.append(f"weights.export {shlex.quote(str(folder))} FOLDER")
+    return [f"python -m {command}" for command in commands]
+
+
+def can_export(settings: Settings) -> bool:
+    """Whether `weights.export` can make plain weights of a run."""
+    return settings.stage is None and KINDS[settings.attention].foldable and settings.feed_forward != "swiglu-new"
 
 
 def print_accuracies(summary: dict, results: Mapping[str, dict], settings: Settings) -> None:
     """The table of accuracies: of the base, of the grafted model that training starts from, after it, of the best step,
     of the trained model on gray pictures, of guessing."""
-    names = [*results, "chance"]
+    names = [*results, *(["chance"] if settings.is_embedded else [])]
 
     def row(name: str, values: Mapping[str, float | None], decimals: int = 1) -> None:
         cells = ("-" if values.get(column) is None else f"{values[column]:.{decimals}f}" for column in names)

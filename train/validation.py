@@ -9,6 +9,7 @@ Several processes share the examples, and all get the whole result.
 
 import contextlib
 import math
+import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -72,14 +73,14 @@ class HeldOut:
         without_pictures: bool = False,
         cache: FeatureCache | None = None,
     ) -> Result:
-        """The losses of all records, and the answers to `most` of them, spread evenly (None: to all).
+        """The losses of all records, and the answers to `most` of them (None: to all).
 
         without_pictures: every picture is gray. Every process must call it. A model that FSDP2 has sharded can only be
         asked nothing: `most` is 0.
         """
         records = blind(self.records) if without_pictures else self.records
         answers: list[str | None] = [None] * len(records)
-        numbers = spread_evenly(self.asked, len(self.asked) if most is None else most)
+        numbers = choose(self.asked, len(self.asked) if most is None else most)
         with evaluating(model, self.world.device):
             losses, tokens = self._losses(model, records, cache)
             if numbers:
@@ -139,7 +140,7 @@ class HeldOut:
 def open_held_out(
     settings: Settings, processor: Processor, world: World, known: dict[str, list[Record]] | None = None
 ) -> HeldOut | None:
-    """Up to --eval-limit held-out examples, spread evenly over all of them; None where there are none.
+    """Up to --eval-limit held-out examples, drawn from all; None where there are none.
 
     Of the embedded scenes, which have tests of their own, a quarter of that. known: see `read_records`. Raises
     UserError for --eval-data that cannot be read.
@@ -152,7 +153,7 @@ def open_held_out(
             raise
         return None  # too few pictures
     found: list[Record] = []
-    for number in spread_evenly(range(len(records)), most):
+    for number in choose(range(len(records)), most):
         with contextlib.suppress(UserError):  # of a damaged shard; training names what it leaves out
             found.append(replace(records[number], sampled=False))
     records = [record for record in found if record.turns]
@@ -168,10 +169,9 @@ def open_held_out(
     return HeldOut(records, lengths, plan, asked if generates else [], processor, settings, world)
 
 
-def spread_evenly(items: Sequence, most: int) -> list:
-    """Up to `most` of the items, from the first on."""
-    count = min(most, len(items))
-    return [items[place * len(items) // count] for place in range(count)]
+def choose(items: Sequence[int], most: int) -> list[int]:
+    """Up to `most` of the items, in their order: drawn, since neighbours may be of a kind, and tasks come in turn."""
+    return list(items) if len(items) <= most else sorted(random.Random(0).sample(items, most))
 
 
 @contextlib.contextmanager

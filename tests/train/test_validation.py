@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +21,8 @@ from train import finetune, supervised
 from train.data.batches import collate
 from train.data.sources import read_records
 from train.settings import Settings, parse
-from train.summary import gain_over_blind, print_held_out
-from train.validation import HeldOut, Watch, open_held_out, spread_evenly
+from train.summary import gain_over_blind, next_commands, print_held_out
+from train.validation import HeldOut, Watch, choose, open_held_out
 from weights.load import load_model
 
 COLORS = {"red": (220, 30, 30), "green": (30, 160, 40), "blue": (40, 60, 220), "yellow": (230, 210, 40)}
@@ -142,7 +144,7 @@ def test_a_picture_that_was_not_used_is_reported(capsys):
 
     def said(trained: dict, blind: dict) -> str:
         gain = gain_over_blind(held_out, {"before": result(0, 9), "after": trained, "blind": blind})
-        summary = {"stopped": None, "best_step": None, "over_blind": gain._asdict()}
+        summary = {"stopped": None, "best_step": None, "over_blind": gain}
         print_held_out(summary, Settings(), Path("run"))
         return capsys.readouterr().out
 
@@ -158,7 +160,10 @@ def test_what_is_held_out(tmp_path, processor):
     settings = parse(["--data", f"jsonl:{write_colors(tmp_path, 40)}", "--validation", "0.5", "--eval-limit", "8"])[0]
     held_out = open_held_out(settings, processor, WORLD)
     every = read_records(settings, "validation")
-    assert [r.name for r in held_out.records] == [every[n].name for n in spread_evenly(range(20), 8)]
+    names = [r.name for r in held_out.records]
+    assert names == [r.name for r in every if r.name in names] and len(set(names)) == 8
+    assert choose(range(8), 8) == list(range(8))
+    assert len({number % 4 for number in choose(range(400), 100)}) == 4  # of each task that comes in turn
     assert not {r.key for r in held_out.records} & {r.key for r in read_records(settings)}
     assert sorted(n for batch in held_out.plan for n in batch) == held_out.asked == list(range(8))
     assert open_held_out(replace(settings, validation=0), processor, WORLD) is None
@@ -166,3 +171,35 @@ def test_what_is_held_out(tmp_path, processor):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.validation.read_records", lambda *args: long)
         assert not open_held_out(settings, processor, WORLD).asked  # too long to be generated
+
+
+def test_the_next_commands_fit_the_data():
+    """Breaks when a run proposes commands that ask other data, another model, or export what cannot be exported."""
+
+    def proposed(*argv: str, best: bool = False) -> str:
+        return " | ".join(next_commands(parse(argv)[0], Path("run"), best)).replace("python -m ", "")
+
+    ask = "eval.ask --adapter run --image FILE --prompt 'answer en Where is the dog?'"
+    assert proposed() == f"eval.vqa --adapter run | eval.needle --adapter run | {ask}"
+    export = "weights.export run FOLDER"
+    data = "--data", "jsonl:a b.jsonl@2", "--data", "jsonl:c.jsonl@1", "--attention", "softmax", "--images", "pictures"
+    assert proposed(*data) == (
+        "eval.vqa --data 'jsonl:a b.jsonl' --images pictures --adapter run | "
+        f"eval.vqa --data jsonl:c.jsonl --images pictures --adapter run | {ask} | {export}"
+    )
+    own = "--data", "jsonl:a.jsonl", "--eval-data", "coco:b.json", "--attention", "dex"
+    assert proposed(*own, best=True) == (
+        f"eval.detect --data coco:b.json --adapter run/best | {ask.replace('run', 'run/best')} | "
+        "weights.export run/best FOLDER"
+    )
+    assert proposed("--data", "shards:a.tar") == ask
+    full = proposed("--data", "vqav2:d", "--full", "--attention", "softmax")
+    assert full.startswith("eval.vqa --data vqav2:d --model run/model --prompt 'answer {question}' | eval.ask --model")
+    assert full.endswith("weights.export run/model FOLDER")
+
+
+def test_a_command_that_is_run_as_a_file_says_how_to_run_it(tmp_path):
+    """Breaks when `python train/finetune.py` ends in a traceback about a package that is not there."""
+    file = Path(finetune.__file__)
+    done = subprocess.run([sys.executable, str(file)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "python -m train.finetune" in done.stderr and done.stderr.count("\n") == 1
