@@ -130,10 +130,15 @@ def model_of(args: Namespace) -> Subject:
     run = None if args.adapter in (None, "none") else Path(args.adapter)
     if run is None:
         source = args.model or EMBEDDED
-        return Subject(source, None, Path(source).name)
+        return Subject(source, None, title_of(Path(source)))
     if (run / "model").is_dir():  # `--full` wrote a whole model
         return Subject(str(run / "model"), None, run.name)
-    return Subject(args.model or adapter.base_of(run) or EMBEDDED, run, run.name)
+    return Subject(args.model or adapter.base_of(run) or EMBEDDED, run, title_of(run))
+
+
+def title_of(folder: Path) -> str:
+    """The name of a folder; RUN/best is named after its run."""
+    return f"{folder.absolute().parent.name}-best" if folder.name == "best" else folder.name
 
 
 def models_of(args: Namespace) -> list[Subject]:
