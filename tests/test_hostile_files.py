@@ -14,6 +14,7 @@ import signal
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,7 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
-from eval import datasets, needle_files, needle_scoring, pope, records, run, session, vqa
+from eval import datasets, needle_files, needle_scoring, own_files, pope, records, run, session, vqa
 from lora import adapter
 from model.common import UserError
 from model.images import load_image, to_pixels
@@ -136,6 +137,21 @@ def example_file(folder: Path) -> Path:
     return json_lines("data.jsonl", example, example | {"suffix": "that"})(folder)
 
 
+def conversation_file(folder: Path) -> Path:
+    example_file(folder)
+    turns = [{"from": role, "value": f"{role}<image>"[: 5 + 7 * (role == "human")]} for role in ("human", "gpt")]
+    entries = [{"image": ["a.png"], "conversations": turns}, {"prefix": "a", "answers": ["b", "c"]}]
+    return json_file("data.json", entries)(folder)
+
+
+def boxes_file(folder: Path) -> Path:
+    example_file(folder)
+    boxes = [{"image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4.5], "area": 9.5, "iscrowd": i} for i in (0, 1)]
+    images = [{"id": 1, "file_name": "a.png", "width": 8, "height": 8}]
+    coco = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "dog"}]}
+    return json_file("boxes.json", coco)(folder)
+
+
 def shard_file(folder: Path) -> Path:
     picture = BytesIO()
     Image.new("RGB", (8, 8)).save(picture, "PNG")
@@ -216,6 +232,8 @@ READERS = {
         lambda path: vqa.read_results(path, [1, 2], "questions.json"),
     ),
     "JSON lines": Reader(example_file, records.own_records),
+    "conversations": Reader(conversation_file, records.own_records),
+    "COCO's boxes": Reader(boxes_file, partial(records.own_records, read=own_files.read_coco)),
     "POPE questions": Reader(json_lines("pope.json", question(1), question(2)), datasets.read_pope),
     "POPE answers": Reader(
         json_lines("answers.json", question(1) | {"answer": "yes"}),

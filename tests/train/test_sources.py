@@ -1,0 +1,138 @@
+"""Several sources: their shares of an epoch, their order, and which pictures they hold out together."""
+
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+from model.common import UserError
+from tests.files import write_vqav2
+from train import shard
+from train.data import batches
+from train.data.batches import Order
+from train.data.sources import read_records
+from train.origin import data_fingerprints, differences
+from train.settings import Settings, parse
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Two files of 12 and 30 records, which share a picture, a folder of VQAv2, and shards of the first file."""
+    folder = tmp_path_factory.mktemp("sources")
+    for name, count in (("few", 12), ("many", 30)):
+        lines = []
+        for number in range(count):
+            Image.new("RGB", (8, 8), (number * 8, count, 0)).save(folder / f"{name}{number}.png")
+            image = f"{name}{number}.png" if number else "few0.png"
+            lines.append(json.dumps({"image": image, "prefix": f"count {number}", "suffix": "1"}))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    write_vqav2(folder / "vqa", images=5)
+    shard.main([f"jsonl:{folder}/few.jsonl", "--out", f"{folder}/s", "--per-shard", "5"])
+    return folder
+
+
+def settings(folder, *sources, **flags) -> Settings:
+    given = [word for source in sources for word in ("--data", source.replace(":", f":{folder}/", 1))]
+    more = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return parse([*given, *more])[0]
+
+
+def read(order, first=0):
+    return [[micro.names for micro in step] for step in order.steps(first)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("jsonl:few.jsonl", "jsonl:many.jsonl"), ("shards:s-{000..002}.tar", "vqav2:vqa")]
+)
+def test_weights_are_shares_of_the_samples(first, second, folder, processor, monkeypatch):
+    """Breaks when a source has another share than its weight, a record comes more often than another of its source, or
+    a resumed run reads other batches."""
+    monkeypatch.setattr(batches, "collate", lambda records, *_: SimpleNamespace(names=[r.name for r in records]))
+    made = read_records(settings(folder, f"{first}@3", f"{second}@1", validation=0))
+    order = Order(made, processor, batch_size=6, epochs=4, seed=1)
+    steps = read(order)
+    seen = Counter(name for step in steps for names in step for name in names)
+    few = {name: count for name, count in seen.items() if "few.jsonl" in name}
+    total = 12 + (30 if "many" in second else 15)
+    assert len(made) == made.samples == total and sum(seen.values()) == 4 * total
+    assert sum(few.values()) == 4 * round(total * 3 / 4) and len(few) == 12
+    for counts in (few, {name: count for name, count in seen.items() if name not in few}):
+        assert max(counts.values()) - min(counts.values()) <= 1
+    assert steps[:7] != steps[7:14]
+    for start in (1, 7, 20):
+        assert read(order, start) == steps[start:]
+    other = Order(made, processor, batch_size=6, epochs=4, seed=2)
+    assert read(other) != steps
+
+
+def test_without_weights_each_record_comes_once(folder, processor):
+    """Breaks when a mixture loses or doubles a record, or records of two sources get each other's pictures."""
+    for sources in (["jsonl:few.jsonl", "jsonl:many.jsonl"], ["shards:s-{000..002}.tar", "jsonl:many.jsonl"]):
+        made = read_records(settings(folder, *sources, validation=0))
+        steps = [micro for step in Order(made, processor, batch_size=7).steps(0) for micro in step]
+        assert sorted(Counter(name for micro in steps for name in micro.names).values()) == [1] * 42
+        for micro in steps:
+            assert not micro.bad
+            for name, index in zip(micro.names, micro.image_index, strict=True):
+                pixel = ((micro.batch.pixel_values[index, :2, 0, 0] + 1) * 127.5).round().int().tolist()
+                number = int(name.rpartition(":")[2]) - 1
+                assert pixel == [number * 8, 30 if "many" in name and number else 12]
+
+
+def test_a_picture_of_two_sources_is_on_one_side(folder):
+    """Breaks when a picture is held out of one file and learned from another."""
+    for seed in range(3):
+        given = settings(folder, "jsonl:few.jsonl", "jsonl:many.jsonl", validation=0.5, seed=seed)
+        sides = [{r.pictures[0].resolve() for r in read_records(given, one)} for one in ("train", "validation")]
+        assert len(sides[0] | sides[1]) == 41 and not sides[0] & sides[1] and len(sides[1]) == 20  # or 21
+
+
+def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
+    """Breaks when a part of --eval-data is kept back, something is held out beside it, or a leak goes unnoticed."""
+    given = settings(folder, "jsonl:few.jsonl", eval_data=f"jsonl:{folder}/many.jsonl", fraction=0.5)
+    assert (len(read_records(given)), len(read_records(given, "validation"))) == (6, 30)
+    whole = settings(folder, "jsonl:few.jsonl", eval_data=f"jsonl:{folder}/many.jsonl")
+    capsys.readouterr()
+    assert len(read_records(whole)) == 12
+    assert "warning: 1 of the 30 pictures of --eval-data are in --data, too ('few0.png')" in capsys.readouterr().err
+    read_records(settings(folder, "vqav2:vqa", eval_data=f"jsonl:{folder}/many.jsonl"))
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data", "jsonl:few.jsonl@0.3"], "a weight is for a mixture"),
+        (["--data", "jsonl:few.jsonl@1", "--data", "jsonl:many.jsonl"], "give each source a weight above 0, or none"),
+        (["--data", "jsonl:few.jsonl@1", "--data", "jsonl:many.jsonl@0"], "give each source a weight above 0, or none"),
+        (["--data", "jsonl:few.jsonl", "--eval-data", "jsonl:many.jsonl@1"], "leave @WEIGHT out"),
+        (["--data", "few.jsonl"], "did you mean jsonl:few.jsonl?"),
+        (["--data", "jsonl:few.jsonl", "--eval-data", "many.jsonl"], "did you mean jsonl:many.jsonl?"),
+        (
+            ["--data", "jsonl:few.jsonl", "--images", "vqa"],
+            "few.jsonl:1: picture 'few0.png' is not in vqa.*--images DIR",
+        ),
+    ],
+)
+def test_wrong_sources_are_named(flags, message, folder, monkeypatch):
+    """Breaks when a mistake in a source is not found before training, or its remedy is no flag."""
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match=message):
+        read_records(parse(flags)[0])
+
+
+def test_a_run_of_one_text_is_resumed(folder):
+    """Breaks when the config.json of a version without mixtures no longer opens, or its data count as changed."""
+    old, new = Settings(data="jsonl:a"), Settings(data=("jsonl:a",))
+    assert old == new
+    origin = {"settings": {"data": "jsonl:a"}, "fingerprints": {}}
+    assert not differences(origin, {"settings": {"data": ("jsonl:a",)}, "fingerprints": {}})
+    assert differences(origin, {"settings": {"data": ("jsonl:a", "jsonl:b")}, "fingerprints": {}})
+    # as version 1 has hashed it: (name, key, prefix, suffix, choices) of each record
+    made = read_records(settings(folder, "vqav2:vqa", validation=0))[:1]
+    text = repr(("1000", "train2014/COCO_train2014_000000000001.jpg", "answer What is 0?", "yes", ()))
+    assert data_fingerprints(made)["records"] == f"1 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
