@@ -13,9 +13,12 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from PIL import Image
 
 from eval import scenes, vqa_data
 from eval.command import Ask, Command, Report, add_flag, add_prompt_flag, make_asks
@@ -36,7 +39,7 @@ from eval.datasets import (
     some,
 )
 from eval.entry import ask_model, main_of
-from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record, source_parts
+from eval.records import ANNOTATIONS_FILE, MID_GRAY, QUESTIONS_FILE, Record, source_parts
 from eval.statistics import blind_guesses
 from eval.vqa_scoring import SCORERS, question_accuracies, summarize
 from model.common import UserError, read_field, read_json, run_command, shown, write_text
@@ -280,10 +283,13 @@ def load(args: argparse.Namespace) -> tuple[Data | list[Record], dict[str, list[
         if args.questions or args.annotations or args.scoring:
             raise UserError("--questions, --annotations and --scoring are of published files: leave --data out")
         kind, folder = source_parts(args.data)
-        if kind == "embedded":
-            return load(argparse.Namespace(**{**vars(args), "data": None}))
-        if kind == "vqav2":
-            return load(argparse.Namespace(**{**vars(args), "data": None, **vqav2_files(folder, args.images)}))
+        if kind in ("embedded", "vqav2"):
+            files = vqav2_files(folder, args.images) if kind == "vqav2" else {}
+            data, sets = load(argparse.Namespace(**{**vars(args), "data": None, **files}))
+            if args.blind == []:
+                gray = Image.new("RGB", (64, 64), MID_GRAY)
+                sets["gray"] = [replace(ask, key="gray", picture=gray) for ask in sets["vqa"]]
+            return data, sets
         return vqa_data.load(args)
     if (args.questions is None) != (args.images is None) or args.annotations and args.questions is None:
         raise UserError(
@@ -330,14 +336,21 @@ def finish(args: argparse.Namespace, data: Data | list[Record], answers: dict, s
         return Report({}, [], files)
     scoring = args.scoring or benchmark.scoring
     annotations = [a for a in benchmark.annotations if a.question_id in said]
-    accuracies, blind = question_accuracies(annotations, said, scoring), {}
-    summary = summarize(annotations, accuracies)
+    accuracies = {"model": question_accuracies(annotations, said, scoring)}
+    if "gray" in answers:
+        accuracies["gray"] = question_accuracies(annotations, by_id(benchmark, answers["gray"]), scoring)
+    columns = {name: summarize(annotations, of_name) for name, of_name in accuracies.items()}
     if data.blind is not None:  # on the same questions as the model
-        blind["blind"] = score_answers(benchmark, {id_: data.blind[id_] for id_ in said}, scoring)
-    title = f"VQA accuracy (%), {scoring} scoring, {len(said)} questions, {session.title}"
-    scores = {f"VQA accuracy, {scoring} scoring": {str(id_): value for id_, value in accuracies.items()}}
+        columns["blind"] = score_answers(benchmark, {id_: data.blind[id_] for id_ in said}, scoring)
+    lines = table(f"VQA accuracy (%), {scoring} scoring, {len(said)} questions, {session.title}", columns)
+    scores, blind = (
+        {f"VQA accuracy, {scoring} scoring": {str(id_): value for id_, value in accuracies[name].items()}}
+        if name in accuracies
+        else {}
+        for name in ("model", "gray")
+    )
     pictures = {str(q.question_id): q.image for q in benchmark.questions}
-    return Report(summary | blind, table(title, {"model": summary} | blind), files, scores, pictures=pictures)
+    return Report(columns.pop("model") | columns, lines, files, scores, blind, pictures)
 
 
 def add_data_flags(parser: argparse.ArgumentParser, required: bool) -> None:

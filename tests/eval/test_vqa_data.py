@@ -64,6 +64,26 @@ def test_own_examples(source, tmp_path, monkeypatch, capsys):
     )
 
 
+def test_gray_pictures_of_published_questions(source, tmp_path, monkeypatch, capsys):
+    """--data embedded asks others than the default, or the gray column is that of the pictures."""
+    monkeypatch.chdir(tmp_path)
+    asked = {}
+
+    def ask_all(model, processor, asks, *, progress, **options):
+        asked[progress.split(",")[0]] = [(ask.prefix, len({str(a.picture) for a in asks})) for ask in asks]
+        return [answers[ask.id] if "vqa" in progress else "nothing" for ask in asks]
+
+    monkeypatch.setattr("eval.session.ask_all", ask_all)
+    answers = {str(a.question_id): a.answer for a in vqa.embedded(12).annotations}
+    vqa.main(["--model", source, "--data", "embedded", "--limit", "12", "--blind", "--json"])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["overall"] == 100 and printed["gray"]["overall"] == 0 < printed["blind"]["overall"] < 100
+    assert [prefix for prefix, _ in asked["gray"]] == [prefix for prefix, _ in asked["vqa"]]
+    assert asked["gray"][0][1] == 1 and asked["vqa"][0][1] == 2
+    vqa.main(["--model", source, "--limit", "12", "--json"])
+    assert "gray" not in json.loads(capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
