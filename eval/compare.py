@@ -8,15 +8,11 @@ from collections.abc import Mapping
 from eval.command import Report
 from eval.report import difference_text, interval_text, markdown_table
 from eval.statistics import Interval, bootstrap
-from model.common import UserError
 
 
 def compare(reports: Mapping[str, Report]) -> tuple[dict, list[str]]:
     """By the title of a model, each measure in percent with its 95 % interval over pictures, and the paired difference
-    to the first, on the questions that both have answered; the same of the model on gray pictures, if it was asked.
-
-    Raises UserError for models that have no question in common with the first.
-    """
+    to the first, on the questions that both have answered; the same of the model on gray pictures, if it was asked."""
     rows = {}
     for title, report in reports.items():
         rows |= {title: report.scores, **({f"{title}, blind": report.blind} if report.blind else {})}
@@ -25,26 +21,28 @@ def compare(reports: Mapping[str, Report]) -> tuple[dict, list[str]]:
     for name, scores in rows.items():
         values[name], cells = {}, [name]
         for measure, by_id in scores.items():
-            both = [id_ for id_ in by_id if id_ in first[measure]]
-            if not both:
-                raise UserError(f"{name}: no question of {measure} was answered by both models: compare one by one")
-            mean = percent([by_id[id_] for id_ in by_id], [pictures[id_] for id_ in by_id])
-            difference = percent([by_id[id_] - first[measure][id_] for id_ in both], [pictures[id_] for id_ in both])
+            mean = percent(by_id, pictures)
             values[name][measure] = mean._asdict() | {"questions": len(by_id)}
             cells.append(interval_text(mean))
-            if scores is not first:
+            both = {id_: by_id[id_] - before for id_, before in first[measure].items() if id_ in by_id}
+            if scores is not first and both:
+                difference = percent(both, pictures)
                 values[name][measure]["difference"] = difference._asdict()
-            if len(rows) > 1:
-                cells.append("" if scores is first else difference_text(difference, difference.significant))
+                cells.append(difference_text(difference, difference.significant))
+            elif len(rows) > 1:
+                cells.append("")
         lines.append(cells)
+    if not first:  # questions without right answers
+        return values, []
     head = ["%"]
     for measure in first:
         head += [measure.replace("_", " "), "difference"] if len(rows) > 1 else [measure.replace("_", " ")]
-    questions = sum(map(len, first.values()))
+    questions = len({id_ for by_id in first.values() for id_ in by_id})
     note = "; differences to the first line, * where the interval has no 0" if len(rows) > 1 else ""
     note += "; blind: the same model on gray pictures" if any(report.blind for report in reports.values()) else ""
     return values, [f"{questions} questions, 95 % intervals over pictures{note}", "", *markdown_table(head, lines)]
 
 
-def percent(scores: list[float], groups: list[str]) -> Interval:
-    return Interval(*(100 * value for value in bootstrap(scores, groups)))
+def percent(scores: Mapping[str, float], pictures: Mapping[str, str]) -> Interval:
+    mean = bootstrap(list(scores.values()), [pictures[id_] for id_ in scores])
+    return Interval(*(100 * value for value in mean))

@@ -369,8 +369,11 @@ def add_data_flags(parser: argparse.ArgumentParser, required: bool) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    data = "examples with right answers: jsonl:FILE, vqav2:DIR or embedded, as train.finetune takes them"
-    add_flag(parser, "--data", data + " (default: embedded)", metavar="SRC")
+    data = (
+        "examples with right answers, as train.finetune takes them: jsonl:FILE (of a conversation the last answer is "
+        "asked, the turns before it are given), vqav2:DIR or embedded (default: embedded)"
+    )
+    add_flag(parser, "--data", data, metavar="SRC")
     add_data_flags(parser, required=False)
     images = "folder of the pictures of --questions, or of --data (default: the folder of its file)"
     add_flag(parser, "--images", images, metavar="DIR")

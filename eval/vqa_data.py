@@ -1,7 +1,8 @@
 """`eval.vqa --data`: a user's own examples, asked and scored by exact match, and by VQA accuracy where people differ.
 
 In: the source of the examples. Out: results.json with every question, answer and truth, and a table with intervals;
-with --blind also of the same model on gray pictures: what it gains from the pictures is the difference.
+with --blind also of the same model on gray pictures: what it gains from the pictures is the difference. Of a
+conversation the last answer is asked; the turns before it are given with their right answers.
 """
 
 import argparse
@@ -41,6 +42,8 @@ def finish(args: argparse.Namespace, records: list[Record], answers: dict[str, l
     pictures = {record.name: record.key for record in records}
     report = Report({}, [], ["results.json", "answers.jsonl"], scores["data"], scores.get("blind", {}), pictures)
     values, lines = compare({session.title: report})
+    if "blind" in scores and values[f"{session.title}, blind"]["exact_match"]["difference"]["high"] >= 0:
+        lines += ["", "the picture was not used: with every picture gray the answers are not worse by more than chance"]
     return report._replace(values=values, lines=[f"{shown(args.data)}, %: {lines[0]}", *lines[1:]])
 
 

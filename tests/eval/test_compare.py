@@ -27,8 +27,12 @@ def test_differences_are_paired():
     assert values["b"]["accuracy"]["mean"] == 100 and values["b"]["accuracy"]["questions"] == 20
     assert values["b"]["accuracy"]["difference"] == {"mean": 50, "low": 50, "high": 50}  # each picture: one of two
     assert values["b, blind"]["accuracy"]["difference"] == {"mean": 0, "low": 0, "high": 0}
+    assert lines[0].startswith("40 questions, ") and "gray pictures" in lines[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
     assert rows[0] == ["%", "accuracy", "difference"] and [row[0] for row in rows[2:]] == ["a", "b", "b, blind"]
+    both, (head, *_) = compare({"a": report(first)._replace(scores={"exact": first, "vqa": first})})
+    assert head.startswith("40 questions, ") and "difference" not in head and both["a"]["vqa"]["mean"] == 50
+    assert compare({"a": Report({}, []), "b": Report({}, [])})[0] == {"a": {}, "b": {}}  # nothing to score
     assert rows[2][2] == "" and rows[3][2].endswith("*") and rows[4][2].endswith("n.s.")
 
 

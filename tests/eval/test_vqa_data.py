@@ -40,6 +40,8 @@ def test_own_examples(source, tmp_path, monkeypatch, capsys):
         )
     tmp_path.joinpath("own.jsonl").write_text("\n".join(map(json.dumps, [*lines, lines[0] | {"image": "gone.png"}])))
     flags = ["--model", source, "--max-new-tokens", "3", "--data", "jsonl:own.jsonl", "--blind"]
+    vqa.main(flags)
+    assert "the picture was not used" in capsys.readouterr().out
     vqa.main([*flags, "--json"])
     printed, report = capsys.readouterr()
     assert "left out 1 questions" in report and "gone.png" in report
@@ -59,6 +61,7 @@ def test_own_examples(source, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "generate", None)  # all is in the log
     vqa.main(flags)
     table = capsys.readouterr().out
+    assert "the picture was not used" not in table  # as it was while every answer was wrong
     assert "| random        | 100.00 [100.00, 100.00] |" in table and table.splitlines()[-1] == (
         "in runs/eval/random/vqa: results.json, answers.jsonl"
     )
