@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 
 from eval.report import markdown_table
-from model.common import UserError
+from model.common import UserError, shown
 from model.device import autocast_dtype, dtype_name
 from model.paligemma import PaliGemma
 from model.processor import Processor
@@ -24,11 +24,12 @@ from train.distributed import World, computes_in_bf16
 from train.optim import count, trainable
 from train.recipes import GPUS
 from train.settings import Settings, run_stem, step_layout
+from train.show_batch import batch_lines
 from train.supervised import make_order
 from train.systems.open import SYSTEMS, open_model, open_processor, weights_dtype
 
 SHARES = (0.3, 0.5)  # of the peak, which a training step may reach
-SAMPLE = 128  # rows that are opened
+SAMPLE, SHOWN = 128, 4  # rows that are opened, and printed
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class PlanRow:
     """One run. samples, steps, tokens and flops are those of the whole run on all GPUs, without evaluation.
 
     tokens: with padding, and those of pictures. plain and checkpointed: a step on one GPU, without and with
-    `--checkpointing`. left_out: problems of the records that were opened, a line each.
+    `--checkpointing`. batch: the first rows as the model reads them. left_out: a line for each record that was opened
+    and cannot be used.
     """
 
     name: str
@@ -52,6 +54,7 @@ class PlanRow:
     checkpointed: StepCost
     disk: int  # bytes
     flops: float
+    batch: tuple[str, ...]
     left_out: tuple[str, ...]
 
     def hours(self, gpu: str, share: float) -> float:
@@ -71,7 +74,8 @@ def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
     model, _ = open_model(replace(settings, dtype=dtype), torch.device("meta"))
     learned, autocast = trainable(model), autocast_dtype(settings.autocast, device)
     result = sum(tensor.nbytes for tensor in (model.state_dict() if settings.writes_model else learned).values())
-    order = make_order(records, open_tokenizer(settings, model), settings, World(0, gpus, torch.device("cpu")))
+    processor = open_tokenizer(settings, model)
+    order = make_order(records, processor, settings, World(0, gpus, torch.device("cpu")))
     sample = open_sample(order, settings)
     parameters, trained = count(model.parameters()), count(learned.values())
     gathered = gathered_bytes(model, autocast)
@@ -95,6 +99,7 @@ def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
         # checkpoints have fp32 weights and two moments; one more than is kept while it is written
         disk=12 * trained * (settings.keep + 1) + result * (2 if settings.keep_best else 1),
         flops=costs[settings.checkpointing].flops * tokens / sample.widest.batch.input_ids.numel(),
+        batch=tuple(batch_lines(sample.first, processor)[: 2 * SHOWN]),
         left_out=sample.left_out,
     )
 
@@ -111,6 +116,7 @@ def open_tokenizer(settings: Settings, model: PaliGemma) -> Processor:
 class Sample:
     """The first micro-batches of a run. tokens: with padding. widest: that with the most."""
 
+    first: MicroBatch
     widest: MicroBatch
     rows: int
     tokens: int
@@ -119,16 +125,18 @@ class Sample:
 
 def open_sample(order: Order, settings: Settings) -> Sample:
     """Open about SAMPLE rows of a run. Raises UserError where a run would: for too many unusable ones, or no others."""
-    widest, rows, tokens, bad = without_rows(), 0, 0, []
+    first = widest = without_rows()
+    rows, tokens, bad = 0, 0, []
     for micro in chain.from_iterable(order.steps(0, settings.workers)):
         ids = micro.batch.input_ids
+        first = micro if first.is_empty else first
         widest = micro if ids.numel() > widest.batch.input_ids.numel() else widest
         rows, tokens, bad = rows + len(ids), tokens + ids.numel(), [*bad, *micro.bad]
         if len(bad) > settings.max_bad or rows + len(bad) >= SAMPLE:
             break
     if len(bad) > settings.max_bad or widest.is_empty:
         raise UserError(f"{len(bad)} of the first {rows + len(bad)} records are unusable; the last: {bad[-1]}")
-    return Sample(widest, rows, tokens, tuple(bad))
+    return Sample(first, widest, rows, tokens, tuple(bad))
 
 
 def gathered_bytes(model: PaliGemma, autocast: torch.dtype | None) -> float:
@@ -152,7 +160,7 @@ def spell(number: float) -> str:
 
 
 def plan_table(rows: Sequence[PlanRow], gpu: str = "H100") -> str:
-    """The runs as a Markdown table, and below it what the numbers mean."""
+    """The runs as a Markdown table; below it what the numbers mean, and rows of the first run's first batch."""
     peak, capacity = GPUS[gpu]
 
     def gib(size: float) -> str:
@@ -191,5 +199,6 @@ def plan_table(rows: Sequence[PlanRow], gpu: str = "H100") -> str:
         f"about 1 GiB more. Hours: at {SHARES[1]:.0%} to {SHARES[0]:.0%} of the {peak / 1e12:.0f} TFLOP/s (bf16) of "
         f"{gpus} × {gpu}, without evaluation. Estimated from shapes; nothing was trained."
     )
-    left_out = [f"left out: {line}" for row in rows for line in row.left_out]
-    return "\n".join([*markdown_table(head, lines), "", about, *dict.fromkeys(left_out)])
+    left_out = dict.fromkeys(f"left out: {line}" for row in rows for line in row.left_out)
+    batch = [shown(line, 10_000) for line in rows[0].batch]
+    return "\n".join([*markdown_table(head, lines), "", about, *left_out, "", "The first rows of a batch:", *batch])

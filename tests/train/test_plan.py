@@ -120,6 +120,7 @@ def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(tmp_path, monkeypa
     cells = [cell.strip() for cell in said.splitlines()[2].strip("|").split("|")]
     assert cells[:5] == ["embedded-softmax", "344,064", "4", "60", "15"]
     assert "312 TFLOP/s (bf16) of 1 × A100" in said and said.count("left out: 3") == 3
+    assert said.count("[picture ") == 4 and said.count("⟦yes<eos>⟧") == 4
     assert rows[0].hours("A100", 0.5) == pytest.approx(rows[0].flops / 156e12 / 3600) and rows[0].tokens >= 60 * 16
     with pytest.raises(UserError, match=r"3 of the first \d+ records are unusable; the last: 3"):
         plan(parse([*flags, "--max-bad", "2"])[0])
