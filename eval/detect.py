@@ -75,6 +75,7 @@ def confidences(tokens: Sequence[tuple[str, float]]) -> list[float]:
     """Of each part between semicolons, the geometric mean of the probabilities of its name's tokens; 0 without one."""
     parts: list[list[float]] = [[]]
     for piece, probability in tokens:
+        piece = ";" if piece == "<0x3B>" else piece  # a byte, in a vocabulary without semicolon
         parts += [[] for _ in range(piece.count(";"))]
         if ";" not in piece and not LOCATION.fullmatch(piece) and piece.strip(" \u2581"):
             parts[-1].append(math.log(max(probability, 1e-30)))
@@ -88,7 +89,7 @@ def names_of(prompt: str) -> list[str]:
 
 def load(args: argparse.Namespace) -> tuple[list[Record], dict[str, list[Ask]]]:
     """The pictures of the data, or of the embedded scenes, and what to ask. Raises UserError."""
-    if args.data is None:
+    if args.data in (None, "embedded"):
         records = embedded_records(("detect",), "test", EMBEDDED if args.limit is None else args.limit)
     else:
         records = read_data(args.data, images=args.images, allow_outside=args.allow_outside)[: args.limit]
@@ -225,7 +226,7 @@ def corners(boxes: Sequence[Box | Found], image, answer: Answer) -> list[tuple[f
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_flag(parser, "--data", "coco:ANNOTATIONS.json (default: the embedded scenes)", metavar="SRC")
+    add_flag(parser, "--data", "coco:ANNOTATIONS.json or embedded (default: embedded)", metavar="SRC")
     add_flag(parser, "--images", "folder of the pictures of --data (default: that of its file)", metavar="DIR")
     add_flag(parser, "--blind", "ask the same model about gray pictures too", False)
     confidence = "score boxes by the probability of their names, in one more pass; without it every score is 1"

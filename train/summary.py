@@ -205,6 +205,7 @@ def next_commands(settings: Settings, run: Path, is_best_kept: bool) -> list[str
         kind = source.partition(":")[0]
         if kind == "embedded":
             commands += [f"eval.vqa {what}{template}", f"eval.needle {what}"]
+            commands += [f"eval.detect {what}"] if "detect" in settings.tasks.split(",") else []
         elif kind != "shards":
             data = shlex.quote(WEIGHT.sub(r"\1", source))
             scorer = "eval.detect" if kind == "coco" else "eval.vqa"

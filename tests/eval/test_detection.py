@@ -140,7 +140,7 @@ def test_confidence_is_the_mean_over_a_name():
         ("<loc0001>", 0.1),
         ("\u2581", 0.3),
     ]
-    assert detect.confidences([*tokens, (";", 0.2), ("cat", 0.7)]) == pytest.approx([0.6, 0, 0.7])
+    assert detect.confidences([*tokens, ("<0x3B>", 0.2), ("cat", 0.7)]) == pytest.approx([0.6, 0, 0.7])
     said = detect.parse(f"{loc(0, 0, 9, 9)} cat ; ; {loc(0, 0, 9, 9)} dog", 10, 10, ["cat", "dog"], [0.6, 0, 0.7])
     assert [found.score for found in said.found] == [0.6, 0.7]
 

@@ -192,6 +192,7 @@ def test_the_next_commands_fit_the_data():
         f"eval.detect --data coco:b.json --adapter run/best | {ask.replace('run', 'run/best')} | "
         "weights.export run/best FOLDER"
     )
+    assert "| eval.detect --adapter run |" in proposed("--tasks", "detect,vqa")
     assert proposed("--data", "shards:a.tar") == ask
     full = proposed("--data", "vqav2:d", "--full", "--attention", "softmax")
     assert full.startswith("eval.vqa --data vqav2:d --model run/model --prompt 'answer {question}' | eval.ask --model")
