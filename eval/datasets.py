@@ -216,6 +216,20 @@ def read_layout(path: str | Path) -> tuple[str, list[Annotation]]:
     return layout, annotations
 
 
+def annotations_of(
+    questions: Iterable[Question], annotations: Iterable[Annotation], asked_in: str | Path, answered_in: str | Path
+) -> list[Annotation]:
+    """The annotation of each question, in their order. Raises UserError that names the questions without one."""
+    by_id, questions = {a.question_id: a for a in annotations}, list(questions)
+    bare = [q.question_id for q in questions if q.question_id not in by_id]
+    if bare:
+        raise UserError(
+            f"{answered_in}: {len(bare)} question(s) of {asked_in} have no annotation ({some(bare)}): take the "
+            "annotations of the same split"
+        )
+    return [by_id[q.question_id] for q in questions]
+
+
 def holds_answers(path: str | Path) -> bool:
     """Whether a file of questions has their answers too, as GQA's, TextVQA's and VizWiz's. Raises UserError."""
     return _holds_answers([record for _, record in _vqa_records(read_json(path, object), "questions", path)[1]])

@@ -16,7 +16,16 @@ from typing import BinaryIO, NoReturn
 from PIL import Image
 
 from eval import scenes
-from eval.datasets import PROMPT, check_prompt, fill_prompt, find_image, read_annotations, read_questions, real_path
+from eval.datasets import (
+    PROMPT,
+    annotations_of,
+    check_prompt,
+    fill_prompt,
+    find_image,
+    read_annotations,
+    read_questions,
+    real_path,
+)
 from eval.own_files import Box, Detection, Example, read_coco, read_examples
 from eval.pictures import GRID, SIDE
 from model.common import UserError, quoted, shown
@@ -230,25 +239,19 @@ def vqav2_records(
     drawn anew in each epoch. Raises UserError for files that are absent, and for a question without an annotation.
     """
     check_prompt(prompt)
-    questions = read_questions(folder / QUESTIONS_FILE)
-    annotations = {a.question_id: a for a in read_annotations(folder / ANNOTATIONS_FILE)}
-    missing = [q.question_id for q in questions if q.question_id not in annotations]
-    if missing:
-        raise UserError(
-            f"{folder}: {len(missing)} questions have no annotation (first: {missing[0]}): "
-            "take both files of one release"
-        )
+    files = folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE
+    questions, annotations = read_questions(files[0]), read_annotations(files[1])
     pictures = {name: _find(images or folder, name, allow_outside) for name in {q.image for q in questions}}
     return [
         Record(
             str(q.question_id),
             q.image,
             (pictures[q.image],),
-            ((fill_prompt(prompt, q.question), annotations[q.question_id].answer),),
-            tuple(a["answer"] for a in annotations[q.question_id].answers),
+            ((fill_prompt(prompt, q.question), a.answer),),
+            tuple(given["answer"] for given in a.answers),
             sampled,
         )
-        for q in questions
+        for q, a in zip(questions, annotations_of(questions, annotations, *files), strict=True)
     ]
 
 

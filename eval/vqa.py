@@ -27,6 +27,7 @@ from eval.datasets import (
     TEXT,
     Annotation,
     Question,
+    annotations_of,
     check_ids,
     check_unique,
     find_images,
@@ -36,7 +37,6 @@ from eval.datasets import (
     read_layout,
     read_questions,
     records_of,
-    some,
 )
 from eval.entry import ask_model, main_of
 from eval.records import ANNOTATIONS_FILE, MID_GRAY, QUESTIONS_FILE, Record, source_parts
@@ -123,21 +123,9 @@ def from_files(
     if not asked:
         raise UserError(f"{questions}: none of its questions is left to ask: check the limit and the split")
     scoring, annotated = read_layout(annotations) if annotations else ("official", [])
-    by_id = {a.question_id: a for a in annotated}
-    if annotations:
-        check_annotated((q.question_id for q in asked), by_id, questions, annotations)
+    joined = annotations_of(asked, annotated, questions, annotations) if annotations else []
     pictures = find_images((q.image for q in asked), images, questions, allow_outside)
-    return Benchmark(asked, [by_id[q.question_id] for q in asked if by_id], pictures, scoring)
-
-
-def check_annotated(ids: Iterable, annotated: Collection, questions: str | Path, annotations: str | Path) -> None:
-    """Raise UserError that names the questions without annotation."""
-    bare = [id_ for id_ in ids if id_ not in annotated]
-    if bare:
-        raise UserError(
-            f"{annotations}: {len(bare)} question(s) of {questions} have no annotation ({some(bare)}): take the "
-            "annotations of the same split"
-        )
+    return Benchmark(asked, joined, pictures, scoring)
 
 
 # Models
@@ -244,9 +232,7 @@ def blind_of(args: argparse.Namespace, test: Benchmark) -> dict | None:
     train = None
     if args.blind:
         questions, annotations = read_questions(args.blind[0]), read_annotations(args.blind[1])
-        by_id = {a.question_id: a for a in annotations}
-        check_annotated((q.question_id for q in questions), by_id, *args.blind)
-        train = Benchmark(questions, [by_id[q.question_id] for q in questions], {})
+        train = Benchmark(questions, annotations_of(questions, annotations, *args.blind), {})
     return blind_answers(test, train)
 
 
@@ -256,7 +242,7 @@ def score(args: argparse.Namespace) -> Report:
     fitting, annotations = read_layout(source)
     scoring, ids = args.scoring or fitting, [a.question_id for a in annotations]
     questions = {q.question_id: q for q in read_questions(args.questions)}
-    check_annotated(questions, set(ids), args.questions, source)
+    annotations_of(questions.values(), annotations, args.questions, source)
     check_scoring(scoring, annotations, source)
     answers = read_results(args.results, ids, source)
     summary, blind = summarize(annotations, question_accuracies(annotations, answers, scoring)), {}
