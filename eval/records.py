@@ -277,8 +277,8 @@ def own_records(
     bad: list[UserError] = []
     examples = read(path, images, allow_outside, bad.append)
     if not examples:
-        first = f": {bad[0]}" if bad else ", each must hold one JSON object"
-        raise UserError(f"{shown(path)}: none of its {len(bad)} records can be used{first}")
+        problem = f"none of its {len(bad)} records can be used: {bad[0]}" if bad else "holds no records"
+        raise UserError(f"{shown(path)}: {problem}")
     records = []
     for e in examples:
         key = "\n".join(map(str, e.pictures)) or f"{path}{e.place}"
