@@ -24,8 +24,6 @@ from train.data.sources import read_records
 from train.distributed import World
 from train.loop import count_records
 from train.settings import parse
-from train.summary import evaluate
-from weights.load import load_model
 
 pytestmark = pytest.mark.long
 
@@ -160,11 +158,9 @@ def test_pictures_in_another_folder(tmp_path):
     write_vqav2(tmp_path / "vqa", images=4)
     (tmp_path / "vqa/train2014").rename(tmp_path / "pictures")
     settings, *_ = parse(["--data", f"vqav2:{tmp_path / 'vqa'}", "--images", str(tmp_path / "pictures")])
-    records = read_records(replace(settings, validation=0.5))
-    assert len(records) == 6 and all(record.pictures[0].is_file() for record in records)
-    settings = replace(settings, validation=0.5, eval_limit=4)
-    model, processor = load_model("tiny"), Processor.from_source("tiny")
-    assert evaluate(model, processor, settings, "test", World(0, 1, torch.device("cpu")))["vqa"] is not None
+    for split in ("train", "validation"):
+        records = read_records(replace(settings, validation=0.5), split)
+        assert len(records) == 6 and all(record.pictures[0].is_file() for record in records)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
