@@ -122,8 +122,10 @@ def test_official_files_and_finished_runs(tmp_path, trainings, capsys):
 
 def test_a_plan_trains_nothing(tmp_path, trainings, capsys):
     """Breaks when --plan trains, writes, leaves out a run, or counts another share of the data."""
-    reproduce.main(["paligemma", *SMALL, "--plan", "--gpu", "L4", "--rows", "paper-1,paper-2", "--out", str(tmp_path)])
-    lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| paper")]
+    more = ["--out", str(tmp_path / "out"), "--show-batch", str(tmp_path / "batch.png")]
+    reproduce.main(["paligemma", *SMALL, "--plan", "--gpu", "L4", "--rows", "paper-1,paper-2"] + more)
+    printed = capsys.readouterr().out
+    lines = [line.split("|") for line in printed.splitlines() if line.startswith("| paper")]
     found = {line[1].strip(): (line[3].strip(), line[4].strip(), line[5].strip()) for line in lines}
     assert found == {
         "paper-1": ("4", "8", "2"),
@@ -131,7 +133,8 @@ def test_a_plan_trains_nothing(tmp_path, trainings, capsys):
         "paper-1-full": ("4", "20", "5"),
         "paper-2-full": ("4", "20", "5"),
     }
-    assert not trainings and not list(tmp_path.iterdir())
+    assert "answer en" in printed and "⟦" in printed
+    assert not trainings and [path.name for path in tmp_path.iterdir()] == ["batch.png"]
 
 
 def test_training_and_evaluation_ask_in_the_same_words(tmp_path):

@@ -239,7 +239,7 @@ def summarize(study: FineTuningStudy, results: Sequence[RowResult], seeds: Seque
 
 
 DECIDED = (*"attention feed_forward option tasks lr seed full arch stage wings".split(),)
-DECIDED += ("resume", "plan", "evaluate", "eval_limit", "eval_data")
+DECIDED += ("resume", "plan", "show_batch", "evaluate", "eval_limit", "eval_data")
 
 
 def read_arguments(argv: Sequence[str] | None) -> tuple[list[FineTuningRow], AttentionOptions, Settings]:

@@ -32,6 +32,7 @@ from train.flags import RUN_CONFIG, RunArguments, flag
 from train.plan import PlanRow, plan, plan_table
 from train.recipes import RECIPES
 from train.settings import Settings
+from train.show_batch import show_batch
 from train.studies import engine
 from train.studies.attention import by_label
 from train.studies.attention_data import VAL_FILES, Measure, coco_needles, embedded_needles, vqa_measure
@@ -285,14 +286,18 @@ def read_arguments(argv: Sequence[str] | None) -> Call:
     return Call(options, base, names, find_runs(options.from_, rows), arguments)
 
 
+def planned_rows(call: Call) -> list[FineTuningRow]:
+    """The models of Part 1."""
+    names = [name for name in call.options.rows.split(",") if name != "baseline"]
+    return [make_row(name, call.base, call.given, whole=False) for name in names]
+
+
 def print_plan(call: Call, measures: dict[str, list[Measure]]) -> None:
     """What the runs would take, those of Part 2 for the models that the paper chose; nothing is trained."""
-    gpus, planned = call.arguments.gpus, {}
-    for name in call.options.rows.split(","):
-        if name != "baseline":
-            print(f"planning {name}", file=sys.stderr, flush=True)
-            row = make_row(name, call.base, call.given, whole=False)
-            planned[name] = plan(replace(call.base, **row.changes), name, gpus)
+    planned: dict[str, PlanRow] = {}
+    for row in planned_rows(call):
+        print(f"planning {row.name}", file=sys.stderr, flush=True)
+        planned[row.name] = plan(replace(call.base, **row.changes), row.name, call.arguments.gpus)
     for name in planned.keys() & {"paper-1", "paper-2"}:
         row = make_row(name, call.base, call.given, whole=True)
         planned[row.name] = on_more(planned[name], row.name, replace(call.base, **row.changes))
@@ -316,8 +321,13 @@ def on_more(row: PlanRow, name: str, settings: Settings) -> PlanRow:
 def main(argv: Sequence[str] | None = None) -> None:
     call = read_arguments(argv)
     measures = make_measures(call.base, call.options)  # bad files are reported before a large model is read
+    if sheet := call.arguments.show_batch:
+        row = next(iter(planned_rows(call)), make_row("paper-1", call.base, call.given, whole=False))
+        for line in show_batch(replace(call.base, **row.changes), sheet):
+            print(shown(line, 10_000))
     if call.arguments.plan:
         print_plan(call, measures)
+    if call.arguments.plan or sheet:
         return
     study = open_study(call.base, call.options.out, measures)
     check_bases(call.runs, study)
