@@ -3,6 +3,7 @@
     python -m train.reproduce paligemma                      the same plan in miniature, on the embedded base and scenes
     python -m train.reproduce paligemma --base google/paligemma-3b-pt-224 --data vqav2:DIR --coco DIR --captions FILE
     python -m train.reproduce paligemma … --from RUN…        runs of train.finetune in place of training
+    python -m train.reproduce paligemma … --plan             memory, disk and hours of all runs; nothing is trained
 
 In: a base and data. Out: reproduction.md and reproduction.json with the paper's Table 1 (VQA), Table 2 and Figure 2
 (needles) beside the published figures, time, tokens and memory of each run, what the paper leaves open, and
