@@ -15,6 +15,7 @@ from lora import adapter
 from lora.adapter import DECODER_TARGETS
 from model.common import UserError
 from model.paligemma import PaliGemma
+from model.processor import Processor
 from model.wings import attach
 from train import compare
 from train.data.batches import collate
@@ -78,7 +79,7 @@ def test_the_control_has_as_many_parameters():
     assert sizes[rank - 1] < learners <= sizes[rank]
 
 
-def test_prepared_micro_batches_are_causal_and_seen(processor, tmp_path):
+def test_prepared_micro_batches_are_causal_and_seen(processor, tmp_path, monkeypatch):
     """Breaks when features made beforehand are another picture's, or the loss is not that of the pixels, causally."""
     base = load_model("embedded")
     study = WingsStudy(tmp_path, 0.02, 4, "", processor, base)
@@ -86,6 +87,8 @@ def test_prepared_micro_batches_are_causal_and_seen(processor, tmp_path):
     turns = [("scan<image>", s.suffix) for s in drawn]
     records = [Record(s.task, str(i), (lambda s=s: s.image,), (turns[i],)) for i, s in enumerate(drawn)]
     (micro,) = prepare(study, records, 2)
+    # in this study every row takes the picture where it stands, as WINGS does
+    monkeypatch.setattr(Processor, "in_place", lambda self, n_images, turns: list(turns))
     seen = collate(records, processor)
     causal = replace(seen, batch=replace(seen.batch, token_type_ids=torch.ones_like(seen.batch.input_ids)))
     expected = supervised_loss(base, causal)
