@@ -192,9 +192,9 @@ def plan_table(rows: Sequence[PlanRow], gpu: str = "H100") -> str:
         *("run", "trained", "rows a step", "samples", "steps", "tokens"),
         *("weights, GiB", "gradients", "moments", "activations", "GPU memory", "disk, GiB", "FLOPs", "hours"),
     )
-    gpus = max(row.gpus for row in rows)
+    gpus = " or ".join(dict.fromkeys(str(row.gpus) for row in rows))
     about = (
-        f"Memory: of one GPU{f' of {gpus}' if gpus > 1 else ''}, for micro-batches of "
+        "Memory: of one GPU, for micro-batches of "
         f"{', '.join(dict.fromkeys(str(row.rows) for row in rows))} rows, without / with `--checkpointing`; CUDA takes "
         f"about 1 GiB more. Hours: at {SHARES[1]:.0%} to {SHARES[0]:.0%} of the {peak / 1e12:.0f} TFLOP/s (bf16) of "
         f"{gpus} × {gpu}, without evaluation. Estimated from shapes; nothing was trained."
