@@ -32,6 +32,7 @@ from lora.quantize import quantize
 from model.common import run_command, shown, write_text
 from model.differential import KINDS
 from model.paligemma import PaliGemma
+from train.align import align
 from train.checkpoint import checkpoints
 from train.data.sources import read_records
 from train.distributed import World, join_world, leave_world
@@ -76,6 +77,8 @@ def fine_tune(settings: Settings, arguments: RunArguments, world: World) -> None
             check_resume(run, kept["origin"], arguments.allow_changed)
         if begins and settings.is_grafted:
             kept["start"] = measure(model, title="start")
+        if settings.align and not checkpoints(run):
+            align(model, records, settings, show=world.is_first)
         write = partial(write_weights, settings=settings, world=world, files=files)
         watch = None
         if held_out and settings.eval_every != 0:

@@ -76,6 +76,42 @@ def make_radam(groups: list[dict], betas: tuple[float, float], eps: float = 1e-8
 OPTIMIZERS = {"adamw": make_adamw, "adam": make_adam, "radam": make_radam}
 
 
+def is_inner_matrix(name: str, parameter: torch.Tensor) -> bool:
+    """Whether Muon may update it: a matrix that is no embedding."""
+    return parameter.dim() == 2 and "embed" not in name
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon (Jordan 2024) for the matrices in `groups`, AdamW for embeddings, norms, biases and convolutions.
+
+    groups: as `parameter_groups` makes them; each is split in two. `other_lr` is the rate of what AdamW updates. A
+    matrix moves by its rate in every direction, whatever its gradient's size. Checkpoints see one optimizer.
+    """
+
+    def __init__(self, groups: Sequence[dict], betas: tuple[float, float], other_lr: float):
+        split: dict[bool, list[dict]] = {True: [], False: []}
+        for group in groups:
+            for is_matrix, parts in split.items():
+                named = zip(group["names"], group["params"], strict=True)
+                chosen = [(name, p) for name, p in named if is_inner_matrix(name, p) == is_matrix]
+                if chosen:
+                    names, parameters = map(list, zip(*chosen, strict=True))
+                    rates = {} if is_matrix else {"lr": other_lr, "base_lr": other_lr}
+                    parts.append({**group, **rates, "names": names, "params": parameters})
+        super().__init__([*split[False], *split[True]], {})
+        self.parts: list[torch.optim.Optimizer] = []  # they share their groups and their state with this one
+        if split[False]:
+            self.parts.append(torch.optim.AdamW(split[False], betas=betas))
+        if split[True]:
+            self.parts.append(torch.optim.Muon(split[True], momentum=0.95))
+        for part in self.parts:
+            part.state = self.state
+
+    def step(self, closure=None) -> None:
+        for part in self.parts:
+            part.step(closure)
+
+
 def reconnect(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Point the groups of a fresh optimizer to the model's parameters by name: FSDP2 has replaced the tensors."""
     parameters = dict(model.named_parameters())

@@ -45,6 +45,20 @@ RECIPES: dict[str, dict] = {
         "answers": "sampled",
         "prompt": "answer en {question}",
     },
+    # The embedded base on other pictures than its own. Its vision tower knows 40 emojis by patches of a fixed grid:
+    # every weight must learn. Questions of one picture in one batch make the picture matter, and share its encoding.
+    "own": {
+        "attention": "softmax",
+        "full": True,
+        "align": 20,
+        "optimizer": "muon",
+        "lr": 0.02,
+        "scalar_lr": 1e-3,
+        "weight_decay": 0.0,
+        "batch_size": 64,
+        "per_picture": 8,
+        "epochs": 4,
+    },
 }
 
 # Stages

@@ -77,9 +77,22 @@ class Settings:
     r: int = flag(16, "LoRA rank, also of a variant's second branch", least=1, most=65536)
     alpha: float = flag(32.0, "LoRA alpha: updates are scaled by alpha / r", least=1e-6, most=1e6)
     dropout: float = flag(0.0, "LoRA dropout", least=0, most=0.9999)
+    align: int = flag(
+        0, "with --full: passes over the pictures in which the vision tower alone learns, see train/align.py", least=0
+    )
     lr: float = flag(1.5e-3, "peak learning rate", least=0, most=1e6)
-    scalar_lr: float | None = flag(None, "peak rate of λ, μ and norms (default: as --lr)", least=0, most=1e6)
-    optimizer: str = flag("adamw", "how the gradient is followed", choices=list(OPTIMIZERS))
+    scalar_lr: float | None = flag(
+        None,
+        "peak rate of λ, μ and norms (default: as --lr); with --optimizer muon of all that is no matrix of a layer "
+        "(default: a twentieth of --lr)",
+        least=0,
+        most=1e6,
+    )
+    optimizer: str = flag(
+        "adamw",
+        "how the gradient is followed; muon: the matrices of the layers by Muon, the rest by AdamW",
+        choices=[*OPTIMIZERS, "muon"],
+    )
     weight_decay: float = flag(1e-9, "AdamW weight decay; none on λ, μ and norms", least=0, most=1e6)
     beta2: float = flag(0.98, "AdamW's second momentum", least=0, most=0.9999999)
     schedule: str = flag("cosine", "decay after warm-up", choices=["linear", "cosine", "constant"])
@@ -165,6 +178,11 @@ class Settings:
         return self.prompt if any(source.startswith("vqav2:") for source in self.data) else None
 
     @property
+    def other_lr(self) -> float:
+        """The rate of what Muon does not update."""
+        return self.lr / 20 if self.scalar_lr is None else self.scalar_lr
+
+    @property
     def is_grafted(self) -> bool:
         """Whether the model that training starts from is not the base."""
         return self.stage is None and (self.attention, self.feed_forward) != ("softmax", "mlp")
@@ -183,7 +201,7 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
         "--recipe",
         choices=list(RECIPES),
         default=argparse.SUPPRESS,
-        help="settings of the paper's Table 1, or of PaliGemma's authors",
+        help="settings of the paper's Table 1, of PaliGemma's authors, or for own pictures on the embedded base",
     )
     add_plan_flags(parser)
     add_flags(parser, Settings)
@@ -244,6 +262,8 @@ def check(settings: Settings) -> None:
             f"--dtype {settings.dtype}: --full and --stage train whole weights, and most updates of them are lost in "
             f"{settings.dtype}: leave --dtype out (weights in fp32) and use --autocast {settings.dtype}"
         )
+    if settings.align and not settings.full:
+        raise UserError(f"--align {settings.align} trains the vision tower, which no adapter holds: add --full")
     if settings.arch not in ("paligemma", *STAGES):
         raise UserError(f"--arch {settings.arch}: expected one of paligemma, {', '.join(STAGES)}")
     if (settings.arch == "paligemma") != (settings.stage is None):

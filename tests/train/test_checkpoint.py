@@ -1,6 +1,7 @@
 """A checkpoint is whole or not there, and holds all that the next step depends on."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from model.common import UserError
 from train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from train.optim import Rule, make_adamw, make_radam, parameter_groups
+from train.optim import MuonAdamW, Rule, make_adamw, make_radam, parameter_groups
 
 
 def make(seed: int = 0, optimizer=make_adamw):
@@ -24,7 +25,7 @@ def step(model, optimizer, number: int) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("make_optimizer", [make_adamw, make_radam])
+@pytest.mark.parametrize("make_optimizer", [make_adamw, make_radam, partial(MuonAdamW, other_lr=0.1)])
 def test_resumed_equals_uninterrupted_to_the_bit(make_optimizer, tmp_path):
     """Breaks when a moment, a step count or a weight is not restored."""
     model, optimizer = make(optimizer=make_optimizer)

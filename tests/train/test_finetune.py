@@ -347,6 +347,7 @@ def test_recipes_are_table_1():
         (["--resume", "/nowhere"], "other flags"),
         (["--steps", "0"], "an integer from 1 to"),
         (["--full"], "softmax"),
+        (["--align", "1"], "add --full"),
         (["--prompt", "answer {"], "must contain {question}"),
         (["--prompt", "{question:>10000000000}"], "must contain {question}"),
         (["--device", "cuda"], "--device cuda: .*(CUDA|NVIDIA)"),
@@ -374,8 +375,8 @@ def test_a_run_folder_is_never_overwritten(tmp_path):
 
 @pytest.mark.long
 def test_full_fine_tuning_writes_a_model(tmp_path):
-    """Breaks when training every weight gives no model folder, or one that differs from what was trained."""
-    run("--attention", "softmax", "--full", "--steps", 2, out=tmp_path / "run")
+    """Breaks when training every weight, by the recipe for own data, gives no model folder or not what was trained."""
+    run("--recipe", "own", "--steps", 2, out=tmp_path / "run")
     before, after = load_model("tiny").state_dict(), load_model(tmp_path / "run/model").state_dict()
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     assert len(changed) > 0.9 * len(before)

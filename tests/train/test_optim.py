@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from model.common import UserError
-from train.optim import Rule, make_adamw, parameter_groups, rate_factor, set_rates, trainable
+from train.optim import MuonAdamW, Rule, make_adamw, parameter_groups, rate_factor, set_rates, trainable
 
 
 def small_model():
@@ -67,3 +67,24 @@ def test_every_group_keeps_its_own_peak():
     set_rates(optimizer, 0.5)
     set_rates(optimizer, 0.2)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.02])
+
+
+def test_muon_moves_the_matrices_and_adamw_the_rest():
+    """Breaks when a rate reaches the wrong parameters, or the two halves differ from PyTorch's own optimizers."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"inner": nn.Linear(4, 3), "embed": nn.Embedding(5, 4)})
+    alone = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    optimizer = MuonAdamW(parameter_groups(model, [Rule(".*", 0.02)]), (0.9, 0.98), other_lr=0.001)
+    assert [group["names"] for group in optimizer.param_groups] == [["inner.bias", "embed.weight"], ["inner.weight"]]
+    muon = torch.optim.Muon([alone["inner.weight"]], 0.01, weight_decay=0.0, momentum=0.95)
+    adamw = torch.optim.AdamW([alone["inner.bias"], alone["embed.weight"]], 5e-4, (0.9, 0.98), weight_decay=0.0)
+    for _ in range(3):
+        set_rates(optimizer, 0.5)
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.randn_like(parameter)
+            alone[name].grad = parameter.grad.clone()
+        optimizer.step()
+        muon.step()
+        adamw.step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, alone[name]), name

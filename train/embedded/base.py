@@ -34,7 +34,7 @@ from model.processor import Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER
 from train.data.batches import MicroBatch, collate
 from train.distributed import World, ask_together
-from train.optim import count, rate_factor, set_rates
+from train.optim import count, is_inner_matrix, rate_factor, set_rates
 from weights.export import export_model
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -123,7 +123,7 @@ def make_optimizers(model: PaliGemma, world: World = ALONE) -> list[torch.optim.
 
     Muon takes a quarter of the time of the gradients, so each process updates only its share of the matrices.
     """
-    others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
+    others = [p for name, p in model.named_parameters() if not is_inner_matrix(name, p)]
     muon = torch.optim.Muon(shares(model, world)[world.rank], lr=0.01, momentum=0.95, weight_decay=0.0)
     adamw = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.0)
     adamw.param_groups[0]["base_lr"] = 1e-3
@@ -132,7 +132,7 @@ def make_optimizers(model: PaliGemma, world: World = ALONE) -> list[torch.optim.
 
 def shares(model: PaliGemma, world: World) -> list[list[torch.nn.Parameter]]:
     """The matrices that Muon updates, by the rank of the process that does so."""
-    inside = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
+    inside = [p for name, p in model.named_parameters() if is_inner_matrix(name, p)]
     return [inside[rank :: world.size] for rank in range(world.size)]
 
 

@@ -19,7 +19,7 @@ from model.differential import default_options, graft
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.tokenizer import find_tokenizer, load_tokenizer
-from train.optim import OPTIMIZERS, SCALARS, Rule, parameter_groups, trainable
+from train.optim import OPTIMIZERS, SCALARS, MuonAdamW, Rule, parameter_groups, trainable
 from train.recipes import STAGES
 from train.settings import Settings
 from train.systems.qmamba import language_model, open_qmamba
@@ -83,7 +83,12 @@ def open_model(
 
 def make_optimizer(model: PaliGemma, rules: Sequence[Rule], settings: Settings) -> torch.optim.Optimizer:
     """The optimizer that `settings` name, over the parameters that `rules` do."""
-    return OPTIMIZERS[settings.optimizer](parameter_groups(model, rules), (0.9, settings.beta2))
+    groups, betas = parameter_groups(model, rules), (0.9, settings.beta2)
+    if settings.optimizer != "muon":
+        return OPTIMIZERS[settings.optimizer](groups, betas)
+    if settings.shard:
+        raise UserError("--optimizer muon needs whole matrices: leave --shard out, or take another optimizer")
+    return MuonAdamW(groups, betas, settings.other_lr)
 
 
 def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:

@@ -1,0 +1,56 @@
+"""The alignment stage: the vision tower, and nothing else, learns from the answers."""
+
+import pytest
+import torch
+from PIL import Image
+
+from eval.records import Record
+from model.common import UserError
+from train import align as alignment
+from train.settings import parse
+from weights.load import load_model
+
+
+def broken():
+    raise UserError("no picture")
+
+
+def records(number: int) -> list[Record]:
+    """Pictures of one color, each with two questions; the last picture cannot be read."""
+    colors = {"red": "#d22", "green": "#2c4"}
+    result = []
+    for index in range(number):
+        name = list(colors)[index % 2]
+        image = Image.new("RGB", (8, 8), colors[name])
+        picture = broken if index == number - 1 else lambda image=image: image
+        turns = (("which color", name), ("is it red", "yes" if name == "red" else "no"))
+        result += [Record(f"{index}/{turn}", f"{index}", (picture,), (turn,)) for turn in turns]
+    return result
+
+
+def test_the_tower_alone_learns_the_answers():
+    """Breaks when the stage trains the decoder, learns nothing, or ends at a picture that cannot be read."""
+    settings = parse(["--recipe", "own", "--align", "12", "--lr", "0.005"])[0]
+    models = [load_model("tiny") for _ in range(2)]
+    before = {name: tensor.clone() for name, tensor in models[0].state_dict().items()}
+    losses = [alignment.align(model, records(70), settings, show=False) for model in models]
+    assert losses[0] == losses[1] and len(losses[0]) == 14  # 12 passes of 70 pictures, by 64
+    assert losses[0][-1] < 0.2 < losses[0][0]
+    changed = {name for name, tensor in models[0].state_dict().items() if not torch.equal(tensor, before[name])}
+    tower = {name for name in before if name.startswith("vision_tower.")}
+    assert changed <= tower and len(changed) > 0.9 * len(tower)
+
+
+def test_rare_questions_share_a_number_and_rare_answers_are_left_out(monkeypatch):
+    """Breaks when a question of one's own for each picture makes a head as large as the data."""
+    monkeypatch.setattr(alignment, "COMMON", 1)
+    given = [Record(f"{i}", f"{i}", ("x",), ((q, a),)) for i, (q, a) in enumerate(["pa", "pa", "qa", "qb"])]
+    text_only, several = Record("t", "t", (), (("p", "a"),)), Record("s", "s", ("x", "y"), (("p", "a"),))
+    asked = alignment.examples([*given, text_only, several])
+    assert asked == {"0": [(1, 0)], "1": [(1, 0)], "2": [(0, 0)]}
+
+
+def test_sources_without_a_list_are_refused():
+    """Breaks when the stage reads an endless stream."""
+    with pytest.raises(UserError, match="shards"):
+        alignment.align(None, iter(()), parse(["--recipe", "own"])[0])

@@ -1,0 +1,130 @@
+"""An alignment stage for own pictures: the vision tower learns from the answers directly, before the decoder reads it.
+
+In: a model and the records of its fine-tuning. Out: the same model with another vision tower, in place.
+
+A tower that has seen other pictures learns shapes and colors slowly through the decoder: most of the time goes into
+reading questions. Here a small head, thrown away afterwards, predicts the answer from the mean of the projected patches
+and the number of the question (as the baselines of VQA do: Antol et al. 2015; Zhou et al. 2015). A picture is encoded
+once for all of its questions, so that an answer costs a twentieth of what it does through the decoder.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+from eval.records import Record
+from model.common import UserError
+from model.images import load_image, to_pixels
+from model.paligemma import PaliGemma
+from train.optim import MuonAdamW, make_adamw, rate_factor, set_rates
+from train.settings import Settings
+
+PICTURES = 64  # of a step
+COMMON = 1000  # questions, and answers, that have a number of their own
+
+
+class AnswerHead(nn.Module):
+    """Logits of the answers (N, A) from picture vectors (N, H) and the numbers of the questions (N,)."""
+
+    def __init__(self, width: int, questions: int, answers: int, inner: int = 256):
+        super().__init__()
+        self.inner = nn.Linear(width, inner)
+        self.question = nn.Embedding(questions, inner)
+        self.prior = nn.Embedding(questions, answers)
+        self.answer = nn.Linear(inner, answers)
+        nn.init.normal_(self.question.weight, 1.0, 0.5)
+        nn.init.zeros_(self.prior.weight)
+
+    def forward(self, pictures: torch.Tensor, questions: torch.Tensor) -> torch.Tensor:
+        read = F.gelu(self.inner(pictures)) * self.question(questions)
+        return self.answer(read) + self.prior(questions)
+
+
+def align(model: PaliGemma, records: Sequence[Record], settings: Settings, show: bool = True) -> list[float]:
+    """Train the vision tower for `settings.align` passes over the pictures of `records`, in place.
+
+    Returns the loss of each step. The rate is --lr, by Muon, whatever the optimizer of the training after it. Records
+    without exactly one picture, and pictures that cannot be read, are left out: training itself reports them. Raises
+    UserError for shards and mixtures.
+    """
+    if not isinstance(records, list):
+        raise UserError("--align goes over single pictures: leave it out with shards and weighted mixtures")
+    asked = examples(records)
+    pictures = {record.key: record.pictures[0] for record in records if record.key in asked}
+    width, device = model.config.text.hidden_size, next(model.parameters()).device
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(settings.seed)
+        head = AnswerHead(width, COMMON + 1, COMMON).to(device)
+    tower = model.vision_tower
+    optimizers = [
+        MuonAdamW([group(tower, settings.lr)], (0.9, 0.98), settings.other_lr),
+        make_adamw([group(head, 10 * settings.other_lr)], (0.9, 0.98)),
+    ]
+    rng, size = random.Random(f"align/{settings.seed}"), model.config.vision.image_size
+    order = [key for _ in range(settings.align) for key in rng.sample(sorted(asked), len(asked))]
+    steps, losses = range(0, len(order), PICTURES), []
+    bar = tqdm(steps, desc="alignment", unit="batch", disable=not show)
+    for step, start in enumerate(bar):
+        opened = {
+            key: pixels for key in order[start : start + PICTURES] if (pixels := read(pictures[key], size)) is not None
+        }
+        if not opened:
+            continue
+        rows = [(place, *pair) for place, key in enumerate(opened) for pair in asked[key]]
+        place, question, answer = torch.tensor(rows, device=device).T
+        pixels = torch.stack([shifted(image, rng) for image in opened.values()])
+        features = model.encode_images(pixels.to(device)).mean(1).float()
+        loss = F.cross_entropy(head(features[place], question), answer)
+        loss.backward()
+        nn.utils.clip_grad_norm_([*tower.parameters(), *head.parameters()], 1.0)
+        for optimizer in optimizers:
+            set_rates(optimizer, rate_factor(step, len(steps), 20, "cosine"))
+            optimizer.step()
+            optimizer.zero_grad()
+        model.zero_grad()  # the projector's too
+        losses.append(loss.item())
+        bar.set_postfix(loss=f"{losses[-1]:.3f}")
+    return losses
+
+
+def group(module: nn.Module, lr: float) -> dict:
+    """All parameters of `module` as a group of an optimizer."""
+    parameters = dict(module.named_parameters())
+    rates = {"lr": lr, "base_lr": lr, "weight_decay": 0.0}
+    return {"names": list(parameters), "params": list(parameters.values()), **rates}
+
+
+def shifted(pixels: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    """A picture (3, R, R) moved by up to a sixteenth of its side; its border is repeated."""
+    size = pixels.shape[-1]
+    most = size // 16
+    top, left = rng.randint(0, 2 * most), rng.randint(0, 2 * most)
+    return F.pad(pixels, (most,) * 4, mode="replicate")[:, top : top + size, left : left + size]
+
+
+def read(picture, size: int) -> torch.Tensor | None:
+    """The pixels (3, size, size) of a record's picture; None if it cannot be read."""
+    try:
+        return to_pixels(load_image(picture() if callable(picture) else picture), size)
+    except UserError:
+        return None
+
+
+def examples(records: Sequence[Record]) -> dict[str, list[tuple[int, int]]]:
+    """For each picture its questions and answers, by number. Question 0 stands for all that are not common."""
+    usable = [record for record in records if len(record.pictures) == 1 and record.suffix]
+    questions = Counter(record.prefix for record in usable)
+    answers = Counter(record.suffix for record in usable)
+    question = {text: number for number, (text, _) in enumerate(questions.most_common(COMMON), 1)}
+    answer = {text: number for number, (text, _) in enumerate(answers.most_common(COMMON))}
+    asked: dict[str, list[tuple[int, int]]] = {}
+    for record in usable:
+        if record.suffix in answer:
+            pair = (question.get(record.prefix, 0), answer[record.suffix])
+            asked.setdefault(record.key, []).append(pair)
+    return asked
