@@ -163,6 +163,8 @@ def _only_npz(folder: Path) -> Path:
         raise UserError(f"{folder}: holds parts of a model, but no {INDEX_FILE}: download that too")
     if (folder / "adapter_config.json").exists():
         raise UserError(f"{folder}: holds an adapter, expected a model: give its base, and this as --adapter")
+    if (folder / "checkpoints").is_dir():
+        raise UserError(f"{folder}: a run that has not ended: go on with python -m train.finetune --resume {folder}")
     raise UserError(f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE} nor an .npz: give a model's own folder")
 
 

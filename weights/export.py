@@ -209,7 +209,7 @@ def locate(source: str, update: Path | None = None) -> Origin:
         is_part = update.absolute().parent.joinpath("summary.json").is_file()  # best/ of a run
         return Origin(source, source, update, update.absolute().parent if is_part else update)
     run = folder.parent if folder.name == "model" else folder
-    if not (run / "model").is_dir():  # which `--full` writes
+    if not (run / "model" / "config.json").is_file():  # which `--full` writes
         return Origin(source, source)
     settings = read_json(run / "config.json") if (run / "config.json").is_file() else {}
     return Origin(str(run / "model"), str(settings.get("base", source)), run=run)

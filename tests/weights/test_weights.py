@@ -632,6 +632,10 @@ BAD_SINGLE = {
     "pickle": (pickled_only, "pytorch_model.bin can run any code when opened.*save_pretrained"),
     "nothing": (no_tensors, f"holds neither {SINGLE_FILE} nor {INDEX_FILE} nor an .npz"),
     "adapter": (adapter_only, "holds an adapter"),
+    "unfinished run": (
+        lambda f: (no_tensors(f), (f / "checkpoints").mkdir()),
+        "a run that has not ended: go on with python -m train.finetune --resume ",
+    ),
     "many axes": (
         lambda f: edit_header(f / SINGLE_FILE, lambda h: h[Q0].update(shape=[10**18] * 10**5)),
         "damaged header .impossible",
