@@ -154,6 +154,11 @@ def test_training_and_evaluation_ask_in_the_same_words(tmp_path):
         asked.clear()
 
 
+def test_a_learning_curve_ends_with_a_mean_of_as_many_steps():
+    """Breaks when the last point of a curve is a single step, or stands at another number of examples."""
+    assert paper.smooth([1.0, 3.0, 5.0, 5.0, 2.0], 4.0, points=2) == [(12, 3.0), (20, 3.5)]
+
+
 def test_index_accuracy_is_the_mean_over_places():
     """Breaks when a place with more tests counts more: the paper's figure is a mean over the four places."""
     labels = [(0, 0)] * 3 + [(0, 1)] * 2 + [(1, 0), (1, 1)]

@@ -209,11 +209,11 @@ class Reproduction:
         return facts
 
 
-def smooth(losses: Sequence[float], each: float, points: int = 60) -> list[tuple[float, float]]:
+def smooth(losses: Sequence[float], each: float, points: int = 40) -> list[tuple[float, float]]:
     """(examples seen, mean loss since the point before), at most `points` of them; `each`: examples of a step."""
-    width = -(-len(losses) // points)
-    parts = [losses[start : start + width] for start in range(0, len(losses), width)]
-    return [(round((n * width + len(part)) * each), sum(part) / len(part)) for n, part in enumerate(parts)]
+    parts = np.array_split(np.array(losses), min(points, len(losses)))
+    ends = np.cumsum([len(part) for part in parts])
+    return [(round(end * each), float(part.mean())) for end, part in zip(ends, parts, strict=True)]
 
 
 def place_weights(labels: Sequence) -> np.ndarray:
