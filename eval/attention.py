@@ -12,7 +12,6 @@ to 1, so the LAWS of all groups add up to the number of queries. The picture com
 the picture and the text after it.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import sqrt
@@ -121,7 +120,8 @@ def answer(
     }
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command_parser("eval.attention", __doc__)
     add_model_flags(parser)
     add_flag(parser, "--image", "a picture", required=True, metavar="FILE")
     add_flag(parser, "--prompt", "such as 'answer en Where is the dog?'", required=True, metavar="TEXT")
@@ -131,11 +131,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--layers", layers, type=int, nargs="+", metavar="N")
     add_flag(parser, "--out", "folder of the figures (default: runs/eval/MODEL/attention)", type=Path, metavar="DIR")
     add_json_flag(parser)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_parser("eval.attention", __doc__)
-    add_flags(parser)
     args = parser.parse_args(argv)
     image, subject = load_image(args.image), model_of(args)
     title, out = subject.title, out_folder(args.out, subject.title, "attention")

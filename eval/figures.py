@@ -46,12 +46,13 @@ def save(figure: Image.Image, path: str | Path) -> None:
 
 
 class Canvas:
-    """A white sheet of `width`×`height` points; `finish` gives the picture."""
+    """A white sheet of `width`×`height` points, its title on top; `finish` gives the picture."""
 
-    def __init__(self, width: float, height: float):
+    def __init__(self, width: float, height: float, title: str = ""):
         self.scale = DENSITY * SMOOTH
         self.image = Image.new("RGB", (round(width * self.scale), round(height * self.scale)), PAPER)
         self.draw = ImageDraw.Draw(self.image)
+        self.text(width / 2, 22, title, 16, anchor="mm")
 
     def _px(self, *points: float) -> list[int]:
         return [round(value * self.scale) for value in points]
@@ -148,9 +149,7 @@ def heatmaps(grids: Mapping[str, Sequence[Sequence[float]]], title: str = "") ->
     side, gap, left, bottom = 236, 56, 54, 50
     top = 84 if title else 56
     width = left + len(grids) * (side + gap) + 46
-    sheet = Canvas(width, top + side + bottom)
-    if title:
-        sheet.text(width / 2, 22, title, 17, anchor="mm")
+    sheet = Canvas(width, top + side + bottom, title)
     for number, (name, grid) in enumerate(grids.items()):
         x0, size = left + number * (side + gap), side / len(grid)
         cells = [value for row in grid for value in row if not math.isnan(value)]
@@ -319,10 +318,8 @@ def interval_chart(
     right = width - max(text_width(number, 12) for number in numbers) - 28
     top, pitch = (46 if title else 18) + (18 if reference else 0), 30
     bottom = top + pitch * len(rows)
-    sheet = Canvas(width, bottom + 54)
+    sheet = Canvas(width, bottom + 54, title)
     axis = _Axis([v for _, *values in rows for v in values] + ([reference[1]] if reference else []), left, right)
-    if title:
-        sheet.text(width / 2, 22, title, 16, anchor="mm")
     for mark in axis.marks:
         sheet.line([(axis.to(mark), top), (axis.to(mark), bottom)], GRID)
         sheet.text(axis.to(mark), bottom + 14, spell_number(mark), 12, anchor="mm")
@@ -370,9 +367,7 @@ def contact_sheet(
     sizes = [(image.width * size / max(image.size), image.height * size / max(image.size)) for image in images]
     tall, below = max(high for _, high in sizes), max(map(len, broken)) * (text + 4) + 6
     top, rows = 42 if title else gap, math.ceil(len(images) / columns)
-    sheet = Canvas(gap + columns * (size + gap), top + rows * (tall + below + gap))
-    if title:
-        sheet.text((gap + columns * (size + gap)) / 2, 20, title, 16, anchor="mm")
+    sheet = Canvas(gap + columns * (size + gap), top + rows * (tall + below + gap), title)
     for number, (image, (wide, high), caption, hit) in enumerate(zip(images, sizes, broken, hits, strict=True)):
         row, col = divmod(number, columns)
         y = top + row * (tall + below + gap)

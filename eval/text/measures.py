@@ -14,7 +14,6 @@ Answers are judged in one forward pass: an answer is right if each of its tokens
 before it, earlier answers of its document included: greedy decoding would give a right one.
 """
 
-import argparse
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -319,7 +318,8 @@ def open_run(folder: Path) -> Run:
     return Run(kind, length, kept_corpus(Path(place or folder / "corpus")), folder)
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command_parser("eval.text", __doc__)
     parser.add_argument("measure", choices=[*MEASURES, "all"], help="what to measure")
     parser.add_argument("run", nargs="+", type=Path, help="run folder of train.text; seeds of both kinds in one order")
     limit = "windows, tests of a kind, questions of a number"
@@ -328,11 +328,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--device", "cpu, cuda, …", "cpu")
     add_flag(parser, "--out", "folder of the pictures (default: runs/eval/text)", type=Path, metavar="DIR")
     add_json_flag(parser)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_parser("eval.text", __doc__)
-    add_flags(parser)
     args = parser.parse_args(argv)
     if args.limit < len(DEPTHS):
         raise UserError(f"--limit is {args.limit}, expected at least {len(DEPTHS)}: one test per depth")
