@@ -163,9 +163,7 @@ def test_pictures_in_another_folder(tmp_path):
         assert len(records) == 6 and all(record.pictures[0].is_file() for record in records)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Tar shards
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_an_index_that_lacks_a_record_is_made_anew(tmp_path):
@@ -231,9 +229,7 @@ def test_texts_of_shards(tmp_path, processor):
     assert all(text.isprintable() and len(text) < 700 for text in micro.bad)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Regressions that no test noticed
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_key_ends_at_the_first_dot(tmp_path):

@@ -197,9 +197,7 @@ def test_ranges_are_a_shells():
             expand(wrong)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Other people's tars
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("style", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -406,9 +404,7 @@ def test_shards_can_be_read_where_nothing_may_be_written(tmp_path, monkeypatch):
     assert Shards(str(path))[0].suffix == "a dog" and os.listdir(tmp_path) == ["a.tar"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Making them
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def read_all(pattern: str, **options) -> dict:

@@ -83,6 +83,26 @@ def test_without_weights_each_record_comes_once(folder, processor):
                 assert pixel == [number * 8, 30 if "many" in name and number else 12]
 
 
+def test_two_sources_may_use_the_same_names(folder, processor):
+    """Breaks when a question gets the picture, or takes the place, of one with its id in another folder."""
+    write_vqav2(folder / "other", images=2)
+    for path in (folder / "other/train2014").iterdir():
+        Image.new("RGB", (8, 8), (0, 0, 255)).save(path)
+    made = read_records(settings(folder, "vqav2:vqa", "vqav2:other", validation=0))
+    micro = batches.collate(made, processor)
+    assert len(micro.names) == len(set(micro.names)) == 21
+    for name, index in zip(micro.names, micro.image_index, strict=True):
+        assert (micro.batch.pixel_values[index, 2, 0, 0] > 0) == ("other" in name)
+
+
+def test_shards_and_files_are_mixed_throughout(folder):
+    """Breaks when the sources of an epoch come one after the other, where only a buffer is shuffled together."""
+    made = read_records(settings(folder, "shards:s-{000..002}.tar", "jsonl:many.jsonl", validation=0, shuffle_buffer=8))
+    plan = list(made.plan(4, seed=0, epoch=0))
+    parts = [[number >= 12 for batch in plan[start : start + 4] for number in batch] for start in (0, 4, 7)]
+    assert all(0 < sum(part) < len(part) for part in parts)
+
+
 def test_a_picture_of_two_sources_is_on_one_side(folder):
     """Breaks when a picture is held out of one file and learned from another."""
     for seed in range(3):
