@@ -237,18 +237,6 @@ def load_checkpoint(
     return state
 
 
-def load_weights(folder: Path, model: nn.Module) -> None:
-    """Load the trained weights of a checkpoint, without its optimizer, into a `model` that is not sharded.
-
-    Raises UserError if the model lacks one of these parameters.
-    """
-    sizes, parameters = _sizes(folder), dict(model.named_parameters())
-    found = {name: parameters.get(name) for name in sizes if "/" not in name}
-    if any(parameter is None or parameter.shape != sizes[name] for name, parameter in found.items()):
-        raise UserError(f"{folder}: holds other parameters than this model has: take the checkpoint's own base")
-    _fill(folder, found, alone=True)
-
-
 def _sizes(folder: Path) -> dict[str, torch.Size]:
     """The unsharded size of every tensor in the files of a checkpoint. Raises UserError if a part is missing."""
     try:
@@ -261,12 +249,11 @@ def _sizes(folder: Path) -> dict[str, torch.Size]:
     return {name: tensor.size for name, tensor in metadata.items()}
 
 
-def _fill(folder: Path, tensors: dict[str, torch.Tensor], alone: bool = False) -> None:
+def _fill(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Fill `tensors` in place from the files of a checkpoint; each process fills the part that it holds."""
-    alone = alone or not dist.is_initialized()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*in a single process")  # which is intended
-        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not dist.is_initialized())
 
 
 def replace_folder(temporary: Path, folder: Path) -> None:

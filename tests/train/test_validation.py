@@ -93,6 +93,7 @@ def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
         loss = supervised.supervised_loss(model.eval(), micro).item() / micro.tokens
     assert whole[-1]["held_out_loss"] == pytest.approx(loss, rel=1e-5)
     assert summaries[1]["held_out"]["after"]["loss"] == whole[-1]["held_out_loss"]
+    assert summaries[1]["held_out"]["blind"]["loss"] != whole[-1]["held_out_loss"]  # of gray pictures
 
 
 def test_a_run_without_progress_stops_and_is_finished(flags, tmp_path, capsys):
