@@ -113,7 +113,7 @@ def test_a_run_without_progress_stops_and_is_finished(flags, tmp_path, capsys):
 
 def test_the_best_is_kept(tmp_path):
     """Breaks when worse weights take the place of better ones, or a tie in exact match is not decided by the loss."""
-    scores = [(3.0, 10.0), (2.0, 10.0), (9.0, 20.0), (1.0, 10.0), (8.0, 20.0), (8.5, 20.0), (7.0, None)]
+    scores = [(3.0, 10.0), (2.0, 10.0), (9.0, 20.0), (1.0, 10.0), (8.0, 20.0), (8.0, 20.0), (7.0, None)]
     held_out = SimpleNamespace(
         settings=replace(Settings(), patience=2, eval_every=1),
         world=WORLD,
