@@ -52,7 +52,7 @@ RECIPES: dict[str, dict] = {
         "full": True,
         "align": 20,
         "optimizer": "muon",
-        "lr": 0.02,
+        "lr": 0.005,
         "scalar_lr": 1e-3,
         "weight_decay": 0.0,
         "batch_size": 64,

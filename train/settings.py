@@ -84,7 +84,7 @@ class Settings:
     scalar_lr: float | None = flag(
         None,
         "peak rate of λ, μ and norms (default: as --lr); with --optimizer muon of all that is no matrix of a layer "
-        "(default: a twentieth of --lr)",
+        "(default: a fifth of --lr)",
         least=0,
         most=1e6,
     )
@@ -176,11 +176,6 @@ class Settings:
         if self.is_embedded:
             return PROMPT
         return self.prompt if any(source.startswith("vqav2:") for source in self.data) else None
-
-    @property
-    def other_lr(self) -> float:
-        """The rate of what Muon does not update."""
-        return self.lr / 20 if self.scalar_lr is None else self.scalar_lr
 
     @property
     def is_grafted(self) -> bool:

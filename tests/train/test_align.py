@@ -30,7 +30,7 @@ def records(number: int) -> list[Record]:
 
 def test_the_tower_alone_learns_the_answers():
     """Breaks when the stage trains the decoder, learns nothing, or ends at a picture that cannot be read."""
-    settings = parse(["--recipe", "own", "--align", "12", "--lr", "0.005"])[0]
+    settings = parse(["--recipe", "own", "--align", "12"])[0]
     models = [load_model("tiny") for _ in range(2)]
     before = {name: tensor.clone() for name, tensor in models[0].state_dict().items()}
     losses = [alignment.align(model, records(70), settings, show=False) for model in models]

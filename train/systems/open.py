@@ -88,7 +88,7 @@ def make_optimizer(model: PaliGemma, rules: Sequence[Rule], settings: Settings) 
         return OPTIMIZERS[settings.optimizer](groups, betas)
     if settings.shard:
         raise UserError("--optimizer muon needs whole matrices: leave --shard out, or take another optimizer")
-    return MuonAdamW(groups, betas, settings.other_lr)
+    return MuonAdamW(groups, betas, settings.lr / 5 if settings.scalar_lr is None else settings.scalar_lr)
 
 
 def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
