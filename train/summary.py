@@ -201,20 +201,27 @@ def next_commands(settings: Settings, run: Path, is_best_kept: bool) -> list[str
     template = f" --prompt {shlex.quote(prompt)}" if settings.writes_model and prompt != PROMPT else ""
     images = f" --images {shlex.quote(settings.images)}" if settings.images else ""
     commands = []
-    for source in settings.eval_data or settings.data:
+    for source in settings.eval_data or dict.fromkeys(map(unseen, settings.data)):
         kind = source.partition(":")[0]
         if kind == "embedded":
             commands += [f"eval.vqa {what}{template}", f"eval.needle {what}"]
             commands += [f"eval.detect {what}"] if "detect" in settings.tasks.split(",") else []
         elif kind != "shards":
-            data = shlex.quote(WEIGHT.sub(r"\1", source))
+            data = shlex.quote(source)
             scorer = "eval.detect" if kind == "coco" else "eval.vqa"
             commands.append(f"{scorer} --data {data}{images} {what}{template if kind == 'vqav2' else ''}")
-    question = shlex.quote(fill_prompt(prompt, "Where is the dog?"))
+    question = shlex.quote(fill_prompt(prompt, "Where is the dog?")) if settings.question_prompt else "PROMPT"
     commands.append(f"eval.ask {what} --image FILE --prompt {question}")
     if can_export(settings):
         commands.append(f"weights.export {shlex.quote(str(folder))} FOLDER")
     return [f"python -m {command}" for command in commands]
+
+
+def unseen(source: str) -> str:
+    """Data of the kind of `source` to be scored on: a file that was trained on says little."""
+    source = WEIGHT.sub(r"\1", source)
+    kind, _, path = source.partition(":")
+    return f"{kind}:TEST{Path(path).suffix}" if kind in ("jsonl", "coco") else source
 
 
 def can_export(settings: Settings) -> bool:

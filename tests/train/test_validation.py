@@ -184,17 +184,16 @@ def test_the_next_commands_fit_the_data():
     assert proposed() == f"eval.vqa --adapter run | eval.needle --adapter run | {ask}"
     export = "weights.export run FOLDER"
     data = "--data", "jsonl:a b.jsonl@2", "--data", "jsonl:c.jsonl@1", "--attention", "softmax", "--images", "pictures"
-    assert proposed(*data) == (
-        "eval.vqa --data 'jsonl:a b.jsonl' --images pictures --adapter run | "
-        f"eval.vqa --data jsonl:c.jsonl --images pictures --adapter run | {ask} | {export}"
-    )
+    own_ask = "eval.ask --adapter run --image FILE --prompt PROMPT"  # its questions are not ours
+    scored = "eval.vqa --data jsonl:TEST.jsonl --images pictures --adapter run"  # not what was trained on
+    assert proposed(*data) == f"{scored} | {own_ask} | {export}"
     own = "--data", "jsonl:a.jsonl", "--eval-data", "coco:b.json", "--attention", "dex"
     assert proposed(*own, best=True) == (
-        f"eval.detect --data coco:b.json --adapter run/best | {ask.replace('run', 'run/best')} | "
+        f"eval.detect --data coco:b.json --adapter run/best | {own_ask.replace('run', 'run/best')} | "
         "weights.export run/best FOLDER"
     )
     assert "| eval.detect --adapter run |" in proposed("--tasks", "detect,vqa")
-    assert proposed("--data", "shards:a.tar") == ask
+    assert proposed("--data", "shards:a.tar") == own_ask
     full = proposed("--data", "vqav2:d", "--full", "--attention", "softmax")
     assert full.startswith("eval.vqa --data vqav2:d --model run/model --prompt 'answer {question}' | eval.ask --model")
     assert full.endswith("weights.export run/model FOLDER")
