@@ -26,7 +26,7 @@ from train.settings import Settings
 
 PICTURES = 64  # of a step
 COMMON = 1000  # questions, and answers, that have a number of their own
-MUON_LR, OTHER_LR, HEAD_LR = 0.02, 1e-3, 1e-2  # four times the rate that keeps a trained decoder what it is
+MUON_LR, ADAMW_RATIO, HEAD_LR = 0.02, 0.05, 1e-2
 
 
 class AnswerHead(nn.Module):
@@ -62,7 +62,7 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, show:
         head = AnswerHead(width, COMMON + 1, COMMON).to(device)
     tower = model.vision_tower
     optimizers = [
-        MuonAdamW([group(tower, MUON_LR)], (0.9, 0.98), OTHER_LR),
+        MuonAdamW([group(tower, MUON_LR)], (0.9, 0.98), ADAMW_RATIO),
         make_adamw([group(head, HEAD_LR)], (0.9, 0.98)),
     ]
     rng, size = random.Random(f"align/{settings.seed}"), model.config.vision.image_size

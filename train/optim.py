@@ -84,11 +84,11 @@ def is_inner_matrix(name: str, parameter: torch.Tensor) -> bool:
 class MuonAdamW(torch.optim.Optimizer):
     """Muon (Jordan 2024) for the matrices in `groups`, AdamW for embeddings, norms, biases and convolutions.
 
-    groups: as `parameter_groups` makes them; each is split in two. `other_lr` is the rate of what AdamW updates. A
+    groups: as `parameter_groups` makes them; each is split in two. AdamW has `ratio` times the rate of the group. A
     matrix moves by its rate in every direction, whatever its gradient's size. Checkpoints see one optimizer.
     """
 
-    def __init__(self, groups: Sequence[dict], betas: tuple[float, float], other_lr: float):
+    def __init__(self, groups: Sequence[dict], betas: tuple[float, float], ratio: float):
         split: dict[bool, list[dict]] = {True: [], False: []}
         for group in groups:
             for is_matrix, parts in split.items():
@@ -96,7 +96,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 chosen = [(name, p) for name, p in named if is_inner_matrix(name, p) == is_matrix]
                 if chosen:
                     names, parameters = map(list, zip(*chosen, strict=True))
-                    rates = {} if is_matrix else {"lr": other_lr, "base_lr": other_lr}
+                    rates = {rate: group[rate] * (1 if is_matrix else ratio) for rate in ("lr", "base_lr")}
                     parts.append({**group, **rates, "names": names, "params": parameters})
         super().__init__([*split[False], *split[True]], {})
         self.parts: list[torch.optim.Optimizer] = []  # they share their groups and their state with this one

@@ -50,14 +50,13 @@ RECIPES: dict[str, dict] = {
     "own": {
         "attention": "softmax",
         "full": True,
-        "align": 20,
+        "align": 16,
         "optimizer": "muon",
-        "lr": 0.005,
-        "scalar_lr": 1e-3,
+        "lr": 0.01,
         "weight_decay": 0.0,
         "batch_size": 64,
         "per_picture": 8,
-        "epochs": 4,
+        "epochs": 2,
     },
 }
 

@@ -84,7 +84,7 @@ class Settings:
     scalar_lr: float | None = flag(
         None,
         "peak rate of λ, μ and norms (default: as --lr); with --optimizer muon of all that is no matrix of a layer "
-        "(default: a fifth of --lr)",
+        "(default: a tenth of --lr)",
         least=0,
         most=1e6,
     )

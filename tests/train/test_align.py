@@ -8,6 +8,7 @@ from eval.records import Record
 from model.common import UserError
 from train import align as alignment
 from train.settings import parse
+from train.systems.open import open_model
 from weights.load import load_model
 
 
@@ -39,6 +40,17 @@ def test_the_tower_alone_learns_the_answers():
     changed = {name for name, tensor in models[0].state_dict().items() if not torch.equal(tensor, before[name])}
     tower = {name for name in before if name.startswith("vision_tower.")}
     assert changed <= tower and len(changed) > 0.9 * len(tower)
+
+
+def test_what_the_tower_has_learned_is_kept():
+    """Breaks when the training after it moves the tower as fast as the decoder, or a checkpoint leaves it out."""
+    model, optimizer = open_model(parse(["--base", "tiny", "--recipe", "own"])[0], torch.device("cpu"))
+    rates = {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}
+    assert rates.keys() == dict(model.named_parameters()).keys()
+    expected = {(True, True): 1e-3, (True, False): 1e-4, (False, True): 1e-2, (False, False): 1e-3}
+    for name, parameter in model.named_parameters():
+        kind = name.startswith("vision_tower."), parameter.dim() == 2 and "embed" not in name
+        assert rates[name] == pytest.approx(expected[kind]), name
 
 
 def test_rare_questions_share_a_number_and_rare_answers_are_left_out(monkeypatch):

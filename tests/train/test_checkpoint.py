@@ -25,7 +25,7 @@ def step(model, optimizer, number: int) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("make_optimizer", [make_adamw, make_radam, partial(MuonAdamW, other_lr=0.1)])
+@pytest.mark.parametrize("make_optimizer", [make_adamw, make_radam, partial(MuonAdamW, ratio=0.5)])
 def test_resumed_equals_uninterrupted_to_the_bit(make_optimizer, tmp_path):
     """Breaks when a moment, a step count or a weight is not restored."""
     model, optimizer = make(optimizer=make_optimizer)

@@ -74,7 +74,7 @@ def test_muon_moves_the_matrices_and_adamw_the_rest():
     torch.manual_seed(0)
     model = nn.ModuleDict({"inner": nn.Linear(4, 3), "embed": nn.Embedding(5, 4)})
     alone = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
-    optimizer = MuonAdamW(parameter_groups(model, [Rule(".*", 0.02)]), (0.9, 0.98), other_lr=0.001)
+    optimizer = MuonAdamW(parameter_groups(model, [Rule(".*", 0.02)]), (0.9, 0.98), ratio=0.05)
     assert [group["names"] for group in optimizer.param_groups] == [["inner.bias", "embed.weight"], ["inner.weight"]]
     muon = torch.optim.Muon([alone["inner.weight"]], 0.01, weight_decay=0.0, momentum=0.95)
     adamw = torch.optim.AdamW([alone["inner.bias"], alone["embed.weight"]], 5e-4, (0.9, 0.98), weight_decay=0.0)

@@ -88,7 +88,8 @@ def make_optimizer(model: PaliGemma, rules: Sequence[Rule], settings: Settings) 
         return OPTIMIZERS[settings.optimizer](groups, betas)
     if settings.shard:
         raise UserError("--optimizer muon needs whole matrices: leave --shard out, or take another optimizer")
-    return MuonAdamW(groups, betas, settings.lr / 5 if settings.scalar_lr is None else settings.scalar_lr)
+    given = settings.scalar_lr is not None and settings.lr
+    return MuonAdamW(groups, betas, settings.scalar_lr / settings.lr if given else 0.1)
 
 
 def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
@@ -101,7 +102,10 @@ def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
     if settings.is_grafted:
         graft(model, settings.attention, **options)
     if settings.full:
-        return [Rule(".*", settings.lr, settings.weight_decay)]
+        rules = [Rule(".*", settings.lr, settings.weight_decay)]
+        if settings.align:  # the decoder's gradients undid at the full rate what the tower had learned of small shapes
+            rules.insert(0, Rule(r"vision_tower\..*", settings.lr / 10, settings.weight_decay))
+        return rules
     torch.manual_seed(settings.seed)  # LoRA's A is drawn here
     adapter.inject(model, settings.targets, settings.r, settings.alpha, settings.dropout)
     names = list(trainable(model))
