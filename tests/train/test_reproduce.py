@@ -154,6 +154,14 @@ def test_training_and_evaluation_ask_in_the_same_words(tmp_path):
         asked.clear()
 
 
+def test_a_scoring_has_results_of_its_own():
+    """Breaks when --scoring paper is answered with the official scores of the same folder."""
+    base = Settings(device="cpu", **PLAIN)
+    official, other = (paper.vqa_measure(base, "test", 4, scoring) for scoring in ("official", "paper"))
+    assert official.examples == paper.vqa_measure(base, "test", 4).examples != other.examples
+    assert len(official.examples) == len(other.examples) == 4
+
+
 def test_a_learning_curve_ends_with_a_mean_of_as_many_steps():
     """Breaks when the last point of a curve is a single step, or stands at another number of examples."""
     assert paper.smooth([1.0, 3.0, 5.0, 5.0, 2.0], 4.0, points=2) == [(12, 3.0), (20, 3.5)]

@@ -121,6 +121,8 @@ def vqa_measure(settings: Settings, split: str, limit: int | None, scoring: str 
         return list(vqa.question_accuracies(benchmark.annotations, answers, scoring).values())
 
     examples = list(zip(benchmark.questions, benchmark.annotations, strict=True))
+    if scoring != "official":  # it decides the scores
+        examples = [(scoring, *example) for example in examples]
     pictures = [question.image for question in benchmark.questions]
     labels = [annotation.answer_type or "all" for annotation in benchmark.annotations]
     return Measure("VQA", "VQA", examples, pictures, labels, chance, grade)
