@@ -1,8 +1,10 @@
 """The comparison: fair controls, rates chosen without the test split, paired intervals, cells that are done once."""
 
+import io
 import json
 import os
 import signal
+import tarfile
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -388,6 +390,27 @@ def test_no_picture_is_in_two_splits_of_any_seed(kind, processor, tmp_path):
     model = load_base(base, WORLD.device)
     scores = measures["test"].grade(model.eval(), processor, base, tmp_path)
     assert len(scores) == len(measures["test"].examples) == (9 if kind == "vqav2" else 6)
+
+
+@pytest.mark.parametrize("more", [(), ("jsonl:own.jsonl",)])
+def test_a_study_reads_tar_shards(more, processor, tmp_path, monkeypatch):
+    """Breaks when a study cannot count what it has learned from shards, or a damaged sample of them ends it."""
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path, 3)
+    picture = (tmp_path / "0.png").read_bytes()
+    with tarfile.open("s.tar", "w") as tar:
+        for name in "abcdef":
+            text = json.dumps({"prefix": f"what {name}", "suffix": "yes"}).encode() if name != "b" else b"{"
+            for member, content in ((f"{name}.png", picture), (f"{name}.json", text)):
+                info = tarfile.TarInfo(member)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    base = replace(PLAIN_BASE, data=("shards:s.tar", *more), validation=0)
+    records, _ = attention_data.training_records(base, 0)
+    image = processor.config.num_image_tokens
+    assert cells.count_tokens(records, processor, 10) > 10 * image and cells.count_tokens([], processor, 10) == 0
+    asked = attention_data.vqa_measure(replace(base, validation=0.9), "test", 10)
+    assert len(asked.examples) > 0
 
 
 def test_val2014_is_the_test_split_where_it_is(tmp_path):

@@ -5,9 +5,10 @@ of a split: VQA by the official scorer, and needle tests.
 """
 
 import argparse
+import contextlib
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -31,7 +32,7 @@ TASKS = ("vqa", "n2o1", *NEEDLES)
 VAL_FILES = tuple(name.replace("train2014", "val2014") for name in (QUESTIONS_FILE, ANNOTATIONS_FILE))
 
 
-def training_records(settings: Settings, shared_seed: int) -> tuple[list[Record], str]:
+def training_records(settings: Settings, shared_seed: int) -> tuple[Sequence[Record], str]:
     """The records that a cell is trained on, and their hash.
 
     On the embedded scenes each seed draws its own. On disk all seeds use the pictures of `shared_seed`: otherwise one
@@ -43,7 +44,7 @@ def training_records(settings: Settings, shared_seed: int) -> tuple[list[Record]
 
 
 @lru_cache(maxsize=1)  # the records of one seed: cells are computed seed by seed
-def _training_records(settings: Settings) -> tuple[list[Record], str]:
+def _training_records(settings: Settings) -> tuple[Sequence[Record], str]:
     if settings.is_embedded:
         drawn: dict[str, Callable] = {}
         records = [
@@ -52,7 +53,14 @@ def _training_records(settings: Settings) -> tuple[list[Record], str]:
         ]
     else:
         records = read_records(settings)
-    return records, digest([(record.name, record.prefix, record.suffix) for record in records])
+    return records, digest([(record.name, record.prefix, record.suffix) for record in _readable(records)])
+
+
+def _readable(records: Sequence[Record]) -> Iterator[Record]:
+    """The records but for damaged ones of tar shards, which training leaves out and names."""
+    for number in range(len(records)):
+        with contextlib.suppress(UserError):
+            yield records[number]
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,7 @@ def held_out_vqa(settings: Settings, split: str, limit: int | None) -> tuple[vqa
 
 @lru_cache(maxsize=1)  # both splits
 def _held_out(settings: Settings) -> Sequence[Record]:
-    return read_records(settings, "validation")
+    return list(_readable(read_records(settings, "validation")))
 
 
 def benchmark_of(records: Sequence[Record]) -> vqa.Benchmark:

@@ -141,13 +141,17 @@ def open_finished(settings: Settings, folder: Path, study: FineTuningStudy) -> P
 
 
 def count_tokens(records: Sequence[Record], processor: Processor, samples: int) -> int:
-    """The tokens of `samples` samples, pictures included, by the mean over up to 20,000 of the records."""
+    """The tokens of `samples` samples, pictures included, by the mean over up to 20,000 of the records.
+
+    0 where no record can be used.
+    """
     lengths = []
-    for record in records[:: -(-len(records) // 20_000)]:
+    for number in range(0, len(records), max(1, -(-len(records) // 20_000))):  # tar shards cannot be sliced
         with contextlib.suppress(UserError):  # training has left it out
+            record = records[number]
             *before, last = processor.in_place(len(record.pictures), record.turns or (("", ""),))
             lengths.append(len(processor.layout(len(record.pictures), *last, before)[0]))
-    return round(samples * sum(lengths) / len(lengths))
+    return round(samples * sum(lengths) / len(lengths)) if lengths else 0
 
 
 def fine_tune(settings: Settings, folder: Path, study: FineTuningStudy) -> PaliGemma:
