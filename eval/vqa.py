@@ -12,7 +12,7 @@ percent, overall and by type, beside that of the best guess without a picture. T
 import argparse
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -78,12 +78,13 @@ TRAIN_QUESTIONS = 12_000  # embedded ones that the blind baseline knows
 
 class Benchmark(NamedTuple):
     """Questions, their annotations in the same order (none: there is nothing to score), pictures by name, and the
-    scoring that fits the annotations."""
+    scoring that fits the annotations. asks: what is asked, where it is more than a question about one picture."""
 
     questions: list[Question]
     annotations: list[Annotation]
     pictures: dict[str, Path | Callable]
     scoring: str = "official"
+    asks: Sequence[Ask] = ()
 
 
 @cache
@@ -144,7 +145,9 @@ def by_id(benchmark: Benchmark, answers: Iterable[str | None]) -> dict[int | str
 
 
 def asks_of(benchmark: Benchmark, prompt: str = PROMPT) -> list[Ask]:
-    return make_asks(((q.question_id, q.image, q.question) for q in benchmark.questions), benchmark.pictures, prompt)
+    return list(benchmark.asks) or make_asks(
+        ((q.question_id, q.image, q.question) for q in benchmark.questions), benchmark.pictures, prompt
+    )
 
 
 def score_answers(benchmark: Benchmark, answers: Mapping, scoring: str | None = None) -> dict:

@@ -13,6 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
+from eval import vqa
+from eval.records import own_records
 from model.common import UserError, run_command
 from model.config import PRESETS
 from model.paligemma import PaliGemma, initialize
@@ -390,6 +392,42 @@ def test_no_picture_is_in_two_splits_of_any_seed(kind, processor, tmp_path):
     model = load_base(base, WORLD.device)
     scores = measures["test"].grade(model.eval(), processor, base, tmp_path)
     assert len(scores) == len(measures["test"].examples) == (9 if kind == "vqav2" else 6)
+
+
+def test_own_examples_are_asked_and_scored_in_full(tmp_path, processor, monkeypatch):
+    """Breaks when an earlier turn, a second picture or one of several right answers is lost, or text alone crashes."""
+    for number in range(2):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    says = [{"from": role, "value": text} for role, text in zip(("human", "gpt") * 2, "abcd", strict=True)]
+    rows = [
+        {"image": ["0.png", "1.png"], "prefix": "which", "suffix": "one"},
+        {"prefix": "text", "suffix": "alone"},
+        {"image": "0.png", "conversations": says},
+        {"image": "0.png", "prefix": "colour", "answers": ["red"] * 9 + ["blue"]},
+        {"image": "0.png", "prefix": "shade", "answers": ["dark", "light"]},
+    ]
+    (tmp_path / "own.json").write_text(json.dumps(rows))
+    records = own_records(tmp_path / "own.json")
+    benchmark = attention_data.benchmark_of(records)
+    asked = {ask.prefix: (len(ask.images()), ask.before) for ask in vqa.asks_of(benchmark, "{question}")}
+    before = (("a", "b"),)
+    assert asked == {"which": (2, ()), "text": (0, ()), "c": (1, before), "colour": (1, ()), "shade": (1, ())}
+    said = [["one", "alone", "d", "red", "light"], ["two", "ALONE", "c", "blue", "black"]]
+    scores = [
+        list(
+            vqa.question_accuracies(
+                benchmark.annotations, dict(zip([r.name for r in records], of, strict=True))
+            ).values()
+        )
+        for of in said
+    ]
+    assert scores == [[1, 1, 1, 1, 1], [0, 0, 0, pytest.approx(0.3), 0]]
+    monkeypatch.setattr(attention_data, "_held_out", lambda settings: records)
+    base = replace(PLAIN_BASE, data=f"jsonl:{tmp_path / 'own.json'}", validation=0.5)
+    measures = [attention_data.vqa_measure(base, split, None) for split in ("validation", "test")]
+    model = load_base(base, WORLD.device).eval()
+    assert sum(len(measure.grade(model, processor, base, tmp_path)) for measure in measures) == 5
+    assert any(before in example for measure in measures for example in measure.examples)
 
 
 @pytest.mark.parametrize("more", [(), ("jsonl:own.jsonl",)])

@@ -14,8 +14,11 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from eval import needle, vqa
+from eval.command import ask_of
 from eval.datasets import Annotation, Question, read_questions
 from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record
+from eval.vqa_data import truths_of
+from eval.vqa_scoring import ANNOTATORS
 from model.common import UserError, shown
 from model.paligemma import PaliGemma
 from model.processor import Processor
@@ -129,6 +132,8 @@ def vqa_measure(settings: Settings, split: str, limit: int | None, scoring: str 
         return list(vqa.question_accuracies(benchmark.annotations, answers, scoring).values())
 
     examples = list(zip(benchmark.questions, benchmark.annotations, strict=True))
+    if any(ask.before for ask in benchmark.asks):  # turns before the question
+        examples = [(*example, ask.before) for example, ask in zip(examples, benchmark.asks, strict=True)]
     if scoring != "official":  # it decides the scores
         examples = [(scoring, *example) for example in examples]
     pictures = [question.image for question in benchmark.questions]
@@ -169,12 +174,18 @@ def _held_out(settings: Settings) -> Sequence[Record]:
 
 
 def benchmark_of(records: Sequence[Record]) -> vqa.Benchmark:
-    """A user's own examples as a benchmark: with ten equal answers, the official scorer does not normalise them."""
-    return vqa.Benchmark(
-        [Question(r.name, r.key, r.prefix) for r in records],
-        [Annotation(r.name, tuple({"answer": r.suffix, "answer_id": i} for i in range(10)), r.suffix) for r in records],
-        {r.key: r.pictures[0] for r in records},
-    )
+    """A user's own examples as a benchmark; of a conversation the last answer is asked.
+
+    Answers by ANNOTATORS or more people are scored as VQAv2's. Of fewer each is right: it counts as given by ten; if
+    there is only one, the official scorer does not normalise it.
+    """
+    questions, annotations = [], []
+    for r in records:
+        given = r.answers if len(r.answers) >= ANNOTATORS else truths_of(r) * 10
+        answers = tuple({"answer": answer, "answer_id": number} for number, answer in enumerate(given))
+        questions.append(Question(r.name, r.key, r.prefix))
+        annotations.append(Annotation(r.name, answers, r.suffix))
+    return vqa.Benchmark(questions, annotations, {}, asks=[ask_of(r) for r in records])
 
 
 def needle_measure(name: str, trials: Sequence[needle.Trial], protocol: str) -> Measure:
