@@ -30,7 +30,7 @@ from train.studies import attention, attention_data, attention_report, cells
 from train.studies.attention import RowResult
 from train.studies.attention_data import Measure
 from train.studies.cells import PLAIN, FineTuningRow, FineTuningStudy, cell_settings
-from train.studies.engine import difference
+from train.studies.engine import difference, digest
 from train.systems.open import load_base, open_model
 from weights.export import export_model
 
@@ -353,6 +353,26 @@ def test_training_data_are_part_of_a_cell(processor, tmp_path, trainings):
     assert [train(), train()] == [1, 0]
     write_jsonl(tmp_path, 20, answer="no")
     assert train() == 1
+
+
+def test_all_that_is_learned_is_part_of_a_cell(tmp_path):
+    """Breaks when a changed turn, answer or picture of a user's file is answered from the cache."""
+    for number in range(2):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{number}.png")
+
+    def mark(image="0.png", first="a", answers=("yes", "no")):
+        says = [{"from": role, "value": text} for role, text in zip(("human", "gpt") * 2, (first, *"bcd"), strict=True)]
+        rows = [{"conversations": says}, {"image": image, "prefix": "is it", "suffix": "yes", "answers": answers}]
+        (tmp_path / "own.json").write_text(json.dumps(rows))
+        attention_data._training_records.cache_clear()
+        return attention_data.training_records(replace(PLAIN_BASE, data=f"jsonl:{tmp_path}/own.json", validation=0), 0)[
+            1
+        ]
+
+    marks = [mark(), mark(image="1.png"), mark(first="A"), mark(answers=("yes", "none"))]
+    assert len(set(marks)) == 4 and mark() == marks[0]
+    records, embedded = attention_data.training_records(PLAIN_BASE, 0)
+    assert embedded == digest([(record.name, record.prefix, record.suffix) for record in records])
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

@@ -56,7 +56,14 @@ def _training_records(settings: Settings) -> tuple[Sequence[Record], str]:
         ]
     else:
         records = read_records(settings)
-    return records, digest([(record.name, record.prefix, record.suffix) for record in _readable(records)])
+    return records, digest([_deciding(record) for record in _readable(records)])
+
+
+def _deciding(record: Record) -> tuple:
+    """What is learned from a record, for the hash: pictures by the names of their files."""
+    files = tuple(picture.name for picture in record.pictures if isinstance(picture, Path))
+    more = (record.turns[:-1], record.answers, files)
+    return (record.name, record.prefix, record.suffix, *([more] if any(more) else []))
 
 
 def _readable(records: Sequence[Record]) -> Iterator[Record]:
