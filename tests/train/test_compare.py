@@ -6,6 +6,7 @@ import os
 import signal
 import tarfile
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -469,6 +470,21 @@ def test_a_study_reads_tar_shards(more, processor, tmp_path, monkeypatch):
     assert cells.count_tokens(records, processor, 10) > 10 * image and cells.count_tokens([], processor, 10) == 0
     asked = attention_data.vqa_measure(replace(base, validation=0.9), "test", 10)
     assert len(asked.examples) > 0
+
+
+def test_pictures_that_are_all_gone_are_no_score(tmp_path, processor, capsys):
+    """Breaks when a folder of pictures that is not there is stored as a score of 0."""
+    write_jsonl(tmp_path, 4)
+    base = replace(PLAIN_BASE, data=f"jsonl:{tmp_path}/own.jsonl", validation=0.9)
+    model, measure = load_base(base, WORLD.device).eval(), attention_data.vqa_measure(base, "test", None)
+    gone = sorted({tmp_path / f"{number}.png" for number in range(4)} & {Path(name) for name in measure.pictures})
+    assert len(gone) == 2
+    gone[0].unlink()
+    assert len(measure.grade(model, processor, base, tmp_path / "a")) == 4
+    assert capsys.readouterr().err.count("2 questions count as wrong") == 1
+    gone[1].unlink()
+    with pytest.raises(UserError, match="none of the 4 questions can be asked.*png"):
+        measure.grade(model, processor, base, tmp_path / "b")
 
 
 def test_val2014_is_the_test_split_where_it_is(tmp_path):

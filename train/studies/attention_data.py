@@ -135,7 +135,7 @@ def vqa_measure(settings: Settings, split: str, limit: int | None, scoring: str 
         options = asking(settings, "VQA", folder)
         said = vqa.answer(model, processor, benchmark, template or settings.prompt, **options)
         answers = {question.question_id: said.get(question.question_id, "") for question in benchmark.questions}
-        report_left_out(options["left_out"])
+        report_left_out(options["left_out"], len(answers))
         return list(vqa.question_accuracies(benchmark.annotations, answers, scoring).values())
 
     examples = list(zip(benchmark.questions, benchmark.annotations, strict=True))
@@ -201,7 +201,7 @@ def needle_measure(name: str, trials: Sequence[needle.Trial], protocol: str) -> 
     def grade(model: PaliGemma, processor: Processor, settings: Settings, folder: Path) -> list[float]:
         options = asking(settings, name, folder)
         answers = needle.answer(model, processor, trials, protocol, **options)
-        report_left_out(options["left_out"])
+        report_left_out(options["left_out"], sum(map(len, answers)))
         records = needle.responses_of(trials, answers, protocol)
         return [float((needle.judge(record) or (False,) * 3)[2]) for record in records]
 
@@ -219,7 +219,9 @@ def asking(settings: Settings, name: str, folder: Path) -> dict:
     return {"left_out": {}, "progress": name, "log": folder / f"answers-{name}.jsonl"}
 
 
-def report_left_out(left_out: dict[str, str]) -> None:
-    """Name on stderr the first of the questions that could not be asked."""
+def report_left_out(left_out: dict[str, str], asked: int) -> None:
+    """Name on stderr the first of the questions that could not be asked; if these are all, raise UserError."""
     if left_out:
+        if len(left_out) == asked:
+            raise UserError(f"none of the {asked} questions can be asked: {shown(next(iter(left_out.values())))}")
         print(f"{len(left_out)} questions count as wrong: {shown(next(iter(left_out.values())))} …", file=sys.stderr)
