@@ -26,7 +26,12 @@ from train.settings import Settings, step_layout
 
 
 def supervised_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
-    """The sum of cross-entropies over the supervised tokens; the head runs at their positions only."""
+    """The sum of cross-entropies over the supervised tokens."""
+    return forward(model, micro, micro.targets)
+
+
+def forward(model: nn.Module, micro: MicroBatch, targets: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits (B, T, V) of the supervised positions, where alone the head runs; the loss with `targets`."""
     batch = micro.batch
     return model(
         batch.input_ids,
@@ -36,7 +41,7 @@ def supervised_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
         positions_to_keep=micro.positions,
         image_features=micro.features,
         image_index=micro.image_index,
-        targets=micro.targets,
+        targets=targets,
     )
 
 

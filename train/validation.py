@@ -32,7 +32,7 @@ from train.data.features import FeatureCache
 from train.data.sources import read_records
 from train.distributed import World, ask_together
 from train.settings import Settings
-from train.supervised import ready
+from train.supervised import forward, ready
 
 ASKED = 200  # examples that a model answers at an evaluation during training; the loss is of all
 LONGEST = 64  # tokens of an answer; where most answers are longer, none is generated
@@ -188,16 +188,7 @@ def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 def row_losses(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
     """(B,): the cross-entropies of each row, summed over its supervised tokens."""
-    batch = micro.batch
-    logits = model(
-        batch.input_ids,
-        batch.pixel_values,
-        batch.token_type_ids,
-        batch.attention_mask,
-        positions_to_keep=micro.positions,
-        image_features=micro.features,
-        image_index=micro.image_index,
-    )
+    logits = forward(model, micro)
     return F.cross_entropy(logits.transpose(1, 2), micro.targets, ignore_index=-100, reduction="none").sum(1)
 
 
