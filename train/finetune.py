@@ -45,7 +45,7 @@ from train.run_folder import check_empty, run_folder
 from train.settings import Settings, parse, run_stem
 from train.show_batch import show_batch
 from train.summary import can_export, evaluate, print_summary, summarize, write_answers
-from train.supervised import train_on
+from train.supervised import is_sharded, train_on
 from train.systems.open import load_base, load_start, open_model, open_processor, weights_dtype
 from train.validation import ASKED, Watch, open_held_out
 from weights.checkpoint import empty_model
@@ -104,11 +104,6 @@ def fine_tune(settings: Settings, arguments: RunArguments, world: World) -> None
             draw_loss(run)
             answers = write_answers(run, held_out, results) if held_out else []
             print_summary(summary, results, settings, run, answers)
-
-
-def is_sharded(settings: Settings, world: World) -> bool:
-    """Whether no process holds a whole model."""
-    return settings.shard and world.size > 1
 
 
 def base_fingerprint(model: PaliGemma, settings: Settings) -> str:

@@ -109,8 +109,9 @@ def fit(
             losses, weight = [], world.size / tokens  # DDP and FSDP2 average gradients over processes
             for number, micro in enumerate(micros):
                 set_gradient_sync(called, number == len(micros) - 1)
+                micro = micro.to(world.device)
                 with autocast:
-                    value = loss(called, micro.to(world.device))
+                    value = loss(called, micro)
                 losses.append(value.detach())
                 scaler.scale(value * weight).backward()
             scaler.unscale_(optimizer)
@@ -119,7 +120,7 @@ def fit(
             loss_sum, stopping = world.totals(math.fsum(losses), float(bool(received)))
             set_rates(optimizer, rate_factor(step, order.total, options.warmup, options.schedule))
             record = {"step": step, "loss": loss_sum / tokens, "lr": optimizer.param_groups[-1]["lr"], **norms}
-            record |= measure(step, micros[-1].to(world.device)) if measure else {}
+            record |= measure(step, micro) if measure else {}
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
@@ -131,6 +132,7 @@ def fit(
                 log.sync()
                 save_checkpoint(run, step, model, optimizer, progress, scaler, options.keep, write=world.is_first)
                 world.barrier()
+                log.go_on()
             if stopping:
                 raise Interrupted(received[0] if received else signal.SIGTERM)
     check_samples(progress)

@@ -100,7 +100,12 @@ class Log:
             for name, value in record.items():
                 if isinstance(value, float):
                     self.board.add_scalar(name, value, record["step"])
-        self.samples, self.written = self.progress["samples"], time.perf_counter()
+        self.samples = self.progress["samples"]
+        self.go_on()
+
+    def go_on(self) -> None:
+        """The next step begins: what was done since the last one is no part of its speed."""
+        self.written = time.perf_counter()
 
     def sync(self) -> None:
         """Flush the metrics to disk, and update `progress`."""

@@ -70,10 +70,10 @@ def train_on(
         return micro
 
     def measure(step: int, micro: MicroBatch) -> dict:
-        is_due = settings.measure_every and step % settings.measure_every == 0
-        return distances(model, prepare(micro)) if is_due else {}
+        return distances(model, prepare(micro)) if step % settings.measure_every == 0 else {}
 
-    is_sharded = settings.shard and world.size > 1  # a part of a sharded model cannot be called alone
+    # a part of a sharded model cannot be called alone
+    measures = settings.measure_every and world.is_first and not is_sharded(settings, world)
     return fit(
         model,
         optimizer,
@@ -82,7 +82,7 @@ def train_on(
         LoopOptions.of(settings),
         run,
         world,
-        measure=measure if world.is_first and not is_sharded else None,
+        measure=measure if measures else None,
         validate=partial(check, model, cache, order.total) if check else None,
         kept=kept,
     )
@@ -120,6 +120,11 @@ def ready(
     return with_features(model, (idle(processor) if micro.is_empty else micro).to(device), cache)
 
 
+def is_sharded(settings: Settings, world: World) -> bool:
+    """Whether no process holds a whole model."""
+    return settings.shard and world.size > 1
+
+
 def processes_of(run: Path, world: World) -> int:
     """The number of processes that `run` began with: resumed by another number, its steps keep their micro-batches."""
     found = checkpoints(run)
@@ -130,7 +135,7 @@ def open_cache(model: PaliGemma, settings: Settings, world: World) -> FeatureCac
     """The cache of `--cache-features`. Raises UserError where the vision tower is trained or sharded."""
     if settings.cache_features is None:
         return None
-    if settings.shard and world.size > 1:
+    if is_sharded(settings, world):
         raise UserError("--cache-features: with --shard no process holds a whole vision tower: leave one of them out")
     with autocast_of(settings.autocast, world.device):
         return FeatureCache.open(settings.cache_features, model)

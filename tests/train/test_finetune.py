@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from model.differential import KINDS
 from tests.files import write_vqav2
 from tests.runs import QUICK, WORLD, metrics, run, torchrun
 from train import finetune, loop, supervised
+from train import metrics as log_of_a_run
 from train.data.batches import collate
 from train.distributed import World
 from train.optim import trainable
@@ -170,6 +172,26 @@ def test_kill_9_at_any_moment(tmp_path):
     report = json.loads(done.stdout)
     assert report["kills"] == 25 and report["equal"]
     assert len(report["steps"]) >= 4  # it died in different places
+
+
+def test_the_speed_of_a_step_is_its_own(tmp_path, monkeypatch):
+    """Breaks when the step after a checkpoint counts the time of writing it as training."""
+    clock, save = [0.0], loop.save_checkpoint
+
+    def tick() -> float:
+        clock[0] += 0.01
+        return clock[0]
+
+    def slow_save(*args, **options) -> None:
+        clock[0] += 1000
+        save(*args, **options)
+
+    monkeypatch.setattr(loop, "save_checkpoint", slow_save)
+    monkeypatch.setattr(log_of_a_run, "time", SimpleNamespace(perf_counter=tick))
+    run("--steps", 4, "--checkpoint-every", 2, "--measure-every", 0, out=tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert lines[2]["seconds"] > 1000 and min(line["samples_per_second"] for line in lines) > 10
+    assert not any("map_distance" in line for line in lines)
 
 
 @pytest.mark.long
