@@ -18,6 +18,7 @@ import re
 import shutil
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -41,6 +42,7 @@ from model.common import (
     sync_files,
     sync_folder,
 )
+from train.distributed import World
 from train.optim import trainable
 
 FORMAT = 2  # of state.json: from 2 on there is a manifest
@@ -254,6 +256,18 @@ def _fill(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*in a single process")  # which is intended
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not dist.is_initialized())
+
+
+def write_folder(write: Callable[[Path], None], folder: Path, world: World) -> None:
+    """Write `folder` by `write`, which every process calls; its former content stays until the new one is whole."""
+    temporary = folder.with_name(f".{folder.name}.partial")
+    if world.is_first:
+        shutil.rmtree(temporary, ignore_errors=True)
+    world.barrier()
+    write(temporary)
+    if world.is_first:
+        replace_folder(temporary, folder)
+    world.barrier()
 
 
 def replace_folder(temporary: Path, folder: Path) -> None:

@@ -33,7 +33,7 @@ from model.common import run_command, shown, write_text
 from model.differential import KINDS
 from model.paligemma import PaliGemma
 from train.align import align
-from train.checkpoint import checkpoints
+from train.checkpoint import checkpoints, write_folder
 from train.data.sources import read_records
 from train.distributed import World, join_world, leave_world
 from train.flags import RunArguments
@@ -50,7 +50,7 @@ from train.systems.open import load_base, load_start, open_model, open_processor
 from train.validation import ASKED, Watch, open_held_out
 from weights.checkpoint import empty_model
 from weights.export import export_model
-from weights.fingerprint import tensor_fingerprint
+from weights.fingerprint import gathered, tensor_fingerprint
 
 
 def fine_tune(settings: Settings, arguments: RunArguments, world: World) -> None:
@@ -85,7 +85,10 @@ def fine_tune(settings: Settings, arguments: RunArguments, world: World) -> None
             watch = Watch(held_out, run, write, most=0 if is_sharded(settings, world) else ASKED)
         progress = train_on(records, model, optimizer, processor, settings, run, world, kept, watch and watch.check)
         result = run / "model" if settings.writes_model else run
-        write(model, result)
+        if settings.writes_model:
+            write_folder(partial(write, model), result, world)
+        else:
+            write(model, result)
         results = {name: progress[name] for name in ("before", "start") if name in progress}
         if settings.evaluate:
             if is_sharded(settings, world):
@@ -130,17 +133,17 @@ def write_weights(model: PaliGemma, folder: Path, settings: Settings, world: Wor
     if not settings.writes_model:
         adapter.save(model, folder, settings.base, settings.question_prompt, write=world.is_first)
     else:
-        whole = gathered(model, world) if is_sharded(settings, world) else model
+        whole = whole_model(model, world) if is_sharded(settings, world) else model
         if world.is_first:
             export_model(whole, folder, companions=files)
     world.barrier()
 
 
-def gathered(model: PaliGemma, world: World) -> PaliGemma:
+def whole_model(model: PaliGemma, world: World) -> PaliGemma:
     """The whole of a model that FSDP2 has sharded, in the main memory of the first process."""
     whole = empty_model(model.config, next(model.parameters()).dtype)
     for name, tensor in model.state_dict().items():
-        tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        tensor = gathered(tensor)
         if world.is_first:
             whole.load_state_dict({name: tensor.cpu()}, strict=False, assign=True)
     return whole

@@ -109,9 +109,8 @@ def fit(
             losses, weight = [], world.size / tokens  # DDP and FSDP2 average gradients over processes
             for number, micro in enumerate(micros):
                 set_gradient_sync(called, number == len(micros) - 1)
-                micro = micro.to(world.device)
                 with autocast:
-                    value = loss(called, micro)
+                    value = loss(called, micro := micro.to(world.device))
                 losses.append(value.detach())
                 scaler.scale(value * weight).backward()
             scaler.unscale_(optimizer)

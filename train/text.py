@@ -10,8 +10,8 @@ tokenizer, metrics, a picture of the loss, checkpoints to resume from, and `mode
 the model, `train/studies/text.py` compares it with its twin.
 """
 
-import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from eval.text.corpus import find_corpus, open_corpus, read_texts
 from eval.text.tasks import WORDS
 from model.common import UserError, run_command
-from train.checkpoint import checkpoints
+from train.checkpoint import checkpoints, write_folder
 from train.distributed import join_world
 from train.flags import FlagParser, RunArguments, add_flags, add_run_flags, from_values, read_config, take_run_arguments
 from train.metrics import draw_loss
@@ -63,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         origin = origin_of(settings, {"corpus": f"{corpus.digest} {tokens}"}, world.device, torch.float32)
         check_resume(run, origin, arguments.allow_changed)
         model, progress = learn(settings, corpus, run, world, {"origin": origin})
-        shutil.rmtree(run / "model", ignore_errors=True)
-        export_model(model, run / "model", companions=[folder / "tokenizer.model"])
+        write = partial(export_model, model, companions=[folder / "tokenizer.model"])
+        write_folder(write, run / "model", world)
         draw_loss(run)
     print(
         f"{count(model.parameters()):,} parameters, {settings.attention} attention, {settings.tokens:,.0f} tokens in "

@@ -10,9 +10,9 @@ Several processes share the examples, and all get the whole result.
 import contextlib
 import math
 import random
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,11 +22,11 @@ from torch import nn
 from eval.command import Ask, ask_of
 from eval.records import Record, blind
 from eval.vqa_data import score
-from model.common import UserError
+from model.common import UserError, write_text
 from model.device import autocast_of
 from model.paligemma import MAX_LOGITS, PaliGemma
 from model.processor import Processor
-from train.checkpoint import replace_folder
+from train.checkpoint import write_folder
 from train.data.batches import MicroBatch, load_batches
 from train.data.features import FeatureCache
 from train.data.sources import read_records
@@ -35,6 +35,7 @@ from train.settings import Settings
 from train.supervised import forward, ready
 
 ASKED = 200  # examples that a model answers at an evaluation during training; the loss is of all
+STEP_FILE = "step"  # of RUN/best
 LONGEST = 64  # tokens of an answer; where most answers are longer, none is generated
 
 
@@ -215,25 +216,29 @@ class Watch:
             return {}
         scores = self.held_out.scores(self.held_out.evaluate(model, most=self.most, cache=cache))
         loss, exact, best = scores["loss"], scores["exact_match"], progress.get("best")
-        if loss is None:  # no example could be used
+        if loss is None or not math.isfinite(loss):  # no example could be used, or nothing would be better
             return {}
+        if best and settings.keep_best and read_step(self.run / "best") != best["step"]:
+            best = None  # the run was resumed from a step before that of the folder: its weights are of another course
         if best is None or (exact or 0, -loss) > (best["exact_match"] or 0, -best["loss"]):
             progress["best"] = {"step": step, "loss": loss, "exact_match": exact, "since": 0}
             if settings.keep_best:
-                self.keep(model)
+                write_folder(partial(self.keep, model, step), self.run / "best", self.held_out.world)
         else:
             progress["best"] = best | {"since": best["since"] + 1}
         if settings.patience and progress["best"]["since"] >= settings.patience:
             progress["stopped"] = step
         return {"held_out_loss": loss} | ({} if exact is None else {"exact_match": exact})
 
-    def keep(self, model: PaliGemma) -> None:
-        """Write the weights to RUN/best, whose former content stays until the new one is whole."""
-        temporary, world = self.run / ".best.partial", self.held_out.world
-        if world.is_first:
-            shutil.rmtree(temporary, ignore_errors=True)
-        world.barrier()
-        self.write(model, temporary)
-        if world.is_first:
-            replace_folder(temporary, self.run / "best")
-        world.barrier()
+    def keep(self, model: PaliGemma, step: int, folder: Path) -> None:
+        """Write the weights after a step, and its number."""
+        self.write(model, folder)
+        if self.held_out.world.is_first:
+            write_text(folder / STEP_FILE, f"{step}\n")
+
+
+def read_step(folder: Path) -> int | None:
+    """The step that the weights of RUN/best are of; None for a folder that is not there, or of an older version."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((folder / STEP_FILE).read_text())
+    return None

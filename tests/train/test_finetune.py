@@ -174,6 +174,20 @@ def test_kill_9_at_any_moment(tmp_path):
     assert len(report["steps"]) >= 4  # it died in different places
 
 
+def test_a_whole_model_is_written_anew_after_a_kill(tmp_path, monkeypatch):
+    """Breaks when a run that was killed after it wrote its model can never end: the folder is not empty."""
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "summarize", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run("--full", "--attention", "softmax", "--steps", 2, out=tmp_path / "run")
+    finetune.main(["--resume", str(tmp_path / "run")])
+    assert (tmp_path / "run/summary.json").exists() and (tmp_path / "run/model/config.json").exists()
+
+
 def test_the_speed_of_a_step_is_its_own(tmp_path, monkeypatch):
     """Breaks when the step after a checkpoint counts the time of writing it as training."""
     clock, save = [0.0], loop.save_checkpoint

@@ -22,7 +22,7 @@ from train.data.batches import collate
 from train.data.sources import read_records
 from train.settings import Settings, parse
 from train.summary import gain_over_blind, next_commands, print_held_out
-from train.validation import HeldOut, Watch, choose, open_held_out
+from train.validation import HeldOut, Watch, choose, open_held_out, read_step
 from weights.load import load_model
 
 COLORS = {"red": (220, 30, 30), "green": (30, 160, 40), "blue": (40, 60, 220), "yellow": (230, 210, 40)}
@@ -132,6 +132,23 @@ def test_the_best_is_kept(tmp_path):
         assert (tmp_path / "best/weights").read_text() == str(progress["best"]["step"])
     assert seen == [(1, 0, None), (2, 0, None), (3, 0, None), (3, 1, None), (5, 0, None), (5, 1, None), (5, 2, 7)]
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_weights_of_another_course_are_not_the_best(tmp_path):
+    """Breaks when a run that goes on from an older checkpoint takes the weights after it for those of its best step, or
+    when a loss that is not a number can never be beaten."""
+    scores, settings = {"exact_match": 10.0}, replace(Settings(), eval_every=1)
+    held_out = SimpleNamespace(
+        settings=settings, world=WORLD, evaluate=lambda model, most, cache: None, scores=lambda result: scores
+    )
+    watch, progress = Watch(held_out, tmp_path, lambda model, folder: folder.mkdir()), {}
+    for step, loss in ((1, float("nan")), (2, 3.0), (4, 1.0)):
+        scores["loss"] = loss
+        watch.check(None, None, 100, step, progress)
+    assert progress["best"]["step"] == read_step(tmp_path / "best") == 4
+    scores["loss"], progress["best"] = 3.5, {"step": 2, "loss": 3.0, "exact_match": 10.0, "since": 0}  # of step 2
+    watch.check(None, None, 100, 3, progress)
+    assert progress["best"]["step"] == read_step(tmp_path / "best") == 3
 
 
 def test_a_picture_that_was_not_used_is_reported(capsys):
