@@ -77,8 +77,8 @@ OPTIMIZERS = {"adamw": make_adamw, "adam": make_adam, "radam": make_radam}
 
 
 def is_inner_matrix(name: str, parameter: torch.Tensor) -> bool:
-    """Whether Muon may update it: a matrix that is no embedding."""
-    return parameter.dim() == 2 and "embed" not in name
+    """Whether Muon may update it: a matrix that is no embedding, and not of λ, which has a rate of its own."""
+    return parameter.dim() == 2 and "embed" not in name and not re.fullmatch(SCALARS, name)
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -101,7 +101,7 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__init__([*split[False], *split[True]], {})
         self.parts: list[torch.optim.Optimizer] = []  # they share their groups and their state with this one
         if split[False]:
-            self.parts.append(torch.optim.AdamW(split[False], betas=betas))
+            self.parts.append(make_adamw(split[False], betas))
         if split[True]:
             self.parts.append(torch.optim.Muon(split[True], momentum=0.95))
         for part in self.parts:

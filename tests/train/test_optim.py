@@ -1,11 +1,15 @@
 """Rates, groups and schedules: what learns, by name, and how fast."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from model.common import UserError
-from train.optim import MuonAdamW, Rule, make_adamw, parameter_groups, rate_factor, set_rates, trainable
+from train.optim import SCALARS, MuonAdamW, Rule, make_adamw, parameter_groups, rate_factor, set_rates, trainable
+from train.settings import parse
+from train.systems.open import open_model
 
 
 def small_model():
@@ -67,6 +71,17 @@ def test_every_group_keeps_its_own_peak():
     set_rates(optimizer, 0.5)
     set_rates(optimizer, 0.2)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.02])
+
+
+def test_the_rate_of_scalars_is_applied_once():
+    """Breaks when --scalar-lr counts twice under Muon, or a matrix of λ is moved by Muon at the full rate."""
+    given = "--base tiny --attention v2 --optimizer muon --lr 0.01 --scalar-lr 0.002 --device cpu".split()
+    _, optimizer = open_model(parse(given)[0], torch.device("cpu"))
+    rates = {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}
+    scalars = {name for name in rates if re.fullmatch(SCALARS, name)}
+    assert any("lambda_proj.weight" in name for name in scalars) and scalars != rates.keys()
+    for name, rate in rates.items():
+        assert rate == pytest.approx(0.002 if name in scalars else 0.01), name
 
 
 def test_muon_moves_the_matrices_and_adamw_the_rest():

@@ -111,7 +111,8 @@ def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
     names = list(trainable(model))
     rules = [Rule("|".join(names).replace(".", r"\."), settings.lr, settings.weight_decay)]
     if any(re.fullmatch(SCALARS, name) for name in names):
-        rules.insert(0, Rule(SCALARS, settings.lr if settings.scalar_lr is None else settings.scalar_lr))
+        own = settings.scalar_lr is not None and settings.optimizer != "muon"  # which applies it itself
+        rules.insert(0, Rule(SCALARS, settings.scalar_lr if own else settings.lr))
     return rules
 
 
