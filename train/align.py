@@ -8,24 +8,29 @@ and the number of the question (as the baselines of VQA do: Antol et al. 2015; Z
 once for all of its questions, so that an answer costs a twentieth of what it does through the decoder.
 """
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
 from eval.records import Record
 from model.common import UserError
+from model.device import autocast_of
 from model.images import load_image, to_pixels
 from model.paligemma import PaliGemma
-from train.optim import MuonAdamW, make_adamw, rate_factor, set_rates
+from train.distributed import World
+from train.optim import MuonAdamW, Rule, count, make_adamw, parameter_groups, rate_factor, set_rates
 from train.settings import Settings
 
 PICTURES = 64  # of a step
 COMMON = 1000  # questions, and answers, that have a number of their own
+LARGE = 50_000_000  # parameters of a vision tower that was trained on more than its own pictures
 MUON_LR, ADAMW_RATIO, HEAD_LR = 0.02, 0.05, 1e-2
 
 
@@ -46,29 +51,43 @@ class AnswerHead(nn.Module):
         return self.answer(read) + self.prior(questions)
 
 
-def align(model: PaliGemma, records: Sequence[Record], settings: Settings, show: bool = True) -> list[float]:
+def check_align(model: PaliGemma, records: Sequence[Record]) -> None:
+    """Raise UserError for shards and mixtures, data without a question on one picture, and a large vision tower."""
+    if not isinstance(records, list):
+        raise UserError("--align goes over single pictures: leave it out with shards and weighted mixtures")
+    if not examples(records):
+        raise UserError("--align: no record has one picture and an answer: leave it out")
+    if (size := count(model.vision_tower.parameters())) > LARGE:
+        raise UserError(
+            f"--align moves a small vision tower to other pictures than its own; this one has {size:,} parameters, and "
+            "would forget what it knows: leave --align and --recipe own out"
+        )
+
+
+def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world: World) -> list[float]:
     """Train the vision tower for `settings.align` passes over the pictures of `records`, in place.
 
     Returns the loss of each step. Records without exactly one picture, and pictures that cannot be read, are left out:
-    training itself reports them. Raises UserError for shards and mixtures.
+    training itself reports them. Every process does the same work, and takes the tower of the first. Raises UserError
+    as `check_align`, and for a loss that is not finite.
     """
-    if not isinstance(records, list):
-        raise UserError("--align goes over single pictures: leave it out with shards and weighted mixtures")
+    check_align(model, records)
     asked = examples(records)
     pictures = {record.key: record.pictures[0] for record in records if record.key in asked}
+    autocast = "none" if settings.autocast == "fp16" else settings.autocast  # no gradient is scaled here
     width, device = model.config.text.hidden_size, next(model.parameters()).device
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(settings.seed)
         head = AnswerHead(width, COMMON + 1, COMMON).to(device)
     tower = model.vision_tower
     optimizers = [
-        MuonAdamW([group(tower, MUON_LR)], (0.9, 0.98), ADAMW_RATIO),
-        make_adamw([group(head, HEAD_LR)], (0.9, 0.98)),
+        MuonAdamW(parameter_groups(tower, [Rule(".*", MUON_LR)]), (0.9, 0.98), ADAMW_RATIO),
+        make_adamw(parameter_groups(head, [Rule(".*", HEAD_LR)]), (0.9, 0.98)),
     ]
     rng, size = random.Random(f"align/{settings.seed}"), model.config.vision.image_size
     order = [key for _ in range(settings.align) for key in rng.sample(sorted(asked), len(asked))]
     steps, losses = range(0, len(order), PICTURES), []
-    bar = tqdm(steps, desc="alignment", unit="batch", disable=not show)
+    bar = tqdm(steps, desc="alignment", unit="batch", disable=not world.is_first)
     for step, start in enumerate(bar):
         opened = {
             key: pixels for key in order[start : start + PICTURES] if (pixels := read(pictures[key], size)) is not None
@@ -78,8 +97,14 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, show:
         rows = [(place, *pair) for place, key in enumerate(opened) for pair in asked[key]]
         place, question, answer = torch.tensor(rows, device=device).T
         pixels = torch.stack([shifted(image, rng) for image in opened.values()])
-        features = model.encode_images(pixels.to(device)).mean(1).float()
+        with autocast_of(autocast, device):
+            features = model.encode_images(pixels.to(device)).mean(1).float()
         loss = F.cross_entropy(head(features[place], question), answer)
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            raise UserError(
+                f"alignment, step {step}: the loss is {losses[-1]}: use --autocast none, or leave --align out"
+            )
         loss.backward()
         nn.utils.clip_grad_norm_([*tower.parameters(), *head.parameters()], 1.0)
         for optimizer in optimizers:
@@ -87,16 +112,10 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, show:
             optimizer.step()
             optimizer.zero_grad()
         model.zero_grad()  # the projector's too
-        losses.append(loss.item())
         bar.set_postfix(loss=f"{losses[-1]:.3f}")
+    for parameter in tower.parameters() if world.size > 1 else ():  # GPUs need not agree to the bit
+        dist.broadcast(parameter.detach(), 0)
     return losses
-
-
-def group(module: nn.Module, lr: float) -> dict:
-    """All parameters of `module` as a group of an optimizer."""
-    parameters = dict(module.named_parameters())
-    rates = {"lr": lr, "base_lr": lr, "weight_decay": 0.0}
-    return {"names": list(parameters), "params": list(parameters.values()), **rates}
 
 
 def shifted(pixels: torch.Tensor, rng: random.Random) -> torch.Tensor:

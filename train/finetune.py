@@ -32,7 +32,7 @@ from lora.quantize import quantize
 from model.common import run_command, shown, write_text
 from model.differential import KINDS
 from model.paligemma import PaliGemma
-from train.align import align
+from train.align import align, check_align
 from train.checkpoint import checkpoints, write_folder
 from train.data.sources import read_records
 from train.distributed import World, join_world, leave_world
@@ -42,10 +42,10 @@ from train.optim import count, trainable
 from train.origin import check_resume, data_fingerprints, origin_of
 from train.plan import plan, plan_table
 from train.run_folder import check_empty, run_folder
-from train.settings import Settings, parse, run_stem
+from train.settings import Settings, parse, run_stem, step_layout
 from train.show_batch import show_batch
 from train.summary import can_export, evaluate, print_summary, summarize, write_answers
-from train.supervised import is_sharded, train_on
+from train.supervised import is_sharded, processes_of, train_on
 from train.systems.open import load_base, load_start, open_model, open_processor, weights_dtype
 from train.validation import ASKED, Watch, open_held_out
 from weights.checkpoint import empty_model
@@ -59,6 +59,9 @@ def fine_tune(settings: Settings, arguments: RunArguments, world: World) -> None
     outline, _ = open_model(settings, torch.device("meta"))  # mistakes are found before weights are read
     files_read: dict = {}
     records = read_records(settings, known=files_read)
+    if settings.align:
+        check_align(outline, records)
+    step_layout(settings, processes_of(arguments.resume, world) if arguments.resume else world.size)
     model = load_start(settings, world.device)
     processor, files = open_processor(settings, model)
     held_out = open_held_out(settings, processor, world, files_read) if settings.evaluate else None
@@ -78,7 +81,7 @@ def fine_tune(settings: Settings, arguments: RunArguments, world: World) -> None
         if begins and settings.is_grafted:
             kept["start"] = measure(model, title="start")
         if settings.align and not checkpoints(run):
-            align(model, records, settings, show=world.is_first)
+            align(model, records, settings, world)
         write = partial(write_weights, settings=settings, world=world, files=files)
         watch = None
         if held_out and settings.eval_every != 0:

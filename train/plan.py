@@ -17,6 +17,7 @@ from model.device import autocast_dtype, dtype_name
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.source import preset_of
+from train.align import check_align
 from train.cost import StepCost, step_costs
 from train.data.batches import MicroBatch, Order, without_rows
 from train.data.sources import read_records
@@ -72,6 +73,8 @@ def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
     device = torch.device("cuda" if settings.device == "auto" else settings.device)
     dtype = dtype_name(weights_dtype(settings, device))
     model, _ = open_model(replace(settings, dtype=dtype), torch.device("meta"))
+    if settings.align:
+        check_align(model, records)
     learned, autocast = trainable(model), autocast_dtype(settings.autocast, device)
     result = sum(tensor.nbytes for tensor in (model.state_dict() if settings.writes_model else learned).values())
     processor = open_tokenizer(settings, model)

@@ -6,6 +6,7 @@ from PIL import Image
 
 from eval.records import Record
 from model.common import UserError
+from tests.runs import WORLD
 from train import align as alignment
 from train.settings import parse
 from train.systems.open import open_model
@@ -34,7 +35,7 @@ def test_the_tower_alone_learns_the_answers():
     settings = parse(["--recipe", "own", "--align", "12"])[0]
     models = [load_model("tiny") for _ in range(2)]
     before = {name: tensor.clone() for name, tensor in models[0].state_dict().items()}
-    losses = [alignment.align(model, records(70), settings, show=False) for model in models]
+    losses = [alignment.align(model, records(70), settings, WORLD) for model in models]
     assert losses[0] == losses[1] and len(losses[0]) == 14  # 12 passes of 70 pictures, by 64
     assert losses[0][-1] < 0.2 < losses[0][0]
     changed = {name for name, tensor in models[0].state_dict().items() if not torch.equal(tensor, before[name])}
@@ -62,7 +63,21 @@ def test_rare_questions_share_a_number_and_rare_answers_are_left_out(monkeypatch
     assert asked == {"0": [(1, 0)], "1": [(1, 0)], "2": [(0, 0)]}
 
 
-def test_sources_without_a_list_are_refused():
-    """Breaks when the stage reads an endless stream."""
-    with pytest.raises(UserError, match="shards"):
-        alignment.align(None, iter(()), parse(["--recipe", "own"])[0])
+def test_what_the_stage_cannot_learn_is_refused_before_weights_are_read(monkeypatch):
+    """Breaks when the stage reads an endless stream, does nothing without a word, or spoils a large vision tower."""
+    model = load_model("tiny")
+    text_only = [Record("t", "t", (), (("p", "a"),))]
+    for given, said in ((iter(()), "shards"), (text_only, "no record")):
+        with pytest.raises(UserError, match=said):
+            alignment.align(model, given, parse(["--recipe", "own"])[0], WORLD)
+    monkeypatch.setattr(alignment, "LARGE", 1000)
+    with pytest.raises(UserError, match="would forget"):
+        alignment.check_align(model, records(2))
+
+
+def test_a_loss_that_is_no_number_ends_the_stage():
+    """Breaks when one picture turns the whole tower into NaN, and training is told to look at its records."""
+    model = load_model("tiny")
+    model.vision_tower.post_layernorm.weight.data.fill_(float("nan"))
+    with pytest.raises(UserError, match="alignment, step 0"):
+        alignment.align(model, records(4), parse(["--recipe", "own"])[0], WORLD)

@@ -20,7 +20,7 @@ from model.common import UserError
 from model.differential import KINDS
 from tests.files import write_vqav2
 from tests.runs import QUICK, WORLD, metrics, run, torchrun
-from train import finetune, loop, supervised
+from train import align, finetune, loop, supervised
 from train import metrics as log_of_a_run
 from train.data.batches import collate
 from train.distributed import World
@@ -186,6 +186,18 @@ def test_a_whole_model_is_written_anew_after_a_kill(tmp_path, monkeypatch):
             run("--full", "--attention", "softmax", "--steps", 2, out=tmp_path / "run")
     finetune.main(["--resume", str(tmp_path / "run")])
     assert (tmp_path / "run/summary.json").exists() and (tmp_path / "run/model/config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"), [(["--step-batch", "3"], "no multiple of 2"), (["--align", "1", "--full"], "would forget")]
+)
+def test_what_cannot_be_trained_is_refused_before_weights_are_read(flags, said, tmp_path, monkeypatch):
+    """Breaks when minutes of loading and measuring come before a mistake that the settings show."""
+    monkeypatch.setattr(finetune, "load_start", lambda *args: pytest.fail("the weights were read"))
+    monkeypatch.setattr(align, "LARGE", 1000)
+    with pytest.raises(UserError, match=said):
+        run(*flags, "--attention", "softmax", out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_speed_of_a_step_is_its_own(tmp_path, monkeypatch):
