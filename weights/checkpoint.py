@@ -60,11 +60,17 @@ def open_checkpoint(
 ) -> Any:
     """The model of `source` in eval mode, its parameters trainable.
 
-    read: reads config.json, and so decides which kind of model is expected. On a CPU, tensors of the dtype asked for
-    are views of the file, see `weights.streaming.stream_into`. Everything that is wrong with names, shapes, dtypes and
-    files is found before a tensor is read, and reported in one UserError.
+    read: reads config.json, and so decides which kind of model is expected.
     """
-    checkpoint = examine(source, revision, read)
+    return read_model(examine(source, revision, read), dtype, device)
+
+
+def read_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
+    """The model of an examined checkpoint, see `open_checkpoint`.
+
+    On a CPU, tensors of the dtype asked for are views of the file, see `weights.streaming.stream_into`. Everything that
+    is wrong with names, shapes, dtypes and files is reported in one UserError, before a tensor is read.
+    """
     if checkpoint.problems:
         raise UserError(in_one_line(checkpoint.folder, checkpoint.problems))
     assert checkpoint.comparison is not None, "a checkpoint without problems has been compared"

@@ -36,13 +36,13 @@ from model.common import (
     sync_folder,
     write_text,
 )
+from model.config import PaliGemmaConfig
 from model.device import DTYPES
 from model.differential import KINDS, fold
 from model.paligemma import PaliGemma
 from model.source import EMBEDDED, local_path, preset_of, resolve
 from weights.card import model_card
-from weights.checkpoint import empty_model, examine
-from weights.load import load_model
+from weights.checkpoint import empty_model, examine, read_model
 from weights.mapping import DIALECTS, OWN, dialect_names
 from weights.processor_files import processor_files
 from weights.registry import is_published, names_of
@@ -206,13 +206,18 @@ def locate(source: str, update: Path | None = None) -> Origin:
         source = base
     if update is not None:
         check_foldable(update)
-        is_part = update.absolute().parent.joinpath("summary.json").is_file()  # best/ of a run
-        return Origin(source, source, update, update.absolute().parent if is_part else update)
-    run = folder.parent if folder.name == "model" else folder
-    if not (run / "model" / "config.json").is_file():  # which `--full` writes
-        return Origin(source, source)
-    settings = read_json(run / "config.json") if (run / "config.json").is_file() else {}
-    return Origin(str(run / "model"), str(settings.get("base", source)), run=run)
+        return Origin(source, source, update, run_of(update) or update)
+    if (folder / "model" / "config.json").is_file():  # which `--full` writes
+        folder = folder / "model"
+        source = str(folder)
+    run = run_of(folder)
+    return Origin(source, source if run is None else str(read_json(run / "config.json").get("base", source)), run=run)
+
+
+def run_of(folder: Path) -> Path | None:
+    """The run that `folder` is model/ or best/ of."""
+    run = folder.absolute().parent
+    return run if folder.name in ("model", "best") and (run / "config.json").is_file() else None
 
 
 def check_foldable(run: Path) -> None:
@@ -228,15 +233,15 @@ def check_foldable(run: Path) -> None:
             )
 
 
-def beside(model: PaliGemma, origin: Origin, title: str, files: list[Path]) -> dict[str, str]:
+def beside(config: PaliGemmaConfig, card: str, files: list[Path]) -> dict[str, str]:
     """The texts beside the weights: the model card, and what AutoProcessor needs and `files` do not have."""
     names = {file.name: file for file in files}
-    count = sum(tensor.numel() for tensor in plain_tensors(model).values())
-    texts = {"README.md": model_card(model.config, count, title, origin.base, origin.run)}
+    texts = {"README.md": card} | processor_files(config, None)
     try:
         if not names.keys() & {"tokenizer.model", "tokenizer.json"}:
-            raise UserError(f"{origin.source}: has no tokenizer")
-        texts |= processor_files(model.config, None if "tokenizer.json" in names else names["tokenizer.model"])
+            raise UserError("the source has no tokenizer")
+        if "tokenizer.json" not in names:
+            texts |= processor_files(config, names["tokenizer.model"])
     except UserError as error:
         print(f"AutoProcessor will not open it: {error}", file=sys.stderr)
     if "processor_config.json" in names:
@@ -269,18 +274,22 @@ def main(argv: list[str] | None = None) -> None:
     if args.merge != (args.adapter is not None):
         raise UserError("--adapter and --merge go together: an unmerged adapter is exchanged as its own folder")
     origin = locate(args.source, args.adapter)
-    stored = {entry.dtype for entry in examine(origin.source, args.revision).entries.values()}
+    checkpoint = examine(origin.source, args.revision)
+    stored = {entry.dtype for entry in checkpoint.entries.values()}
     dtype = STORED_DTYPES.get(stored.pop(), torch.float32) if len(stored) == 1 else torch.float32
     wanted = DTYPES.get(args.dtype, dtype)
     if origin.update is not None:  # merging rounds once; else nothing is cast before it is written
         dtype = torch.promote_types(dtype, wanted)
-    model = load_model(origin.source, dtype=dtype, revision=args.revision)
+    model = read_model(checkpoint, dtype)
+    count = sum(parameter.numel() for parameter in model.parameters())
     if origin.update is not None:
         adapter.load(model, origin.update)
         adapter.merge(model)
         fold(model)
     files = companions(origin.source, args.revision)
-    texts = beside(model, origin, args.out.name, files) if is_published(model.config) else {}
+    texts = {}
+    if is_published(model.config):
+        texts = beside(model.config, model_card(model.config, count, args.out.name, origin.base, origin.run), files)
     export_model(
         model,
         args.out,

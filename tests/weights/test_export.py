@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import torch
-from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
+import weights.checkpoint
 import weights.export
 from eval.scenes import sample
 from lora import adapter
@@ -23,8 +24,10 @@ from model.source import BUNDLED_FOLDER
 from model.tokenizer import load_tokenizer
 from tests.model.test_tokenizer import CONTROL, CORPUS, PIECES, gemma, texts
 from weights.card import model_card
+from weights.export import Origin, locate
 from weights.load import load_model
 from weights.processor_files import processor_files, read_pieces
+from weights.registry import build
 
 PROMPTS = ["answer en Where is the dog?", "detect dog", "caption en  \tétang 日本 🐮"]
 SUMMARY = {
@@ -143,14 +146,31 @@ def test_any_text_has_the_ids_of_sentencepiece(tmp_path):
             assert ids == pieces.encode(text) or not spaced(text), repr(text)
 
 
-def test_the_card_says_what_it_was_made_of(tmp_path):
+def test_the_best_step_of_whole_weights_has_its_run(tmp_path):
+    """Breaks when RUN/best of `--full` gets a card without base and scores, or a foreign folder those of its parent."""
+    for name in ("run", "run/best", "run/model", "own/best"):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "config.json").write_text('{"base": "google/x"}')
+    run, model = tmp_path / "run", str(tmp_path / "run/model")
+    assert locate(str(run)) == locate(model) == Origin(model, "google/x", run=run)
+    assert locate(str(run / "best")) == Origin(str(run / "best"), "google/x", run=run)
+    own = str(tmp_path / "own/best")
+    assert locate(own) == Origin(own, own)
+    assert locate("google/best") == Origin("google/best", "google/best")
+
+
+def test_the_card_says_what_it_was_made_of(tmp_path, monkeypatch):
     """Breaks when a card loses base, data, settings, scores or command, or a name breaks its table or front matter."""
+    built = []
+    monkeypatch.setattr(weights.checkpoint, "build", lambda config: built.append(1) or build(config))
     model = load_model("embedded")
     learned(model, tmp_path / "run", "softmax")
     (tmp_path / "run" / "best").mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / "run" / name).rename(tmp_path / "run" / "best" / name)
+    built.clear()
     weights.export.main([str(tmp_path / "run" / "best"), str(tmp_path / "out"), "--dtype", "fp32"])
+    assert len(built) == 2  # the model itself, and the plain one that it is compared with
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: image-text-to-text\n")
     for line in (
@@ -183,7 +203,7 @@ def test_a_variant_is_refused_before_its_base_is_read(options, message, tmp_path
     model = load_model("embedded")
     graft(model, **options)
     adapter.save(model, tmp_path / "run", "embedded")
-    monkeypatch.setattr(weights.export, "load_model", None)
+    monkeypatch.setattr(weights.export, "read_model", None)
     with pytest.raises(UserError, match=message) as caught:
         weights.export.main([str(tmp_path / "run"), str(tmp_path / "out")])
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
@@ -198,10 +218,11 @@ def test_published_files_are_copied_and_nothing_is_put_beside_them(tmp_path, cap
     weights.export.main([str(tmp_path / "in"), str(tmp_path / "out")])
     assert {name: (tmp_path / "out" / name).read_text() for name in own} == own
     assert not (tmp_path / "out" / "preprocessor_config.json").exists() and capsys.readouterr().err == ""
-    (tmp_path / "in" / "tokenizer.model").unlink()
-    (tmp_path / "in" / "tokenizer.json").unlink()
+    for name in ("tokenizer.model", "tokenizer.json", "processor_config.json"):
+        (tmp_path / "in" / name).unlink()
     weights.export.main([str(tmp_path / "in"), str(tmp_path / "bare")])
     assert "AutoProcessor will not open it" in capsys.readouterr().err
+    assert AutoImageProcessor.from_pretrained(tmp_path / "bare").size == {"height": 112, "width": 112}
 
 
 def other(folder: Path, **options) -> Path:
