@@ -262,7 +262,7 @@ def _check_tokenizer(config: PaliGemmaConfig | QMambaConfig, tokenizer: Tokenize
     ]
     if pieces > config.text.vocab_size:
         problems.append(f"it has {pieces} pieces, but the embedding only {config.text.vocab_size} rows")
-    if image_id < pieces and tokenizer.id_to_piece(image_id) != "<image>":
+    if image_id < pieces and tokenizer.id_to_piece(image_id) != SLOT:
         problems.append(f"image token {image_id} is its piece {tokenizer.id_to_piece(image_id)!r}")
     if problems:
         raise UserError(f"the tokenizer is of another model: {'; '.join(problems)}: take both files from one model")

@@ -18,7 +18,7 @@ from model.source import EMBEDDED, preset_of, resolve
 
 SPACE = "\u2581"  # stands for a space in pieces
 MAX_PIECES = 1 << 24
-_NORMALIZER = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+NORMALIZER = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _MAX_WORDS = 1 << 16  # encoded words that are remembered
@@ -240,7 +240,7 @@ def _read_gemma(raw: dict, path: Path) -> GemmaTokenizer:
         for name, value, expected in (
             ("model.type", model.get("type", "BPE"), ("BPE",)),
             ("model.byte_fallback", model.get("byte_fallback"), (True,)),
-            ("normalizer", raw.get("normalizer"), (_NORMALIZER,)),
+            ("normalizer", raw.get("normalizer"), (NORMALIZER,)),
             *((f"model.{name}", model.get(name), (None, "", False)) for name in _UNUSED),
         )
         if value not in expected

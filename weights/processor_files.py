@@ -13,20 +13,19 @@ from typing import Any
 
 from model.common import UserError, shown
 from model.config import PaliGemmaConfig
-from model.tokenizer import SPACE, load_tokenizer
+from model.tokenizer import NORMALIZER, SPACE, load_tokenizer
+from model.turns import SLOT
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of pieces, in sentencepiece_model.proto
 BPE = 2  # of a trainer's model types there
-IMAGE = "<image>"
 
 # the constant parts of Gemma's tokenizer.json
-_BLANK = {"String": " "}
 _GEMMA = {
     "version": "1.0",
     "truncation": None,
     "padding": None,
-    "normalizer": {"type": "Replace", "pattern": _BLANK, "content": SPACE},
-    "pre_tokenizer": {"type": "Split", "pattern": _BLANK, "behavior": "MergedWithPrevious", "invert": False},
+    "normalizer": NORMALIZER,
+    "pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False},
     "post_processor": None,
     "decoder": {
         "type": "Sequence",
@@ -83,7 +82,7 @@ def processor_files(config: PaliGemmaConfig, tokenizer: Path | None) -> dict[str
             "tokenizer_class": "GemmaTokenizer",
             "processor_class": "PaliGemmaProcessor",
             **{f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")},
-            "extra_special_tokens": {"image_token": IMAGE},
+            "extra_special_tokens": {"image_token": SLOT},
         }
     return {name: json.dumps(content, indent=1, ensure_ascii=False) + "\n" for name, content in files.items()}
 
@@ -97,8 +96,8 @@ def tokenizer_json(path: Path, image_token_id: int) -> dict[str, Any]:
     pieces = read_pieces(path)
     ids = {piece: id_ for id_, (piece, _, _) in enumerate(pieces)}
     joined = {piece for piece, _, kind in pieces if kind in (NORMAL, USER_DEFINED)}
-    if ids.get(IMAGE, len(pieces)) != image_token_id:
-        problem = f"config.json has {IMAGE} at {image_token_id}, which is no piece and not the id after the last one"
+    if ids.get(SLOT, len(pieces)) != image_token_id:
+        problem = f"config.json has {SLOT} at {image_token_id}, which is no piece and not the id after the last one"
         raise UserError(f"{shown(path)}: {problem}: take both files from one model")
     merges = [
         (-score, ids[piece], cut, piece)
@@ -108,7 +107,7 @@ def tokenizer_json(path: Path, image_token_id: int) -> dict[str, Any]:
         if piece[:cut] in joined and piece[cut:] in joined
     ]
     added = {ids[piece]: (piece, kind == CONTROL) for piece, _, kind in pieces if kind in (CONTROL, USER_DEFINED)}
-    added[image_token_id] = (IMAGE, True)
+    added[image_token_id] = (SLOT, True)
     options = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return _GEMMA | {
         "added_tokens": [
