@@ -23,6 +23,7 @@ from PIL import Image
 
 from eval import figures
 from eval.command import Report, add_flag, add_json_flag, command_parser, print_report
+from eval.overlay import Panel, full_color, sheet
 from eval.session import add_model_flags, model_of, open_model, out_folder
 from model.attention import Attention, attention_modules, tapped
 from model.common import UserError, quoted, run_command
@@ -70,26 +71,25 @@ def overlays(
     title: str,
 ) -> Image.Image:
     """The last query's attention drawn over the picture, one per map; the maps of one of the `layers` (counted from 1)
-    share a row. After maps A1 and A2 comes their difference, red where A1 is larger and blue where A2 is.
+    share a row. After maps A1 and A2 comes their difference, in a color for each of them.
 
-    Maps of one layer share their scale, the difference has its own; captions give the weight of full color.
+    Maps of one layer share their scale, the difference has its own.
     """
-    pictures, captions = [], []
+    panels, keys = [], len(is_picture)
     side = round(sqrt(int(is_picture.sum())))
     for layer in layers:
-        grids = {name: maps[layer - 1].last[is_picture].reshape(side, side) for name, maps in columns.items()}
-        limit = max(float(grid.max()) for grid in grids.values())
-        limits = dict.fromkeys(grids, limit)
+        grids = {name: maps[layer - 1].last[is_picture].reshape(side, side).numpy() for name, maps in columns.items()}
+        limit = max(full_color(grid, keys) for grid in grids.values())
+        panels += [
+            Panel(f"layer {layer}, {name}", grid, limit, f"{100 * float(grid.sum()):.1f} % on the picture")
+            for name, grid in grids.items()
+        ]
         if "A2" in grids:
-            grids["A1 - A2"] = grids["A1"] - grids["A2"]
-            limits["A1 - A2"] = float(grids["A1 - A2"].abs().max()) or limit  # equal maps: no color
-        for name, grid in grids.items():
-            share = 100 * float(grid.sum())
-            on_picture = f"{share:+.1f} points" if name == "A1 - A2" else f"{share:.1f} %"
-            pictures.append(figures.overlay_attention(image, grid.numpy(), limits[name], size=448))
-            captions.append(f"layer {layer}, {name}: {on_picture} on the picture, full color {limits[name]:.2g}")
-    each = len(pictures) // len(layers)
-    return figures.contact_sheet(pictures, captions, title=title, columns=each if each > 1 else 4, size=220)
+            rest = grids["A1"] - grids["A2"]
+            note = f"{100 * float(rest.sum()):+.1f} points on the picture"
+            panels.append(Panel(f"layer {layer}, A1 - A2", rest, full_color(rest, keys, True), note, ("A1", "A2")))
+    each = len(panels) // len(layers)
+    return sheet(image, panels, each if each > 1 else min(4, len(panels)), title)
 
 
 def spread(layers: int, most: int = 4) -> list[int]:
@@ -154,8 +154,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     number = int(new[args.token])
     is_piece = number < processor.tokenizer.vocab_size()  # the embedding has a few rows more
     token = processor.tokenizer.id_to_piece(number).replace("\u2581", " ").strip() if is_piece else f"id {number}"
-    sheet = overlays(image, columns, is_picture, layers, f"{title}: attention that decides {token!r}")
-    figures.save(sheet, out / "attention.png")
+    drawn = overlays(image, columns, is_picture, layers, f"{title}: attention that decides {token!r}")
+    figures.save(drawn, out / "attention.png")
     report = report_of(columns, is_picture, token, processor.decode(new))
     chart = figures.line_chart(
         {

@@ -207,7 +207,7 @@ def draw_sheet(answers: Sequence[tuple[Record, Answer]], title: str):
     for record, answer in (answers[number * len(answers) // count] for number in range(count)):
         found, truths = answer.said().found, [box for box in answer.boxes if not box.is_crowd]
         image = load_image(ask_of(record).images()[0])
-        sheet = figures.draw_boxes(image, corners(truths, image, answer), colors=[figures.GREEN], width=5, least=448)
+        sheet = figures.draw_boxes(image, corners(truths, image, answer), colors=[figures.HIT], width=5, least=448)
         labels = [one.label for one in found]
         drawn.append(figures.draw_boxes(sheet, corners(found, sheet, answer), labels, colors=[figures.SERIES[1]]))
         matched = sum(

@@ -1,6 +1,7 @@
-"""Figures, drawn with Pillow alone: heatmaps, line and interval charts, contact sheets, boxes, attention overlays.
+"""Figures, drawn with Pillow alone: heatmaps, line and interval charts, contact sheets, boxes.
 
-In: numbers and pictures. Out: `PIL.Image` in RGB, which `save` writes.
+In: numbers and pictures. Out: `PIL.Image` in RGB, which `save` writes; on white, so that one file is legible on light
+and on dark pages.
 
 Lengths are in points. A canvas has `DENSITY` pixels per point. It is drawn `SMOOTH` times finer and then reduced, since
 Pillow does not smooth the edges of shapes.
@@ -13,7 +14,6 @@ from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
-import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from model.common import UserError, atomic_path, shown
@@ -21,9 +21,10 @@ from model.common import UserError, atomic_path, shown
 DENSITY, SMOOTH = 2, 2
 
 INK, SOFT, GRID, PAPER = (34, 34, 34), (110, 110, 110), (226, 226, 226), (255, 255, 255)
-RED, YELLOW, GREEN = (224, 88, 82), (253, 224, 139), (62, 174, 106)
 # Okabe and Ito's palette, which color-blind readers can distinguish
 SERIES = ((0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167), (86, 180, 233), (230, 159, 0), (90, 90, 90))
+HIT, MISS = SERIES[2], SERIES[1]
+ACCURACIES = ((255, 247, 200), (102, 190, 186), (18, 78, 138))  # 0, 1/2 and 1: ever darker, also without color
 
 Color = tuple[int, int, int]
 Point = tuple[float, float]
@@ -138,32 +139,37 @@ def wrap(text: str, width: float, size: float, lines: int) -> list[str]:
 
 
 def accuracy_color(accuracy: float) -> Color:
-    """Red at 0, yellow at one half, green at 1."""
-    low, high, part = (RED, YELLOW, 2 * accuracy) if accuracy < 0.5 else (YELLOW, GREEN, 2 * accuracy - 1)
+    """From pale yellow at 0 over teal at one half to dark blue at 1."""
+    low, high = ACCURACIES[:2] if accuracy < 0.5 else ACCURACIES[1:]
+    part = 2 * accuracy if accuracy < 0.5 else 2 * accuracy - 1
     return tuple(round(a + (b - a) * part) for a, b in zip(low, high, strict=True))
 
 
-def heatmaps(grids: Mapping[str, Sequence[Sequence[float]]], title: str = "") -> Image.Image:
-    """Accuracy (0..1) by row and column of N×N grids, side by side, red to green, the percentage in each cell (NaN: no
-    data); each grid with its name and its mean over cells."""
+def heatmaps(
+    grids: Mapping[str, Sequence[Sequence[float]]], title: str = "", notes: Mapping[str, str] | None = None
+) -> Image.Image:
+    """Accuracy (0..1) by row and column of N×N grids, side by side, the percentage in each cell (NaN: no data); each
+    grid with its name and its mean over cells. A grid that has one of the `notes`, such as "not trained on", is grey
+    under it."""
     side, gap, left, bottom = 236, 56, 54, 50
     top = 84 if title else 56
-    width = left + len(grids) * (side + gap) + 46
+    width = left + len(grids) * (side + gap) + 66
     sheet = Canvas(width, top + side + bottom, title)
     for number, (name, grid) in enumerate(grids.items()):
-        x0, size = left + number * (side + gap), side / len(grid)
+        x0, size, note = left + number * (side + gap), side / len(grid), (notes or {}).get(name, "")
         cells = [value for row in grid for value in row if not math.isnan(value)]
         sheet.text(x0 + side / 2, top - 34, wrap(name, side + gap - 8, 15, 1)[0], 15, anchor="mm")
-        if cells:
-            sheet.text(x0 + side / 2, top - 14, f"mean {100 * sum(cells) / len(cells):.2f} %", 12, SOFT, "mm")
+        mean = [f"mean {100 * sum(cells) / len(cells):.2f} %"] if cells else []
+        sheet.text(x0 + side / 2, top - 14, ", ".join([*mean, *filter(None, [note])]), 12, SOFT, "mm")
         for row, values in enumerate(grid):
             sheet.text(x0 - 8, top + (row + 0.5) * size, str(row + 1), 11, SOFT, "rm")
             for col, value in enumerate(values):
-                color = GRID if math.isnan(value) else accuracy_color(value)
+                color = GRID if math.isnan(value) or note else accuracy_color(value)
                 x, y = x0 + col * size, top + row * size
                 sheet.box(x, y, x + size, y + size, color, PAPER)
                 label = "-" if math.isnan(value) else f"{100 * value:.1f}"
-                sheet.text(x + size / 2, y + size / 2, label, min(22, 0.3 * size + 3), anchor="mm")
+                ink = SOFT if note else _ink_on(color)
+                sheet.text(x + size / 2, y + size / 2, label, min(22, 0.3 * size + 3), ink, "mm")
         for col in range(len(grid)):
             sheet.text(x0 + (col + 0.5) * size, top + side + 12, str(col + 1), 11, SOFT, "mm")
         sheet.text(x0 + side / 2, top + side + 32, "column of the needle", 12, anchor="mm")
@@ -173,6 +179,7 @@ def heatmaps(grids: Mapping[str, Sequence[Sequence[float]]], title: str = "") ->
         sheet.box(bar, top + step, bar + 14, top + step + 1, accuracy_color(1 - (step + 0.5) / side))
     for percent in (0, 25, 50, 75, 100):
         sheet.text(bar + 19, top + side * (1 - percent / 100), f"{percent} %", 11, SOFT)
+    sheet.upright(bar + 62, top + side / 2, "accuracy", 11)
     return sheet.finish()
 
 
@@ -356,7 +363,8 @@ def contact_sheet(
 ) -> Image.Image:
     """Pictures in rows of `columns`, their longer side `size` points, their captions below in at most `lines` lines.
 
-    A green frame marks a hit, a red one a miss; None has no frame. Raises UserError if there are no pictures.
+    A green frame with a tick marks a hit, an orange one with a cross a miss; None has no frame. Raises UserError if
+    there are no pictures.
     """
     if not images:
         raise UserError(f"nothing to draw in {title or 'the contact sheet'!r}: no pictures")
@@ -373,11 +381,21 @@ def contact_sheet(
         y = top + row * (tall + below + gap)
         left, upper = gap + col * (size + gap) + (size - wide) / 2, y + (tall - high) / 2
         if hit is not None:
-            sheet.box(left - 4, upper - 4, left + wide + 4, upper + high + 4, GREEN if hit else RED)
+            sheet.box(left - 4, upper - 4, left + wide + 4, upper + high + 4, HIT if hit else MISS)
         sheet.picture(left, upper, left + wide, upper + high, image)
+        if hit is not None:
+            _draw_verdict(sheet, left + wide - 8, upper + 8, hit)
         for line, words in enumerate(caption):
             sheet.text(left + wide / 2, y + tall + 12 + line * (text + 4), words, text, anchor="mm")
     return sheet.finish()
+
+
+def _draw_verdict(sheet: Canvas, x: float, y: float, hit: bool) -> None:
+    """A tick or a cross: what the color of the frame says, without color."""
+    strokes = [[(-4, 0), (-1, 3.5), (4.5, -4)]] if hit else [[(-4, -4), (4, 4)], [(-4, 4), (4, -4)]]
+    sheet.dot(x, y, 9, HIT if hit else MISS)
+    for stroke in strokes:
+        sheet.line([(x + dx, y + dy) for dx, dy in stroke], PAPER, 1.8)
 
 
 def stack(pictures: Sequence[Image.Image]) -> Image.Image:
@@ -425,21 +443,3 @@ def draw_boxes(
             sheet.box(left, base - high, left + text_width(label, size) + 2 * pad, base, color)
             sheet.text(left + pad, base - high / 2, label, size, _ink_on(color))
     return sheet.finish()
-
-
-def overlay_attention(image: Image.Image, weights, limit: float | None = None, size: int | None = None) -> Image.Image:
-    """`image` in pale grey under the attention `weights` (P, P): red where positive, blue where negative.
-
-    Full color stands for `limit`, by default the largest absolute weight; give the same to figures to be compared.
-    `size` is the longer side in pixels, by default the picture's.
-    """
-    weights = np.asarray(weights, dtype=np.float32)
-    limit = limit or float(np.abs(weights).max()) or 1.0
-    shrink = (size or max(image.size)) / max(image.size)
-    width, height = (max(1, round(side * shrink)) for side in image.size)
-    grey = np.asarray(image.convert("L").resize((width, height)), dtype=np.float32)[..., None]
-    smooth = np.asarray(Image.fromarray(weights).resize((width, height), Image.Resampling.BICUBIC)) / limit
-    opacity = np.clip(np.abs(smooth), 0, 1)[..., None] * 0.85
-    color = np.where(smooth[..., None] > 0, (214, 30, 30), (30, 80, 214))
-    blend = (0.5 * grey + 0.5 * 255) * (1 - opacity) + color * opacity
-    return Image.fromarray(blend.round().astype(np.uint8))

@@ -319,15 +319,28 @@ def finish(args, cases: dict[str, list[Trial]], answers: dict, session) -> Repor
         places = len(trials[0].test.haystack) * side**2
         results[name] = result | {"chance": places**-args.needles, "places": grids[name]}
         if result["tests"]:
-            heading = f"{title}, {name}: exact {100 * result['exact_accuracy']:.1f} %"
+            heading = f"{title}, {words_of(name)}: {100 * result['exact_accuracy']:.1f} % exact (blue: the needle)"
             save(draw_sheet(trials, records, said, heading), out / f"sheet-{name}.png")
             files.append(f"sheet-{name}.png")
-    save(heatmaps(grids, f"{title}, {args.protocol}"), out / "heatmap.png")
+    trained = None if args.coco else session.trained_tasks()
+    notes = {words_of(name): "not trained on" for name in grids if trained is not None and name not in trained}
+    named = {words_of(name): grid for name, grid in grids.items()}
+    save(heatmaps(named, f"{title}: needles found, {args.protocol} protocol", notes), out / "heatmap.png")
     lines = table(f"needle accuracy (%), protocol {args.protocol}, {title}", results)
     for result in results.values():  # JSON has no NaN
         result["places"] = [[None if isnan(value) else value for value in row] for row in result["places"]]
     pictures = {id_: id_ for by_id in scores.values() for id_ in by_id}  # each test has its own
     return Report(results, lines, [*files, "heatmap.png"], scores, pictures=pictures)
+
+
+def words_of(kind: str) -> str:
+    """A kind of test in words: `2×2, one object each` for n2o1; of COCO's K_M_N_N the numbers of needles, pictures and
+    sub-images."""
+    if kind in scenes.NEEDLE_TITLES:
+        return scenes.NEEDLE_TITLES[kind]
+    *needles, pictures, side, _ = map(int, kind.split("_"))
+    of_them = f"{pictures} picture{'s' * (pictures > 1)} of {side}×{side}"
+    return ", ".join([*(f"{number} needles" for number in needles), of_them])
 
 
 def table(title: str, results: Mapping[str, dict]) -> list[str]:
@@ -350,7 +363,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "prompt and parsing"
     )
     add_flag(parser, "--protocol", protocols, "paper", choices=PROTOCOLS)
-    kinds = "embedded tests, sub-images a side and objects in each: n2o1 is 2 by 2 with one (default: all)"
+    titles = "; ".join(f"{kind}: {title}" for kind, title in scenes.NEEDLE_TITLES.items())
+    kinds = f"embedded tests, sub-images and the objects in them ({titles}; default: all)"
     every = list(scenes.NEEDLES)
     add_flag(parser, "--kind", kinds, every, nargs="+", choices=every)
     add_flag(parser, "--needles", "needles a test", 1, type=whole(1, 16), metavar="K")

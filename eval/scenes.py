@@ -258,6 +258,9 @@ def blind(train: Iterable[Sample], test: Iterable[Sample]) -> dict[str, float]:
 # Needles in a haystack of sub-images
 
 NEEDLES = {"n2o1": (2, 1), "n2o2": (2, 2), "n4o1": (4, 1)}  # sub-images along a side, objects in each
+NEEDLE_TITLES = {
+    kind: f"{n}×{n}, {'one object' if objects == 1 else 'two objects'} each" for kind, (n, objects) in NEEDLES.items()
+}
 
 
 @dataclass(frozen=True)

@@ -207,12 +207,28 @@ def last_run(folder: Path = Path("runs")) -> str | None:
 
 @dataclass(frozen=True)
 class Session:
-    """An open model, its title, and the folder of its files."""
+    """An open model, its title, the folder of its files, and the model's names."""
 
     model: PaliGemma
     processor: Processor
     title: str
     out: Path
+    subject: Subject
+
+    def trained_tasks(self) -> set[str] | None:
+        """The tasks of the embedded scenes that the model was fine-tuned on; None where that is not known."""
+        source, run, _ = self.subject
+        folder = run or (Path(source).parent if Path(source).name == "model" else None)
+        if folder is None:
+            return set() if source == EMBEDDED else None
+        config = next(
+            (path for path in (folder / "config.json", folder.parent / "config.json") if path.is_file()), None
+        )
+        stored = read_json(config) if config else {}
+        if stored.get("base") != EMBEDDED or not isinstance(stored.get("tasks"), str):
+            return None
+        is_embedded = any(str(data).startswith(EMBEDDED) for data in stored.get("data") or ())
+        return set(stored["tasks"].split(",")) if is_embedded else set()
 
 
 def run(command: Command, args: Namespace) -> None:
@@ -230,7 +246,7 @@ def run(command: Command, args: Namespace) -> None:
     prompts = [stored_prompt(subject) if own else getattr(args, "prompt", None) for subject in subjects]
     loaded = {prompt: command.load(Namespace(**{**vars(args), "prompt": prompt})) for prompt in dict.fromkeys(prompts)}
     for subject, out, prompt in zip(subjects, folders, prompts, strict=True):
-        session = Session(*open_model(args, subject), subject.title, out)
+        session = Session(*open_model(args, subject), subject.title, out, subject)
         data, sets = loaded[prompt]
         report = reports[subject.title] = answer(command, args, session, data, sets)
         if not several:

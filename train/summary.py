@@ -28,11 +28,6 @@ from train.settings import Settings, command_of
 from train.validation import HeldOut, Result, choose
 
 NO_ACCURACY = {"vqa": None, "needle": None}
-NEEDLE_TITLES = {
-    "n2o1": "needle, 2×2, one object each",
-    "n2o2": "needle, 2×2, two objects each",
-    "n4o1": "needle, 4×4, one object each",
-}
 SCORES = {"loss": "  loss, nats a token", "exact_match": "  exact match, %", "vqa_accuracy": "  VQA accuracy, %"}
 SHOWN = 12  # examples of answers.png
 
@@ -258,7 +253,9 @@ def print_accuracies(summary: dict, results: Mapping[str, dict], settings: Setti
         rows(f"  {kind}", lambda result, kind=kind: result["vqa_details"]["per_answer_type"][kind], blind.get(kind))
     for kind in after["needle_details"]:
         chance = 100 / scenes.NEEDLES[kind][0] ** 2
-        rows(NEEDLE_TITLES[kind] + ", %", lambda result, kind=kind: result["needle_details"][kind], chance)
+        rows(
+            f"needle, {scenes.NEEDLE_TITLES[kind]}, %", lambda result, kind=kind: result["needle_details"][kind], chance
+        )
     needle_before = summary["before"]["needle"]
     if needle_before is not None and needle_before < 25:
         print("A needle score below chance before training mostly means that its question was never seen.")

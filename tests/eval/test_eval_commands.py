@@ -561,6 +561,32 @@ def test_needle_command(source, workplace, capsys, protocol):
     assert f"protocol {protocol}, random" in capsys.readouterr().out
 
 
+def test_what_a_model_was_trained_on(workplace):
+    """A needle that a model never saw is drawn as one that it fails; or one of a published model, which nobody knows,
+    is said to be new to it."""
+
+    def tasks(subject):
+        return session.Session(None, None, "", workplace, session.Subject(*subject, "")).trained_tasks()
+
+    for name, config in (
+        ("scenes", {"base": "embedded", "data": ["embedded"], "tasks": "vqa,n2o1"}),
+        ("own", {"base": "embedded", "data": ["jsonl:a.jsonl"], "tasks": "vqa,n2o1"}),
+        ("other", {"base": "google/x", "data": ["embedded"], "tasks": "vqa,n2o1"}),
+    ):
+        (workplace / name / "best").mkdir(parents=True)
+        (workplace / name / "config.json").write_text(json.dumps(config))
+    (workplace / "peft").mkdir()
+    runs = {name: tasks(("embedded", Path(name))) for name in ("scenes", "scenes/best", "own", "other", "peft")}
+    both = {"vqa", "n2o1"}
+    assert runs == {"scenes": both, "scenes/best": both, "own": set(), "other": None, "peft": None}
+    assert tasks(("embedded", None)) == set() and tasks(("google/x", None)) is None
+    assert tasks(("scenes/model", None)) == both
+    assert (
+        needle.words_of("n4o1") == "4×4, one object each"
+        and needle.words_of("3_1_2_2") == "3 needles, 1 picture of 2×2"
+    )
+
+
 @pytest.fixture
 def coco(tmp_path):
     return write_mmneedle(tmp_path)

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image, ImageFont
 
 from eval import figures
+from eval.overlay import Panel, full_color, overlay_attention, sheet
 from eval.statistics import bootstrap
 from model.common import UserError
 
@@ -20,12 +21,12 @@ def count(image, color, box=None):
 # Heatmaps
 
 
-def test_colors_run_from_red_over_yellow_to_green():
-    """Figure 2 reads red as low and green as high."""
-    assert [figures.accuracy_color(v) for v in (0, 0.5, 1)] == [figures.RED, figures.YELLOW, figures.GREEN]
-    assert figures.accuracy_color(0.25) == tuple(
-        round((a + b) / 2) for a, b in zip(figures.RED, figures.YELLOW, strict=True)
-    )
+def test_colors_grow_darker_with_accuracy():
+    """A reader who sees no colors cannot order two cells."""
+    shades = [figures.accuracy_color(v / 20) for v in range(21)]
+    assert [shades[0], shades[10], shades[20]] == list(figures.ACCURACIES)
+    light = [0.299 * r + 0.587 * g + 0.114 * b for r, g, b in shades]
+    assert all(a > b + 3 for a, b in zip(light, light[1:], strict=False))
 
 
 def cell_colors(image, grid):
@@ -63,7 +64,19 @@ def test_heatmaps_side_by_side_grow_to_the_right():
     row, one = figures.heatmaps(grids), figures.heatmaps({"a": grids["a"]})
     assert row.height == one.height and row.width > 2 * one.width
     assert cell_colors(row, grids["a"]) == cell_colors(one, grids["a"])
-    assert count(row, figures.GREEN) > 2 * count(one, figures.GREEN)
+    best = figures.accuracy_color(1)
+    assert count(row, best) > 2 * count(one, best)
+
+
+def test_what_was_not_trained_is_grey():
+    """A test that a model was never trained for looks like one that it failed."""
+    grid = [[0.0, 1.0]] * 2
+    row = figures.heatmaps({"seen": grid, "new": grid}, notes={"new": "not trained on"})
+    one, noted = figures.heatmaps({"new": grid}), figures.heatmaps({"new": grid}, notes={"new": "not trained on"})
+    assert cell_colors(row, grid) == cell_colors(one, grid) == [figures.accuracy_color(v) for v in (0, 1, 0, 1)]
+    assert cell_colors(noted, grid) == [figures.GRID] * 4
+    below_name = (0, 74, 2 * (54 + 236), 96)
+    assert count(noted, figures.SOFT, below_name) > count(one, figures.SOFT, below_name) > 0
 
 
 # Charts
@@ -181,8 +194,8 @@ def test_contact_sheet_frames_hits_and_misses():
     sheet = figures.contact_sheet([GREY] * 3, ["one", "two", "three"], [True, False, None], columns=2)
     assert count(sheet, (128, 128, 128)) == pytest.approx(3 * 360 * 180, rel=0.02)  # 180 points wide, half as high
     left, right = (sheet.crop((x, 0, x + sheet.width // 2, sheet.height // 2)) for x in (0, sheet.width // 2))
-    assert count(left, figures.GREEN) > 500 and count(left, figures.RED) == 0
-    assert count(right, figures.RED) > 500 and count(right, figures.GREEN) == 0
+    assert count(left, figures.HIT) > 500 and count(left, figures.MISS) == 0
+    assert count(right, figures.MISS) > 500 and count(right, figures.HIT) == 0
     assert count(figures.contact_sheet([GREY]), (128, 128, 128)) > 60000
     with pytest.raises(UserError, match="no pictures"):
         figures.contact_sheet([])
@@ -203,15 +216,40 @@ def test_overlay_colors_sign_and_place():
     """The attention map is mirrored, a negative weight looks positive, or figures to be compared differ in scale."""
     weights = np.zeros((8, 8))
     weights[1, 6], weights[6, 1] = 1, -1  # row 1, column 6: upper right
-    image = figures.overlay_attention(GREY, weights, size=160)
+    image = overlay_attention(GREY, weights, size=160)
     assert image.size == (160, 80)
-    red, blue = image.getpixel((130, 15)), image.getpixel((30, 65))
-    assert red[0] > red[2] + 80 and blue[2] > blue[0] + 80
+    orange, blue = image.getpixel((130, 15)), image.getpixel((30, 65))
+    assert orange[0] > orange[2] + 80 and blue[2] > blue[0] + 80
     plain = image.getpixel((80, 40))
     assert max(plain) == min(plain)
-    weak = figures.overlay_attention(GREY, weights, limit=4, size=160).getpixel((130, 15))
-    assert weak[0] - weak[2] < (red[0] - red[2]) / 2
-    assert figures.overlay_attention(GREY, np.zeros((4, 4))).getpixel((0, 0)) == plain
+    weak = overlay_attention(GREY, weights, limit=4, size=160).getpixel((130, 15))
+    assert weak[0] - weak[2] < (orange[0] - orange[2]) / 2
+    assert overlay_attention(GREY, np.zeros((4, 4))).getpixel((0, 0)) == plain
+
+
+def test_overlay_draws_no_weight_that_is_not_there():
+    """Between a patch of much attention and its neighbors of none a negative one is drawn, as attention cannot be."""
+    weights = np.random.default_rng(0).random((4, 4)) ** 8  # a few large ones
+    pixels = np.asarray(overlay_attention(GREY, weights, size=320)).astype(int)
+    assert (pixels[..., 2] <= pixels[..., 0]).all()
+
+
+def test_a_map_of_nearly_nothing_is_drawn_as_nothing():
+    """0.04 % of the attention fills the picture with color, as if all of it were there."""
+    assert full_color(np.full((4, 4), 4e-4), keys=25) == 1 / 25
+    assert full_color(np.full((4, 4), -0.02), keys=25, signed=True) == pytest.approx(0.02)
+
+
+def test_attention_sheet_has_a_scale_under_each_map():
+    """A color stands for no number, or a signed scale is drawn where nothing can be negative."""
+    first = Panel("A1", np.eye(2), 1.0)
+    one = sheet(GREY, [first], 1, "")
+    both = sheet(GREY, [first, Panel("A1 - A2", np.eye(2) - 0.5, 1.0, signed=("A1", "A2"))], 2, "")
+    scale = [round(figures.DENSITY * value) for value in (48 + 22 + 110 + 9, 48 + 22 + 110 + 14)]  # top, bottom
+    for image, colors in ((one, {"orange"}), (both, {"orange", "blue"})):
+        bar = np.asarray(image).astype(int)[scale[0] : scale[1], round(figures.DENSITY * 252) :]
+        found = {"orange"} if (bar[..., 0] - bar[..., 2]).max() > 120 else set()
+        assert found | ({"blue"} if (bar[..., 2] - bar[..., 0]).max() > 120 else set()) == colors
 
 
 def test_text_is_printable_in_the_builtin_font():
