@@ -219,15 +219,22 @@ def test_tars_of_every_format_are_read(style, tmp_path, processor):
         (f"{far}.json", text("three")),
         ("four.v1.png", picture(40)),
         ("four.v1.json", text("four")),
+        (f"{far}5.0.png", picture(50)),
+        (f"{far}5.json", text("five", pictures=[2, 0, 1])),
+        (f"{far}5.1.jpg", picture(60, "jpeg", (900, 300))),
+        (f"{far}5.cls", b"3"),
+        (f"{far}5.2.png", picture(70)),
     ]
     path = write_tar(tmp_path / "a.tar", members, style)
     given = Shards(str(path), sampled=True)
     made = [given[i] for i in range(len(given))]
-    assert [record.suffix for record in made] == ["one", "two", "three", "four"]
-    assert [record.answers for record in made] == [(), ("a", "b"), (), ()]
+    assert [record.suffix for record in made] == ["one", "two", "three", "four", "five"]
+    assert [record.answers for record in made] == [(), ("a", "b"), (), (), ()]
+    assert len({record.name for record in made}) == 5
+    assert [round(load_image(one()).getpixel((0, 0))[0], -1) for one in made[4].pictures] == [70, 50, 60]
     assert made[0].name == "a.tar/set.v1/one[0]" and made[1].name == "named"
     micro = collate(made, processor)
-    assert not micro.bad and micro.batch.pixel_values.shape[0] == 4
+    assert not micro.bad and micro.batch.pixel_values.shape[0] == 4 + 3
     assert [Shards(str(path), sampled=on)[1].sampled for on in (True, False)] == [True, False]
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from io import BytesIO
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -206,14 +206,17 @@ def read_member(shard: Path, offset: int, size: int) -> tuple[str, bytes]:
 
 
 def open_picture(shard: Path, offset: int, size: int, number: int = 0) -> BytesIO:
-    """Picture `number` from that at `offset` on, as a file in memory, with a `name` for messages."""
-    for _ in range(number):
-        offset += -(-size // BLOCK) * BLOCK + BLOCK
-        header = os.pread(_open(shard).fileno(), BLOCK, offset - BLOCK)
+    """Picture `number` of a sample whose first is at `offset`, as a file in memory, with a `name` for messages."""
+    if number:  # a header may take several blocks, and other members may stand between two pictures
         try:
-            size = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").size
-        except tarfile.HeaderError as error:
-            raise UserError(f"{shard}: no picture at byte {offset:,} ({error}): make the shard again") from None
+            with shard.open("rb") as whole:  # not the file that is shared: tarfile moves its position
+                whole.seek(offset + -(-size // BLOCK) * BLOCK)
+                with tarfile.open(fileobj=whole, mode="r:") as tar:
+                    pictures = (member for member in _files(tar) if _split(member.name)[1] in PICTURES)
+                    member = next(islice(pictures, number - 1, None))
+        except Exception as error:  # tarfile raises errors of many kinds on damaged files
+            raise UserError(f"{shard}: no picture after byte {offset:,} ({error}): make the shard again") from None
+        offset, size = member.offset_data, member.size
     name, raw = read_member(shard, offset, size)
     file = BytesIO(raw)
     file.name = f"{shard}: {name}"
@@ -292,7 +295,10 @@ class Shards(Sequence):
         turns, answers = read_turns({"answers": entry["choices"]} | entry if "choices" in entry else entry, where)
         check_marks(len(shown_ones), turns)
         pictures = tuple(partial(open_picture, shard, picture, picture_size, number) for number in shown_ones)
-        name = entry["name"] if isinstance(entry.get("name"), str) else f"{shard.name}/{_split(name)[0]}[{question}]"
+        stem = (
+            _split(name)[0] if len(name.encode()) < 100 else f"{_split(name)[0]} ({sample})"
+        )  # longer ones are cut off
+        name = entry["name"] if isinstance(entry.get("name"), str) else f"{shard.name}/{stem}[{question}]"
         return Record(name, f"{shard}: {sample} {shown_ones}", pictures, turns, answers, self.sampled)
 
     def plan(self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0) -> Iterator[list[int]]:
