@@ -95,6 +95,18 @@ def test_two_sources_may_use_the_same_names(folder, processor):
         assert (micro.batch.pixel_values[index, 2, 0, 0] > 0) == ("other" in name)
 
 
+def test_shards_of_two_sources_may_use_the_same_names(folder):
+    """Breaks when a held-out record takes the place of one with its name in other shards, or its picture."""
+    (folder / "again").mkdir(exist_ok=True)
+    shard.main([f"jsonl:{folder}/few.jsonl", "--out", f"{folder}/again/s", "--per-shard", "12"])
+    sources = ["shards:s-{000..002}.tar", "shards:again/s-{000..000}.tar", "shards:s-{001..002}.tar"]
+    made = read_records(settings(folder, *sources, validation=0))
+    found = [made[number] for number in range(len(made))]
+    assert len({record.name for record in found}) == len({record.key for record in found}) == len(found) == 31
+    alone = read_records(settings(folder, sources[0], validation=0))
+    assert [f"shards:{folder}/s-{{000..002}}.tar: {record.name}" for record in alone] == [r.name for r in found[:12]]
+
+
 def test_shards_and_files_are_mixed_throughout(folder):
     """Breaks when the sources of an epoch come one after the other, where only a buffer is shuffled together."""
     made = read_records(settings(folder, "shards:s-{000..002}.tar", "jsonl:many.jsonl", validation=0, shuffle_buffer=8))

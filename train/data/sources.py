@@ -47,7 +47,7 @@ def read_records(
         weights = None
     if weights is None and not any(isinstance(part, Shards) for part in parts):
         return [record for part in parts for record in part]
-    return Mixture(parts, weights, settings.shuffle_buffer)
+    return Mixture(parts, weights, settings.shuffle_buffer, names)
 
 
 def _weights(flag: str, sources: Sequence[str]) -> tuple[list[str], list[float] | None]:
@@ -94,8 +94,8 @@ def _read(
         )
         if kind != "embedded":
             known[source] = records
-        if len(sources) > 1:  # two sources may use one name or key for different things
-            records = [replace(r, name=f"{source}: {r.name}", key=f"{source}: {r.key}") for r in records]
+        if len(sources) > 1:
+            records = [of_source(record, source) for record in records]
         parts.append(records)
         files += [(number, record) for record in records if kind != "embedded"]
     if files:
@@ -103,6 +103,11 @@ def _read(
         for number in {number for number, _ in files}:
             parts[number] = [record for owner, record in files if owner == number and id(record) in kept]
     return parts
+
+
+def of_source(record: Record, source: str) -> Record:
+    """A record of one of several sources, which may use one name or key for different things."""
+    return replace(record, name=f"{source}: {record.name}", key=f"{source}: {record.key}")
 
 
 def _warn_of_common(train: Sequence[Sequence[Record]], held_out: Sequence[Sequence[Record]]) -> None:
@@ -131,11 +136,14 @@ class Mixture(Sequence):
     """Several sources in one order. Records are numbered through, source by source.
 
     weights: the share of each source in the samples of an epoch, None: each record once. buffer: how many samples are
-    shuffled together where a source is a set of tar shards. `samples` is the number of them in an epoch.
+    shuffled together where a source is a set of tar shards. sources: the name of each; records of tar shards get theirs
+    when they are read. `samples` is the number of samples in an epoch.
     """
 
-    def __init__(self, parts: Sequence[Sequence[Record]], weights: Sequence[float] | None, buffer: int):
-        self.parts, self.weights, self.buffer = parts, weights, buffer
+    def __init__(
+        self, parts: Sequence[Sequence[Record]], weights: Sequence[float] | None, buffer: int, sources: Sequence[str]
+    ):
+        self.parts, self.weights, self.buffer, self.sources = parts, weights, buffer, sources
         self.ends = np.cumsum([len(part) for part in parts])
         self.samples = int(self.ends[-1])
         self.counts = [len(part) for part in parts]
@@ -151,7 +159,9 @@ class Mixture(Sequence):
 
     def __getitem__(self, index: int) -> Record:
         number = int(np.searchsorted(self.ends, index, side="right"))
-        return self.parts[number][index - int(self.ends[number]) + len(self.parts[number])]
+        part = self.parts[number]
+        record = part[index - int(self.ends[number]) + len(part)]
+        return of_source(record, self.sources[number]) if isinstance(part, Shards) else record
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """The numbers of an epoch's samples: each source goes on where it has ended in the epoch before."""
