@@ -5,6 +5,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -118,6 +119,35 @@ def test_official_files_and_finished_runs(tmp_path, trainings, capsys):
     (Path(folders[0]) / "config.json").write_text(json.dumps({"lr": 1}))
     with pytest.raises(UserError, match="no model of Table 1: say which it stands for, paper-1="):
         run(tmp_path / "d", *flags, "--from", folders[0])
+
+
+def test_finished_runs_of_part_2_stand_where_part_1_has_none(monkeypatch, capsys):
+    """Breaks when a run of --from is dropped without a word, or a worse one takes part."""
+    scores = {"paper-1": 9.0, "paper-2": 5.0, "paper-4-full": 3.0, "paper-5-full": 4.0, "paper-1-full": 1.0}
+
+    def result(work, row, split):
+        own = {"name": row.name, "settings": row.changes, "run": {"cpu_seconds": 0}, "scores": ()}
+        return own | {"score": {"mean": scores.get(row.name, 0)}}
+
+    monkeypatch.setattr(paper.Reproduction, "result", result)
+    monkeypatch.setattr(paper, "stored_settings", lambda run: {})
+    measures = {"vqa": [SimpleNamespace(examples=[], chance=None, pictures=[])], "needles": []}
+    base = Settings(device="cpu", **PLAIN)
+    study = SimpleNamespace(base=base, measures=measures, fingerprint="", world=SimpleNamespace(device="cpu"))
+    monkeypatch.setattr(paper, "difference", lambda *arguments: {})
+    runs = {"paper-4-full": Path("four"), "paper-5-full": Path("five")}
+
+    def chosen(rows: str) -> dict:
+        call = paper.Call(paper.PaperOptions(rows=rows), base, set(), runs, None)
+        return paper.reproduce(paper.Reproduction(study, call))["chosen"]
+
+    assert chosen("paper-1") == {"without": "paper-1", "with": "paper-5"}
+    assert capsys.readouterr().err == "--from four: left out: paper-5 scores better\n"
+    assert chosen("paper-1,paper-2") == {"without": "paper-1", "with": "paper-2"}
+    assert capsys.readouterr().err.count("left out: paper-2 scores better") == 2
+    del runs["paper-5-full"]
+    assert chosen("paper-1") == {"without": "paper-1", "with": "paper-4"} and not capsys.readouterr().err
+    assert chosen("baseline") == {"with": "paper-4"}
 
 
 def test_a_plan_trains_nothing(tmp_path, trainings, capsys):

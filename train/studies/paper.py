@@ -35,7 +35,7 @@ from train.recipes import RECIPES
 from train.settings import Settings
 from train.show_batch import show_batch
 from train.studies import engine
-from train.studies.attention import by_label
+from train.studies.attention import VQA_SCORES, by_label
 from train.studies.attention_data import VAL_FILES, Measure, coco_needles, embedded_needles, vqa_measure
 from train.studies.cells import (
     FACTS,
@@ -52,7 +52,6 @@ from train.studies.engine import describe, difference
 from train.studies.paper_report import OPEN, draw, to_markdown
 
 METRICS = "metrics.jsonl"
-VQA_SCORES = {"paper-1": 53.21, "paper-2": 51.91, "paper-3": 35.72, "paper-4": 33.91, "paper-5": 41.32}
 NEEDLE_SCORES = {"baseline": 28.75, "without": 30.42, "with": 34.72}  # differential attention
 NAMES = ("baseline", *VQA_SCORES)
 # of the miniature: half of its samples ask for needles, since the embedded base has never seen their words
@@ -227,11 +226,14 @@ def reproduce(work: Reproduction) -> dict:
     names = work.call.options.rows.split(",")
     baseline = [work.result(work.row("baseline"), "vqa")] if "baseline" in names else []
     part_1 = [work.result(work.row(name), "vqa") for name in names if name != "baseline"]
-    chosen = choose(part_1) or {
-        "without" if RECIPES[name]["attention"] == "softmax" else "with": name
-        for name in VQA_SCORES
-        if f"{name}-full" in work.call.runs
-    }
+    kinds, runs = {kind_of(result["name"]) for result in part_1}, work.call.runs
+    given = [name for name in VQA_SCORES if f"{name}-full" in runs]
+    # of a kind that Part 1 lacks, finished runs of Part 2 are compared
+    part_2 = [work.result(work.row(name, whole=True), "vqa") for name in given if kind_of(name) not in kinds]
+    chosen = choose([*part_1, *part_2])
+    for name in given:
+        if (better := chosen[kind_of(name)]) != name:
+            print(f"--from {shown(runs[f'{name}-full'])}: left out: {better} scores better", file=sys.stderr)
     part_2 = {kind: work.result(work.row(name, whole=True), "vqa") for kind, name in chosen.items()}
     needles = {}
     if work.study.measures["needles"]:
@@ -261,17 +263,22 @@ def reproduce(work: Reproduction) -> dict:
         "part_2": part_2,
         "needles": {kind: result | {"published": NEEDLE_SCORES[kind]} for kind, result in needles.items()},
         "differences": gains,
-        "from": {name: str(run) for name, run in work.call.runs.items()},
+        "from": {name: str(run) for name, run in runs.items()},
         "cpu_seconds": round(sum(result["run"]["cpu_seconds"] for result in results)),
     }
 
 
-def choose(part_1: Sequence[dict]) -> dict[str, str]:
-    """The name of the best model of Part 1 "without" and "with" differential attention."""
-    kinds = {"without": [], "with": []}
-    for result in part_1:
-        kinds["without" if result["settings"]["attention"] == "softmax" else "with"].append(result)
-    return {kind: max(of, key=lambda one: one["score"]["mean"])["name"] for kind, of in kinds.items() if of}
+def kind_of(name: str) -> str:
+    """Whether a model of Table 1 is one "without" or "with" differential attention."""
+    return "without" if RECIPES[name.removesuffix("-full")]["attention"] == "softmax" else "with"
+
+
+def choose(results: Sequence[dict]) -> dict[str, str]:
+    """The name of the best model "without" and "with" differential attention."""
+    best: dict[str, str] = {}
+    for result in sorted(results, key=lambda one: -one["score"]["mean"]):
+        best.setdefault(kind_of(result["name"]), result["name"].removesuffix("-full"))
+    return {kind: best[kind] for kind in ("without", "with") if kind in best}
 
 
 def read_arguments(argv: Sequence[str] | None) -> Call:
