@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -45,9 +46,9 @@ def ask_all(
     """The answers to `questions`, in their order.
 
     log: a JSON-lines file to which each answer is appended as it comes; a question that it already has, of the same
-    model, picture and prompt, is not asked again. progress: the title of a progress bar. left_out: filled with the
-    reason, by id, why a question could not be asked (an unreadable picture, a prompt that the processor refuses), whose
-    answer is then None; without it that is a UserError. compiled: decodes the full batches.
+    model, tokenizer, picture and prompt, is not asked again. progress: the title of a progress bar. left_out: filled
+    with the reason, by id, why a question could not be asked (an unreadable picture, a prompt that the processor
+    refuses), whose answer is then None; without it that is a UserError. compiled: decodes the full batches.
     """
     if batch_size < 1 or max_new_tokens < 1:
         raise UserError(f"batch size {batch_size}, {max_new_tokens} new tokens: expected at least 1 of each")
@@ -56,7 +57,10 @@ def ask_all(
     if log is not None:
         asked_of = [exact_fingerprint(model), str(model.config), max_new_tokens]
         versions = {q.key: q.versions() for q in {q.key: q for q in questions}.values()}
-        marks = [_digest(asked_of, q.key, versions[q.key], q.prefix, q.choices, *q.before) for q in questions]
+        marks = [
+            _digest(asked_of, q.key, versions[q.key], q.prefix, _ids(processor, q), q.choices, *q.before)
+            for q in questions
+        ]
         logged = read_log(log)
         answers = [logged.get(mark) for mark in marks]
         left = [number for number, answer in enumerate(answers) if answer is None]
@@ -73,10 +77,10 @@ def ask_all(
     return answers
 
 
-def layout(processor: Processor, question: Ask, n_images: int) -> TokenRow:
-    """A question, with the turns before it, as the model of `processor` reads them."""
+def layout(processor: Processor, question: Ask, n_images: int, answer: str | None = None) -> TokenRow:
+    """A question, with the turns before it and perhaps an answer, as the model of `processor` reads them."""
     *before, (prefix, _) = processor.in_place(n_images, [*question.before, (question.prefix, "")])
-    return processor.layout(n_images, prefix, None, before)
+    return processor.layout(n_images, prefix, answer, before)
 
 
 def ask_one_by_one(
@@ -157,8 +161,9 @@ def log_likelihoods(
 @torch.no_grad()
 def token_probabilities(model: PaliGemma, processor: Processor, question: Ask, answer: str) -> list[tuple[str, float]]:
     """The tokens of an answer, as text, and the probability of each after those before it. Raises NonFiniteError."""
-    batch = processor([question.images()], [question.prefix], [answer]).to(next(model.parameters()).device)
-    places = (batch.labels[0] != -100).nonzero()[:-1, 0]  # without the end token
+    images, device = question.images(), next(model.parameters()).device
+    batch = processor.pad([layout(processor, question, len(images), answer)], images).to(device)
+    places = (batch.labels[0] != -100).nonzero()[-len(processor.encode(answer)) - 1 : -1, 0]  # without the end token
     inputs = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
     logits = model(*inputs, positions_to_keep=places[None] - 1)
     check_finite(logits, f"question {question.id}")
@@ -273,6 +278,13 @@ def _windows(questions: list[Numbered], size: int) -> Iterator[list[Numbered]]:
 
 def _digest(*parts) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _ids(processor: Processor, question: Ask) -> list[int]:
+    """The tokens of a question: with another tokenizer a model reads something else."""
+    with suppress(UserError):  # a prompt that is refused is not answered, either
+        return processor.encode(question.prefix)
+    return []
 
 
 def read_log(path: Path) -> dict[str, str]:

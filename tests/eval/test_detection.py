@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -146,13 +147,16 @@ def test_confidence_is_the_mean_over_a_name():
 
 
 @torch.no_grad()
-def test_token_probabilities_by_hand(model, processor):
-    """The probability is that of the next token, or of the end."""
-    question = ask_of(embedded_records(("detect",), "test", 1)[0])
+@pytest.mark.parametrize("before", [(), (("what is it? <image>", "a street"),)])
+def test_token_probabilities_by_hand(model, processor, before):
+    """The probability is that of the next token, or of the end; or earlier turns, or the place of a picture, differ
+    from what the model was asked."""
+    question = replace(ask_of(embedded_records(("detect",), "test", 1)[0]), before=before)
     answer = f"{loc(1, 2, 3, 4)} fire truck"
     found = run.token_probabilities(model, processor, question, answer)
     assert "".join(piece for piece, _ in found).replace("\u2581", " ") == answer
-    batch = processor([question.images()], [question.prefix], [answer])
+    turns = tuple((prefix.removesuffix(" <image>"), said) for prefix, said in before)
+    batch = processor.pad([processor.layout(1, question.prefix, answer, turns)], question.images())
     logits = model(batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask)[0].double()
     first = batch.input_ids.shape[1] - len(found) - 1
     for number, (_, probability) in enumerate(found):

@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from copy import copy
 from pathlib import Path
 
 import numpy as np
@@ -199,6 +200,10 @@ def test_answers_of_another_model_or_prompt_are_not_taken(model, processor, tmp_
     run.ask_all(model, processor, asks, max_new_tokens=3, log=log)
     assert sum(sizes) == 36
     assert run.ask_all(model, processor, asks, max_new_tokens=2, log=log) == first and sum(sizes) == 36
+    other = copy(processor)
+    other.encode = lambda text: processor.encode(text)[::-1]
+    run.ask_all(model, other, asks, max_new_tokens=2, log=log)
+    assert sum(sizes) == 48
 
 
 def test_a_replaced_picture_is_asked_anew(model, processor, tmp_path, monkeypatch):
