@@ -34,7 +34,7 @@ QUESTIONS_FILE = "v2_OpenEnded_mscoco_train2014_questions.json"
 ANNOTATIONS_FILE = "v2_mscoco_train2014_annotations.json"
 # Tasks of the embedded data, taken in turn. Half are questions, or the model forgets how to answer them.
 EMBEDDED_TASKS = ("vqa", "n2o1", "vqa", "n2o2")
-MID_GRAY = (127, 127, 127)
+gray_picture = partial(Image.new, "RGB", (64, 64), (127, 127, 127))  # of whatever size, a model sees the same
 
 KINDS = ("vqav2", "jsonl", "coco", "shards")
 SOURCES = (
@@ -93,11 +93,10 @@ def refused(name: str, key: str, problem: str) -> Record:
 def blind(records: Sequence[Record]) -> list[Record]:
     """The records with every picture gray: a model that answers them as well does not use the pictures.
 
-    All share one gray picture: of whatever size, a model sees the same.
+    All share one picture.
     """
-    gray = partial(Image.new, "RGB", (64, 64), MID_GRAY)
     return [
-        replace(record, key=f"gray {len(record.pictures)}", pictures=(gray,) * len(record.pictures))
+        replace(record, key=f"gray {len(record.pictures)}", pictures=(gray_picture,) * len(record.pictures))
         if record.turns and record.pictures
         else record
         for record in records

@@ -18,8 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from PIL import Image
-
 from eval import scenes, vqa_data
 from eval.command import Ask, Command, Report, add_flag, add_prompt_flag, make_asks
 from eval.datasets import (
@@ -39,7 +37,7 @@ from eval.datasets import (
     records_of,
 )
 from eval.entry import ask_model, main_of
-from eval.records import ANNOTATIONS_FILE, MID_GRAY, QUESTIONS_FILE, Record, source_parts
+from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record, gray_picture, source_parts
 from eval.statistics import blind_guesses
 from eval.vqa_scoring import SCORERS, question_accuracies, summarize
 from model.common import UserError, read_field, read_json, run_command, shown, write_text
@@ -276,8 +274,7 @@ def load(args: argparse.Namespace) -> tuple[Data | list[Record], dict[str, list[
             files = vqav2_files(folder, args.images) if kind == "vqav2" else {}
             data, sets = load(argparse.Namespace(**{**vars(args), "data": None, **files}))
             if args.blind == []:
-                gray = Image.new("RGB", (64, 64), MID_GRAY)
-                sets["gray"] = [replace(ask, key="gray", picture=gray) for ask in sets["vqa"]]
+                sets["gray"] = [replace(ask, key="gray", picture=gray_picture) for ask in sets["vqa"]]
             return data, sets
         return vqa_data.load(args)
     if (args.questions is None) != (args.images is None) or args.annotations and args.questions is None:
