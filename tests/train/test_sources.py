@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
+from eval import scenes
 from model.common import UserError
 from tests.files import write_vqav2
 from train import shard
@@ -123,7 +124,7 @@ def test_a_picture_of_two_sources_is_on_one_side(folder):
         assert len(sides[0] | sides[1]) == 41 and not sides[0] & sides[1] and len(sides[1]) == 20  # or 21
 
 
-def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
+def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys, monkeypatch):
     """Breaks when a part of --eval-data is kept back, something is held out beside it, or a leak goes unnoticed."""
     given = settings(folder, "jsonl:few.jsonl", eval_data=f"jsonl:{folder}/many.jsonl", fraction=0.5)
     assert (len(read_records(given)), len(read_records(given, "validation"))) == (6, 30)
@@ -133,6 +134,8 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
     assert "warning: 1 of the 30 pictures of --eval-data are in --data, too ('few0.png')" in capsys.readouterr().err
     read_records(settings(folder, "vqav2:vqa", eval_data=f"jsonl:{folder}/many.jsonl"))
     assert not capsys.readouterr().err
+    monkeypatch.setattr(scenes, "sample", lambda *_: pytest.fail("scenes are drawn, whose pictures have no files"))
+    assert len(read_records(settings(folder, "jsonl:few.jsonl", eval_data="embedded"))) == 12
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def read_records(
     is_own = split == "validation" and settings.eval_data
     flag, sources = ("--eval-data", settings.eval_data) if is_own else ("--data", settings.data)
     names, weights = _weights(flag, sources)
-    asked = _weights("--eval-data", settings.eval_data)[0]
+    asked = [one for one in _weights("--eval-data", settings.eval_data)[0] if one != "embedded"]  # has no files
     known = {} if known is None else known
     parts = _read(settings, names, split, known)
     if not any(map(len, parts)):
