@@ -26,6 +26,7 @@ from train import shard as shard_command
 from train.data import pack as shard
 from train.data.batches import Order, collate, plan_epoch
 from train.data.shards import Shards, build_index, expand, index_of, sealed
+from train.data.sources import read_records
 from train.settings import parse
 
 
@@ -486,6 +487,26 @@ def test_photographs_are_decoded_reduced(tmp_path, processor):
     )
     assert torch.equal(collate([Shards(str(path))[0]], reduced).batch.pixel_values, expected)
     assert not torch.equal(expected, full)
+
+
+def test_rows_with_more_pictures_are_longer(tmp_path, processor):
+    """Breaks when rows of one picture are padded to rows of several, in shards or in a mixture with a file."""
+    four = [
+        (f"{i}b.{part}.png", picture(i)) if part < 4 else (f"{i}b.json", text(pictures=[0, 1, 2, 3]))
+        for i in range(60)
+        for part in range(5)
+    ]
+    (tmp_path / "0.png").write_bytes(picture())
+    path = write_tar(tmp_path / "a.tar", plain(60) + four)
+    lines = [
+        {"image": ["0.png"] * count, "prefix": "caption en", "suffix": "a dog"} for count in (1, 4) for _ in range(60)
+    ]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data = [word for source in (f"shards:{path}", f"jsonl:{tmp_path}/own.jsonl") for word in ("--data", source)]
+    for given in (Shards(str(path)), read_records(parse([*data, "--validation", "0"])[0])):
+        plan = Order(given, processor, batch_size=8).plan(epoch=0, first=0)
+        counts = [{len(given[i].pictures) for i in batch} for batch in plan]
+        assert len(counts) == len(given) // 8 and sum(len(count) > 1 for count in counts) <= 1
 
 
 def write_jsonl(folder: Path, count: int = 10, missing: tuple[int, ...] = ()) -> Path:

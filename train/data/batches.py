@@ -278,14 +278,15 @@ class Order:
     ):
         self.records, self.processor, self.cache = records, processor, cache
         self.accumulate, self.rank, self.world_size, self.seed = accumulate, rank, world_size, seed
-        samples = len(records)
+        samples, picture_tokens = len(records), processor.config.num_image_tokens
         if hasattr(records, "plan"):
-            self.plan, samples = partial(records.plan, batch_size, seed, per_picture=per_picture), records.samples
+            self.plan = partial(records.plan, batch_size, seed, per_picture=per_picture, picture_tokens=picture_tokens)
+            samples = records.samples
         else:
             texts = ["".join(chain(*r.turns))[:MAX_PLANNED].encode("utf-8", "replace").decode() for r in records]
             lengths = [len(ids) for ids in processor.tokenizer.encode(texts)]
             # beside one picture: a batch of equal records has the same length whatever a picture's tokens are
-            more = [(len(r.pictures) - 1) * processor.config.num_image_tokens for r in records]
+            more = [(len(r.pictures) - 1) * picture_tokens for r in records]
             lengths = [length + tokens for length, tokens in zip(lengths, more, strict=True)]
             keys = [r.key for r in records]
             self.plan = lambda epoch, first: plan_epoch(keys, lengths, batch_size, seed, epoch, per_picture)[first:]

@@ -301,10 +301,12 @@ class Shards(Sequence):
         name = entry["name"] if isinstance(entry.get("name"), str) else f"{shard.name}/{stem}[{question}]"
         return Record(name, f"{shard}: {sample} {shown_ones}", pictures, turns, answers, self.sampled)
 
-    def plan(self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0) -> Iterator[list[int]]:
+    def plan(
+        self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0, picture_tokens: int = 0
+    ) -> Iterator[list[int]]:
         """The micro-batches of an epoch from number `first` on, see `plan_windows`."""
-        order = self.order(seed, epoch)
-        yield from plan_windows(order, self.describe, batch_size, seed, epoch, per_picture, first, self.buffer)
+        order, describe = self.order(seed, epoch), partial(self.describe, picture_tokens=picture_tokens)
+        yield from plan_windows(order, describe, batch_size, seed, epoch, per_picture, first, self.buffer)
 
     def order(self, seed: int | str, epoch: int) -> np.ndarray:
         """The numbers of all records, those of a shard together, the shards shuffled."""
@@ -313,6 +315,11 @@ class Shards(Sequence):
         begins = self.ends - np.diff(self.ends, prepend=0)
         return np.concatenate([np.arange(begins[shard], self.ends[shard]) for shard in shards])
 
-    def describe(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The samples of records, which stand for their pictures, and their approximate lengths in tokens."""
-        return self.rows[numbers, SAMPLE].tolist(), (self.rows[numbers, LENGTH] // CHARACTERS).tolist()
+    def describe(self, numbers: Sequence[int], picture_tokens: int = 0) -> tuple[list[int], list[int]]:
+        """The samples of records, which stand for their pictures, and their approximate lengths in tokens.
+
+        picture_tokens: of each picture of the sample but one, as `Order` counts.
+        """
+        rows = self.rows[numbers]
+        lengths = rows[:, LENGTH] // CHARACTERS + (rows[:, PICTURE_COUNT] - 1) * picture_tokens
+        return rows[:, SAMPLE].tolist(), lengths.tolist()

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -185,14 +186,16 @@ class Mixture(Sequence):
         random.Random(f"mixture/{seed}/{turn}").shuffle(numbers)
         return np.array(numbers)
 
-    def plan(self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0) -> Iterator[list[int]]:
+    def plan(
+        self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0, picture_tokens: int = 0
+    ) -> Iterator[list[int]]:
         """The micro-batches of an epoch from number `first` on, see `plan_windows`."""
         window = self.buffer if any(isinstance(part, Shards) for part in self.parts) else self.samples
-        order = self.order(seed, epoch)
-        yield from plan_windows(order, self.describe, batch_size, seed, epoch, per_picture, first, window)
+        order, describe = self.order(seed, epoch), partial(self.describe, picture_tokens=picture_tokens)
+        yield from plan_windows(order, describe, batch_size, seed, epoch, per_picture, first, window)
 
-    def describe(self, numbers: Sequence[int]) -> tuple[list, list[int]]:
-        """The keys of records, and their approximate lengths in tokens."""
+    def describe(self, numbers: Sequence[int], picture_tokens: int = 0) -> tuple[list, list[int]]:
+        """The keys of records, and their approximate lengths in tokens, see `Shards.describe`."""
         keys: list = []
         lengths: list[int] = []
         for index in numbers:
@@ -200,9 +203,11 @@ class Mixture(Sequence):
             part = self.parts[number]
             within = index - int(self.ends[number]) + len(part)
             if isinstance(part, Shards):
-                (key,), (length,) = part.describe([within])
+                (key,), (length,) = part.describe([within], picture_tokens)
             else:
-                key, length = part[within].key, text_length(part[within]) // CHARACTERS
+                record = part[within]
+                key, length = record.key, text_length(record) // CHARACTERS
+                length += (len(record.pictures) - 1) * picture_tokens
             keys.append((number, key))
             lengths.append(length)
         return keys, lengths
