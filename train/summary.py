@@ -188,8 +188,12 @@ def print_held_out(held_out: dict, settings: Settings, run: Path) -> None:
 
 
 def next_commands(settings: Settings, run: Path, is_best_kept: bool) -> list[str]:
-    """The commands that go on from a run, for the data that it was trained on."""
-    folder = run / "best" if is_best_kept else run / "model" if settings.writes_model else run
+    """The commands that go on from a run, for the data that it was trained on.
+
+    Of the embedded data the table has the scores of the last weights, so the commands ask these.
+    """
+    best = is_best_kept and not settings.is_embedded
+    folder = run / "best" if best else run / "model" if settings.writes_model else run
     what = f"--{'model' if settings.writes_model else 'adapter'} {shlex.quote(str(folder))}"
     prompt = settings.question_prompt or PROMPT
     # an adapter stores its prompt, a model does not

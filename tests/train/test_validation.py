@@ -198,7 +198,8 @@ def test_the_next_commands_fit_the_data():
         return " | ".join(next_commands(parse(argv)[0], Path("run"), best)).replace("python -m ", "")
 
     ask = "eval.ask --adapter run --image FILE --prompt 'answer en Where is the dog?'"
-    assert proposed() == f"eval.vqa --adapter run | eval.needle --adapter run | {ask}"
+    for best in (False, True):  # the table of the embedded data is of the last weights
+        assert proposed(best=best) == f"eval.vqa --adapter run | eval.needle --adapter run | {ask}"
     export = "weights.export run FOLDER"
     data = "--data", "jsonl:a b.jsonl@2", "--data", "jsonl:c.jsonl@1", "--attention", "softmax", "--images", "pictures"
     own_ask = "eval.ask --adapter run --image FILE --prompt PROMPT"  # its questions are not ours
