@@ -3,6 +3,7 @@
 In: an opened model, its processor, and records. Out: the trained model, in place, see `train/loop.py`.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -98,6 +99,8 @@ def make_order(
 ) -> Order:
     """The order of a run. processes: the number that it began with. Raises UserError for steps that cannot be made."""
     rows, micro_batches = step_layout(settings, processes or world.size)
+    if world.is_first and settings.batch_size > (wanted := settings.step_batch or settings.batch_size):
+        print(f"--batch-size {settings.batch_size}: a step has {wanted} rows, see --step-batch", file=sys.stderr)
     return Order(
         records,
         processor,

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch.multiprocessing
 from PIL import Image
 from safetensors import safe_open
 
+from eval.records import embedded_records
 from eval.run import Ask, ask_all
 from model.common import UserError
 from model.processor import Processor
@@ -22,6 +24,7 @@ from train.checkpoint import load_checkpoint
 from train.distributed import World, ask_together, divide
 from train.optim import Rule, make_adamw, parameter_groups
 from train.settings import parse, step_layout
+from train.supervised import make_order
 from weights.load import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,6 +156,17 @@ def test_a_recipe_s_step_has_as_many_rows_on_any_number_of_processes(flags, rows
         with pytest.raises(UserError, match=f"^--step-batch {rows} is no multiple .* of {processes}: change") as one:
             step_layout(settings, processes)
         assert "\n" not in str(one.value)
+
+
+def test_a_step_with_fewer_rows_than_asked_for_is_said(processor, capsys):
+    """Breaks when --batch-size is lowered to a recipe's step without a word, or said by every process."""
+    settings = parse(["--recipe", "paper-1", "--batch-size", "32"])[0]
+    records = embedded_records(("vqa",), count=8)
+    for rank in (0, 1):
+        make_order(records, processor, settings, World(rank, 2, torch.device("cpu")))
+    assert capsys.readouterr().err == "--batch-size 32: a step has 4 rows, see --step-batch\n"
+    make_order(records, processor, replace(settings, batch_size=4), World(0, 2, torch.device("cpu")))
+    assert not capsys.readouterr().err
 
 
 def test_a_step_without_a_recipe_is_what_the_flags_say():
