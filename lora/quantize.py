@@ -71,6 +71,7 @@ def quantize(model: Adaptable) -> int:
         if isinstance(module, nn.Linear)
         and not isinstance(module, Int8Linear)
         and not module.weight.requires_grad
+        and module is not model.language_model.lm_head
         and module.weight not in own
     ]
     for path, module in frozen:

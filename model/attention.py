@@ -153,10 +153,12 @@ class Attention(nn.Module):
         scale: float,
         softcap: float | None = None,
         bias: bool = False,
+        output_bias: bool | None = None,
         output_name: str = "o_proj",
     ):
         super().__init__()
         self.hidden_size, self.bias, self.output_name = hidden_size, bias, output_name
+        self.output_bias = bias if output_bias is None else output_bias
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
         self.scale, self.softcap = scale, softcap
         self.backend = "sdpa"
@@ -165,12 +167,12 @@ class Attention(nn.Module):
         self.k_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias=bias)
         self.v_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias=bias)
         # the published name: o_proj in Gemma, out_proj in SigLIP
-        self.add_module(output_name, Linear(num_heads * head_dim, hidden_size, bias=bias))
+        self.add_module(output_name, Linear(num_heads * head_dim, hidden_size, bias=self.output_bias))
 
     def sizes(self) -> dict[str, Any]:
         """The arguments that make an attention of the same sizes."""
-        names = "hidden_size num_heads num_key_value_heads head_dim scale softcap bias output_name".split()
-        return {name: getattr(self, name) for name in names}
+        names = "hidden_size num_heads num_key_value_heads head_dim scale softcap bias output_bias output_name"
+        return {name: getattr(self, name) for name in names.split()}
 
     def projections(self) -> list[str]:
         """The names of the four projections."""

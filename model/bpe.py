@@ -1,4 +1,4 @@
-"""GPT-NeoX's tokenizer, which the published Mamba models use, with the methods that `model/processor.py` calls.
+"""Byte-level BPE, GPT-NeoX's for the published Mamba models and Qwen's, with the methods that others call.
 
 In: a tokenizer.json. Out: text to ids and back, by the methods of a `sentencepiece.SentencePieceProcessor`, which
 cannot read such a file. No other file imports the optional package `tokenizers`.
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from model.common import UserError
 
-END = "<|endoftext|>"  # the token for begin, end and padding: all three ids are 0 in the published config.json files
+END = "<|endoftext|>"  # the token for begin, end and padding; of a Mamba all three ids are 0 in config.json
 
 
 class BytePairTokenizer:
@@ -63,5 +63,5 @@ def load_bpe(path: str | Path) -> BytePairTokenizer:
         raise UserError(f"{path}: not a tokenizer ({error}): download the file again") from None
     end = tokenizer.token_to_id(END)
     if end is None:
-        raise UserError(f"{path}: has no {END}: this is not GPT-NeoX's tokenizer, which Mamba reads with")
+        raise UserError(f"{path}: has no {END}: this is neither GPT-NeoX's tokenizer (Mamba) nor Qwen's")
     return BytePairTokenizer(tokenizer, end)

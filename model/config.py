@@ -99,9 +99,9 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class TextConfig:
-    """Gemma's decoder, generation 1 (`model_type` gemma) or 2 (gemma2). Defaults: the 2B of PaliGemma 1."""
+    """A decoder: Gemma's, generation 1 or 2, or Qwen's (1.5 and 2). Defaults: the 2B of PaliGemma 1."""
 
-    model_type: Annotated[str, Expected(str, choices=("gemma", "gemma2"))] = "gemma"
+    model_type: Annotated[str, Expected(str, choices=("gemma", "gemma2", "qwen2"))] = "gemma"
     vocab_size: VocabSize = 257152
     hidden_size: Size = 2048
     intermediate_size: WideSize = 16384
@@ -112,6 +112,7 @@ class TextConfig:
     rms_norm_eps: Epsilon = 1e-6
     rope_theta: Positive = 10000.0
     hidden_activation: Annotated[str, Expected(str, choices=("gelu_pytorch_tanh", "silu"))] = "gelu_pytorch_tanh"
+    tie_word_embeddings: bool = True  # False: the head has a matrix of its own
     # Gemma 2 only; None switches each off
     query_pre_attn_scalar: Positive | None = None
     attn_logit_softcapping: Positive | None = None
@@ -124,8 +125,20 @@ class TextConfig:
         return self.model_type == "gemma2"
 
     @property
+    def is_qwen(self) -> bool:
+        """q, k and v with a bias, norms whose factor is their weight and not 1 more, embeddings that are not scaled."""
+        return self.model_type == "qwen2"
+
+    @property
     def attention_scale(self) -> float:
         return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+
+    def to_dict(self) -> dict[str, Any]:
+        """The decoder's part of a config.json."""
+        given = asdict(self) | {"hidden_act": self.hidden_activation}
+        if self.is_gemma2:  # a null would be read as the default, 256
+            return given | {"query_pre_attn_scalar": self.query_pre_attn_scalar or self.head_dim}
+        return {name: value for name, value in given.items() if value is not None}
 
     def window(self, layer: int) -> int | None:
         """Width of the sliding window of layer 0, 1, …; None for full attention, as in all odd layers."""
@@ -165,7 +178,7 @@ class PaliGemmaConfig(Config):
         vision, text = read_section(raw, "vision_config", where), read_section(raw, "text_config", where)
         return cls(
             vision=_read_vision(vision, text, where),
-            text=_read_text(text, raw, where),
+            text=_read_paligemma_text(text, raw, where),
             image_token_id=_first(raw.get("image_token_index"), raw.get("image_token_id"), 256000),
             **{
                 name: _first(raw.get(name), text.get(name), default)
@@ -174,7 +187,7 @@ class PaliGemmaConfig(Config):
         ).check(where)
 
     def to_dict(self) -> dict:
-        vision, text = asdict(self.vision), asdict(self.text)
+        vision = asdict(self.vision)
         if vision["feature_layer"] is None:
             del vision["feature_layer"]
         vision |= {
@@ -183,18 +196,12 @@ class PaliGemmaConfig(Config):
             "num_image_tokens": self.vision.num_image_tokens,
             "vision_use_head": False,
         }
-        text |= {
-            "hidden_act": self.text.hidden_activation,
+        text = self.text.to_dict() | {
             "num_image_tokens": self.vision.num_image_tokens,
-            "tie_word_embeddings": True,
             "pad_token_id": self.pad_token_id,
             "eos_token_id": self.eos_token_id,
             "bos_token_id": self.bos_token_id,
         }
-        if self.text.is_gemma2:  # a null would be read as the default, 256
-            text["query_pre_attn_scalar"] = self.text.query_pre_attn_scalar or self.text.head_dim
-        else:
-            text = {name: value for name, value in text.items() if value is not None}
         return {
             "architectures": ["PaliGemmaForConditionalGeneration"],
             "model_type": "paligemma",
@@ -260,20 +267,26 @@ def _read_vision(raw: dict, text: dict, where: str) -> VisionConfig:
     return read_known(VisionConfig, raw, image_size=size)
 
 
-def _read_text(raw: dict, top: dict, where: str) -> TextConfig:
+def _read_paligemma_text(raw: dict, top: dict, where: str) -> TextConfig:
     kind = raw.get("model_type", "gemma")
     if kind not in ("gemma", "gemma2"):
         raise UserError(f"{where}: text_config.model_type is {quoted(kind)}, expected 'gemma' or 'gemma2'")
-    rope = read_section(raw, "rope_parameters", where) or read_section(raw, "rope_scaling", where)
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default":
-        raise UserError(f"{where}: rope type {quoted(rope_type)} is not part of PaliGemma")
-    if raw.get("attention_bias"):
-        raise UserError(f"{where}: attention_bias is true, but Gemma's projections have no bias")
     if raw.get("use_bidirectional_attention") is False:
         raise UserError(
             f"{where}: use_bidirectional_attention is false, but PaliGemma's prefix attends in both directions"
         )
+    return read_decoder({"vocab_size": top.get("vocab_size"), **raw, "tie_word_embeddings": True}, where)
+
+
+def read_decoder(raw: dict, where: str) -> TextConfig:
+    """The decoder of a config.json, or of its text_config. Raises UserError for one that is computed otherwise."""
+    kind = raw.get("model_type", "gemma")
+    rope = read_section(raw, "rope_parameters", where) or read_section(raw, "rope_scaling", where)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type != "default":
+        raise UserError(f"{where}: rope type {quoted(rope_type)} is not computed here, expected 'default'")
+    if raw.get("attention_bias"):
+        raise UserError(f"{where}: attention_bias is true, but Gemma's projections have no bias")
     activation = _first(raw.get("hidden_activation"), raw.get("hidden_act"), TextConfig.hidden_activation)
     overrides = {
         "rope_theta": _first(rope.get("rope_theta"), raw.get("rope_theta"), TextConfig.rope_theta),
@@ -291,7 +304,7 @@ def _read_text(raw: dict, top: dict, where: str) -> TextConfig:
                 f"{where}: layer_types differs from Gemma 2's, in which every even layer has a sliding window"
             )
         overrides |= {name: raw[name] for name in _GEMMA2_OPTIONAL}
-    return replace(read_known(TextConfig, {"vocab_size": top.get("vocab_size"), **raw}), **overrides)
+    return replace(read_known(TextConfig, raw), **overrides)
 
 
 _GEMMA2_OPTIONAL = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")

@@ -1,5 +1,7 @@
 """Gemma's decoder, generations 1 (Gemma Team 2024a) and 2 (2024b), over the embeddings of text and pictures.
 
+Qwen's (1.5 and 2, Yang et al. 2024) is the same but for what `TextConfig.is_qwen` names, and an activation.
+
 In: embeddings (B, S, H), which positions are valid and of which type (B, Sk), a cache when decoding.
 Out: hidden states (B, S, H) after the final norm; `head` computes logits from them. `model/generate.py` decodes.
 """
@@ -15,15 +17,24 @@ from model.linear import Linear, activated, linear
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · (1 + weight), all in fp32: multiplying after the cast back would round differently."""
+    """x / rms(x) · (1 + weight), all in fp32: multiplying after the cast back would round differently.
 
-    def __init__(self, width: int, eps: float):
+    With `offset` 0, as in Qwen, it is weight · (x / rms(x)), and the factor is applied after the cast back.
+    """
+
+    def __init__(self, width: int, eps: float, offset: int = 1):
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.zeros(width))
+        self.eps, self.offset = eps, offset
+        self.weight = nn.Parameter(torch.full((width,), 1.0 - offset))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.offset:
+            return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
         return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+
+
+def norm_of(config: TextConfig) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, 0 if config.is_qwen else 1)
 
 
 class GemmaMLP(nn.Module):
@@ -50,11 +61,11 @@ class GemmaLayer(nn.Module):
     def __init__(self, config: TextConfig):
         super().__init__()
         self.is_gemma2 = config.is_gemma2
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = norm_of(config)
+        self.post_attention_layernorm = norm_of(config)
         if config.is_gemma2:
-            self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.pre_feedforward_layernorm = norm_of(config)
+            self.post_feedforward_layernorm = norm_of(config)
         self.self_attn = Attention(
             config.hidden_size,
             config.num_attention_heads,
@@ -62,6 +73,8 @@ class GemmaLayer(nn.Module):
             config.head_dim,
             scale=config.attention_scale,
             softcap=config.attn_logit_softcapping,
+            bias=config.is_qwen,
+            output_bias=False,
         )
         self.mlp = GemmaMLP(config.hidden_size, config.intermediate_size, config.hidden_activation)
 
@@ -84,7 +97,7 @@ class GemmaLayer(nn.Module):
 
 
 class Gemma(nn.Module):
-    """The decoder with its embedding, whose matrix is also the head's."""
+    """The decoder with its embedding, whose matrix is also the head's unless there is an `lm_head`."""
 
     def __init__(self, config: TextConfig):
         super().__init__()
@@ -92,11 +105,16 @@ class Gemma(nn.Module):
         self.checkpointing = False  # recompute each layer in the backward pass instead of keeping its activations
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(GemmaLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = norm_of(config)
+        self.lm_head = None
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """ids (B, S) to embeddings (B, S, H) times √H; the factor is first cast to the dtype of the weights."""
+        """ids (B, S) to embeddings (B, S, H), in Gemma times √H; the factor is first cast to the weights' dtype."""
         embeddings = self.embed_tokens(input_ids)
+        if self.config.is_qwen:
+            return embeddings
         return embeddings * embeddings.new_full((), self.config.hidden_size**0.5)  # filled on the device: nothing waits
 
     def forward(
@@ -155,7 +173,7 @@ class Gemma(nn.Module):
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states (…, H) to float32 logits (…, V), soft-capped in Gemma 2."""
-        logits = linear(hidden, self.embed_tokens.weight)
+        logits = linear(hidden, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
         if self.config.final_logit_softcapping is not None:
             logits = torch.tanh(logits / self.config.final_logit_softcapping) * self.config.final_logit_softcapping
         return logits.float()

@@ -12,6 +12,7 @@ import torch
 
 from model.attention import LayerCache
 from model.common import UserError
+from model.language import LanguageModel
 from model.paligemma import PaliGemma
 from model.processor import Processor
 
@@ -99,7 +100,7 @@ class CompiledStep:
 
 
 def generate(
-    model: PaliGemma,
+    model: PaliGemma | LanguageModel,
     input_ids: torch.Tensor,
     pixel_values: torch.Tensor | None,
     token_type_ids: torch.Tensor,
@@ -112,12 +113,14 @@ def generate(
     image_features: torch.Tensor | None = None,
     image_index: torch.Tensor | None = None,
     compiled: CompiledStep | None = None,
+    also_end: Sequence[int] = (),
 ) -> list[torch.Tensor]:
-    """New token ids of each row (a list of B vectors), up to and including the end token if it came.
+    """New token ids of each row (a list of B vectors), up to and including an end token if one came.
 
     The prompt (B, S) and its pictures are as for `PaliGemma.forward`; each new token is causal. Decoding is greedy at
     temperature 0, else sampled from the smallest set of tokens that holds `top_p` of the probability there. The image
-    token is never chosen: it has no meaning without a picture. `compiled` is a compiled step of this model.
+    token is never chosen: it has no meaning without a picture. `compiled` is a compiled step of this model. also_end:
+    tokens that end a row besides the config's.
     Raises UserError for a temperature below 0 or not finite, a top_p outside (0, 1], or fewer than 1 new token, and
     NonFiniteError for logits before a row's end that are NaN or infinite.
     """
@@ -156,8 +159,10 @@ def generate(
             masks = {"token_type_ids": types[:, :seen], "attention_mask": valid[:, :seen]}
             return model(token[:, None], pixel_values=None, **masks, cache=cache)[:, -1]
 
-        tokens = _decode(logits, choose, advance, model.config.eos_token_id, max_new_tokens)
-        is_end = tokens == model.config.eos_token_id
+        eos = model.config.eos_token_id
+        ends = torch.tensor([*(eos if isinstance(eos, tuple) else (eos,)), *also_end], device=logits.device)
+        tokens = _decode(logits, choose, advance, ends, max_new_tokens)
+        is_end = torch.isin(tokens, ends)
         lengths = torch.where(is_end.any(1), is_end.long().argmax(1) + 1, tokens.shape[1]).tolist()
     # copies made outside of inference mode, which autograd may use
     return [row[:length].clone() for row, length in zip(tokens, lengths, strict=True)]
@@ -194,10 +199,10 @@ def _decode(
     logits: torch.Tensor,
     choose: Callable[[torch.Tensor], torch.Tensor],
     advance: Callable[[torch.Tensor, int], torch.Tensor],
-    eos: int,
+    ends: torch.Tensor,
     limit: int,
 ) -> torch.Tensor:
-    """Tokens (B, T), T ≤ limit, from the logits (B, V) after the prompts; rows that have ended repeat `eos`.
+    """Tokens (B, T), T ≤ limit, from the logits (B, V) after the prompts; `ends` (E,) end a row, which repeats one.
 
     choose: a token (B,) from finite logits, which it may overwrite. advance: logits after a token, the n-th new one.
     Raises NonFiniteError, in the end: until then such a row counts as ended, so that no step waits for the GPU.
@@ -210,9 +215,9 @@ def _decode(
         broken |= ~(finite | ended)
         ended |= broken
         # torch.multinomial fails on NaN, on CUDA for all later calls too
-        token = torch.where(ended, eos, choose(torch.where(finite[:, None], logits, 0.0)))
+        token = torch.where(ended, ends[0], choose(torch.where(finite[:, None], logits, 0.0)))
         tokens.append(token)
-        ended |= token == eos
+        ended |= torch.isin(token, ends)
         if len(tokens) == limit or len(tokens) % check_every == 0 and bool(ended.all()):
             break
         logits = advance(token, len(tokens))

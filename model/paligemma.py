@@ -182,5 +182,5 @@ def initialize(model: ModelT, seed: int = 0, position_std: float = 0.02) -> Mode
             module.weight.fill_(1.0)
             module.bias.zero_()
         elif isinstance(module, RMSNorm):
-            module.weight.zero_()
+            module.weight.fill_(1.0 - module.offset)
     return model

@@ -19,6 +19,7 @@ import torch
 from model.common import UserError, quoted, shown
 from model.config import PaliGemmaConfig
 from model.images import Picture, load_image, to_pixels
+from model.language_config import LanguageConfig
 from model.source import preset_of, resolve
 from model.system_configs import QMambaConfig, TextModelConfig, WingsConfig, read_config
 from model.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
@@ -91,7 +92,7 @@ class Processor:
         """
         preset = preset_of(source)
         config = preset or read_config(resolve(source, ["config.json"], revision) / "config.json")
-        if isinstance(config, TextModelConfig):
+        if isinstance(config, TextModelConfig | LanguageConfig):
             raise UserError(f"{shown(source)}: is a language model for text alone: give a model that reads pictures")
         tokenizer = load_tokenizer(find_tokenizer(source, revision))
         # the id of <image> is the first one after the tokenizer's pieces, as in PaliGemma

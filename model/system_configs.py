@@ -25,6 +25,7 @@ from model.config import (
     read_section,
     require_type,
 )
+from model.language_config import CLASSES, LanguageConfig
 
 
 @dataclass(frozen=True)
@@ -296,10 +297,11 @@ class TextModelConfig(Config):
 
 # by config.json's model_type
 CONFIGS = {"paligemma": PaliGemmaConfig, "qmamba": QMambaConfig, MODEL_TYPE: TextModelConfig, "wings": WingsConfig}
+CONFIGS |= dict.fromkeys(CLASSES, LanguageConfig)
 
 
-def read_config(path: str | Path) -> PaliGemmaConfig | QMambaConfig | TextModelConfig:
+def read_config(path: str | Path) -> PaliGemmaConfig | QMambaConfig | TextModelConfig | LanguageConfig:
     """The configuration in the config.json at `path`. Raises UserError for a file that is no model of this project."""
     raw = read_json(path, unique_keys=True)
     # PaliGemma's reader has the best message for a type that is not in the table
-    return CONFIGS.get(str(raw.get("model_type")), PaliGemmaConfig).from_dict(raw, str(path))
+    return CONFIGS.get(str(raw.get("model_type")), PaliGemmaConfig).from_file(path)

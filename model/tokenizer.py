@@ -218,10 +218,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         )
     if path.suffix == ".json":
         raw = read_json(path)
-        if any(
-            isinstance(raw.get(part), dict) and raw[part].get("type") == "ByteLevel"
-            for part in ("decoder", "pre_tokenizer")
-        ):
+        parts = (raw.get(part) for part in ("decoder", "pre_tokenizer"))
+        if any(isinstance(part, dict) and part.get("type") == "ByteLevel" for part in parts):
             return load_bpe(path)
         return _read_gemma(raw, path)
     try:

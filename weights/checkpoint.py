@@ -34,7 +34,7 @@ from weights.streaming import (
     stream_into,
 )
 
-PATTERNS = ["config.json", "model*.safetensors", INDEX_FILE, "*.npz"]
+PATTERNS = ["config.json", "generation_config.json", "model*.safetensors", INDEX_FILE, "*.npz"]
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -114,7 +114,7 @@ def _compare(checkpoint: Checkpoint, unreadable: set[str], wanted: dict[str, tup
     if checkpoint.dialect is None:
         problems.append(f"{folder}: no tensor has a name of PaliGemma's ({shorten(names)}): choose such a checkpoint")
         return
-    expected = dialect_names(wanted, checkpoint.dialect) | kind.aliases
+    expected = kind.aliases | dialect_names(wanted, checkpoint.dialect)
     comparison = checkpoint.comparison = compare(entries, unreadable, expected, wanted)
     for other in kind.dialects:
         strays = dialect_names(comparison.missing, other)

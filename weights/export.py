@@ -43,7 +43,7 @@ from model.paligemma import PaliGemma
 from model.source import EMBEDDED, local_path, preset_of, resolve
 from weights.card import model_card
 from weights.checkpoint import empty_model, examine, read_model
-from weights.mapping import DIALECTS, OWN, dialect_names
+from weights.mapping import DIALECTS, dialect_names
 from weights.processor_files import processor_files
 from weights.registry import is_published, names_of
 from weights.streaming import CHUNK_BYTES, STORED_DTYPES, byte_size, require_finite, write_checkpoint
@@ -88,7 +88,7 @@ def export_model(
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"{folder}: exists and is not empty: give a new folder")
     tensors = plain_tensors(model)
-    names = dialect_names(tensors, dialect if dialect in names_of(model.config).dialects else OWN)
+    names = dialect_names(tensors, dialect_of(model, dialect))
     specs = {name: (dtype or tensors[ours].dtype, tuple(tensors[ours].shape)) for name, ours in names.items()}
 
     def chunks(name: str) -> Iterator[torch.Tensor]:
@@ -109,6 +109,12 @@ def export_model(
         # older versions of transformers read torch_dtype only, newer ones both
         config = model.config.to_dict() | {"torch_dtype": str(next(iter(specs.values()))[0]).removeprefix("torch.")}
         write_text(temporary / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def dialect_of(model: nn.Module, dialect: str) -> str:
+    """The names that a model is written under: `dialect` is a PaliGemma's, other models have one."""
+    known = names_of(model.config).dialects
+    return dialect if dialect in known else known[0]
 
 
 @contextlib.contextmanager
@@ -299,7 +305,8 @@ def main(argv: list[str] | None = None) -> None:
         companions=files,
         texts=texts,
     )
-    print(f"{args.out}: dialect {args.dialect}, {sum(f.stat().st_size for f in args.out.iterdir()):,} bytes")
+    size = sum(file.stat().st_size for file in args.out.iterdir())
+    print(f"{args.out}: dialect {dialect_of(model, args.dialect)}, {size:,} bytes")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import torch
 
 from model.common import UserError, read_json
 from model.config import VisionConfig, read_known
+from model.language import LanguageModel
+from model.language_config import LanguageConfig
 from model.mamba import MambaLM
 from model.paligemma import PaliGemma, initialize
 from model.siglip import Siglip
@@ -38,6 +40,19 @@ def load_model(
         model = empty_model(preset, dtype)
         return model if torch.device(device).type == "meta" else initialize(model.to_empty(device=device))
     return open_checkpoint(source, dtype, device, revision)
+
+
+def load_text(
+    source: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    revision: str | None = None,
+) -> LanguageModel:
+    """The published language model of `source`, Gemma, Gemma 2, Qwen1.5 or Qwen2, under the names of transformers.
+
+    Raises UserError for another model, and for what is not computed here, such as scaled rotary positions.
+    """
+    return open_checkpoint(source, dtype, device, revision, LanguageConfig.from_file)
 
 
 def load_mamba(

@@ -37,8 +37,12 @@ DIALECTS: dict[str, dict[str, str]] = {
         "vision_tower.": "vision_tower.",
     },
 }
-OWN, SIGLIP = "own", "siglip"  # our own names; those of a SigLIP without a decoder
-_PREFIXES = DIALECTS | {OWN: {"": ""}, SIGLIP: {"": "vision_model."}}
+OWN, SIGLIP, TEXT = "own", "siglip", "text"  # our own names; those of a SigLIP alone, and of a decoder alone
+_PREFIXES = DIALECTS | {
+    OWN: {"": ""},
+    SIGLIP: {"": "vision_model."},
+    TEXT: {"language_model.lm_head.": "lm_head.", "language_model.": "model."},
+}
 EMBEDDING = "language_model.embed_tokens.weight"
 # the tied head, which any dialect may store besides the embedding or in its place
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
@@ -56,6 +60,8 @@ class Names:
 
 OWN_NAMES = Names()
 PALIGEMMA_NAMES = Names(tuple(DIALECTS), dict.fromkeys(HEADS, EMBEDDING))
+# a tied head may be stored, too; where it is not tied, `lm_head.weight` is its own parameter
+LANGUAGE_NAMES = Names((TEXT,), {"lm_head.weight": EMBEDDING})
 # the original repository's name of the embedding, and the tied head
 MAMBA_NAMES = Names(aliases=dict.fromkeys(("backbone.embedding.weight", "lm_head.weight"), MAMBA_EMBEDDING))
 # the text tower and the pooling head are left out

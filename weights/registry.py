@@ -4,6 +4,8 @@
 from torch import nn
 
 from model.config import PaliGemmaConfig, VisionConfig
+from model.language import LanguageModel
+from model.language_config import LanguageConfig
 from model.mamba import MambaLM
 from model.paligemma import PaliGemma
 from model.qmamba import QMamba
@@ -11,14 +13,15 @@ from model.siglip import Siglip
 from model.system_configs import MambaConfig, QMambaConfig, TextModelConfig, WingsConfig
 from model.text import TextModel
 from model.wings import Wings
-from weights.mapping import MAMBA_NAMES, OWN_NAMES, PALIGEMMA_NAMES, SIGLIP_NAMES, Names
+from weights.mapping import LANGUAGE_NAMES, MAMBA_NAMES, OWN_NAMES, PALIGEMMA_NAMES, SIGLIP_NAMES, Names
 
-Config = PaliGemmaConfig | QMambaConfig | TextModelConfig | MambaConfig | VisionConfig
+Config = PaliGemmaConfig | QMambaConfig | TextModelConfig | MambaConfig | VisionConfig | LanguageConfig
 
 KINDS: dict[type, tuple[type[nn.Module], Names]] = {
     PaliGemmaConfig: (PaliGemma, PALIGEMMA_NAMES),
     QMambaConfig: (QMamba, OWN_NAMES),
     TextModelConfig: (TextModel, OWN_NAMES),
+    LanguageConfig: (LanguageModel, LANGUAGE_NAMES),
     WingsConfig: (Wings, OWN_NAMES),
     # parts of models, which load_mamba and load_siglip open
     MambaConfig: (MambaLM, MAMBA_NAMES),

@@ -164,7 +164,7 @@ class TextOrder:
 
 def text_loss(model: nn.Module, micro: TextBatch) -> torch.Tensor:
     """The sum of cross-entropies over all positions."""
-    return model(micro.input_ids, micro.documents, targets=micro.targets)
+    return model(micro.input_ids, documents=micro.documents, targets=micro.targets)
 
 
 @torch.no_grad()

@@ -1,0 +1,121 @@
+"""The tokenizer of a published language model, and the turns of a conversation with it.
+
+In: a text, or prompts with their answers. Out: token ids for `model/language.py`, and answer ids back to text. A text
+cannot spell control tokens: they are placed here.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from model.common import UserError
+from model.language_config import LanguageConfig
+from model.source import resolve
+from model.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from model.turns import Turn
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a family writes a conversation: each turn is `start`, role, newline, text, `end`, newline."""
+
+    begins: bool  # any text with bos
+    start: str
+    end: str
+    model_role: str
+    system: str | None  # where none is given; None: the family has no such turn
+    strips: bool  # the blanks around a text
+
+
+_GEMMA = ChatFormat(True, "<start_of_turn>", "<end_of_turn>", "model", None, True)
+_CHATML = ChatFormat(False, "<|im_start|>", "<|im_end|>", "assistant", "You are a helpful assistant.", False)
+CHAT_FORMATS = {"gemma": _GEMMA, "gemma2": _GEMMA, "qwen2": _CHATML}
+
+
+class TextTokenizer:
+    """Text to ids and back, for the model of `config`."""
+
+    def __init__(self, config: LanguageConfig, tokenizer: Tokenizer):
+        """Raises UserError if the tokenizer has more pieces than the embedding rows."""
+        if (pieces := tokenizer.vocab_size()) > config.text.vocab_size:
+            raise UserError(
+                f"the tokenizer is of another model: it has {pieces} pieces, but the embedding only "
+                f"{config.text.vocab_size} rows: take both files from one model"
+            )
+        self.config, self.tokenizer, self.format = config, tokenizer, CHAT_FORMATS[config.text.model_type]
+        control = {*config.eos_token_id, config.pad_token_id, tokenizer.unk_id()}
+        control |= set() if config.bos_token_id is None else {config.bos_token_id}
+        # a base model may have no turns
+        marks = {mark: tokenizer.piece_to_id(mark) for mark in (self.format.start, self.format.end)}
+        self._marks = {mark: id_ for mark, id_ in marks.items() if id_ != tokenizer.unk_id()}
+        self._control = control | set(self._marks.values())
+        self._reserved = [piece for piece in map(tokenizer.id_to_piece, sorted(self._control)) if piece]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, nothing before and nothing behind. Raises UserError if it spells a control token."""
+        for piece in self._reserved:
+            if piece in text:
+                raise UserError(f"the text spells the control token {piece}, which is placed for you: remove it")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"the text is not valid Unicode ({error.reason} at character {error.start})") from None
+        return self.tokenizer.encode(text)
+
+    def prompt(self, text: str) -> list[int]:
+        """The ids of a text that the model is to continue: with bos in front, if its family has one."""
+        return self._begin() + self.encode(text)
+
+    def chat(self, turns: Sequence[Turn], system: str | None = None) -> list[int]:
+        """The ids of a conversation, prompts with their answers; where the last answer is None, the model's turn opens.
+
+        system: what stands before them, None for what the family puts there. Raises UserError for a system text where
+        the family has no such turn, and for a tokenizer without the control tokens of turns.
+        """
+        form = self.format
+        if len(self._marks) < 2:
+            raise UserError(f"the tokenizer has no {form.start} and {form.end}: ask this model without a chat's turns")
+        if system is not None and form.system is None:
+            raise UserError(f"a conversation of {self.config.text.model_type} has no system turn: put it in the prompt")
+        system = form.system if system is None else system
+        said: list[tuple[str, str | None]] = [] if system is None else [("system", system)]
+        for prompt, answer in turns:
+            said += [("user", prompt), (form.model_role, answer)]
+        ids = self._begin()
+        for role, text in said:
+            ids += [
+                self._marks[form.start],
+                *self.encode(f"{role}\n{(text or '').strip() if form.strips else text or ''}"),
+            ]
+            if text is not None:
+                ids += [self._marks[form.end], *self.encode("\n")]
+        return ids
+
+    @property
+    def end_of_turn(self) -> list[int]:
+        """The tokens that end the model's turn, besides the ends of its configuration."""
+        return [self._marks[self.format.end]] if self.format.end in self._marks else []
+
+    def decode(self, ids: Iterable[int] | torch.Tensor) -> str:
+        """The text of answer ids (T,) up to the first that ends an answer or a turn; control tokens are left out."""
+        ids = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
+        ends = {*self.config.eos_token_id, *self.end_of_turn}
+        ids = ids[: next((place for place, id_ in enumerate(ids) if id_ in ends), None)]
+        pieces = self.tokenizer.vocab_size()  # the embedding has a few rows more
+        return self.tokenizer.decode([id_ for id_ in ids if 0 <= id_ < pieces and id_ not in self._control])
+
+    def _begin(self) -> list[int]:
+        bos = self.config.bos_token_id
+        return [bos] if self.format.begins and bos is not None else []
+
+
+def load_text_tokenizer(source: str | Path, revision: str | None = None) -> TextTokenizer:
+    """The tokenizer of a language model, a folder or hub id: tokenizer.json, or tokenizer.model where there is none.
+
+    Qwen's needs the package `tokenizers`. Raises UserError.
+    """
+    folder = resolve(source, ["config.json", "generation_config.json"], revision)
+    config = LanguageConfig.from_file(folder / "config.json")
+    return TextTokenizer(config, load_tokenizer(find_tokenizer(source, revision)))
