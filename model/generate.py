@@ -119,8 +119,8 @@ def generate(
 
     The prompt (B, S) and its pictures are as for `PaliGemma.forward`; each new token is causal. Decoding is greedy at
     temperature 0, else sampled from the smallest set of tokens that holds `top_p` of the probability there. The image
-    token is never chosen: it has no meaning without a picture. `compiled` is a compiled step of this model. also_end:
-    tokens that end a row besides the config's.
+    token is never chosen: it has no meaning without a picture. `compiled` is a compiled step of this model. The tokens
+    `also_end` end a row, too.
     Raises UserError for a temperature below 0 or not finite, a top_p outside (0, 1], or fewer than 1 new token, and
     NonFiniteError for logits before a row's end that are NaN or infinite.
     """
@@ -149,9 +149,6 @@ def generate(
         if compiled is not None:
             compiled.seal()
 
-        def choose(logits: torch.Tensor) -> torch.Tensor:
-            return pick(logits, temperature, top_p, generator, excluded)
-
         def advance(token: torch.Tensor, count: int) -> torch.Tensor:
             if compiled is not None:
                 return compiled(token, types, valid)
@@ -159,9 +156,10 @@ def generate(
             masks = {"token_type_ids": types[:, :seen], "attention_mask": valid[:, :seen]}
             return model(token[:, None], pixel_values=None, **masks, cache=cache)[:, -1]
 
-        eos = model.config.eos_token_id
-        ends = torch.tensor([*(eos if isinstance(eos, tuple) else (eos,)), *also_end], device=logits.device)
-        tokens = _decode(logits, choose, advance, ends, max_new_tokens)
+        eos = torch.tensor(model.config.eos_token_id).view(-1)  # one, or a tuple of several
+        ends = torch.cat((eos, torch.tensor(also_end, dtype=eos.dtype))).to(logits.device)
+        sampling = temperature, top_p, generator, excluded
+        tokens = _decode(logits, lambda logits: pick(logits, *sampling), advance, ends, max_new_tokens)
         is_end = torch.isin(tokens, ends)
         lengths = torch.where(is_end.any(1), is_end.long().argmax(1) + 1, tokens.shape[1]).tolist()
     # copies made outside of inference mode, which autograd may use
