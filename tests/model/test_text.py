@@ -237,10 +237,10 @@ def test_documents_of_a_row_do_not_see_each_other(differential, backend):
     for layer in model.language_model.layers:
         layer.self_attn.backend = backend
     documents = torch.tensor([[0] * 5 + [1] * 6 + [2] * 2, [7] * 9 + [1] * 4])
-    logits = model(ids(), documents)
+    logits = model(ids(), documents=documents)
     changed = ids().clone()
     changed[0, 5:11] = (changed[0, 5:11] + 1) % 64  # all of document 1
-    moved = (model(changed, documents) - logits).abs().amax(-1) > 0
+    moved = (model(changed, documents=documents) - logits).abs().amax(-1) > 0
     assert moved.tolist() == [[False] * 5 + [True] * 6 + [False] * 2, [False] * 13]
 
 
@@ -249,7 +249,7 @@ def test_a_packed_document_is_the_document_alone(differential):
     """Breaks when positions that count on through a row, or the mask, change what a document means."""
     model = stirred(differential)
     documents = torch.tensor([[0] * 5 + [1] * 8, [0] * 9 + [1] * 4])
-    packed = model(ids(), documents)
+    packed = model(ids(), documents=documents)
     for row, cut in ((0, 5), (1, 9)):
         for part in (slice(0, cut), slice(cut, 13)):
             assert relative(packed[row : row + 1, part], model(ids()[row : row + 1, part])) < 1e-5
