@@ -253,7 +253,7 @@ def test_a_packed_document_is_the_document_alone(differential):
     for row, cut in ((0, 5), (1, 9)):
         for part in (slice(0, cut), slice(cut, 13)):
             assert relative(packed[row : row + 1, part], model(ids()[row : row + 1, part])) < 1e-5
-    assert torch.equal(model(ids(), torch.zeros(2, 13)), model(ids()))
+    assert torch.equal(model(ids(), documents=torch.zeros(2, 13)), model(ids()))
 
 
 def test_the_loss_is_the_sum_over_targets():
