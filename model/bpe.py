@@ -63,5 +63,5 @@ def load_bpe(path: str | Path) -> BytePairTokenizer:
         raise UserError(f"{path}: not a tokenizer ({error}): download the file again") from None
     end = tokenizer.token_to_id(END)
     if end is None:
-        raise UserError(f"{path}: has no {END}: this is neither GPT-NeoX's tokenizer (Mamba) nor Qwen's")
+        raise UserError(f"{path}: has no {END}: this is not GPT-NeoX's tokenizer (Mamba's) or Qwen's")
     return BytePairTokenizer(tokenizer, end)
