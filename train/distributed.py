@@ -22,6 +22,10 @@ from model.device import choose_device
 from model.mamba import MambaMixer
 from model.paligemma import PaliGemma
 from model.processor import Processor
+from weights.checkpoint import empty_model
+from weights.fingerprint import gathered
+
+LAYERS = ("vision_tower.encoder.layers", "language_model.layers")
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def leave_world() -> None:
         dist.destroy_process_group()
 
 
-def spread(model: PaliGemma, world: World, shard: bool, autocast: torch.dtype | None = None) -> nn.Module:
+def spread(model: nn.Module, world: World, shard: bool, autocast: torch.dtype | None = None) -> nn.Module:
     """The module to call in place of `model`: itself in one process, else wrapped by DDP, or with `shard` sharded by
     FSDP2 layer by layer.
 
@@ -107,12 +111,27 @@ def spread(model: PaliGemma, world: World, shard: bool, autocast: torch.dtype | 
     policy = MixedPrecisionPolicy()
     if autocast == torch.bfloat16 and computes_in_bf16(model):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in [*model.vision_tower.encoder.layers, *model.language_model.layers]:
+    for layer in layers_of(model):
         fully_shard(layer, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
 
 
-def computes_in_bf16(model: PaliGemma) -> bool:
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers that FSDP2 shards one by one: of the vision tower, if there is one, and of the decoder."""
+    return [layer for name, part in model.named_modules() if name in LAYERS for layer in part]
+
+
+def whole_model(model: nn.Module, world: World) -> nn.Module:
+    """The whole of a model that FSDP2 has sharded, in the main memory of the first process."""
+    whole = empty_model(model.config, next(model.parameters()).dtype)
+    for name, tensor in model.state_dict().items():
+        tensor = gathered(tensor)
+        if world.is_first:
+            whole.load_state_dict({name: tensor.cpu()}, strict=False, assign=True)
+    return whole
+
+
+def computes_in_bf16(model: nn.Module) -> bool:
     """Whether all weights of an fp32 model may be read in bf16: λ and the decay rates of Mamba need fp32."""
     needs_fp32 = model.grafts or any(isinstance(module, MambaMixer) for module in model.modules())
     return not needs_fp32 and all(parameter.dtype == torch.float32 for parameter in model.parameters())

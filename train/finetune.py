@@ -35,7 +35,7 @@ from model.paligemma import PaliGemma
 from train.align import align, check_align
 from train.checkpoint import checkpoints, write_folder
 from train.data.sources import read_records
-from train.distributed import World, join_world, leave_world
+from train.distributed import World, join_world, leave_world, whole_model
 from train.flags import RunArguments
 from train.metrics import draw_loss
 from train.optim import count, trainable
@@ -48,9 +48,8 @@ from train.summary import can_export, evaluate, print_summary, summarize, write_
 from train.supervised import is_sharded, processes_of, train_on
 from train.systems.open import load_base, load_start, open_model, open_processor, weights_dtype
 from train.validation import ASKED, Watch, open_held_out
-from weights.checkpoint import empty_model
 from weights.export import export_model
-from weights.fingerprint import gathered, tensor_fingerprint
+from weights.fingerprint import tensor_fingerprint
 
 
 def fine_tune(settings: Settings, arguments: RunArguments, world: World) -> None:
@@ -140,16 +139,6 @@ def write_weights(model: PaliGemma, folder: Path, settings: Settings, world: Wor
         if world.is_first:
             export_model(whole, folder, companions=files)
     world.barrier()
-
-
-def whole_model(model: PaliGemma, world: World) -> PaliGemma:
-    """The whole of a model that FSDP2 has sharded, in the main memory of the first process."""
-    whole = empty_model(model.config, next(model.parameters()).dtype)
-    for name, tensor in model.state_dict().items():
-        tensor = gathered(tensor)
-        if world.is_first:
-            whole.load_state_dict({name: tensor.cpu()}, strict=False, assign=True)
-    return whole
 
 
 def reopen(settings: Settings, folder: Path, world: World) -> PaliGemma:

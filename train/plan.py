@@ -21,7 +21,7 @@ from train.align import check_align
 from train.cost import StepCost, step_costs
 from train.data.batches import MicroBatch, Order, without_rows
 from train.data.sources import read_records
-from train.distributed import World, computes_in_bf16
+from train.distributed import World, computes_in_bf16, layers_of
 from train.optim import count, trainable
 from train.recipes import GPUS
 from train.settings import Settings, run_stem, step_layout
@@ -144,8 +144,7 @@ def open_sample(order: Order, settings: Settings) -> Sample:
 
 def gathered_bytes(model: PaliGemma, autocast: torch.dtype | None) -> float:
     """Bytes of the weights that FSDP2 gathers at a time: two layers, and what is outside of the layers."""
-    layers = [*model.vision_tower.encoder.layers, *model.language_model.layers]
-    sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
+    sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers_of(model)]
     outside = sum(parameter.nbytes for parameter in model.parameters()) - sum(sizes)
     halved = autocast == torch.bfloat16 and computes_in_bf16(model)
     return (2 * max(sizes) + outside) * (0.5 if halved else 1)

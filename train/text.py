@@ -4,6 +4,7 @@
     python -m train.text --text FILE… --attention plain
     python -m train.text --resume runs/text-differential-1
     python -m train.text --preset small --device cuda --tokens 2e9 --text DIR
+    torchrun --nproc_per_node=8 -m train.text …      several GPUs; with --shard the weights are spread
 
 In: text (`eval/text/corpus.py`) and two tasks (`eval/text/tasks.py`), mixed. Out: a run folder with the corpus and its
 tokenizer, metrics, a picture of the loss, checkpoints to resume from, and `model/`. `eval/text/measures.py` measures
@@ -16,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-from eval.text.corpus import find_corpus, open_corpus, read_texts
+from eval.text.corpus import find_corpus, kept_corpus, open_corpus, read_texts
 from eval.text.tasks import WORDS
-from model.common import UserError, run_command
+from model.common import run_command
 from train.checkpoint import checkpoints, write_folder
-from train.distributed import join_world
+from train.distributed import World, join_world, leave_world, whole_model
 from train.flags import FlagParser, RunArguments, add_flags, add_run_flags, from_values, read_config, take_run_arguments
 from train.metrics import draw_loss
 from train.optim import count
@@ -45,32 +46,47 @@ def parse(argv: Sequence[str] | None) -> tuple[TextSettings, RunArguments]:
     return settings, arguments
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    settings, arguments = parse(argv)
-    world = join_world(settings.device)
-    if world.size > 1:
-        raise UserError("a language model is trained by one process: start it without torchrun")
-    check_empty(arguments.out)
-    if settings.text and arguments.resume is None:
-        read_texts(settings.text)  # a wrong path is refused before a folder is made
+def train(settings: TextSettings, arguments: RunArguments, world: World) -> None:
+    """The whole run: prepare the corpus, train, write the result."""
+    if world.is_first:
+        check_empty(arguments.out)
+        if settings.text and arguments.resume is None:
+            read_texts(settings.text)  # a wrong path is refused before a folder is made
     with run_folder(arguments, settings, f"text-{settings.attention}", "train.text", world) as run:
         folder = Path(settings.corpus or run / "corpus")
         # a run that goes on keeps its tokens, whatever has become of the text: a new corpus would replace them
-        corpus = find_corpus(folder) if checkpoints(run) else None
-        corpus = corpus or open_corpus(folder, settings.text, settings.vocab_size, WORDS)
-        print(f"{len(corpus.ids['train']):,} tokens of text to learn from, {len(corpus.starts['train']) - 1} documents")
-        tokens = tensor_fingerprint({**corpus.ids, **{f"{name}/starts": t for name, t in corpus.starts.items()}})
-        origin = origin_of(settings, {"corpus": f"{corpus.digest} {tokens}"}, world.device, torch.float32)
-        check_resume(run, origin, arguments.allow_changed)
-        model, progress = learn(settings, corpus, run, world, {"origin": origin})
+        corpus, kept = find_corpus(folder) if checkpoints(run) else None, {}
+        if world.is_first:
+            corpus = corpus or open_corpus(folder, settings.text, settings.vocab_size, WORDS)
+            texts = f"{len(corpus.ids['train']):,} tokens of text to learn from"
+            print(f"{texts}, {len(corpus.starts['train']) - 1} documents", flush=True)
+            tokens = tensor_fingerprint({**corpus.ids, **{f"{name}/starts": t for name, t in corpus.starts.items()}})
+            fingerprints = {"corpus": f"{corpus.digest} {tokens}"}
+            kept["origin"] = origin_of(settings, fingerprints, world.device, torch.float32)
+            check_resume(run, kept["origin"], arguments.allow_changed)
+        world.barrier()  # the first process has written the corpus
+        model, progress = learn(settings, corpus or kept_corpus(folder), run, world, kept)
+        if settings.shard and world.size > 1:
+            model = whole_model(model, world)
         write = partial(export_model, model, companions=[folder / "tokenizer.model"])
-        write_folder(write, run / "model", world)
+        write_folder(lambda folder: write(folder) if world.is_first else None, run / "model", world)
+        if not world.is_first:
+            return
         draw_loss(run)
-    print(
-        f"{count(model.parameters()):,} parameters, {settings.attention} attention, {settings.tokens:,.0f} tokens in "
-        f"{progress['seconds']:.0f} s; in {run}: model/, metrics.jsonl, loss.png, checkpoints/"
-    )
-    print(f"next: python -m eval.text all {run}")
+        print(
+            f"{count(model.parameters()):,} parameters, {settings.attention} attention, {settings.tokens:,.0f} tokens "
+            f"in {progress['seconds']:.0f} s; in {run}: model/, metrics.jsonl, loss.png, checkpoints/"
+        )
+        print(f"next: python -m eval.text all {run}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    settings, arguments = parse(argv)
+    world = join_world(settings.device)
+    try:
+        train(settings, arguments, world)
+    finally:
+        leave_world()
 
 
 if __name__ == "__main__":

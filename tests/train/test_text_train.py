@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import os
 import re
 import shutil
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -164,6 +166,57 @@ def test_a_run_keeps_its_tokens_when_the_text_changes(tmp_path):
     main(["--resume", str(run)])
     assert {file.name: file.read_bytes() for file in corpus.iterdir()} == before
     assert metrics(run) == logged
+
+
+def one_of_two(rank: int, runs: dict[int, list[str]]) -> None:
+    """One of the two processes that torchrun would start, for several runs in turn, by the port of each."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for port, given in runs.items():
+        os.environ["MASTER_PORT"] = str(port)
+        main(given)
+
+
+@pytest.mark.long
+def test_two_processes_learn_what_one_does(text_folder, tmp_path):
+    """Breaks when a step has more rows on two processes, a row is learned twice or by nobody, FSDP2 loses a weight of
+    the result, or a run cannot go on with another number of processes."""
+    names, runs = ("ddp", "sharded"), {}
+    step = {"tokens": 4 * 6 * 128, "batch-size": 2, "accumulate": 3, "checkpoint-every": 2}  # 4 steps of 6 rows
+    for name in names:  # each process takes 3 rows of a step, in micro-batches of 2 and 1
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            given = flags(text_folder, tmp_path / "corpus", tmp_path / name, **step)
+            runs[free.getsockname()[1]] = given + (["--shard"] if name == "sharded" else [])
+    torch.multiprocessing.spawn(one_of_two, (runs,), nprocs=2)
+    main(flags(text_folder, tmp_path / "corpus", tmp_path / "alone", **step | {"batch-size": 6, "accumulate": 1}))
+    assert len(list((tmp_path / "sharded/checkpoints/step-4").glob("shard-*.safetensors"))) == 2
+    resumed = tmp_path / "resumed"
+    shutil.copytree(tmp_path / "sharded", resumed, ignore=shutil.ignore_patterns("step-4", "model"))
+    main(["--resume", str(resumed)])
+    losses, weights = (
+        {name: read(tmp_path / name) for name in ("alone", "resumed", *names)}
+        for read in (metrics, lambda run: load_model(run / "model").state_dict())
+    )
+    for name in ("resumed", *names):
+        assert len(losses[name]) == len(losses["alone"]) == 4
+        for ours, theirs in zip(losses[name], losses["alone"], strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-6)
+            assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-4)
+        assert all(torch.allclose(value, weights["alone"][key], 1e-3, 1e-4) for key, value in weights[name].items())
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 6])
+def test_processes_share_the_rows_of_a_step(corpus, processes):
+    """Breaks when a row of a step is taken twice or by no process, or a process takes more than its share."""
+    settings = replace(SETTINGS, accumulate=3)
+    orders = [TextOrder(corpus, settings, "train", rank, processes) for rank in range(processes)]
+    steps = [[micro.names for micro in list(order.steps(2))[0]] for order in orders]
+    assert [sum(map(len, micros)) for micros in steps] == [6 // processes] * processes
+    assert max(len(names) for micros in steps for names in micros) <= settings.batch_size
+    assert [name for micros in steps for names in micros for name in names] == [f"row {n}" for n in range(12, 18)]
+    with pytest.raises(UserError, match="a step of 6 rows .* cannot be shared equally by 4 processes"):
+        TextOrder(corpus, settings, "train", 0, 4)
 
 
 def test_pretraining_on_text_is_this_command(monkeypatch):

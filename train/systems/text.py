@@ -39,7 +39,7 @@ class TextSettings:
     preset: str = flag("tiny", "size of the model", choices=list(TEXT_PRESETS))
     length: int = flag(256, "positions of a row: the longest context", least=SHORTEST, most=2**20)
     batch_size: int = flag(4, "rows of a micro-batch", least=1)
-    accumulate: int = flag(1, "micro-batches of a step", least=1)
+    accumulate: int = flag(1, "micro-batches of a step of one process; several share its rows", least=1)
     tokens: float = flag(2e6, "tokens to learn from", least=1, most=1e15)
     needles: float = flag(0.5, "share of needle documents among those drawn", share=True)
     examples: float = flag(0.25, "share of documents of examples", share=True)
@@ -52,6 +52,7 @@ class TextSettings:
     seed: int = flag(0, "of the weights and of what is drawn", least=0)
     device: str = flag("auto", "cuda, cpu, … (default: cuda if there is one)")
     autocast: str = flag("auto", "autocast dtype (default: bf16 on CUDA, else none)", choices=["auto", "none", "bf16"])
+    shard: bool = flag(False, "several processes: spread weights, gradients and optimizer over them (FSDP2)")
     checkpointing: bool = flag(False, "recompute activations in the backward pass, for memory")
     checkpoint_every: int = flag(200, "steps between checkpoints", least=1)
 
@@ -60,8 +61,13 @@ class TextSettings:
         return TEXT_PRESETS[self.preset].vocab_size
 
     @property
+    def rows(self) -> int:
+        """Rows of a step, of all processes together."""
+        return self.batch_size * self.accumulate
+
+    @property
     def steps(self) -> int:
-        return max(1, round(self.tokens / (self.batch_size * self.accumulate * self.length)))
+        return max(1, round(self.tokens / (self.rows * self.length)))
 
 
 def check(settings: TextSettings) -> None:
@@ -139,11 +145,18 @@ def pack(rows: Sequence[list[list[int]]], names: Sequence[str]) -> TextBatch:
 
 
 class TextOrder:
-    """The rows of every step: step s takes rows s·R … s·R + R − 1, so a run can start at any step."""
+    """The rows of every step: step s takes rows s·R … s·R + R − 1, in equal shares of all processes, so a run can start
+    at any step, on any number of processes that divides R."""
 
-    def __init__(self, corpus: Corpus, settings: TextSettings, split: str = "train"):
+    def __init__(self, corpus: Corpus, settings: TextSettings, split: str = "train", rank: int = 0, processes: int = 1):
         self.corpus, self.settings, self.tasks = corpus, settings, Tasks(corpus, split)
-        self.total = settings.steps
+        self.total, self.rank = settings.steps, rank
+        self.share, rest = divmod(settings.rows, processes)
+        if rest:
+            raise UserError(
+                f"a step of {settings.rows} rows (--batch-size {settings.batch_size} --accumulate "
+                f"{settings.accumulate}) cannot be shared equally by {processes} processes: change one of them"
+            )
         if len(corpus.ids[split]) < settings.length:
             raise UserError(
                 f"the {split} split has {len(corpus.ids[split])} tokens, fewer than a row of {settings.length}: give "
@@ -152,12 +165,14 @@ class TextOrder:
 
     def steps(self, first: int, workers: int = 0, pin: bool = False) -> Iterator[list[TextBatch]]:
         """The micro-batches of each step, from step `first` to the last."""
-        size, each = self.settings.batch_size, self.settings.accumulate
+        size = self.settings.batch_size
         for step in range(first, self.total):
-            yield [self.batch((step * each + n) * size) for n in range(each)]
+            begin = step * self.settings.rows + self.rank * self.share
+            yield [self.batch(begin + done, min(size, self.share - done)) for done in range(0, self.share, size)]
 
-    def batch(self, first: int) -> TextBatch:
-        numbers = range(first, first + self.settings.batch_size)
+    def batch(self, first: int, rows: int | None = None) -> TextBatch:
+        """`rows` rows, by default those of a whole micro-batch."""
+        numbers = range(first, first + (rows or self.settings.batch_size))
         rows = [draw_row(self.corpus, self.tasks, self.settings, number) for number in numbers]
         return pack(rows, [f"row {number}" for number in numbers])
 
@@ -197,8 +212,6 @@ def learn(
         )
     model = new_model(settings.preset, settings.attention == "differential", settings.seed).to(world.device)
     model.language_model.checkpointing = settings.checkpointing
-    optimizer = make_optimizer(model, settings)
-    progress = fit(
-        model, optimizer, TextOrder(corpus, settings), text_loss, LoopOptions.of(settings), run, world, kept=kept
-    )
+    optimizer, order = make_optimizer(model, settings), TextOrder(corpus, settings, "train", world.rank, world.size)
+    progress = fit(model, optimizer, order, text_loss, LoopOptions.of(settings), run, world, kept=kept)
     return model.eval(), progress
