@@ -23,7 +23,8 @@ Picture = Path | Image.Image | Callable[[], Any]  # a file, or what is drawn: an
 class Ask:
     """One question. `picture` is a picture or several; questions with the same `key` share it. `files` are those that
     a function reads: if one is replaced, the question is asked anew. With `choices` the answer is the likeliest of
-    them, else it is decoded greedily. before: earlier turns, prompts with their answers."""
+    them, each with its end token; if also `scored`, the JSON list of their log-probabilities without it; else it is
+    decoded greedily. before: earlier turns, prompts with their answers."""
 
     id: str
     key: str
@@ -32,6 +33,7 @@ class Ask:
     choices: tuple[str, ...] = ()
     files: Collection[Path] = ()
     before: tuple[tuple[str, str], ...] = ()
+    scored: bool = False
 
     def images(self) -> list:
         """The pictures: files, images, or arrays of pixels. A function may return a list of them."""

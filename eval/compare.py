@@ -40,7 +40,8 @@ def compare(reports: Mapping[str, Report]) -> tuple[dict, list[str]]:
     questions = len({id_ for by_id in first.values() for id_ in by_id})
     note = "; differences to the first line, * where the interval has no 0" if len(rows) > 1 else ""
     note += "; blind: the same model on gray pictures" if any(report.blind for report in reports.values()) else ""
-    return values, [f"{questions} questions, 95 % intervals over pictures{note}", "", *markdown_table(head, lines)]
+    over = "pictures" if len(set(pictures.values())) < len(pictures) else "questions"
+    return values, [f"{questions} questions, 95 % intervals over {over}{note}", "", *markdown_table(head, lines)]
 
 
 def percent(scores: Mapping[str, float], pictures: Mapping[str, str]) -> Interval:

@@ -7,6 +7,8 @@ MMNeedle's, `eval/own_files.py` a user's own.
 A file that breaks its format is a `UserError` with its name, the line or record, and the remedy; nothing is skipped.
 """
 
+import csv
+import io
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -14,12 +16,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from model.common import Expected, UserError, file_errors, json_name, quoted, read_field, read_json, read_jsonl, shown
+from model.common import (
+    Expected,
+    UserError,
+    file_errors,
+    json_name,
+    quoted,
+    read_field,
+    read_json,
+    read_jsonl,
+    read_text,
+    shown,
+)
 
 TEXT = Expected(str)
 NAME = Expected(str, 1, 1024)  # of a picture or a question
 NUMBER = Expected(int, 0, 10**12 - 1)
 LIST = Expected(list, 1)
+MAX_VALUE = 64 << 20  # characters of a value in a table, which may be a picture: more is damage, or an attack
 
 # Prompt templates
 
@@ -58,6 +72,21 @@ def lines_of(path: str | Path) -> list[tuple[str, dict]]:
     if not records:
         raise UserError(f"{shown(path)}: holds no records: each line must hold one JSON object")
     return records
+
+
+def read_table(path: str | Path, delimiter: str = ",") -> list[tuple[str, list[str]]]:
+    """The rows of a CSV file, or of one with another delimiter, each with its place. Raises UserError.
+
+    Values that hold delimiters, quotes or newlines are in quotes; those of up to MAX_VALUE characters are read.
+    """
+    csv.field_size_limit(MAX_VALUE)
+    lines, rows = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=delimiter), []
+    try:
+        for row in lines:
+            rows += [(f"{shown(path)}:{lines.line_num}", row)] if row else []
+    except csv.Error as error:
+        raise UserError(f"{shown(path)}:{lines.line_num}: {error}: correct the file or download it again") from None
+    return rows
 
 
 def read_id(record: dict, name: str, where: str) -> int | str:

@@ -58,7 +58,9 @@ def ask_all(
         asked_of = [exact_fingerprint(model), str(model.config), max_new_tokens]
         versions = {q.key: q.versions() for q in {q.key: q for q in questions}.values()}
         marks = [
-            _digest(asked_of, q.key, versions[q.key], q.prefix, _ids(processor, q), q.choices, *q.before)
+            _digest(
+                asked_of, q.key, versions[q.key], q.prefix, _ids(processor, q), q.choices, *q.before, *q.scored * [1]
+            )
             for q in questions
         ]
         logged = read_log(log)
@@ -123,9 +125,10 @@ def log_likelihoods(
     image_features: torch.Tensor,
     image_index: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """log p, in nats, of each row's choices (token ids, the end token included) after its picture and prefix.
+    """log p, in nats, of each row's choices (token ids, with or without the end token) after its picture and prefix.
 
-    A prompt is read once into the cache, whose rows are then repeated for the choices. Raises NonFiniteError.
+    A prompt is read once into the cache, whose rows are then repeated for the choices; choices of one token need no
+    more than the prompt. Raises NonFiniteError.
     """
     owner = torch.tensor([row for row, of_row in enumerate(choices) for _ in of_row], device=batch.input_ids.device)
     longest = max(len(ids) for of_row in choices for ids in of_row)
@@ -142,19 +145,18 @@ def log_likelihoods(
         image_features=image_features,
         image_index=image_index,
     )
-    for layer in cache:
-        pick_rows(layer, owner)
-    rest = model(
-        read.clamp(min=0),
-        None,
-        torch.cat((batch.token_type_ids[owner], torch.ones_like(read)), dim=1),
-        torch.cat((batch.attention_mask[owner], (read != -100).long()), dim=1),
-        cache=cache,
-    )
-    finite = finite_rows(first)[owner] & finite_rows(torch.where((read == -100)[..., None], 0, rest))
+    rest = first[owner, :0]
+    if read.shape[1]:
+        for layer in cache:
+            pick_rows(layer, owner)
+        types = torch.cat((batch.token_type_ids[owner], torch.ones_like(read)), dim=1)
+        valid = torch.cat((batch.attention_mask[owner], (read != -100).long()), dim=1)
+        rest = model(read.clamp(min=0), None, types, valid, cache=cache)
+    known = torch.cat((first[owner], torch.where((read == -100)[..., None], 0, rest)), dim=1)
+    finite = finite_rows(known)
     if not bool(finite.all()):
         raise NonFiniteError(owner[~finite].unique().tolist())
-    each = torch.cat((first[owner], rest), dim=1).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    each = known.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     return list(each.masked_fill(targets == -100, 0).sum(1).split([len(of_row) for of_row in choices]))
 
 
@@ -221,11 +223,14 @@ def _answer_window(
 
 
 def _choose(model, processor, questions: list[Ask], batch: Batch, pictures: dict[str, torch.Tensor]) -> list[str]:
-    """The likeliest choice of each question; all have the same number of choices."""
-    eos = processor.config.eos_token_id
-    choices = [[[*processor.encode(choice), eos] for choice in question.choices] for question in questions]
+    """The likeliest choice of each question, or the log-probabilities of all; each has the same number of choices."""
+    end = [processor.config.eos_token_id]
+    choices = [[processor.continuation(q.prefix, one) + end * (not q.scored) for one in q.choices] for q in questions]
     likelihoods = log_likelihoods(model, batch, choices, *pictures.values())
-    return [q.choices[int(scores.argmax())] for q, scores in zip(questions, likelihoods, strict=True)]
+    return [
+        json.dumps(scores.tolist()) if q.scored else q.choices[int(scores.argmax())]
+        for q, scores in zip(questions, likelihoods, strict=True)
+    ]
 
 
 def _encode(model: PaliGemma, processor: Processor, window: list[Ask], batch_size: int):

@@ -240,6 +240,11 @@ class Processor:
             raise UserError(f"the text is not valid Unicode ({error.reason} at character {error.start})") from None
         return self.tokenizer.encode(text)
 
+    def continuation(self, prefix: str, answer: str) -> list[int]:
+        """The ids of an answer after its prompt, as in training: encoded by itself, since the newline of the prompt's
+        end is a piece of its own, and without a space before it. `prefix` matters where text is continued."""
+        return self.encode(answer)
+
     def decode(self, ids: Iterable[int] | torch.Tensor) -> str:
         """The text of answer tokens (T,) up to the first eos; control and image tokens are left out."""
         ids = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)

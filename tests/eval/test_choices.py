@@ -1,0 +1,215 @@
+"""Multiple choice by likelihood: against transformers, the harness's prompts and its measures worked out by hand."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+from PIL import Image
+from transformers import PaliGemmaForConditionalGeneration
+
+from eval import choices, run
+from eval.choices_files import EXAMS
+from eval.command import Ask
+from model.common import UserError
+from tests.eval.conftest import TOKENIZER
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_likelihoods_are_those_of_transformers(model, processor, source):
+    """Breaks when a choice is read with an end token, with other tokens, or after another question's prompt."""
+    hf = PaliGemmaForConditionalGeneration.from_pretrained(source, attn_implementation="eager").eval()
+    words = sentencepiece.SentencePieceProcessor(model_file=str(TOKENIZER))
+    blocks = np.random.default_rng(0).integers(0, 256, (56, 56, 3), dtype=np.uint8)
+    asks = [
+        Ask(f"{kind} {text}", kind, pictures, text, options, scored=True)
+        for kind, pictures in (("text", ()), ("picture", (Image.fromarray(blocks),)))
+        for text, options in (
+            ("What is a cat?", ("dog", "two cats", "top left")),
+            ("Row: cat 4 key. What is in column 3?\nAnswer:", ("B", "no")),  # one token each
+        )
+    ]
+    found = [json.loads(text) for text in run.ask_all(model, processor, asks, batch_size=5)]
+    image = hf.config.vision_config.image_size // hf.config.vision_config.patch_size
+    for ask, of_ask in zip(asks, found, strict=True):
+        prompt = [hf.config.image_token_index] * image**2 * len(ask.picture) + [2, *words.encode(ask.prefix + "\n")]
+        pixels = processor(ask.picture, ["-"]).pixel_values if ask.picture else None
+        for choice, likelihood in zip(ask.choices, of_ask, strict=True):
+            ids = torch.tensor([prompt + words.encode(choice)])
+            types = (torch.arange(ids.shape[1]) >= len(prompt)).long()[None]
+            positions = torch.arange(1, ids.shape[1] + 1)[None]
+            inputs = {"token_type_ids": types, "attention_mask": torch.ones_like(ids), "position_ids": positions}
+            logits = hf(input_ids=ids, pixel_values=pixels, use_cache=False, **inputs).logits[0].double()
+            each = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None])
+            assert likelihood == pytest.approx(float(each.sum()), abs=1e-5)
+    assert len({round(value, 3) for of_ask in found for value in of_ask}) == 10
+
+
+def question_of(log_likelihoods, words, answer, subject="a"):
+    row = {"id": f"{words}{answer}", "subject": subject, "picture": "", "choices": words, "answer": answer}
+    return row | {"log_likelihoods": log_likelihoods}
+
+
+def test_accuracies_by_hand(tmp_path, capsys):
+    """Breaks when the longer choice is not given its length, a tie takes the last, or subjects weigh as questions."""
+    rows = [
+        question_of([-4.0, -6.0], ["no", "maybe"], 0),  # by character −2 against −1.2: right, wrong
+        question_of([-4.0, -6.0], ["no", "maybe"], 1),  # wrong, right
+        question_of([-3.0, -3.0], ["one", "two"], 0),  # a tie: the first, by both
+        question_of([-3.0, -3.0], ["two", "one"], 1),
+        question_of([-2.0, -3.0], ["学", "éé"], 1, "b"),  # characters, not bytes: −2 against −1.5
+    ]
+    (tmp_path / "R").write_text(json.dumps(rows))
+    choices.main(["score", "--results", str(tmp_path / "R"), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["accuracy"], found["normalised"]) == (40.0, 60.0)
+    assert found["subjects"]["a"] == {"accuracy": 50.0, "normalised": 50.0}
+    assert found["subjects"]["b"] == {"accuracy": 0.0, "normalised": 100.0}
+    assert found["subjects"]["mean over subjects"] == {"accuracy": 25.0, "normalised": 75.0}
+
+
+def write_csv(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(rows)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Two questions of each benchmark, in its official layout."""
+    sums = [[f"{n} + 1 =", n, n + 1, "three\nor four", '"', "B"] for n in range(3)]
+    for subject in ("abstract_algebra", "anatomy"):
+        write_csv(tmp_path / f"mmlu/dev/{subject}_dev.csv", sums)
+        write_csv(tmp_path / f"mmlu/test/{subject}_test.csv", [[" what is it? ", "a", "b", "c", "d", "D"]] * 2)
+    head, row = ["", "Question", "A", "B", "C", "D", "Answer"], [0, "水是", "冰", "气", "液", "火", "C"]
+    for split in ("dev", "test"):
+        write_csv(tmp_path / f"cmmlu/{split}/college_law.csv", [head, row])
+    passage = {
+        "article": "A dog ran.",
+        "questions": ["Who ran?", "It was a  _  .", "The dog  _  ."],
+        "options": [["a dog", "a cat", "a man", "none"], ["cat", "dog", "man", "car"], ["ran", "sat", "ate", "hid"]],
+        "answers": ["A", "B", "A"],
+        "id": "high1.txt",
+    }
+    (tmp_path / "race/test/high").mkdir(parents=True)
+    (tmp_path / "race/test/high/1.txt").write_text(json.dumps(passage))
+    options = [{"text": "rock", "label": "1"}, {"text": "water", "label": "2"}, {"text": "air", "label": "3"}]
+    (tmp_path / "arc").write_text(
+        json.dumps({"id": "M1", "question": {"stem": "What is wet?", "choices": options}, "answerKey": "2"}) + "\n"
+    )
+    Image.new("RGB", (20, 20), "red").save(tmp_path / "red.png")
+    own = [
+        {"question": "What is 1?", "choices": ["two", "one"], "answer": "one", "subject": "sums"},
+        {"question": "What color?", "choices": ["red", "green", "blue"], "answer": 0, "image": "red.png"},
+    ]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in own))
+    return tmp_path
+
+
+MMLU_HEAD = "The following are multiple choice questions (with answers) about abstract algebra.\n\n"
+
+
+def test_prompts_by_hand(files):
+    """Breaks when a space or a newline is not where the harness has it, or a shot is not the dev file's first."""
+
+    def items(task, data, *flags):
+        parser = choices.argparse.ArgumentParser()
+        choices.add_flags(parser)
+        parser.set_defaults(limit=None, allow_outside=False)
+        args = parser.parse_args(["--task", task, "--data", str(files / data), "--prompt", "answer {question}", *flags])
+        return choices.load(args)
+
+    mmlu, sets = items("mmlu", "mmlu", "--shots", "1", "--blind")
+    shot = '0 + 1 =\nA. 0\nB. 1\nC. three\nor four\nD. "\nAnswer: B\n\n'
+    question = "what is it?\nA. a\nB. b\nC. c\nD. d\nAnswer:"
+    assert mmlu[0] == ("abstract_algebra/0", "abstract_algebra", MMLU_HEAD + shot + question, tuple("ABCD"), 3, (), "")
+    assert [item.subject for item in mmlu] == ["abstract_algebra"] * 2 + ["anatomy"] * 2
+    assert [len(ask.picture) for of_set in sets.values() for ask in of_set] == [0] * 4 + [1] * 4
+    assert items("mmlu", "mmlu", "--shots", "0")[0][0].prompt == MMLU_HEAD + question
+    law = "水是\nA. 冰\nB. 气\nC. 液\nD. 火\n答案："
+    cmmlu = items("cmmlu", "cmmlu", "--shots", "1")[0][0]
+    assert cmmlu.prompt == f"以下是关于大学法律的单项选择题，请直接给出正确答案的选项。\n\n{law} C\n\n{law}"
+    assert cmmlu.answer == 2 and len(EXAMS["cmmlu"].names) == 67
+    race = items("race", "race")[0]
+    before = "Article: A dog ran.\n\nQuestion: Who ran?\nAnswer: a dog\n _  .dog\n"
+    assert race == [("1", "race", f"{before}The dog  _  .", ("ran", "sat", "ate", "hid"), 0, (), "")]
+    arc = items("arc", "arc")[0]
+    assert arc == [("M1", "arc", "Question: What is wet?\nAnswer:", ("rock", "water", "air"), 1, (), "")]
+    own, sets = items("jsonl", "own.jsonl", "--blind")
+    assert [(item.prompt, item.answer, item.subject) for item in own] == [
+        ("answer What is 1?", 1, "sums"),
+        ("answer What color?", 0, "own"),
+    ]
+    assert [ask.picture for ask in sets["choices"]] == [(), (files / "red.png",)]
+    assert sets["blind"][0].picture == sets["blind"][1].picture and len(sets["blind"][0].picture) == 1
+
+
+@pytest.mark.long
+def test_several_models_and_a_resumed_run(files, source, twin, workplace, capsys, monkeypatch):
+    """Breaks when the models are not compared on the same questions, or answered ones are asked again."""
+    asked = []
+    score = run.log_likelihoods
+    monkeypatch.setattr(run, "log_likelihoods", lambda *args: asked.append(len(args[2])) or score(*args))
+    flags = ["--task", "jsonl", "--data", str(files / "own.jsonl"), "--blind", "--json", "--model", source]
+    choices.main([*flags, "--adapter", "none", "--adapter", twin])
+    values = json.loads(capsys.readouterr().out)
+    assert sum(asked) == 8  # two models, two questions, with their picture and with a gray one
+    choices.main([*flags, "--adapter", twin, "--out", "runs/eval/twin/choices"])
+    assert sum(asked) == 8
+    assert set(values["comparison"]) == {"random", "random, blind", "twin", "twin, blind"}
+    assert "difference" in values["comparison"]["twin"]["accuracy"]
+    written = json.loads((workplace / "runs/eval/twin/choices/results.json").read_text())
+    assert [len(row["log_likelihoods"]) for row in written] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "content", "expected"),
+    [
+        ("mmlu", "mmlu/test/anatomy_test.csv", "q,a,b,c,d,AB\n", "anatomy_test.csv:1: expected a question, four"),
+        ("mmlu", "mmlu/test/anatomy_test.csv", "q,a,b,c,D\n", "anatomy_test.csv:1: expected a question, four"),
+        ("mmlu", "mmlu/test/anatomy_test.csv", b"\xff\xfe", "anatomy_test.csv: is not UTF-8"),
+        ("mmlu", "mmlu/dev/anatomy_dev.csv", "q,a,b,c,d,A\n", "anatomy_dev.csv: holds 1 questions: lower --shots 3"),
+        ("cmmlu", "cmmlu/test/college_law.csv", "x\n水是,冰,气,液,火,C\n", "college_law.csv:2: expected a question"),
+        ("race", "race/test/high/1.txt", '{"article": 3}', "1.txt: questions is missing"),
+        (
+            "race",
+            "race/test/high/1.txt",
+            '{"article": "a", "questions": ["q"], "options": [["a", "b", "c", "d"]], "answers": ["E"]}',
+            "answers is 'E'",
+        ),
+        ("arc", "arc", '{"id": "1", "question": {"stem": "s", "choices": ["a"]}, "answerKey": "A"}', "arc:1: choices"),
+        ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a", "a"], "answer": "a"}', "own.jsonl:1: answer is 'a'"),
+        ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": 1}', "own.jsonl:1: answer is 1"),
+        ("jsonl", "own.jsonl", '{"question": "q", "choices": [""], "answer": 0}', "own.jsonl:1: choices is ''"),
+        ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": 0, "image": "../x"}', "outside"),
+        ("jsonl", "none.jsonl", None, "none.jsonl: not found"),
+        ("mmlu", "none", None, "holds no test/*_test.csv"),
+        ("scenes", "own.jsonl", None, "--task scenes takes no --data"),
+    ],
+)
+def test_bad_files_are_named(files, task, name, content, expected):
+    """A wrong file is scored, or its user is left without the file, the line and the remedy."""
+    if content is not None:
+        (files / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    data = files / (task if "/" in name else name)
+    flags = ["--shots", "3"] if task == "mmlu" else ["--shots", "1"] if task == "cmmlu" else []
+    with pytest.raises(UserError) as caught:
+        choices.main(["--task", task, "--data", str(data), *flags, "--model", "none"])
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_embedded_questions_are_fair(workplace):
+    """Breaks when a choice is there twice, or the right one has a place of its own."""
+    for task, kinds in (("scenes", 3), ("sentences", 4)):
+        items = choices.load(
+            choices.argparse.Namespace(
+                task=task, data=None, shots=None, prompt="answer en {question}", limit=400, blind=False
+            )
+        )[0]
+        assert len({item.subject for item in items}) == kinds and len(items) == 400
+        assert all(len(set(item.choices)) == len(item.choices) for item in items)
+        places = [item.answer for item in items if len(item.choices) == 4]
+        assert all(0.15 * len(places) < places.count(place) < 0.35 * len(places) for place in range(4))
