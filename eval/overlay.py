@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from eval.figures import DENSITY, INK, PAPER, SERIES, SOFT, Canvas, wrap
+from eval.figures import INK, PAPER, SERIES, SOFT, Canvas, wrap
 
 MORE, LESS = SERIES[1], SERIES[0]  # color-blind readers can distinguish them
 STRENGTH = 0.85  # opacity of full color
@@ -64,7 +64,7 @@ def sheet(image: Image.Image, panels: Sequence[Panel], columns: int, title: str,
         for column, panel in enumerate(of_row, start=1):
             left, top = gap + column * (size + gap), 48 + head + row * (head + tall + foot)
             canvas.text(left + size / 2, top - head / 2, panel.name, 13, INK, "mm")
-            drawn = overlay_attention(image, panel.weights, panel.limit, round(max(size, tall) * DENSITY))
+            drawn = overlay_attention(image, panel.weights, panel.limit, round(max(size, tall) * canvas.scale))
             canvas.picture(left, top, left + size, top + tall, drawn)
             _draw_scale(canvas, left, top + tall + 8, size, panel)
             canvas.text(left + size / 2, top + tall + 38, wrap(panel.note, size, 11.5, 1)[0], 11.5, INK, "mm")
