@@ -27,22 +27,31 @@ from model.config import (
 )
 from model.language_config import CLASSES, LanguageConfig
 
+ROUTERS = ("octaves", "row")
+
 
 @dataclass(frozen=True)
 class WingsConfig(PaliGemmaConfig):
-    """PaliGemma's sizes, and those of the learners. `routed`: with textual learners and routers, from stage 2 on."""
+    """PaliGemma's sizes, and those of the learners and routers, see `model.wings`.
+
+    routed: with textual learners and routers, from stage 2 on. router: what a router reads. router_width: the positions
+    that a router of "row" knows. rotary: learners rotate queries and keys.
+    """
 
     rank: Size = 64
     routed: bool = True
+    router: Annotated[str, Expected(str, choices=ROUTERS)] = "octaves"
+    router_width: Size = 2048  # of the paper's training texts
+    rotary: bool = True
 
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> "WingsConfig":
         base, learners = read_section(raw, "paligemma_config", where), raw.get("learner_config", {})
         authors = "the weights of the authors have the shapes of another decoder and router; train with --wings"
         require_type(raw if base else {}, "wings", where, f" with a paligemma_config: {authors}")
-        if not isinstance(learners, dict) or not learners.keys() <= {"rank", "routed"}:
+        if not isinstance(learners, dict) or not learners.keys() <= LEARNER_FIELDS.keys():
             raise UserError(
-                f"{where}: learner_config is {quoted(learners)}, expected rank and routed: correct the file"
+                f"{where}: learner_config is {quoted(learners)}, expected {', '.join(LEARNER_FIELDS)}: correct the file"
             )
         return cls.beside(PaliGemmaConfig.from_dict(base, where), **learners).check(where)
 
@@ -55,7 +64,7 @@ class WingsConfig(PaliGemmaConfig):
         return {
             "model_type": "wings",
             "paligemma_config": super().to_dict(),
-            "learner_config": {"rank": self.rank, "routed": self.routed},
+            "learner_config": {name: getattr(self, name) for name in LEARNER_FIELDS},
         }
 
     def problems(self) -> list[str]:
@@ -63,6 +72,10 @@ class WingsConfig(PaliGemmaConfig):
         if not problems and width % (2 * heads):
             problems.append(f"a learner cannot cut {width} channels into {heads} heads of an even width")
         return problems
+
+
+# what `WingsConfig` adds, and the defaults
+LEARNER_FIELDS = {f.name: f.default for f in fields(WingsConfig) if f.name not in PaliGemmaConfig.__dataclass_fields__}
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,14 @@ Stage 1 of training has no routers and no textual learners (`routed` False): the
 - A key is visible if it does not come after the query. The code compares indices that leave out the system's tokens
   with positions that include them, so that its textual learner sees later tokens.
 - Padding is hidden as a key, not as a query. Routed learners are added once, not twice. Both learners are cached.
-- The router reads sums of attention weights by distance (`Router`), not weights at absolute positions.
+- The router reads sums of attention weights by distance, not weights at absolute positions, unless `router` of the
+  configuration is "row" (`Router`). Learners rotate queries and keys by their positions, as the code does; the formula
+  has no rotation, nor have learners with `rotary` False.
 
 The router needs the attention weights, so a routed model computes its main attention without a fused kernel.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -52,8 +54,8 @@ class LearnerInput:
 class WingsRope(Rope):
     """The rope of a batch, which every layer receives, and with it the inputs of its learners and router.
 
-    buckets (B, S, Sk): the bucket of a router in which a query counts a key, the octave of their distance, plus OCTAVES
-    for keys of pictures. None for a model without routers.
+    buckets (B, S or 1, Sk): the bucket of a router in which a query counts a key, see `Router`. None for models without
+    routers.
     """
 
     def __init__(
@@ -126,20 +128,23 @@ class Learner(nn.Module):
         q = h·(1 + W_q)    k = x·(1 + W_k)    v = x·(1 + W_v)    out = softmax(RoPE(q)·RoPE(k)ᵀ/√d + mask)·v·W_o
 
     Each W is a product A·B of low rank. W_o has no 1 beside it, so the output starts at zero. Heads are H/N wide, and
-    there are as many key heads as query heads, because the residual path needs all H channels.
+    there are as many key heads as query heads, because the residual path needs all H channels. Without `rotary` there
+    is no RoPE, as in the paper's formula: an output then depends on which keys are visible, not on where they are.
     """
 
-    def __init__(self, width: int, num_heads: int, rank: int):
+    def __init__(self, width: int, num_heads: int, rank: int, rotary: bool = True):
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.rotary = num_heads, rotary
         self.q, self.k, self.v, self.o = (Update(width, rank) for _ in range(4))
 
     def forward(
         self, h: torch.Tensor, rope: Rope, given: LearnerInput, cache: LearnerCache | None = None
     ) -> torch.Tensor:
         """h (B, S, H) to (B, S, H); exactly zero where a query sees no key."""
-        q, x = rope(self.split_heads(h + self.q(h))), given.x
-        k, v = given.rope(self.split_heads(x + self.k(x))), self.split_heads(x + self.v(x))
+        x = given.x
+        q, k, v = (self.split_heads(y + w(y)) for y, w in ((h, self.q), (x, self.k), (x, self.v)))
+        if self.rotary:
+            q, k = rope(q), given.rope(k)
         if cache is not None:
             k, v = cache.extend(k, v)
         # a query with no visible key attends to all keys and its output is zeroed: an empty softmax row is NaN
@@ -155,26 +160,34 @@ class Learner(nn.Module):
 class Router(nn.Module):
     """The weight of each learner for each query: softmax(SiLU(W·a + b)), a the attention weights of the query.
 
-    The authors' a is the row of weights itself, summed over heads: W then depends on absolute positions and limits the
-    length of a text. Here a is the row summed within octaves of the distance, separately for keys of pictures and of
-    text: 2·OCTAVES numbers for any length and padding.
+    `router` of the configuration says what a is, a row of the weights, summed over heads and within buckets of keys:
+
+    "octaves": a bucket is an octave of the distance, apart for keys of pictures and of text: 2·OCTAVES numbers, which
+    mean the same at any place of a text of any length.
+    "row": a bucket is the position of a key, as in the paper's formula, which has the row itself as a: W depends on
+    absolute positions, knows `width` of them (a shorter row is filled with zeros, keys beyond them do not count), and
+    learns nothing of a position that no training text has reached.
 
     W and b start at zero, so that both learners have the weight ½.
     """
 
-    def __init__(self):
+    def __init__(self, width: int = 2 * OCTAVES):
         super().__init__()
-        self.linear = Linear(2 * OCTAVES, 2)
+        self.width = width
+        self.linear = Linear(width, 2)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, weights: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
-        """Attention weights (B, N, S, Sk) and buckets (B, S, Sk) to (B, S, 2): visual, textual."""
+        """Attention weights (B, N, S, Sk) and buckets (B, S or 1, Sk) to (B, S, 2): visual, textual.
+
+        A bucket of the number `width` does not count.
+        """
         row = weights.float().sum(1)
-        row = row.new_zeros(*row.shape[:2], 2 * OCTAVES).scatter_add(-1, buckets, row)
-        return F.silu(self.linear(row.to(self.linear.weight.dtype))).float().softmax(-1)
+        sums = row.new_zeros(*row.shape[:2], self.width + 1).scatter_add(-1, buckets.expand_as(row), row)[..., :-1]
+        return F.silu(self.linear(sums.to(self.linear.weight.dtype))).float().softmax(-1)
 
 
 class WingsAttention(Attention):
@@ -184,10 +197,11 @@ class WingsAttention(Attention):
         with torch.device("meta"):
             super().__init__(**plain.sizes())
         self.adopt(plain)
-        learner = config.text.hidden_size, config.text.num_attention_heads, config.rank
+        learner = config.text.hidden_size, config.text.num_attention_heads, config.rank, config.rotary
         self.visual = Learner(*learner)
         self.textual = Learner(*learner) if config.routed else None
-        self.router = Router() if config.routed else None
+        width = config.router_width if config.router == "row" else 2 * OCTAVES
+        self.router = Router(width) if config.routed else None
 
     def forward(
         self,
@@ -225,7 +239,8 @@ class WingsGemma(Gemma):
         for layer in self.layers:
             assert isinstance(layer, GemmaLayer)
             layer.self_attn = WingsAttention(layer.self_attn, config)
-        self.routed = config.routed
+        self.router = config.router if config.routed else None
+        self.router_width = config.router_width
 
     def geometry(self, x, valid, types, cache: list | None = None, documents=None):
         """As `Gemma.geometry`; the rope is a `WingsRope` with the inputs of the learners and routers.
@@ -242,7 +257,8 @@ class WingsGemma(Gemma):
         All pictures come with the first call (F = 0), which counts n for both kinds. In later calls n is 0 for visual
         and S for textual, without a look at the values, for which the CPU would have to wait on a GPU.
 
-        The bucket of query i and key column c is min(⌊log₂(p_i − p_c + 1)⌋, OCTAVES − 1), plus OCTAVES if c ∈ C_visual.
+        The bucket of query i and key column c is min(⌊log₂(p_i − p_c + 1)⌋, OCTAVES − 1), plus OCTAVES if c ∈ C_visual;
+        for routers of "row" it is p_c − 1, at most their width.
         """
         assert documents is None, "learners do not separate the documents of a row"
         rope, full, sliding = super().geometry(x, valid, torch.ones_like(types), cache)
@@ -262,9 +278,11 @@ class WingsGemma(Gemma):
             keys = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
             mask = columns[name][:, None, None] <= query[:, None]
             inputs[name] = LearnerInput(keys, Rope(rope.positions.gather(1, index), rope.theta), mask)
-        buckets = None
-        if self.routed:
-            buckets = self.bucket(rope.positions, valid.long().cumsum(-1), columns["visual"])
+        buckets, place = None, valid.long().cumsum(-1)  # of the keys
+        if self.router == "row":
+            buckets = (place - 1).clamp(0, self.router_width)[:, None]
+        elif self.router is not None:
+            buckets = self.bucket(rope.positions, place, columns["visual"])
         return WingsRope(rope.positions, rope.theta, buckets=buckets, **inputs), full, sliding
 
     @staticmethod
@@ -300,14 +318,14 @@ class Wings(PaliGemma):
         return [WingsCache(capacity) for _ in self.language_model.layers]
 
 
-def attach(base: PaliGemma, rank: int = 64, *, routed: bool = False, seed: int = 0) -> Wings:
+def attach(base: PaliGemma, rank: int = 64, *, routed: bool = False, seed: int = 0, **options) -> Wings:
     """`base` with learners, sharing its weights. Its outputs are those of `base` with all tokens causal.
 
-    Raises UserError for a base that is not a plain PaliGemma.
+    options: fields of `WingsConfig`. Raises UserError for a base that is not a plain PaliGemma.
     """
     if type(base) is not PaliGemma or base.grafts:
         raise UserError("learners go beside the plain attention of a PaliGemma: take a base without other parts")
-    return _assemble(WingsConfig.beside(base.config, rank=rank, routed=routed), base, seed)
+    return _assemble(WingsConfig.beside(base.config, rank=rank, routed=routed, **options), base, seed)
 
 
 def route(model: Wings, seed: int = 0) -> Wings:
@@ -318,7 +336,7 @@ def route(model: Wings, seed: int = 0) -> Wings:
     """
     if type(model) is not Wings or model.config.routed:
         raise UserError("stage 2 of WINGS goes on from a model of stage 1, which has visual learners and no router")
-    routed = _assemble(WingsConfig.beside(model.config, rank=model.config.rank), model, seed)
+    routed = _assemble(replace(model.config, routed=True), model, seed)
     for module in routed.modules():
         if isinstance(module, WingsAttention):
             up = module.visual.o.B

@@ -54,8 +54,13 @@ def randomized(model, seed: int = 1):
     return model
 
 
-def wings(routed: bool = True, rank: int = 5) -> Wings:
-    return randomized(attach(base(), rank, routed=routed))
+# stage 1, stage 2, and the paper's formula: a router on the row of weights (shorter than some), learners without RoPE
+KINDS = {"1": {"routed": False}, "2": {"routed": True}, "row": {"routed": True, "router": "row", "router_width": 8}}
+KINDS["row"] |= {"rotary": False}
+
+
+def wings(routed: bool = True, rank: int = 5, **options) -> Wings:
+    return randomized(attach(base(), rank, routed=routed, **options))
 
 
 def batch(rows=((2, 1, 3), (None, 0, 4), (0, 1, 2)), side: str = "left", seed: int = 2) -> dict[str, torch.Tensor]:
@@ -82,10 +87,10 @@ def batch(rows=((2, 1, 3), (None, 0, 4), (0, 1, 2)), side: str = "left", seed: i
 
 @pytest.mark.long
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("routed", [False, True])
-def test_no_query_has_a_gradient_from_what_comes_after_it(routed, side):
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_no_query_has_a_gradient_from_what_comes_after_it(kind, side):
     """Breaks when a learner, the router or the mask lets a token see a later one, or padding."""
-    model, inputs = wings(routed), batch(side=side)
+    model, inputs = wings(**KINDS[kind]), batch(side=side)
     decoder, valid = model.language_model, inputs["attention_mask"].bool()
     types = (inputs["input_ids"] != IMAGE).long()
     x = torch.randn(*valid.shape, HIDDEN, generator=torch.Generator().manual_seed(3))
@@ -211,6 +216,13 @@ def test_a_learner_equals_attention_with_merged_weights():
     result = learner(h, Rope(at, 10000.0), input_of(x, of_keys, mask))
     torch.testing.assert_close(result[:, 1:], F.linear(heads, merged["o"]), atol=1e-12, rtol=1e-10)
 
+    learner.rotary = False  # the formula of the paper, which has no positions
+    q, k = (F.linear(t, eye + merged[n]).unflatten(-1, (HEADS, -1)).transpose(1, 2) for t, n in ((h, "q"), (x, "k")))
+    heads = F.scaled_dot_product_attention(q[:, :, 1:], k, v, mask[:, :, 1:]).transpose(1, 2).flatten(2)
+    plain = learner(h, Rope(at, 10000.0), input_of(x, of_keys, mask))
+    torch.testing.assert_close(plain[:, 1:], F.linear(heads, merged["o"]), atol=1e-12, rtol=1e-10)
+    assert (plain - result).abs().max() > 1e-3
+
 
 def test_a_learner_is_8dr_parameters_and_starts_at_zero():
     """Breaks when a learner has a bias or a norm, another rank, or changes the model before it has learned."""
@@ -222,12 +234,12 @@ def test_a_learner_is_8dr_parameters_and_starts_at_zero():
     assert not any(m.weight.any() for n, m in model.named_modules() if re.search(r"(visual|textual)\..\.B$", n))
 
 
-@pytest.mark.parametrize("routed", [False, True])
-def test_the_start_is_the_base(routed):
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_start_is_the_base(kind):
     """Breaks when learners or routers move a logit before they have learned anything, in either stage."""
     plain, inputs = base(), batch()
-    model = attach(plain, 5, routed=routed)
-    for each in (plain, model) if routed else ():  # a router needs the weights: its main attention is never fused
+    model = attach(plain, 5, **KINDS[kind])
+    for each in (plain, model) if kind != "1" else ():  # a router needs the weights: its main attention is never fused
         set_attention_backend(each, "eager")
     causal = inputs | {"token_type_ids": torch.ones_like(inputs["token_type_ids"])}
     valid = inputs["attention_mask"].bool()
@@ -280,6 +292,22 @@ def test_a_router_reads_octaves_of_distance():
     assert decoder.bucket(torch.tensor([[1 << 20]]), at, columns)[0, 0, 0] == OCTAVES - 1  # far away is one group
 
 
+@torch.no_grad()
+def test_a_router_of_the_paper_reads_the_row_itself():
+    """Breaks when a weight is read at another place than its key's position, or padding shifts or cuts the row."""
+    model, seen = wings(**KINDS["row"]), []
+    router = model.language_model.layers[1].self_attn.router
+    router.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
+    inputs = batch(((2, 1, 3), (None, 0, 5)))  # nine tokens, one more than the router knows; five behind padding
+    model(**inputs)
+    weights, shares = seen[0]
+    for row, length in ((0, 9), (1, 5)):
+        own = weights[row, :, -length:, -length:].sum(0)  # (S, S) of the tokens, padding cut off
+        a = F.pad(own, (0, 3))[:, :8]
+        torch.testing.assert_close(shares[row, -length:], F.silu(router.linear(a)).softmax(-1), atol=1e-5, rtol=1e-5)
+    assert router.linear.weight.shape == (2, 8)
+
+
 def test_chosen_first_keeps_the_order_and_fills_up():
     """Breaks when keys of one kind are reordered, lost, or padding passes for one of them."""
     chosen = torch.tensor([[0, 1, 0, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]]).bool()
@@ -330,11 +358,11 @@ def test_a_batch_of_text_alone_gives_every_parameter_a_gradient():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("chunks", [(1, 1, 1), (2, 1), (3,)])
-def test_cached_equals_uncached(routed, chunks):
+def test_cached_equals_uncached(kind, chunks):
     """Breaks when a token read with a cache sees other keys, positions or routes than in one pass over all."""
-    model = wings(routed)
+    model = wings(**KINDS[kind])
     inputs = batch(((2, 1, 6), (None, 0, 9), (0, 1, 5)))
     ids, types, valid = inputs["input_ids"], inputs["token_type_ids"], inputs["attention_mask"]
     with torch.no_grad():
@@ -349,7 +377,7 @@ def test_cached_equals_uncached(routed, chunks):
             at = end
     assert torch.equal(cache[0].visual.keys, pictures)
     assert cache[0].visual.length == cache[0].visual.capacity == SLOTS
-    if routed:
+    if kind != "1":
         # nine tokens of the text-only row, one slot a token: nothing is kept for the picture's
         assert cache[0].textual.length == cache[0].textual.capacity == 9
 
@@ -549,6 +577,12 @@ def test_a_folder_gives_the_same_model(stage_1, tmp_path):
     """Breaks when learners, routers or their sizes do not survive being written and read."""
     first = load_model(stage_1)
     assert isinstance(first, Wings) and not first.config.routed and first.config.rank == 4
+    assert first.config == WingsConfig.beside(first.config, rank=4, routed=False)  # a folder of older versions
+    config = json.loads((stage_1 / "config.json").read_text())
+    config["learner_config"] = {"rank": 4, "routed": False}
+    assert WingsConfig.from_dict(config) == first.config
+    options = {"router": "row", "router_width": 20, "rotary": False}
+    assert vars(route(attach(load_model("embedded"), 4, **options)).config).items() >= options.items()
     second = randomized(route(first), seed=7)
     export_model(second, tmp_path / "model")
     again = load_model(tmp_path / "model")
@@ -584,6 +618,7 @@ def test_weights_of_other_shapes_are_refused(stage_1, tmp_path):
         ({"routed": 1}, "routed is 1, expected true or false"),
         (3, "is 3"),
         ({"heads": 2}, "is {'heads': 2}"),
+        ({"router": "rows"}, "router is 'rows', expected 'octaves' or 'row'"),
     ],
 )
 def test_sizes_that_contradict_are_refused(learners, message):
