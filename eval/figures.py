@@ -240,6 +240,7 @@ def line_chart(
     *,
     pale: Collection[str] = (),
     marked: Collection[str] = (),
+    lines: bool = True,
     log_x: bool = False,
     log_y: bool = False,
     width: float = 680,
@@ -247,7 +248,7 @@ def line_chart(
     intervals: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
 ) -> Image.Image:
     """Named series of (x, y) as lines, a single point as a dot; those in `pale`, such as raw values, are thin, those in
-    `marked` have a dot at each point.
+    `marked` have a dot at each point, without `lines` nothing else.
     `intervals`: for a series, (x, low, high) to draw as upright bars.
 
     Points that are not finite, or not positive on a log axis, break the line. Raises UserError if no point is left.
@@ -276,7 +277,7 @@ def line_chart(
             color, thick = tuple(round(0.35 * part + 0.65 * 255) for part in color), 1.0
         for is_visible, group in groupby(points, visible):
             line = [(x_axis.to(x), y_axis.to(y)) for x, y in group if is_visible]
-            if len(line) > 1:
+            if len(line) > 1 and lines:
                 sheet.line(line, color, thick)
             for point in line if len(line) == 1 or name in marked else ():
                 sheet.dot(*point, 3, color)

@@ -56,6 +56,33 @@ def bootstrap(
     return Interval(float(scores.mean()), float(low), float(high))
 
 
+def correlation(
+    x, y, groups: Sequence[int | str], *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> Interval | None:
+    """Pearson's correlation of points (x, y) with its percentile interval; None where x or y is constant.
+
+    `groups` of points, such as the checkpoints of one run, are drawn anew as a whole. Samples without a correlation are
+    left out.
+    """
+    x, y = (np.asarray(values, dtype=np.float64) - np.mean(values) for values in (x, y))
+    group = np.unique(groups, return_inverse=True)[1]
+    moments = np.ones_like(x), x, y, x * x, y * y, x * y
+    sums = np.stack([np.bincount(group, weights=values) for values in moments])  # (6, groups)
+
+    def pearson(picked: np.ndarray) -> np.ndarray:
+        n, sx, sy, xx, yy, xy = sums[:, picked].sum(axis=-1)
+        spread = np.clip(n * xx - sx**2, 0, None) * np.clip(n * yy - sy**2, 0, None)
+        defined = spread > 1e-18 * n**4
+        return ((n * xy - sx * sy) / np.sqrt(np.where(defined, spread, np.nan)))[defined]
+
+    whole = pearson(np.arange(sums.shape[1])[None])
+    if not len(whole):
+        return None
+    found = pearson(np.random.default_rng(seed).integers(sums.shape[1], size=(resamples, sums.shape[1])))
+    low, high = np.quantile(found, ((1 - confidence) / 2, (1 + confidence) / 2))
+    return Interval(float(whole[0]), float(low), float(high))
+
+
 def blind_guesses(train: Iterable[tuple[Iterable[Hashable], str]], test: Iterable[Iterable[Hashable]]) -> list[str]:
     """The best guess to each question of `test` without its picture: the answer most frequent in `train` under the
     first of its keys that occurs there, of equally frequent ones the first in the alphabet.

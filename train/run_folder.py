@@ -87,7 +87,7 @@ def _claim(arguments: RunArguments, settings, stem: str) -> tuple[Path, IO]:
                     break
         elif not arguments.resume:
             run.mkdir(parents=True, exist_ok=True)
-        lock = _lock(run)
+        lock = lock_folder(run)
         try:
             if not arguments.resume:
                 check_empty(run)
@@ -98,7 +98,7 @@ def _claim(arguments: RunArguments, settings, stem: str) -> tuple[Path, IO]:
     return run, lock
 
 
-def _lock(run: Path) -> IO:
+def lock_folder(run: Path) -> IO:
     """An open file that holds the lock of `run`. A killed process loses its lock, and workers do not inherit it."""
     lock = (run / LOCK).open("w")
     try:

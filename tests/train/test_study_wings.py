@@ -19,11 +19,12 @@ from model.processor import Processor
 from model.wings import attach
 from train import compare
 from train.data.batches import collate
+from train.embedded.text import text_records
 from train.optim import count, trainable
 from train.studies import wings as study_wings
-from train.studies.encoded import EncodedOrder, answer, encoded_loss
+from train.studies.encoded import EncodedOrder, answer, encoded_loss, prepare
 from train.studies.engine import choose_rate
-from train.studies.wings import MARGIN, WingsStudy, lora_rank, prepare, text_records
+from train.studies.wings import MARGIN, WingsStudy, lora_rank
 from train.supervised import supervised_loss
 from weights.load import load_model
 
@@ -86,7 +87,7 @@ def test_prepared_micro_batches_are_causal_and_seen(processor, tmp_path, monkeyp
     drawn = [scenes.sample("scan", "train", number) for number in range(2)]
     turns = [("scan<image>", s.suffix) for s in drawn]
     records = [Record(s.task, str(i), (lambda s=s: s.image,), (turns[i],)) for i, s in enumerate(drawn)]
-    (micro,) = prepare(study, records, 2)
+    (micro,) = prepare(records, processor, base.vision_tower, 2)
     # in this study every row takes the picture where it stands, as WINGS does
     monkeypatch.setattr(Processor, "in_place", lambda self, n_images, turns: list(turns))
     seen = collate(records, processor)
@@ -98,7 +99,7 @@ def test_prepared_micro_batches_are_causal_and_seen(processor, tmp_path, monkeyp
     assert [len(first), len(second)] == [2, 6] and len(first[0].names) == len(first[0].features)
     order = EncodedOrder(len(second), second.__getitem__)
     assert [[m] for m in second[1:]] == list(order.steps(1, 0, False)) and order.total == 6
-    (text,) = prepare(study, text_records(1, 0)[:6], 6)
+    (text,) = prepare(text_records(1, 0)[:6], processor, base.vision_tower, 6)
     assert text.features.shape == (0, 16, 128) and text.tokens > 6
 
 
@@ -115,6 +116,8 @@ def test_answers_to_text_alone_and_to_pictures(processor):
 
 def test_the_study_goes_on_and_tells_what_it_found(tmp_path, capsys, monkeypatch):
     """Breaks when a small study fails, does finished cells again, or leaves a pair or a result out."""
+    one = {name: replace(row, rates=row.rates[:1]) for name, row in study_wings.ROWS.items() if name != "wings"}
+    monkeypatch.setattr(study_wings, "ROWS", {"wings": study_wings.ROWS["wings"]} | one)
     command = ["--rows", "wings", "--seeds", "1", "--scale", "0.01", "--limit", "3", "--out", str(tmp_path)]
     command += ["--threads", str(torch.get_num_threads())]
     compare.main(command)
@@ -129,6 +132,9 @@ def test_the_study_goes_on_and_tells_what_it_found(tmp_path, capsys, monkeypatch
     trained = {name: row["trained"] for name, row in summary["rows"].items()}
     assert trained["full"] == decoder + projector
     assert trained["wings"] - trained["full"] == trained["learners"] - projector <= trained["lora"] - projector
+    # of each run three steps; runs share their starts, which are no points
+    assert summary["runs"] == 5 and [p["step"] for p in summary["checkpoints"]] == [1, 2, 3] * 5
+    assert "15 checkpoints of 5 runs of stage 2" in told and "→" in told and "100 multimodal language models" in told
     monkeypatch.setattr(study_wings, "learn", None)  # nothing is trained again
     compare.main(command)
     assert capsys.readouterr().out.split("\n\n")[:-1] == told.split("\n\n")[:-1]

@@ -6,6 +6,7 @@ pixels, and answers. The projector still has to be applied to the features: it i
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,6 +18,9 @@ from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.siglip import Siglip
 from train.data.batches import MicroBatch, supervised
+from train.distributed import World
+from train.loop import LoopOptions, fit
+from train.optim import Rule, make_adamw, parameter_groups
 from train.supervised import supervised_loss
 
 ENCODED_AT_ONCE = 32  # pictures
@@ -59,6 +63,12 @@ def encode_pictures(pictures: Sequence[Callable], tower: Siglip) -> torch.Tensor
     return torch.cat(parts) if parts else torch.zeros(0, config.num_image_tokens, config.hidden_size)
 
 
+def prepare(records: Sequence[Record], processor: Processor, tower: Siglip, rows: int) -> list[MicroBatch]:
+    """Causal micro-batches of `rows` records, with features of the vision tower in place of pixels."""
+    encoded, numbers = encode(records, tower), range(len(records))
+    return [encoded.batch(processor, numbers[at : at + rows], causal=True) for at in numbers[::rows]]
+
+
 @dataclass(frozen=True)
 class EncodedOrder:
     """An order for the training loop: step n reads the one micro-batch `batch(n)`."""
@@ -74,6 +84,27 @@ class EncodedOrder:
 def encoded_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
     """The loss of a micro-batch whose features have not passed the projector yet, summed over its tokens."""
     return supervised_loss(model, replace(micro, features=model.multi_modal_projector(micro.features)))
+
+
+def learn(
+    model: PaliGemma,
+    rules: Sequence[Rule],
+    micros: Sequence[MicroBatch],
+    run: Path,
+    watch: Callable[[int, dict], dict] | None = None,
+) -> dict:
+    """Train what `rules` name on the micro-batches, in place; an interrupted run goes on. Returns its progress.
+
+    watch(step, progress): called after each step, such as to add to the progress.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    optimizer = make_adamw(parameter_groups(model, rules), (0.9, 0.98))
+    order = EncodedOrder(len(micros), micros.__getitem__)
+    options = LoopOptions(schedule="cosine", warmup=0.05, clip=1.0)
+    alone = World(0, 1, torch.device("cpu"))
+    progress = fit(model, optimizer, order, encoded_loss, options, run, alone, validate=watch)
+    model.eval()
+    return progress
 
 
 @torch.no_grad()
