@@ -1,0 +1,142 @@
+"""The report of the study of WINGS: its tables, its conclusions in words, and its picture.
+
+In: comparison.json. Out: comparison.md and wings.png.
+"""
+
+from collections.abc import Mapping
+
+from PIL import Image
+
+from eval import figures
+from eval.report import markdown_table
+from eval.shift import GROUPS
+from eval.text import sentences
+from train.studies import engine
+from train.studies.engine import spell
+
+PUBLISHED = (
+    ("text-only forgetting, and learners against it", "in miniature: text tasks before and after pictures"),
+    ("attention shift and text, over more than 100 models", "over every checkpoint of all runs, above"),
+    ("LAWS before, in and after the picture", "as published, for each row, above"),
+    ("text and multimodal benchmarks (MMLU, MMMU, …)", "missing: need a language model that can answer them"),
+    ("interleaved pictures and text (IIT)", "missing: its questions are not public"),
+)
+
+
+def to_markdown(summary: dict) -> str:
+    """comparison.md."""
+    rows, before = summary["rows"], summary["before"]
+    head = ["row", "trained in stage 2", "parameters", "rate", "text, %", "change"]
+    head += [*sentences.TASKS, "pictures, %", "attention shift"]
+    tasks = (f"{accuracy:.0f}" for accuracy in before["by_task"].values())
+    body = [["before", "", "", "", spell(before["text"]), "", *tasks, spell(before["pictures"]), ""]]
+    body += [
+        [
+            name,
+            row["trains"],
+            f"{row['trained']:,}",
+            f"{row['rate']:g}",
+            spell(row["text"]),
+            spell(row["change"]),
+            *(f"{value:.0f}" for value in row["by_task"].values()),
+            spell(row["pictures"]),
+            spell(row["shift"]),
+        ]
+        for name, row in rows.items()
+    ]
+    pairs = [
+        [f"{name} - {row['control']}", *(spell(row["difference"][what]) for what in ("text", "pictures", "shift"))]
+        for name, row in rows.items()
+        if "control" in row
+    ]
+    return engine.compose(
+        "Text-only forgetting: tuned on pictures with and without WINGS's learners",
+        f"{len(summary['seeds'])} seed(s), each with a decoder of its own that has learned text alone; "
+        f"{summary['limit']} questions of each text task and as many pictures of the test split. Text: answers right "
+        "in every letter. Pictures: objects named in their place. In brackets: 95 % bootstrap intervals over seeds and "
+        "questions. `*`: the interval excludes 0; n.s.: it does not.",
+        markdown_table(head, body),
+        "## The learners against the same without them",
+        markdown_table(["pair", "text, points", "pictures, points", "attention shift"], pairs),
+        "## LAWS, % of all attention, before and after the second stage",
+        laws_table(rows),
+        "## Attention shift and the loss of text",
+        shift_table(summary),
+        "![results](wings.png)",
+        conclusions=conclusions(summary),
+        published=PUBLISHED,
+    )
+
+
+def laws_table(rows: Mapping[str, dict]) -> list[str]:
+    """LAWS of each row by group and layer: in the model that the second stage starts from → after it."""
+    body = [
+        [name if not number else "", group]
+        + [f"{old[number]:.1f} → {new[number]:.1f}" for old, new in zip(*both, strict=True)]
+        for name, row in rows.items()
+        for both in [(row["laws_percent_before"], row["laws_percent"])]
+        for number, group in enumerate(GROUPS)
+    ]
+    return markdown_table(["row", "LAWS of", *(f"layer {n}" for n in range(1, len(body[0]) - 1))], body)
+
+
+def shift_table(summary: dict) -> list[str]:
+    """The correlation of attention shift with the loss of text, beside the paper's."""
+    rho = summary["correlation"]
+    here = f"{len(summary['checkpoints'])} checkpoints of {summary['runs']} runs of stage 2"
+    found = "not defined: one of them never changes" if rho is None else spell(rho)
+    body = [
+        ["models", "more than 100 multimodal language models", here],
+        ["correlation of attention shift with the loss of text", "positive (a figure without a number)", found],
+    ]
+    return markdown_table(["", "published", "here"], body)
+
+
+def conclusions(summary: dict) -> list[str]:
+    """The differences in words, and what limits them."""
+    rows = summary["rows"]
+    differences = {
+        f"{name} against {row['control']}": {what: row["difference"][what] for what in ("text", "pictures")}
+        for name, row in rows.items()
+        if "control" in row
+    }
+    lines = engine.conclude(differences, len(summary["seeds"]))
+    tried = "; ".join(
+        f"{name} " + ", ".join(f"{rate} ({accuracy:.1f})" for rate, accuracy in row["validation"].items())
+        for name, row in rows.items()
+    )
+    lines.append(f"Rates tried, with the validation pictures read in %: {tried}.")
+    if summary["correlation"] is not None:
+        lines.append(
+            "The correlation over checkpoints has a 95 % bootstrap interval over whole runs, since checkpoints of one "
+            "run are alike. Text and shift of a checkpoint are measured on a quarter of the questions."
+        )
+    if flat := sum(row["flat"] for row in rows.values()):
+        lines.append(f"{flat} prompts have no correlation of LAWS, since a curve is flat; they count as 1.")
+    lines.append(
+        "Four layers are few points for a correlation, and a decoder of a million parameters is no language "
+        "model: this tries the claim's mechanism, not its size."
+    )
+    return lines
+
+
+def draw(summary: dict) -> dict[str, list[Image.Image]]:
+    """wings.png: text, pictures and shift of each row, and its LAWS."""
+    rows = summary["rows"]
+    before = ("before", summary["before"]["text"]["mean"])
+    charts = [
+        engine.chart({name: row[what] for name, row in rows.items()}, title, label, reference)
+        for what, title, label, reference in (
+            ("text", "Text after tuning on pictures", "right answers, %", before),
+            ("pictures", "Pictures", "objects named in their place, %", None),
+            ("shift", "Attention shift", "1 - correlation of LAWS before and after the picture", None),
+        )
+    ]
+    groups = {name: [(p["shift"], p["lost"]) for p in summary["checkpoints"] if p["row"] == name] for name in rows}
+    axes = "attention shift", "points of text lost"
+    charts.append(figures.line_chart(groups, "Every checkpoint", *axes, marked=groups, lines=False))
+    for name, row in rows.items():
+        curves = zip(GROUPS, zip(*row["laws_percent"], strict=True), strict=True)
+        lines = {group: list(enumerate(curve, start=1)) for group, curve in curves}
+        charts.append(figures.line_chart(lines, f"{name}: LAWS", "layer", "% of all attention", height=260))
+    return {"wings.png": charts}
