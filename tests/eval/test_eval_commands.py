@@ -815,7 +815,7 @@ def test_attention_command(source, twin, workplace, capsys):
     red, _, blue = pixels[..., 0], pixels[..., 1], pixels[..., 2]
     maps, right = slice(sheet.width // 5, 4 * sheet.width // 5), slice(4 * sheet.width // 5, None)
     assert (blue - red)[:, right].max() > 60 and (red - blue)[:, right].max() > 60  # the difference has both signs
-    assert (blue - red)[:, maps].max() <= 0 < 60 < (red - blue)[:, maps].max()  # attention is never negative
+    assert (blue - red)[:, maps].max() < 3 < 60 < (red - blue)[:, maps].max()  # attention is never negative
     attention.main(["--adapter", twin, *flags[:-1], "--token", "1", "--layers", "2"])
     table = capsys.readouterr().out
     assert f"of all {both['queries'] + 1} queries" in table and "plain" in table
