@@ -47,8 +47,10 @@ class WingsConfig(PaliGemmaConfig):
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> "WingsConfig":
         base, learners = read_section(raw, "paligemma_config", where), raw.get("learner_config", {})
-        authors = "the weights of the authors have the shapes of another decoder and router; train with --wings"
-        require_type(raw if base else {}, "wings", where, f" with a paligemma_config: {authors}")
+        authors = "the weights of the authors have the shapes of another decoder and router: train with --wings"
+        require_type(raw, "wings", where, f": {authors}")
+        if not base:
+            raise UserError(f"{where}: has no paligemma_config: {authors}")
         if not isinstance(learners, dict) or not learners.keys() <= LEARNER_FIELDS.keys():
             raise UserError(
                 f"{where}: learner_config is {quoted(learners)}, expected {', '.join(LEARNER_FIELDS)}: correct the file"

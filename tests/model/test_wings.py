@@ -600,8 +600,9 @@ def test_weights_of_other_shapes_are_refused(stage_1, tmp_path):
     with pytest.raises(UserError, match="'wings_qwen2'") as caught:
         load_model(tmp_path)
     assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="shapes of another decoder and router"):
-        WingsConfig.from_dict(released | {"model_type": "wings"})
+    for kind, problem in (("wings", "no paligemma_config"), ("wings_qwen2", "model_type is 'wings_qwen2'")):
+        with pytest.raises(UserError, match=f"{problem}.*: the weights of the authors have the shapes of another"):
+            WingsConfig.from_dict(released | {"model_type": kind})
     config = json.loads((stage_1 / "config.json").read_text())
     config["learner_config"]["rank"] = 6
     (tmp_path / "config.json").write_text(json.dumps(config))
