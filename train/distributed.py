@@ -81,6 +81,8 @@ def join_world(device: str = "auto") -> World:
     )
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{local}"
+    elif device == "auto" and size > 1:  # gloo does not have MPS, nor MPS the fp64 of `World.totals`
+        device = "cpu"
     chosen = choose_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)

@@ -15,19 +15,18 @@ from safetensors import safe_open
 
 from eval.records import embedded_records
 from eval.run import Ask, ask_all
+from model import device
 from model.common import UserError
 from model.processor import Processor
 from tests.files import write_vqav2
 from tests.runs import metrics, torchrun
 from train import finetune
 from train.checkpoint import load_checkpoint
-from train.distributed import World, ask_together, divide
+from train.distributed import World, ask_together, divide, join_world
 from train.optim import Rule, make_adamw, parameter_groups
 from train.settings import parse, step_layout
 from train.supervised import make_order
 from weights.load import load_model
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +131,17 @@ def test_processes_must_share_a_step_equally():
     assert World(0, 3, torch.device("cpu")).share(6) == 2
     with pytest.raises(UserError, match="takes 6 micro-batches, which 4 processes cannot share"):
         World(0, 4, torch.device("cpu")).share(6)
+
+
+@pytest.mark.parametrize(("processes", "kind"), [("1", "mps"), ("2", "cpu")])
+def test_several_processes_of_a_mac_take_the_cpu(processes, kind, monkeypatch):
+    """Breaks when they choose MPS, between which gloo cannot exchange tensors, and which has no fp64."""
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    monkeypatch.setitem(device._IS_THERE, "mps", lambda: True)
+    monkeypatch.setitem(device._IS_THERE, "cuda", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    assert join_world().device.type == kind
 
 
 @pytest.mark.parametrize(

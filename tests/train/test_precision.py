@@ -26,7 +26,6 @@ from weights.load import load_model
 pytestmark = pytest.mark.long
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
