@@ -81,8 +81,7 @@ def ask_all(
 
 def layout(processor: Processor, question: Ask, n_images: int, answer: str | None = None) -> TokenRow:
     """A question, with the turns before it and perhaps an answer, as the model of `processor` reads them."""
-    *before, (prefix, _) = processor.in_place(n_images, [*question.before, (question.prefix, "")])
-    return processor.layout(n_images, prefix, answer, before)
+    return processor.row_of(n_images, [*question.before, (question.prefix, answer)])
 
 
 def ask_one_by_one(

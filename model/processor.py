@@ -20,10 +20,10 @@ from model.common import UserError, quoted, shown
 from model.config import PaliGemmaConfig
 from model.images import Picture, load_image, to_pixels
 from model.language_config import LanguageConfig
-from model.source import preset_of, resolve
+from model.source import preset_of
 from model.system_configs import QMambaConfig, TextModelConfig, WingsConfig, read_config
 from model.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
-from model.turns import SLOT, Turn, check_marks
+from model.turns import SLOT, Turn, check_turns
 
 # Token ids; their types: 0 for pictures and the first prompt, which see each other, 1 for all that follows, which is
 # causal; and what is learned: 1 for answers and the eos after each, else 0
@@ -90,11 +90,11 @@ class Processor:
         Needs config.json and tokenizer.json, or tokenizer.model where there is none, and downloads nothing else.
         options: those of the constructor. Raises UserError.
         """
-        preset = preset_of(source)
-        config = preset or read_config(resolve(source, ["config.json"], revision) / "config.json")
+        preset, file = preset_of(source), find_tokenizer(source, revision)
+        config = preset or read_config(file.with_name("config.json"))
         if isinstance(config, TextModelConfig | LanguageConfig):
             raise UserError(f"{shown(source)}: is a language model for text alone: give a model that reads pictures")
-        tokenizer = load_tokenizer(find_tokenizer(source, revision))
+        tokenizer = load_tokenizer(file)
         # the id of <image> is the first one after the tokenizer's pieces, as in PaliGemma
         if preset is not None and preset.image_token_id != tokenizer.vocab_size():
             raise UserError(
@@ -109,7 +109,7 @@ class Processor:
         prefixes: Sequence[str],
         suffixes: Sequence[str] | None = None,
     ) -> Batch:
-        """One row for each prefix, with one picture, a list of pictures, or None for text alone.
+        """One row for each prefix, with one picture, a list of pictures, or None for text alone, see `row_of`.
 
         A picture that is given twice, as the same object or path, is in the batch once. Raises UserError, naming the
         row or file.
@@ -119,28 +119,28 @@ class Processor:
         for number, (entry, prefix, suffix) in enumerate(zip(images, prefixes, suffixes, strict=True)):
             of_row = [] if entry is None else entry if isinstance(entry, list | tuple) else [entry]
             try:
-                rows.append(self.layout(len(of_row), prefix, suffix))
+                rows.append(self.row_of(len(of_row), [(prefix, suffix)]))
             except UserError as error:
                 raise UserError(f"row {number}: {error}") from None
             pictures += of_row
         return self.pad(rows, pictures)
 
-    def layout(
-        self, n_images: int, prefix: str, suffix: str | None = None, before: Sequence[tuple[str, str]] = ()
-    ) -> TokenRow:
+    def row_of(self, n_images: int, turns: Sequence[Turn]) -> TokenRow:
+        """The row of a conversation as this model reads it, see `in_place` and `layout`."""
+        *before, last = self.in_place(n_images, turns)
+        return self.layout(n_images, *last, before)
+
+    def layout(self, n_images: int, prefix: str, suffix: str | None = None, before: Sequence[Turn] = ()) -> TokenRow:
         """One row of a prompt, with its answer in training. before: earlier turns, prompts with their answers.
 
         `<image>` in a prompt marks the place of a picture, once for each picture. Without it pictures come first, as
         in PaliGemma. Raises UserError for another number of marks, and for text that cannot be encoded or is too long.
         """
         turns: list[Turn] = [*before, (prefix, suffix)]
-        for name, text in (pair for turn in turns for pair in zip(("prefix", "suffix"), turn, strict=True)):
-            if not (isinstance(text, str) and text.strip() or name == "suffix" and text is None):
-                raise UserError(f"the {name} is {quoted(text)}, expected a text that is not empty")
+        is_marked = check_turns(n_images, turns)
         # a bound that is known before anything is encoded or laid out
         characters = sum(len(text or "") for turn in turns for text in turn)
         self._check_length(n_images * self.config.num_image_tokens + characters // _MAX_PIECE, prefix, "at least ")
-        is_marked = check_marks(n_images, turns)
         ids, types, learned = [], [], []
         for number, (prompt, answer) in enumerate(turns):
             # the newline is encoded with the prompt: a prompt that ends in one makes a single piece "\n\n" with it
@@ -160,13 +160,13 @@ class Processor:
         self._check_length(len(ids), prefix)
         return ids, types, learned
 
-    def in_place(self, n_images: int, turns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    def in_place(self, n_images: int, turns: Sequence[Turn]) -> list[Turn]:
         """The turns of a conversation as this model reads them.
 
         WINGS and Q-Mamba take a picture where `<image>` stands. PaliGemma takes pictures first: the marks are removed,
         with the blanks around them. Raises UserError for another number of marks than pictures.
         """
-        if not check_marks(n_images, turns) or isinstance(self.config, WingsConfig | QMambaConfig):
+        if not check_turns(n_images, turns) or isinstance(self.config, WingsConfig | QMambaConfig):
             return list(turns)
 
         def gap(found: re.Match) -> str:  # what stays where a mark was

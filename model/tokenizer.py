@@ -201,10 +201,11 @@ Tokenizer = sentencepiece.SentencePieceProcessor | GemmaTokenizer | BytePairToke
 def find_tokenizer(source: str | Path, revision: str | None = None) -> Path:
     """The tokenizer.json of a model, or tokenizer.model where it has none; presets read with the embedded base's.
 
-    Downloads nothing else from the hub. The file of the second name need not exist: `load_tokenizer` says so.
+    Downloads from the hub config.json, which is beside it, and nothing else. The file of the second name need not
+    exist: `load_tokenizer` says so.
     """
     source = EMBEDDED if preset_of(source) else source
-    file = resolve(source, ["tokenizer.json"], revision) / "tokenizer.json"
+    file = resolve(source, ["config.json", "tokenizer.json"], revision) / "tokenizer.json"
     return file if file.exists() else resolve(source, ["tokenizer.model"], revision) / "tokenizer.model"
 
 

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
+import model.generate as generation
 from model.generate import generate, last_valid, pick
 from tests.reference import batch, hf_forward, hf_model, ours, relative_error, right_padded
 
@@ -223,6 +225,15 @@ def test_sampling_is_reproducible():
         return [row.tolist() for row in rows]
 
     assert sample(0) == sample(0) != sample(1)
+
+
+def test_a_question_with_a_mark_is_asked_as_it_is_learned(processor, monkeypatch):
+    """Breaks when `ask` puts a picture into the middle of PaliGemma's prompt, where training has put it first."""
+    asked = []
+    monkeypatch.setattr(generation, "generate", lambda model, ids, *_, **__: asked.append(ids) or ids[:, :0])
+    for prompt in ("Where is <image> the dog?", "Where is the dog?"):
+        generation.ask(torch.nn.Linear(1, 1), processor, [Image.new("RGB", (8, 8))], [prompt])
+    assert torch.equal(*asked)
 
 
 def test_last_valid_on_both_sides():

@@ -466,9 +466,11 @@ def hub(folder, tmp_path, monkeypatch):
 
 
 def test_hub_fetches_only_what_is_needed(hub, processor):
-    """Breaks when opening a processor downloads gigabytes of weights, or twice."""
+    """Breaks when opening a processor downloads gigabytes of weights, or twice, or asks the hub more than needed."""
     for _ in range(2):
+        hub.asked.clear()
         assert Processor.from_source("some/model").config == processor.config
+        assert sum("/revision/" in path for path in hub.asked) == 2  # for tokenizer.json, then for tokenizer.model
     Processor.from_source("some/model", revision="v1")
     assert sorted(hub.fetched) == ["config.json", "tokenizer.model"]
     assert any(path.endswith("/revision/v1") for path in hub.asked)

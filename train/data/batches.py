@@ -178,8 +178,7 @@ def collate(
             if record.pictures and record.key not in opened:
                 found = [picture() if callable(picture) else picture for picture in record.pictures]
                 opened[record.key] = [load_image(picture, draft) for picture in found]
-            *before, last = processor.in_place(len(record.pictures), record.turns)
-            rows.append(processor.layout(len(record.pictures), *last, before))
+            rows.append(processor.row_of(len(record.pictures), record.turns))
             good.append(record)
         except UserError as error:
             bad.append(shown(f"{record.name}: {error}", 600))

@@ -149,8 +149,7 @@ def count_tokens(records: Sequence[Record], processor: Processor, samples: int) 
     for number in range(0, len(records), max(1, -(-len(records) // 20_000))):  # tar shards cannot be sliced
         with contextlib.suppress(UserError):  # training has left it out
             record = records[number]
-            *before, last = processor.in_place(len(record.pictures), record.turns or (("", ""),))
-            lengths.append(len(processor.layout(len(record.pictures), *last, before)[0]))
+            lengths.append(len(processor.row_of(len(record.pictures), record.turns or (("", ""),))[0]))
     return round(samples * sum(lengths) / len(lengths)) if lengths else 0
 
 
