@@ -133,8 +133,8 @@ def fingerprint(model: Adaptable) -> str:
     """A short hash of the weights without the adapter: names, shapes, and 64 values of each tensor, in bf16.
 
     It is the same for a checkpoint opened in fp32 and in bf16 (fp16 rounds differently), whether merged or not. It
-    changes with any training of the base, or a merge into it. Weights that a graft has replaced are not part of it. A
-    quantized model has the hash of its base.
+    changes with any training of the base, or a merge into it. Weights that a graft has replaced are not part of it.
+    Where `base_fingerprint` is set, as for a quantized model, it is that.
     """
     if model.base_fingerprint is not None:
         return model.base_fingerprint
@@ -158,10 +158,13 @@ def save(
     Where FSDP2 has sharded it, every process must call this; one of them with `write`. The config is written last: a
     folder that has one is complete. Raises UserError if the model has no adapter.
     """
-    parameters = adapter_parameters(model).items()
-    tensors = {name: gathered(parameter).detach().cpu().contiguous() for name, parameter in parameters}
-    if not tensors:
+    parameters, tensors = adapter_parameters(model), {}
+    if not parameters:
         raise UserError("the model has no adapter to save: inject LoRA, or graft a variant, first")
+    for name, parameter in parameters.items():
+        whole = gathered(parameter)
+        if write:
+            tensors[name] = whole.detach().cpu().contiguous()
     metadata = {"format": "pt", "base_fingerprint": fingerprint(model)}
     if not write:
         return

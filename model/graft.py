@@ -48,7 +48,7 @@ class Adaptable(nn.Module):
     config: Any
     language_model: Gemma
     grafts: tuple[Graft, ...] = ()  # in the order of the calls
-    base_fingerprint: str | None = None  # of the weights before they were quantized
+    base_fingerprint: str | None = None  # of the frozen weights, before they were quantized; None: not known yet
 
 
 class SwiGLU(nn.Module):

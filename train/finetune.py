@@ -73,6 +73,8 @@ def fine_tune(settings: Settings, arguments: RunArguments, world: World) -> None
         if begins:
             kept["before"] = measure(model, title="before")
         model, optimizer = open_model(settings, world.device, model)
+        if not settings.writes_model:
+            model.base_fingerprint = adapter.fingerprint(model)  # which every saved adapter stores
         if world.is_first:
             fingerprints = {"base": base_fingerprint(model, settings), **data_fingerprints(records)}
             kept["origin"] = origin_of(settings, fingerprints, world.device, weights_dtype(settings, world.device))

@@ -878,6 +878,16 @@ def test_configs_that_are_no_config(tmp_path, model, text):
     assert "\n" not in str(caught.value)
 
 
+def test_only_the_writing_process_copies_the_adapter(model, tmp_path):
+    """Breaks when every GPU's process holds a copy of the adapter in main memory."""
+    adapter.inject(model, adapter.DECODER_TARGETS, 2, 4)
+    model.base_fingerprint = "known"
+    model.to("meta")  # nothing can be copied from there
+    adapter.save(model, tmp_path, write=False)
+    with pytest.raises(NotImplementedError):
+        adapter.save(model, tmp_path)
+
+
 @pytest.mark.long
 def test_folders_and_pipes_in_place_of_files(tmp_path, hf, model):
     """Breaks when a folder is a traceback, or a pipe is waited for."""
