@@ -225,7 +225,7 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
 def command_of(settings: Settings) -> str:
     """The command that gives `settings`: the flags that differ from their defaults, or that a stage has its own for."""
     words = ["python", "-m", "train.finetune"]
-    of_stage = stage_defaults(settings.arch, settings.stage, settings.data == EMBEDDED)
+    of_stage = stage_defaults(settings.arch, settings.stage, settings.is_embedded)
     for field in fields(settings):
         value, name = getattr(settings, field.name), flag_name(field.name)
         if value is None or value == field.default and field.name not in of_stage:
@@ -259,6 +259,11 @@ def check(settings: Settings) -> None:
         )
     if settings.align and not settings.full:
         raise UserError(f"--align {settings.align} trains the vision tower, which no adapter holds: add --full")
+    if settings.patience and (not settings.evaluate or settings.eval_every == 0):
+        raise UserError(
+            f"--patience {settings.patience} counts evaluations during training: leave it out, or --no-evaluate and "
+            "--eval-every 0"
+        )
     if settings.arch not in ("paligemma", *STAGES):
         raise UserError(f"--arch {settings.arch}: expected one of paligemma, {', '.join(STAGES)}")
     if (settings.arch == "paligemma") != (settings.stage is None):

@@ -55,6 +55,14 @@ def test_the_command_of_a_run_gives_its_settings(flags):
     assert parse(shlex.split(command_of(settings))[3:])[0] == settings
 
 
+@pytest.mark.parametrize("without", [["--no-evaluate"], ["--eval-every", "0"]])
+def test_patience_needs_evaluations(without):
+    """Breaks when a run that was to stop early never looks whether it should."""
+    with pytest.raises(UserError, match="^--patience 2 counts evaluations") as caught:
+        parse(["--patience", "2", *without])
+    assert "\n" not in str(caught.value)
+
+
 def test_defaults_are_in_range():
     for settings in (Settings(), TextSettings()):
         check_ranges(settings)
