@@ -10,6 +10,7 @@ Several processes share the examples, and all get the whole result.
 import contextlib
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eval.command import Ask, ask_of
+from eval.command import ask_of
 from eval.records import Record, blind
 from eval.vqa_data import score
 from model.common import UserError, write_text
@@ -27,7 +28,7 @@ from model.device import autocast_of
 from model.paligemma import MAX_LOGITS, PaliGemma
 from model.processor import Processor
 from train.checkpoint import write_folder
-from train.data.batches import MicroBatch, load_batches
+from train.data.batches import MicroBatch, load_batches, text_length
 from train.data.features import FeatureCache
 from train.data.sources import read_records
 from train.distributed import World, ask_together
@@ -85,7 +86,7 @@ class HeldOut:
         with evaluating(model, self.world.device):
             losses, tokens = self._losses(model, records, cache)
             if numbers:
-                asks = [self._ask(records[number]) for number in numbers]
+                asks = [ask_of(records[number]) for number in numbers]
                 longest = min(LONGEST, max(self.lengths[number] for number in numbers))
                 options = {"max_new_tokens": longest, "progress": title, "left_out": {}}
                 for number, answer in zip(
@@ -119,11 +120,6 @@ class HeldOut:
                 losses[places[name]], tokens[places[name]] = loss, count
         return losses, tokens
 
-    def _ask(self, record: Record) -> Ask:
-        """The question of a record, its pictures where they were in training."""
-        ((prefix, _),) = self.processor.in_place(len(record.pictures), record.turns)
-        return replace(ask_of(record), prefix=prefix)
-
     def matches(self, result: Result) -> list[float | None]:
         """Exact match, 0 or 1, of each answer."""
         by_name = score(self.records, result.answers)["exact_match"]
@@ -141,29 +137,36 @@ class HeldOut:
 def open_held_out(
     settings: Settings, processor: Processor, world: World, known: dict[str, list[Record]] | None = None
 ) -> HeldOut | None:
-    """Up to --eval-limit held-out examples, drawn from all; None where there are none.
+    """Up to --eval-limit held-out examples, drawn from all; None where there are none, which a line on stderr says.
 
     Of the embedded scenes, which have tests of their own, a quarter of that. known: see `read_records`. Raises
     UserError for --eval-data that cannot be read.
     """
     most = settings.eval_limit // 4 if settings.is_embedded else settings.eval_limit
+    records: Sequence[Record] = []
     try:
         records = read_records(replace(settings, samples=most), "validation", known)
-    except UserError:
+    except UserError:  # too few pictures
         if settings.eval_data:
             raise
-        return None  # too few pictures
     found: list[Record] = []
     for number in choose(range(len(records)), most):
         with contextlib.suppress(UserError):  # of a damaged shard; training names what it leaves out
             found.append(replace(records[number], sampled=False))
     records = [record for record in found if record.turns]
     if not records:
+        if world.is_first and settings.validation > 0:
+            print(
+                f"nothing is held out: --validation {settings.validation} of the pictures is none, or none that can be "
+                "used: no evaluation of the run; raise it, or give --eval-data",
+                file=sys.stderr,
+            )
         return None
-    lengths = [len(ids) + 1 for ids in processor.tokenizer.encode([r.suffix for r in records])]
+    answers = [[len(ids) + 1 for ids in processor.tokenizer.encode([a for _, a in r.turns])] for r in records]
+    lengths, longest = [of_record[-1] for of_record in answers], max(map(sum, answers))
     # rows of training, or fewer where their logits would take more memory than those of training's loss
-    rows = min(settings.batch_size, max(1, MAX_LOGITS // (processor.config.text.vocab_size * max(lengths))))
-    order = sorted(range(len(records)), key=lambda number: len(records[number].prefix + records[number].suffix))
+    rows = min(settings.batch_size, max(1, MAX_LOGITS // (processor.config.text.vocab_size * longest)))
+    order = sorted(range(len(records)), key=lambda number: text_length(records[number]))
     plan = [order[start : start + rows] for start in range(0, len(order), rows)]
     asked = [number for number, r in enumerate(records) if len(r.turns) == 1]
     generates = 2 * sum(lengths[number] <= LONGEST for number in asked) > len(records)

@@ -23,6 +23,7 @@ from train.data.sources import read_records
 from train.settings import Settings, parse
 from train.summary import gain_over_blind, next_commands, print_held_out
 from train.validation import HeldOut, Watch, choose, open_held_out, read_step
+from weights.fingerprint import tensor_fingerprint
 from weights.load import load_model
 
 COLORS = {"red": (220, 30, 30), "green": (30, 160, 40), "blue": (40, 60, 220), "yellow": (230, 210, 40)}
@@ -51,7 +52,11 @@ def flags(tmp_path_factory) -> list[str]:
 def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
     """Breaks when an evaluation leaves a trace in training, is not made again by a resumed run, or scores wrongly."""
     finetune.main([*flags, "--eval-every", "0", "--out", str(tmp_path / "closed")])
-    finetune.main([*flags, "--eval-every", "2", "--out", str(tmp_path / "open")])
+    hashed = []
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter, "tensor_fingerprint", lambda of: hashed.append(1) or tensor_fingerprint(of))
+        finetune.main([*flags, "--eval-every", "2", "--out", str(tmp_path / "open")])
+    assert 1 <= len(hashed) <= 2  # not at every evaluation: once, and once more if the best step is opened
     closed, whole = metrics(tmp_path / "closed"), metrics(tmp_path / "open")
     scored = [record["step"] for record in whole if "held_out_loss" in record and "exact_match" in record]
     assert scored == [1, 3, 5, 7]
@@ -173,7 +178,7 @@ def test_a_picture_that_was_not_used_is_reported(capsys):
     assert "the picture was not used" in said(result(0, 2), result(0, 2))
 
 
-def test_what_is_held_out(tmp_path, processor):
+def test_what_is_held_out(tmp_path, processor, capsys):
     """Breaks when held-out examples are the first of a file, those of training, or more than asked for."""
     settings = parse(["--data", f"jsonl:{write_colors(tmp_path, 40)}", "--validation", "0.5", "--eval-limit", "8"])[0]
     held_out = open_held_out(settings, processor, WORLD)
@@ -184,11 +189,19 @@ def test_what_is_held_out(tmp_path, processor):
     assert len({number % 4 for number in choose(range(400), 100)}) == 4  # of each task that comes in turn
     assert not {r.key for r in held_out.records} & {r.key for r in read_records(settings)}
     assert sorted(n for batch in held_out.plan for n in batch) == held_out.asked == list(range(8))
-    assert open_held_out(replace(settings, validation=0), processor, WORLD) is None
+    for share in (0, 0.001):  # asked for, and too small for one picture
+        assert open_held_out(replace(settings, validation=share), processor, WORLD) is None
+        assert capsys.readouterr().err.count("nothing is held out: --validation 0.001") == bool(share)
+    talks = [replace(r, turns=(("how many", "one " * 30), *r.turns)) for r in every]
     long = [replace(r, turns=(("caption en", "a red dog " * 30),)) for r in every]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.validation.read_records", lambda *args: long)
         assert not open_held_out(settings, processor, WORLD).asked  # too long to be generated
+        patch.setattr("train.validation.read_records", lambda *args: talks)
+        longest = max(sum(len(processor.encode(answer)) + 1 for _, answer in r.turns) for r in talks)
+        patch.setattr("train.validation.MAX_LOGITS", 2 * longest * processor.config.text.vocab_size)
+        lengthy = open_held_out(settings, processor, WORLD)
+        assert max(map(len, lengthy.plan)) == 2 and max(lengthy.lengths) < longest / 4
 
 
 def test_the_next_commands_fit_the_data():
