@@ -3,10 +3,11 @@
 In: `--device` and `--dtype`. Out: a device that exists, and a dtype.
 """
 
+import contextlib
 import platform
 import re
+import subprocess
 from functools import cache
-from pathlib import Path
 
 import torch
 
@@ -60,13 +61,15 @@ def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
 
 @cache
 def processor_name() -> str:
-    """The CPU's model: sums are rounded in another order on another one."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    """The CPU's model, never empty: sums are rounded in another order on another one."""
+    commands = ["cat", "/proc/cpuinfo"], ["env", "LC_ALL=C", "lscpu"], ["sysctl", "machdep.cpu.brand_string"]
+    for command in commands:  # Linux on x86, Linux on ARM, macOS
+        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+            text = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+            names = re.findall(r"^[ \t]*(?:model name|machdep\.cpu\.brand_string)\s*:[ \t]*(\w.*)", text, re.M | re.I)
+            if names:
+                return " + ".join(dict.fromkeys(name.strip() for name in names))  # small and large cores
+    return platform.processor() or platform.machine() or "unknown processor"
 
 
 def autocast_dtype(name: str, device: torch.device) -> torch.dtype | None:

@@ -7,6 +7,7 @@ import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
 import pytest
@@ -392,6 +393,33 @@ NO_DEVICES = [
 def test_devices_that_do_not_exist(name):
     """Breaks when a device's name ends in a traceback, pages of text, or a model without numbers (meta)."""
     assert refused(choose_device, name).startswith("--device ")
+
+
+CPUS = {  # what `cat /proc/cpuinfo`, `lscpu` and `sysctl` print
+    "AMD EPYC": {"cat": "vendor_id\t: AMD\nmodel name\t: AMD EPYC\n\nmodel name\t: AMD EPYC\n"},
+    "Neoverse-N1": {
+        "cat": "CPU part\t: 0xd0c\n",
+        "env": "BIOS Model name: none\n  Model name:    Neoverse-N1\nModel: 1\n",
+    },
+    "Cortex-A55 + Cortex-A76": {"cat": "", "env": "Model name: Cortex-A55\nModel: 0\nModel name: Cortex-A76\n"},
+    "Apple M1": {"sysctl": "machdep.cpu.brand_string: Apple M1\n"},
+    "unknown processor": {"env": "Model name:  -\n"},
+}
+
+
+@pytest.mark.parametrize("name", CPUS)
+def test_a_processor_has_one_clear_name(name, monkeypatch):
+    """Breaks when results of an ARM machine or a Mac are of "arm", or of nothing."""
+
+    def run(command, **_):
+        if command[0] not in CPUS[name]:
+            raise FileNotFoundError(command[0])
+        return SimpleNamespace(stdout=CPUS[name][command[0]])
+
+    monkeypatch.setattr(device.subprocess, "run", run)
+    for function in ("processor", "machine"):
+        monkeypatch.setattr(device.platform, function, str)
+    assert device.processor_name.__wrapped__() == name
 
 
 @pytest.mark.parametrize("there", [(), ("mps",), ("cuda", "mps")])
