@@ -8,22 +8,25 @@ and the number of the question (as the baselines of VQA do: Antol et al. 2015; Z
 once for all of its questions, so that an answer costs a twentieth of what it does through the decoder.
 """
 
+import contextlib
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from eval.records import Record
+from eval.records import Picture, Record
 from model.common import UserError
 from model.device import autocast_of
 from model.images import load_image, to_pixels
 from model.paligemma import PaliGemma
+from train.data.batches import load
 from train.distributed import World
 from train.optim import MuonAdamW, Rule, count, make_adamw, parameter_groups, rate_factor, set_rates
 from train.settings import Settings
@@ -86,12 +89,10 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
     ]
     rng, size = random.Random(f"align/{settings.seed}"), model.config.vision.image_size
     order = [key for _ in range(settings.align) for key in rng.sample(sorted(asked), len(asked))]
-    steps, losses = range(0, len(order), PICTURES), []
-    bar = tqdm(steps, desc="alignment", unit="batch", disable=not world.is_first)
-    for step, start in enumerate(bar):
-        opened = {
-            key: pixels for key in order[start : start + PICTURES] if (pixels := read(pictures[key], size)) is not None
-        }
+    steps, losses = [order[start : start + PICTURES] for start in range(0, len(order), PICTURES)], []
+    batches = load(Pixels(pictures, size), steps, settings.workers)
+    bar = tqdm(batches, desc="alignment", unit="batch", total=len(steps), disable=not world.is_first)
+    for step, opened in enumerate(bar):
         if not opened:
             continue
         rows = [(place, *pair) for place, key in enumerate(opened) for pair in asked[key]]
@@ -126,12 +127,19 @@ def shifted(pixels: torch.Tensor, rng: random.Random) -> torch.Tensor:
     return F.pad(pixels, (most,) * 4, mode="replicate")[:, top : top + size, left : left + size]
 
 
-def read(picture, size: int) -> torch.Tensor | None:
-    """The pixels (3, size, size) of a record's picture; None if it cannot be read."""
-    try:
-        return to_pixels(load_image(picture() if callable(picture) else picture), size)
-    except UserError:
-        return None
+class Pixels(Dataset):
+    """The pixels (3, size, size) of `pictures` by key, without those that cannot be read."""
+
+    def __init__(self, pictures: Mapping[str, Picture], size: int):
+        self.pictures, self.size = pictures, size
+
+    def __getitem__(self, keys: Sequence[str]) -> dict[str, torch.Tensor]:
+        found = {}
+        for key in keys:
+            picture = self.pictures[key]
+            with contextlib.suppress(UserError):
+                found[key] = to_pixels(load_image(picture() if callable(picture) else picture), self.size)
+        return found
 
 
 def examples(records: Sequence[Record]) -> dict[str, list[tuple[int, int]]]:

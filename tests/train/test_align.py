@@ -1,5 +1,7 @@
 """The alignment stage: the vision tower, and nothing else, learns from the answers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from PIL import Image
@@ -35,7 +37,10 @@ def test_the_tower_alone_learns_the_answers():
     settings = parse(["--recipe", "own", "--align", "12"])[0]
     models = [load_model("tiny") for _ in range(2)]
     before = {name: tensor.clone() for name, tensor in models[0].state_dict().items()}
-    losses = [alignment.align(model, records(70), settings, WORLD) for model in models]
+    losses = [
+        alignment.align(model, records(70), replace(settings, workers=workers), WORLD)
+        for workers, model in enumerate(models)
+    ]
     assert losses[0] == losses[1] and len(losses[0]) == 14  # 12 passes of 70 pictures, by 64
     assert losses[0][-1] < 0.2 < losses[0][0]
     changed = {name for name, tensor in models[0].state_dict().items() if not torch.equal(tensor, before[name])}

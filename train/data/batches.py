@@ -240,11 +240,16 @@ def load_batches(
     cache: FeatureCache | None = None,
 ) -> Iterator[MicroBatch]:
     """The micro-batches of a plan, in its order, decoded by `workers` processes."""
+    return load(_MicroBatches(records, epoch_seed, processor, cache), plan, workers, pin)
+
+
+def load(batches: Dataset, plan: Iterable[Sequence], workers: int, pin: bool = False) -> Iterator:
+    """`batches[item]` for each item of a plan, in its order, made by `workers` processes, 0: by this one."""
     return iter(
         DataLoader(
-            _MicroBatches(records, epoch_seed, processor, cache),
+            batches,
             sampler=plan,
-            batch_size=None,  # each item is a whole micro-batch
+            batch_size=None,  # each item is a whole batch
             num_workers=workers,
             pin_memory=pin,
             generator=torch.Generator(),  # its own: drawing from the global one would change what dropout draws
