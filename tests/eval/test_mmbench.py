@@ -1,0 +1,171 @@
+"""MMBench: 30 questions worked out by hand, its prompts, the spreadsheet, and files that are broken."""
+
+import base64
+import csv
+import io
+import json
+import zipfile
+from xml.etree import ElementTree
+
+import pytest
+from PIL import Image
+
+from eval import mmbench, run
+from model.common import UserError
+
+FOUR = ("cat", "dog", "a red bus", "hat")
+HEAD = ["index", "question", "hint", "A", "B", "C", "D", "answer", "category", "image", "l2-category", "split"]
+# first answer, options, what it names ("" undecided), the answer to the last rotation if it is wrong, is it a hit?
+# B is right; the other rotations are answered rightly, by letter
+BY_HAND = [
+    ("B", FOUR, "B", "", True),
+    ("B.", FOUR, "B", "", True),
+    ("(B)", FOUR, "B", "", True),
+    ("b", FOUR, "", "", False),  # no capital, and no option's text
+    ("B", FOUR, "B", "A", False),  # right at first, wrong when the options have changed places
+    ("C", FOUR, "C", "", False),
+    ("Answer: B", FOUR, "B", "", True),
+    ("The answer is B", FOUR, "B", "", True),
+    ("B is what I think it is", FOUR, "D", "", False),  # not in the last four words; by text, in wHAT
+    ("A or B", FOUR, "", "", False),
+    ("A or B, but the answer is B", FOUR, "B", "", True),  # two letters, then the phrase
+    ("A or B. The correct answer is **b**", FOUR, "B", "", True),
+    ("A or B. The answer is D or C", FOUR, "D", "", False),
+    ("dog", FOUR, "B", "", True),
+    ("A dog", FOUR, "A", "", False),  # the article is a letter first
+    ("It is a Dog!", FOUR, "B", "", True),
+    ("dog and cat", FOUR, "", "", False),
+    ("dogs", FOUR, "B", "", True),  # a substring
+    ("the dog of my neighbour who lives next door", FOUR, "", "", False),  # 43 characters, 2·18 are allowed
+    ("a red bus", FOUR, "C", "", False),
+    ("Z", FOUR, "Z", "", False),
+    ("Z dog", FOUR, "Z", "", False),
+    ("B Z", FOUR, "B", "", True),  # a letter goes before Z
+    ("Cannot determine the answer: B", FOUR, "Z", "", False),
+    ("I'm sorry, but without the image provided, dog", FOUR, "Z", "", False),
+    ("Failed to obtain answer via API. B", ("yes", "Failed to obtain answer via API"), "B", "", True),  # by text
+    ("D", ("yes", "no"), "", "", False),  # no option
+    ("no", ("yes", "no"), "B", "", True),
+    ("B", ("yes", "no", "both"), "B", "", True),
+    ("", FOUR, "", "", False),
+]
+
+
+def picture(color):
+    file = io.BytesIO()
+    Image.new("RGB", (20, 20), color).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def rows_of(questions=BY_HAND):
+    """The file's rows, as official ones are: in rotation k option i stands where option i + k stood."""
+    rows, red, blue = [], picture("red"), picture("blue")
+    for number, (_, options, *_) in enumerate(questions):
+        for turn in range(len(options)):
+            order = options[turn:] + options[:turn]
+            hint = "look" if number == 1 else "nan"
+            image = red if not number and not turn else "0" if number == 1 else blue
+            rest = [f"l3-{number % 3}", image, f"l2-{number % 2}", "dev" if number < 20 else "test"]
+            right = "ABCD"[order.index(options[1])]
+            texts = [*order, *[""] * (4 - len(order))]
+            rows.append([number + turn * mmbench.BASE, f"what, {number}?", hint, *texts, right, *rest])
+    return rows
+
+
+def write(path, rows, head=HEAD):
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter="\t").writerows([head, *rows])
+    return str(path)
+
+
+def test_thirty_questions_by_hand(tmp_path, capsys):
+    """Breaks when an answer names another option than VLMEvalKit's rules say, or one rotation is enough."""
+    assert len(BY_HAND) == 30
+    for text, options, named, _, _ in BY_HAND:
+        assert (mmbench.choose(text, dict(zip("ABCD", options, strict=False))) or "") == named, text
+    said = {}
+    for index, *_, right, _, _, _, _ in rows_of():
+        turn, number = divmod(index, mmbench.BASE)
+        text, options, _, wrong, _ = BY_HAND[number]
+        said[index] = text if not turn else wrong if wrong and turn == len(options) - 1 else right
+    tsv = write(tmp_path / "T", rows_of())
+    (tmp_path / "R").write_text(json.dumps([{"question_id": i, "answer": text} for i, text in said.items()]))
+    mmbench.main(["score", "--tsv", tsv, "--results", str(tmp_path / "R"), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    hits = [hit for *_, hit in BY_HAND]
+    assert (sum(hits), sum(hits[:20])) == (14, 10)
+    assert (found["overall"], found["questions"], found["undecided"]) == (46.67, 30, 6)  # 14/30
+    assert found["splits"]["dev"]["overall"] == 50.0 and found["splits"]["test"]["overall"] == 40.0
+    assert set(found["splits"]["dev"]) == {"overall", "l2-0", "l2-1", "l3-0", "l3-1", "l3-2"}
+    even = [hits[n] for n in range(0, 20, 2)]
+    assert found["splits"]["dev"]["l2-0"] == 10 * sum(even)
+    third = [hits[n] for n in range(20, 30) if n % 3 == 1]
+    assert found["splits"]["test"]["l3-1"] == round(100 * sum(third) / len(third), 2)
+
+
+def test_prompts_by_hand():
+    """Breaks when a wording is not the one that its models were evaluated with."""
+    options = {"A": "cat", "B": "dog"}
+    assert mmbench.by_vlmevalkit("Who?", "look", options) == (
+        "Hint: look\nQuestion: Who?\nOptions:\nA. cat\nB. dog\n"
+        "Please select the correct answer from the options above. \n"
+    )
+    letter = "Answer with the option's letter from the given choices directly."
+    assert mmbench.by_llava("Who?", "look", options) == f"look\nWho?\nA. cat\nB. dog\n{letter}"
+    assert mmbench.by_llava("谁？", "", options) == "谁？\nA. cat\nB. dog\n请直接回答选项字母。"
+    assert mmbench.by_paligemma("Who?", "", options) == "answer en  Who? choose from: cat \t dog"
+
+
+@pytest.mark.long
+def test_a_model_is_asked(source, tmp_path, capsys, monkeypatch):
+    """Breaks when a picture is not the row's, the submission lacks a row, or the likeliest option is not its letter."""
+    asked, ask_all = [], run.ask_all
+    monkeypatch.setattr(
+        "eval.session.ask_all", lambda *args, **options: asked.append(args[2]) or ask_all(*args, **options)
+    )
+    rows = rows_of(BY_HAND[:3])
+    rows[5][HEAD.index("image")] = "no picture"
+    flags = ["--tsv", write(tmp_path / "T", rows), "--model", source, "--max-new-tokens", "2", "--json", "--out"]
+    mmbench.main([*flags, str(tmp_path / "free")])
+    found = json.loads(capsys.readouterr().out)
+    assert found["questions"] == 2 and "T:7" in found["left_out"]["1000001"]  # its question is not scored
+    pixels = [next(iter(ask.images())) for ask in asked[0] if ask.id != "1000001"]
+    colors = [Image.open(file).getpixel((0, 0)) for file in pixels]
+    assert colors == [(255, 0, 0)] + [(0, 0, 255)] * 3 + [(255, 0, 0)] * 3 + [(0, 0, 255)] * 4
+    with zipfile.ZipFile(tmp_path / "free" / "submission.xlsx") as archive:
+        sheet = ElementTree.fromstring(archive.read("xl/sheet.xml"))
+    cells = [["".join(cell.itertext()) for cell in row] for row in sheet[0]]
+    assert cells[0] == ["index", "question", "A", "B", "C", "D", "prediction", "answer", "split"]
+    assert [row[0] for row in cells[1:]] == [str(row[0]) for row in rows] and len(cells) == 13
+    assert cells[2][:6] == ["1000000", "what, 0?", "dog", "a red bus", "hat", "cat"]
+    mmbench.main([*flags, str(tmp_path / "likely"), "--likelihood", "--wording", "paligemma", "--limit", "1"])
+    assert asked[1][1].choices == ("dog", "a red bus", "hat", "cat")
+    letters = [record["answer"] for record in json.loads((tmp_path / "likely" / "results.json").read_text())]
+    assert len(letters) == 4 and set(letters) <= set("ABCD")
+
+
+def broken(place, value):
+    rows = rows_of(BY_HAND[:1])
+    rows[1][place] = value
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "head", "expected"),
+    [
+        (broken(0, "x"), HEAD, "T:3: expected an index"),
+        (broken(9, ""), HEAD, "T:3: expected an index"),
+        (broken(7, "E"), HEAD, "T:3: answer is 'E', not one of A, B, C, D"),
+        (broken(0, "0"), HEAD, "1 duplicate id(s) (0)"),
+        (rows_of(BY_HAND[:1])[:3], HEAD, "T:2: question 0 has rotations [0, 1, 2], expected one for each of its 4"),
+        ([["0", "what?"]], HEAD, "T:2: 2 values for 12 columns"),
+        ([], HEAD, "has no rows"),
+        ([["a"]], ["b"], "has no 'index', 'question'"),
+        ([['"\0']], ["b"], "T: "),
+    ],
+)
+def test_bad_files_are_named(tmp_path, rows, head, expected):
+    """A wrong file is scored, or its user is left without the file, the line and the remedy."""
+    with pytest.raises(UserError) as caught:
+        mmbench.main(["--tsv", write(tmp_path / "T", rows, head), "--model", "none"])
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
