@@ -27,9 +27,12 @@ from lora import adapter
 from model.common import UserError, file_errors, read_field, read_json, shown, write_text
 from model.device import DTYPES, choose_device, choose_dtype
 from model.generate import CompiledStep
+from model.mamba import KERNELS, choose_kernel
 from model.paligemma import PaliGemma
 from model.processor import Processor
+from model.qmamba import set_scan_order
 from model.source import EMBEDDED
+from model.system_configs import SCAN_ORDERS
 from weights.load import load_model
 
 
@@ -72,7 +75,7 @@ def check_figure(path: Path | None) -> None:
 
 
 def add_model_flags(parser: argparse.ArgumentParser, many: bool = False) -> None:
-    """--model, --adapter, --device, --dtype and --max-length. many: several models and adapters may be given."""
+    """--model, --adapter and how they compute. many: several models, adapters and scan orders may be given."""
     several = {"action": "append"} if many else {}
     again = "; give it again to compare" if many else ""
     source = f"a folder, a hub id, a preset, or `embedded`{again} (default: the base of the adapter, else `embedded`)"
@@ -84,6 +87,9 @@ def add_model_flags(parser: argparse.ArgumentParser, many: bool = False) -> None
     add_flag(parser, "--adapter", run, metavar="RUN", **several)
     add_flag(parser, "--device", "cpu, cuda, mps, … (default: cuda or mps if there is one)", "auto")
     add_flag(parser, "--dtype", "of the weights (default: bf16 on CUDA, else fp32)", choices=list(DTYPES))
+    order = f"in which the connector of a Q-Mamba reads the picture{again} (default: as it was trained)"
+    add_flag(parser, "--scan-order", order, choices=SCAN_ORDERS, **several)
+    add_flag(parser, "--kernel", "for the scan of Mamba, on CUDA (default: PyTorch alone)", choices=KERNELS)
     length = "limit of a prompt's tokens, its pictures' included, and of an answer's"
     add_flag(parser, "--max-length", length, 8192, type=positive, metavar="N")
 
@@ -109,11 +115,13 @@ def add_answer_flags(parser: argparse.ArgumentParser, limit: str, default: int |
 
 
 class Subject(NamedTuple):
-    """A model that is asked: its source, the run with its adapter, and its title for tables and figures."""
+    """A model that is asked: its source, the run with its adapter, its title for tables and figures, and the order in
+    which its connector scans, None for that of its training."""
 
     source: str
     run: Path | None
     title: str
+    order: str | None = None
 
     @property
     def name(self) -> str:
@@ -127,6 +135,9 @@ def model_of(args: Namespace) -> Subject:
         args.adapter = last_run() or "none"  # looked up once: another run may end between two calls
         if args.adapter != "none":
             print(f"the last run is asked: {shown(args.adapter)}; --adapter takes another one", file=sys.stderr)
+    if args.scan_order is not None:
+        subject = model_of(Namespace(model=args.model, adapter=args.adapter, scan_order=None))
+        return subject._replace(title=f"{subject.title}-{args.scan_order}", order=args.scan_order)
     run = None if args.adapter in (None, "none") else Path(args.adapter)
     if run is None:
         source = args.model or EMBEDDED
@@ -143,17 +154,25 @@ def title_of(folder: Path) -> str:
 
 def models_of(args: Namespace) -> list[Subject]:
     """The models that repeated flags name: each --model, or each --adapter on the one --model. Raises UserError."""
-    models, adapters = args.model or [None], args.adapter or [None]
+    models, adapters, orders = (given or [None] for given in (args.model, args.adapter, args.scan_order))
     if len(models) > 1 and args.adapter:
         raise UserError("--adapter with several --model: give one base, or none for the adapters' own")
-    subjects = [model_of(Namespace(model=model, adapter=run)) for model in models for run in adapters]
+    subjects = [
+        model_of(Namespace(model=model, adapter=run, scan_order=order))
+        for model in models
+        for run in adapters
+        for order in orders
+    ]
     titles = Counter(subject.title for subject in subjects)
     if repeated := [s.name for s, count in Counter(subjects).items() if count > 1]:
         raise UserError(f"{shown(repeated[0])} is named twice: give each model once")
-    return [
-        s if titles[s.title] == 1 else s._replace(title=str(s.run or s.source).replace(os.sep, "_").strip("_"))
-        for s in subjects
-    ]
+    return [s if titles[s.title] == 1 else s._replace(title=long_title(s)) for s in subjects]
+
+
+def long_title(subject: Subject) -> str:
+    """A title by the whole path, for models of one name."""
+    path = str(subject.run or subject.source).replace(os.sep, "_").strip("_")
+    return path if subject.order is None else f"{path}-{subject.order}"
 
 
 def stored_prompt(subject: Subject) -> str:
@@ -162,7 +181,7 @@ def stored_prompt(subject: Subject) -> str:
     It is in the run's config.json, where it counts for data that has questions: those of the embedded scenes and of
     JSONL files are complete prompts; else in adapter_config.json. Raises UserError for one without {question}.
     """
-    source, run, _ = subject
+    source, run = subject.source, subject.run
     folder = run or (Path(source).parent if Path(source).name == "model" else None)
     for name in ("config.json", "adapter_config.json") if folder else ():
         path = folder / name
@@ -182,6 +201,9 @@ def open_model(args: Namespace, subject: Subject) -> tuple[PaliGemma, Processor]
         raise UserError(f"--max-new-tokens {new_tokens} is more than --max-length {args.max_length}: lower or raise it")
     device = choose_device(args.device)
     model = load_model(subject.source, dtype=choose_dtype(args.dtype, device), device=device)
+    choose_kernel(model, args.kernel, device)
+    if subject.order is not None:
+        set_scan_order(model, subject.order)
     if subject.run is not None:
         adapter.load(model, subject.run)
     return model.eval(), Processor.from_source(subject.source, max_length=args.max_length)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from model.attention import keep_positions
 from model.common import UserError
 from model.linear import Linear, linear
-from model.scan import selective_scan
+from model.scan import selective_scan, use_kernel
 from model.system_configs import MambaConfig
 
 
@@ -203,6 +203,16 @@ class MambaLM(nn.Module):
     def new_cache(self, capacity: int | None = None) -> list[MambaState]:
         """An empty state for each layer; its size does not depend on `capacity`."""
         return self.backbone.new_cache()
+
+
+KERNELS = ("mamba_ssm",)  # what `choose_kernel` takes
+
+
+def choose_kernel(model: nn.Module, kernel: str | None, device: torch.device | str) -> None:
+    """Scan with `kernel` from now on; None: with PyTorch alone. Raises UserError where it would never be used."""
+    if kernel is not None and not any(isinstance(module, MambaMixer) for module in model.modules()):
+        raise UserError(f"--kernel {kernel}: this model has no Mamba layers: leave it out")
+    use_kernel(kernel is not None, device)
 
 
 def _take(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

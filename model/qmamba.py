@@ -13,17 +13,19 @@ released no weights, so this was not compared with their model. Three choices ar
   a trained VL-Mamba (Qiao et al. 2024), whose weights are not read here.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from model.attention import Attention
 from model.common import UserError
 from model.linear import Linear
 from model.mamba import Mamba, MambaMixer, MambaState, initialize_mixer
-from model.paligemma import PaliGemma, initialize
+from model.paligemma import PaliGemma, Projector, initialize
 from model.system_configs import ProjectorConfig, QMambaConfig
 
 
@@ -111,27 +113,37 @@ class QMambaBlock(nn.Module):
 
 
 class QMambaProjector(nn.Module):
-    """From K features of the vision tower to Q vectors of the language model's width."""
+    """From K features of the vision tower to Q vectors of the language model's width.
+
+    The kind "connector" has no queries and no blocks: all K features become vectors, as in VL-Mamba.
+    """
 
     def __init__(self, config: QMambaConfig):
         super().__init__()
         self.config, width = config.projector, config.projector.hidden_size
+        self.checkpointing = False  # recompute each block in the backward pass instead of keeping its activations
         self.vision_proj = Linear(config.vision.hidden_size, width)
         self.vision_norm = nn.LayerNorm(width)
         self.connector = Connector(self.config) if self.config.connector else nn.Identity()
-        self.queries = nn.Parameter(torch.randn(self.config.queries, width) * 0.02)
-        self.blocks = nn.ModuleList(QMambaBlock(self.config) for _ in range(self.config.num_blocks))
+        if self.config.projector == "qmamba":
+            self.queries = nn.Parameter(torch.randn(self.config.queries, width) * 0.02)
+            self.blocks = nn.ModuleList(QMambaBlock(self.config) for _ in range(self.config.num_blocks))
         self.output = Linear(width, config.text.hidden_size)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """features (pictures, K, H of the vision tower) to (pictures, Q, H of the language model)."""
         features = self.connector(self.vision_norm(self.vision_proj(features)))
+        if self.config.projector == "connector":
+            return self.output(features)
         mask = None
         if self.config.local_attention:
             mask = local_mask(len(self.queries), features.shape[1], features.device)[None, None]
         x = self.queries.expand(len(features), -1, -1)
         for block in self.blocks:
-            x = block(x, features, mask)
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, features, mask, use_reentrant=False)
+            else:
+                x = block(x, features, mask)
         return self.output(x)
 
 
@@ -141,16 +153,32 @@ class QMamba(PaliGemma):
     token_type_ids are ignored: the recurrence is causal for image and prefix, too.
     """
 
+    config: QMambaConfig
     language_model: Any  # Mamba in place of Gemma
-    multi_modal_projector: QMambaProjector
+    multi_modal_projector: Any  # Projector or QMambaProjector
 
     @staticmethod
-    def build(config: QMambaConfig) -> tuple[QMambaProjector, Mamba]:
-        return QMambaProjector(config), Mamba(config.text)
+    def build(config: QMambaConfig) -> tuple[nn.Module, Mamba]:
+        return build_projector(config), Mamba(config.text)
 
     def new_cache(self, capacity: int | None = None) -> list[MambaState]:
         """An empty state for each decoder layer; its size does not depend on `capacity`."""
         return self.language_model.new_cache()
+
+
+def build_projector(config: QMambaConfig) -> nn.Module:
+    """The projector of the kind that `config` names."""
+    return Projector(config) if config.projector.projector == "linear" else QMambaProjector(config)
+
+
+def set_scan_order(model: nn.Module, order: str) -> None:
+    """Let the connector scan in one of SCAN_ORDERS from now on. Raises UserError for a model without a connector."""
+    projector = model.multi_modal_projector if isinstance(model, QMamba) else None
+    if not isinstance(projector, QMambaProjector) or not isinstance(projector.connector, Connector):
+        raise UserError(f"--scan-order {order}: this model has no connector that scans: take a Q-Mamba with one")
+    projector.connector.order = order
+    # answers that are logged in one order are not those of another
+    model.config = replace(model.config, projector=replace(model.config.projector, scan_order=order))
 
 
 @torch.no_grad()
@@ -168,6 +196,19 @@ def fill_from_mamba(projector: QMambaProjector, source: Mamba) -> None:
             )
     for block, layer in zip(projector.blocks, source.layers, strict=True):
         block.get_submodule("mixer").load_state_dict(layer.get_submodule("mixer").state_dict())
+
+
+def fresh_projector(config: QMambaConfig, seed: int = 0) -> nn.Module:
+    """A projector with random weights; kinds with a connector have the same weights in all the parts they share."""
+    if config.projector.projector == "linear":
+        return initialize(build_projector(config), seed)
+    whole = QMambaProjector(replace(config, projector=replace(config.projector, projector="qmamba")))
+    initialize_projector(whole, seed)
+    if config.projector.projector == "qmamba":
+        return whole
+    plain = QMambaProjector(config)
+    plain.load_state_dict({name: whole.state_dict()[name] for name in plain.state_dict()})
+    return plain
 
 
 @torch.no_grad()

@@ -90,14 +90,17 @@ def _check_shapes(x, delta, A, B, C, state) -> tuple[int, int, int, int]:
     return batch, length, channels, size
 
 
-def use_kernel(on: bool = True) -> None:
+def use_kernel(on: bool = True, device: torch.device | str = "cuda") -> None:
     """Let GPUs scan with the kernel of the package mamba_ssm where a sequence starts without a state; False: never.
 
-    Raises UserError if the package is not installed.
+    Raises UserError if the package is not installed, or `device` is no GPU of NVIDIA's.
     """
     global _kernel_is_on
+    remedy = "pip install mamba-ssm, on a machine with CUDA, or leave --kernel out"
     if on and importlib.util.find_spec("mamba_ssm") is None:
-        raise UserError("mamba_ssm is not installed: pip install mamba-ssm, on a machine with CUDA, or do without")
+        raise UserError(f"mamba_ssm is not installed: {remedy}")
+    if on and torch.device(device).type != "cuda":
+        raise UserError(f"mamba_ssm computes on CUDA alone, not on {device}: leave --kernel out")
     _kernel_is_on = on
 
 

@@ -171,12 +171,15 @@ MAMBA_PRESETS: dict[str, MambaConfig] = {
 
 
 SCAN_ORDERS = ("bidirectional", "forward", "backward")
+# With learned queries; without them, each feature a vector, as in VL-Mamba; one linear map, as in LLaVA
+PROJECTORS = ("qmamba", "connector", "linear")
 
 
 @dataclass(frozen=True)
 class ProjectorConfig:
     """Sizes of the Q-Mamba projector. Defaults: the paper's, with 256 queries (it reports 128, 256, 512 and 729)."""
 
+    projector: Annotated[str, Expected(str, choices=PROJECTORS)] = "qmamba"
     queries: Size = 256
     hidden_size: Size = 768
     num_blocks: Depth = 24
@@ -204,8 +207,8 @@ class QMambaConfig(Config):
 
     @property
     def num_image_tokens(self) -> int:
-        """Positions of one picture in the sequence: one per query."""
-        return self.projector.queries
+        """Positions of one picture in the sequence: one per query, or per feature if there are no queries."""
+        return self.projector.queries if self.projector.projector == "qmamba" else self.vision.num_image_tokens
 
     @property
     def pad_token_id(self) -> int:
@@ -241,7 +244,9 @@ class QMambaConfig(Config):
     def problems(self) -> list[str]:
         v, p = self.vision, self.projector
         problems = v.problems() + field_problems(p, "projector_config.") + self.text.problems() + field_problems(self)
-        if not problems and p.queries > v.num_image_tokens:
+        if p.projector == "connector" and not p.connector:
+            problems.append("projector is 'connector', but connector is false: take one of them back")
+        if not problems and self.num_image_tokens > v.num_image_tokens:
             problems.append(f"{p.queries} queries are more than the picture's {v.num_image_tokens} features")
         if not problems and p.hidden_size % p.num_attention_heads:
             problems.append(f"projector width {p.hidden_size} is no multiple of {p.num_attention_heads} heads")

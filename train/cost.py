@@ -21,6 +21,7 @@ from model.paligemma import PaliGemma
 from train.data.batches import MicroBatch
 from train.optim import trainable
 from train.supervised import supervised_loss
+from train.systems.open import set_checkpointing
 
 aten = torch.ops.aten
 
@@ -117,7 +118,7 @@ class _Counter(TorchDispatchMode):
 def step_costs(
     model: PaliGemma, micro: MicroBatch, autocast: torch.dtype | None, accumulates: bool = False
 ) -> tuple[StepCost, StepCost]:
-    """What a step of `model` costs, without and with checkpointing of the decoder.
+    """What a step of `model` costs, without and with checkpointing.
 
     model: on the meta device, what is trained requires gradients; afterwards it is of no use. accumulates: gradients of
     an earlier micro-batch are there when this one begins.
@@ -138,7 +139,7 @@ def step_costs(
             counter.live = counter.peak = gradients if accumulates else 0
             shapes = _shapes_of(micro, fake, counter)
             model.train()
-            model.language_model.checkpointing = checkpointing
+            set_checkpointing(model, checkpointing)
             with torch.autocast("cpu", autocast, enabled=autocast is not None):
                 loss = supervised_loss(model, shapes)
             (loss / micro.tokens).backward()

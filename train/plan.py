@@ -63,21 +63,24 @@ class PlanRow:
         return self.flops / (share * GPUS[gpu][0] * self.gpus) / 3600
 
 
-def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
+def plan(
+    settings: Settings, name: str | None = None, gpus: int = 1, start: tuple[PaliGemma, Processor] | None = None
+) -> PlanRow:
     """What the run of `settings` on `gpus` GPUs would take. Raises UserError for all that the run would refuse.
 
-    `device` decides dtypes, as in the run; "auto" is a GPU here.
+    `device` decides dtypes, as in the run; "auto" is a GPU here. start: a model on the meta device, in the run's dtype,
+    and its processor, where there are no files of it yet.
     """
     rows, micro_batches = step_layout(settings, gpus)
     records, accumulates = read_records(settings), micro_batches > gpus
     device = torch.device("cuda" if settings.device == "auto" else settings.device)
     dtype = dtype_name(weights_dtype(settings, device))
-    model, _ = open_model(replace(settings, dtype=dtype), torch.device("meta"))
+    model, _ = open_model(replace(settings, dtype=dtype), torch.device("meta"), start and start[0])
     if settings.align:
         check_align(model, records)
     learned, autocast = trainable(model), autocast_dtype(settings.autocast, device)
     result = sum(tensor.nbytes for tensor in (model.state_dict() if settings.writes_model else learned).values())
-    processor = open_tokenizer(settings, model)
+    processor = start[1] if start else open_tokenizer(settings, model)
     order = make_order(records, processor, settings, World(0, gpus, torch.device("cpu")))
     sample = open_sample(order, settings)
     parameters, trained = count(model.parameters()), count(learned.values())

@@ -140,7 +140,9 @@ class Settings:
     quantize: str | None = flag(
         None, "hold the frozen weights in 8 bits, for memory (default: as --dtype)", choices=["int8"]
     )
-    checkpointing: bool = flag(False, "recompute the decoder's activations in the backward pass, for memory")
+    checkpointing: bool = flag(
+        False, "recompute the activations of decoder and projector in the backward pass, for memory"
+    )
     shard: bool = flag(False, "with torchrun: FSDP2 instead of DDP")
     compile: bool = flag(False, "torch.compile the model")
     evaluate: bool = flag(True, "evaluate on held-out examples, before, during and after training")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from eval import scenes
 from model.common import UserError
@@ -22,23 +21,27 @@ from train.embedded import mamba as embedded_mamba
 from train.optim import count
 from train.studies import qmamba as study_qmamba
 from train.studies.encoded import encoded_loss
-from train.studies.qmamba import ROWS, TABLES, TASKS, QMambaStudy, encoded_samples, shuffled
+from train.studies.qmamba import TASKS, QMambaStudy, encoded_samples, read_arguments, shuffled
+from train.studies.qmamba_tables import CONTROL, SCENE_TABLES, SCENES, conclusions
 from train.systems import qmamba
-from weights.load import load_mamba
+from weights.export import export_model
+from weights.load import load_mamba, load_model
+
+
+def study_of(out: Path, *flags: str) -> QMambaStudy:
+    return read_arguments(["--limit", "4", "--threads", "1", "--out", str(out), *flags])[0]
 
 
 @pytest.fixture
 def study(tmp_path) -> QMambaStudy:
-    return QMambaStudy(tmp_path, 1.0, 4, "fingerprint")
+    return study_of(tmp_path)
 
 
 @pytest.fixture
 def tiny(monkeypatch):
     """The study at a hundredth of its size."""
     small = replace(qmamba.TINY, hidden_size=16, num_blocks=1)
-    monkeypatch.setattr(study_qmamba, "TINY", small)
     monkeypatch.setattr(qmamba, "TINY", small)
-    monkeypatch.setattr(study_qmamba, "SAMPLES", {1: 32, 2: 32})
     monkeypatch.setattr(study_qmamba, "SCENES_IN_WORDS", 32)
 
 
@@ -53,31 +56,31 @@ def processor_of(model) -> Processor:
 
 def test_rows_differ_in_what_they_name_alone(study):
     """Breaks when a row starts from other weights than the one it is compared with, beyond its own change."""
-    models = {name: study_qmamba.make_qmamba(study, ROWS[name], 3) for name in ("local", "global", "4 queries")}
+    models = {name: study_qmamba.make_qmamba(study, SCENES[name], 3) for name in ("local", "global", "4 queries")}
     local = models["local"].state_dict()
     for name, model in models.items():
         for key, value in model.state_dict().items():
             if key != "multi_modal_projector.queries" or name == "global":
                 assert torch.equal(value, local[key]), (name, key)
     assert models["global"].config.projector == replace(models["local"].config.projector, local_attention=False)
-    other = study_qmamba.make_qmamba(study, ROWS["local"], 4).multi_modal_projector
+    other = study_qmamba.make_qmamba(study, SCENES["local"], 4).multi_modal_projector
     assert not torch.equal(other.output.weight, local["multi_modal_projector.output.weight"])
 
 
-def test_the_control_is_as_large_as_the_row():
+def test_the_control_is_as_large_as_the_row(study):
     """Breaks when the transformer wins by its size."""
 
     def learns(model):
         return count(p for name, p in model.named_parameters() if not name.startswith("vision_tower."))
 
-    local = learns(study_qmamba.make_qmamba(None, ROWS["local"], 0))
-    assert abs(learns(study_qmamba.PaliGemma(study_qmamba.CONTROL)) / local - 1) < 0.01
+    local = learns(study_qmamba.make_qmamba(study, SCENES["local"], 0))
+    assert abs(learns(study_qmamba.PaliGemma(CONTROL)) / local - 1) < 0.01
 
 
 def test_the_connector_alone_passes_every_feature(study):
     """Breaks when the row without queries still has some, or its parts are not those of the row with them."""
-    model = study_qmamba.make_qmamba(study, ROWS["connector"], 0)
-    projector, whole = model.multi_modal_projector, study_qmamba.make_qmamba(study, ROWS["local"], 0)
+    model = study_qmamba.make_qmamba(study, SCENES["connector"], 0)
+    projector, whole = model.multi_modal_projector, study_qmamba.make_qmamba(study, SCENES["local"], 0)
     assert not any("queries" in name or "blocks" in name for name, _ in projector.named_parameters())
     features = torch.randn(2, 16, 128, generator=torch.Generator().manual_seed(0))
     twin = whole.multi_modal_projector
@@ -86,12 +89,13 @@ def test_the_connector_alone_passes_every_feature(study):
     assert model.config.num_image_tokens == 16
 
 
-def test_a_trained_connector_is_the_one_that_was_trained(study, monkeypatch):
+def test_a_trained_connector_is_the_one_that_was_trained(study, tmp_path, monkeypatch):
     """Breaks when Table 3 compares two connectors from scratch, or takes over more than the connector."""
-    donor = study_qmamba.make_qmamba(study, ROWS["connector"], 9)
-    monkeypatch.setattr(study_qmamba, "trained_weights", lambda *_: dict(donor.named_parameters()))
-    model = study_qmamba.make_qmamba(study, ROWS["trained connector"], 0)
-    scratch = study_qmamba.make_qmamba(study, ROWS["local"], 0)
+    donor = study_qmamba.make_qmamba(study, SCENES["connector"], 9)
+    export_model(donor, tmp_path / "donor")
+    monkeypatch.setattr(study_qmamba, "run_row", lambda *_: {"file": "donor"})
+    model = study_qmamba.make_qmamba(study, SCENES["trained connector"], 0)
+    scratch = study_qmamba.make_qmamba(study, SCENES["local"], 0)
     for name, parameter in model.multi_modal_projector.named_parameters():
         taken = name.startswith(("vision_proj.", "vision_norm.", "connector."))
         source = donor if taken else scratch
@@ -105,7 +109,7 @@ def test_a_trained_connector_is_the_one_that_was_trained(study, monkeypatch):
 
 def test_features_stand_for_pictures(study):
     """Breaks when what is learned from encoded pictures is not what is learned from the pictures themselves."""
-    model = study_qmamba.make_qmamba(study, ROWS["local"], 0)
+    model = study_qmamba.make_qmamba(study, SCENES["local"], 0)
     processor, samples = processor_of(model), encoded_samples(12, 5)
     micro = samples.batch(processor, range(12))
     plain = collate(samples.records, processor)
@@ -118,7 +122,7 @@ def test_features_stand_for_pictures(study):
 def test_all_rows_of_a_seed_learn_the_same(study):
     """Breaks when rows differ in what they learn, two seeds do not, or a stage repeats the one before."""
     samples = encoded_samples(32, 1)
-    models = study_qmamba.make_qmamba(study, ROWS["16 queries"], 1), study_qmamba.PaliGemma(study_qmamba.CONTROL)
+    models = study_qmamba.make_qmamba(study, SCENES["16 queries"], 1), study_qmamba.PaliGemma(CONTROL)
     orders = [[micro.names for (micro,) in shuffled(samples, processor_of(model), 8, 1).steps(0)] for model in models]
     assert orders[0] == orders[1] and sorted(sum(orders[0], ())) == sorted(set(sum(orders[0], ())))
     assert [record.name.split("/")[0] for record in samples.records[:4]] == list(TASKS)
@@ -142,11 +146,12 @@ def test_the_stages_are_those_of_the_command(study, monkeypatch):
             or {"seconds": 1.0}
         ),
     )
-    model, samples = study_qmamba.make_qmamba(study, ROWS["local"], 0), encoded_samples(32, 0)
+    monkeypatch.setattr(study_qmamba, "encoded_samples", lambda *_: encoded_samples(32, 0))
+    model = study_qmamba.make_qmamba(study, SCENES["local"], 0)
     for stage, parts in ((1, {"multi_modal_projector"}), (2, {"multi_modal_projector", "language_model"})):
         seen.clear()
         settings = study.settings(stage, 0)
-        study_qmamba.learn(model, processor_of(model), settings, samples, study.out / "run")
+        study_qmamba.learn(study, model, processor_of(model), settings, study.out / "run")
         assert {name.split(".")[0] for name in seen} == parts and set(seen.values()) == {settings.lr}
 
 
@@ -159,14 +164,15 @@ def test_the_stages_are_those_of_the_command(study, monkeypatch):
 def test_the_study_runs_and_goes_on(tiny, tmp_path, monkeypatch, capsys):
     """Breaks when a table lacks a row, a figure is not drawn, or a finished cell is trained again."""
     flags = ["--rows", "qmamba", "--seeds", "2", "--limit", "4", "--out", str(tmp_path), "--threads", "1"]
+    flags += ["--samples", "32"]
     compare(flags)
     text = (tmp_path / "comparison.md").read_text()
     assert text in capsys.readouterr().out
     summary = json.loads((tmp_path / "comparison.json").read_text())
-    assert set(summary["rows"]) == {*ROWS, "trained connector, forward", "trained connector, backward"}
-    for title, (_, rows_of_table) in TABLES.items():
+    assert set(summary["rows"]) == {*SCENES, "trained connector, forward", "trained connector, backward"}
+    for title, table in SCENE_TABLES.items():
         section = text[text.index(f"## {title}") :].split("\n## ")[0]
-        assert all(f"| {name} " in section for name in rows_of_table)
+        assert all(f"| {name} " in section for name in table.rows)
     for name in ("rows.png", "differences.png"):
         assert (tmp_path / name).stat().st_size > 1000
     for row in summary["rows"].values():
@@ -174,8 +180,8 @@ def test_the_study_runs_and_goes_on(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(study_qmamba, "fit", lambda *args, **kwargs: pytest.fail("trained again"))
     compare(flags)
     assert json.loads((tmp_path / "comparison.json").read_text()) == summary
-    weights = next(iter(tmp_path.glob("cells/*/model.safetensors")))
-    assert not any(name.startswith("vision_tower") for name in load_file(weights))
+    models = [load_model(tmp_path / file) for row in summary["rows"].values() for file in row["models"]]
+    assert len(models) == 2 * (len(SCENES) + 1) and all(type(model) is QMamba for model in models)
 
 
 @pytest.mark.long
@@ -184,7 +190,7 @@ def test_differences_are_paired_and_told(study, monkeypatch):
     right, wrong = [1.0] * 4, [0.0] * 4
     found = {
         name: [{"trainable": 1, "cpu_seconds": 1.0, "scores": dict.fromkeys(TASKS, right)}] * 2
-        for name in (*ROWS, "trained connector, forward", "trained connector, backward")
+        for name in (*SCENES, "trained connector, forward", "trained connector, backward")
     }
     monkeypatch.setattr(study_qmamba, "run_language", lambda _: {"answer_tokens": 12.345, "cpu_seconds": 1.0})
     found["global"] = [found["local"][0] | {"scores": dict.fromkeys(TASKS, wrong)}] * 2
@@ -192,7 +198,7 @@ def test_differences_are_paired_and_told(study, monkeypatch):
     gain = summary["differences"]["global - local"]["mean"]
     assert (gain["mean"], gain["significant"]) == (-100.0, True)
     assert summary["differences"]["4 queries - local"]["vqa"]["significant"] is False
-    told = study_qmamba.conclusions(summary)
+    told = conclusions(summary)
     assert "global against local: worse in mean (-100.00 [-100.00, -100.00] *)." in told
     assert any(line.startswith("global cannot be told from guessing") for line in told)
     assert not any(line.startswith("local cannot") for line in told)
@@ -248,9 +254,9 @@ def test_the_language_model_is_made_and_loads(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.long
-def test_the_shipped_language_model_knows_its_scenes():
+def test_the_shipped_language_model_knows_its_scenes(study):
     """Breaks when what is shipped is not what the command makes."""
     model, processor = load_mamba(qmamba.TINY_MAMBA), Processor.from_source("embedded")
     record = json.loads((qmamba.TINY_MAMBA / "pretraining.json").read_text())
     assert abs(pretrain_mamba.accuracy(model, processor) - record["answer_tokens"]) <= 0.3
-    assert isinstance(study_qmamba.make_qmamba(None, ROWS["local"], 0), QMamba)
+    assert isinstance(study_qmamba.make_qmamba(study, SCENES["local"], 0), QMamba)

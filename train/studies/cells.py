@@ -55,10 +55,11 @@ class NeedleOptions:
     )
 
 
-Options = TypeVar("Options", bound=NeedleOptions)
+Options = TypeVar("Options")
+WithNeedles = TypeVar("WithNeedles", bound=NeedleOptions)
 
 
-def read_study(
+def read_flags_of_both(
     options: type[Options],
     argv: Sequence[str] | None,
     program: str,
@@ -66,8 +67,8 @@ def read_study(
     decided: Collection[str],
     defaults: Sequence[str],
 ) -> tuple[Options, Settings, set[str], RunArguments]:
-    """A study's own flags, the plain settings that all rows start from, which of these the command line gives, and the
-    flags of `train.finetune` that are no settings.
+    """A study's own flags, the settings that all rows start from, which of these the command line gives, and the flags
+    of `train.finetune` that are no settings.
 
     Raises UserError for flags of `train.finetune` that the study has `decided`.
     """
@@ -89,7 +90,19 @@ def read_study(
     settings, arguments = parse([*defaults, *rest])
     reader = FlagParser(add_help=False, allow_abbrev=False)
     add_flags(reader, Settings)
-    given = set(vars(reader.parse_known_args(rest)[0]))
+    return own, settings, set(vars(reader.parse_known_args(rest)[0])), arguments
+
+
+def read_study(
+    options: type[WithNeedles],
+    argv: Sequence[str] | None,
+    program: str,
+    description: str | None,
+    decided: Collection[str],
+    defaults: Sequence[str],
+) -> tuple[WithNeedles, Settings, set[str], RunArguments]:
+    """`read_flags_of_both` for a study of variants: the settings are those of plain LoRA."""
+    own, settings, given, arguments = read_flags_of_both(options, argv, program, description, decided, defaults)
     if own.coco and settings.is_embedded:
         raise UserError("--coco goes with --data on disk: the embedded scenes have needle tests of their own")
     if (own.captions or own.metadata) and not own.coco:

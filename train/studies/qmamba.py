@@ -1,200 +1,191 @@
-"""Study: which choices of the Q-Mamba projector matter, on the embedded scenes?
+"""Study: which choices of the Q-Mamba projector matter?
 
-    python -m train.compare --rows qmamba
+    python -m train.compare --rows qmamba                          in miniature, on the embedded models and scenes
+    python -m train.reproduce qmamba --base google/siglip-so400m-patch14-384 --option language_model=MAMBA \\
+        --stage-1-data jsonl:FILE --data jsonl:FILE --tables 2,3,4     as published; with --plan: what it takes
 
-In: the embedded vision tower and the embedded language model, from which every row starts. Out: comparison.md,
-comparison.json, rows.png and differences.png in --out: the paper's Table 2 (local or global attention), Table 3 (the
-connector's weights), Table 4 (the scan order), the number of queries, and a linear projector before a transformer.
+In: a vision tower, a Mamba and data, from which every row starts. Out: comparison.md, comparison.json, rows.png and
+differences.png in --out: the paper's Table 2 (local or global attention), Table 3 (the connector's weights), Table 4
+(the scan order), and of Table 1 the number of queries and projectors without any. Every other flag is one of
+`train.finetune` and holds for both stages of all rows. `train/studies/qmamba_tables.py` has the rows.
 
 Every row is trained in the two stages of `train/recipes.py`: its projector alone, then language model and projector.
 All rows of a seed are trained on the same pictures in the same order, and answer the same questions. A difference is
-that to the row it is compared with, example by example. There are no pretrained weights for the transformer, so it is
-first trained on the scenes in words that the embedded Mamba was trained on (`train/embedded/mamba.py`).
+that to the row it is compared with, example by example. Each model is in cells/…/model, for other benchmarks. On the
+embedded scenes the tower encodes every picture once for all rows, and there is a transformer as well: it is first
+trained on the scenes in words that the embedded Mamba was trained on (`train/embedded/mamba.py`).
 
 The trained connector of Table 3 is that of row `connector`, which has no queries: connector and linear projector
-before Mamba, as in VL-Mamba, of the same seed. Table 4 takes models that were trained in both directions and scans in
-one direction alone, as the paper does; nothing is trained for it.
+before Mamba, as in VL-Mamba, of the same seed; --option connector_from=MODEL takes another. Table 4 takes models that
+were trained in both directions and scans in one direction alone, as the paper does; nothing is trained for it.
 """
 
 import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from eval import scenes
 from eval.records import sample_record
-from eval.report import markdown_table
 from eval.run import Ask, ask_all
-from model.config import PRESETS
+from model.common import UserError, shown
 from model.paligemma import PaliGemma, initialize
-from model.processor import Processor, load_tokenizer
-from model.qmamba import QMamba, QMambaProjector
+from model.processor import Processor
+from model.qmamba import QMamba, set_scan_order
 from model.siglip import Siglip
 from model.source import EMBEDDED
-from model.system_configs import QMambaConfig
-from train.distributed import join_world
+from train.distributed import World, join_world
 from train.embedded.mamba import accuracy, teach
-from train.flags import flag
+from train.flags import RunArguments, flag
 from train.loop import LoopOptions, fit
 from train.optim import count
-from train.recipes import STAGES, stage_defaults
+from train.plan import plan, plan_table
 from train.settings import Settings
 from train.studies import engine
+from train.studies.attention_data import Measure, training_records, vqa_measure
+from train.studies.cells import read_flags_of_both
 from train.studies.encoded import EncodedOrder, EncodedRecords, encode, encoded_loss
-from train.studies.engine import ScaledOptions, ScaledStudy, deciding, describe_runs, difference, spell
-from train.systems.open import make_optimizer, stage_rules
-from train.systems.qmamba import TINY, TINY_MAMBA, Parts, open_qmamba
+from train.studies.engine import ScaledOptions, ScaledStudy, deciding, describe_runs, difference
+from train.studies.qmamba_tables import (
+    CONTROL,
+    ORDERS,
+    PAPER,
+    PAPER_TABLES,
+    SCENE_TABLES,
+    SCENES,
+    ProjectorRow,
+    Table,
+    draw,
+    to_markdown,
+)
+from train.supervised import train_on
+from train.systems.open import make_optimizer, open_processor, open_stage, set_checkpointing, stage_rules
+from train.systems.qmamba import TINY_MAMBA, UNUSED, Parts, language_model, read_options
+from weights.export import export_model
 from weights.fingerprint import exact_fingerprint
-from weights.load import load_mamba, load_model
+from weights.load import load_mamba, load_model, load_siglip
 
-VERSION = 1  # of the code that decides a cell's result: raise it to compute all cells again
+VERSION = 2  # of the code that decides a cell's result: raise it to compute all cells again
 
-TASKS = ("vqa", "locate", "count", "exist")  # in equal parts
-SAMPLES = {number: stage.embedded["samples"] for number, stage in STAGES["qmamba"].items()}
+TASKS = ("vqa", "locate", "count", "exist")  # of the embedded scenes, in equal parts
 SCENES_IN_WORDS = 20_000  # that the transformer's language model is trained on
-# a transformer that, with its projector, has as many parameters as row `local`
-CONTROL = replace(PRESETS["tiny"], text=replace(PRESETS["tiny"].text, num_hidden_layers=2, intermediate_size=496))
+STAGES = (1, 2)
+DECIDED = (*"arch stage wings recipe full seed resume evaluate eval_limit show_batch cache_features".split(),)
 
 
 @dataclass(frozen=True)
 class QMambaOptions(ScaledOptions):
-    """The flags of this study."""
+    """The flags of this study, besides those of `train.finetune`."""
 
-    limit: int = flag(400, "questions of each task", least=1, metavar="N")
+    limit: int | None = flag(
+        None, "questions of each task (default: 400 of the embedded scenes, else all that are held out)", least=1
+    )
+    tables: str = flag("1,2,3,4", "tables of the paper, comma-separated", metavar="N,…")
+    stage_1_data: str | None = flag(None, "data of stage 1 (default: that of --data)", metavar="SOURCE")
     out: Path = flag(Path("runs/compare-qmamba"), engine.OUT_HELP, metavar="DIR")
-
-
-@dataclass(frozen=True)
-class ProjectorRow:
-    """A trained model. kind: "qmamba", "connector" (no queries) or "transformer". changes: of the projector's
-    configuration. connector: the row whose trained connector it starts from."""
-
-    kind: str = "qmamba"
-    changes: dict = field(default_factory=dict)
-    connector: str | None = None
-
-
-ProjectorRow.__qualname__ = "Row"  # what a row prints as is part of the names of finished cells
-
-
-ROWS: dict[str, ProjectorRow] = {
-    "local": ProjectorRow(),
-    "global": ProjectorRow(changes={"local_attention": False}),
-    "4 queries": ProjectorRow(changes={"queries": 4}),
-    "16 queries": ProjectorRow(changes={"queries": 16}),
-    "connector": ProjectorRow("connector"),
-    "trained connector": ProjectorRow(connector="connector"),
-    "transformer": ProjectorRow("transformer"),
-}
-ORDERS = ("forward", "backward")  # single scan directions in which a trained row is evaluated once more
-FORWARD, BACKWARD = (f"trained connector, {order}" for order in ORDERS)
-TABLES = {  # by title: what the paper reports, and rows with the row that each is compared with
-    "Table 2: who may see whom": ("The paper: global 73.12, local 75.01 on VQAv2.", {"global": "local", "local": None}),
-    "The number of queries, of 16 features, local": (
-        "The paper: more queries do better, with falling returns.",
-        {"4 queries": "local", "local": None, "16 queries": "local"},
-    ),
-    "Table 3: the connector's weights": (
-        "The paper: from scratch 74.22, from a trained VL-Mamba 75.01 on VQAv2.",
-        {"local": None, "trained connector": "local"},
-    ),
-    "Table 4: the order in which a bidirectionally trained connector reads": (
-        "The paper: reading forward alone does not harm, and can help.",
-        {"trained connector": None, FORWARD: "trained connector", BACKWARD: "trained connector"},
-    ),
-    "Without queries: linear projectors, of 16 features each": (
-        "",
-        {"local": None, "connector": "local", "transformer": "local"},
-    ),
-}
-
-
-PUBLISHED = (
-    ("Table 1: other Mamba models on six benchmarks", "missing: needs their weights and the benchmarks"),
-    ("Table 1: 128 to 729 queries", "4, 8 and 16 queries for 16 features"),
-    ("Table 1: seconds of a fine-tuning step", "in the table of the number of queries, stage 2, on this machine"),
-    ("Tables 2 and 3", "as published, on the embedded scenes"),
-    ("Table 4", "as published: trained in both directions, read in one"),
-)
-
-
-class ConnectorProjector(QMambaProjector):
-    """Q-Mamba's projector without its queries: each feature is a vector, as in VL-Mamba (Qiao et al. 2024)."""
-
-    def __init__(self, config: QMambaConfig):
-        super().__init__(config)
-        del self.queries, self.blocks
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        return self.output(self.connector(self.vision_norm(self.vision_proj(features))))
 
 
 @cache
 def vision_tower() -> Siglip:
-    """The frozen tower of all rows; as in Q-Mamba its features are those before the last layer."""
+    """The frozen tower of all embedded rows; as in Q-Mamba its features are those before the last layer."""
     tower = load_model(EMBEDDED).vision_tower.requires_grad_(False)
     tower.config = replace(tower.config, feature_layer=Parts.feature_layer)
     return tower
 
 
-def make_qmamba(study: "QMambaStudy", row: ProjectorRow, seed: int) -> QMamba:
-    """A fresh projector between the embedded vision tower and the embedded language model."""
-    changes = row.changes
-    if row.kind == "connector":
-        changes = {"queries": vision_tower().config.num_image_tokens}
-    option = tuple(f"{name}={json.dumps(value)}" for name, value in changes.items())
-    settings = Settings(arch="qmamba", stage=1, seed=seed, option=option)
-    model = open_qmamba(settings, torch.float32, torch.device("cpu"))
-    fresh = model.multi_modal_projector
-    if row.kind == "connector":
-        model.multi_modal_projector = plain = ConnectorProjector(model.config)
-        plain.load_state_dict({name: fresh.state_dict()[name] for name in plain.state_dict()})
-    if row.connector:
-        state, own = trained_weights(study, row.connector, seed), fresh.state_dict()
-        parts = ("vision_proj.", "vision_norm.", "connector.")
-        prefix = "multi_modal_projector."
-        fresh.load_state_dict(own | {name: state[prefix + name] for name in own if name.startswith(parts)})
-    model.vision_tower = vision_tower()
+@dataclass(frozen=True)
+class QMambaStudy(ScaledStudy):
+    """What all cells share. limit: questions of a measure. stages: the settings of each stage, of the first seed."""
+
+    stages: dict[int, Settings]
+    tables: dict[str, Table]
+    world: World
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether models and data are the embedded ones, whose pictures are encoded once."""
+        return self.stages[1].base == EMBEDDED and all(settings.is_embedded for settings in self.stages.values())
+
+    @property
+    def all_rows(self) -> dict[str, ProjectorRow]:
+        return SCENES if self.is_embedded else PAPER
+
+    @property
+    def names(self) -> list[str]:
+        """The rows to train: those of the tables, and those whose connectors they start from, first."""
+        asked = {name.split(", ")[0] for table in self.tables.values() for name in table.rows}
+        donors = {row.connector for name, row in self.all_rows.items() if name in asked and self.trains_donor(row)}
+        return [name for name in self.all_rows if name in asked | donors]
+
+    def trains_donor(self, row: ProjectorRow) -> bool:
+        """Whether the row starts from the connector of another one."""
+        return row.connector is not None and "connector_from" not in self.stages[1].options
+
+    @property
+    def measures(self) -> list[Measure]:
+        if self.is_embedded:
+            return embedded_measures(self.limit)
+        return [benchmark(self.stages[2], self.limit)]
+
+    def settings(self, stage: int, seed: int) -> Settings:
+        """Those of `python -m train.finetune --arch qmamba`, but for the number of embedded samples."""
+        own = replace(self.stages[stage], seed=seed)
+        if not self.is_embedded:
+            return own
+        return replace(own, samples=self.scaled(own.samples, 32), checkpoint_every=10**9, measure_every=0)
+
+    def first_settings(self, row: ProjectorRow, seed: int, donor: str | None = None) -> Settings:
+        """Those of stage 1 with the options of a row. donor: the model whose connector it starts from."""
+        own = self.settings(1, seed)
+        options = own.options | row.changes
+        if row.connector is None:
+            options.pop("connector_from", None)
+        elif donor is not None:
+            options["connector_from"] = donor
+        for name in UNUSED.get(options.get("projector"), ()):
+            options.pop(name, None)
+        if options.get("queries") in QUERIES:
+            options["queries"] = QUERIES[options["queries"]](own)
+        return replace(own, option=tuple(f"{name}={json.dumps(value)}" for name, value in options.items()))
+
+
+# numbers of queries that a row names
+QUERIES: dict[object, Callable[[Settings], int]] = {
+    "all": lambda settings: load_siglip(settings.base, device="meta").config.num_image_tokens,
+    "half": lambda settings: max(1, read_options(settings)[1].queries // 2),
+}
+
+
+@lru_cache(maxsize=1)
+def benchmark(settings: Settings, limit: int | None) -> Measure:
+    """The questions held out of the data of stage 2."""
+    return vqa_measure(settings, "test", limit)
+
+
+def make_qmamba(study: QMambaStudy, row: ProjectorRow, seed: int) -> QMamba:
+    """A fresh projector between the vision tower and the language model."""
+    donor = run_row(study, row.connector, seed)["file"] if row.connector and study.trains_donor(row) else None
+    settings = study.first_settings(row, seed, donor and str(study.out / donor))
+    model = open_stage(settings, torch.float32, study.world.device)
+    if study.is_embedded:
+        model.vision_tower = vision_tower()
+    set_checkpointing(model, settings.checkpointing)
     return model
 
 
-def make_transformer(study: "QMambaStudy", seed: int) -> PaliGemma:
+def make_transformer(study: QMambaStudy, seed: int) -> PaliGemma:
     """A fresh linear projector between the embedded vision tower and a Gemma trained on the scenes in words."""
     model = initialize(PaliGemma(CONTROL), seed)
     model.vision_tower = vision_tower()
     model.language_model.load_state_dict(load_file(study.out / run_language(study)["file"]))
     return model
-
-
-@dataclass(frozen=True)
-class QMambaStudy(ScaledStudy):
-    """limit: questions of a task."""
-
-    def samples(self, number: int) -> int:
-        return self.scaled(number, 32)
-
-    def settings(self, stage: int, seed: int) -> Settings:
-        """Those of `python -m train.finetune --arch qmamba`, but for the number of samples."""
-        own = {"arch": "qmamba", "stage": stage, "samples": self.samples(SAMPLES[stage]), "seed": seed}
-        own |= {"checkpoint_every": 10**9, "measure_every": 0}
-        return Settings(**(stage_defaults("qmamba", stage, True) | own))
-
-
-def save_weights(study: QMambaStudy, weights: dict[str, torch.Tensor], folder: Path) -> dict:
-    """Write a cell's weights. Returns {"file"}: where they are in the study's folder."""
-    save_file(weights, folder / "model.safetensors")
-    return {"file": str((folder / "model.safetensors").relative_to(study.out))}
-
-
-def open_processor(model: PaliGemma) -> Processor:
-    return Processor(model.config, load_tokenizer(TINY_MAMBA / "tokenizer.model"))
 
 
 def run_language(study: QMambaStudy) -> dict:
@@ -205,57 +196,70 @@ def run_language(study: QMambaStudy) -> dict:
 
     def work(folder: Path) -> dict:
         model = initialize(PaliGemma(CONTROL))
-        processor = open_processor(model)
-        teach(model, list(model.language_model.parameters()), processor, study.samples(SCENES_IN_WORDS))
-        saved = save_weights(study, model.language_model.state_dict(), folder)
-        return saved | {"answer_tokens": accuracy(model, processor)}
+        processor = open_processor(study.stages[1], model)[0]
+        teach(model, list(model.language_model.parameters()), processor, study.scaled(SCENES_IN_WORDS, 32))
+        file = folder / "model.safetensors"
+        save_file(model.language_model.state_dict(), file)
+        return {"file": str(file.relative_to(study.out)), "answer_tokens": accuracy(model, processor)}
 
-    parts = ("language", VERSION, study.samples(SCENES_IN_WORDS), CONTROL)
+    parts = ("language", VERSION, study.scaled(SCENES_IN_WORDS, 32), CONTROL)
     return study.finish("the transformer's language", parts, work)[0]
 
 
-def trained_weights(study: QMambaStudy, name: str, seed: int) -> dict[str, torch.Tensor]:
-    """What the row has learned."""
-    return load_file(study.out / run_row(study, name, seed)["file"])
-
-
 def run_row(study: QMambaStudy, name: str, seed: int) -> dict:
-    """{"scores": by task, "read": the same by scan order, "trainable", "accuracy", "cpu_seconds", "file"}."""
-    row = ROWS[name]
-    stages = {stage: study.settings(stage, seed) for stage in SAMPLES}
+    """{"scores": by measure, "read": the same by scan order, "trainable", "accuracy", "cpu_seconds", "file"}.
+
+    "file": the folder of the trained model, which the transformer does not have.
+    """
+    row, stages = study.all_rows[name], {stage: study.settings(stage, seed) for stage in STAGES}
 
     def work(folder: Path) -> dict:
-        model = make_transformer(study, seed) if row.kind == "transformer" else make_qmamba(study, row, seed)
-        processor = open_processor(model)
+        model = make_transformer(study, seed) if row.is_transformer else make_qmamba(study, row, seed)
+        processor, files = open_processor(study.stages[1], model)
         for stage, settings in stages.items():
-            samples = encoded_samples(settings.samples, seed, stage)
-            seconds = learn(model, processor, settings, samples, folder / f"{stage}")
-        learned = {name: p for name, p in model.named_parameters() if not name.startswith("vision_tower.")}
-        result = save_weights(study, learned, folder) | {"trainable": count(learned.values()), "read": {}}
-        result["seconds_a_step"] = seconds
-        for stage in stages:
-            shutil.rmtree(folder / f"{stage}")
+            seconds = learn(study, model, processor, settings, folder / f"{stage}")
         model.eval()
-        result["scores"] = scores = ask(model, processor, study.limit)
-        for order in ORDERS if row.connector else ():
-            model.multi_modal_projector.connector.order = order
-            result["read"][order] = ask(model, processor, study.limit)
-        return result | {"accuracy": 100 * sum(map(sum, scores.values())) / study.limit / len(TASKS)}
+        trained = [p for name, p in model.named_parameters() if not name.startswith("vision_tower.")]
+        result = {"trainable": count(trained), "seconds_a_step": seconds, "read": {}}
+        if not row.is_transformer:
+            shutil.rmtree(folder / "model", ignore_errors=True)  # of a study that was killed here
+            export_model(model, folder / "model", companions=files)
+            result["file"] = str((folder / "model").relative_to(study.out))
 
-    settings = [deciding(settings) for settings in stages.values()]
-    donor = ROWS[row.connector] if row.connector else None
-    sizes = (TINY, CONTROL, study.samples(SCENES_IN_WORDS))
-    parts = ("row", VERSION, study.fingerprint, row, donor, sizes, study.limit, TASKS, settings)
+        def grade() -> dict[str, list[float]]:
+            return {one.name: one.grade(model, processor, stages[2], folder) for one in study.measures}
+
+        result["scores"] = scores = grade()
+        for order in ORDERS if row.orders else ():
+            set_scan_order(model, order)
+            result["read"][order] = grade()
+        for stage in STAGES:
+            shutil.rmtree(folder / f"{stage}")
+        asked = sum(map(len, scores.values()))
+        return result | {"accuracy": 100 * sum(map(sum, scores.values())) / asked}
+
+    settings = [deciding(one) for one in stages.values()]
+    donor = study.all_rows[row.connector] if row.connector else None
+    data = [training_records(one, study.stages[2].seed)[1] for one in stages.values()] if not study.is_embedded else []
+    asked = [(one.name, one.examples) for one in study.measures]
+    sizes = (CONTROL, study.scaled(SCENES_IN_WORDS, 32)) if row.is_transformer else ()
+    parts = ("row", VERSION, study.fingerprint, row, donor, sizes, data, engine.digest(asked), settings)
     return study.finish(f"{name}, seed {seed}", parts, work)[0]
 
 
-def learn(model: PaliGemma, processor: Processor, settings: Settings, samples: EncodedRecords, folder: Path) -> float:
+def learn(study: QMambaStudy, model: PaliGemma, processor: Processor, settings: Settings, folder: Path) -> float:
     """Train what the stage of `settings` trains, in place. Returns seconds a step."""
     optimizer = make_optimizer(model, stage_rules(settings), settings)
     folder.mkdir(exist_ok=True)
-    order = shuffled(samples, processor, settings.batch_size, settings.seed)
-    progress = fit(model, optimizer, order, encoded_loss, LoopOptions.of(settings), folder, join_world("cpu"))
-    return progress["seconds"] / order.total
+    if study.is_embedded:
+        samples = encoded_samples(settings.samples, settings.seed, settings.stage)
+        order = shuffled(samples, processor, settings.batch_size, settings.seed)
+        progress = fit(model, optimizer, order, encoded_loss, LoopOptions.of(settings), folder, study.world)
+        return progress["seconds"] / order.total
+    records = training_records(settings, study.stages[2].seed)[0]
+    progress = train_on(records, model, optimizer, processor, settings, folder, study.world)
+    steps = len((folder / "metrics.jsonl").read_text().splitlines())
+    return progress["seconds"] / max(1, steps)
 
 
 @lru_cache(maxsize=2)  # both stages of a seed
@@ -274,26 +278,31 @@ def shuffled(samples: EncodedRecords, processor: Processor, batch_size: int, see
 
 
 @cache
-def questions(task: str, limit: int) -> list[scenes.Sample]:
-    return [scenes.sample(task, "test", number) for number in range(limit)]
+def embedded_measures(limit: int) -> list[Measure]:
+    """Each task of the embedded scenes on the test split: whether each answer is exactly right."""
 
-
-def ask(model: PaliGemma, processor: Processor, limit: int) -> dict[str, list[float]]:
-    """Whether each answer of the test split is exactly right, by task."""
-    result = {}
-    for task in TASKS:
-        asked = questions(task, limit)
+    def measure(task: str) -> Measure:
+        asked = [scenes.sample(task, "test", number) for number in range(limit)]
         asks = [Ask(str(number), str(s.image_id), s.scene.render, s.prefix) for number, s in enumerate(asked)]
-        answers = ask_all(model, processor, asks, max_new_tokens=6)
-        result[task] = [float(answer == s.suffix) for answer, s in zip(answers, asked, strict=True)]
-    return result
+
+        def grade(model: PaliGemma, processor: Processor, settings: Settings, folder: Path) -> list[float]:
+            answers = ask_all(model, processor, asks, max_new_tokens=6)
+            return [float(answer == sample.suffix) for answer, sample in zip(answers, asked, strict=True)]
+
+        train = [scenes.sample(task, "train", number) for number in range(2_000)]
+        examples, pictures = list(range(limit)), [f"{task}/{sample.image_id}" for sample in asked]
+        return Measure(task, task, examples, pictures, [task] * limit, scenes.blind(train, asked)["overall"], grade)
+
+    return [measure(task) for task in TASKS]
 
 
 def collect(study: QMambaStudy, seeds: Sequence[int]) -> dict[str, list[dict]]:
     """Cells by seed, of each row and of each row with one scan order."""
-    cells = {(name, seed): run_row(study, name, seed) for seed in seeds for name in ROWS}  # a seed's samples once
+    cells = {
+        (name, seed): run_row(study, name, seed) for seed in seeds for name in study.names
+    }  # a seed's samples once
     found = {}
-    for name in ROWS:
+    for name in study.names:
         found[name] = of_row = [cells[name, seed] for seed in seeds]
         for order in of_row[0]["read"]:
             found[f"{name}, {order}"] = [cell | {"scores": cell["read"][order]} for cell in of_row]
@@ -301,111 +310,98 @@ def collect(study: QMambaStudy, seeds: Sequence[int]) -> dict[str, list[dict]]:
 
 
 def summarize(study: QMambaStudy, found: dict[str, list[dict]], seeds: Sequence[int]) -> dict:
-    """comparison.json. Accuracies are in percent; "mean" is over all tasks."""
-    pictures = {task: [f"{task}/{s.image_id}" for s in questions(task, study.limit)] for task in TASKS}
+    """comparison.json. Accuracies are in percent; "mean" is over all measures."""
+    pictures = {one.name: one.pictures for one in study.measures}
     groups = {"mean": sum(pictures.values(), []), **pictures}
     scores, rows = {}, {}
     for name, cells in found.items():
-        by_task = {task: 100 * np.array([cell["scores"][task] for cell in cells]) for task in TASKS}
+        by_task = {task: 100 * np.array([cell["scores"][task] for cell in cells]) for task in pictures}
         scores[name] = {"mean": np.concatenate(list(by_task.values()), axis=1), **by_task}
         rows[name] = {
             "trainable": cells[0]["trainable"],
-            "seconds_a_step": cells[0].get("seconds_a_step"),  # of stage 2; cells of an older version have none
+            "seconds_a_step": cells[0].get("seconds_a_step"),
             "cpu_seconds": round(sum(cell["cpu_seconds"] for cell in cells)),
+            "models": [cell["file"] for cell in cells if "file" in cell],
             "test": {measure: describe_runs(runs, groups[measure]) for measure, runs in scores[name].items()},
         }
     differences = {
         f"{name} - {other}": {m: difference(scores[name][m], scores[other][m], groups[m]) for m in groups}
-        for _, rows_of_table in TABLES.values()
-        for name, other in rows_of_table.items()
+        for table in study.tables.values()
+        for name, other in table.rows.items()
         if other is not None
     }
-    train = {task: [scenes.sample(task, "train", number) for number in range(2_000)] for task in TASKS}
-    chance = {task: scenes.blind(train[task], questions(task, study.limit))["overall"] for task in TASKS}
-    language = run_language(study)
+    chance = {one.name: one.chance for one in study.measures if one.chance is not None}
+    chance |= {"mean": sum(chance.values()) / len(chance)} if chance else {}
+    has_transformer = any(study.all_rows[name].is_transformer for name in study.names)
+    language = run_language(study) if has_transformer else {"cpu_seconds": 0}
+    known = json.loads((TINY_MAMBA / "pretraining.json").read_text())["answer_tokens"]
     return {
         "version": VERSION,
+        "title": "Q-Mamba on the embedded scenes" if study.is_embedded else f"Q-Mamba on {study.stages[1].base}",
         "scale": study.scale,
         "seeds": list(seeds),
-        "questions": study.limit,
-        "tasks": TASKS,
-        "samples": {str(stage): study.samples(number) for stage, number in SAMPLES.items()},
-        "projector": asdict(TINY),
-        "settings": {str(stage): asdict(study.settings(stage, seeds[0])) for stage in SAMPLES},
-        "chance": chance | {"mean": sum(chance.values()) / len(chance)},
-        "cpu_seconds": round(language["cpu_seconds"] + sum(rows[name]["cpu_seconds"] for name in ROWS)),
+        "questions": {one.name: len(one.examples) for one in study.measures},
+        "samples": {str(stage): study.settings(stage, 0).samples for stage in STAGES} if study.is_embedded else {},
+        "data": {str(stage): " ".join(settings.data) for stage, settings in study.stages.items()},
+        "tables": {title: asdict(table) for title, table in study.tables.items()},
+        "settings": {str(stage): asdict(study.settings(stage, seeds[0])) for stage in STAGES},
+        "chance": chance,
+        "cpu_seconds": round(language["cpu_seconds"] + sum(rows[name]["cpu_seconds"] for name in study.names)),
         "rows": rows,
         "differences": differences,
-        "language": {
-            "Mamba": json.loads((TINY_MAMBA / "pretraining.json").read_text())["answer_tokens"],
-            "transformer": language["answer_tokens"],
-        },
+        "language": {"Mamba": known, "transformer": language["answer_tokens"]} if has_transformer else {},
     }
 
 
-def to_markdown(summary: dict) -> str:
-    """comparison.md."""
-    measures, first, second = ["mean", *summary["tasks"]], *summary["samples"].values()
-    blocks = [
-        f"{len(summary['seeds'])} seed(s); {first:,} samples in stage 1, {second:,} in stage 2; {summary['questions']} "
-        "questions of each task in the test split, exact answers in %, and in brackets 95 % bootstrap intervals over "
-        "seeds and pictures. A difference is in percentage points, on the same examples and seeds; `*`: its interval "
-        "excludes 0; n.s.: not significant. Guess: the likeliest answer to the question, without a picture."
-    ]
-    for title, (published, rows_of_table) in TABLES.items():
-        body = [["guess", "", "", *(f"{summary['chance'][measure]:.1f}" for measure in measures), ""]]
-        for name, other in rows_of_table.items():
-            row = summary["rows"][name]
-            cells = [spell(row["test"]["mean"]), *(f"{row['test'][task]['mean']:.1f}" for task in summary["tasks"])]
-            gain = f"{spell(summary['differences'][f'{name} - {other}']['mean'])} to {other}" if other else ""
-            seconds = "" if row["seconds_a_step"] is None else f"{row['seconds_a_step']:.2g}"
-            body.append([name, f"{row['trainable']:,}", seconds, *cells, gain])
-        table = markdown_table(["row", "parameters", "s a step", *measures, "difference of the mean"], body)
-        blocks += [f"## {title}", published, table]
-    title = "Q-Mamba on the embedded scenes"
-    return engine.compose(title, *blocks, conclusions=conclusions(summary), published=PUBLISHED)
+def read_arguments(argv: Sequence[str] | None) -> tuple[QMambaStudy, QMambaOptions, RunArguments]:
+    """The study, its flags, and those of --plan. Raises UserError."""
+    stages = {}
+    for stage in STAGES:
+        defaults = ("--arch", "qmamba", "--stage", str(stage))
+        found = read_flags_of_both(QMambaOptions, argv, "train.reproduce qmamba", __doc__, DECIDED, defaults)
+        options, stages[stage], given, arguments = found
+    if options.stage_1_data:
+        stages[1] = replace(stages[1], data=(options.stage_1_data,))
+    stages[2] = replace(stages[2], option=())
+    if "checkpointing" not in given and not stages[2].is_embedded:
+        stages = {stage: replace(settings, checkpointing=True) for stage, settings in stages.items()}
+    study = QMambaStudy(options.out, options.scale, options.limit, "", stages, {}, World(0, 1, torch.device("cpu")))
+    tables = SCENE_TABLES if study.is_embedded else PAPER_TABLES
+    numbers = options.tables.split(",")
+    if unknown := [number for number in numbers if number not in ("1", "2", "3", "4")]:
+        raise UserError(f"--tables {shown(unknown[0])}: choose of 1, 2, 3, 4")
+    if options.scale != 1 and not study.is_embedded:
+        raise UserError("--scale is of the embedded scenes: take --fraction or --steps")
+    if study.is_embedded and options.limit is None:
+        study = replace(study, limit=400)
+    picked = {title: table for title, table in tables.items() if title.split()[1].rstrip(":") in numbers}
+    torch.set_num_threads(options.threads)
+    return replace(study, tables=picked), options, arguments
 
 
-def conclusions(summary: dict) -> list[str]:
-    """The differences in words, and what limits them."""
-    gains = {pair.replace(" - ", " against "): {"mean": of["mean"]} for pair, of in summary["differences"].items()}
-    sentences = engine.conclude(gains, len(summary["seeds"]))
-    sentences.append(
-        "Asked about scenes in words, before they saw a picture, the embedded Mamba had {Mamba:.1f} % of "
-        "the answers' tokens right, the transformer {transformer:.1f} %: that much of their difference is "
-        "no projector's.".format(**summary["language"])
-    )
-    guess = summary["chance"]["mean"]
-    for name, row in summary["rows"].items():
-        if row["test"]["mean"]["low"] <= guess:
-            sentences.append(f"{name} cannot be told from guessing without a picture ({guess:.1f} %).")
-    sentences.append("All rows share the rates of the embedded Q-Mamba, which were found on row `local`.")
-    return sentences
-
-
-def draw(summary: dict) -> dict[str, list[Image.Image]]:
-    """rows.png and differences.png."""
-    rows, gains = summary["rows"], summary["differences"]
-    label = "difference, percentage points"
-    return {
-        "rows.png": [
-            engine.chart(
-                {name: row["test"][measure] for name, row in rows.items()},
-                "all tasks" if measure == "mean" else measure,
-                "exact answers, %",
-                ("guess without a picture", summary["chance"][measure]),
-            )
-            for measure in ("mean", *summary["tasks"])
-        ],
-        "differences.png": [
-            engine.chart({pair: of["mean"] for pair, of in gains.items()}, "all tasks", label, ("no difference", 0.0))
-        ],
-    }
+def print_plan(study: QMambaStudy, arguments: RunArguments) -> None:
+    """What the stages of all rows would take; nothing is trained."""
+    rows = []
+    for name in study.names:
+        row = study.all_rows[name]
+        for stage in STAGES if not row.is_transformer else ():
+            print(f"planning {name}, stage {stage}", file=sys.stderr, flush=True)
+            first = study.first_settings(row, 0)
+            start = open_stage(first, torch.float32, torch.device("meta"))
+            processor = open_processor(first, start)[0]
+            rows.append(plan(study.settings(stage, 0), f"{name}, {stage}", arguments.gpus, (start, processor)))
+    print(plan_table(rows, arguments.gpu))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = engine.read_options(QMambaOptions, "qmamba", __doc__, argv)
+    study, options, arguments = read_arguments(argv)
+    if arguments.plan:
+        print_plan(study, arguments)
+        return
+    world = join_world(study.stages[1].device)
+    if world.size > 1:
+        raise UserError("a study runs in one process: start it without torchrun")
+    parts = load_mamba(language_model(study.stages[1])), load_siglip(study.stages[1].base)
+    study = replace(study, fingerprint="".join(map(exact_fingerprint, parts)), world=world)
     seeds = range(options.seeds)
-    fingerprint = exact_fingerprint(load_mamba(TINY_MAMBA)) + exact_fingerprint(vision_tower())
-    study = QMambaStudy(options.out, options.scale, options.limit, fingerprint)
     engine.run_study(options.out, lambda: summarize(study, collect(study, seeds), seeds), to_markdown, draw)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from model.common import UserError
-from model.qmamba import QMamba, QMambaProjector, fill_from_mamba, initialize_projector
+from model.qmamba import QMamba, QMambaProjector, fill_from_mamba, fresh_projector
 from model.source import BUNDLED_FOLDER, EMBEDDED
 from model.system_configs import ProjectorConfig, QMambaConfig
 from train.settings import Settings
@@ -23,6 +23,11 @@ from weights.load import load_mamba, load_model, load_siglip
 TINY_MAMBA = BUNDLED_FOLDER.parent / "tiny-mamba"  # the embedded language model
 # for the embedded base, which has 16 image tokens
 TINY = ProjectorConfig(queries=8, hidden_size=64, num_blocks=4, num_attention_heads=4, state_size=8)
+# options that say nothing of a projector of that kind
+UNUSED = {
+    "connector": "queries num_blocks num_attention_heads local_attention connector feed_forward blocks_from".split()
+}
+UNUSED["linear"] = [*UNUSED["connector"], "hidden_size", "state_size", "scan_order", "connector_from"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,9 @@ def read_options(settings: Settings) -> tuple[Parts, ProjectorConfig]:
         for cls in (Parts, ProjectorConfig)
     }
     parts, projector = replace(parts, **given[Parts]), replace(projector, **given[ProjectorConfig])
+    for name in UNUSED.get(projector.projector, ()):
+        if name in settings.options:
+            raise UserError(f"--option {name}: a projector of kind {projector.projector!r} has none: leave it out")
     if not tiny and parts.language_model == EMBEDDED:
         raise UserError(
             f"--base {settings.base}: its language model is not named: add --option "
@@ -99,23 +107,27 @@ def open_qmamba(settings: Settings, dtype: torch.dtype, device: torch.device) ->
     model = empty_model(config, dtype)
     tower.config = config.vision
     model.vision_tower, model.language_model = tower, text.backbone
-    fresh = QMambaProjector(config)
-    initialize_projector(fresh, settings.seed)
+    is_meta, source = device.type == "meta", torch.device("meta" if device.type == "meta" else "cpu")
+    fresh = model.multi_modal_projector if is_meta else fresh_projector(config, settings.seed)
     if parts.blocks_from:
-        fill_from_mamba(fresh, load_mamba(parts.blocks_from).backbone)
+        fill_from_mamba(fresh, load_mamba(parts.blocks_from, device=source).backbone)
     if parts.connector_from:
-        copy_connector(fresh, parts.connector_from)
+        copy_connector(fresh, parts.connector_from, source)
     model.multi_modal_projector = fresh.to(device, dtype)
     return model
 
 
-def copy_connector(projector: QMambaProjector, source: str | Path) -> None:
-    """Copy the connector of a trained Q-Mamba, and the projection and norm before it.
+def has_connector(config: ProjectorConfig) -> bool:
+    return config.connector and config.projector != "linear"
+
+
+def copy_connector(projector: QMambaProjector, source: str | Path, device: torch.device) -> None:
+    """Copy the connector of a trained Q-Mamba, with queries or without, and the projection and norm before it.
 
     Raises UserError for a model of another kind or other sizes.
     """
-    theirs = load_model(source)
-    if type(theirs) is not QMamba or not theirs.config.projector.connector or not projector.config.connector:
+    theirs = load_model(source, device=device)
+    if type(theirs) is not QMamba or not all(map(has_connector, (theirs.config.projector, projector.config))):
         raise UserError(f"connector_from={source}: both models must be a Q-Mamba with a connector")
     for part in ("vision_proj", "vision_norm", "connector"):
         try:

@@ -1,0 +1,170 @@
+"""The rows of the Q-Mamba study and the tables of the paper that they make, on the embedded scenes and as published.
+
+In: comparison.json of `train/studies/qmamba.py`, which trains the rows. Out: comparison.md, rows.png, differences.png.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from PIL import Image
+
+from eval.report import markdown_table
+from model.config import PRESETS
+from train.studies import engine
+from train.studies.engine import spell
+
+# a transformer that, with its projector, has as many parameters as row `local` of the embedded scenes
+CONTROL = replace(PRESETS["tiny"], text=replace(PRESETS["tiny"].text, num_hidden_layers=2, intermediate_size=496))
+ORDERS = ("forward", "backward")  # single scan directions in which a trained row is evaluated once more
+
+
+@dataclass(frozen=True)
+class ProjectorRow:
+    """A trained model. changes: of the projector's configuration. connector: the row whose trained connector it starts
+    from. orders: whether it is asked in single scan directions too."""
+
+    changes: Mapping[str, object] = field(default_factory=dict)
+    connector: str | None = None
+    orders: bool = False
+    is_transformer: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """What the paper reports, and rows with the row that each is compared with."""
+
+    published: str
+    rows: Mapping[str, str | None]
+
+
+_CONNECTOR = ProjectorRow({"projector": "connector"})
+
+SCENES: dict[str, ProjectorRow] = {
+    "local": ProjectorRow(),
+    "global": ProjectorRow({"local_attention": False}),
+    "4 queries": ProjectorRow({"queries": 4}),
+    "16 queries": ProjectorRow({"queries": 16}),
+    "connector": _CONNECTOR,
+    "trained connector": ProjectorRow(connector="connector", orders=True),
+    "transformer": ProjectorRow(is_transformer=True),
+}
+# The paper's rows of Tables 2 and 4 start from a trained connector, too. Its 729 queries are all features.
+PAPER: dict[str, ProjectorRow] = {
+    "connector": _CONNECTOR,
+    "local": ProjectorRow(connector="connector"),
+    "global": ProjectorRow({"local_attention": False}, "connector"),
+    "from scratch": ProjectorRow(),
+    "all queries": ProjectorRow({"queries": "all"}, "connector", orders=True),
+    "half the queries": ProjectorRow({"queries": "half"}, "connector"),
+    "linear": ProjectorRow({"projector": "linear"}),
+}
+
+
+def _orders(row: str) -> dict[str, str | None]:
+    return {row: None, **{f"{row}, {order}": row for order in ORDERS}}
+
+
+_TABLE_1, _TABLE_2 = "Table 1: the number of queries", "Table 2: who may see whom"
+_TABLE_3, _TABLE_4 = "Table 3: the connector's weights", "Table 4: the order in which a trained connector reads"
+_WITHOUT = "Table 1: projectors without queries"
+_MORE, _SCORES = "The paper: more queries do better, with falling returns.", "VQAv2, GQA, VizWiz, TextVQA, POPE"
+_LOCAL = "75.01, 58.10, 50.53, 48.8, 86.9"
+_READ = "The paper: trained in both directions, reading forward alone does not harm, and can help."
+
+SCENE_TABLES = {
+    _TABLE_2: Table("The paper: global 73.12, local 75.01 on VQAv2.", {"global": "local", "local": None}),
+    f"{_TABLE_1}, of 16 features": Table(_MORE, {"4 queries": "local", "local": None, "16 queries": "local"}),
+    _TABLE_3: Table(
+        "The paper: from scratch 74.22, from a trained VL-Mamba 75.01 on VQAv2.",
+        {"local": None, "trained connector": "local"},
+    ),
+    _TABLE_4: Table(_READ, _orders("trained connector")),
+    f"{_WITHOUT}, of 16 features each": Table("", {"local": None, "connector": "local", "transformer": "local"}),
+}
+PAPER_TABLES = {
+    _TABLE_1: Table(_MORE, {"half the queries": "local", "local": None, "all queries": "local"}),
+    _WITHOUT: Table("", {"local": None, "connector": "local", "linear": "local"}),
+    _TABLE_2: Table(
+        f"The paper ({_SCORES}): global 73.12, 52.87, 49.09, 44.0, 85.1; local {_LOCAL}.",
+        {"global": "local", "local": None},
+    ),
+    _TABLE_3: Table(
+        f"The paper ({_SCORES}): from scratch 74.22, 56.30, 53.12, 48.0, 86.4; from a trained VL-Mamba {_LOCAL}.",
+        {"from scratch": None, "local": "from scratch"},
+    ),
+    _TABLE_4: Table(_READ, _orders("all queries")),
+}
+
+PUBLISHED = (
+    ("Table 1: other Mamba models on six benchmarks", "missing: needs their weights"),
+    ("Table 1: 128 to 729 queries", "4, 8 and 16 of 16 features of the scenes; elsewhere half as many, as given, all"),
+    ("Table 1: seconds of a fine-tuning step", "in all tables, stage 2, on this machine"),
+    ("Tables 2 and 3", "as published; the connector is trained here, as row `connector`, or given"),
+    ("Table 4", "as published: trained in both directions, read in one"),
+    ("GQA, VizWiz, TextVQA, POPE, MMBench", "not asked here: give the models' folders to those benchmarks"),
+)
+
+
+def to_markdown(summary: dict) -> str:
+    """comparison.md."""
+    tasks, chance = summary["questions"], summary["chance"]
+    measures = ["mean", *tasks] if len(tasks) > 1 else list(tasks)
+    data = [f"{samples:,} samples of {summary['data'][stage]}" for stage, samples in summary["samples"].items()]
+    learned = ", then ".join(data or summary["data"].values())
+    blocks = [
+        f"{len(summary['seeds'])} seed(s); trained on {learned}; {sum(tasks.values()):,} questions held out, answers "
+        "in %, and in brackets 95 % bootstrap intervals over seeds and pictures. A difference is in percentage points, "
+        "on the same examples and seeds; `*`: its interval excludes 0; n.s.: not significant."
+        + " Guess: the likeliest answer to the question, without a picture."
+        * bool(chance)
+    ]
+    for title, table in summary["tables"].items():
+        body = [["guess", "", "", *(f"{chance[measure]:.1f}" for measure in measures), ""]] if chance else []
+        for name, other in table["rows"].items():
+            row = summary["rows"][name]
+            first, *others = measures
+            cells = [spell(row["test"][first]), *(f"{row['test'][task]['mean']:.1f}" for task in others)]
+            gain = f"{spell(summary['differences'][f'{name} - {other}']['mean'])} to {other}" if other else ""
+            seconds = "" if row["seconds_a_step"] is None else f"{row['seconds_a_step']:.2g}"
+            body.append([name, f"{row['trainable']:,}", seconds, *cells, gain])
+        head = ["row", "parameters", "s a step", *measures, "difference of the mean"]
+        blocks += [f"## {title}", table["published"], markdown_table(head, body)]
+    models = [f"- {name}: {', '.join(row['models'])}" for name, row in summary["rows"].items() if row["models"]]
+    blocks += ["## Models, for other benchmarks", models]
+    return engine.compose(summary["title"], *blocks, conclusions=conclusions(summary), published=PUBLISHED)
+
+
+def conclusions(summary: dict) -> list[str]:
+    """The differences in words, and what limits them."""
+    gains = {pair.replace(" - ", " against "): {"mean": of["mean"]} for pair, of in summary["differences"].items()}
+    sentences = engine.conclude(gains, len(summary["seeds"]))
+    if summary["language"]:
+        sentences.append(
+            "Asked about scenes in words, before they saw a picture, the embedded Mamba had {Mamba:.1f} % of "
+            "the answers' tokens right, the transformer {transformer:.1f} %: that much of their difference is "
+            "no projector's.".format(**summary["language"])
+        )
+    guess = summary["chance"].get("mean", 0.0)
+    for name, row in summary["rows"].items():
+        if row["test"]["mean"]["low"] <= guess:
+            sentences.append(f"{name} cannot be told from guessing without a picture ({guess:.1f} %).")
+    sentences.append("All rows share the rates of the stages; those of the embedded models were found on row `local`.")
+    return sentences
+
+
+def draw(summary: dict) -> dict[str, list[Image.Image]]:
+    """rows.png and differences.png."""
+    rows, chance, label = summary["rows"], summary["chance"], "difference, percentage points"
+    gains = {pair: of["mean"] for pair, of in summary["differences"].items()}
+    return {
+        "rows.png": [
+            engine.chart(
+                {name: row["test"][measure] for name, row in rows.items()},
+                "all questions" if measure == "mean" else measure,
+                "answers, %",
+                ("guess without a picture", chance[measure]) if chance else None,
+            )
+            for measure in ("mean", *summary["questions"])
+        ],
+        "differences.png": [engine.chart(gains, "all questions", label, ("no difference", 0.0))],
+    }
