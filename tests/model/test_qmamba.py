@@ -16,7 +16,7 @@ from model.config import PaliGemmaConfig, VisionConfig
 from model.generate import generate
 from model.mamba import Mamba, initialize_mamba
 from model.processor import Processor, load_tokenizer
-from model.qmamba import QMamba, QMambaProjector, fill_from_mamba, local_mask
+from model.qmamba import QMamba, QMambaProjector, fill_from_mamba, fresh_projector, local_mask, set_scan_order
 from model.siglip import Siglip
 from model.source import BUNDLED_FOLDER
 from model.system_configs import SCAN_ORDERS, MambaConfig, ProjectorConfig, QMambaConfig
@@ -191,6 +191,53 @@ def test_each_option_matters():
             outputs.append(other(x))
     for index, a in enumerate(outputs):
         assert all(relative_error(a, b) > 1e-2 for b in outputs[:index])
+
+
+def test_projectors_without_queries():
+    """Breaks when a feature is lost, the parts are not those of a projector with queries, or the batch has fewer image
+    tokens than the projector gives vectors."""
+    x, whole = features(), fresh_projector(CONFIG, 3)
+    with torch.no_grad():
+        for kind in ("connector", "linear"):
+            config = replace(CONFIG, projector=replace(PROJECTOR, projector=kind))
+            module = fresh_projector(config, 3)
+            out, read = module(x), whole.connector(whole.vision_norm(whole.vision_proj(x)))
+            expected = whole.output(read) if kind == "connector" else F.linear(x, *module.parameters())
+            assert relative_error(out, expected) <= 1e-6 and config.num_image_tokens == out.shape[1] == 16
+            assert QMambaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+            ids = torch.tensor([[IMAGE] * 16 + [5, 6]])
+            assert randomized(QMamba(config))(ids, torch.rand(1, 3, 60, 60), torch.zeros_like(ids)).shape == (1, 18, 59)
+
+
+def test_the_order_of_a_trained_connector():
+    """Breaks when the order that is asked for is not the one that is read in, or a model without one takes it."""
+    whole, inputs = model(), batch()
+    with torch.no_grad():
+        both = whole.encode_images(inputs["pixel_values"])
+        set_scan_order(whole, "forward")
+        one = whole.encode_images(inputs["pixel_values"])
+        seen = whole.vision_tower(inputs["pixel_values"])
+        projector = QMambaProjector(whole.config)  # whose configuration says forward
+        projector.load_state_dict(whole.multi_modal_projector.state_dict())
+        assert torch.equal(one, projector(seen)) and relative_error(one, both) > 1e-2
+    for change in ({"connector": False}, {"projector": "linear"}):
+        with pytest.raises(UserError, match="no connector that scans"):
+            set_scan_order(QMamba(replace(CONFIG, projector=replace(PROJECTOR, **change))), "forward")
+
+
+def test_checkpointing_covers_the_projector():
+    """Breaks when blocks keep their activations, or compute other gradients when they are computed again."""
+    module, x, kept, gradients = projector(), features(), [0, 0], []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[module.checkpointing] += tensor.numel()
+        return tensor
+
+    for module.checkpointing in (False, True):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = module(x)
+        gradients.append(torch.autograd.grad(out.square().sum(), list(module.parameters())))
+    assert kept[1] < 0.6 * kept[0] and all(map(torch.equal, *gradients))
 
 
 @pytest.mark.parametrize("queries", [16, 5])
@@ -431,6 +478,7 @@ def test_config_is_read_back():
         ({"projector": replace(PROJECTOR, queries=17)}, "17 queries are more than the picture's 16 features"),
         ({"projector": replace(PROJECTOR, queries=17, local_attention=False)}, "17 queries"),
         ({"projector": replace(PROJECTOR, queries=0)}, "queries is 0"),
+        ({"projector": replace(PROJECTOR, projector="connector", connector=False)}, "but connector is false"),
         ({"projector": replace(PROJECTOR, num_attention_heads=5)}, "no multiple of 5 heads"),
         ({"projector": replace(PROJECTOR, scan_order="sideways")}, "sideways"),
         ({"vision": replace(VISION, feature_layer=-5)}, "feature_layer -5"),

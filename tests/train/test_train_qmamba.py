@@ -107,6 +107,14 @@ def test_trained_parts_are_taken_over(language, tmp_path):
     for part in ("vision_proj.weight", "connector.forward_mixer.A_log", "connector.backward_mixer.in_proj.weight"):
         assert torch.equal(mine.get_parameter(part), theirs.get_parameter(part))
     assert not torch.equal(mine.output.weight, theirs.output.weight)
+    bare = [f"language_model={language}", "projector=connector", "hidden_size=16", "state_size=4"]
+    flags = [flag for option in bare for flag in ("--option", option)]
+    donor = open_stage(parse(["--arch", "qmamba", "--stage", "1", "--seed", "8", *flags])[0], torch.float32, CPU)
+    assert not hasattr(donor.multi_modal_projector, "queries")
+    export_model(donor, tmp_path / "bare")
+    model = open_first(language, "state_size=4", f"connector_from={tmp_path / 'bare'}")
+    mine, theirs = model.multi_modal_projector, donor.multi_modal_projector
+    assert all(torch.equal(p, mine.connector.get_parameter(name)) for name, p in theirs.connector.named_parameters())
 
 
 @pytest.mark.long
@@ -241,6 +249,8 @@ def test_choices_are_weighed_as_if_read_alone(language):
         (("queries=many",), "expected int, such as 8"),
         (("local_attention=1",), "expected bool, such as True"),
         (("querries=3",), "--option querries: choose of language_model"),
+        (("projector=mlp",), "projector is 'mlp'"),
+        (("projector=linear",), "--option queries: a projector of kind 'linear' has none"),
         (("scan_order=sideways",), "sideways"),
         (("num_attention_heads=3",), "no multiple of 3 heads"),
         (("feature_layer=-9",), "feature_layer -9"),

@@ -129,7 +129,11 @@ def to_markdown(summary: dict) -> str:
             body.append([name, f"{row['trainable']:,}", seconds, *cells, gain])
         head = ["row", "parameters", "s a step", *measures, "difference of the mean"]
         blocks += [f"## {title}", table["published"], markdown_table(head, body)]
-    models = [f"- {name}: {', '.join(row['models'])}" for name, row in summary["rows"].items() if row["models"]]
+    models = [
+        f"- {name}: {', '.join(row['models'])}"
+        for name, row in summary["rows"].items()
+        if row["models"] and ", " not in name
+    ]
     blocks += ["## Models, for other benchmarks", models]
     return engine.compose(summary["title"], *blocks, conclusions=conclusions(summary), published=PUBLISHED)
 
@@ -144,9 +148,9 @@ def conclusions(summary: dict) -> list[str]:
             "the answers' tokens right, the transformer {transformer:.1f} %: that much of their difference is "
             "no projector's.".format(**summary["language"])
         )
-    guess = summary["chance"].get("mean", 0.0)
+    guess = summary["chance"].get("mean")
     for name, row in summary["rows"].items():
-        if row["test"]["mean"]["low"] <= guess:
+        if guess is not None and row["test"]["mean"]["low"] <= guess:
             sentences.append(f"{name} cannot be told from guessing without a picture ({guess:.1f} %).")
     sentences.append("All rows share the rates of the stages; those of the embedded models were found on row `local`.")
     return sentences
