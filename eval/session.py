@@ -239,7 +239,7 @@ class Session:
 
     def trained_tasks(self) -> set[str] | None:
         """The tasks of the embedded scenes that the model was fine-tuned on; None where that is not known."""
-        source, run, _ = self.subject
+        source, run, *_ = self.subject
         folder = run or (Path(source).parent if Path(source).name == "model" else None)
         if folder is None:
             return set() if source == EMBEDDED else None

@@ -19,6 +19,7 @@ from model.gemma import Gemma, RMSNorm
 from model.graft import Adaptable
 from model.linear import Linear
 from model.siglip import Siglip
+from model.system_configs import QMambaConfig
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -28,7 +29,7 @@ MAX_LOGITS = 1 << 25  # that the loss holds at a time: 130 positions of PaliGemm
 class Projector(nn.Module):
     """One linear map from the vision tower's width to the decoder's."""
 
-    def __init__(self, config: PaliGemmaConfig):
+    def __init__(self, config: PaliGemmaConfig | QMambaConfig):
         super().__init__()
         self.linear = Linear(config.vision.hidden_size, config.text.hidden_size)
 
@@ -117,6 +118,10 @@ class PaliGemma(Adaptable):
         if image_features is None:
             return embeddings
         return embeddings.masked_scatter(is_image[..., None], image_features.to(embeddings.dtype))
+
+    def set_checkpointing(self, on: bool) -> None:
+        """Let the layers of the decoder compute their activations again in the backward pass, to save memory."""
+        self.language_model.checkpointing = on
 
     def new_cache(self, capacity: int) -> list[LayerCache]:
         """An empty cache of `capacity` positions for each decoder layer."""

@@ -153,13 +153,17 @@ class QMamba(PaliGemma):
     token_type_ids are ignored: the recurrence is causal for image and prefix, too.
     """
 
-    config: QMambaConfig
     language_model: Any  # Mamba in place of Gemma
     multi_modal_projector: Any  # Projector or QMambaProjector
 
     @staticmethod
     def build(config: QMambaConfig) -> tuple[nn.Module, Mamba]:
         return build_projector(config), Mamba(config.text)
+
+    def set_checkpointing(self, on: bool) -> None:
+        """For the blocks of the projector, too."""
+        super().set_checkpointing(on)
+        self.multi_modal_projector.checkpointing = on
 
     def new_cache(self, capacity: int | None = None) -> list[MambaState]:
         """An empty state for each decoder layer; its size does not depend on `capacity`."""
@@ -177,8 +181,8 @@ def set_scan_order(model: nn.Module, order: str) -> None:
     if not isinstance(projector, QMambaProjector) or not isinstance(projector.connector, Connector):
         raise UserError(f"--scan-order {order}: this model has no connector that scans: take a Q-Mamba with one")
     projector.connector.order = order
-    # answers that are logged in one order are not those of another
-    model.config = replace(model.config, projector=replace(model.config.projector, scan_order=order))
+    config: Any = model.config  # with it the log of answers knows one order from another
+    model.config = replace(config, projector=replace(config.projector, scan_order=order))
 
 
 @torch.no_grad()

@@ -21,7 +21,6 @@ from model.paligemma import PaliGemma
 from train.data.batches import MicroBatch
 from train.optim import trainable
 from train.supervised import supervised_loss
-from train.systems.open import set_checkpointing
 
 aten = torch.ops.aten
 
@@ -139,7 +138,7 @@ def step_costs(
             counter.live = counter.peak = gradients if accumulates else 0
             shapes = _shapes_of(micro, fake, counter)
             model.train()
-            set_checkpointing(model, checkpointing)
+            model.set_checkpointing(checkpointing)
             with torch.autocast("cpu", autocast, enabled=autocast is not None):
                 loss = supervised_loss(model, shapes)
             (loss / micro.tokens).backward()

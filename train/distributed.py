@@ -25,7 +25,7 @@ from model.processor import Processor
 from weights.checkpoint import empty_model
 from weights.fingerprint import gathered
 
-LAYERS = ("vision_tower.encoder.layers", "language_model.layers")
+LAYERS = ("vision_tower.encoder.layers", "language_model.layers", "multi_modal_projector.blocks")
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def spread(model: nn.Module, world: World, shard: bool, autocast: torch.dtype | 
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers that FSDP2 shards one by one: of the vision tower, if there is one, and of the decoder."""
+    """The layers that FSDP2 shards one by one: of the vision tower, the decoder and the projector, if they have any."""
     return [layer for name, part in model.named_modules() if name in LAYERS for layer in part]
 
 
@@ -140,12 +140,13 @@ def computes_in_bf16(model: nn.Module) -> bool:
 
 
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:
-    """Set whether the next backward pass exchanges gradients: only the last micro-batch of a step needs to."""
+    """Set whether the next backward pass exchanges gradients: only the last micro-batch of a step needs to.
+
+    FSDP2 exchanges them always: between micro-batches it would hold the gradients of all weights on each process.
+    """
     model = getattr(model, "_orig_mod", model)  # torch.compile has wrapped it
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = sync
-    elif hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(sync)
 
 
 def divide(world: World, items: Sequence, work: Callable[[list], Sequence], key: Callable[..., Hashable]) -> list:

@@ -87,7 +87,7 @@ def plan(
     gathered = gathered_bytes(model, autocast)
     costs = step_costs(model, sample.widest, autocast, accumulates)
     if settings.shard and gpus > 1:
-        costs = tuple(spread_cost(cost, gpus, gathered, accumulates) for cost in costs)
+        costs = tuple(spread_cost(cost, gpus, gathered) for cost in costs)
     samples = min(order.total * rows * micro_batches, settings.epochs * len(records))
     tokens = samples * sample.tokens / sample.rows
     return PlanRow(
@@ -153,10 +153,10 @@ def gathered_bytes(model: PaliGemma, autocast: torch.dtype | None) -> float:
     return (2 * max(sizes) + outside) * (0.5 if halved else 1)
 
 
-def spread_cost(cost: StepCost, gpus: int, gathered: float, accumulates: bool) -> StepCost:
-    """The cost of one of `gpus` GPUs under `--shard`. Gradients of several micro-batches are summed unsharded."""
-    gradients = cost.gradients if accumulates else cost.gradients / gpus
-    return replace(cost, weights=cost.weights / gpus + gathered, gradients=gradients, moments=cost.moments / gpus)
+def spread_cost(cost: StepCost, gpus: int, gathered: float) -> StepCost:
+    """The cost of one of `gpus` GPUs under `--shard`."""
+    gradients, moments = cost.gradients / gpus, cost.moments / gpus
+    return replace(cost, weights=cost.weights / gpus + gathered, gradients=gradients, moments=moments)
 
 
 def spell(number: float) -> str:

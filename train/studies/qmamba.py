@@ -66,7 +66,7 @@ from train.studies.qmamba_tables import (
     to_markdown,
 )
 from train.supervised import train_on
-from train.systems.open import make_optimizer, open_processor, open_stage, set_checkpointing, stage_rules
+from train.systems.open import make_optimizer, open_processor, open_stage, stage_rules
 from train.systems.qmamba import TINY_MAMBA, UNUSED, Parts, language_model, read_options
 from weights.export import export_model
 from weights.fingerprint import exact_fingerprint
@@ -176,7 +176,7 @@ def make_qmamba(study: QMambaStudy, row: ProjectorRow, seed: int) -> QMamba:
     model = open_stage(settings, torch.float32, study.world.device)
     if study.is_embedded:
         model.vision_tower = vision_tower()
-    set_checkpointing(model, settings.checkpointing)
+    model.set_checkpointing(settings.checkpointing)
     return model
 
 

@@ -73,19 +73,12 @@ def open_model(
     """
     model = load_start(settings, device) if start is None else start
     rules = adapt(model, settings) if settings.stage is None else stage_rules(settings)
-    set_checkpointing(model, settings.checkpointing)
+    model.set_checkpointing(settings.checkpointing)
     if settings.quantize:
         if settings.writes_model or settings.shard:
             raise UserError("--quantize holds frozen weights in 8 bits: leave --full, --stage and --shard out")
         quantize(model)
     return model, make_optimizer(model, rules, settings)
-
-
-def set_checkpointing(model: PaliGemma, on: bool) -> None:
-    """Let the decoder, and the blocks of a projector, compute their activations again in the backward pass."""
-    for part in (model.language_model, model.multi_modal_projector):
-        if hasattr(part, "checkpointing"):
-            part.checkpointing = on
 
 
 def make_optimizer(model: PaliGemma, rules: Sequence[Rule], settings: Settings) -> torch.optim.Optimizer:
