@@ -90,7 +90,7 @@ STAGES: dict[str, dict[int, StageRecipe]] = {
         1: StageRecipe(
             {r"multi_modal_projector\..*|.*\.visual\..*": 1.0},
             _WINGS | {"lr": 2e-4, "weight_decay": 1e-9, "step_batch": 256},
-            _SMALL | {"r": 16, "lr": 3e-3, "samples": 3200},
+            _SMALL | {"r": 16, "lr": 3e-3, "samples": 3200, "base": "embedded-text"},
         ),
         2: StageRecipe(
             {r"multi_modal_projector\..*": 5.0, r"language_model\..*": 1.0},

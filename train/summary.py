@@ -14,9 +14,11 @@ import numpy as np
 from PIL import Image
 
 from eval import figures, needle, scenes, vqa
+from eval.command import Ask
 from eval.datasets import PROMPT, fill_prompt
 from eval.records import Record
 from eval.statistics import bootstrap
+from eval.text import sentences
 from model.common import write_text
 from model.differential import KINDS
 from model.images import load_image
@@ -53,10 +55,22 @@ def evaluate(
             for kind in dict.fromkeys(settings.tasks.split(","))
             if kind in scenes.NEEDLES
         }
+        if settings.arch == "wings":
+            result["text"] = grade_text(model, processor, limit // 4, f"text, {title}", ask_all)
         model.train(was_training)
         result |= {"vqa_details": details, "needle_details": tests}
         result |= {"vqa": details["overall"], "needle": tests.get("n2o1")}
     return result
+
+
+def grade_text(
+    model: PaliGemma, processor: Processor, limit: int, title: str, ask_all: Callable[..., list]
+) -> dict[str, float]:
+    """Percent right of `limit` sentences of each task of `eval/text/sentences.py`, which have no picture."""
+    asked = [sentences.sentence(task, "test", number) for task in sentences.TASKS for number in range(limit)]
+    asks = [Ask(f"{number}", f"text {number}", (), s.prefix) for number, s in enumerate(asked)]
+    right = [a == s.suffix for a, s in zip(ask_all(model, processor, asks, progress=title), asked, strict=True)]
+    return {task: 100 * float(np.mean(right[n * limit : (n + 1) * limit])) for n, task in enumerate(sentences.TASKS)}
 
 
 def summarize(
@@ -252,6 +266,10 @@ def print_accuracies(summary: dict, results: Mapping[str, dict], settings: Setti
     if not settings.is_embedded:
         return
     blind, after = summary["blind"], summary["after"]
+    if "text" in after:  # of a run of WINGS
+        rows("text alone, %", lambda result: float(np.mean(list(result["text"].values()))))
+        for task in after["text"]:
+            rows(f"  {task}", lambda result, task=task: result["text"][task])
     rows("VQA, % (chance: without a picture)", lambda result: result["vqa"], blind["overall"])
     for kind in after["vqa_details"]["per_answer_type"]:
         rows(f"  {kind}", lambda result, kind=kind: result["vqa_details"]["per_answer_type"][kind], blind.get(kind))

@@ -62,9 +62,9 @@ def test_trained_weights_move_on_a_gpu_as_they_do_in_fp32(run, as_on_cuda, tmp_p
         arguments = ["--base", "tiny", "--full", "--attention", "softmax"]
     else:
         arch, _, stage = run.partition("-")
-        arguments = ["--arch", arch, "--stage", stage]
+        arguments = ["--arch", arch, "--stage", stage, "--base", "embedded"]
         if stage == "2":
-            first = open_model(parse(["--arch", arch, "--stage", "1"])[0], CPU)[0]
+            first = open_model(parse(["--arch", arch, "--stage", "1", "--base", "embedded"])[0], CPU)[0]
             systems_base = tmp_path / "model"
             export_model(first, systems_base)
             arguments += ["--base", str(systems_base)]

@@ -23,7 +23,7 @@ from train.optim import OPTIMIZERS, SCALARS, MuonAdamW, Rule, parameter_groups, 
 from train.recipes import STAGES
 from train.settings import Settings
 from train.systems.qmamba import language_model, open_qmamba
-from train.systems.wings import open_wings
+from train.systems.wings import open_wings, text_source
 from weights.export import companions
 from weights.load import load_model
 
@@ -40,7 +40,7 @@ class System:
     tokenizer_source: Callable[[Settings], str] = lambda settings: settings.base
 
 
-SYSTEMS: dict[str, System] = {"wings": System(open_wings), "qmamba": System(open_qmamba, language_model)}
+SYSTEMS: dict[str, System] = {"wings": System(open_wings, text_source), "qmamba": System(open_qmamba, language_model)}
 
 
 def weights_dtype(settings: Settings, device: torch.device) -> torch.dtype:
