@@ -22,7 +22,6 @@ from tqdm import tqdm
 from eval.command import Ask
 from model.common import Expected, UserError, file_errors, parse_json, read_field, read_text, shown, write_text
 from model.generate import CompiledStep, NonFiniteError, check_finite, finite_rows, generate, last_valid
-from model.images import load_image, to_pixels
 from model.paligemma import PaliGemma
 from model.processor import Batch, Processor, TokenRow
 from weights.fingerprint import exact_fingerprint
@@ -235,13 +234,11 @@ def _choose(model, processor, questions: list[Ask], batch: Batch, pictures: dict
 def _encode(model: PaliGemma, processor: Processor, window: list[Ask], batch_size: int):
     """Features (pictures, I, H), each key's rows in them, and why a key has none. Each key's pictures are read once."""
     first = {question.key: question for question in reversed(window)}
-    size = processor.config.vision.image_size
-    device = next(model.parameters()).device
+    device, side = next(model.parameters()).device, processor.config.vision.image_size
 
     def prepare(question: Ask) -> list[torch.Tensor] | UserError:
         try:
-            draft = size if processor.draft else None
-            return [to_pixels(load_image(image, draft), size) for image in question.images()]
+            return [processor.pixels(image) for image in question.images()]
         except UserError as error:
             return error
 
@@ -260,7 +257,7 @@ def _encode(model: PaliGemma, processor: Processor, window: list[Ask], batch_siz
                 ready += pixels
             if ready:
                 parts += [model.encode_images(chunk.to(device)) for chunk in torch.stack(ready).split(batch_size)]
-    features = torch.cat(parts) if parts else model.encode_images(torch.empty(0, 3, size, size, device=device))
+    features = torch.cat(parts) if parts else model.encode_images(torch.empty(0, 3, side, side, device=device))
     return features, places, problems
 
 

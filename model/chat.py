@@ -14,7 +14,7 @@ from model.common import UserError
 from model.language_config import LanguageConfig
 from model.source import resolve
 from model.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
-from model.turns import Turn
+from model.turns import SLOT, Turn
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,27 @@ class TextTokenizer:
             if text is not None:
                 ids += [self._marks[form.end], *self.encode("\n")]
         return ids
+
+    def conversation(self, turns: Sequence[Turn], slot: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The ids of a conversation as a model is trained on it, and 1 for those that are learned: answers, the mark
+        that ends each, and the newline behind it if a turn follows. `<image>` in a prompt stands for the ids `slot`.
+
+        The header of an answer is encoded by itself, since an answer to be generated begins after it.
+        """
+        ids, form, newline = self.chat([]), self.format, self.encode("\n")
+        learned = [0] * len(ids)
+        for number, (prompt, answer) in enumerate(turns):
+            given = [self._marks[form.start]]
+            for place, part in enumerate(f"user\n{prompt.strip() if form.strips else prompt}".split(SLOT)):
+                given += [*(slot if place else ()), *self.encode(part)]
+            given += [self._marks[form.end], *newline, self._marks[form.start], *self.encode(f"{form.model_role}\n")]
+            reply = []
+            if answer is not None:
+                reply = [*self.encode(answer.strip() if form.strips else answer), self._marks[form.end]]
+                reply += newline if number + 1 < len(turns) else []
+            ids += given + reply
+            learned += [0] * len(given) + [1] * len(reply)
+        return ids, learned
 
     @property
     def end_of_turn(self) -> list[int]:

@@ -71,6 +71,14 @@ def to_pixels(image: Image.Image, size: int) -> torch.Tensor:
     return resized.permute(2, 0, 1).contiguous().float().div_(255).mul_(2).sub_(1)
 
 
+def pad_to_square(image: Image.Image) -> Image.Image:
+    """The picture in the middle of a gray square of its longer side, as LLaVA and WINGS are trained."""
+    side = max(image.size)
+    square = Image.new("RGB", (side, side), (127, 127, 127))
+    square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return square
+
+
 def _to_rgb(image: Image.Image) -> Image.Image:
     if 0 in image.size:
         raise UserError(f"is {image.width}×{image.height} pixels: give a picture with at least one")

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import torch
 
+from model.chat import TextTokenizer
 from model.common import UserError, quoted, shown
 from model.config import PaliGemmaConfig
-from model.images import Picture, load_image, to_pixels
+from model.images import Picture, load_image, pad_to_square, to_pixels
 from model.language_config import LanguageConfig
 from model.source import preset_of
-from model.system_configs import QMambaConfig, TextModelConfig, WingsConfig, read_config
+from model.system_configs import LanguageWingsConfig, QMambaConfig, TextModelConfig, WingsConfig, read_config
 from model.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from model.turns import SLOT, Turn, check_turns
 
@@ -76,12 +77,15 @@ class Processor:
         """
         if padding_side not in ("left", "right"):
             raise UserError(f"padding_side is {padding_side!r}, expected 'left' or 'right'")
-        _check_tokenizer(config, tokenizer)
+        # the tokenizer of a language model that reads pictures by WINGS; its ids are checked there
+        self.text = TextTokenizer(config.language, tokenizer) if isinstance(config, LanguageWingsConfig) else None
+        if self.text is None:
+            _check_tokenizer(config, tokenizer)
         self.config, self.tokenizer = config, tokenizer
         self.max_length, self.padding_side, self.draft = max_length, padding_side, draft
         control = (config.pad_token_id, config.eos_token_id, config.bos_token_id, tokenizer.unk_id())
         self._not_text = {*control, config.image_token_id}
-        self._reserved = [SLOT, *(tokenizer.id_to_piece(i) for i in control)]
+        self._reserved = [SLOT, *(tokenizer.id_to_piece(i) for i in control if i is not None)]
 
     @classmethod
     def from_source(cls, source: str | Path, *, revision: str | None = None, **options) -> "Processor":
@@ -141,6 +145,13 @@ class Processor:
         # a bound that is known before anything is encoded or laid out
         characters = sum(len(text or "") for turn in turns for text in turn)
         self._check_length(n_images * self.config.num_image_tokens + characters // _MAX_PIECE, prefix, "at least ")
+        if self.text is not None and self.config.chat:
+            slot = [self.config.image_token_id] * self.config.num_image_tokens
+            if n_images and not is_marked:
+                turns[-1] = f"{SLOT * n_images}\n{prefix}", suffix
+            ids, learned = self.text.conversation(turns, slot)
+            self._check_length(len(ids), prefix)
+            return ids, [1] * len(ids), learned
         ids, types, learned = [], [], []
         for number, (prompt, answer) in enumerate(turns):
             # the newline is encoded with the prompt: a prompt that ends in one makes a single piece "\n\n" with it
@@ -150,7 +161,7 @@ class Processor:
             given: list[int] = []
             for place, part in enumerate(parts):
                 given += [self.config.image_token_id] * self.config.num_image_tokens if place else []
-                if part and self.config.bos_token_id not in (*ids, *given):  # where the text begins
+                if part and self.config.bos_token_id not in (None, *ids, *given):  # where the text begins
                     given.append(self.config.bos_token_id)
                 given += self.encode(part)
             reply = [] if answer is None else [*self.encode(answer), self.config.eos_token_id]
@@ -200,7 +211,7 @@ class Processor:
         size = self.config.vision.image_size
         pixel_values = torch.empty(len(distinct), 3, size, size)
         for pixels, picture in zip(pixel_values, distinct.values(), strict=True):
-            pixels.copy_(to_pixels(load_image(picture, size if self.draft else None), size))
+            pixels.copy_(self.pixels(picture))
         width = max(len(ids) for ids, *_ in rows)
         input_ids = torch.full((len(rows), width), self.config.pad_token_id)
         token_type_ids = torch.zeros_like(input_ids)
@@ -215,6 +226,12 @@ class Processor:
         image_index = torch.tensor(index, dtype=torch.int64)
         return Batch(input_ids, pixel_values, token_type_ids, attention_mask, labels, image_index)
 
+    def pixels(self, picture: Picture) -> torch.Tensor:
+        """A picture as the vision tower reads it, float32 (3, R, R). Raises UserError, naming the file."""
+        size = self.config.vision.image_size
+        image = load_image(picture, size if self.draft else None)
+        return to_pixels(image if self.text is None else pad_to_square(image), size)
+
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without bos or eos. Raises UserError if it spells a control token or is not Unicode.
 
@@ -225,6 +242,8 @@ class Processor:
         space; more than 31 spaces, tabs or newlines in a row, which it groups otherwise; and, for Gemma 1, the spelling
         of a reserved piece such as `<b>` or `<unused0>`, which it takes for that piece or not as the file says.
         """
+        if self.text is not None:
+            return self.text.encode(text)
         for piece in self._reserved:
             if piece in text:
                 raise UserError(f"the text spells the control token {piece}, which is placed for you: remove it")
@@ -247,6 +266,8 @@ class Processor:
 
     def decode(self, ids: Iterable[int] | torch.Tensor) -> str:
         """The text of answer tokens (T,) up to the first eos; control and image tokens are left out."""
+        if self.text is not None:
+            return self.text.decode(ids)
         ids = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
         if self.config.eos_token_id in ids:
             ids = ids[: ids.index(self.config.eos_token_id)]

@@ -51,11 +51,7 @@ class WingsConfig(PaliGemmaConfig):
         require_type(raw, "wings", where, f": {authors}")
         if not base:
             raise UserError(f"{where}: has no paligemma_config: {authors}")
-        if not isinstance(learners, dict) or not learners.keys() <= LEARNER_FIELDS.keys():
-            raise UserError(
-                f"{where}: learner_config is {quoted(learners)}, expected {', '.join(LEARNER_FIELDS)}: correct the file"
-            )
-        return cls.beside(PaliGemmaConfig.from_dict(base, where), **learners).check(where)
+        return cls.beside(PaliGemmaConfig.from_dict(base, where), **read_learners(learners, where)).check(where)
 
     @classmethod
     def beside(cls, base: PaliGemmaConfig, **learners) -> "WingsConfig":
@@ -70,14 +66,70 @@ class WingsConfig(PaliGemmaConfig):
         }
 
     def problems(self) -> list[str]:
-        problems, width, heads = super().problems(), self.text.hidden_size, self.text.num_attention_heads
-        if not problems and width % (2 * heads):
-            problems.append(f"a learner cannot cut {width} channels into {heads} heads of an even width")
-        return problems
+        return super().problems() or self.learner_problems()
+
+    def learner_problems(self) -> list[str]:
+        width, heads = self.text.hidden_size, self.text.num_attention_heads
+        fits = width % (2 * heads) == 0
+        return [] if fits else [f"a learner cannot cut {width} channels into {heads} heads of an even width"]
 
 
 # what `WingsConfig` adds, and the defaults
 LEARNER_FIELDS = {f.name: f.default for f in fields(WingsConfig) if f.name not in PaliGemmaConfig.__dataclass_fields__}
+
+
+def read_learners(raw, where: str) -> dict:
+    """The `learner_config` of a config.json. Raises UserError for other names."""
+    if not isinstance(raw, dict) or not raw.keys() <= LEARNER_FIELDS.keys():
+        raise UserError(
+            f"{where}: learner_config is {quoted(raw)}, expected {', '.join(LEARNER_FIELDS)}: correct the file"
+        )
+    return raw
+
+
+@dataclass(frozen=True)
+class LanguageWingsConfig(WingsConfig):
+    """WINGS on a published language model, beside a SigLIP and a projector of two layers.
+
+    eos_token_id ends an answer. chat: prompts and answers are turns of the family's conversation, see `model/chat.py`.
+    """
+
+    bos_token_id: TokenId | None = None
+    chat: bool = False
+
+    @property
+    def language(self) -> LanguageConfig:
+        """The configuration of the language model."""
+        return LanguageConfig(self.text, (self.eos_token_id,), self.pad_token_id, self.bos_token_id)
+
+    @classmethod
+    def from_dict(cls, raw: dict, where: str = "config.json") -> "LanguageWingsConfig":
+        require_type(raw, "wings-language", where)
+        language = LanguageConfig.from_dict(read_section(raw, "text_config", where), where)
+        return cls(
+            vision=read_known(VisionConfig, read_section(raw, "vision_config", where)),
+            text=language.text,
+            image_token_id=raw.get("image_token_id", language.text.vocab_size),
+            eos_token_id=language.eos_token_id[0],
+            pad_token_id=language.pad_token_id,
+            bos_token_id=language.bos_token_id,
+            chat=raw.get("chat", False),
+            **read_learners(raw.get("learner_config", {}), where),
+        ).check(where)
+
+    def to_dict(self) -> dict:
+        return {
+            "model_type": "wings-language",
+            "image_token_id": self.image_token_id,
+            "chat": self.chat,
+            "vision_config": asdict(self.vision),
+            "text_config": self.language.to_dict(),
+            "learner_config": {name: getattr(self, name) for name in LEARNER_FIELDS},
+        }
+
+    def problems(self) -> list[str]:
+        problems = [*self.vision.problems(), *self.language.problems(), *field_problems(self)]
+        return problems or self.learner_problems()
 
 
 @dataclass(frozen=True)
@@ -317,7 +369,7 @@ class TextModelConfig(Config):
 
 # by config.json's model_type
 CONFIGS = {"paligemma": PaliGemmaConfig, "qmamba": QMambaConfig, MODEL_TYPE: TextModelConfig, "wings": WingsConfig}
-CONFIGS |= dict.fromkeys(CLASSES, LanguageConfig)
+CONFIGS |= dict.fromkeys(CLASSES, LanguageConfig) | {"wings-language": LanguageWingsConfig}
 
 
 def read_config(path: str | Path) -> PaliGemmaConfig | QMambaConfig | TextModelConfig | LanguageConfig:

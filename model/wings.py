@@ -23,6 +23,7 @@ Stage 1 of training has no routers and no textual learners (`routed` False): the
 The router needs the attention weights, so a routed model computes its main attention without a fused kernel.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,9 +33,11 @@ from torch import nn
 from model.attention import Attention, LayerCache, Rope, keep_positions, tapped
 from model.common import UserError
 from model.gemma import Gemma, GemmaLayer
+from model.language import LanguageModel
 from model.linear import Linear
 from model.paligemma import PaliGemma, Projector
-from model.system_configs import WingsConfig
+from model.siglip import Siglip
+from model.system_configs import LanguageWingsConfig, WingsConfig
 
 OCTAVES = 16  # buckets of distance in a router: 0, 1–2, 3–6, 7–14, …, from 32767 on
 NEVER = 1 << 40  # as a column: after every query, so that no query sees it
@@ -231,6 +234,27 @@ class WingsAttention(Attention):
 # The model
 
 
+class TwoLayerProjector(nn.Module):
+    """The projector beside a language model: two layers with GELU between them (LLaVA's mlp2x_gelu)."""
+
+    def __init__(self, config: LanguageWingsConfig):
+        super().__init__()
+        self.linear_1 = Linear(config.vision.hidden_size, config.text.hidden_size)
+        self.linear_2 = Linear(config.text.hidden_size, config.text.hidden_size)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """As `nn.Linear` draws them: uniform, to the inverse root of the width of the input."""
+        for layer in (self.linear_1, self.linear_2):
+            end = layer.in_features**-0.5
+            for parameter in layer.parameters():  # drawn on the CPU, so that every device gets the same numbers
+                drawn = torch.empty(parameter.shape).uniform_(-end, end, generator=generator)
+                with torch.no_grad():
+                    parameter.copy_(drawn)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.linear_2(F.gelu(self.linear_1(features)))
+
+
 class WingsGemma(Gemma):
     """Gemma with learners: `types` are 0 for tokens of pictures and 1 for text, and everything is causal."""
 
@@ -296,11 +320,15 @@ class WingsGemma(Gemma):
 
 
 class Wings(PaliGemma):
-    """PaliGemma with one or two learners in every decoder layer: the same parts, names and `forward`."""
+    """PaliGemma with one or two learners in every decoder layer: the same parts, names and `forward`.
+
+    The decoder is PaliGemma's, or with a `LanguageWingsConfig` a published language model (`model/language.py`).
+    """
 
     @staticmethod
-    def build(config: WingsConfig) -> tuple[Projector, WingsGemma]:
-        return Projector(config), WingsGemma(config)
+    def build(config: WingsConfig) -> tuple[nn.Module, WingsGemma]:
+        is_language = isinstance(config, LanguageWingsConfig)
+        return TwoLayerProjector(config) if is_language else Projector(config), WingsGemma(config)
 
     def forward(self, input_ids, pixel_values, token_type_ids, attention_mask=None, **options) -> torch.Tensor:
         """As `PaliGemma.forward`; of token_type_ids only the number of columns is used.
@@ -325,7 +353,17 @@ def attach(base: PaliGemma, rank: int = 64, *, routed: bool = False, seed: int =
     """
     if type(base) is not PaliGemma or base.grafts:
         raise UserError("learners go beside the plain attention of a PaliGemma: take a base without other parts")
-    return _assemble(WingsConfig.beside(base.config, rank=rank, routed=routed, **options), base, seed)
+    config = WingsConfig.beside(base.config, rank=rank, routed=routed, **options)
+    return _assemble(config, base.state_dict(), seed).train(base.training)
+
+
+def join(config: LanguageWingsConfig, tower: Siglip, text: LanguageModel, seed: int = 0) -> Wings:
+    """A language model beside a vision tower, sharing their weights, with a fresh projector and learners.
+
+    config: of the same sizes. On text alone the logits are those of `text`.
+    """
+    state = {f"vision_tower.{name}": tensor for name, tensor in tower.state_dict().items()}
+    return _assemble(config, state | text.state_dict(), seed).eval()
 
 
 def route(model: Wings, seed: int = 0) -> Wings:
@@ -336,7 +374,7 @@ def route(model: Wings, seed: int = 0) -> Wings:
     """
     if type(model) is not Wings or model.config.routed:
         raise UserError("stage 2 of WINGS goes on from a model of stage 1, which has visual learners and no router")
-    routed = _assemble(replace(model.config, routed=True), model, seed)
+    routed = _assemble(replace(model.config, routed=True), model.state_dict(), seed).train(model.training)
     for module in routed.modules():
         if isinstance(module, WingsAttention):
             up = module.visual.o.B
@@ -344,16 +382,17 @@ def route(model: Wings, seed: int = 0) -> Wings:
     return routed
 
 
-def _assemble(config: WingsConfig, source: PaliGemma, seed: int) -> Wings:
-    """A model of `config` with the tensors of `source`; parts that `source` does not have are initialised."""
+def _assemble(config: WingsConfig, state: Mapping[str, torch.Tensor], seed: int) -> Wings:
+    """A model of `config` with the tensors of `state`; parts that are not in it are initialised."""
     with torch.device("meta"):
         model = Wings(config)
-    unexpected = model.load_state_dict(source.state_dict(), strict=False, assign=True).unexpected_keys
-    if unexpected:
-        raise UserError(f"{unexpected[0]} is no part of a plain PaliGemma: merge or leave out its adapter")
-    weight, generator = source.language_model.embed_tokens.weight, torch.Generator().manual_seed(seed)
-    for module in model.modules():
-        if isinstance(module, Update | Router) and next(module.parameters()).is_meta:
+    found = model.load_state_dict(state, strict=False, assign=True)
+    if found.unexpected_keys:
+        raise UserError(f"{found.unexpected_keys[0]} is no part of a plain PaliGemma: merge or leave out its adapter")
+    weight, generator = model.language_model.embed_tokens.weight, torch.Generator().manual_seed(seed)
+    for name, module in model.named_modules():
+        fresh = isinstance(module, Update | Router | TwoLayerProjector)
+        if fresh and any(missing.startswith(f"{name}.") for missing in found.missing_keys):
             module.to(weight.dtype).to_empty(device=weight.device)
             module.reset_parameters(generator)
-    return model.train(source.training)
+    return model

@@ -10,7 +10,7 @@ from model.mamba import MambaLM
 from model.paligemma import PaliGemma
 from model.qmamba import QMamba
 from model.siglip import Siglip
-from model.system_configs import MambaConfig, QMambaConfig, TextModelConfig, WingsConfig
+from model.system_configs import LanguageWingsConfig, MambaConfig, QMambaConfig, TextModelConfig, WingsConfig
 from model.text import TextModel
 from model.wings import Wings
 from weights.mapping import LANGUAGE_NAMES, MAMBA_NAMES, OWN_NAMES, PALIGEMMA_NAMES, SIGLIP_NAMES, Names
@@ -23,6 +23,7 @@ KINDS: dict[type, tuple[type[nn.Module], Names]] = {
     TextModelConfig: (TextModel, OWN_NAMES),
     LanguageConfig: (LanguageModel, LANGUAGE_NAMES),
     WingsConfig: (Wings, OWN_NAMES),
+    LanguageWingsConfig: (Wings, OWN_NAMES),
     # parts of models, which load_mamba and load_siglip open
     MambaConfig: (MambaLM, MAMBA_NAMES),
     VisionConfig: (Siglip, SIGLIP_NAMES),

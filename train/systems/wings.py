@@ -1,21 +1,69 @@
 """WINGS as it is trained: a base with visual learners, then with textual learners and routers.
 
-In: the settings of a run with `--arch wings`. Out: the model of a stage, see `model/wings.py`.
+In: the settings of a run with `--arch wings`; in stage 1 `--option NAME=VALUE` sets a field of `Parts`. Out: the model
+of a stage, see `model/wings.py`. The base is a PaliGemma or, with a language model, the vision tower beside it:
+
+    python -m train.finetune --arch wings --stage 1 --base google/siglip-so400m-patch14-384 --data jsonl:FILE \\
+        --option language_model=Qwen/Qwen1.5-7B
 """
+
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from model.chat import load_text_tokenizer
 from model.common import UserError
 from model.source import EMBEDDED
-from model.wings import Wings, attach, route
+from model.system_configs import LEARNER_FIELDS, LanguageWingsConfig
+from model.wings import Wings, attach, join, route
 from train.embedded.text import TEXT_BASE, open_text_base
 from train.settings import Settings
-from weights.load import load_model
+from weights.load import load_model, load_siglip, load_text
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What stage 1 is made of.
+
+    language_model: a folder or hub id; "" is the base's own decoder. feature_layer: of the vision tower beside it, see
+    `VisionConfig`. chat: "yes" trains and asks it in turns of its family's conversation, "no" in plain text, and "auto"
+    in turns if the mark that ends one ends its answers by its configuration. router, router_width, rotary: see
+    `WingsConfig`.
+    """
+
+    language_model: str = ""
+    feature_layer: int = -2
+    chat: str = "auto"
+    router: str = LEARNER_FIELDS["router"]
+    router_width: int = LEARNER_FIELDS["router_width"]
+    rotary: bool = LEARNER_FIELDS["rotary"]
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Parts":
+        """Raises UserError for an option that is none, or of another type, or given to a later stage."""
+        if settings.option and settings.stage != 1:
+            raise UserError(f"--option {settings.option[0]}: stage 1 has decided that: leave it out")
+        defaults, given = asdict(cls()), settings.options
+        for name, value in given.items():
+            if name not in defaults:
+                raise UserError(f"--option {name}: choose of {', '.join(defaults)}")
+            if type(value) is not type(defaults[name]):
+                raise UserError(
+                    f"--option {name}={value}: expected {type(defaults[name]).__name__}, such as {defaults[name]!r}"
+                )
+        parts = cls(**given)
+        if parts.chat not in ("auto", "yes", "no"):
+            raise UserError(f"--option chat={parts.chat}: expected auto, yes or no")
+        return parts
+
+    @property
+    def learners(self) -> dict:
+        return {name: value for name, value in asdict(self).items() if name in LEARNER_FIELDS}
 
 
 def text_source(settings: Settings) -> str:
     """The source of the tokenizer."""
-    return EMBEDDED if settings.base == TEXT_BASE else settings.base
+    return Parts.of(settings).language_model or (EMBEDDED if settings.base == TEXT_BASE else settings.base)
 
 
 def open_wings(settings: Settings, dtype: torch.dtype, device: torch.device) -> Wings:
@@ -23,15 +71,42 @@ def open_wings(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
 
     Raises UserError if the base is not the one that the stage starts from.
     """
+    parts = Parts.of(settings)
+    if parts.language_model:
+        return join_parts(settings, parts, dtype, device)
     if settings.base == TEXT_BASE:
         base = open_text_base(settings.seed, dtype, device)
     else:
         base = load_model(settings.base, dtype=dtype, device=device)
     if settings.stage == 1:
-        return attach(base, settings.r, seed=settings.seed)
+        return attach(base, settings.r, seed=settings.seed, **parts.learners)
     if type(base) is not Wings or base.config.routed:
         raise UserError(
             f"--stage 2: {settings.base} is no model of stage 1: train one with --wings --stage 1, and give --base "
             "RUN/model"
         )
     return route(base, settings.seed)
+
+
+def join_parts(settings: Settings, parts: Parts, dtype: torch.dtype, device: torch.device) -> Wings:
+    """A language model with visual learners beside the vision tower of the base. Raises UserError for wrong sizes."""
+    tokenizer = load_text_tokenizer(parts.language_model)
+    tower = load_siglip(EMBEDDED if settings.base == TEXT_BASE else settings.base, dtype, device)
+    text = load_text(parts.language_model, dtype, device)
+    language, mark = text.config, tokenizer.end_of_turn
+    is_chat = parts.chat == "yes" or parts.chat == "auto" and bool({*mark} & {*language.eos_token_id})
+    if is_chat and not mark:
+        raise UserError(f"--option chat=yes: {parts.language_model} has no tokens for turns: leave it out")
+    config = LanguageWingsConfig(
+        vision=replace(tower.config, feature_layer=parts.feature_layer),
+        text=language.text,
+        image_token_id=language.text.vocab_size,  # no text has it: it is no row of the embedding
+        pad_token_id=language.pad_token_id,
+        eos_token_id=mark[0] if is_chat else language.eos_token_id[0],
+        bos_token_id=language.bos_token_id,
+        chat=is_chat,
+        rank=settings.r,
+        routed=False,
+        **parts.learners,
+    )
+    return join(config.check(f"--base {settings.base}"), tower, text, settings.seed)
