@@ -228,7 +228,7 @@ class Attention(nn.Module):
         """softmax(qkᵀ·scale)·v for any number of query heads that is a multiple of the key heads."""
         scale, groups = self.scale if scale is None else scale, q.shape[1] // k.shape[1]
         if self.fused:
-            return _fused_attention(q, k, v, mask, scale, groups)
+            return fused_attention(q, k, v, mask, scale)
         k, v = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (k, v))
         logits = torch.matmul(q, k.transpose(2, 3)) * scale
         if self.softcap is not None:
@@ -241,8 +241,9 @@ class Attention(nn.Module):
         return torch.matmul(weights, v)
 
 
-def _fused_attention(q, k, v, mask, scale: float, groups: int) -> torch.Tensor:
-    """softmax(qkᵀ·scale)·v in one kernel, `groups` query heads for each key head."""
+def fused_attention(q, k, v, mask, scale: float) -> torch.Tensor:
+    """softmax(qkᵀ·scale)·v (B, N, S, D) without tap or softcap, by the fastest function for the device."""
+    groups = q.shape[1] // k.shape[1]
     if cpu.rows_are_faster(q, k):
         return cpu.row_attention([(q, k)], v, mask, scale)
     if q.shape[2] == 1:  # one query: the query heads of a key head are treated as its queries, which is faster

@@ -2,12 +2,19 @@
 
 `model/linear.py` and `model/attention.py` ask here first and otherwise call PyTorch's own functions.
 
-F.linear in fp32 is Intel's MKL, which does not use the AVX-512 units of other makers' processors. oneDNN does, and is
-about twice as fast there (`python -m train.benchmark` prints both). `torch.backends.mkldnn.flags(enabled=False)`
-switches it off. Attention that is computed key head by key head with these products also beats the fused CPU kernel.
+F.linear in fp32 is Intel's MKL, which does not use the AVX-512 units of AMD's processors. oneDNN does, and is about
+twice as fast there (`python -m train.benchmark` prints both). Attention that is computed key head by key head with
+these products then also beats the fused CPU kernel. On Intel's own processors none of this pays: MKL is the faster one.
+
+So the processor decides, once, by vendor and instruction set, never by timing: a resumed run must be equal to the bit.
+The environment variable DMT_CPU_PATH forces one of PATHS on any machine.
 """
 
-from collections.abc import Sequence
+import contextlib
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +28,42 @@ MAX_DECODE_ROWS = 4  # rows of x in a step of decoding
 MIN_WEIGHT_ELEMENTS = 1 << 16  # elements of a weight from which `_few_rows` is faster
 MAX_MAP_ELEMENTS = 1 << 18  # elements of an attention map, 512 queries times keys: `row_attention` holds all maps
 
+PATHS = ("onednn", "torch")
+
+
+def choose_path(vendor: str, capability: str, forced: str = "") -> str:
+    """One of PATHS: "onednn" on AMD's processors with AVX-512, "torch", PyTorch's own functions, on all others.
+
+    vendor: as the processor names it. capability: torch.backends.cpu.get_cpu_capability(). forced: overrides them.
+    """
+    return forced or ("onednn" if vendor == "AuthenticAMD" and capability == "AVX512" else "torch")
+
+
+def _vendor() -> str:
+    """The name that the processor has for its maker, such as "AuthenticAMD"; "" where the system does not tell it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # Windows ends its processor's name with the vendor
+        return platform.processor().rpartition(" ")[2]
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
+
+
 # Read once, at import: torch.compile cannot trace these queries.
-_has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+path = choose_path(_vendor(), torch.backends.cpu.get_cpu_capability(), os.environ.get("DMT_CPU_PATH", ""))
 _has_mkl = torch.backends.mkl.is_available()
 # oneDNN's x·Wᵀ + b, with an optional activation. A private operator: PyTorch's compiler emits it too.
 onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+@contextlib.contextmanager
+def using(name: str) -> Iterator[None]:
+    """Within the block, compute by `name`, one of PATHS."""
+    global path
+    before, path = path, name
+    try:
+        yield
+    finally:
+        path = before
 
 
 # Products
@@ -62,7 +100,7 @@ def onednn_is_faster(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         x.numel() > 0  # oneDNN raises otherwise
         and (x.numel() * weight.shape[-2] >= MIN_OPERATIONS or weight.numel() >= MIN_OPERATIONS >> 3)
-        and _is_fp32_with_avx512(x, weight)
+        and _is_fp32_by_onednn(x, weight)
         and onednn_linear is not None
         and bool(torch.backends.mkldnn.enabled)
     )
@@ -75,16 +113,16 @@ def few_rows_are_faster(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
         and not torch.is_grad_enabled()
         and 0 < x.numel() <= MAX_DECODE_ROWS * x.shape[-1]
         and weight.numel() >= MIN_WEIGHT_ELEMENTS
-        and _is_fp32_with_avx512(x, weight)
+        and _is_fp32_by_onednn(x, weight)
         and _has_mkl
     )
 
 
-def _is_fp32_with_avx512(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _is_fp32_by_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
-        and _has_avx512
+        and path == "onednn"
         and not torch.is_autocast_enabled("cpu")
     )
 

@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 
+from model import cpu
 from model.common import UserError, shown
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,8 +28,10 @@ _IS_THERE = {
 def choose_device(name: str = "auto") -> torch.device:
     """The device called `name`; "auto" is CUDA if available, else MPS, else the CPU.
 
-    Raises UserError for an absent device. Nothing has been run on MPS yet.
+    Raises UserError for an absent device, or an unknown path of computing on a CPU. Nothing has been run on MPS yet.
     """
+    if cpu.path not in cpu.PATHS:
+        raise UserError(f"DMT_CPU_PATH={shown(cpu.path)}: expected {' or '.join(cpu.PATHS)}")
     if name == "auto":
         return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if _IS_THERE[kind]()))
     if not re.fullmatch(r"(cpu|cuda|mps|xpu)(:\d{1,3})?", name):
@@ -88,7 +91,7 @@ def autocast_of(name: str, device: torch.device) -> torch.autocast:
 def numerics(device: torch.device) -> dict[str, str]:
     """What decides how results are rounded: the library, the device, on a CPU its threads, and the present autocast."""
     on_gpu = device.type == "cuda"
-    on_cpu = f"{processor_name()} {torch.backends.cpu.get_cpu_capability()}"
+    on_cpu = f"{processor_name()} {torch.backends.cpu.get_cpu_capability()} {cpu.path}"
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else "no autocast"
     return {
         "torch": torch.__version__,

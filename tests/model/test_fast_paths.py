@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 import model.attention as attention
 import model.cpu as cpu
+import model.device as device
 import model.differential as differential
 import model.paligemma as paligemma
 from eval.records import embedded_records
@@ -41,7 +42,7 @@ def onednn(monkeypatch):
         pytest.skip("this PyTorch has no oneDNN")
     original, calls = cpu.onednn_linear, []
     monkeypatch.setattr(cpu, "MIN_OPERATIONS", 0)
-    monkeypatch.setattr(cpu, "_has_avx512", True)
+    monkeypatch.setattr(cpu, "path", "onednn")
     monkeypatch.setattr(cpu, "onednn_linear", lambda *args: calls.append(1) or original(*args))
     return calls
 
@@ -53,6 +54,33 @@ def gradients(output: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]
 
 
 # --- oneDNN ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_processor_chooses_the_path(monkeypatch):
+    """Breaks when a processor gets another's products, the choice cannot be forced, or a typing error is taken."""
+    assert cpu.choose_path("AuthenticAMD", "AVX512") == "onednn"
+    for vendor, capability in (("GenuineIntel", "AVX512"), ("AuthenticAMD", "AVX2"), ("", "DEFAULT")):  # "": ARM
+        assert cpu.choose_path(vendor, capability) == "torch"
+        assert cpu.choose_path(vendor, capability, "onednn") == "onednn"
+    for path in cpu.PATHS:
+        with cpu.using(path):
+            assert cpu.path == path and f" {path}" in device.numerics(torch.device("cpu"))["processor"]
+    monkeypatch.setattr(cpu, "path", "mkl")
+    with pytest.raises(UserError, match="^DMT_CPU_PATH=mkl: expected onednn or torch$"):
+        device.choose_device("cpu")
+
+
+def test_the_other_path_is_pytorch(onednn, monkeypatch):
+    """Breaks when any of the fast ways is taken on a processor where it is the slower one."""
+    x, layer = torch.randn(3, 64), Linear(64, 4096, bias=False)
+    q, k, v = qkv(4, 1)
+    monkeypatch.setattr(cpu, "_has_mkl", True)
+    with cpu.using("torch"), torch.no_grad():
+        assert cpu.linear(x, layer.weight) is None and cpu.linear_gelu(x, layer.weight) is None
+        assert not cpu.rows_are_faster(q, k)
+    assert not onednn
+    with torch.no_grad():
+        assert cpu.linear(x, layer.weight) is not None and cpu.rows_are_faster(q, k)
 
 
 @pytest.mark.parametrize(("shape", "out"), [((7, 24), 40), ((2, 5, 40), 24), ((1, 3, 2, 8), 8)])
@@ -129,7 +157,7 @@ def test_an_activation_within_the_product_is_the_activation(activation, onednn):
 def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
     """Breaks when the doubled vector's copy is returned, rows are exchanged, or the result has gaps in memory."""
     monkeypatch.setattr(cpu, "MIN_WEIGHT_ELEMENTS", 0)
-    monkeypatch.setattr(cpu, "_has_avx512", True)
+    monkeypatch.setattr(cpu, "path", "onednn")
     monkeypatch.setattr(cpu, "_has_mkl", True)
     torch.manual_seed(0)
     rows, bias = torch.Size(shape[:-1]).numel(), torch.randn(40)
@@ -238,7 +266,7 @@ def test_a_model_computes_the_same(onednn):
     model, prompt = ours(hf, "sdpa"), batch(hf)
     results = []
     for enabled in (True, False):
-        with torch.backends.mkldnn.flags(enabled=enabled):
+        with cpu.using("onednn" if enabled else "torch"):
             model.zero_grad()
             logits = model(**prompt)
             F.cross_entropy(logits.flatten(0, 1), prompt["input_ids"].flatten()).backward()

@@ -75,7 +75,7 @@ def draw(measurements: Sequence[Measurement]) -> Image.Image | None:
         for side in one.seconds
         if one.ratio(side)
     ]
-    title = "Time against transformers and PEFT, plain attention, whole weights or MKL"
+    title = "Time against transformers and PEFT, plain attention, whole weights or PyTorch's products"
     return figures.interval_chart(bars, title, "ratio", reference=("equal", 1.0), width=900) if bars else None
 
 

@@ -18,6 +18,7 @@ import torch
 from eval import figures
 from eval.records import embedded_records
 from lora.quantize import quantize
+from model import cpu
 from model.common import UserError
 from model.device import dtype_name
 from model.differential import KINDS
@@ -285,8 +286,8 @@ SECTIONS: dict[str, Section] = {
             "linear",
             "Products on a CPU, forward and backward",
             work.products,
-            ("oneDNN", "MKL"),
-            "MKL",
+            cpu.PATHS,
+            "torch",
             has_peaks=False,
             is_default=lambda setup: not setup.on_gpu and setup.dtype == torch.float32,
         ),

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from eval.report import interval_text, markdown_table
+from model import cpu
 from model.common import UserError, keep_memory
 from model.device import processor_name
 
@@ -189,7 +190,8 @@ def machine(device: torch.device) -> str:
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory = f", {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB"
     capability = torch.backends.cpu.get_cpu_capability()
-    text = f"{processor_name()}, {os.cpu_count()} cores ({capability}), {torch.get_num_threads()} threads{memory}"
+    cores = f"{os.cpu_count()} cores ({capability}, products by {cpu.path})"
+    text = f"{processor_name()}, {cores}, {torch.get_num_threads()} threads{memory}"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         text += f"; {properties.name}, {properties.total_memory / 2**30:.0f} GiB"

@@ -18,6 +18,7 @@ from lora import adapter
 from lora.adapter import DECODER_TARGETS
 from lora.quantize import quantize
 from model import cpu
+from model.attention import fused_attention
 from model.common import UserError
 from model.differential import default_options, graft
 from model.generate import CompiledStep, generate, last_valid
@@ -251,9 +252,9 @@ def evaluate(setup: Setup, side: str, state: State, pictures: int = 4, per_pictu
 
 
 def products(setup: Setup, side: str, state: State) -> dict[str, Work]:
-    """The matrix products and the attention of a training batch, forward and backward, with MKL and oneDNN."""
+    """The matrix products and the attention of a training batch, forward and backward, by one of `cpu.PATHS`."""
     if setup.on_gpu or cpu.onednn_linear is None:
-        raise UserError("section linear compares oneDNN with MKL on a CPU: there is no choice on this device")
+        raise UserError("section linear compares oneDNN with PyTorch on a CPU: there is no choice on this device")
     text = setup.config.text
     tokens = setup.batch * (setup.config.num_image_tokens + PREFIX + SUFFIX)
     torch.manual_seed(0)
@@ -264,8 +265,12 @@ def products(setup: Setup, side: str, state: State) -> dict[str, Work]:
         ("down_proj", text.intermediate_size, text.hidden_size),
     ):
         x, weight = torch.randn(tokens, wide, requires_grad=True), torch.randn(out, wide)
-        product = linear if side == "oneDNN" else F.linear
-        works[f"{name}, {tokens}×{wide}×{out}"] = Work(lambda x=x, w=weight, p=product: p(x, w).sum().backward())
+
+        @cpu.using(side)
+        def multiply(x=x, weight=weight):
+            linear(x, weight).sum().backward()
+
+        works[f"{name}, {tokens}×{wide}×{out}"] = Work(multiply)
     length = tokens // setup.batch
     q, k, v = (
         torch.randn(setup.batch, heads, length, text.head_dim, requires_grad=True)
@@ -273,12 +278,9 @@ def products(setup: Setup, side: str, state: State) -> dict[str, Work]:
     )
     mask = torch.ones(setup.batch, 1, length, length, dtype=torch.bool).tril(length - SUFFIX)
 
+    @cpu.using(side)
     def attend():
-        if side == "oneDNN":
-            out = cpu.row_attention([(q, k)], v, mask, text.head_dim**-0.5)
-        else:
-            out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-        out.sum().backward()
+        fused_attention(q, k, v, mask, text.head_dim**-0.5).sum().backward()
 
     works[f"attention, {tuple(q.shape)}"] = Work(attend)
     return works
