@@ -3,13 +3,16 @@
     python -m eval.ask --image photo.jpg --prompt "answer en What is on the table?"
     python -m eval.ask --image photo.jpg --prompt "detect cat" --draw boxes.png
     python -m eval.ask --adapter RUN --image photo.jpg --question "What is on the table?"
+    python -m eval.ask --model Qwen/Qwen2-0.5B-Instruct --chat --prompt "What is a decoder?"
 
-In: picture files and prompts in PaliGemma's language (`caption en`, `answer en QUESTION`, `detect THING`, …).
+In: picture files and prompts in PaliGemma's language (`caption en`, `answer en QUESTION`, `detect THING`, …); for a
+language model (Gemma, Gemma 2, Qwen1.5, Qwen2) prompts alone, which it continues or, with --chat, answers.
 Out: the answer to every prompt for every picture; for detections, boxes in the picture's own pixels, and a drawing.
 """
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +21,17 @@ import torch
 from eval import figures
 from eval.command import add_flag, command_parser, positive, whole
 from eval.datasets import fill_prompt
-from eval.session import add_model_flags, check_figure, model_of, open_model, stored_prompt
+from eval.session import (
+    Subject,
+    add_model_flags,
+    check_figure,
+    is_language_model,
+    model_of,
+    open_language_model,
+    open_model,
+    stored_prompt,
+)
+from model.chat import ask_text
 from model.common import UserError, quoted, run_command, shown
 from model.generate import NonFiniteError, ask, check_options
 from model.images import load_image
@@ -28,10 +41,11 @@ from model.processor import parse_boxes
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.ask", __doc__)
     add_model_flags(parser)
-    add_flag(parser, "--image", "pictures", nargs="+", required=True, metavar="FILE")
+    add_flag(parser, "--image", "pictures", [], nargs="+", metavar="FILE")
     add_flag(parser, "--prompt", "prompts, all for each picture (default: none)", [], nargs="+", metavar="TEXT")
     question = "questions, put into the prompt of the run's training (default: none)"
     add_flag(parser, "--question", question, [], nargs="+", metavar="TEXT")
+    add_flag(parser, "--chat", "put the prompt into the turns that the language model was trained with", False)
     add_flag(parser, "--max-new-tokens", "limit of an answer's tokens", 64, type=positive, metavar="N")
     add_flag(parser, "--temperature", "0 is greedy", 0.0, type=float)
     add_flag(parser, "--top-p", "nucleus to sample from", 1.0, type=float)
@@ -48,10 +62,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             "--prompt, --question: none is given, or one is empty: write what to answer, such as 'caption en'"
         )
     subject = model_of(args)
+    if is_language_model(subject.source):
+        ask_for_text(args, subject)
+        return
+    if args.chat or not args.image:
+        wrong = "has no turns: leave out --chat" if args.chat else "answers about pictures: give --image FILE"
+        raise UserError(f"{shown(subject.name)} {wrong}, or give a language model for text alone")
     prompts = args.prompt + [fill_prompt(stored_prompt(subject), question) for question in args.question]
     print(f"{shown(subject.name)} answers", file=sys.stderr)
     model, processor = open_model(args, subject)
-    device = next(model.parameters()).device
     asked = [(name, prompt) for name in images for prompt in prompts]
     try:
         texts = ask(
@@ -60,9 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             [images[name] for name, _ in asked],
             [prompt for _, prompt in asked],
             args.max_new_tokens,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            generator=torch.Generator(device).manual_seed(args.seed),
+            **sampling_of(args, model),
         )
     except NonFiniteError as error:
         name, prompt = asked[error.rows[0]]
@@ -85,6 +102,30 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"    {shown(found['label'])}: x {left} to {right}, y {top} to {bottom} pixels")
     if args.draw:
         print(f"{args.draw}: {sum(len(answer['boxes']) for answer in answers)} boxes")
+
+
+def ask_for_text(args: Namespace, subject: Subject) -> None:
+    """Ask a language model, which reads no pictures."""
+    refused = {"--image": args.image, "--question": args.question, "--draw": args.draw, "--adapter": subject.run}
+    if given := [name for name, value in refused.items() if value]:
+        raise UserError(f"{shown(subject.name)} is a language model for text alone: leave out {', '.join(given)}")
+    model, tokenizer = open_language_model(args, subject)
+    try:
+        texts = ask_text(model, tokenizer, args.prompt, args.max_new_tokens, args.chat, **sampling_of(args, model))
+    except NonFiniteError as error:
+        raise NonFiniteError(error.rows, quoted(args.prompt[error.rows[0]])) from None
+    answers = [{"prompt": prompt, "answer": text} for prompt, text in zip(args.prompt, texts, strict=True)]
+    if args.json:
+        print(json.dumps(answers, ensure_ascii=False, indent=1))
+        return
+    for answer in answers:
+        print(" | ".join(shown(text, 10_000) for text in answer.values()))
+
+
+def sampling_of(args: Namespace, model: torch.nn.Module) -> dict:
+    """The options of `generate` that the flags name."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(args.seed)
+    return {"temperature": args.temperature, "top_p": args.top_p, "generator": generator}
 
 
 def draw(images: dict, answers: list[dict]):

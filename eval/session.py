@@ -24,15 +24,18 @@ from eval.compare import compare
 from eval.datasets import PROMPT, TEXT, check_prompt
 from eval.run import ask_all, compare_speed
 from lora import adapter
+from model.chat import TextTokenizer, load_text_tokenizer
 from model.common import UserError, file_errors, read_field, read_json, shown, write_text
 from model.device import DTYPES, choose_device, choose_dtype
 from model.generate import CompiledStep
+from model.language import LanguageModel
+from model.language_config import LanguageConfig
 from model.mamba import KERNELS, choose_kernel
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.qmamba import set_scan_order
-from model.source import EMBEDDED
-from model.system_configs import SCAN_ORDERS
+from model.source import EMBEDDED, local_path, preset_of, resolve
+from model.system_configs import SCAN_ORDERS, read_config
 from weights.load import load_model
 
 
@@ -196,6 +199,27 @@ def stored_prompt(subject: Subject) -> str:
 
 def open_model(args: Namespace, subject: Subject) -> tuple[PaliGemma, Processor]:
     """A model and its processor, as the flags say. Raises UserError."""
+    processor = Processor.from_source(subject.source, max_length=args.max_length)
+    model = _load(args, subject)
+    if subject.run is not None:
+        adapter.load(model, subject.run)
+    return model.eval(), processor
+
+
+def open_language_model(args: Namespace, subject: Subject) -> tuple[LanguageModel, TextTokenizer]:
+    """A language model for text alone and its tokenizer, as the flags say. Raises UserError."""
+    tokenizer = load_text_tokenizer(subject.source, max_length=args.max_length)
+    return _load(args, subject), tokenizer
+
+
+def is_language_model(source: str) -> bool:
+    """Whether `source` is a published language model for text alone."""
+    if preset_of(source) or local_path(source).is_file():
+        return False
+    return isinstance(read_config(resolve(source, ["config.json"]) / "config.json"), LanguageConfig)
+
+
+def _load(args: Namespace, subject: Subject) -> Any:
     new_tokens = getattr(args, "max_new_tokens", 1)
     if new_tokens > args.max_length:
         raise UserError(f"--max-new-tokens {new_tokens} is more than --max-length {args.max_length}: lower or raise it")
@@ -204,9 +228,7 @@ def open_model(args: Namespace, subject: Subject) -> tuple[PaliGemma, Processor]
     choose_kernel(model, args.kernel, device)
     if subject.order is not None:
         set_scan_order(model, subject.order)
-    if subject.run is not None:
-        adapter.load(model, subject.run)
-    return model.eval(), Processor.from_source(subject.source, max_length=args.max_length)
+    return model
 
 
 def last_run(folder: Path = Path("runs")) -> str | None:

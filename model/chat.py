@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from model.common import UserError
+from model.generate import generate
+from model.language import LanguageModel
 from model.language_config import LanguageConfig
 from model.source import resolve
 from model.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
@@ -37,14 +39,18 @@ CHAT_FORMATS = {"gemma": _GEMMA, "gemma2": _GEMMA, "qwen2": _CHATML}
 class TextTokenizer:
     """Text to ids and back, for the model of `config`."""
 
-    def __init__(self, config: LanguageConfig, tokenizer: Tokenizer):
-        """Raises UserError if the tokenizer has more pieces than the embedding rows."""
+    def __init__(self, config: LanguageConfig, tokenizer: Tokenizer, max_length: int | None = None):
+        """max_length: tokens that a prompt or chat may have; a longer one is an error, it is never cut.
+
+        Raises UserError if the tokenizer has more pieces than the embedding rows.
+        """
         if (pieces := tokenizer.vocab_size()) > config.text.vocab_size:
             raise UserError(
                 f"the tokenizer is of another model: it has {pieces} pieces, but the embedding only "
                 f"{config.text.vocab_size} rows: take both files from one model"
             )
-        self.config, self.tokenizer, self.format = config, tokenizer, CHAT_FORMATS[config.text.model_type]
+        self.config, self.tokenizer, self.max_length = config, tokenizer, max_length
+        self.format = CHAT_FORMATS[config.text.model_type]
         control = {*config.eos_token_id, config.pad_token_id, tokenizer.unk_id()}
         control |= set() if config.bos_token_id is None else {config.bos_token_id}
         # a base model may have no turns
@@ -66,7 +72,7 @@ class TextTokenizer:
 
     def prompt(self, text: str) -> list[int]:
         """The ids of a text that the model is to continue: with bos in front, if its family has one."""
-        return self._begin() + self.encode(text)
+        return self._checked(self._begin() + self.encode(text))
 
     def chat(self, turns: Sequence[Turn], system: str | None = None) -> list[int]:
         """The ids of a conversation, prompts with their answers; where the last answer is None, the model's turn opens.
@@ -91,7 +97,7 @@ class TextTokenizer:
             ]
             if text is not None:
                 ids += [self._marks[form.end], *self.encode("\n")]
-        return ids
+        return self._checked(ids)
 
     def conversation(self, turns: Sequence[Turn], slot: Sequence[int]) -> tuple[list[int], list[int]]:
         """The ids of a conversation as a model is trained on it, and 1 for those that are learned: answers, the mark
@@ -127,16 +133,51 @@ class TextTokenizer:
         pieces = self.tokenizer.vocab_size()  # the embedding has a few rows more
         return self.tokenizer.decode([id_ for id_ in ids if 0 <= id_ < pieces and id_ not in self._control])
 
+    def _checked(self, ids: list[int]) -> list[int]:
+        if not ids:
+            raise UserError("the text has no tokens: write one")
+        if self.max_length is not None and len(ids) > self.max_length:
+            raise UserError(f"{len(ids)} tokens, but max_length is {self.max_length}: shorten the text or raise it")
+        return ids
+
     def _begin(self) -> list[int]:
         bos = self.config.bos_token_id
         return [bos] if self.format.begins and bos is not None else []
 
 
-def load_text_tokenizer(source: str | Path, revision: str | None = None) -> TextTokenizer:
+def ask_text(
+    model: LanguageModel,
+    tokenizer: TextTokenizer,
+    prompts: Sequence[str],
+    max_new_tokens: int = 32,
+    chat: bool = False,
+    **options,
+) -> list[str]:
+    """How the model goes on from each prompt or, with `chat`, answers it. options: those of `generate`. UserError."""
+    rows = [tokenizer.chat([(prompt, None)]) if chat else tokenizer.prompt(prompt) for prompt in prompts]
+    ids, valid = pad_left(rows, model.config.pad_token_id)
+    device = next(model.parameters()).device
+    ids, valid = ids.to(device), valid.to(device)
+    options["also_end"] = tokenizer.end_of_turn if chat else ()
+    new = generate(model, ids, None, torch.ones_like(ids), valid, max_new_tokens, **options)
+    return [tokenizer.decode(row) for row in new]
+
+
+def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids (B, S) of rows of unequal length, and the attention mask (B, S)."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows])
+    valid = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return ids, valid
+
+
+def load_text_tokenizer(
+    source: str | Path, revision: str | None = None, max_length: int | None = None
+) -> TextTokenizer:
     """The tokenizer of a language model, a folder or hub id: tokenizer.json, or tokenizer.model where there is none.
 
     Qwen's needs the package `tokenizers`. Raises UserError.
     """
     folder = resolve(source, ["config.json", "generation_config.json"], revision)
     config = LanguageConfig.from_file(folder / "config.json")
-    return TextTokenizer(config, load_tokenizer(find_tokenizer(source, revision)))
+    return TextTokenizer(config, load_tokenizer(find_tokenizer(source, revision)), max_length)

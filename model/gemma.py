@@ -99,9 +99,10 @@ class GemmaLayer(nn.Module):
 class Gemma(nn.Module):
     """The decoder with its embedding, whose matrix is also the head's unless there is an `lm_head`."""
 
-    def __init__(self, config: TextConfig):
+    def __init__(self, config: TextConfig, first_position: int = 1):
+        """first_position: of the first token of a row; PaliGemma counts from 1, a language model from 0."""
         super().__init__()
-        self.config = config
+        self.config, self.first_position = config, first_position
         self.checkpointing = False  # recompute each layer in the backward pass instead of keeping its activations
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(GemmaLayer(config) for _ in range(config.num_hidden_layers))
@@ -155,9 +156,9 @@ class Gemma(nn.Module):
         A mask is None where every query sees every key: attention is faster without one.
         """
         queries = x.shape[1]
-        # valid tokens count from 1, wherever the padding is
+        # valid tokens are counted, wherever the padding is
         positions = valid.sum(-1, keepdim=True) if queries == 1 else valid.long().cumsum(-1)[:, -queries:]
-        rope = Rope(positions, self.config.rope_theta)
+        rope = Rope(positions + (self.first_position - 1), self.config.rope_theta)
         if cache is not None and cache[0].position is not None:
             queries = cache[0].position
         may_read = x.device.type == "cpu" and not torch.compiler.is_compiling()  # reading a GPU's values would wait

@@ -18,10 +18,12 @@ from model.paligemma import summed_loss
 class LanguageModel(Adaptable):
     """A decoder with its head. `config.text` has its sizes."""
 
+    first_position = 0
+
     def __init__(self, config: Any):
         super().__init__()
         self.config = config
-        self.language_model = Gemma(config.text)
+        self.language_model = Gemma(config.text, self.first_position)
 
     def forward(
         self,

@@ -6,7 +6,7 @@ decoder, the control tokens and the length that it was trained to read. `model/l
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from model.common import Expected, UserError, field_problems, quoted, read_field, read_json
 from model.config import SIZE, Config, TextConfig, read_decoder
@@ -56,16 +56,18 @@ class LanguageConfig(Config):
         if is_qwen:
             width, heads = (read_field(raw, name, SIZE, where) for name in ("hidden_size", "num_attention_heads"))
             filled = {"num_key_value_heads": heads, "head_dim": width // heads, "tie_word_embeddings": False}
-            raw = filled | {name: value for name, value in raw.items() if value is not None and name not in _UNUSED}
+            raw = (
+                filled
+                | {"hidden_activation": "silu"}
+                | {name: value for name, value in raw.items() if value is not None and name not in _UNUSED}
+            )
         if missing := [name for name in _SIZES if raw.get(name) is None]:
             raise UserError(f"{where}: {', '.join(missing)} missing: download the file again")
-        control = {name: raw.get(name, None if is_qwen else default) for name, default in _CONTROL.items()}
-        ends = control["eos_token_id"]
+        pad, ends, bos = (raw.get(name, None if is_qwen else default) for name, default in _CONTROL.items())
         ends = tuple(ends) if isinstance(ends, list) else (ends,)
-        pad = ends[0] if control["pad_token_id"] is None and ends else control["pad_token_id"]
+        pad: Any = ends[0] if pad is None and ends else pad
         length = raw.get("max_position_embeddings", cls.max_position_embeddings)
-        text = read_decoder({"hidden_activation": "silu"} | raw if is_qwen else raw, where)
-        return cls(text, ends, pad, control["bos_token_id"], length).check(where)
+        return cls(read_decoder(raw, where), ends, pad, bos, length).check(where)
 
     def to_dict(self) -> dict:
         return self.text.to_dict() | {
@@ -79,11 +81,7 @@ class LanguageConfig(Config):
     def problems(self) -> list[str]:
         if problems := self.text.problems() + field_problems(self):
             return problems
+        ids = [("eos_token_id", id_) for id_ in self.eos_token_id or (None,)] + [("pad_token_id", self.pad_token_id)]
+        ids += [] if self.bos_token_id is None else [("bos_token_id", self.bos_token_id)]
         expected = Expected(int, 0, self.text.vocab_size - 1)
-        ids = (*self.eos_token_id, self.pad_token_id, *(() if self.bos_token_id is None else (self.bos_token_id,)))
-        wrong = [
-            f"the control token {quoted(id_)} is no id below {expected.high + 1}"
-            for id_ in ids
-            if not expected.accepts(id_)
-        ]
-        return wrong + ([] if self.eos_token_id else ["eos_token_id is empty"])
+        return [f"{name} is {quoted(id_)}, expected {expected}" for name, id_ in ids if not expected.accepts(id_)]

@@ -19,6 +19,8 @@ from model.system_configs import TEXT_PRESETS, TextModelConfig
 class TextModel(LanguageModel):
     """Gemma's decoder and head. `seed` is that of the λ vectors, which `initialize` does not change."""
 
+    first_position = 1
+
     def __init__(self, config: TextModelConfig, seed: int = 0):
         super().__init__(config)
         if config.differential:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -88,7 +89,7 @@ def export_model(
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"{folder}: exists and is not empty: give a new folder")
     tensors = plain_tensors(model)
-    names = dialect_names(tensors, dialect_of(model, dialect))
+    names = dialect_names(tensors, dialect_of(model.config, dialect))
     specs = {name: (dtype or tensors[ours].dtype, tuple(tensors[ours].shape)) for name, ours in names.items()}
 
     def chunks(name: str) -> Iterator[torch.Tensor]:
@@ -111,9 +112,9 @@ def export_model(
         write_text(temporary / "config.json", json.dumps(config, indent=2) + "\n")
 
 
-def dialect_of(model: nn.Module, dialect: str) -> str:
+def dialect_of(config: Any, dialect: str) -> str:
     """The names that a model is written under: `dialect` is a PaliGemma's, other models have one."""
-    known = names_of(model.config).dialects
+    known = names_of(config).dialects
     return dialect if dialect in known else known[0]
 
 
@@ -306,7 +307,7 @@ def main(argv: list[str] | None = None) -> None:
         texts=texts,
     )
     size = sum(file.stat().st_size for file in args.out.iterdir())
-    print(f"{args.out}: dialect {dialect_of(model, args.dialect)}, {size:,} bytes")
+    print(f"{args.out}: dialect {dialect_of(model.config, args.dialect)}, {size:,} bytes")
 
 
 if __name__ == "__main__":

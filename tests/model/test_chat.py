@@ -1,0 +1,235 @@
+"""The tokenizers of Gemma and Qwen and their turns: ids equal those of transformers and its chat template."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tokenizers
+import torch
+from transformers import AutoTokenizer, GemmaTokenizer, Qwen2Tokenizer
+from transformers.tokenization_utils_base import generate_merges
+
+from eval.ask import main
+from model.chat import TextTokenizer, ask_text, load_text_tokenizer
+from model.common import UserError
+from model.config import TextConfig
+from model.language import LanguageModel
+from model.language_config import LanguageConfig
+from model.paligemma import initialize
+from model.source import BUNDLED_FOLDER
+from weights.export import export_model
+from weights.load import load_text
+
+# as published with gemma-2-2b-it and Qwen2-7B-Instruct
+TEMPLATES = {
+    "gemma2": (
+        "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+        "{% endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+        "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}"
+        "{% endif %}{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
+    ),
+    "qwen2": (
+        "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+        "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
+        "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+}
+MARKS = {"gemma2": ["<start_of_turn>", "<end_of_turn>"], "qwen2": ["<|im_start|>", "<|im_end|>"]}
+TEXTS = (
+    """Where is the dog?
+  two blanks, then\ttabs\n\n\nand lines \n
+it's I'LL 1234567 x86 ...!? (brackets)[]
+日本語のテキスト, été e\u0301 🐮🏽 \u200d
+<|im_ start|> <start_of turn> <b>bold</b>""".split("\n")
+    + ["\n\na", "a\n\n", " a ", "a\n", "\u2581", "\r\n \r"]
+)
+CORPUS = ["where is the dog? it's at the gate; 12 and 345\n\nand so on, isn't it, I'll say", *TEXTS] * 3
+
+
+def gemma_tokenizer() -> GemmaTokenizer:
+    """The pieces of the embedded base, and Gemma's turns."""
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(BUNDLED_FOLDER / "tokenizer.model"))
+    vocabulary = {pieces.id_to_piece(i): i for i in range(pieces.vocab_size())}
+    return GemmaTokenizer(vocab=vocabulary, merges=generate_merges(vocabulary))
+
+
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    """Merges that the package `tokenizers` has learned of bytes, cut by Qwen's regular expression."""
+    learner = Qwen2Tokenizer().backend_tokenizer
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
+    learner.train_from_iterator(CORPUS, trainer)
+    model = json.loads(learner.to_str())["model"]
+    return Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(kind, tmp_path_factory) -> Path:
+    """A random model and its tokenizer, as the hub has them."""
+    folder = tmp_path_factory.mktemp("chat") / kind
+    tokenizer = gemma_tokenizer() if kind == "gemma2" else qwen_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS[kind]})
+    sizes = {"head_dim": 8, "num_key_value_heads": 1, "num_attention_heads": 2, "num_hidden_layers": 2}
+    sizes |= {} if kind == "gemma2" else {"hidden_activation": "silu", "tie_word_embeddings": False}
+    text = TextConfig(kind, len(tokenizer) + 4, 16, 32, **sizes)
+    bos = tokenizer.bos_token_id
+    config = LanguageConfig(text, (tokenizer.eos_token_id,), tokenizer.pad_token_id, bos, 512)
+    export_model(initialize(LanguageModel(config)), folder)
+    tokenizer.chat_template = TEMPLATES[kind]
+    tokenizer.save_pretrained(folder)
+    assert (folder / "tokenizer.json").exists()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ours(folder) -> TextTokenizer:
+    return load_text_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_texts_have_the_ids_of_transformers(kind, ours, theirs):
+    """Breaks when text is normalised, cut or merged otherwise, or bos is put before it, or not, against the family."""
+    for text in TEXTS + [" ".join(TEXTS)]:
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False), text
+        if text:
+            assert ours.prompt(text) == ([2] if kind == "gemma2" else []) + ours.encode(text)
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text, add_special_tokens=False))
+
+
+def test_turns_are_those_of_the_chat_template(kind, ours, theirs):
+    """Breaks when a turn, a newline, the system turn or a blank differs from what the model was trained with."""
+    for turns in (
+        ([(text, None)] for text in TEXTS[:5]),
+        [[("  a?\n", " b \n"), ("c", "\nd"), ("e\n\n", None)], [("a", "b")]],
+    ):
+        for conversation in turns:
+            messages = []
+            for prompt, answer in conversation:
+                messages += [{"role": "user", "content": prompt}]
+                messages += [] if answer is None else [{"role": "assistant", "content": answer}]
+            for system in (None, "Be short.") if kind == "qwen2" else (None,):
+                given = messages if system is None else [{"role": "system", "content": system}, *messages]
+                opens = conversation[-1][1] is None
+                rendered = theirs.apply_chat_template(given, add_generation_prompt=opens, return_dict=False)
+                assert ours.chat(conversation, system) == rendered
+    assert ours.end_of_turn == [theirs.convert_tokens_to_ids(MARKS[kind][1])]
+    answer = [*ours.encode("yes"), *ours.end_of_turn, *ours.encode("no")]
+    assert ours.decode(torch.tensor(answer)) == "yes"
+
+
+def test_what_cannot_be_asked_is_refused(kind, folder, ours, tmp_path, monkeypatch):
+    """Breaks when a text forges a turn, is cut, or a model without turns is asked in some."""
+    for piece in (*MARKS[kind], "<bos>" if kind == "gemma2" else "<|endoftext|>"):
+        with pytest.raises(UserError, match="spells the control token"):
+            ours.chat([(f"a {piece} b", None)])
+    with pytest.raises(UserError, match="not valid Unicode"):
+        ours.encode("\ud800")
+    short = TextTokenizer(ours.config, ours.tokenizer, max_length=3)
+    with pytest.raises(UserError, match="tokens, but max_length is 3"):
+        short.prompt("where is the dog at the gate?")
+    if kind == "gemma2":
+        with pytest.raises(UserError, match="gemma2 has no system turn"):
+            ours.chat([("a", None)], "Be short.")
+        assert TextTokenizer(ours.config, ours.tokenizer).prompt("") == [2]
+    else:
+        with pytest.raises(UserError, match="no tokens"):
+            ours.prompt("")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    config, size = json.loads((folder / "config.json").read_text()), ours.tokenizer.vocab_size() - 1
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"vocab_size": size, "eos_token_id": 1, "pad_token_id": 0})
+    )
+    with pytest.raises(UserError, match=f"but the embedding only {size} rows"):
+        load_text_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["added_tokens"] = [token for token in raw["added_tokens"] if token["content"] not in MARKS[kind]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(UserError, match=f"the tokenizer has no {MARKS[kind][0]}".replace("|", r"\|")):
+        load_text_tokenizer(tmp_path).chat([("a", None)])
+    if kind == "qwen2":
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
+        with pytest.raises(UserError, match="pip install tokenizers"):
+            load_text_tokenizer(tmp_path)
+
+
+def test_sentencepiece_alone(tmp_path):
+    """Breaks when Gemma's tokenizer.model gives other ids than its tokenizer.json, or its turns are not found."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_prefix=str(tmp_path / "tokenizer"),
+        model_type="bpe",
+        vocab_size=400,
+        byte_fallback=True,
+        **{"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3},
+        **{"pad_piece": "<pad>", "eos_piece": "<eos>", "bos_piece": "<bos>"},
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        user_defined_symbols=[*MARKS["gemma2"], "\n", "\n\n"],
+        minloglevel=2,
+        num_threads=1,
+    )
+    config = LanguageConfig(TextConfig(vocab_size=512), (1,), 0, 2)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    ours = load_text_tokenizer(tmp_path)
+    pieces = [ours.tokenizer.id_to_piece(id_) for id_ in ours.chat([("where", "dog"), ("a\n\nb", None)])]
+    rendered = "<bos><start_of_turn>user\nwhere<end_of_turn>\n<start_of_turn>model\ndog<end_of_turn>\n"
+    rendered += "<start_of_turn>user\na\n\nb<end_of_turn>\n<start_of_turn>model\n"
+    assert "".join(pieces) == rendered and set(MARKS["gemma2"]) < set(pieces)
+
+
+# The command
+
+
+def test_a_language_model_is_asked_without_a_picture(kind, folder, capsys):
+    """Breaks when a prompt is not continued as the model does it, or --chat asks without the turns."""
+    model, tokenizer = load_text(folder), load_text_tokenizer(folder)
+    prompts, expected = ["where is the dog?", "a"], {}
+    for chat in (False, True):
+        expected[chat] = ask_text(model, tokenizer, prompts, 6, chat)
+        rows = [tokenizer.chat([(text, None)]) if chat else tokenizer.prompt(text) for text in prompts]
+        for row, text in zip(rows, expected[chat], strict=True):
+            ids = list(row)
+            while len(ids) < len(row) + 6 and not {ids[-1]} & {*model.config.eos_token_id, *tokenizer.end_of_turn}:
+                ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+            assert text == tokenizer.decode(ids[len(row) :])
+        command = ["--model", str(folder), "--prompt", *prompts, "--max-new-tokens", "6", "--json"]
+        main([*command, "--chat"] if chat else command)
+        answers = json.loads(capsys.readouterr().out)
+        assert answers == [{"prompt": p, "answer": a} for p, a in zip(prompts, expected[chat], strict=True)]
+    assert expected[True] != expected[False]
+    main(["--model", str(folder), "--prompt", "a\x1b", "--max-new-tokens", "1"])
+    assert capsys.readouterr().out.startswith("a\\x1b | ")
+
+
+def test_mistaken_flags_are_refused(folder, tmp_path):
+    """Breaks when a picture is silently left out, or a model of pictures is asked without one."""
+    text, picture = ["--model", str(folder)], ["--model", "embedded"]
+    for argv, message in (
+        ([*text, "--prompt", "a", "--image", str(BUNDLED_FOLDER / "none.png")], "none.png"),
+        ([*text, "--question", "a"], "language model for text alone: leave out --question"),
+        ([*text, "--prompt", "a", "--adapter", str(tmp_path)], "leave out --adapter"),
+        ([*text, "--prompt", "a", "--draw", str(tmp_path / "a.png")], "leave out --draw"),
+        ([*text, "--prompt", "a", "--max-new-tokens", "9000"], "more than --max-length"),
+        ([*text, "--prompt", "a b c d e f g", "--max-length", "3", "--max-new-tokens", "1"], "max_length is 3"),
+        ([*picture, "--prompt", "a"], "answers about pictures: give --image FILE"),
+        ([*picture, "--prompt", "a", "--chat"], "has no turns: leave out --chat"),
+    ):
+        with pytest.raises(UserError, match=message):
+            main(argv)

@@ -1,0 +1,416 @@
+"""Gemma, Gemma 2, Qwen1.5 and Qwen2 as language models for text alone equal transformers' `*ForCausalLM`."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig, GenerationConfig, Qwen2Config
+
+import model.attention as attention
+import model.gemma as gemma
+from lora.quantize import quantize
+from model.attention import set_attention_backend
+from model.common import UserError
+from model.generate import generate
+from model.language import LanguageModel
+from model.language_config import LanguageConfig
+from model.paligemma import initialize
+from tests.reference import outputs_by_layer, randomize, relative_error, reload_hf
+from weights.export import export_model, main
+from weights.load import load_model, load_text
+from weights.streaming import INDEX_FILE, SINGLE_FILE
+
+GATE = 1e-6
+SIZES = {"vocab_size": 128, "hidden_size": 72, "intermediate_size": 96, "num_attention_heads": 4}
+SIZES |= {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": 2, "rms_norm_eps": 3e-6}
+QWEN = {"num_hidden_layers": 3, "num_key_value_heads": 2, "max_window_layers": 2, "sliding_window": 6}
+THETA = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+SCALAR = {"query_pre_attn_scalar": 24, "sliding_window": 6}
+CONFIGS = {
+    "gemma": lambda: GemmaConfig(num_hidden_layers=3, num_key_value_heads=1, head_dim=16, **SIZES),
+    "gemma2": lambda: Gemma2Config(num_hidden_layers=4, num_key_value_heads=2, head_dim=16, **SCALAR, **SIZES),
+    "qwen2": lambda: Qwen2Config(**QWEN, **THETA, **SIZES),
+}
+ROWS = (20, 13, 1)  # tokens of each row; the longest passes the window
+
+
+def hf_language(kind: str):
+    """A random model in fp32, its norms near the identity, so that nothing vanishes."""
+    torch.manual_seed(0)
+    hf = AutoModelForCausalLM.from_config(CONFIGS[kind](), attn_implementation="eager").eval()
+    randomize(hf)
+    if kind == "qwen2":
+        with torch.no_grad():
+            for name, parameter in hf.named_parameters():
+                parameter.add_(float("norm" in name))
+    return hf
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def hf(kind):
+    return hf_language(kind)
+
+
+@pytest.fixture(scope="module")
+def folder(hf, tmp_path_factory) -> Path:
+    """As transformers saves it."""
+    path = tmp_path_factory.mktemp("language")
+    hf.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def model(folder) -> LanguageModel:
+    return opened(folder)
+
+
+def opened(folder, backend: str = "eager", **options) -> LanguageModel:
+    model = load_text(folder, **options)
+    set_attention_backend(model, backend)
+    return model
+
+
+def batch(left: bool = True, rows=ROWS) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 128, (len(rows), max(rows)), generator=torch.Generator().manual_seed(1))
+    place = torch.arange(max(rows)).expand_as(ids)
+    length = torch.tensor(rows)[:, None]
+    valid = (place >= max(rows) - length if left else place < length).long()
+    return {"input_ids": ids * valid, "attention_mask": valid}
+
+
+def theirs(hf, inputs) -> torch.Tensor:
+    """With the positions of transformers' own `generate`: the first token's is 0."""
+    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    return hf(**inputs, position_ids=positions, use_cache=False).logits
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Equality
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_every_layer_and_the_logits(hf, model):
+    """Breaks when a bias, norm, scale, position, window or head departs from the published computation."""
+    names = [name for name, _ in model.language_model.named_modules() if name and not name.endswith("proj")]
+    names = [name for name in names if name not in ("layers", "lm_head", "embed_tokens")]
+    assert len(names) >= 5 * 3 + 1
+    for inputs in (batch(), batch(left=False)):
+        valid = inputs["attention_mask"].bool()
+        expected = outputs_by_layer(hf.model, names, partial(theirs, hf, inputs))
+        mine = outputs_by_layer(model.language_model, names, partial(model, **inputs))
+        for name in names:
+            assert relative_error(mine[name][valid], expected[name][valid]) <= GATE, name
+        logits = model(**inputs)
+        assert logits.dtype == torch.float32 and relative_error(logits[valid], theirs(hf, inputs)[valid]) <= GATE
+    ids = batch(rows=(20, 20))["input_ids"]
+    assert relative_error(model(ids), hf(ids).logits) <= GATE
+    set_attention_backend(model, "sdpa")
+    assert relative_error(model(**inputs)[valid], logits[valid]) <= 1e-5
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_bf16_is_equal_to_the_bit(kind, hf, folder):
+    """Breaks when a cast moves: the norm's factor before or after it, the √H, the RoPE tables, the first position."""
+    for backend in ("eager",) if kind == "gemma2" else ("eager", "sdpa"):  # soft-capped logits have no fused kernel
+        twin = reload_hf(hf, backend, torch.bfloat16)
+        model, inputs = opened(folder, backend, dtype=torch.bfloat16), batch()
+        valid = inputs["attention_mask"].bool()
+        assert torch.equal(model(**inputs)[valid], theirs(twin, inputs)[valid].float()), backend
+
+
+def test_gradients_and_the_loss(hf, model):
+    """Breaks when training would move the weights in another direction than transformers does."""
+    inputs = batch()
+    valid = inputs["attention_mask"].bool()
+    labels = inputs["input_ids"].roll(-1, 1)[valid]
+    model(**inputs, positions_to_keep=valid, targets=labels).backward()
+    hf.zero_grad()
+    F.cross_entropy(theirs(hf, inputs)[valid], labels, reduction="sum").backward()
+    expected = dict(hf.named_parameters())
+    for name, parameter in model.named_parameters():
+        name = name.replace("language_model.lm_head", "lm_head").replace("language_model.", "model.")
+        if expected[name].grad.norm() < 1e-4:  # of key biases: softmax is blind to a shift, what is left is rounding
+            assert "k_proj.bias" in name and parameter.grad.norm() < 1e-3
+        else:
+            assert relative_error(parameter.grad, expected[name].grad) <= 1e-5, name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("left", [True, False])
+def test_cached_is_uncached(model, left):
+    """Breaks when a step sees another mask, window or position than the whole row; without a mask too."""
+    inputs = batch(left)
+    ids, mask = inputs.values()
+    whole, cache = model(**inputs), model.new_cache(20)
+    parts = []
+    for start, end in ((0, 9), (9, 15), *((place, place + 1) for place in range(15, 20))):
+        parts.append(model(ids[:, start:end], mask[:, :end], cache))
+    cached, valid = torch.cat(parts, dim=1), mask.bool()
+    assert relative_error(cached[valid], whole[valid]) <= 3e-6
+    cache = model.new_cache(20)
+    parts = [model(part, cache=cache) for part in ids[:1].split(7, dim=1)]
+    assert relative_error(torch.cat(parts, dim=1), model(ids[:1])) <= 3e-6
+    hidden = model.decode(model.embed(ids), mask)
+    assert torch.equal(model.language_model.head(hidden), whole)
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_greedy_tokens_are_those_of_transformers(hf, tmp_path):
+    """Breaks when cache, positions, or one of several end tokens differ from transformers' `generate`."""
+    inputs = batch(rows=(7, 4, 1))
+    free = hf.generate(**inputs, max_new_tokens=16, do_sample=False, eos_token_id=127)[:, 7:]
+    ends = [1, int(free[0, 5])]  # as in published chat models, the second ends a turn
+    hf.save_pretrained(tmp_path)
+    GenerationConfig(eos_token_id=ends, pad_token_id=0).save_pretrained(tmp_path)
+    model = opened(tmp_path)
+    assert model.config.eos_token_id == tuple(ends)
+    shifted = torch.stack([row.roll(-shift) for row, shift in zip(inputs["input_ids"], (0, 3, 6), strict=True)])
+    right = batch(left=False, rows=(7, 4, 1)) | {"input_ids": shifted}
+    for ids, valid in (inputs.values(), right.values()):
+        mine = generate(model, ids, None, torch.ones_like(ids), valid, 16)
+        for row, reference in zip(mine, free.tolist(), strict=True):
+            stop = min([reference.index(end) + 1 for end in ends if end in reference], default=16)
+            assert row.tolist() == reference[:stop]
+    assert len(mine[0]) <= 6
+    also = int(free[0, 1])
+    assert generate(model, ids, None, torch.ones_like(ids), valid, 16, also_end=[also])[0].tolist()[-1] == also
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes made on purpose
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def no_bias(name):
+    def mutant(patch, model):
+        for layer in model.language_model.layers:
+            layer.self_attn.get_submodule(name).bias.data.zero_()
+
+    return mutant
+
+
+def on_norms(**changes):
+    def mutant(patch, model):
+        for module in model.modules():
+            if isinstance(module, gemma.RMSNorm):
+                vars(module).update(changes)
+
+    return mutant
+
+
+def on_config(**changes):
+    def mutant(patch, model):
+        vars(model.language_model.config).update(changes)
+
+    return mutant
+
+
+def scaled_embeddings(patch, model):
+    embed = model.language_model.embed
+    patch.setattr(model.language_model, "embed", lambda ids: embed(ids) * 72**0.5)
+
+
+def gelu(patch, model):
+    for layer in model.language_model.layers:
+        layer.mlp.activation = "gelu_pytorch_tanh"
+
+
+def silu(patch, model):
+    for layer in model.language_model.layers:
+        layer.mlp.activation = "silu"
+
+
+def tied(patch, model):
+    model.language_model.lm_head = None
+
+
+def on_attention(**changes):
+    def mutant(patch, model):
+        for layer in model.language_model.layers:
+            vars(layer.self_attn).update(changes)
+
+    return mutant
+
+
+def bidirectional(patch, model):
+    original = attention.attention_mask
+    patch.setattr(
+        gemma, "attention_mask", lambda valid, types, *rest, **named: original(valid, types * 0, *rest, **named)
+    )
+
+
+def first_position_one(patch, model):
+    model.language_model.first_position = 1
+
+
+def norm_before_the_cast(patch, model):
+    def forward(self, x):
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+    patch.setattr(gemma.RMSNorm, "forward", forward)
+
+
+ALL = {
+    "bidirectional": bidirectional,
+    "eps 1e-6": on_norms(eps=1e-6),
+    "theta 10001": on_config(rope_theta=10001.0),
+    "scale 1": on_attention(scale=1.0),
+}
+MUTANTS = {
+    "gemma": ALL | {"norm without one": on_norms(offset=0), "silu": silu, "unscaled": on_config(model_type="qwen2")},
+    "gemma2": ALL
+    | {
+        "no window": on_config(sliding_window=None),
+        "no final cap": on_config(final_logit_softcapping=None),
+        "no attention cap": on_attention(softcap=None),
+        "scale from head_dim": on_attention(scale=0.25),
+    },
+    "qwen2": ALL
+    | {
+        **{f"no bias of {name}": no_bias(f"{name}_proj") for name in "qv"},
+        "norm with one": on_norms(offset=1),
+        "scaled embeddings": scaled_embeddings,
+        "gelu": gelu,
+        "tied head": tied,
+    },
+}
+ROUNDING = {"first position 1": first_position_one, "norm multiplied before the cast": norm_before_the_cast}
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_the_gate_rejects(kind, hf, folder):
+    """Breaks when a known mistake would pass the gates: then they prove nothing about it."""
+    inputs = batch()
+    valid = inputs["attention_mask"].bool()
+    twin = reload_hf(hf, "eager", torch.bfloat16)
+    exact, rounded = theirs(hf, inputs)[valid], theirs(twin, inputs)[valid].float()
+    for name, mutant in (MUTANTS[kind] | ROUNDING).items():
+        is_rounding = name in ROUNDING
+        if kind != "qwen2" and mutant is norm_before_the_cast:
+            continue
+        model = opened(folder, dtype=torch.bfloat16 if is_rounding else torch.float32)
+        with pytest.MonkeyPatch.context() as patch:
+            mutant(patch, model)
+            mine = model(**inputs)[valid]
+        assert not torch.equal(mine, rounded) if is_rounding else relative_error(mine, exact) > GATE, name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def change(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in raw.items() if value is not ...}))
+
+
+@torch.no_grad()
+def test_files_of_all_layouts_are_opened(kind, hf, folder, tmp_path):
+    """Breaks when a weight file of several, an older spelling of config.json, or a stored tied head is misread."""
+    inputs = batch()
+    logits = opened(folder)(**inputs)
+    several = tmp_path / "several"
+    hf.save_pretrained(several, max_shard_size="60KB")
+    assert (several / INDEX_FILE).exists() and torch.equal(opened(several)(**inputs), logits)
+    raw = json.loads((several / "config.json").read_text())
+    older = {"rope_theta": raw["rope_parameters"]["rope_theta"], "rope_parameters": ..., "rope_scaling": None}
+    change(several, **older, torch_dtype=raw["dtype"], dtype=..., layer_types=...)
+    model = load_model(several)
+    set_attention_backend(model, "eager")
+    assert type(model) is LanguageModel and torch.equal(model(**inputs), logits)
+    whole = load_file(folder / SINGLE_FILE)
+    (tmp_path / "stored").mkdir()
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / "stored" / name).write_bytes((folder / name).read_bytes())
+    embedding = whole["model.embed_tokens.weight"]
+    save_file(whole | {"lm_head.weight": embedding.clone()}, tmp_path / "stored" / SINGLE_FILE)
+    change(tmp_path / "stored", tie_word_embeddings=True)
+    stored = load_text(tmp_path / "stored")
+    assert stored.language_model.lm_head is None and torch.equal(stored.language_model.embed_tokens.weight, embedding)
+    save_file(whole | {"lm_head.weight": embedding + 1}, tmp_path / "stored" / SINGLE_FILE)
+    with pytest.raises(UserError, match="differs from .* ties the two"):
+        load_text(tmp_path / "stored")
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_an_export_is_opened_by_transformers(kind, hf, folder, tmp_path, capsys):
+    """Breaks when the way back loses a tensor, a size, the head, an end token or the companions."""
+    inputs = batch()
+    main([str(folder), str(tmp_path / "command"), "--max-shard-gb", "0.0001"])
+    assert "dialect text" in capsys.readouterr().out and (tmp_path / "command" / INDEX_FILE).exists()
+    model = load_text(folder)
+    assert LanguageConfig.from_dict(model.config.to_dict()) == model.config
+    export_model(model, tmp_path / "function")
+    for out in ("command", "function"):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / out, attn_implementation="eager").eval()
+        assert type(again) is type(hf) and torch.equal(theirs(again, inputs), theirs(hf, inputs))
+        kept = {name: value for name, value in hf.config.to_dict().items() if name not in ("_name_or_path", "dtype")}
+        differing = {name for name, value in kept.items() if again.config.to_dict().get(name) != value}
+        assert differing <= {"max_window_layers", "sliding_window", "use_cache", "initializer_range"}, differing
+    assert torch.equal(load_text(tmp_path / "function")(**inputs), model(**inputs))
+
+
+REFUSED = {
+    "gemma": [
+        ({"model_type": "gemma3_text"}, "'gemma3_text', expected a text model's: gemma, gemma2, qwen2"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope type 'linear' is not computed"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True: this is not computed here"),
+        ({"attention_bias": True}, "attention_bias is true"),
+        ({"hidden_size": ...}, "hidden_size missing"),
+        ({"tie_word_embeddings": False}, "missing, 1: language_model.lm_head.weight"),
+    ],
+    "gemma2": [({"layer_types": ["full_attention"] * 4}, "layer_types differs from Gemma 2's")],
+    "qwen2": [
+        ({"use_sliding_window": True}, "use_sliding_window is True: this is not computed here"),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types is "),
+        ({"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*take another model"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"eos_token_id": None}, "eos_token_id is None, expected an integer from 0 to 127"),
+        ({"eos_token_id": [1, 128]}, "eos_token_id is 128, expected an integer from 0 to 127"),
+        ({"eos_token_id": []}, "eos_token_id is None, expected"),
+        ({"num_attention_heads": 5}, "5 heads cannot share 2 key heads"),
+        ({"num_attention_heads": "4"}, "num_attention_heads is '4'"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings is -1"),
+        ({"vocab_size": 129}, "of other sizes than config.json says, 2"),
+    ],
+}
+
+
+def test_what_is_not_computed_is_refused(kind, folder, tmp_path):
+    """Breaks when a model that computes something else is opened, or refused in more than one line."""
+    for name in (SINGLE_FILE, "config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    raw = (folder / "config.json").read_bytes()
+    for changes, message in REFUSED[kind]:
+        (tmp_path / "config.json").write_bytes(raw)
+        change(tmp_path, **changes)
+        with pytest.raises(UserError, match=message) as error:
+            load_text(tmp_path)
+        assert "\n" not in str(error.value)
+
+
+def test_quantized_layers_leave_the_head(model):
+    """Breaks when a head of its own loses bits, or makes the quantized model fail."""
+    logits = model(batch()["input_ids"])
+    model.requires_grad_(False)
+    assert quantize(model) == 7 * len(model.language_model.layers)
+    assert relative_error(model(batch()["input_ids"]), logits) < 0.1
+    initialize(model.float())
+    assert model.language_model.norm.weight.tolist() == [1.0 - model.language_model.norm.offset] * 72
