@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -56,24 +57,20 @@ def parameter_groups(model: nn.Module, rules: Sequence[Rule]) -> list[dict]:
     return groups
 
 
-def make_adamw(groups: list[dict], betas: tuple[float, float], eps: float = 1e-8) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019) over `groups`, fused on a GPU."""
+def make_adamw(
+    groups: list[dict], betas: tuple[float, float], eps: float = 1e-8, kind: type[torch.optim.Adam] = torch.optim.AdamW
+) -> torch.optim.Adam:
+    """AdamW (Loshchilov & Hutter 2019), or another `kind`, over `groups`, fused on a GPU."""
     on_gpu = all(parameter.is_cuda for group in groups for parameter in group["params"])
-    return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=on_gpu)
+    return kind(groups, betas=betas, eps=eps, fused=on_gpu)
 
 
-def make_adam(groups: list[dict], betas: tuple[float, float], eps: float = 1e-8) -> torch.optim.Adam:
-    """Adam (Kingma & Ba 2015) over `groups`, with decay as a part of the gradient."""
-    on_gpu = all(parameter.is_cuda for group in groups for parameter in group["params"])
-    return torch.optim.Adam(groups, betas=betas, eps=eps, fused=on_gpu)
-
-
-def make_radam(groups: list[dict], betas: tuple[float, float], eps: float = 1e-8) -> torch.optim.RAdam:
-    """RAdam (Liu et al. 2020) over `groups`, with decoupled weight decay."""
-    return torch.optim.RAdam(groups, betas=betas, eps=eps, decoupled_weight_decay=True)
-
-
-OPTIMIZERS = {"adamw": make_adamw, "adam": make_adam, "radam": make_radam}
+OPTIMIZERS = {
+    "adamw": make_adamw,
+    "adam": partial(make_adamw, kind=torch.optim.Adam),  # Kingma & Ba 2015: decay is a part of the gradient
+    # Liu et al. 2020
+    "radam": lambda groups, betas: torch.optim.RAdam(groups, betas=betas, decoupled_weight_decay=True),
+}
 
 
 def is_inner_matrix(name: str, parameter: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from torch import nn
 
 from model.common import UserError
 from train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from train.optim import MuonAdamW, Rule, make_adamw, make_radam, parameter_groups
+from train.optim import OPTIMIZERS, MuonAdamW, Rule, make_adamw, parameter_groups
 
 
 def make(seed: int = 0, optimizer=make_adamw):
@@ -25,7 +25,7 @@ def step(model, optimizer, number: int) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("make_optimizer", [make_adamw, make_radam, partial(MuonAdamW, ratio=0.5)])
+@pytest.mark.parametrize("make_optimizer", [*OPTIMIZERS.values(), partial(MuonAdamW, ratio=0.5)])
 def test_resumed_equals_uninterrupted_to_the_bit(make_optimizer, tmp_path):
     """Breaks when a moment, a step count or a weight is not restored."""
     model, optimizer = make(optimizer=make_optimizer)
