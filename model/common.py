@@ -401,7 +401,9 @@ def atomic_path(path: str | Path, durable: bool = True) -> Iterator[Path]:
             temporary = Path(name)
         with file_errors(path, own=temporary):
             yield temporary
-            temporary.chmod(0o666 & ~_umask())
+            mask = os.umask(0)  # it can only be read by setting it
+            os.umask(mask)
+            temporary.chmod(0o666 & ~mask)
             if durable:
                 with temporary.open("rb") as file:
                     os.fsync(file.fileno())
@@ -434,9 +436,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

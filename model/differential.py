@@ -24,24 +24,8 @@ import torch
 from torch import nn
 
 from model.attention import tapped
-from model.graft import FEED_FORWARDS, Graft, SwiGLU, fold, graft, new_parameters, variants_of
-from model.variants import KINDS, Differential, default_options, lambda_schedule, options_of
-
-__all__ = [
-    "FEED_FORWARDS",
-    "KINDS",
-    "Differential",
-    "Graft",
-    "SwiGLU",
-    "default_options",
-    "fold",
-    "graft",
-    "lambda_schedule",
-    "lambdas",
-    "map_distance",
-    "new_parameters",
-    "options_of",
-]
+from model.graft import FEED_FORWARDS, Graft, SwiGLU, fold, graft, new_parameters, variants_of  # noqa: F401
+from model.variants import KINDS, Differential, default_options, lambda_schedule, options_of  # noqa: F401
 
 
 def lambdas(model: nn.Module) -> dict[str, torch.Tensor]:

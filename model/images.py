@@ -9,6 +9,7 @@ applied, that 16-bit grey keeps its contrast, and that colours premultiplied by 
 
 import os
 import re
+from collections.abc import Callable
 from typing import BinaryIO
 
 import numpy as np
@@ -18,20 +19,22 @@ from PIL import Image, ImageOps
 from model.common import FILE_LIMIT, UserError, open_regular, shown
 
 Picture = Image.Image | np.ndarray | str | os.PathLike | BinaryIO
+Drawn = Picture | Callable[[], Picture]  # a function that draws or opens one
 
 # Formats that Pillow decodes by itself; other readers of it start programs (EPS: Ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
 
 
-def load_image(source: Picture, draft: int | None = None) -> Image.Image:
+def load_image(source: Drawn, draft: int | None = None) -> Image.Image:
     """One picture as upright 8-bit RGB.
 
-    source: a path, an open file, a Pillow image, or a uint8 array (height, width) or (height, width, 1, 3 or 4). Of an
-    animation the first frame is taken. Transparent pixels are composited on white, as transformers does since 5.23.
-    Of 16 bits the upper eight are kept.
+    source: a path, an open file, a Pillow image, a uint8 array (height, width) or (height, width, 1, 3 or 4), or a
+    function that returns one of these. Of an animation the first frame is taken. Transparent pixels are composited on
+    white, as transformers does since 5.23. Of 16 bits the upper eight are kept.
     draft: let the JPEG decoder scale down by 2, 4 or 8 as long as both sides have at least `draft` pixels. This is
     several times faster for photographs, but not bit-equal. Raises UserError, naming the file, for a broken picture.
     """
+    source = source() if callable(source) else source
     if isinstance(source, str | os.PathLike):
         if re.match("(https?|ftp|s3|gs|file):/", os.fspath(source)):
             raise UserError(f"{shown(source)}: is a URL, expected a file: download it first")

@@ -136,9 +136,8 @@ class Pixels(Dataset):
     def __getitem__(self, keys: Sequence[str]) -> dict[str, torch.Tensor]:
         found = {}
         for key in keys:
-            picture = self.pictures[key]
             with contextlib.suppress(UserError):
-                found[key] = to_pixels(load_image(picture() if callable(picture) else picture), self.size)
+                found[key] = to_pixels(load_image(self.pictures[key]), self.size)
         return found
 
 

@@ -11,12 +11,10 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from eval import figures, needle, scenes, vqa
 from eval.command import Ask
 from eval.datasets import PROMPT, fill_prompt
-from eval.records import Record
 from eval.statistics import bootstrap
 from eval.text import sentences
 from model.common import write_text
@@ -27,7 +25,7 @@ from model.processor import Processor
 from train.data.sources import WEIGHT
 from train.distributed import World, ask_together
 from train.settings import Settings, command_of
-from train.validation import HeldOut, Result, choose
+from train.validation import HeldOut, Result, choose, evaluating
 
 NO_ACCURACY = {"vqa": None, "needle": None}
 SCORES = {"loss": "  loss, nats a token", "exact_match": "  exact match, %", "vqa_accuracy": "  VQA accuracy, %"}
@@ -47,17 +45,16 @@ def evaluate(
         result |= held_out.measure(model, f"held-out, {title}")
         result["vqa"] = result["held_out"]["vqa_accuracy"]
     if settings.is_embedded:
-        was_training, limit, ask_all = model.training, settings.eval_limit, partial(ask_together, world)
-        model.eval()
-        details = vqa.evaluate_embedded(model, processor, limit, f"VQA, {title}", ask_all=ask_all)
-        tests = {
-            kind: needle.evaluate_embedded(model, processor, kind, limit // 2, f"{kind}, {title}", ask_all=ask_all)
-            for kind in dict.fromkeys(settings.tasks.split(","))
-            if kind in scenes.NEEDLES
-        }
-        if settings.arch == "wings":
-            result["text"] = grade_text(model, processor, limit // 4, f"text, {title}", ask_all)
-        model.train(was_training)
+        limit, ask_all = settings.eval_limit, partial(ask_together, world)
+        with evaluating(model, world.device):
+            details = vqa.evaluate_embedded(model, processor, limit, f"VQA, {title}", ask_all=ask_all)
+            tests = {
+                kind: needle.evaluate_embedded(model, processor, kind, limit // 2, f"{kind}, {title}", ask_all=ask_all)
+                for kind in dict.fromkeys(settings.tasks.split(","))
+                if kind in scenes.NEEDLES
+            }
+            if settings.arch == "wings":
+                result["text"] = grade_text(model, processor, limit // 4, f"text, {title}", ask_all)
         result |= {"vqa_details": details, "needle_details": tests}
         result |= {"vqa": details["overall"], "needle": tests.get("n2o1")}
     return result
@@ -156,17 +153,11 @@ def write_answers(run: Path, held_out: HeldOut, results: Mapping[str, dict]) -> 
         f"after: {said[trained][number]}"
         for number, record in ((number, held_out.records[number]) for number in numbers)
     ]
-    pictures = [open_picture(held_out.records[number]) for number in numbers]
+    pictures = [load_image(held_out.records[number].pictures[0]) for number in numbers]
     hits = [bool(right[number]) for number in numbers]
     sheet = figures.contact_sheet(pictures, captions, hits, title=f"{run.name}: held-out examples", lines=7)
     figures.save(sheet, run / "answers.png")
     return ["answers.jsonl", "answers.png"]
-
-
-def open_picture(record: Record) -> Image.Image:
-    """A record's first picture."""
-    picture = record.pictures[0]
-    return load_image(picture() if callable(picture) else picture)
 
 
 def print_summary(summary: dict, results: Mapping[str, dict], settings: Settings, run: Path, files: list[str]) -> None:

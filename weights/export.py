@@ -18,7 +18,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -70,7 +69,7 @@ def export_model(
     dtype: torch.dtype | None = None,
     max_shard_gb: float = 5,
     companions: Iterable[Path] = (),
-    texts: Mapping[str, str] = MappingProxyType({}),
+    texts: Mapping[str, str] | None = None,
 ) -> None:
     """Write `model` to `folder`, which appears when everything is in it.
 
@@ -105,7 +104,7 @@ def export_model(
         write_checkpoint(temporary, specs, chunks, split_by_size(specs, max_shard_gb * 1e9))
         for file in companions:
             shutil.copyfile(file, temporary / file.name)
-        for name, text in texts.items():
+        for name, text in (texts or {}).items():
             (temporary / name).write_text(text, encoding="utf-8")
         # older versions of transformers read torch_dtype only, newer ones both
         config = model.config.to_dict() | {"torch_dtype": str(next(iter(specs.values()))[0]).removeprefix("torch.")}

@@ -176,8 +176,7 @@ def collate(
     for record in records:
         try:
             if record.pictures and record.key not in opened:
-                found = [picture() if callable(picture) else picture for picture in record.pictures]
-                opened[record.key] = [load_image(picture, draft) for picture in found]
+                opened[record.key] = [load_image(picture, draft) for picture in record.pictures]
             rows.append(processor.row_of(len(record.pictures), record.turns))
             good.append(record)
         except UserError as error:
