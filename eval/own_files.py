@@ -13,7 +13,7 @@ from pathlib import Path
 
 from eval.datasets import LIST, NAME, TEXT, find_image, read_id
 from model.common import Expected, UserError, json_name, open_regular, quoted, read_field, read_json, read_jsonl, shown
-from model.turns import SLOT, check_turns
+from model.turns import SLOT, check_marks
 
 ROLES = ("human", "gpt")  # of LLaVA's conversations, in turn
 NUMBER = Expected(float, -1e9, 1e9)
@@ -77,7 +77,7 @@ def read_examples(
             names = _names(record, where)
             turns, answers = read_turns(record, where)
             try:
-                check_turns(len(names), turns)
+                check_marks(len(names), turns)
             except UserError as error:
                 raise UserError(f"{where}: {error}") from None
             pictures = tuple(_picture(folder, name, allow_outside, where) for name in names)

@@ -35,7 +35,7 @@ from eval.datasets import some
 from eval.own_files import read_turns
 from eval.records import Record
 from model.common import Expected, UserError, atomic_path, open_regular, parse_json, quoted, read_field, shown
-from model.turns import check_turns
+from model.turns import check_marks
 from train.data.batches import CHARACTERS, plan_windows
 
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2")
@@ -293,7 +293,7 @@ class Shards(Sequence):
         if not all(number in range(count) for number in shown_ones):
             raise UserError(f"{where}: is about pictures {quoted(shown_ones)} of {count}: make the shard again")
         turns, answers = read_turns({"answers": entry["choices"]} | entry if "choices" in entry else entry, where)
-        check_turns(len(shown_ones), turns)
+        check_marks(len(shown_ones), turns)
         pictures = tuple(partial(open_picture, shard, picture, picture_size, number) for number in shown_ones)
         stem = (
             _split(name)[0] if len(name.encode()) < 100 else f"{_split(name)[0]} ({sample})"
