@@ -31,9 +31,8 @@ from eval.session import (
     open_model,
     stored_prompt,
 )
-from model.chat import ask_text
 from model.common import UserError, quoted, run_command, shown
-from model.generate import NonFiniteError, ask, check_options
+from model.generate import NonFiniteError, ask, ask_text, check_options
 from model.images import load_image
 from model.processor import parse_boxes
 

@@ -11,8 +11,6 @@ from pathlib import Path
 import torch
 
 from model.common import UserError
-from model.generate import generate
-from model.language import LanguageModel
 from model.language_config import LanguageConfig
 from model.source import resolve
 from model.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
@@ -143,32 +141,6 @@ class TextTokenizer:
     def _begin(self) -> list[int]:
         bos = self.config.bos_token_id
         return [bos] if self.format.begins and bos is not None else []
-
-
-def ask_text(
-    model: LanguageModel,
-    tokenizer: TextTokenizer,
-    prompts: Sequence[str],
-    max_new_tokens: int = 32,
-    chat: bool = False,
-    **options,
-) -> list[str]:
-    """How the model goes on from each prompt or, with `chat`, answers it. options: those of `generate`. UserError."""
-    rows = [tokenizer.chat([(prompt, None)]) if chat else tokenizer.prompt(prompt) for prompt in prompts]
-    ids, valid = pad_left(rows, model.config.pad_token_id)
-    device = next(model.parameters()).device
-    ids, valid = ids.to(device), valid.to(device)
-    options["also_end"] = tokenizer.end_of_turn if chat else ()
-    new = generate(model, ids, None, torch.ones_like(ids), valid, max_new_tokens, **options)
-    return [tokenizer.decode(row) for row in new]
-
-
-def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids (B, S) of rows of unequal length, and the attention mask (B, S)."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows])
-    valid = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    return ids, valid
 
 
 def load_text_tokenizer(

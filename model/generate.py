@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from model.attention import LayerCache
+from model.chat import TextTokenizer
 from model.common import UserError
 from model.language import LanguageModel
 from model.paligemma import PaliGemma
@@ -182,6 +183,32 @@ def ask(
     options["image_index"] = batch.image_index
     prompt = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
     return [processor.decode(new) for new in generate(model, *prompt, max_new_tokens, **options)]
+
+
+def ask_text(
+    model: LanguageModel,
+    tokenizer: TextTokenizer,
+    prompts: Sequence[str],
+    max_new_tokens: int = 32,
+    chat: bool = False,
+    **options,
+) -> list[str]:
+    """How the model goes on from each prompt or, with `chat`, answers it. options: those of `generate`. UserError."""
+    rows = [tokenizer.chat([(prompt, None)]) if chat else tokenizer.prompt(prompt) for prompt in prompts]
+    ids, valid = pad_left(rows, model.config.pad_token_id)
+    device = next(model.parameters()).device
+    ids, valid = ids.to(device), valid.to(device)
+    options["also_end"] = tokenizer.end_of_turn if chat else ()
+    new = generate(model, ids, None, torch.ones_like(ids), valid, max_new_tokens, **options)
+    return [tokenizer.decode(row) for row in new]
+
+
+def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids (B, S) of rows of unequal length, and the attention mask (B, S)."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows])
+    valid = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return ids, valid
 
 
 def check_options(max_new_tokens: int, temperature: float, top_p: float) -> None:

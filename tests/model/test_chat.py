@@ -12,9 +12,10 @@ from transformers import AutoTokenizer, GemmaTokenizer, Qwen2Tokenizer
 from transformers.tokenization_utils_base import generate_merges
 
 from eval.ask import main
-from model.chat import TextTokenizer, ask_text, load_text_tokenizer
+from model.chat import TextTokenizer, load_text_tokenizer
 from model.common import UserError
 from model.config import TextConfig
+from model.generate import ask_text
 from model.language import LanguageModel
 from model.language_config import LanguageConfig
 from model.paligemma import initialize
