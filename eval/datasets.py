@@ -204,6 +204,7 @@ class Annotation:
     answer_type: str | None = None
     question_type: str | None = None
     balanced: bool = True  # GQA scores only its balanced questions
+    answerable: int | None = None  # 0 or 1, of VizWiz
 
 
 def read_questions(path: str | Path) -> list[Question]:
@@ -317,7 +318,9 @@ def _annotation(record: dict, where: str) -> Annotation:
         read_field(record, name, TEXT, where, default=None)
         for name in ("multiple_choice_answer", "answer_type", "question_type")
     )
-    return Annotation(id_, answers, most if said is None else said, answer_type, question_type)
+    answerable = read_field(record, "answerable", Expected(int, choices=(0, 1)), where, default=None)
+    said = most if said is None else said
+    return Annotation(id_, answers, said, answer_type, question_type, answerable=answerable)
 
 
 # POPE

@@ -4,6 +4,7 @@ In: a `Command` and the command line. torch is imported only where a model is as
 """
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 
 from eval.command import Ask, Command, add_json_flag, command_parser, print_report
@@ -14,8 +15,7 @@ def main_of(command: Command) -> Callable[[Sequence[str] | None], None]:
 
     def main(argv: Sequence[str] | None = None) -> None:
         argv = sys.argv[1:] if argv is None else list(argv)
-        parser = command_parser(f"eval.{command.name}", command.doc)
-        command.add_flags(parser)
+        parser = parser_of(command)
         scorer = parser.add_subparsers(dest="command").add_parser(
             "score", help="score a file of answers", description="Score a file of answers."
         )
@@ -31,6 +31,13 @@ def main_of(command: Command) -> Callable[[Sequence[str] | None], None]:
         run(command, parser.parse_args(argv))
 
     return main
+
+
+def parser_of(command: Command) -> ArgumentParser:
+    """The parser of a benchmark's own flags."""
+    parser = command_parser(f"eval.{command.name}", command.doc)
+    command.add_flags(parser)
+    return parser
 
 
 def ask_model(model, processor, asks: Sequence[Ask], ask_all: Callable | None = None, **options) -> list[str | None]:

@@ -390,7 +390,8 @@ def add_score_flags(parser: argparse.ArgumentParser) -> None:
 
 
 LIMIT = "tests of each kind (default: 200)", 200
-main = main_of(Command("needle", __doc__, add_flags, add_score_flags, load, finish, score, LIMIT, max_new_tokens=64))
+COMMAND = Command("needle", __doc__, add_flags, add_score_flags, load, finish, score, LIMIT, max_new_tokens=64)
+main = main_of(COMMAND)
 
 if __name__ == "__main__":
     run_command(main)

@@ -1,11 +1,12 @@
 """POPE: does a model say that an object is in the picture when it is not?
 
     python -m eval.pope                         the last run, or the embedded base, on the embedded scenes
-    python -m eval.pope --questions coco_pope_random.json --images DIR --model SRC --adapter RUN
+    python -m eval.pope --questions coco_pope_{random,popular,adversarial}.json --images DIR --model SRC --adapter RUN
     python -m eval.pope score --questions Q --answers A
 
 In: POPE questions (`eval/datasets.py`), and a model, or its free-text answers. Out: accuracy, precision, recall, F1 and
-the share of yes.
+the share of yes, for each file and their mean; with --probability also the accuracy where yes is the answer if
+P(yes) / (P(yes) + P(no)) at the start of the answer is at least ½.
 
 Source: Li et al., "Evaluating Object Hallucination in Large Vision-Language Models", EMNLP 2023.
 """
@@ -13,6 +14,7 @@ Source: Li et al., "Evaluating Object Hallucination in Large Vision-Language Mod
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from eval import scenes
@@ -108,13 +110,17 @@ def load(args: argparse.Namespace) -> tuple[dict[str, list[PopeQuestion]], dict[
         limit = 600 if args.limit is None else args.limit
         sets = {strategy: embedded(strategy, limit) for strategy in scenes.STRATEGIES}
     else:
-        questions = read_pope(args.questions)[: args.limit]
-        pictures = find_images((q.image for q in questions), args.images, args.questions, args.allow_outside)
-        sets = {Path(args.questions).stem: (questions, pictures)}
+        sets = {}
+        for file in args.questions:
+            questions = read_pope(file)[: args.limit]
+            pictures = find_images((q.image for q in questions), args.images, file, args.allow_outside)
+            sets[Path(file).stem] = questions, pictures
     asks = {
         name: make_asks(((q.question_id, q.image, q.text) for q in questions), pictures, args.prompt)
         for name, (questions, pictures) in sets.items()
     }
+    for name in list(asks) if args.probability else ():
+        asks[f"{name}, P(yes)"] = [replace(ask, choices=("yes", "no"), scored=True) for ask in asks[name]]
     return {name: questions for name, (questions, _) in sets.items()}, asks
 
 
@@ -129,7 +135,15 @@ def finish(args, sets: dict[str, list[PopeQuestion]], answers: dict, session) ->
         pairs = [(f"{name}/{q.question_id}", q, said) for (q, _), said in zip(answered, parsed, strict=True)]
         scores[f"accuracy, {name}"] = {id_: q.label == said for id_, q, said in pairs}
         pictures |= {id_: q.image for id_, q, _ in pairs}
-    files = [f"answers-{name}.jsonl" for name in results]
+        if args.probability:
+            texts = zip(questions, answers[f"{name}, P(yes)"], strict=True)
+            likely = [(q, *json.loads(text)) for q, text in texts if text is not None]
+            hits = {f"{name}/{q.question_id}": (q.label == "yes") == (yes >= no) for q, yes, no in likely}
+            scores[f"P(yes), {name}"], results[name]["P(yes)"] = hits, _ratio(sum(hits.values()), len(hits))
+    if args.questions is not None and len(results) > 1:
+        means = {key: sum(result[key] for result in results.values()) / len(results) for key in results[name]}
+        results["mean"] = means | {"questions": sum(result["questions"] for result in results.values())}
+    files = [f"answers-{name}.jsonl" for name in sets]
     return Report(results, table(f"POPE (%), {session.title}", results), files, scores, pictures=pictures)
 
 
@@ -144,8 +158,10 @@ def table(title: str, results: Mapping[str, dict]) -> list[str]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_flag(parser, "--questions", "POPE's JSONL (default: all three sets of the embedded scenes)", metavar="FILE")
+    questions = "POPE's JSONL, one file or several (default: all three sets of the embedded scenes)"
+    add_flag(parser, "--questions", questions, nargs="+", metavar="FILE")
     add_flag(parser, "--images", "folder of the pictures of --questions", metavar="DIR")
+    add_flag(parser, "--probability", "compare P(yes) with P(no) too, in one more pass", False)
     add_prompt_flag(parser)
 
 
@@ -155,7 +171,8 @@ def add_score_flags(parser: argparse.ArgumentParser) -> None:
 
 
 LIMIT = "questions of each set, the first N (default: all of a file, 600 of the embedded)", None
-main = main_of(Command("pope", __doc__, add_flags, add_score_flags, load, finish, score, LIMIT))
+COMMAND = Command("pope", __doc__, add_flags, add_score_flags, load, finish, score, LIMIT)
+main = main_of(COMMAND)
 
 if __name__ == "__main__":
     run_command(main)

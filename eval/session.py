@@ -178,8 +178,8 @@ def long_title(subject: Subject) -> str:
     return path if subject.order is None else f"{path}-{subject.order}"
 
 
-def stored_prompt(subject: Subject) -> str:
-    """The prompt template of the training of a model; PROMPT if none is stored.
+def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
+    """The prompt template of the training of a model; PROMPT for the embedded scenes, `default` if none is stored.
 
     It is in the run's config.json, where it counts for data that has questions: those of the embedded scenes and of
     JSONL files are complete prompts; else in adapter_config.json. Raises UserError for one without {question}.
@@ -190,11 +190,12 @@ def stored_prompt(subject: Subject) -> str:
         path = folder / name
         stored = read_json(path) if path.is_file() else {}
         data = stored.get("data", "vqav2:")
-        if not any(str(one).startswith(("vqav2:", "shards:")) for one in (data if isinstance(data, list) else [data])):
-            return PROMPT
+        sources = [str(one) for one in (data if isinstance(data, list) else [data])]
+        if not any(one.startswith(("vqav2:", "shards:")) for one in sources):
+            return PROMPT if any(one.startswith(EMBEDDED) for one in sources) else default
         if "prompt" in stored:
             return check_prompt(read_field(stored, "prompt", TEXT, shown(path)))
-    return PROMPT
+    return default
 
 
 def open_model(args: Namespace, subject: Subject) -> tuple[PaliGemma, Processor]:

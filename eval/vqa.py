@@ -11,6 +11,7 @@ percent, overall and by type, beside that of the best guess without a picture. T
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -39,15 +40,20 @@ from eval.datasets import (
 from eval.entry import ask_model, main_of
 from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record, gray_picture, source_parts
 from eval.statistics import blind_guesses
-from eval.vqa_scoring import SCORERS, question_accuracies, summarize
+from eval.vqa_scoring import SCORERS, answerability, question_accuracies, summarize
 from model.common import UserError, read_field, read_json, run_command, shown, write_text
 
 # Results files
 
 
-def write_results(path: str | Path, answers: Mapping[int | str, str]) -> None:
-    """Write the official results file, [{"question_id", "answer"}, …]."""
-    results = [{"question_id": id_, "answer": answer} for id_, answer in answers.items()]
+NAMES = {"gqa": ("questionId", "prediction"), "vizwiz": ("image", "answer")}  # in their servers' files
+
+
+def write_results(
+    path: str | Path, answers: Mapping[int | str, str | float], names: tuple[str, str] = ("question_id", "answer")
+) -> None:
+    """Write the official results file, [{"question_id", "answer"}, …], or with other names of the two."""
+    results = [dict(zip(names, pair, strict=True)) for pair in answers.items()]
     write_text(path, json.dumps(results, ensure_ascii=False, indent=0) + "\n")
 
 
@@ -267,8 +273,9 @@ class Data(NamedTuple):
 def load(args: argparse.Namespace) -> tuple[Data | list[Record], dict[str, list[Ask]]]:
     """The questions of the files, of --data, or of the embedded scenes, and what to ask."""
     if args.data is not None:
-        if args.questions or args.annotations or args.scoring:
-            raise UserError("--questions, --annotations and --scoring are of published files: leave --data out")
+        if args.questions or args.annotations or args.scoring or args.answerability:
+            flags = "--questions, --annotations, --scoring and --answerability"
+            raise UserError(f"{flags} are of published files: leave --data out")
         kind, folder = source_parts(args.data)
         if kind in ("embedded", "vqav2"):
             files = vqav2_files(folder, args.images) if kind == "vqav2" else {}
@@ -293,7 +300,13 @@ def load(args: argparse.Namespace) -> tuple[Data | list[Record], dict[str, list[
         else:
             check_scoring(args.scoring or benchmark.scoring, benchmark.annotations, source)
         blind = blind_of(args, benchmark) if benchmark.annotations else None
-    return Data(benchmark, blind, args.questions is None), {"vqa": asks_of(benchmark, args.prompt)}
+    sets = {"vqa": asks_of(benchmark, args.prompt)}
+    if args.answerability:
+        if not benchmark.annotations or any(a.answerable is None for a in benchmark.annotations):
+            raise UserError("--answerability: the annotations do not say which questions are answerable: give VizWiz's")
+        word = "Unanswerable" if "'Unanswerable'" in args.prompt else "unanswerable"  # as it is asked for
+        sets["answerability"] = [replace(ask, choices=(word,), scored=True) for ask in sets["vqa"]]
+    return Data(benchmark, blind, args.questions is None), sets
 
 
 def vqav2_files(folder: Path, images: str | None) -> dict:
@@ -309,7 +322,7 @@ def finish(args: argparse.Namespace, data: Data | list[Record], answers: dict, s
     if isinstance(data, list):
         return vqa_data.finish(args, data, answers, session)
     benchmark, said, out = data.benchmark, by_id(data.benchmark, answers["vqa"]), session.out
-    write_results(out / "results.json", said)
+    write_results(out / "results.json", said, NAMES.get(benchmark.scoring, ("question_id", "answer")))
     files = ["results.json", "answers.jsonl"]
     if data.is_embedded:
         for key, content in zip(
@@ -329,6 +342,13 @@ def finish(args: argparse.Namespace, data: Data | list[Record], answers: dict, s
     if data.blind is not None:  # on the same questions as the model
         columns["blind"] = score_answers(benchmark, {id_: data.blind[id_] for id_ in said}, scoring)
     lines = table(f"VQA accuracy (%), {scoring} scoring, {len(said)} questions, {session.title}", columns)
+    if "answerability" in answers:
+        unsure = {id_: math.exp(*json.loads(text)) for id_, text in by_id(benchmark, answers["answerability"]).items()}
+        found = answerability([a.answerable == 0 for a in annotations], [unsure[a.question_id] for a in annotations])
+        columns["answerability"] = found
+        write_results(out / "answerability.json", {id_: 1 - p for id_, p in unsure.items()}, ("image", "answerable"))
+        files.append("answerability.json")
+        lines += [f"answerability: AP {found['ap']:.2f}, F1 {found['f1']:.2f}"]
     scores, blind = (
         {f"VQA accuracy, {scoring} scoring": {str(id_): value for id_, value in accuracies[name].items()}}
         if name in accuracies
@@ -363,6 +383,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_data_flags(parser, required=False)
     images = "folder of the pictures of --questions, or of --data (default: the folder of its file)"
     add_flag(parser, "--images", images, metavar="DIR")
+    answerable = "of VizWiz: also how likely the answer `unanswerable` is, scored by average precision and F1"
+    add_flag(parser, "--answerability", answerable, False)
     add_prompt_flag(parser)
 
 
@@ -372,7 +394,8 @@ def add_score_flags(parser: argparse.ArgumentParser) -> None:
 
 
 LIMIT = "questions to ask, the first N (default: all of files, 1200 of the embedded scenes)", None
-main = main_of(Command("vqa", __doc__, add_flags, add_score_flags, load, finish, score, LIMIT))
+COMMAND = Command("vqa", __doc__, add_flags, add_score_flags, load, finish, score, LIMIT)
+main = main_of(COMMAND)
 
 if __name__ == "__main__":
     run_command(main)

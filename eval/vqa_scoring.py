@@ -9,6 +9,7 @@ The VQAv2 scorer follows the official one, its oddities included, since they are
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import groupby
 
 from eval.datasets import Annotation
 from model.common import UserError
@@ -125,6 +126,26 @@ def vqa_accuracy(answer: str, answers: Sequence[str]) -> float | None:
         return None
     given = tuple({"answer": text, "answer_id": number} for number, text in enumerate(answers))
     return official(Annotation(0, given, answers[0]), answer)
+
+
+def answerability(is_unanswerable: Sequence[bool], scores: Sequence[float]) -> dict[str, float]:
+    """VizWiz's second task, in percent: average precision and F1 of the questions that cannot be answered.
+
+    scores: how sure the model is, 0 to 1, that a question is one of them; for F1 it is called so above ½. Precision is
+    summed step by step, over the distinct scores from high to low.
+    """
+    found = seen = 0
+    precision = 0.0
+    for _, group in groupby(sorted(zip(scores, is_unanswerable, strict=True), reverse=True), key=lambda pair: pair[0]):
+        hits = [hit for _, hit in group]
+        found, seen = found + sum(hits), seen + len(hits)
+        precision += sum(hits) * found / seen
+    called = [score > 0.5 for score in scores]
+    both = sum(one and other for one, other in zip(called, is_unanswerable, strict=True))
+    return {
+        "ap": round(100 * precision / found, 2) if found else 0.0,
+        "f1": round(200 * both / (sum(called) + found), 2) if found + sum(called) else 0.0,
+    }
 
 
 def _by_position(annotation: Annotation, normalize: Callable[[str], str]) -> list[dict]:

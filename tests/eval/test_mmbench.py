@@ -140,8 +140,15 @@ def test_a_model_is_asked(source, tmp_path, capsys, monkeypatch):
     assert cells[2][:6] == ["1000000", "what, 0?", "dog", "a red bus", "hat", "cat"]
     mmbench.main([*flags, str(tmp_path / "likely"), "--likelihood", "--wording", "paligemma", "--limit", "1"])
     assert asked[1][1].choices == ("dog", "a red bus", "hat", "cat")
-    letters = [record["answer"] for record in json.loads((tmp_path / "likely" / "results.json").read_text())]
-    assert len(letters) == 4 and set(letters) <= set("ABCD")
+    letters = {
+        record["question_id"]: record["answer"] for record in json.loads((tmp_path / "likely/results.json").read_text())
+    }
+    log = map(json.loads, (tmp_path / "likely/answers.jsonl").read_text().splitlines())
+    likeliest = {int(line["id"]): line["answer"] for line in log}
+    order = {ask.id: ask.choices for ask in asked[1]}
+    assert (
+        letters == {id_: "ABCD"[order[str(id_)].index(text)] for id_, text in likeliest.items()} and len(letters) == 4
+    )
 
 
 def broken(place, value):
