@@ -37,19 +37,19 @@ class Differential(Attention):
     foldable = False  # `fold` can turn it into plain attention,
     rewrites_output = False  # with other weights of the output projection
     maps = 1  # attention maps of a head, and calls of `tap`, A₁ first
+    extrapolates = False  # two maps are blended as A₁ + f·(A₁ − A₂), not as A₁ − f·A₂, f being `factor`
 
     def __init__(self, plain: Attention, layer: int):
         with torch.device("meta"):
             super().__init__(**plain.sizes())
         self.adopt(plain)
 
-    def blended(
-        self, maps, v, mask, factor: torch.Tensor, *, extrapolate: bool = False, scale: float | None = None
-    ) -> torch.Tensor:
-        """blend(A₁·V, A₂·V, factor) (B, N, S, D) in fp32 from two maps (q, k); factor broadcasts to (B, N, S, 1).
+    def blended(self, x, maps, v, mask, scale: float | None = None) -> torch.Tensor:
+        """blend(A₁·V, A₂·V, factor(x)) (B, N, S, D) in fp32 from two maps (q, k).
 
         `blend` is linear, so the fast path blends the maps instead and multiplies by V once.
         """
+        factor, extrapolate = self.factor(x), self.extrapolates
         if self.fused and cpu.rows_are_faster(*maps[0]):
             factor = factor.expand(*maps[0][0].shape[:2], -1, 1)
             return cpu.row_attention(maps, v, mask, self.scale if scale is None else scale, factor, extrapolate)
@@ -58,6 +58,12 @@ class Differential(Attention):
 
     def coefficient(self) -> torch.Tensor | None:
         """The weight of the second map in fp32: λ (1,), or λ or μ of each head (N,); None for a variant without."""
+
+    def factor(self, x: torch.Tensor) -> torch.Tensor:
+        """The weight of the second map where the hidden states are x (B, S, H), in fp32; broadcasts to (B, N, S, 1)."""
+        weight = self.coefficient()
+        assert weight is not None
+        return weight[:, None, None]
 
     def folded(self, weight: torch.Tensor) -> torch.Tensor:
         """W' (…, N·D) so that W' of plain heads is `weight` W of this variant's heads, if it `rewrites_output`."""
@@ -169,7 +175,7 @@ class Split(Reparametrised):
     def mix(self, x, q, k, v, mask) -> torch.Tensor:
         scale = self.scale * 2**0.5  # 1/√(D/2) where plain attention has 1/√D
         maps = list(zip(self.halves(q), self.halves(k), strict=True))
-        heads = self.blended(maps, v, mask, self.coefficient()[:, None, None], scale=scale)
+        heads = self.blended(x, maps, v, mask, scale)
         return self.normalise(heads).to(v.dtype)
 
     def halves(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -196,6 +202,7 @@ class Twin(Differential):
     kind = "twin"
     read_twice = ("q_proj", "k_proj")
     maps = 2
+    extrapolates = True
 
     def __init__(
         self, plain: Attention, layer: int, *, r: int = 16, alpha: float = 32.0, dropout: float = 0.0, mu: float = 1.0
@@ -219,7 +226,7 @@ class Twin(Differential):
     def mix(self, x, q, k, v, mask) -> torch.Tensor:
         # two calls of the plain kernel are as fast as one of 2N heads, and compute each branch as the base does
         maps = list(zip(q.chunk(2, dim=1), k.chunk(2, dim=1), strict=True))
-        return self.blended(maps, v, mask, self.mu.float()[:, None, None], extrapolate=True).to(v.dtype)
+        return self.blended(x, maps, v, mask).to(v.dtype)
 
     def coefficient(self) -> torch.Tensor:
         """μ (N,); λ is μ/(1 + μ)."""
@@ -252,10 +259,13 @@ class V2(Differential):
         return (q, k, v) if rope is None else (rope(q), rope(k), v)
 
     def mix(self, x, q, k, v, mask) -> torch.Tensor:
+        return self.blended(x, [(branch, k) for branch in q.chunk(2, dim=1)], v, mask).to(v.dtype)
+
+    def factor(self, x: torch.Tensor) -> torch.Tensor:
+        """λ = σ(w·x + b) of each token and head (B, N, S, 1)."""
         with torch.autocast(x.device.type, enabled=False):  # λ stays in fp32 up to the multiplication
             weight, bias = self.lambda_proj.weight.float(), self.lambda_proj.bias.float()
-            by_head = torch.sigmoid(F.linear(x.float(), weight, bias)).transpose(1, 2)[..., None]  # (B, N, S, 1)
-        return self.blended([(branch, k) for branch in q.chunk(2, dim=1)], v, mask, by_head).to(v.dtype)
+            return torch.sigmoid(F.linear(x.float(), weight, bias)).transpose(1, 2)[..., None]
 
     def coefficient(self) -> torch.Tensor:
         """σ(b) (N,): λ where w·x is 0, as everywhere at step 0."""

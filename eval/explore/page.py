@@ -1,0 +1,139 @@
+"""One self-contained page: template, style, script, pictures and maps in a file that needs no server and no network.
+
+In: `Case`s. Out: HTML. The maps are quantized to 8 bits; a token's maps are one gzipped block for the
+means over heads and one for the single heads. What does not fit into the bound of the file is left out, and the page
+says so: first single heads of the last tokens, then their means.
+"""
+
+import base64
+import gzip
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from eval.explore.record import Maps, Said
+
+MOST_BYTES = 4_800_000  # of a page
+SIDE = 640  # pixels of a picture's longer side
+TEMPLATE = Path(__file__).parent
+
+
+@dataclass
+class Case:
+    """One question about one picture: the answer and the maps of each model by its name. Of the first model: hit,
+    whether its answer is right, and the boxes (left, top, right, bottom) in it, in pixels. truth: the right answer."""
+
+    image: Image.Image
+    prompt: str
+    answers: dict[str, tuple[Said, Maps]] = field(default_factory=dict)
+    truth: str = ""
+    hit: bool | None = None
+    boxes: list[list[float]] = field(default_factory=list)
+
+
+def quantized(maps: np.ndarray, slots: np.ndarray, prompt: int, signed: bool) -> tuple[bytes, bytes]:
+    """Maps (…, S) as HEADER float32 numbers and S bytes each: byte q is the weight scale·q/255, scale·q/127 if signed.
+
+    The numbers: the scale of the picture's keys, that of the others, which a sink among them would make coarse; and,
+    since small weights are rounded to nothing, the exact sums over picture, prompt (its first `prompt` keys) and
+    answer, and the weight of the first key. slots (S,): the picture's keys.
+    """
+    is_prompt = ~slots & (np.arange(len(slots)) < prompt)
+    parts = [maps[..., keys] for keys in (slots, is_prompt, ~slots & ~is_prompt)]
+    scales = [np.abs(maps[..., keys]).max(-1) for keys in (slots, ~slots)]
+    header = np.stack([*scales, *(part.sum(-1) for part in parts), maps[..., 0]], axis=-1).astype("<f4")
+    scale = np.where(slots, *(np.maximum(one, 1e-12)[..., None] for one in scales))
+    levels = np.rint(maps / scale * (127 if signed else 255))
+    return header.tobytes(), levels.astype(np.int8 if signed else np.uint8).tobytes()
+
+
+def block(kinds: dict[str, np.ndarray], slots: np.ndarray, prompt: int) -> str:
+    """Maps (…, S) by name, in the order of their names: all numbers, then all weights; gzip, then base64."""
+    parts = [quantized(kinds[name], slots, prompt, name == "mix") for name in sorted(kinds)]
+    raw = b"".join(header for header, _ in parts) + b"".join(weights for _, weights in parts)
+    return base64.b64encode(gzip.compress(raw, 6, mtime=0)).decode()
+
+
+def picture_url(image: Image.Image) -> str:
+    """The picture as a data URL: small ones exact, larger ones scaled down."""
+    file, small = BytesIO(), max(image.size) <= 256
+    image = image.convert("RGB")
+    image.thumbnail((SIDE, SIDE))
+    image.save(file, *(["PNG"] if small else ["JPEG"]), **({} if small else {"quality": 85}))
+    return f"data:image/{'png' if small else 'jpeg'};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def model_entry(name: str, said: Said, maps: Maps, prompt_length: int) -> dict:
+    """What the page knows of a model's answer, but for the maps."""
+    tokens = [
+        {"text": said.words[prompt_length + n], "p": round(float(p), 4), "mean": None, "heads": None}
+        for n, p in enumerate(maps.probabilities)
+    ]
+    first = next(iter(maps.kinds.values()))
+    return {
+        "name": name,
+        "text": said.text,
+        "kinds": sorted(maps.kinds),
+        "shape": list(first.shape[1:]),
+        "prompt": prompt_length,
+        "words": {str(position): text for position, text in said.words.items() if position < first.shape[-1]},
+        "laws": {kind: np.round(100 * values, 3).tolist() for kind, values in maps.laws.items()},
+        "factor": None if maps.factor is None else np.round(maps.factor, 4).tolist(),
+        "formula": maps.formula,
+        "tokens": tokens,
+    }
+
+
+def page(cases: Sequence[Case], title: str, most_bytes: int = MOST_BYTES) -> str:
+    """The HTML of the cases. Single heads, then means, are left out where the file would be larger than the bound."""
+    entries, queue = [], []
+    for case in cases:
+        models = []
+        for name, (said, maps) in case.answers.items():
+            entry = model_entry(name, said, maps, said.batch.input_ids.shape[1])
+            models.append(entry)
+            for number, token in enumerate(entry["tokens"]):
+                kinds = {kind: values[number] for kind, values in maps.kinds.items()}
+                means = {kind: values.mean(1) for kind, values in kinds.items()}
+                where = said.slots, entry["prompt"]
+                queue += [("mean", number, token, means, where), ("heads", number, token, kinds, where)]
+        slots = next(iter(case.answers.values()))[0].slots
+        entries.append(
+            {
+                "prompt": case.prompt,
+                "truth": case.truth,
+                "hit": case.hit,
+                "image": picture_url(case.image),
+                "size": case.image.size,
+                "picture": [int(slots.argmax()), int(slots.sum())],
+                "boxes": case.boxes,
+                "models": models,
+            }
+        )
+    text = {name: (TEMPLATE / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
+
+    def filled() -> str:
+        data = json.dumps({"title": title, "cases": entries}, ensure_ascii=False, separators=(",", ":"))
+        # no text of a prompt or an answer can end the script element that holds it
+        parts = {
+            "title": html.escape(title),
+            "css": text["css"],
+            "js": text["js"],
+            "data": data.replace("<", "\\u003c"),
+        }
+        return "".join(parts.get(part, part) for part in text["html"].split("%%"))
+
+    room = most_bytes - len(filled().encode())
+    for part, _, token, kinds, where in sorted(queue, key=lambda item: (item[0] == "heads", item[1])):
+        coded = block(kinds, *where)
+        if len(coded) > room:
+            break
+        token[part] = coded
+        room -= len(coded)
+    return filled()
