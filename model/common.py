@@ -285,9 +285,9 @@ def _too_large(path: str | os.PathLike, limit: int) -> UserError:
     return UserError(f"{shown(path)}: is larger than {limit} bytes: check that this is the right file")
 
 
-def read_text(path: str | os.PathLike, limit: int = FILE_LIMIT) -> str:
+def read_text(path: str | os.PathLike) -> str:
     """The text of a UTF-8 file, with or without a byte order mark. Raises UserError."""
-    return _decode(read_bytes(path, limit), shown(path))
+    return _decode(read_bytes(path), shown(path))
 
 
 def read_json(path: str | os.PathLike, kind: type = dict, limit: int = FILE_LIMIT, unique_keys: bool = False) -> Any:

@@ -27,6 +27,7 @@ TokenId = Annotated[int, Expected(int, 0, 1 << 24)]
 Epsilon = Annotated[float, Expected(float, 0, 1)]
 Positive = Annotated[float, Expected(float, 1e-6, 1e12)]
 
+CONTROL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}  # Gemma's, where a file says nothing
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
@@ -180,10 +181,7 @@ class PaliGemmaConfig(Config):
             vision=_read_vision(vision, text, where),
             text=_read_paligemma_text(text, raw, where),
             image_token_id=_first(raw.get("image_token_index"), raw.get("image_token_id"), 256000),
-            **{
-                name: _first(raw.get(name), text.get(name), default)
-                for name, default in (("pad_token_id", 0), ("eos_token_id", 1), ("bos_token_id", 2))
-            },
+            **{name: _first(raw.get(name), text.get(name), default) for name, default in CONTROL_TOKENS.items()},
         ).check(where)
 
     def to_dict(self) -> dict:
@@ -196,24 +194,17 @@ class PaliGemmaConfig(Config):
             "num_image_tokens": self.vision.num_image_tokens,
             "vision_use_head": False,
         }
-        text = self.text.to_dict() | {
-            "num_image_tokens": self.vision.num_image_tokens,
-            "pad_token_id": self.pad_token_id,
-            "eos_token_id": self.eos_token_id,
-            "bos_token_id": self.bos_token_id,
-        }
+        ids = {name: getattr(self, name) for name in CONTROL_TOKENS}
         return {
             "architectures": ["PaliGemmaForConditionalGeneration"],
             "model_type": "paligemma",
             "image_token_index": self.image_token_id,
-            "pad_token_id": self.pad_token_id,
-            "eos_token_id": self.eos_token_id,
-            "bos_token_id": self.bos_token_id,
+            **ids,
             "hidden_size": self.text.hidden_size,
             "projection_dim": self.text.hidden_size,
             "tie_word_embeddings": True,
             "vision_config": vision,
-            "text_config": text,
+            "text_config": self.text.to_dict() | {"num_image_tokens": self.vision.num_image_tokens} | ids,
         }
 
     def problems(self) -> list[str]:
@@ -226,7 +217,7 @@ class PaliGemmaConfig(Config):
 
 def control_token_problems(config: Any, vocab_size: int) -> list[str]:
     """What is wrong with the ids of pad, eos and bos in `config`: each must be a row of the embedding."""
-    given = {name: getattr(config, name) for name in ("pad_token_id", "eos_token_id", "bos_token_id")}
+    given = {name: getattr(config, name) for name in CONTROL_TOKENS}
     return [f"{name} is {id_}, but vocab_size only {vocab_size}" for name, id_ in given.items() if id_ >= vocab_size]
 
 

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from model.common import Expected, UserError, field_problems, quoted, read_field, read_json
-from model.config import SIZE, Config, TextConfig, read_decoder
+from model.config import CONTROL_TOKENS, SIZE, Config, TextConfig, read_decoder
 
 # transformers' classes, by model_type
 CLASSES = {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 _SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
 _UNUSED = ("sliding_window", "layer_types", "hidden_act")  # of Qwen, where nothing slides; checked before
-_CONTROL = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}  # Gemma's, where a file says nothing
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,9 @@ class LanguageConfig(Config):
         """As in `Config`. Control tokens of generation_config.json come first, as in transformers' `generate`."""
         raw, beside = read_json(path, unique_keys=True), Path(path).with_name("generation_config.json")
         given = read_json(beside) if beside.is_file() else {}
-        return cls.from_dict(raw | {name: given[name] for name in _CONTROL if given.get(name) is not None}, str(path))
+        return cls.from_dict(
+            raw | {name: given[name] for name in CONTROL_TOKENS if given.get(name) is not None}, str(path)
+        )
 
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> "LanguageConfig":
@@ -63,7 +64,7 @@ class LanguageConfig(Config):
             )
         if missing := [name for name in _SIZES if raw.get(name) is None]:
             raise UserError(f"{where}: {', '.join(missing)} missing: download the file again")
-        pad, ends, bos = (raw.get(name, None if is_qwen else default) for name, default in _CONTROL.items())
+        pad, ends, bos = (raw.get(name, None if is_qwen else default) for name, default in CONTROL_TOKENS.items())
         ends = tuple(ends) if isinstance(ends, list) else (ends,)
         pad: Any = ends[0] if pad is None and ends else pad
         length = raw.get("max_position_embeddings", cls.max_position_embeddings)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from train.benchmark.timing import peak_bytes
+from train.metrics import peak_bytes
 from weights.load import load_model
 
 

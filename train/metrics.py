@@ -77,7 +77,7 @@ class Log:
         """The fields MEASURED of a step with so many supervised tokens, which ends now."""
         took = time.perf_counter() - self.written
         samples = self.progress["samples"] - self.samples
-        values = self.seconds(), samples / took, tokens / took, peak_memory(self.device)
+        values = self.seconds(), samples / took, tokens / took, peak_bytes(self.device) / 2**20
         return dict(zip(MEASURED, (round(value, 3) for value in values), strict=True))
 
     def write(self, record: dict) -> None:
@@ -116,11 +116,23 @@ class Log:
             self.progress |= {"metrics_bytes": self.size, "metrics_sha256": self.digest.hexdigest()}
 
 
-def peak_memory(device: torch.device) -> float:
-    """The most memory so far in MiB: of PyTorch's tensors on a GPU, else of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (20 if sys.platform == "darwin" else 10)
+def peak_bytes(device: torch.device | str = "cpu") -> int:
+    """The peak memory of this process: on the GPU, or resident, including mapped files."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with contextlib.suppress(OSError, StopIteration):
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reset_peak(device: torch.device | str = "cpu") -> None:
+    """Let `peak_bytes` count from here, where the system can."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
 
 
 def draw_loss(run: Path) -> None:

@@ -57,12 +57,10 @@ def parameter_groups(model: nn.Module, rules: Sequence[Rule]) -> list[dict]:
     return groups
 
 
-def make_adamw(
-    groups: list[dict], betas: tuple[float, float], eps: float = 1e-8, kind: type[torch.optim.Adam] = torch.optim.AdamW
-) -> torch.optim.Adam:
+def make_adamw(groups: list[dict], betas: tuple[float, float], kind: type = torch.optim.AdamW) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter 2019), or another `kind`, over `groups`, fused on a GPU."""
     on_gpu = all(parameter.is_cuda for group in groups for parameter in group["params"])
-    return kind(groups, betas=betas, eps=eps, fused=on_gpu)
+    return kind(groups, betas=betas, fused=on_gpu)
 
 
 OPTIMIZERS = {

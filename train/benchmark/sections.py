@@ -33,12 +33,12 @@ from train.benchmark.timing import (
     copy_bandwidth,
     in_own_process,
     matmul_peak,
-    peak_bytes,
     synchronize,
     take_turns,
 )
 from train.benchmark.work import Work
 from train.data.batches import collate
+from train.metrics import peak_bytes
 from train.supervised import supervised_loss
 from weights.checkpoint import examine
 from weights.export import export_model

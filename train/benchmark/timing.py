@@ -3,19 +3,16 @@
 In: one function for each side. Out: `Measurement`s, and tables of them.
 """
 
-import contextlib
 import os
 import platform
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 
@@ -99,29 +96,6 @@ def synchronize(device: torch.device | str) -> None:
         torch.cuda.synchronize(device)
 
 
-def peak_bytes(device: torch.device | str = "cpu") -> int:
-    """The peak memory of this process: on the GPU, or resident, including mapped files."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    except (OSError, StopIteration):
-        import resource  # not on Windows
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-
-
-def reset_peak(device: torch.device | str = "cpu") -> None:
-    """Let `peak_bytes` count from here, where the system can."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
-
-
 def in_own_process(function: Callable, *arguments):
     """What `function(*arguments)` returns in a new process. Raises UserError if it fails there.
 
@@ -198,10 +172,10 @@ def machine(device: torch.device) -> str:
     return text
 
 
-def versions(packages: Sequence[str] = ("torch", "transformers", "peft")) -> str:
+def versions() -> str:
     """The versions of Python and of what is compared."""
     found = [f"python {platform.python_version()}"]
-    for package in packages:
+    for package in ("torch", "transformers", "peft"):
         try:
             found.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:

@@ -20,11 +20,11 @@ from lora import adapter
 from model.common import UserError, write_text
 from model.paligemma import PaliGemma
 from model.processor import Processor
-from train.benchmark.timing import peak_bytes, reset_peak
 from train.checkpoint import file_digest
 from train.distributed import World, join_world
 from train.flags import FlagParser, RunArguments, add_flags, check_ranges, flag, from_values
 from train.loop import Diverged
+from train.metrics import peak_bytes, reset_peak
 from train.optim import count, trainable
 from train.settings import Settings, parse
 from train.studies import engine
