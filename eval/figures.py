@@ -146,34 +146,40 @@ def accuracy_color(accuracy: float) -> Color:
 
 
 def heatmaps(
-    grids: Mapping[str, Sequence[Sequence[float]]], title: str = "", notes: Mapping[str, str] | None = None
+    grids: Mapping[str, Sequence[Sequence[float]]],
+    title: str = "",
+    notes: Mapping[str, str] | None = None,
+    *,
+    axes: tuple[str, str] = ("row of the needle", "column of the needle"),
+    marks: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> Image.Image:
-    """Accuracy (0..1) by row and column of N×N grids, side by side, the percentage in each cell (NaN: no data); each
-    grid with its name and its mean over cells. A grid that has one of the `notes`, such as "not trained on", is grey
-    under it."""
-    side, gap, left, bottom = 236, 56, 54, 50
+    """Accuracy (0..1) by row and column of grids, side by side, the percentage in each cell (NaN: no data); each grid
+    with its name and its mean over cells. A grid that has one of the `notes`, such as "not trained on", is grey under
+    it. axes, marks: names of the rows and the columns together, and of each; by default they are numbered."""
+    side, gap, left, bottom = 236, 56, 66 if marks else 54, 50
     top = 84 if title else 56
     width = left + len(grids) * (side + gap) + 66
     sheet = Canvas(width, top + side + bottom, title)
     for number, (name, grid) in enumerate(grids.items()):
         x0, size, note = left + number * (side + gap), side / len(grid), (notes or {}).get(name, "")
+        wide, names = side / len(grid[0]), marks or (range(1, len(grid) + 1), range(1, len(grid[0]) + 1))
         cells = [value for row in grid for value in row if not math.isnan(value)]
         sheet.text(x0 + side / 2, top - 34, wrap(name, side + gap - 8, 15, 1)[0], 15, anchor="mm")
         mean = [f"mean {100 * sum(cells) / len(cells):.2f} %"] if cells else []
         sheet.text(x0 + side / 2, top - 14, ", ".join([*mean, *filter(None, [note])]), 12, SOFT, "mm")
         for row, values in enumerate(grid):
-            sheet.text(x0 - 8, top + (row + 0.5) * size, str(row + 1), 11, SOFT, "rm")
+            sheet.text(x0 - 8, top + (row + 0.5) * size, str(names[0][row]), 11, SOFT, "rm")
             for col, value in enumerate(values):
                 color = GRID if math.isnan(value) or note else accuracy_color(value)
-                x, y = x0 + col * size, top + row * size
-                sheet.box(x, y, x + size, y + size, color, PAPER)
+                x, y = x0 + col * wide, top + row * size
+                sheet.box(x, y, x + wide, y + size, color, PAPER)
                 label = "-" if math.isnan(value) else f"{100 * value:.1f}"
                 ink = SOFT if note else _ink_on(color)
-                sheet.text(x + size / 2, y + size / 2, label, min(22, 0.3 * size + 3), ink, "mm")
-        for col in range(len(grid)):
-            sheet.text(x0 + (col + 0.5) * size, top + side + 12, str(col + 1), 11, SOFT, "mm")
-        sheet.text(x0 + side / 2, top + side + 32, "column of the needle", 12, anchor="mm")
-    sheet.upright(20, top + side / 2, "row of the needle")
+                sheet.text(x + wide / 2, y + size / 2, label, min(22, 0.3 * size + 3), ink, "mm")
+        for col, mark in enumerate(names[1]):
+            sheet.text(x0 + (col + 0.5) * wide, top + side + 12, str(mark), 11, SOFT, "mm")
+        sheet.text(x0 + side / 2, top + side + 32, axes[1], 12, anchor="mm")
+    sheet.upright(20, top + side / 2, axes[0])
     bar = left + len(grids) * (side + gap) - gap + 24
     for step in range(side):
         sheet.box(bar, top + step, bar + 14, top + step + 1, accuracy_color(1 - (step + 0.5) / side))

@@ -66,7 +66,7 @@ class LanguageModel(Adaptable):
         """Embeddings (B, S, H) to hidden states (B, S, H) after the final norm, which `language_model.head` reads."""
         if attention_mask is None:
             length = embeddings.shape[1] + (cache[0].length if cache else 0)
-            attention_mask = embeddings.new_ones(len(embeddings), length, dtype=torch.int64)
+            attention_mask = torch.ones(len(embeddings), length, dtype=torch.int64, device=embeddings.device)
         causal = torch.ones_like(attention_mask)
         return self.language_model(embeddings, attention_mask.bool(), causal, cache, positions_to_keep, documents)
 

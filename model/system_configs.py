@@ -322,13 +322,21 @@ def _plain(vocab_size: int, hidden_size: int, layers: int, heads: int) -> TextCo
     )
 
 
-# The plain model by name: a few thousand parameters for tests, two million for two cores, 90 million for a GPU, and the
-# size of the paper.
+# The plain model by name: a few thousand parameters for tests, up to two million for two cores, 90 million for a GPU,
+# and the sizes that Ye et al. 2024 train, 3b for its figures, the others to see how the loss falls with size.
 TEXT_PRESETS = {
     "nano": _plain(1024, 48, 2, 4),
+    "0.2m": _plain(2048, 48, 3, 4),
+    "0.3m": _plain(2048, 64, 3, 4),
+    "0.6m": _plain(2048, 96, 4, 6),
     "tiny": _plain(2048, 192, 4, 6),
     "small": _plain(8192, 768, 12, 12),
+    "830m": _plain(100_288, 1536, 24, 16),
+    "1.4b": _plain(100_288, 2048, 24, 16),
+    "2.8b": _plain(100_288, 2560, 32, 20),
     "3b": _plain(100_288, 3072, 28, 24),
+    "6.8b": _plain(100_288, 4096, 32, 32),
+    "13.1b": _plain(100_288, 5120, 40, 40),
 }
 
 

@@ -7,7 +7,8 @@ where attention has a mask, and, without the kernel of mamba_ssm, more states of
 """
 
 import weakref
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
 from torch import nn
@@ -17,8 +18,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from model.paligemma import PaliGemma
-from train.data.batches import MicroBatch
+from train.loop import Micro
 from train.optim import trainable
 from train.supervised import supervised_loss
 
@@ -115,12 +115,16 @@ class _Counter(TorchDispatchMode):
 
 
 def step_costs(
-    model: PaliGemma, micro: MicroBatch, autocast: torch.dtype | None, accumulates: bool = False
+    model: nn.Module,
+    micro: Micro,
+    autocast: torch.dtype | None,
+    accumulates: bool = False,
+    loss: Callable[..., torch.Tensor] = supervised_loss,
 ) -> tuple[StepCost, StepCost]:
     """What a step of `model` costs, without and with checkpointing.
 
     model: on the meta device, what is trained requires gradients; afterwards it is of no use. accumulates: gradients of
-    an earlier micro-batch are there when this one begins.
+    an earlier micro-batch are there when this one begins. loss(model, micro): the sum over the supervised tokens.
     """
     fake, costs = FakeTensorMode(), []
     with fake:
@@ -140,8 +144,8 @@ def step_costs(
             model.train()
             model.set_checkpointing(checkpointing)
             with torch.autocast("cpu", autocast, enabled=autocast is not None):
-                loss = supervised_loss(model, shapes)
-            (loss / micro.tokens).backward()
+                value = loss(model, shapes)
+            (value / micro.tokens).backward()
         costs.append(StepCost(weights, gradients, 2 * gradients, counter.peak - gradients, counter.flops))
     return costs[0], costs[1]
 
@@ -160,14 +164,14 @@ def _take_shapes(model: nn.Module) -> None:
             setattr(module, name, taken[tensor])
 
 
-def _shapes_of(micro: MicroBatch, fake: FakeTensorMode, counter: _Counter) -> MicroBatch:
-    """The micro-batch without its pictures' values; those of its integers are known to the counter."""
-
-    def shape_of(tensor: torch.Tensor) -> torch.Tensor:
-        shape = fake.from_tensor(tensor)
-        if not tensor.is_floating_point():
-            counter.values[shape] = tensor
-        return shape
-
-    batch = replace(micro.batch, **{name: shape_of(tensor) for name, tensor in vars(micro.batch).items()})
-    return replace(micro, batch=batch, positions=shape_of(micro.positions), targets=shape_of(micro.targets))
+def _shapes_of(value, fake: FakeTensorMode, counter: _Counter):
+    """A micro-batch, or a part of it, without its pictures' values; those of its integers are known to the counter."""
+    if is_dataclass(value):
+        own = {field.name: _shapes_of(getattr(value, field.name), fake, counter) for field in fields(value)}
+        return replace(value, **own)
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape = fake.from_tensor(value)
+    if not value.is_floating_point():
+        counter.values[shape] = value
+    return shape

@@ -1,7 +1,7 @@
 """What a language model does with its context: four measurements, of several runs of one or of both kinds of attention.
 
     python -m eval.text nll RUN…           negative log-likelihood by the length of the context
-    python -m eval.text needle RUN…        retrieval of R of N needles, by their depth in the text
+    python -m eval.text needle RUN…        retrieval of R of N needles; of one, by its depth and the text's length
     python -m eval.text attention RUN…     share of the attention on the needle asked for, and on what is noise
     python -m eval.text examples RUN…      accuracy by the number of examples in context, in several orders
     python -m eval.text all RUN…
@@ -16,7 +16,7 @@ before it, earlier answers of its document included: greedy decoding would give 
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from eval.report import interval_text, markdown_table
 from eval.session import out_folder
 from eval.statistics import bootstrap
 from eval.text.corpus import BOS, PAD, Corpus, kept_corpus
-from eval.text.tasks import SHOWN, Document, Tasks
+from eval.text.tasks import SHOWN, Document, Tasks, in_turn
 from model.attention import Attention, attention_modules, tapped
 from model.common import UserError
 from model.device import choose_device
@@ -43,14 +43,17 @@ from weights.load import load_model
 SPLIT, SEED = "test", 7
 NEEDLES = ((1, 1), (2, 2), (4, 2), (6, 2))  # (N, R), as in the paper's Table 2
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+LENGTHS = (0.4, 0.6, 0.8, 1.0)  # of the longest context, for the last kind of NEEDLES
+SHORTEST = 64  # tokens that hold the last kind of NEEDLES
 EXAMPLES = (1, 2, 4, 8, 16, 32)
 ORDERS = 6  # of the same examples
 BATCH = 16  # rows per forward pass
 
 
 class Scores(NamedTuple):
-    """One panel: the score of each example, its label (its place on the x axis) and its group; examples of one group
-    are not independent. `better` is +1 where more is better, −1 where less is, 0 where neither."""
+    """One panel: the score of each example, its label (its place on the x axis; [column, row] in a heat map) and its
+    group; examples of one group are not independent. `better` is +1 where more is better, −1 where less is, 0 where
+    neither."""
 
     title: str
     x_label: str
@@ -111,27 +114,36 @@ def context_bins(length: int) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
-def needle_tests(corpus: Corpus, length: int, limit: int) -> list[tuple[tuple[int, int], float, Document]]:
+def needle_tests(
+    corpus: Corpus, length: int, limit: int, kinds: Sequence[tuple[int, int]] = NEEDLES
+) -> list[tuple[tuple[int, int], float, Document]]:
     """((N, R), depth, document) of `limit` tests of each kind, every depth as often as another."""
     tasks, dice = Tasks(corpus, SPLIT), random.Random(f"needle/{SEED}")
     return [
         (kind, DEPTHS[number % len(DEPTHS)], tasks.needles(dice, length, *kind, DEPTHS[number % len(DEPTHS)]))
-        for kind in NEEDLES
+        for kind in kinds
         for number in range(limit)
     ]
 
 
 def needle(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, Scores]:
-    """Accuracy on each secret asked for, `limit` tests of each kind; by depth only the one whose depth is set."""
-    tests = needle_tests(corpus, length, limit)
+    """Accuracy on each secret asked for, `limit` tests of each kind; and, as a heat map, on the first one of the last
+    kind by the length of the text and its depth in it, `limit` tests of each length."""
+    lengths = [own for share in LENGTHS if (own := round(share * length)) >= SHORTEST or share == 1]
+    tests = [
+        (own, *test)
+        for own in lengths
+        for test in needle_tests(corpus, own, limit, NEEDLES if own == length else NEEDLES[-1:])
+    ]
     right = hits(model, [document for *_, document in tests], "needle")
-    by_kind, by_depth = [], []
-    for number, (((n, r), depth, _), of_test) in enumerate(zip(tests, right, strict=True)):
-        by_kind += [(f"{n}/{r}", number, hit) for hit in of_test]
-        by_depth.append((100 * depth, number, of_test[0]))
+    by_kind, by_place = [], []
+    for number, ((own, (n, r), depth, _), of_test) in enumerate(zip(tests, right, strict=True)):
+        by_kind += [(f"{n}/{r}", number, hit) for hit in of_test if own == length]
+        by_place += [([own, 100 * depth], number, of_test[0])] if (n, r) == NEEDLES[-1] else []
+    kind = "{} needles, {} asked for".format(*NEEDLES[-1])
     return {
         "needle": _scores("needles", "needles in the text / asked for", "accuracy", 1, by_kind),
-        "needle-depth": _scores("needles by depth", "depth in the text, %", "accuracy", 1, by_depth),
+        "needle-map": _scores(f"needles by length and depth ({kind})", "tokens, depth in %", "accuracy", 1, by_place),
     }
 
 
@@ -178,24 +190,29 @@ def attention_shares(model: TextModel, document: Document, name: str = "document
 
 def examples(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, Scores]:
     """Accuracy by the number of examples, over ORDERS orders of the same examples, `limit` questions of each number;
-    and the margin: how far the best order of a question is above the worst, 1 where its answer depends on the order."""
+    and the margin: how far the best order of a question is above the worst, 1 where its answer depends on the order.
+    Orders are random; for a second margin the classes take turns."""
     tasks, dice = Tasks(corpus, SPLIT), random.Random(f"examples/{SEED}")
     episodes = [(count, number, tasks.episode(dice, count)) for count in EXAMPLES for number in range(limit)]
     documents = [
-        tasks.examples(dice.sample(shown, len(shown)), question)
+        tasks.examples(arrange(dice, shown), question)
+        for arrange in (lambda dice, shown: dice.sample(shown, len(shown)), in_turn)
         for *_, (shown, question) in episodes
         for _ in range(ORDERS)
     ]
     if (longest := max(len(document.ids) for document in documents)) > length + 1:
         raise UserError(f"{max(EXAMPLES)} examples take {longest - 1} tokens, the model knows rows of {length}")
-    right = np.array([float(hit) for (hit,) in hits(model, documents, "examples")]).reshape(len(episodes), ORDERS)
-    accuracy, margin = (
+    right = np.array([float(hit) for (hit,) in hits(model, documents, "examples")]).reshape(2, len(episodes), ORDERS)
+    margins = right.max(2) - right.min(2)
+    accuracy, margin, turns = (
         [(count, f"{count}/{number}", value) for (count, number, _), value in zip(episodes, values, strict=True)]
-        for values in (right.mean(1).tolist(), (right.max(1) - right.min(1)).tolist())
+        for values in (right[0].mean(1).tolist(), *margins.tolist())
     )
+    title = f"best minus worst of {ORDERS} orders"
     return {
         "examples": _scores(f"examples in context, {SHOWN} classes", "examples", "accuracy", 1, accuracy),
-        "examples-margin": _scores(f"best minus worst of {ORDERS} orders", "examples", "accuracy", -1, margin),
+        "examples-margin": _scores(title, "examples", "accuracy", -1, margin),
+        "examples-turns": _scores(f"{title} in which classes take turns", "examples", "accuracy", -1, turns),
     }
 
 
@@ -236,6 +253,12 @@ MEASURES: dict[str, Callable[[TextModel, Corpus, int, int], dict[str, Scores]]] 
     "attention": attention,
     "examples": examples,
 }
+PANELS = {  # of each measure
+    "nll": ("nll",),
+    "needle": ("needle", "needle-map"),
+    "attention": ("attention", "attention-noise"),
+    "examples": ("examples", "examples-margin", "examples-turns"),
+}
 
 
 # Several runs
@@ -248,9 +271,9 @@ def by_label(found: Found) -> dict:
     examples. The difference is differential minus plain, run by run in the order given, where there are as many."""
     first = next(iter(found.values()))[0]
     kinds = sorted(found, reverse=True)  # plain, differential
-    result = {}
-    for label in [*dict.fromkeys(first.labels), "all"]:
-        chosen = [i for i, own in enumerate(first.labels) if label in ("all", own)]
+    result, labels = {}, [tuple(label) if isinstance(label, list) else label for label in first.labels]
+    for label in [*dict.fromkeys(labels), "all"]:
+        chosen = [i for i, own in enumerate(labels) if label in ("all", own)]
         groups = [str(first.groups[i]) for i in chosen]
         scores = {kind: np.array([[run.values[i] for i in chosen] for run in found[kind]]) for kind in kinds}
         result[label] = {kind: bootstrap(values, groups) for kind, values in scores.items()}
@@ -259,35 +282,47 @@ def by_label(found: Found) -> dict:
     return result
 
 
-def chance(name: str) -> dict:
-    """By label of a panel, the accuracy of repeating a random answer of the document, each at most once if several are
-    asked for: 1/N for the first of N needles, 1/(N − 1) for the next. Empty for panels without such a baseline.
-    """
+def chance(name: str, labels: Iterable = ()) -> dict:
+    """By label of a panel with these `labels`, the accuracy of repeating a random answer of the document, each at most
+    once if several are asked for: 1/N for the first of N needles, 1/(N − 1) for the next. Empty for panels without such
+    a baseline."""
     if name == "needle":
         return {f"{n}/{r}": sum(1 / (n - i) for i in range(r)) / r for n, r in NEEDLES}
-    if name == "needle-depth":
-        return {100 * depth: sum(1 / n for n, _ in NEEDLES) / len(NEEDLES) for depth in DEPTHS}
+    if name == "needle-map":
+        return {label: 1 / NEEDLES[-1][0] for label in labels if label != "all"}
     return {count: 1 / min(count, SHOWN) for count in EXAMPLES} if name == "examples" else {}
 
 
-def table(panel: Scores, rows: Mapping, chances: Mapping) -> list[str]:
-    """A Markdown table: a row per label, with its `chances` if there are any."""
+def table(panel: Scores, rows: Mapping, chances: Mapping, published: Mapping | None = None) -> list[str]:
+    """A Markdown table: a row per label, with its `chances` if there are any, and what is `published`: texts of plain
+    and differential."""
     body = []
     for label, by_kind in rows.items():
-        line = [f"{label:g}" if isinstance(label, float) else str(label)]
+        line = [", ".join(f"{part:g}" if isinstance(part, float) else str(part) for part in _parts(label))]
         if chances:
             line.append(f"{chances[label]:.3f}" if label in chances else "")
+        line += published.get(label, ("", "")) if published else ()
         for kind, value in by_kind.items():
             unsure = " n.s." if kind == "difference" and not value.significant else ""
             line.append(interval_text(value, 3, signed=kind == "difference") + unsure)
         body.append(line)
-    return markdown_table([panel.x_label, *(["chance"] if chances else []), *rows["all"]], body)
+    more = [*(["chance"] if chances else []), *(["published: plain", "differential"] if published else [])]
+    return markdown_table([panel.x_label, *more, *rows["all"]], body)
+
+
+def _parts(label) -> tuple:
+    return label if isinstance(label, tuple) else (label,)
 
 
 def chart(panel: Scores, rows: Mapping) -> Image.Image:
-    """The means by label with their intervals, a line per kind of attention."""
+    """The means by label with their intervals, a line per kind of attention; or a heat map of each kind."""
     labels = [label for label in rows if label != "all"]
     kinds = [kind for kind in rows["all"] if kind != "difference"]
+    if isinstance(labels[0], tuple):
+        columns, depths = (list(dict.fromkeys(own)) for own in zip(*labels, strict=True))
+        grids = {kind: [[rows[column, depth][kind].mean for column in columns] for depth in depths] for kind in kinds}
+        marks = [f"{depth:g} %" for depth in depths], list(map(str, columns))
+        return figures.heatmaps(grids, panel.title, axes=("depth of the needle", "tokens"), marks=marks)
     log = all(isinstance(label, int) for label in labels)
     if not all(isinstance(label, int | float) for label in labels):  # (N, R) is not a number
         bars = [(f"{label} {kind}", *rows[label][kind]) for label in labels for kind in kinds]
@@ -348,7 +383,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         values[name] = {
             str(label): {kind: value._asdict() for kind, value in by_kind.items()} for label, by_kind in rows.items()
         }
-        lines += ["", f"{panel.title}, {panel.y_label}", "", *table(panel, rows, chance(name))]
+        lines += ["", f"{panel.title}, {panel.y_label}", "", *table(panel, rows, chance(name, rows))]
     counts = {kind: len(of_kind) for kind, of_kind in next(iter(panels.values())).items()}
     if min(counts.values()) < 3:
         lines += ["", "Fewer than three runs of a kind: the intervals hardly reflect how runs differ."]

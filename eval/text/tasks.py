@@ -17,6 +17,7 @@ learning and induction heads"): the paper's sentences need more training than tw
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 
 from eval.text.corpus import BOS, EOS, Corpus
 from model.common import UserError
@@ -37,6 +38,14 @@ LETTERS = "ABCDEFGH"
 SHOWN = 4  # classes in a test: 1 of 4 is right by chance
 EXAMPLES = tuple(word for words in CLASSES.values() for word in words)
 WORDS = ("secret", "secrets", *CITIES, *EXAMPLES, *LETTERS)  # words that the tokenizer should encode in few pieces
+
+
+def in_turn(dice: random.Random, shown: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The examples in another order, in which their classes take turns."""
+    by_letter: dict[str, list] = {}
+    for example in dice.sample(shown, len(shown)):
+        by_letter.setdefault(example[1], []).append(example)
+    return [example for example in chain(*zip_longest(*by_letter.values())) if example is not None]
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from eval.text.measures import (
     EXAMPLES,
     NEEDLES,
     ORDERS,
+    PANELS,
     Scores,
     attention_shares,
     by_label,
@@ -40,7 +41,7 @@ from eval.text.measures import (
     table,
     windows,
 )
-from eval.text.tasks import CITIES, CLASSES, LETTERS, SHOWN, Document, Tasks
+from eval.text.tasks import CITIES, CLASSES, LETTERS, SHOWN, Document, Tasks, in_turn
 from model.common import UserError
 from model.config import TextConfig
 from model.system_configs import TextModelConfig
@@ -209,6 +210,17 @@ def test_examples_decide_the_answer(corpus, count):
         assert decode(corpus, document.ids[start:end]).split() == [letter]
 
 
+def test_classes_take_turns():
+    """Breaks when an example is lost in another order, or a class is shown twice while another one still waits."""
+    shown, dice = [*itertools.product("abc", "A"), *itertools.product("de", "B"), ("f", "C")], random.Random(0)
+    orders = [in_turn(dice, shown) for _ in range(20)]
+    assert len({tuple(order) for order in orders}) > 15
+    for order in orders:
+        assert sorted(order) == sorted(shown)
+        letters = "".join(letter for _, letter in order)
+        assert sorted(letters[:3]) == list("ABC") and sorted(letters[3:5]) == list("AB") and letters[5] == "A"
+
+
 def test_tasks_are_a_function_of_the_dice(corpus):
     """Breaks when a test or a training row is not the same on the next call."""
     tasks = Tasks(corpus, "test")
@@ -292,9 +304,21 @@ def test_likelihood_by_context(corpus):
 def test_needle_scores(corpus):
     """Breaks when an answer is graded under another kind or depth."""
     right = evaluate.needle(Oracle(lambda ids: ids.roll(-1, 1)), corpus, 200, 10)
-    assert right["needle"].values == [1.0] * 10 * (1 + 2 + 2 + 2) and set(right["needle-depth"].values) == {1.0}
+    assert right["needle"].values == [1.0] * 10 * (1 + 2 + 2 + 2) and set(right["needle-map"].values) == {1.0}
     assert [right["needle"].labels.count(label) for label in ("1/1", "2/2", "4/2", "6/2")] == [10, 20, 20, 20]
-    assert [right["needle-depth"].labels.count(100 * depth) for depth in DEPTHS] == [8] * 5
+    places = right["needle-map"].labels
+    assert len(places) == 40 and all(places.count([n, 100 * d]) == 2 for n in (80, 120, 160, 200) for d in DEPTHS)
+
+    def knows_short(ids):  # texts of up to 120 tokens
+        length, truth = (ids != 0).sum(1, keepdim=True), ids.roll(-1, 1)
+        return torch.where(length <= 120, truth, 0)
+
+    found = evaluate.needle(Oracle(knows_short), corpus, 200, 10)["needle-map"]
+    rows = by_label({"plain": [found]})
+    for label, of_label in rows.items():
+        assert label == "all" or of_label["plain"].mean == (label[0] <= 120)
+    assert chance("needle-map", rows) == {label: pytest.approx(1 / 6) for label in rows if label != "all"}
+    assert chart(found, rows).size[0] > 300 and table(found, rows, {})[2].startswith("| 80, 0 ")
     wrong = evaluate.needle(Oracle(lambda ids: torch.zeros_like(ids)), corpus, 200, 10)
     assert set(wrong["needle"].values) == {0.0}
 
@@ -311,6 +335,7 @@ def test_scores_of_examples_by_order(corpus):
 
     found = evaluate.examples(Oracle(last_letter), corpus, 512, 12)
     accuracy, margin = found["examples"], found["examples-margin"]
+    assert len(found["examples-turns"].values) == len(margin.values)
     by_count = {
         count: [v for own, v in zip(accuracy.labels, accuracy.values, strict=True) if own == count]
         for count in EXAMPLES
@@ -406,7 +431,6 @@ def test_runs_are_taken_together_and_kinds_apart():
 def test_chance_by_hand():
     """Breaks when a table flatters a model that only repeats what it has seen."""
     assert chance("needle") == pytest.approx({"1/1": 1, "2/2": 0.75, "4/2": 7 / 24, "6/2": 11 / 60})
-    assert list(chance("needle-depth").values()) == pytest.approx([(1 + 1 / 2 + 1 / 4 + 1 / 6) / 4] * 5)
     assert chance("examples") == pytest.approx({1: 1, 2: 0.5, 4: 0.25, 8: 0.25, 16: 0.25, 32: 0.25})
     assert chance("nll") == {}
 
@@ -441,7 +465,7 @@ def test_the_commands_measure_runs(text_folder, tmp_path, capsys):
     runs = [str(tmp_path / f"run{number}") for number in (0, 1)]
     evaluate.main(["all", *runs, "--limit", "5", "--out", str(tmp_path / "out"), "--json"])
     told = json.loads(capsys.readouterr().out)
-    assert set(told) == {"nll", "needle", "needle-depth", "attention", "attention-noise", "examples", "examples-margin"}
+    assert set(told) == {name for names in PANELS.values() for name in names}
     assert set(told["nll"]["all"]) == {"plain", "differential", "difference"}
     assert 6 < told["nll"]["all"]["plain"]["mean"] < 8
     assert sorted(path.stem for path in (tmp_path / "out").iterdir()) == sorted(told)
