@@ -144,7 +144,9 @@ def add_score_flags(parser: argparse.ArgumentParser) -> None:
 
 
 LIMIT = "questions, the first N, of each subject where there are several (default: all, 600 embedded ones)", None
-COMMAND = Command("choices", __doc__, add_flags, add_score_flags, load, finish, score, LIMIT, compare=compare_models)
+COMMAND = Command(
+    "choices", __doc__, add_flags, add_score_flags, load, finish, score, LIMIT, compare=compare_models, reads_text=True
+)
 main = main_of(COMMAND)
 
 if __name__ == "__main__":

@@ -70,7 +70,8 @@ class Command:
     load: from the flags, its data, and the questions of each of its sets by name. finish: from the flags, the data, the
     answers of each set (None: could not be asked) and the `Session`, writes its files and returns the report. score:
     from the flags of the subcommand, the report. limit: the help and the default of --limit. compare: from the reports
-    of several models, the values and the lines of their table; by default their `scores` are compared.
+    of several models, the values and the lines of their table; by default their `scores` are compared. reads_text:
+    language models for text alone can be asked, since its questions have choices that are `scored`.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Command:
     limit: tuple[str, int | None]
     max_new_tokens: int = 32
     compare: Callable[[Mapping[str, Report]], tuple[dict, list[str]]] | None = None
+    reads_text: bool = False
 
 
 def whole(low: int, high: int = 10**9) -> Callable[[str], int]:

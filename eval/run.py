@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from eval.command import Ask
+from eval.text.reader import TextReader
 from model.common import Expected, UserError, file_errors, parse_json, read_field, read_text, shown, write_text
 from model.generate import CompiledStep, NonFiniteError, check_finite, finite_rows, generate, last_valid
 from model.paligemma import PaliGemma
@@ -80,6 +81,8 @@ def ask_all(
 
 def layout(processor: Processor, question: Ask, n_images: int, answer: str | None = None) -> TokenRow:
     """A question, with the turns before it and perhaps an answer, as the model of `processor` reads them."""
+    if isinstance(processor, TextReader):
+        return processor.row(question, n_images)
     return processor.row_of(n_images, [*question.before, (question.prefix, answer)])
 
 
@@ -120,8 +123,8 @@ def log_likelihoods(
     model: PaliGemma,
     batch: Batch,
     choices: Sequence[Sequence[Sequence[int]]],
-    image_features: torch.Tensor,
-    image_index: torch.Tensor,
+    image_features: torch.Tensor | None,
+    image_index: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """log p, in nats, of each row's choices (token ids, with or without the end token) after its picture and prefix.
 
@@ -135,9 +138,9 @@ def log_likelihoods(
     cache = model.new_cache(batch.input_ids.shape[1] + read.shape[1])
     first = model(
         batch.input_ids,
-        None,
-        batch.token_type_ids,
-        batch.attention_mask,
+        pixel_values=None,
+        token_type_ids=batch.token_type_ids,
+        attention_mask=batch.attention_mask,
         cache=cache,
         positions_to_keep=last_valid(batch.attention_mask),
         image_features=image_features,
@@ -149,7 +152,8 @@ def log_likelihoods(
             pick_rows(layer, owner)
         types = torch.cat((batch.token_type_ids[owner], torch.ones_like(read)), dim=1)
         valid = torch.cat((batch.attention_mask[owner], (read != -100).long()), dim=1)
-        rest = model(read.clamp(min=0), None, types, valid, cache=cache)
+        masks = {"token_type_ids": types, "attention_mask": valid}
+        rest = model(read.clamp(min=0), pixel_values=None, **masks, cache=cache)
     known = torch.cat((first[owner], torch.where((read == -100)[..., None], 0, rest)), dim=1)
     finite = finite_rows(known)
     if not bool(finite.all()):
@@ -203,9 +207,9 @@ def _answer_window(
         ordered, size = [(row, *numbered) for _, row, numbered in group], max(1, batch_size // max(1, choices))
         for start in range(0, len(ordered), size):
             rows, numbers, part = (list(column) for column in zip(*ordered[start : start + size], strict=True))
-            batch = processor.pad(rows).to(features.device)
+            batch = processor.pad(rows).to(next(model.parameters()).device)
             slots = [place for q in part for place in places[q.key]]
-            index = torch.tensor(slots, dtype=torch.int64, device=features.device)
+            index = None if features is None else torch.tensor(slots, dtype=torch.int64, device=features.device)
             pictures = {"image_features": features, "image_index": index}
             step = compiled if len(part) == batch_size else None  # another number of rows would be compiled anew
             try:
@@ -222,8 +226,10 @@ def _answer_window(
 
 def _choose(model, processor, questions: list[Ask], batch: Batch, pictures: dict[str, torch.Tensor]) -> list[str]:
     """The likeliest choice of each question, or the log-probabilities of all; each has the same number of choices."""
-    end = [processor.config.eos_token_id]
-    choices = [[processor.continuation(q.prefix, one) + end * (not q.scored) for one in q.choices] for q in questions]
+    choices = []
+    for q in questions:
+        end = [] if q.scored else [processor.config.eos_token_id]
+        choices.append([processor.continuation(q.prefix, choice) + end for choice in q.choices])
     likelihoods = log_likelihoods(model, batch, choices, *pictures.values())
     return [
         json.dumps(scores.tolist()) if q.scored else q.choices[int(scores.argmax())]
@@ -234,7 +240,7 @@ def _choose(model, processor, questions: list[Ask], batch: Batch, pictures: dict
 def _encode(model: PaliGemma, processor: Processor, window: list[Ask], batch_size: int):
     """Features (pictures, I, H), each key's rows in them, and why a key has none. Each key's pictures are read once."""
     first = {question.key: question for question in reversed(window)}
-    device, side = next(model.parameters()).device, processor.config.vision.image_size
+    device = next(model.parameters()).device
 
     def prepare(question: Ask) -> list[torch.Tensor] | UserError:
         try:
@@ -257,6 +263,9 @@ def _encode(model: PaliGemma, processor: Processor, window: list[Ask], batch_siz
                 ready += pixels
             if ready:
                 parts += [model.encode_images(chunk.to(device)) for chunk in torch.stack(ready).split(batch_size)]
+    if isinstance(processor, TextReader):
+        return None, places, problems
+    side = processor.config.vision.image_size
     features = torch.cat(parts) if parts else model.encode_images(torch.empty(0, 3, side, side, device=device))
     return features, places, problems
 

@@ -23,6 +23,7 @@ from eval.command import Ask, Command, Report, add_flag, add_json_flag, add_outs
 from eval.compare import compare
 from eval.datasets import PROMPT, TEXT, check_prompt
 from eval.run import ask_all, compare_speed
+from eval.text import reader
 from lora import adapter
 from model.chat import TextTokenizer, load_text_tokenizer
 from model.common import UserError, file_errors, read_field, read_json, shown, write_text
@@ -34,8 +35,8 @@ from model.mamba import KERNELS, choose_kernel
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.qmamba import set_scan_order
-from model.source import EMBEDDED, local_path, preset_of, resolve
-from model.system_configs import SCAN_ORDERS, read_config
+from model.source import EMBEDDED
+from model.system_configs import SCAN_ORDERS
 from weights.load import load_model
 
 
@@ -215,9 +216,17 @@ def open_language_model(args: Namespace, subject: Subject) -> tuple[LanguageMode
 
 def is_language_model(source: str) -> bool:
     """Whether `source` is a published language model for text alone."""
-    if preset_of(source) or local_path(source).is_file():
-        return False
-    return isinstance(read_config(resolve(source, ["config.json"]) / "config.json"), LanguageConfig)
+    return isinstance(reader.config_of(source), LanguageConfig)
+
+
+def open_any(args: Namespace, subject: Subject) -> tuple[Any, Any]:
+    """As `open_model`; a language model for text alone has a `TextReader` for a processor."""
+    if reader.config_of(subject.source) is None:
+        return open_model(args, subject)
+    model = _load(args, subject)
+    if subject.run is not None:
+        adapter.load(model, subject.run)
+    return model.eval(), reader.open_reader(subject.source, args.max_length)
 
 
 def _load(args: Namespace, subject: Subject) -> Any:
@@ -288,10 +297,15 @@ def run(command: Command, args: Namespace) -> None:
         for subject in subjects
     ]
     own = getattr(args, "prompt", "") is None  # each model is asked in the prompt of its training
-    prompts = [stored_prompt(subject) if own else getattr(args, "prompt", None) for subject in subjects]
+    texts = [command.reads_text and reader.config_of(subject.source) is not None for subject in subjects]
+    prompts = [
+        stored_prompt(subject, reader.PROMPT if text else PROMPT) if own else getattr(args, "prompt", None)
+        for subject, text in zip(subjects, texts, strict=True)
+    ]
     loaded = {prompt: command.load(Namespace(**{**vars(args), "prompt": prompt})) for prompt in dict.fromkeys(prompts)}
     for subject, out, prompt in zip(subjects, folders, prompts, strict=True):
-        session = Session(*open_model(args, subject), subject.title, out, subject)
+        open_it = open_any if command.reads_text else open_model
+        session = Session(*open_it(args, subject), subject.title, out, subject)
         data, sets = loaded[prompt]
         report = reports[subject.title] = answer(command, args, session, data, sets)
         if not several:

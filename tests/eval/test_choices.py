@@ -8,13 +8,19 @@ import pytest
 import sentencepiece
 import torch
 from PIL import Image
-from transformers import PaliGemmaForConditionalGeneration
+from transformers import AutoModelForCausalLM, PaliGemmaForConditionalGeneration
 
 from eval import choices, run
 from eval.choices_files import EXAMS
 from eval.command import Ask
 from model.common import UserError
+from model.config import TextConfig
+from model.language import LanguageModel
+from model.language_config import LanguageConfig
+from model.paligemma import initialize
 from tests.eval.conftest import TOKENIZER
+from tests.model.test_chat import gemma_tokenizer, qwen_tokenizer
+from weights.export import export_model
 
 
 @pytest.mark.long
@@ -46,6 +52,52 @@ def test_likelihoods_are_those_of_transformers(model, processor, source):
             each = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None])
             assert likelihood == pytest.approx(float(each.sum()), abs=1e-5)
     assert len({round(value, 3) for of_ask in found for value in of_ask}) == 10
+
+
+@pytest.mark.long
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["gemma2", "qwen2"])
+def test_language_models_read_as_the_harness_lets_them(kind, tmp_path):
+    """Breaks when a blank at the prompt's end is read with the prompt, the space before a choice is lost, the bos is
+    missing, or a long prompt is cut on the right."""
+    words = gemma_tokenizer() if kind == "gemma2" else qwen_tokenizer()
+    sizes = {"head_dim": 8, "num_key_value_heads": 1, "num_attention_heads": 2, "num_hidden_layers": 2}
+    sizes |= {"sliding_window": 6} if kind == "gemma2" else {"hidden_activation": "silu", "tie_word_embeddings": False}
+    text = TextConfig(kind, len(words) + 4, 16, 32, **sizes)
+    config = LanguageConfig(text, (words.eos_token_id,), words.pad_token_id, words.bos_token_id, 48)
+    export_model(initialize(LanguageModel(config), 1), tmp_path / kind)
+    words.save_pretrained(tmp_path / kind)
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / kind, attn_implementation="eager").eval()
+    records = [
+        {"question": f"{'the dog is at the gate ' * repeats}Is it{end}", "choices": options, "answer": 0}
+        for repeats, end, options in (
+            (0, " \n", ["12 and", "345", "isn't it"]),
+            (1, ":", ["yes", "no"]),
+            (9, "", ["a", "the gate"]),
+        )
+    ]
+    (tmp_path / "own").write_text("".join(json.dumps(record) + "\n" for record in records))
+    choices.main(
+        ["--task", "jsonl", "--data", str(tmp_path / "own"), "--model", str(tmp_path / kind), "--prompt", "{question}"]
+        + ["--dtype", "fp32", "--out", str(tmp_path / "out")]
+    )
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())
+    begin = [2] if kind == "gemma2" else []
+    for record, row in zip(records, rows, strict=True):
+        question = record["question"].rstrip()
+        blanks = record["question"].removeprefix(question)
+        known = words.encode(question, add_special_tokens=False)
+        after = [
+            words.encode(f"{question}{blanks} {choice}", add_special_tokens=False)[len(known) :]
+            for choice in record["choices"]
+        ]
+        room = 48 + 1 - max(map(len, after))
+        for ids, likelihood in zip(after, row["log_likelihoods"], strict=True):
+            prompt = (begin + known)[-room:]
+            logits = hf(torch.tensor([prompt + ids])).logits[0].double().log_softmax(-1)
+            each = logits[len(prompt) - 1 : -1].gather(-1, torch.tensor(ids)[:, None])
+            assert likelihood == pytest.approx(float(each.sum()), abs=1e-5)
+    assert len(begin + known) > 48  # the last is cut
 
 
 def question_of(log_likelihoods, words, answer, subject="a"):
@@ -197,7 +249,7 @@ def test_bad_files_are_named(files, task, name, content, expected):
     data = files / (task if "/" in name else name)
     flags = ["--shots", "3"] if task == "mmlu" else ["--shots", "1"] if task == "cmmlu" else []
     with pytest.raises(UserError) as caught:
-        choices.main(["--task", task, "--data", str(data), *flags, "--model", "none"])
+        choices.main(["--task", task, "--data", str(data), *flags, "--model", "embedded"])
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -1,0 +1,71 @@
+"""Language models in `eval/run.py`: texts that a model continues, in the place of prompts about pictures.
+
+In: the folder of a model, published or of `train.text`. Out: what a `Processor` is for other models. The tokens are
+those of lm-evaluation-harness: blanks at a text's end are read with what follows, after a space; the tokens of that are
+those of both together less the text's.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from eval.command import Ask
+from eval.text.corpus import BOS, PAD
+from model.chat import load_text_tokenizer
+from model.common import UserError, shown
+from model.generate import pad_left
+from model.language_config import LanguageConfig
+from model.processor import Batch, TokenRow
+from model.source import local_path, preset_of, resolve
+from model.system_configs import TextModelConfig, read_config
+from model.tokenizer import find_tokenizer, load_tokenizer
+
+PROMPT = "Question: {question}\nAnswer:"
+
+
+class TextReader:
+    """Rows of texts and what may follow each. A longer row is cut on the left, so that every choice has room."""
+
+    def __init__(self, encode: Callable[[str], list[int]], begin: list[int], pad: int, max_length: int):
+        self.encode, self.begin, self.padding, self.max_length = encode, begin, pad, max_length
+
+    def row(self, question: Ask, n_images: int) -> TokenRow:
+        """The tokens of a prompt. Raises UserError for one with pictures, and for one without tokens."""
+        if n_images:
+            raise UserError("is asked about a picture, but the model reads text alone: take other questions or models")
+        longest = max(len(self.continuation(question.prefix, choice)) for choice in question.choices)
+        ids = self.begin + self.encode(question.prefix.rstrip())
+        ids = ids[max(0, len(ids) + longest - 1 - self.max_length) :]
+        if not ids:
+            raise UserError("the prompt has no tokens, or a choice more than --max-length: write or raise it")
+        return ids, [1] * len(ids), [0] * len(ids)
+
+    def continuation(self, prefix: str, answer: str) -> list[int]:
+        """The tokens of an answer after its prompt."""
+        return self.encode(f"{prefix} {answer}")[len(self.encode(prefix.rstrip())) :]
+
+    def pad(self, rows: Sequence[TokenRow]) -> Batch:
+        ids, valid = pad_left([row for row, *_ in rows], self.padding)
+        empty = torch.empty(0, dtype=torch.int64)
+        return Batch(ids, torch.empty(0, 3, 1, 1), torch.ones_like(ids), valid, torch.full_like(ids, -100), empty)
+
+
+def config_of(source: str) -> LanguageConfig | TextModelConfig | None:
+    """The configuration of a language model for text alone; None for any other model."""
+    if preset_of(source) or local_path(source).is_file():
+        return None
+    config = read_config(resolve(source, ["config.json"]) / "config.json")
+    return config if isinstance(config, LanguageConfig | TextModelConfig) else None
+
+
+def open_reader(source: str, max_length: int) -> TextReader:
+    """The reader of a language model. Raises UserError."""
+    config = config_of(source)
+    if isinstance(config, LanguageConfig):
+        tokenizer = load_text_tokenizer(source)
+        begin = tokenizer.prompt("a")[: -len(tokenizer.encode("a"))]
+        return TextReader(tokenizer.encode, begin, config.pad_token_id, min(max_length, config.max_position_embeddings))
+    tokenizer = load_tokenizer(find_tokenizer(source))
+    if config is None or tokenizer.vocab_size() > config.text.vocab_size:
+        raise UserError(f"{shown(source)}: the tokenizer is of another model: take both files from one run")
+    return TextReader(tokenizer.encode, [BOS], PAD, max_length)
