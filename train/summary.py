@@ -145,7 +145,8 @@ def write_answers(run: Path, held_out: HeldOut, results: Mapping[str, dict]) -> 
         if number in set(held_out.asked)
     ]
     write_text(run / "answers.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    numbers = choose([number for number in held_out.asked if right[number] is not None], SHOWN)
+    scored = [number for number in held_out.asked if right[number] is not None and held_out.records[number].pictures]
+    numbers = choose(scored, SHOWN)
     if not numbers:
         return ["answers.jsonl"]
     captions = [

@@ -210,7 +210,9 @@ def test_both_stages_are_trained_resumed_and_opened_elsewhere(parts, tmp_path, c
     learned = trainable(open_model(parse(second)[0], CPU)[0])
     assert {name.split(".")[0] for name in learned} == {"multi_modal_projector", "language_model"}
     assert {"language_model.lm_head.weight", "language_model.layers.0.self_attn.router.linear.weight"} <= learned.keys()
-    finetune.main([*second, *small, "--out", str(tmp_path / "2")])
+    asked = ["--evaluate", "--eval-every", "0", "--eval-data", f"jsonl:{parts}/own.jsonl"]  # text alone, too
+    finetune.main([*second, *small, *asked, "--out", str(tmp_path / "2")])
+    assert len((tmp_path / "2" / "answers.jsonl").read_text().splitlines()) == 3
     again, processor = load_model(tmp_path / "2" / "model"), Processor.from_source(tmp_path / "2" / "model")
     assert again.config.routed and again.config.chat and again.config == read_config(tmp_path / "2/model/config.json")
     assert type(again.config) is LanguageWingsConfig and processor.text is not None

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,15 +18,18 @@ from model.common import UserError
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.wings import attach
-from train import compare
+from train import compare, finetune
 from train.data.batches import collate
+from train.embedded import text as text_base
 from train.embedded.text import text_records
 from train.optim import count, trainable
+from train.settings import parse
 from train.studies import wings as study_wings
 from train.studies.encoded import EncodedOrder, answer, encoded_loss, prepare
 from train.studies.engine import choose_rate
 from train.studies.wings import MARGIN, WingsStudy, lora_rank
 from train.supervised import supervised_loss
+from train.systems.open import open_stage
 from weights.load import load_model
 
 pytestmark = pytest.mark.long
@@ -140,6 +144,33 @@ def test_the_study_goes_on_and_tells_what_it_found(tmp_path, capsys, monkeypatch
     assert capsys.readouterr().out.split("\n\n")[:-1] == told.split("\n\n")[:-1]
     with pytest.raises(UserError, match="--scale is 0"):
         compare.main([*command, "--scale", "0"])
+
+
+def test_a_run_starts_from_text_alone_and_says_what_is_left_of_it(tmp_path, monkeypatch, capsys):
+    """Breaks when --wings starts from a base that knows pictures, trains text twice, or its table lacks the text."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(text_base, "STEPS", 2)
+    small = ["--steps", "1", "--batch-size", "4", "--step-batch", "4", "--samples", "64", "--tasks", "vqa"]
+    small += ["--eval-limit", "4", "--eval-every", "0", "--measure-every", "0", "--device", "cpu"]
+    finetune.main(["--wings", "--stage", "1", "--out", "one", *small])
+    printed = capsys.readouterr().out
+    assert "text alone, %" in printed and all(f"\n  {task} " in printed for task in sentences.TASKS)
+    summary = json.loads(Path("one/summary.json").read_text())
+    assert summary["before"]["text"].keys() == summary["after"]["text"].keys() == sentences.TASKS.keys()
+    assert json.loads(Path("one/config.json").read_text())["base"] == "embedded-text"
+    (folder,) = Path("runs").glob(".embedded-text-*")
+    learned, given = load_model(folder / "model"), load_model("embedded")
+    assert all(map(torch.equal, learned.vision_tower.parameters(), given.vision_tower.parameters()))
+    assert not torch.equal(learned.language_model.norm.weight, given.language_model.norm.weight)
+    start = load_model("one/model").state_dict()
+    assert all(torch.equal(start[name], p) for name, p in learned.named_parameters() if "projector" not in name)
+
+    monkeypatch.setattr(text_base, "train_text_base", None)  # it is kept
+    settings = parse(["--wings", "--stage", "1"])[0]
+    again = open_stage(settings, torch.float32, torch.device("cpu"))
+    assert torch.equal(again.language_model.embed_tokens.weight, learned.language_model.embed_tokens.weight)
+    assert open_stage(settings, torch.float32, torch.device("meta")).config == again.config
+    assert parse(["--wings", "--stage", "1", "--data", "jsonl:x"])[0].base == "embedded"  # as older runs had
 
 
 @pytest.mark.parametrize(
