@@ -38,7 +38,8 @@ class TextTokenizer:
     """Text to ids and back, for the model of `config`."""
 
     def __init__(self, config: LanguageConfig, tokenizer: Tokenizer, max_length: int | None = None):
-        """max_length: tokens that a prompt or chat may have; a longer one is an error, it is never cut.
+        """max_length: tokens that a prompt or chat may have, at most those that the model was trained to read; a longer
+        one is an error, it is never cut.
 
         Raises UserError if the tokenizer has more pieces than the embedding rows.
         """
@@ -47,7 +48,8 @@ class TextTokenizer:
                 f"the tokenizer is of another model: it has {pieces} pieces, but the embedding only "
                 f"{config.text.vocab_size} rows: take both files from one model"
             )
-        self.config, self.tokenizer, self.max_length = config, tokenizer, max_length
+        self.config, self.tokenizer = config, tokenizer
+        self.max_length = min(max_length or config.max_position_embeddings, config.max_position_embeddings)
         self.format = CHAT_FORMATS[config.text.model_type]
         control = {*config.eos_token_id, config.pad_token_id, tokenizer.unk_id()}
         control |= set() if config.bos_token_id is None else {config.bos_token_id}
@@ -134,8 +136,8 @@ class TextTokenizer:
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids:
             raise UserError("the text has no tokens: write one")
-        if self.max_length is not None and len(ids) > self.max_length:
-            raise UserError(f"{len(ids)} tokens, but max_length is {self.max_length}: shorten the text or raise it")
+        if len(ids) > self.max_length:
+            raise UserError(f"{len(ids)} tokens, but at most {self.max_length} are read: shorten the text")
         return ids
 
     def _begin(self) -> list[int]:

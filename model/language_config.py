@@ -39,7 +39,8 @@ class LanguageConfig(Config):
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> "LanguageConfig":
         kind, is_qwen = raw.get("model_type"), raw.get("model_type") == "qwen2"
-        if kind not in CLASSES:
+        layers = raw.get("layer_types") if is_qwen else None  # Gemma 2's are checked with the decoder
+        if not isinstance(kind, str) or kind not in CLASSES:
             raise UserError(f"{where}: model_type is {quoted(kind)}, expected a text model's: {', '.join(CLASSES)}")
         not_computed = [
             f"{name} is {quoted(raw[name])}"
@@ -48,7 +49,10 @@ class LanguageConfig(Config):
                 ("use_bidirectional_attention", not raw.get("use_bidirectional_attention")),
                 ("quantization_config", raw.get("quantization_config") is None),
                 ("hidden_act", not is_qwen or raw.get("hidden_act", "silu") == "silu"),
-                ("layer_types", not is_qwen or "sliding_attention" not in (raw.get("layer_types") or ())),
+                (
+                    "layer_types",
+                    layers is None or isinstance(layers, list) and set(map(str, layers)) == {"full_attention"},
+                ),
             )
             if not is_known
         ]

@@ -28,6 +28,7 @@ from eval import datasets, needle_files, needle_scoring, own_files, pope, record
 from lora import adapter
 from model.common import UserError
 from model.images import load_image, to_pixels
+from model.language_config import LanguageConfig
 from model.processor import Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER
 from tests.files import write_vqav2
@@ -198,6 +199,9 @@ def question(number: int) -> dict:
 
 
 RUN_CONFIG = {"base": "embedded", "data": "embedded", "lr": 1e-3, "steps": 3, "option": []}
+LANGUAGE_CONFIG = {"model_type": "qwen2", "eos_token_id": [1], "layer_types": ["full_attention"], "vocab_size": 9}
+LANGUAGE_CONFIG |= {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+LANGUAGE_CONFIG |= {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
 RESPONSE = {"id": 0, "gt": "1, 1, 1", "response": "1, 1, 1", "target": [[0, 0, 0]], "ground_truth": "1, 1, 1"}
 READERS = {
     "config.json": Reader(base_file("config.json"), lambda path: load_model(path.parent)),
@@ -212,6 +216,7 @@ READERS = {
     "Mamba's config.json": Reader(
         base_file("config.json", BUNDLED_FOLDER.parent / "tiny-mamba"), lambda path: load_mamba(path.parent)
     ),
+    "config.json of a language model": Reader(json_file("config.json", LANGUAGE_CONFIG), LanguageConfig.from_file),
     "adapter_config.json": Reader(
         adapter_file("adapter_config.json"), lambda path: adapter.load(load_model("tiny"), path.parent)
     ),

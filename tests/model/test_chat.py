@@ -140,8 +140,10 @@ def test_what_cannot_be_asked_is_refused(kind, folder, ours, tmp_path, monkeypat
     with pytest.raises(UserError, match="not valid Unicode"):
         ours.encode("\ud800")
     short = TextTokenizer(ours.config, ours.tokenizer, max_length=3)
-    with pytest.raises(UserError, match="tokens, but max_length is 3"):
+    with pytest.raises(UserError, match="tokens, but at most 3 are read"):
         short.prompt("where is the dog at the gate?")
+    with pytest.raises(UserError, match="at most 512 are read"):  # what the model was trained with
+        TextTokenizer(ours.config, ours.tokenizer, max_length=9000).prompt("dog, " * 512)
     if kind == "gemma2":
         with pytest.raises(UserError, match="gemma2 has no system turn"):
             ours.chat([("a", None)], "Be short.")
@@ -228,7 +230,7 @@ def test_mistaken_flags_are_refused(folder, tmp_path):
         ([*text, "--prompt", "a", "--adapter", str(tmp_path)], "leave out --adapter"),
         ([*text, "--prompt", "a", "--draw", str(tmp_path / "a.png")], "leave out --draw"),
         ([*text, "--prompt", "a", "--max-new-tokens", "9000"], "more than --max-length"),
-        ([*text, "--prompt", "a b c d e f g", "--max-length", "3", "--max-new-tokens", "1"], "max_length is 3"),
+        ([*text, "--prompt", "a b c d e f g", "--max-length", "3", "--max-new-tokens", "1"], "at most 3 are read"),
         ([*picture, "--prompt", "a"], "answers about pictures: give --image FILE"),
         ([*picture, "--prompt", "a", "--chat"], "has no turns: leave out --chat"),
     ):
