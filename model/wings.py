@@ -259,7 +259,7 @@ class WingsGemma(Gemma):
     """Gemma with learners: `types` are 0 for tokens of pictures and 1 for text, and everything is causal."""
 
     def __init__(self, config: WingsConfig):
-        super().__init__(config.text)
+        super().__init__(config.text, 0 if isinstance(config, LanguageWingsConfig) else 1)
         for layer in self.layers:
             assert isinstance(layer, GemmaLayer)
             layer.self_attn = WingsAttention(layer.self_attn, config)
@@ -306,7 +306,7 @@ class WingsGemma(Gemma):
         if self.router == "row":
             buckets = (place - 1).clamp(0, self.router_width)[:, None]
         elif self.router is not None:
-            buckets = self.bucket(rope.positions, place, columns["visual"])
+            buckets = self.bucket(rope.positions, place + (self.first_position - 1), columns["visual"])
         return WingsRope(rope.positions, rope.theta, buckets=buckets, **inputs), full, sliding
 
     @staticmethod

@@ -236,3 +236,12 @@ def test_options_that_make_no_model_are_refused(parts, more, message):
     with pytest.raises(UserError, match=message) as caught:
         opened(parts, *more)
     assert "\n" not in str(caught.value)
+
+
+@torch.no_grad()
+def test_a_router_counts_distances_from_the_token_itself(parts):
+    """Breaks when queries and keys count positions from different numbers, as PaliGemma and language models do."""
+    model = route(opened(parts))
+    x, valid = torch.randn(1, 5, model.config.text.hidden_size), torch.ones(1, 5, dtype=torch.bool)
+    buckets = model.language_model.geometry(x, valid, valid.long())[0].buckets
+    assert buckets[0, 4].tolist() == [2, 2, 1, 1, 0]  # distances 4 to 0, by octave
