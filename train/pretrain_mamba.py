@@ -7,16 +7,14 @@ tokenizer.model, which transformers opens too. `weights/tiny-mamba` is what this
 """
 
 import json
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
-from model.common import atomic_path, run_command, write_text
+from model.common import run_command
 from model.config import PRESETS
 from model.mamba import MambaLM, initialize_mamba
 from model.processor import Processor, load_tokenizer
@@ -24,6 +22,8 @@ from model.source import BUNDLED_FOLDER
 from train.embedded.mamba import BATCH, CONFIG, SAMPLES, accuracy, teach
 from train.flags import flag, read_flags
 from train.optim import count
+from train.run_folder import check_empty
+from weights.export import export_model
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class PretrainOptions:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = read_flags(PretrainOptions, "train.pretrain_mamba", __doc__, argv)
+    check_empty(args.out)
     torch.set_num_threads(args.threads)
     started = time.perf_counter()
     tokenizer = BUNDLED_FOLDER / "tokenizer.model"
@@ -53,15 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "seconds": round(time.perf_counter() - started),
         "torch": torch.__version__,
     }
-    with atomic_path(args.out / "model.safetensors") as temporary:
-        save_file(
-            {name: tensor.bfloat16() for name, tensor in model.state_dict().items()},
-            temporary,
-            metadata={"format": "pt"},
-        )
-    write_text(args.out / "config.json", json.dumps(CONFIG.to_dict() | {"torch_dtype": "bfloat16"}, indent=2) + "\n")
-    write_text(args.out / "pretraining.json", json.dumps(record, indent=1) + "\n")
-    shutil.copyfile(tokenizer, args.out / tokenizer.name)
+    texts = {"pretraining.json": json.dumps(record, indent=1) + "\n"}
+    export_model(model, args.out, dtype=torch.bfloat16, companions=[tokenizer], texts=texts)
     print(
         f"{record['answer_tokens']} % of the answers' tokens are right; {args.out}: model.safetensors, config.json, "
         f"tokenizer.model, pretraining.json; {record['seconds']} s"
