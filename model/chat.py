@@ -14,7 +14,7 @@ from model.common import UserError
 from model.language_config import LanguageConfig
 from model.source import resolve
 from model.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
-from model.turns import SLOT, Turn
+from model.turns import SLOT, Turn, check_text
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,7 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, nothing before and nothing behind. Raises UserError if it spells a control token."""
-        for piece in self._reserved:
-            if piece in text:
-                raise UserError(f"the text spells the control token {piece}, which is placed for you: remove it")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"the text is not valid Unicode ({error.reason} at character {error.start})") from None
+        check_text(text, self._reserved)
         return self.tokenizer.encode(text)
 
     def prompt(self, text: str) -> list[int]:

@@ -24,7 +24,7 @@ from model.language_config import LanguageConfig
 from model.source import preset_of
 from model.system_configs import LanguageWingsConfig, QMambaConfig, TextModelConfig, WingsConfig, read_config
 from model.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
-from model.turns import SLOT, Turn, check_turns
+from model.turns import SLOT, Turn, check_text, check_turns
 
 # Token ids; their types: 0 for pictures and the first prompt, which see each other, 1 for all that follows, which is
 # causal; and what is learned: 1 for answers and the eos after each, else 0
@@ -244,19 +244,13 @@ class Processor:
         """
         if self.text is not None:
             return self.text.encode(text)
-        for piece in self._reserved:
-            if piece in text:
-                raise UserError(f"the text spells the control token {piece}, which is placed for you: remove it")
+        check_text(text, self._reserved)
         for piece in re.findall(r"<loc\d{4}>|<seg\d{3}>", text):
             if self.tokenizer.piece_to_id(piece) == self.tokenizer.unk_id():
                 raise UserError(
                     f"the tokenizer has no piece {piece}: PaliGemma's end at <loc1023> and <seg127>, and small models "
                     "may have none"
                 )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"the text is not valid Unicode ({error.reason} at character {error.start})") from None
         return self.tokenizer.encode(text)
 
     def continuation(self, prefix: str, answer: str) -> list[int]:

@@ -1,12 +1,23 @@
-"""Turns of a conversation, and the marks of pictures in them. Needs no torch."""
+"""Turns of a conversation, the marks of pictures in them, and what a text may hold. Needs no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from model.common import UserError, quoted
 
 SLOT = "<image>"  # marks the place of a picture in a prompt
 
 Turn = tuple[str, str | None]  # a prompt, and its answer
+
+
+def check_text(text: str, reserved: Iterable[str]) -> None:
+    """Raise UserError for a text that spells one of the `reserved` pieces, or is not Unicode."""
+    for piece in reserved:
+        if piece in text:
+            raise UserError(f"the text spells the control token {piece}, which is placed for you: remove it")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the text is not valid Unicode ({error.reason} at character {error.start})") from None
 
 
 def check_turns(n_images: int, turns: Sequence[Turn]) -> bool:
