@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -166,6 +166,16 @@ class Settings:
     def options(self) -> dict[str, object]:
         """What `option` holds, by name. Raises UserError for what is no NAME=VALUE."""
         return dict(map(read_option, self.option))
+
+    def options_of(self, known: Mapping[str, object]) -> dict[str, object]:
+        """`options`. Raises UserError for one that is not among the `known` ones, or of another type."""
+        for name, value in self.options.items():
+            if name not in known:
+                raise UserError(f"--option {name}: choose of {', '.join(known)}")
+            if type(value) is not type(known[name]):
+                expected = f"{type(known[name]).__name__}, such as {known[name]!r}"
+                raise UserError(f"--option {name}={value}: expected {expected}")
+        return self.options
 
     @property
     def is_embedded(self) -> bool:

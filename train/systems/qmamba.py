@@ -7,7 +7,7 @@ In: the settings of a run with `--arch qmamba`; `--option NAME=VALUE` sets a fie
         --option language_model=state-spaces/mamba-2.8b-hf --option blocks_from=state-spaces/mamba-130m-hf
 """
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -49,17 +49,9 @@ def read_options(settings: Settings) -> tuple[Parts, ProjectorConfig]:
     """The parts and the projector that `--option` describes. Raises UserError for an unknown name or a wrong type."""
     tiny = settings.base == EMBEDDED
     parts, projector = Parts(), TINY if tiny else ProjectorConfig()
-    known = asdict(parts) | asdict(projector)
-    for name, value in settings.options.items():
-        if name not in known:
-            raise UserError(f"--option {name}: choose of {', '.join(known)}")
-        if type(value) is not type(known[name]):
-            raise UserError(f"--option {name}={value}: expected {type(known[name]).__name__}, such as {known[name]!r}")
-    given = {
-        cls: {f.name: settings.options[f.name] for f in fields(cls) if f.name in settings.options}
-        for cls in (Parts, ProjectorConfig)
-    }
-    parts, projector = replace(parts, **given[Parts]), replace(projector, **given[ProjectorConfig])
+    given, own = settings.options_of(asdict(parts) | asdict(projector)), asdict(parts).keys()
+    parts = replace(parts, **{name: value for name, value in given.items() if name in own})
+    projector = replace(projector, **{name: value for name, value in given.items() if name not in own})
     for name in UNUSED.get(projector.projector, ()):
         if name in settings.options:
             raise UserError(f"--option {name}: a projector of kind {projector.projector!r} has none: leave it out")

@@ -43,15 +43,7 @@ class Parts:
         """Raises UserError for an option that is none, or of another type, or given to a later stage."""
         if settings.option and settings.stage != 1:
             raise UserError(f"--option {settings.option[0]}: stage 1 has decided that: leave it out")
-        defaults, given = asdict(cls()), settings.options
-        for name, value in given.items():
-            if name not in defaults:
-                raise UserError(f"--option {name}: choose of {', '.join(defaults)}")
-            if type(value) is not type(defaults[name]):
-                raise UserError(
-                    f"--option {name}={value}: expected {type(defaults[name]).__name__}, such as {defaults[name]!r}"
-                )
-        parts = cls(**given)
+        parts = cls(**settings.options_of(asdict(cls())))
         if parts.chat not in ("auto", "yes", "no"):
             raise UserError(f"--option chat={parts.chat}: expected auto, yes or no")
         return parts
