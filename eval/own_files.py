@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.datasets import LIST, NAME, TEXT, find_image, read_id
+from eval.datasets import LIST, NAME, TEXT, find_image, read_id, records_of
 from model.common import Expected, UserError, json_name, open_regular, quoted, read_field, read_json, read_jsonl, shown
 from model.turns import SLOT, check_marks
 
@@ -209,10 +209,7 @@ def read_coco(
 
 def _entries(value: dict, key: str, name: str) -> list[tuple[str, dict]]:
     entries = read_field(value, key, Expected(list), name, remedy="give a file of COCO's instances")
-    for number, entry in enumerate(entries):
-        if not isinstance(entry, dict):
-            raise UserError(f"{name}:{key}[{number}]: expected an object, found {json_name(entry)}")
-    return [(f"{name}:{key}[{number}]", entry) for number, entry in enumerate(entries)]
+    return records_of(entries, f"{name}:{key}") if entries else []
 
 
 def _box(entry: dict, labels: dict, where: str) -> Box:

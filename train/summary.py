@@ -7,7 +7,8 @@ and answers.png in the run folder, and the commands that go on from it.
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 
 import numpy as np
@@ -243,10 +244,10 @@ def print_accuracies(summary: dict, results: Mapping[str, dict], settings: Setti
         cells = ("-" if values.get(column) is None else f"{values[column]:.{decimals}f}" for column in names)
         print(f"{name:<34}" + "".join(f"{cell:>9}" for cell in cells))
 
-    def rows(name: str, values: Callable[[dict], float | None], chance: float | None = None) -> None:
-        row(
-            name, {column: values(result) for column, result in results.items() if "vqa" in result} | {"chance": chance}
-        )
+    def rows(name: str, *path: str, chance: float | None = None) -> None:
+        """What each column's result has at `path`."""
+        found = {column: reduce(getitem, path, result) for column, result in results.items() if "vqa" in result}
+        row(name, found | {"chance": chance})
 
     print(f"\n{'':<34}" + "".join(f"{name:>9}" for name in names))
     if "held_out" in summary:
@@ -259,17 +260,16 @@ def print_accuracies(summary: dict, results: Mapping[str, dict], settings: Setti
         return
     blind, after = summary["blind"], summary["after"]
     if "text" in after:  # of a run of WINGS
-        rows("text alone, %", lambda result: float(np.mean(list(result["text"].values()))))
+        of_text = {name: result["text"].values() for name, result in results.items() if "text" in result}
+        row("text alone, %", {name: sum(values) / len(values) for name, values in of_text.items()})
         for task in after["text"]:
-            rows(f"  {task}", lambda result, task=task: result["text"][task])
-    rows("VQA, % (chance: without a picture)", lambda result: result["vqa"], blind["overall"])
+            rows(f"  {task}", "text", task)
+    rows("VQA, % (chance: without a picture)", "vqa", chance=blind["overall"])
     for kind in after["vqa_details"]["per_answer_type"]:
-        rows(f"  {kind}", lambda result, kind=kind: result["vqa_details"]["per_answer_type"][kind], blind.get(kind))
+        rows(f"  {kind}", "vqa_details", "per_answer_type", kind, chance=blind.get(kind))
     for kind in after["needle_details"]:
         chance = 100 / scenes.NEEDLES[kind][0] ** 2
-        rows(
-            f"needle, {scenes.NEEDLE_TITLES[kind]}, %", lambda result, kind=kind: result["needle_details"][kind], chance
-        )
+        rows(f"needle, {scenes.NEEDLE_TITLES[kind]}, %", "needle_details", kind, chance=chance)
     needle_before = summary["before"]["needle"]
     if needle_before is not None and needle_before < 25:
         print("A needle score below chance before training mostly means that its question was never seen.")

@@ -11,6 +11,7 @@ imports took. Where transformers or PEFT is not installed, only our side is meas
 """
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -108,16 +109,8 @@ def collect(folders: Sequence[str], path: Path) -> None:
     write_text(path, "\n".join([head, *texts]))
 
 
-def without_out(words: Sequence[str]) -> list[str]:
-    """The words of a command line without --out, which says nothing about what was measured."""
-    words = list(words)
-    if "--out" in words:
-        place = words.index("--out")
-        del words[place : place + 2]
-    return words
-
-
 def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
     options = read_flags(CommandOptions, "train.benchmark", __doc__, argv)
     if options.collect:
         collect(options.collect, (options.out or Path()) / "BENCHMARKS.md")
@@ -136,7 +129,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "machine": machine(setup.device),
         "versions": versions(),
         "date": today(),
-        "command": " ".join(["python -m train.benchmark", *without_out(sys.argv[1:] if argv is None else argv)]),
+        # without --out, which says nothing about what was measured
+        "command": re.sub(r" --out[= ]\S+", "", " ".join(["python -m train.benchmark", *argv])),
     }
     measurements: list[Measurement] = []
     for name in options.section or [name for name, section in SECTIONS.items() if section.is_default(setup)]:
