@@ -179,6 +179,8 @@ def test_twins_have_equal_parameters(preset):
             sizes.append(sum(parameter.numel() for parameter in model.parameters()))
     plain, config = TEXT_PRESETS[preset], model.config.text
     assert sizes[0] < sizes[1] < 1.01 * sizes[0]
+    if preset in ("830m", "1.4b", "2.8b", "6.8b", "13.1b"):  # as the paper counts them
+        assert sizes[0] == pytest.approx(float(preset[:-1]) * {"m": 1e6, "b": 1e9}[preset[-1]], rel=0.02)
     assert config.num_attention_heads * 2 == plain.num_attention_heads and config.head_dim == 2 * plain.head_dim
     assert config.intermediate_size == int(8 / 3 * config.hidden_size) and config.hidden_activation == "silu"
 

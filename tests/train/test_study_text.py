@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from eval.text.measures import PANELS, Scores
 from model.common import UserError
 from train import compare, reproduce
 from train.studies import text as study_text
+from train.studies.engine import finish_cell
 from train.studies.text import Job, main, read_arguments
 from train.studies.text_report import KINDS, at_chance, equal_loss, to_markdown
 
@@ -32,7 +34,7 @@ def flags(text_folder: Path, out: Path, *more: str) -> list[str]:
         "--batch-size",
         "2",
         "--rates",
-        "1e-3,3e-3",
+        "1e-3",
         "--tokens",
         "8000",
         "--scale",
@@ -142,6 +144,25 @@ def decided(job: Job) -> tuple:
     return job.mixture, own.attention, own.lr, own.seed, own.tokens, job.limit
 
 
+def test_a_cell_counts_the_seconds_of_calls_that_were_interrupted(tmp_path):
+    """Breaks when a study that was interrupted says that it took less than it did."""
+
+    def work(folder: Path) -> dict:
+        end, begun = time.process_time() + 0.05, folder / "begun"
+        while time.process_time() < end:
+            pass
+        if not begun.exists():
+            begun.touch()
+            raise KeyboardInterrupt
+        return {}
+
+    file = tmp_path / "cell" / "result.json"
+    with pytest.raises(KeyboardInterrupt):
+        finish_cell(file, "cell", work)
+    assert 0.1 <= finish_cell(file, "cell", work)["cpu_seconds"] < 1
+    assert {path.name for path in file.parent.iterdir()} == {"begun", "result.json"}
+
+
 def test_both_kinds_get_the_same_search(text_folder, tmp_path, monkeypatch):
     """Breaks when a kind tries other rates, is searched on other seeds or for longer, or trains at another's rate."""
     best = {"plain": 1e-3, "differential": 4e-3}
@@ -245,7 +266,7 @@ def test_a_plan_trains_nothing(text_folder, tmp_path, monkeypatch, capsys):
     # a weight takes 2 operations forward and 4 backward, a map of 2 layers 4 and 10 for each key and channel
     assert tokens == 3 * 2 * 256 and plain == pytest.approx(tokens * (6 * parameters + 2 * 14 * 256 * 48), rel=0.02)
     assert plain < ours < 1.4 * plain
-    assert "6.5 such runs" in printed and "⟦" in printed and not list(tmp_path.iterdir())
+    assert "5.5 such runs" in printed and "⟦" in printed and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

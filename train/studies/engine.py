@@ -100,14 +100,22 @@ def finish_cell(
 ) -> dict:
     """The JSON result in `file`. If the file is absent, `work(folder)` makes it, and `title` and result go to stderr.
 
-    "cpu_seconds" is added to it. An interrupted study goes on, since its finished cells are read.
+    "cpu_seconds" is added to it, with those of calls that were interrupted. An interrupted study goes on, since its
+    finished cells are read.
     """
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        started = time.process_time()
-        result = work(file.parent)
+        spent, started = file.with_suffix(".seconds"), time.process_time()
+        if spent.exists():
+            started -= float(spent.read_text())
+        try:
+            result = work(file.parent)
+        except BaseException:
+            write_text(spent, f"{time.process_time() - started}\n")
+            raise
         result["cpu_seconds"] = round(time.process_time() - started, 2)
         write_text(file, json.dumps(result) + "\n")
+        spent.unlink(missing_ok=True)
         tqdm.write(f"{title}: {(spell_result or _spell_numbers)(result)}", file=sys.stderr)
     return json.loads(file.read_text())
 
