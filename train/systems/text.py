@@ -211,7 +211,7 @@ def learn(
             f"{settings.vocab_size}: prepare it for this preset, in another folder"
         )
     model = new_model(settings.preset, settings.attention == "differential", settings.seed).to(world.device)
-    model.language_model.checkpointing = settings.checkpointing
+    model.set_checkpointing(settings.checkpointing)
     optimizer, order = make_optimizer(model, settings), TextOrder(corpus, settings, "train", world.rank, world.size)
     progress = fit(model, optimizer, order, text_loss, LoopOptions.of(settings), run, world, kept=kept)
     return model.eval(), progress
