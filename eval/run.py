@@ -82,7 +82,7 @@ def ask_all(
 def layout(processor: Processor, question: Ask, n_images: int, answer: str | None = None) -> TokenRow:
     """A question, with the turns before it and perhaps an answer, as the model of `processor` reads them."""
     if isinstance(processor, TextReader):
-        return processor.row(question, n_images)
+        return processor.row(question)
     return processor.row_of(n_images, [*question.before, (question.prefix, answer)])
 
 

@@ -6,6 +6,7 @@ those of both together less the text's.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -14,6 +15,7 @@ from eval.text.corpus import BOS, PAD
 from model.chat import load_text_tokenizer
 from model.common import UserError, shown
 from model.generate import pad_left
+from model.images import Picture
 from model.language_config import LanguageConfig
 from model.processor import Batch, TokenRow
 from model.source import local_path, preset_of, resolve
@@ -29,10 +31,11 @@ class TextReader:
     def __init__(self, encode: Callable[[str], list[int]], begin: list[int], pad: int, max_length: int):
         self.encode, self.begin, self.padding, self.max_length = encode, begin, pad, max_length
 
-    def row(self, question: Ask, n_images: int) -> TokenRow:
-        """The tokens of a prompt. Raises UserError for one with pictures, and for one without tokens."""
-        if n_images:
-            raise UserError("is asked about a picture, but the model reads text alone: take other questions or models")
+    def pixels(self, picture: Picture) -> NoReturn:
+        raise UserError("the model reads text alone, no pictures: take other questions, or another model")
+
+    def row(self, question: Ask) -> TokenRow:
+        """The tokens of a prompt. Raises UserError if there are none."""
         longest = max(len(self.continuation(question.prefix, choice)) for choice in question.choices)
         ids = self.begin + self.encode(question.prefix.rstrip())
         ids = ids[max(0, len(ids) + longest - 1 - self.max_length) :]

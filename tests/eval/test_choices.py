@@ -57,7 +57,7 @@ def test_likelihoods_are_those_of_transformers(model, processor, source):
 @pytest.mark.long
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["gemma2", "qwen2"])
-def test_language_models_read_as_the_harness_lets_them(kind, tmp_path):
+def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
     """Breaks when a blank at the prompt's end is read with the prompt, the space before a choice is lost, the bos is
     missing, or a long prompt is cut on the right."""
     words = gemma_tokenizer() if kind == "gemma2" else qwen_tokenizer()
@@ -79,8 +79,9 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path):
     (tmp_path / "own").write_text("".join(json.dumps(record) + "\n" for record in records))
     choices.main(
         ["--task", "jsonl", "--data", str(tmp_path / "own"), "--model", str(tmp_path / kind), "--prompt", "{question}"]
-        + ["--dtype", "fp32", "--out", str(tmp_path / "out")]
+        + ["--dtype", "fp32", "--out", str(tmp_path / "out"), "--blind"]
     )
+    assert "the model reads text alone, no pictures" in capsys.readouterr().err
     rows = json.loads((tmp_path / "out" / "results.json").read_text())
     begin = [2] if kind == "gemma2" else []
     for record, row in zip(records, rows, strict=True):
