@@ -66,6 +66,8 @@ def finish(args: argparse.Namespace, items: list[Item], answers: dict[str, list[
         ]
         for name, texts in answers.items()
     }
+    if not rows["choices"]:
+        raise UserError(f"none of the {len(items)} questions could be asked: repair what is named above")
     write_text(session.out / "results.json", json.dumps(rows["choices"], ensure_ascii=False, indent=0) + "\n")
     report = report_of(rows["choices"], rows.get("blind", []))
     lines = compare_models({session.title: report})[1]
@@ -95,7 +97,7 @@ def report_of(rows: Sequence[Mapping], blind: Sequence[Mapping] = ()) -> Report:
         {measure: {row["id"]: hits(row)[measure] for row in of_set} for measure in MEASURES} if of_set else {}
         for of_set in (rows, blind)
     )
-    pictures = {row["id"]: row["picture"] or row["id"] for row in rows}
+    pictures = {row["id"]: row["picture"] or row["id"] for row in (*rows, *blind)}
     return Report(percent(right) | {"questions": len(rows), "subjects": subjects}, [], [], scores, of_blind, pictures)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
+from string import ascii_uppercase
 from typing import NamedTuple
 
 from eval import scenes
@@ -23,6 +24,7 @@ from eval.text import sentences
 from model.common import Expected, UserError, quoted, read_field, read_json, shown
 
 LETTERS = "ABCD"
+BY_LETTER = {letter: number for number, letter in enumerate(ascii_uppercase)}
 
 
 class Item(NamedTuple):
@@ -156,7 +158,7 @@ def arc(args: Namespace) -> Iterator[Item]:
 
 
 def own(args: Namespace) -> Iterator[Item]:
-    """{"question", "choices", "answer"}, JSON lines: the answer is the number of a choice, from 0, or its text.
+    """{"question", "choices", "answer"}, JSON lines: the answer is a choice's number, from 0, its text or its letter.
 
     "subject" and "image", the name of a picture, may be given.
     """
@@ -165,10 +167,13 @@ def own(args: Namespace) -> Iterator[Item]:
     pictures = find_images(names.values(), args.images or Path(args.data).parent, args.data, args.allow_outside)
     for number, (where, record) in enumerate(records, start=1):
         choices, right = texts(read_field(record, "choices", LIST, where), where), record.get("answer")
-        if isinstance(right, str) and choices.count(right) == 1:
-            right = choices.index(right)
+        if isinstance(right, str):
+            right = choices.index(right) if choices.count(right) == 1 else BY_LETTER.get(right, -1)
         if type(right) is not int or not 0 <= right < len(choices):
-            raise UserError(f"{where}: answer is {quoted(right)}, expected one of the choices, or its number from 0")
+            found = quoted(record.get("answer"))
+            raise UserError(
+                f"{where}: answer is {found}, expected one of the choices, its letter, or its number from 0"
+            )
         prompt = fill_prompt(args.prompt, read_field(record, "question", TEXT, where))
         subject = read_field(record, "subject", NAME, where, default="own")
         picture = ((pictures[names[where]],), names[where]) if where in names else ()

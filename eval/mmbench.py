@@ -26,7 +26,7 @@ import hashlib
 import io
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -68,7 +68,7 @@ def read_rows(path: str) -> list[Row]:
     for where, line in lines:
         if len(line) != len(names):
             raise UserError(f"{where}: {len(line)} values for {len(names)} columns: download the file again")
-        values = {n: "" if v.strip().lower() in ("nan", "none") else v for n, v in zip(names, line, strict=True)}
+        values = {n: "" if v.strip().lower() in ("", "nan", "none") else v for n, v in zip(names, line, strict=True)}
         options = {letter: values[letter] for letter in "ABCD" if values.get(letter)}
         if not re.fullmatch("[0-9]{1,12}", values["index"]) or len(options) < 2 or not values["image"]:
             raise UserError(f"{where}: expected an index, two options and an image: correct the file")
@@ -104,35 +104,22 @@ def open_picture(text: str, where: str) -> io.BytesIO:
     return file
 
 
-# Prompts
+WORDINGS = ("llava", "paligemma", "vlmevalkit")
 
 
-def by_vlmevalkit(question: str, hint: str, options: Mapping[str, str]) -> str:
+def prompt_of(wording: str, question: str, hint: str, options: Mapping[str, str]) -> str:
+    """The prompt of a model's evaluation: LLaVA's, VLMEvalKit's, or as in big_vision's transfers/aokvqa_mc.py, where
+    the answer is the option's text."""
     listed = "".join(f"{letter}. {text}\n" for letter, text in options.items())
-    hint = f"Hint: {hint}\n" if hint else ""
-    return f"{hint}Question: {question}\nOptions:\n{listed}Please select the correct answer from the options above. \n"
-
-
-def by_llava(question: str, hint: str, options: Mapping[str, str]) -> str:
-    is_chinese = re.search("[\u4e00-\u9fff]", question)
-    request = (
-        "请直接回答选项字母。" if is_chinese else "Answer with the option's letter from the given choices directly."
-    )
-    lines = [*[hint] * bool(hint), question, *(f"{letter}. {text}" for letter, text in options.items()), request]
-    return "\n".join(lines)
-
-
-def by_paligemma(question: str, hint: str, options: Mapping[str, str]) -> str:
-    """As in big_vision's transfers/aokvqa_mc.py, where the answer is the option's text."""
-    hint = f"{hint} " if hint else ""
-    return f"answer en  {hint}{question} choose from: " + " \t ".join(options.values())
-
-
-WORDINGS: dict[str, Callable[[str, str, Mapping[str, str]], str]] = {
-    "paligemma": by_paligemma,
-    "llava": by_llava,
-    "vlmevalkit": by_vlmevalkit,
-}
+    if wording == "paligemma":
+        return f"answer en  {hint}{' ' * bool(hint)}{question} choose from: " + " \t ".join(options.values())
+    if wording == "vlmevalkit":
+        hint = f"Hint: {hint}\n" if hint else ""
+        request = "Please select the correct answer from the options above. \n"
+        return f"{hint}Question: {question}\nOptions:\n{listed}{request}"
+    request = "Answer with the option's letter from the given choices directly."
+    request = "请直接回答选项字母。" if re.search("[\u4e00-\u9fff]", question) else request
+    return f"{hint}{chr(10) * bool(hint)}{question}\n{listed}{request}"
 
 
 # Answers
@@ -162,29 +149,35 @@ def report_of(rows: Sequence[Row], answers: Mapping[int, str]) -> Report:
     """CircularEval of the questions all of whose rows have an answer: percent by split and category."""
     chosen = {row.index: choose(answers[row.index], row.options) for row in rows if row.index in answers}
     scores: dict[str, bool] = {}
-    splits: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    hits: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for base, group in groups_of(rows).items():
         if all(row.index in chosen and row.values.get("answer") for row in group):
             hit = scores[str(base)] = all(chosen[row.index] == row.values["answer"] for row in group)
             values = min(group, key=lambda row: row.index).values
-            for name in dict.fromkeys(["overall", values.get("l2-category"), values.get("category")]):
-                if name:
-                    splits[values.get("split") or "all"][name].append(hit)
+            names = dict.fromkeys(["overall", values.get("l2-category"), values.get("category")])
+            for name in filter(None, names):
+                hits[values.get("split") or "all"][name].append(hit)
     if not scores:
         return Report({}, ["no answers are given: the evaluation server scores submission.xlsx"])
-    means = {split: {name: percent(hits) for name, hits in of.items()} for split, of in splits.items()}
-    undecided = sum(letter is None for letter in chosen.values())
-    overall = percent(list(scores.values()))
-    lines = [f"MMBench, CircularEval: {overall:.2f} % of {len(scores)} questions, {undecided} answers undecided"]
+    splits = {
+        split: {name: round(100 * sum(of_name) / len(of_name), 2) for name, of_name in of_split.items()}
+        for split, of_split in hits.items()
+    }
+    values = {
+        "overall": round(100 * sum(scores.values()) / len(scores), 2),
+        "questions": len(scores),
+        "undecided": sum(letter is None for letter in chosen.values()),
+    }
+    lines = [
+        "MMBench, CircularEval: {overall:.2f} % of {questions} questions, {undecided} answers undecided".format_map(
+            values
+        )
+    ]
     for split, by_name in splits.items():
-        cells = [[name, str(len(hits)), f"{percent(hits):.2f}"] for name, hits in by_name.items()]
+        cells = [[name, str(len(hits[split][name])), f"{value:.2f}"] for name, value in by_name.items()]
         lines += ["", *markdown_table([split, "questions", "%"], cells)]
-    values = {"overall": overall, "questions": len(scores), "undecided": undecided, "splits": means}
-    return Report(values, lines, (), {"CircularEval": scores}, pictures={id_: id_ for id_ in scores})
-
-
-def percent(hits: Sequence[bool]) -> float:
-    return round(100 * sum(hits) / len(hits), 2)
+    pictures = {id_: id_ for id_ in scores}
+    return Report(values | {"splits": splits}, lines, (), {"CircularEval": scores}, pictures=pictures)
 
 
 # Commands
@@ -203,7 +196,7 @@ def load(args: argparse.Namespace) -> tuple[list[Row], dict[str, list[Ask]]]:
         if len(text) <= 64:  # of another row
             text = images.get(text, text)
         key, values = hashlib.sha256(text.encode()).hexdigest()[:16], row.values
-        prompt = WORDINGS[args.wording](values["question"], values.get("hint", ""), row.options)
+        prompt = prompt_of(args.wording, values["question"], values.get("hint", ""), row.options)
         picture = partial(open_picture, text, row.where)
         asks.append(Ask(str(row.index), key, picture, prompt, choices_of(row, args) if args.likelihood else ()))
     return rows, {"mmbench": asks}
@@ -232,7 +225,7 @@ def score(args: argparse.Namespace) -> Report:
     return report_of(rows, read_results(args.results, [row.index for row in rows], args.tsv))
 
 
-def add_flags(parser: argparse.ArgumentParser, required: bool = False) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--tsv", "MMBench's file for CircularEval, with the pictures in it", metavar="FILE")
     wordings = "prompt as in these models' evaluation; paligemma's asks for the option's text, not its letter"
     add_flag(parser, "--wording", wordings, "llava", choices=WORDINGS)

@@ -13,9 +13,10 @@ trained, for short answers, and PaliGemma as its authors ask (big_vision, config
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from eval import mmbench, needle, pope, vqa
 from eval.command import Ask, Command, Report, add_flag, command_parser, print_report
@@ -29,64 +30,59 @@ from model.source import preset_of, resolve
 from model.system_configs import QMambaConfig, WingsConfig, read_config
 
 SHORT = "{question}\nAnswer the question using a single word or phrase."
-UNSURE = "{question}\nWhen the provided information is insufficient, respond with 'Unanswerable'."
+UNSURE = "\nWhen the provided information is insufficient, respond with 'Unanswerable'.\n"
 
 
 class Task(NamedTuple):
-    """A benchmark: its command, its flags (names that begin with ROOT/ are of files and folders below --root), what its
-    columns show, and the prompts of models of LLaVA's line and of PaliGemma."""
+    """A benchmark: its command; for each column a factor and the place of its figure in the report's values; the
+    command's flags, in which ROOT/ begins the names below --root; the prompts of LLaVA's line and of PaliGemma."""
 
     command: Command
+    columns: Mapping[str, tuple]
     flags: str
-    columns: Callable[[Mapping[str, Any]], dict[str, float]]
     llava: str = SHORT
     paligemma: str = PROMPT
 
 
-def vqa_task(name: str, flags: str, *prompts: str) -> Task:
-    return Task(vqa.COMMAND, flags, lambda values: {name: values["overall"]}, *prompts)
-
-
-def vizwiz_columns(values: Mapping[str, Any]) -> dict[str, float]:
-    found = values["answerability"]
-    return {"VizWiz": values["overall"], "unanswerable AP": found["ap"], "unanswerable F1": found["f1"]}
-
-
-def pope_columns(values: Mapping[str, Any]) -> dict[str, float]:
-    mean = values["mean"]
-    return {"POPE": 100 * mean["accuracy"], "POPE F1": 100 * mean["f1"], "POPE P(yes)": 100 * mean["P(yes)"]}
-
-
-_POPE = " ".join(f"ROOT/pope/coco_pope_{name}.json" for name in ("random", "popular", "adversarial"))
 TASKS = {
-    "vqav2": vqa_task(
-        "VQAv2",
+    "vqav2": Task(
+        vqa.COMMAND,
+        {"VQAv2": (1, "overall")},
         "--questions ROOT/vqav2/v2_OpenEnded_mscoco_val2014_questions.json "
         "--annotations ROOT/vqav2/v2_mscoco_val2014_annotations.json --images ROOT/coco",
     ),
-    "gqa": vqa_task("GQA", "--questions ROOT/gqa/testdev_balanced_questions.json --images ROOT/gqa/images"),
+    "gqa": Task(
+        vqa.COMMAND,
+        {"GQA": (1, "overall")},
+        "--questions ROOT/gqa/testdev_balanced_questions.json --images ROOT/gqa/images",
+    ),
     "vizwiz": Task(
         vqa.COMMAND,
+        {
+            "VizWiz": (1, "overall"),
+            "unanswerable AP": (1, "answerability", "ap"),
+            "unanswerable F1": (1, "answerability", "f1"),
+        },
         "--questions ROOT/vizwiz/val.json --images ROOT/vizwiz/val --answerability",
-        vizwiz_columns,
-        f"{UNSURE}\n{SHORT.partition(chr(10))[2]}",
+        SHORT.replace("\n", UNSURE),
     ),
-    "textvqa": vqa_task(
-        "TextVQA", "--questions ROOT/textvqa/TextVQA_0.5.1_val.json --images ROOT/textvqa/train_images"
+    "textvqa": Task(
+        vqa.COMMAND,
+        {"TextVQA": (1, "overall")},
+        "--questions ROOT/textvqa/TextVQA_0.5.1_val.json --images ROOT/textvqa/train_images",
     ),
     "pope": Task(
         pope.COMMAND,
-        f"--questions {_POPE} --images ROOT/coco/val2014 --probability",
-        pope_columns,
+        {"POPE": (100, "mean", "accuracy"), "POPE F1": (100, "mean", "f1"), "POPE P(yes)": (100, "mean", "P(yes)")},
+        "--questions ROOT/pope/coco_pope_random.json ROOT/pope/coco_pope_popular.json "
+        "ROOT/pope/coco_pope_adversarial.json --images ROOT/coco/val2014 --probability",
         paligemma="{question}",
     ),
-    "mmbench": Task(
-        mmbench.COMMAND, "--tsv ROOT/mmbench/MMBench_DEV_EN.tsv", lambda values: {"MMBench": values["overall"]}
-    ),
+    "mmbench": Task(mmbench.COMMAND, {"MMBench": (1, "overall")}, "--tsv ROOT/mmbench/MMBench_DEV_EN.tsv"),
     "needle": Task(
         needle.COMMAND,
+        {"MMNeedle": (100, "1_2_2", "exact_accuracy")},
         "--coco ROOT/coco --captions ROOT/needle/file_to_caption.json --metadata ROOT/needle",
-        lambda values: {"MMNeedle": 100 * next(iter(values.values()))["exact_accuracy"]},
     ),
 }
 
@@ -166,7 +162,7 @@ def plan_lines(needed: Mapping[tuple[Subject, str], Namespace], loaded: Mapping)
 def run(needed: Mapping[tuple[Subject, str], Namespace], loaded: Mapping, out: Path, args: Namespace) -> None:
     """Ask each model all questions; print and write the table."""
     reports: dict[str, dict[str, Report]] = {name: {} for _, name in needed}
-    values: dict[str, dict[str, float]] = {}
+    values: dict[str, dict[str, float | None]] = {}
     for subject in dict.fromkeys(subject for subject, _ in needed):
         opened = open_model(args, subject)
         values[subject.title] = {}
@@ -176,13 +172,17 @@ def run(needed: Mapping[tuple[Subject, str], Namespace], loaded: Mapping, out: P
             report = reports[name][subject.title] = answer(
                 TASKS[name].command, own, session, *loaded[name, own.prompt, own.wording]
             )
-            values[subject.title] |= TASKS[name].columns(report.values)
+            for column, (factor, *place) in TASKS[name].columns.items():
+                figure = reduce(lambda found, key: found.get(key, {}), place, report.values)
+                values[subject.title][column] = factor * figure if figure != {} else None
         del opened, session  # before the next model is read
     columns = list(dict.fromkeys(column for row in values.values() for column in row))
-    lines = markdown_table(["%", *columns], [[t, *(f"{row[c]:.2f}" for c in columns)] for t, row in values.items()])
+    cells = [[t, *("-" if row[c] is None else f"{row[c]:.2f}" for c in columns)] for t, row in values.items()]
+    lines = markdown_table(["%", *columns], cells)
     if len(values) > 1:
         for name, of_task in reports.items():
-            lines += ["", f"{name}: {(table := compare(of_task)[1])[0]}", *table[1:]]
+            first, *rest = compare(of_task)[1] or ["no right answers are given"]
+            lines += ["", f"{name}: {first}", *rest]
     write_text(out / "suite.json", json.dumps(values, indent=1, ensure_ascii=False) + "\n")
     print_report(Report(values, [*lines, f"in {out}: suite.json"]), args.json)
 

@@ -6,6 +6,7 @@ those of both together less the text's.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NoReturn
 
 import torch
@@ -29,7 +30,8 @@ class TextReader:
     """Rows of texts and what may follow each. A longer row is cut on the left, so that every choice has room."""
 
     def __init__(self, encode: Callable[[str], list[int]], begin: list[int], pad: int, max_length: int):
-        self.encode, self.begin, self.padding, self.max_length = encode, begin, pad, max_length
+        self.encode = lru_cache(maxsize=4096)(encode)  # a prompt is encoded with each of its choices
+        self.begin, self.padding, self.max_length = begin, pad, max_length
 
     def pixels(self, picture: Picture) -> NoReturn:
         raise UserError("the model reads text alone, no pictures: take other questions, or another model")

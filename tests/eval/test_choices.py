@@ -157,6 +157,8 @@ def files(tmp_path):
     own = [
         {"question": "What is 1?", "choices": ["two", "one"], "answer": "one", "subject": "sums"},
         {"question": "What color?", "choices": ["red", "green", "blue"], "answer": 0, "image": "red.png"},
+        {"question": "Which?", "choices": ["cat", "A"], "answer": "A"},
+        {"question": "Which?", "choices": ["cat", "dog"], "answer": "B"},
     ]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in own))
     return tmp_path
@@ -195,8 +197,10 @@ def test_prompts_by_hand(files):
     assert [(item.prompt, item.answer, item.subject) for item in own] == [
         ("answer What is 1?", 1, "sums"),
         ("answer What color?", 0, "own"),
+        ("answer Which?", 1, "own"),
+        ("answer Which?", 1, "own"),
     ]
-    assert [ask.picture for ask in sets["choices"]] == [(), (files / "red.png",)]
+    assert [ask.picture for ask in sets["choices"]] == [(), (files / "red.png",), (), ()]
     assert sets["blind"][0].picture == sets["blind"][1].picture and len(sets["blind"][0].picture) == 1
 
 
@@ -209,13 +213,13 @@ def test_several_models_and_a_resumed_run(files, source, twin, workplace, capsys
     flags = ["--task", "jsonl", "--data", str(files / "own.jsonl"), "--blind", "--json", "--model", source]
     choices.main([*flags, "--adapter", "none", "--adapter", twin])
     values = json.loads(capsys.readouterr().out)
-    assert sum(asked) == 8  # two models, two questions, with their picture and with a gray one
+    assert sum(asked) == 16  # two models, four questions, with their picture and with a gray one
     choices.main([*flags, "--adapter", twin, "--out", "runs/eval/twin/choices"])
-    assert sum(asked) == 8
+    assert sum(asked) == 16
     assert set(values["comparison"]) == {"random", "random, blind", "twin", "twin, blind"}
     assert "difference" in values["comparison"]["twin"]["accuracy"]
     written = json.loads((workplace / "runs/eval/twin/choices/results.json").read_text())
-    assert [len(row["log_likelihoods"]) for row in written] == [2, 3]
+    assert [len(row["log_likelihoods"]) for row in written] == [2, 3, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -236,6 +240,8 @@ def test_several_models_and_a_resumed_run(files, source, twin, workplace, capsys
         ("arc", "arc", '{"id": "1", "question": {"stem": "s", "choices": ["a"]}, "answerKey": "A"}', "arc:1: choices"),
         ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a", "a"], "answer": "a"}', "own.jsonl:1: answer is 'a'"),
         ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": 1}', "own.jsonl:1: answer is 1"),
+        ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": "AB"}', "own.jsonl:1: answer is 'AB'"),
+        ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": ""}', "own.jsonl:1: answer is ''"),
         ("jsonl", "own.jsonl", '{"question": "q", "choices": [""], "answer": 0}', "own.jsonl:1: choices is ''"),
         ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": 0, "image": "../x"}', "outside"),
         ("jsonl", "none.jsonl", None, "none.jsonl: not found"),

@@ -106,14 +106,14 @@ def test_thirty_questions_by_hand(tmp_path, capsys):
 def test_prompts_by_hand():
     """Breaks when a wording is not the one that its models were evaluated with."""
     options = {"A": "cat", "B": "dog"}
-    assert mmbench.by_vlmevalkit("Who?", "look", options) == (
+    assert mmbench.prompt_of("vlmevalkit", "Who?", "look", options) == (
         "Hint: look\nQuestion: Who?\nOptions:\nA. cat\nB. dog\n"
         "Please select the correct answer from the options above. \n"
     )
     letter = "Answer with the option's letter from the given choices directly."
-    assert mmbench.by_llava("Who?", "look", options) == f"look\nWho?\nA. cat\nB. dog\n{letter}"
-    assert mmbench.by_llava("谁？", "", options) == "谁？\nA. cat\nB. dog\n请直接回答选项字母。"
-    assert mmbench.by_paligemma("Who?", "", options) == "answer en  Who? choose from: cat \t dog"
+    assert mmbench.prompt_of("llava", "Who?", "look", options) == f"look\nWho?\nA. cat\nB. dog\n{letter}"
+    assert mmbench.prompt_of("llava", "谁？", "", options) == "谁？\nA. cat\nB. dog\n请直接回答选项字母。"
+    assert mmbench.prompt_of("paligemma", "Who?", "", options) == "answer en  Who? choose from: cat \t dog"
 
 
 @pytest.mark.long

@@ -10,6 +10,8 @@ from eval import pope, run, suite
 from eval.command import Ask
 from eval.vqa_scoring import answerability
 from model.common import UserError
+from model.config import PRESETS
+from model.system_configs import WingsConfig
 from tests.eval.test_mmbench import BY_HAND, rows_of, write
 from tests.files import write_mmneedle, write_vqav2
 
@@ -85,23 +87,33 @@ def test_the_rows_of_two_models(root, source, twin, workplace, capsys, monkeypat
 def test_prompts_of_the_families_and_the_plan(root, source, capsys, monkeypatch, workplace):
     """Breaks when a model is asked in another's words, or a plan opens a model."""
     monkeypatch.setattr(suite, "open_model", None)
-    tasks = ["--tasks", "gqa,vizwiz,pope,mmbench", "--root", str(root), "--plan", "--model", source]
+    tasks = ["--tasks", "gqa,vizwiz,pope,mmbench", "--root", str(root), "--plan"]
     short = "Answer the question using a single word or phrase."
     unsure = "When the provided information is insufficient, respond with 'Unanswerable'."
-    for wording, prompts in (
-        ([], ("answer en Who 0?", "answer en Who?", "Is it random?", "answer en  what, 0? choose from: cat \t")),
+    (workplace / "wings").mkdir()
+    config = WingsConfig.beside(PRESETS["tiny"]).to_dict()
+    (workplace / "wings/config.json").write_text(json.dumps(config))
+    llava = (f"Who 0?\n{short}", f"Who?\n{unsure}\n{short}", f"Is it random?\n{short}", "what, 0?\nA.")
+    for model, wording, prompts in (
         (
-            ["--wording", "llava"],
-            (f"Who 0?\n{short}", f"Who?\n{unsure}\n{short}", f"Is it random?\n{short}", "what, 0?\nA."),
+            source,
+            [],
+            ("answer en Who 0?", "answer en Who?", "Is it random?", "answer en  what, 0? choose from: cat \t"),
         ),
-        (["--prompt", "Now: {question}"], ("Now: Who 0?", "Now: Who?", "Now: Is it random?", "answer en  what")),
+        (source, ["--wording", "llava"], llava),
+        ("wings", [], llava),
+        (
+            source,
+            ["--prompt", "Now: {question}"],
+            ("Now: Who 0?", "Now: Who?", "Now: Is it random?", "answer en  what"),
+        ),
     ):
-        suite.main([*tasks, *wording])
-        rows = [line for line in capsys.readouterr().out.splitlines()[2:]]
+        suite.main([*tasks, *wording, "--model", model])
+        rows = capsys.readouterr().out.splitlines()[2:]
         assert len(rows) == 4
         for row, prompt in zip(rows, prompts, strict=True):
             assert repr(prompt)[1:-1] in row, row
-    assert not list(workplace.iterdir())
+    assert [path.name for path in workplace.iterdir()] == ["wings"]
 
 
 def test_missing_files_are_named_before_anything_is_asked(root, source, workplace, monkeypatch):
