@@ -40,6 +40,7 @@ class MambaMixer(nn.Module):
         super().__init__()
         channels, size = config.intermediate_size, config.state_size
         self.splits = [config.rank, size, size]
+        self.zero_order_hold = config.zero_order_hold
         self.in_proj = Linear(config.hidden_size, 2 * channels, bias=False)
         self.conv1d = nn.Conv1d(channels, channels, config.conv_kernel, groups=channels)
         self.x_proj = Linear(channels, sum(self.splits), bias=False)
@@ -62,7 +63,8 @@ class MambaMixer(nn.Module):
         delta = F.softplus(linear(delta, self.dt_proj.weight).float() + self.dt_proj.bias.float())
         if valid is not None:
             delta = delta.masked_fill(~valid[..., None], 0.0)  # a step with Δ = 0 leaves the state as it is
-        y, last = selective_scan(x, delta, -self.A_log.float().exp(), B, C, None if state is None else state.ssm)
+        first, hold = None if state is None else state.ssm, self.zero_order_hold
+        y, last = selective_scan(x, delta, -self.A_log.float().exp(), B, C, first, zero_order_hold=hold)
         if state is not None:
             state.ssm = last
         y = (y + self.D.float() * x) * F.silu(z)

@@ -192,7 +192,8 @@ def fill_from_mamba(projector: QMambaProjector, source: Mamba) -> None:
     Raises UserError unless all sizes agree; mamba-130m fits the default projector.
     """
     mine, theirs = projector.config.mixers, source.config
-    for name in ("num_hidden_layers", "hidden_size", "state_size", "expand", "conv_kernel", "rank"):
+    sizes = ("num_hidden_layers", "hidden_size", "state_size", "expand", "conv_kernel", "rank", "zero_order_hold")
+    for name in sizes:
         if getattr(mine, name) != getattr(theirs, name):
             raise UserError(
                 f"the Mamba weights have {name} {getattr(theirs, name)}, the projector {getattr(mine, name)}: take "

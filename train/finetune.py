@@ -31,6 +31,7 @@ from lora import adapter
 from lora.quantize import quantize
 from model.common import run_command, shown, write_text
 from model.differential import KINDS
+from model.mamba import choose_kernel
 from model.paligemma import PaliGemma
 from train.align import align, check_align
 from train.checkpoint import checkpoints, write_folder
@@ -56,6 +57,7 @@ def fine_tune(settings: Settings, arguments: RunArguments, world: World) -> None
     """The whole run: measure, train, write the result, measure again, write the summary."""
     check_empty(arguments.out)
     outline, _ = open_model(settings, torch.device("meta"))  # mistakes are found before weights are read
+    choose_kernel(outline, settings.kernel, world.device)
     files_read: dict = {}
     records = read_records(settings, known=files_read)
     if settings.align:

@@ -23,7 +23,7 @@ from train.metrics import saved_metrics
 
 # settings that do not change what is learned
 FREE = {"workers", "device", "checkpoint_every", "keep", "evaluate", "eval_limit", "measure_every", "max_bad"}
-FREE |= {"eval_every", "keep_best"}
+FREE |= {"eval_every", "keep_best", "kernel"}
 PICTURES = 2048  # whose content is read
 BLOCK = 1 << 16  # bytes read at either end of a file
 

@@ -17,6 +17,7 @@ from lora.adapter import DECODER_TARGETS
 from model.common import UserError
 from model.device import DTYPES
 from model.differential import FEED_FORWARDS, KINDS
+from model.mamba import KERNELS
 from train.flags import (
     FlagParser,
     RunArguments,
@@ -145,6 +146,7 @@ class Settings:
     )
     shard: bool = flag(False, "with torchrun: FSDP2 instead of DDP")
     compile: bool = flag(False, "torch.compile the model")
+    kernel: str | None = flag(None, "for the scan of Mamba, on CUDA (default: PyTorch alone)", choices=KERNELS)
     evaluate: bool = flag(True, "evaluate on held-out examples, before, during and after training")
     eval_limit: int = flag(400, "held-out examples of each evaluation", least=4)
     eval_every: int | None = flag(

@@ -162,8 +162,8 @@ def _only_npz(folder: Path) -> Path:
     if pickles:
         raise UserError(
             f"{folder}: {shorten(pickles)} can run any code when opened, and is not: take a model that comes as "
-            "safetensors (Mamba: those whose name ends in -hf, such as state-spaces/mamba-130m-hf) or, if you trust "
-            "the file, load it with transformers and save it again with save_pretrained, which writes safetensors"
+            "safetensors (Mamba: those whose name ends in -hf, such as state-spaces/mamba-130m-hf), or write a "
+            f"pytorch_model.bin as such: python -m weights.convert {folder} OUT, which runs nothing in it"
         )
     if list(folder.glob("model-*.safetensors")):
         raise UserError(f"{folder}: holds parts of a model, but no {INDEX_FILE}: download that too")

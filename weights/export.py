@@ -84,9 +84,7 @@ def export_model(
         raise UserError(f"dialect is {dialect!r}, expected one of {', '.join(DIALECTS)}")
     if not 0 < max_shard_gb < math.inf:
         raise UserError(f"max_shard_gb is {max_shard_gb}, expected a number above 0")
-    with file_errors(folder):
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"{folder}: exists and is not empty: give a new folder")
+    require_new(folder)
     tensors = plain_tensors(model)
     names = dialect_names(tensors, dialect_of(model.config, dialect))
     specs = {name: (dtype or tensors[ours].dtype, tuple(tensors[ours].shape)) for name, ours in names.items()}
@@ -97,7 +95,7 @@ def export_model(
             require_finite(name, out, chunk, "the model has diverged or is damaged, and is not exported")
             yield out
 
-    with _new_folder(folder) as temporary:
+    with new_folder(folder) as temporary:
         size, free = sum(byte_size(*spec) for spec in specs.values()), shutil.disk_usage(temporary).free
         if size > free:
             raise UserError(f"{folder}: the tensors take {size:,} bytes, {free:,} are free: make room, or see --dtype")
@@ -117,8 +115,15 @@ def dialect_of(config: Any, dialect: str) -> str:
     return dialect if dialect in known else known[0]
 
 
+def require_new(folder: Path) -> None:
+    """Raise UserError for a folder that exists and is not empty."""
+    with file_errors(folder):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder}: exists and is not empty: give a new folder")
+
+
 @contextlib.contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder, flushed to disk and renamed to `folder` if the block succeeds, else removed."""
     with file_errors(folder):
         temporary = folder.absolute().parent / f".{folder.name}-{os.getpid()}.partial"

@@ -106,7 +106,7 @@ def find_tensors(folder: Path) -> tuple[dict[str, Entry], set[str], list[str]]:
     entries, unreadable, problems = {}, set(), []
     for file, promised in sorted(promises.items()):
         try:
-            held = read_header(_inside(folder, file, index))
+            held = read_header(in_folder(folder, file, index))
         except UserError as error:
             unreadable |= promised
             problems.append(str(error))
@@ -123,7 +123,8 @@ def find_tensors(folder: Path) -> tuple[dict[str, Entry], set[str], list[str]]:
     return entries, unreadable, problems
 
 
-def _inside(folder: Path, file: str, index: Path) -> Path:
+def in_folder(folder: Path, file: str, index: Path) -> Path:
+    """The path of a file that an `index` names. Raises UserError for one outside of the index's folder."""
     home = folder.resolve()
     homes = [home]
     if home.parent.name == "snapshots":  # the hub's cache links from <model>/snapshots/<commit> to <model>/blobs

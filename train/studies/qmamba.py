@@ -36,6 +36,7 @@ from eval import scenes
 from eval.records import sample_record
 from eval.run import Ask, ask_all
 from model.common import UserError, shown
+from model.mamba import choose_kernel
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.qmamba import QMamba, set_scan_order
@@ -177,6 +178,7 @@ def make_qmamba(study: QMambaStudy, row: ProjectorRow, seed: int) -> QMamba:
     if study.is_embedded:
         model.vision_tower = vision_tower()
     model.set_checkpointing(settings.checkpointing)
+    choose_kernel(model, settings.kernel, study.world.device)
     return model
 
 

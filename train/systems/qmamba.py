@@ -27,7 +27,10 @@ TINY = ProjectorConfig(queries=8, hidden_size=64, num_blocks=4, num_attention_he
 UNUSED = {
     "connector": "queries num_blocks num_attention_heads local_attention connector feed_forward blocks_from".split()
 }
-UNUSED["linear"] = [*UNUSED["connector"], "hidden_size", "state_size", "scan_order", "connector_from"]
+UNUSED["linear"] = [
+    *UNUSED["connector"],
+    *("hidden_size", "state_size", "scan_order", "zero_order_hold", "connector_from"),
+]
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,8 @@ def copy_connector(projector: QMambaProjector, source: str | Path, device: torch
     theirs = load_model(source, device=device)
     if type(theirs) is not QMamba or not all(map(has_connector, (theirs.config.projector, projector.config))):
         raise UserError(f"connector_from={source}: both models must be a Q-Mamba with a connector")
+    if theirs.config.projector.zero_order_hold != projector.config.zero_order_hold:
+        raise UserError(f"connector_from={source}: only one of the two models has zero_order_hold: make them agree")
     for part in ("vision_proj", "vision_norm", "connector"):
         try:
             projector.get_submodule(part).load_state_dict(theirs.multi_modal_projector.get_submodule(part).state_dict())
