@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from model.attention import Attention
 from model.common import UserError
 from model.linear import Linear
-from model.mamba import Mamba, MambaMixer, MambaState, initialize_mixer
+from model.mamba import Mamba, MambaMixer, MambaState, initialize_mamba, initialize_mixer
 from model.paligemma import PaliGemma, Projector, initialize
 from model.system_configs import ProjectorConfig, QMambaConfig
 
@@ -227,3 +227,11 @@ def initialize_projector(projector: QMambaProjector, seed: int = 0) -> None:
                 initialize_mixer(module, depth, generator)
     # last, so that projectors with different numbers of queries have the same other weights
     projector.queries.copy_(torch.randn(projector.queries.shape, generator=generator) * 0.02)
+
+
+def initialize_qmamba(model: QMamba, seed: int = 0) -> QMamba:
+    """Fill a whole model with random weights."""
+    initialize(model, seed)
+    initialize_mamba(model.language_model, seed)
+    initialize_projector(model.multi_modal_projector, seed)
+    return model

@@ -25,7 +25,7 @@ CACHE_SIZE = 1 << 19
 GPU_SIZE = 1 << 26
 
 _kernel_is_on = False
-_as_on_gpu = False
+_shapes_only = False
 
 
 def selective_scan(
@@ -53,8 +53,8 @@ def selective_scan(
     if _kernel_is_on and state is None and x.is_cuda and not zero_order_hold:
         return _kernel_scan(x.float(), delta.float(), A.float(), B.float(), C.float())
     if chunk is None:
-        is_cpu = x.device.type == "cpu" and not _as_on_gpu
-        chunk = 0 if is_cpu else max(1, GPU_SIZE // (batch * size * channels))
+        is_cpu = x.device.type == "cpu" and not _shapes_only
+        chunk = 0 if is_cpu else parallel_steps(batch, size, channels)
     dtype = torch.float32
     for tensor in (x, delta, A, B, C):
         dtype = torch.promote_types(dtype, tensor.dtype)
@@ -74,15 +74,20 @@ def selective_scan(
     return torch.cat(y), torch.cat(last)
 
 
+def parallel_steps(batch: int, size: int, channels: int) -> int:
+    """The steps whose states a GPU holds at the same time."""
+    return max(1, GPU_SIZE // (batch * size * channels))
+
+
 @contextlib.contextmanager
-def scan_as_on_gpu() -> Iterator[None]:
-    """Within it, tensors on a CPU are scanned as on a GPU: what a step takes there is counted without one."""
-    global _as_on_gpu
-    before, _as_on_gpu = _as_on_gpu, True
+def scan_shapes_only() -> Iterator[None]:
+    """Within it, tensors have shapes and no values: they are scanned as on a GPU, but for what takes no memory."""
+    global _shapes_only
+    before, _shapes_only = _shapes_only, True
     try:
         yield
     finally:
-        _as_on_gpu = before
+        _shapes_only = before
 
 
 def _check_shapes(x, delta, A, B, C, state) -> tuple[int, int, int, int]:
@@ -256,6 +261,8 @@ def _scan_in_parallel(decay: torch.Tensor, values: torch.Tensor, reverse: bool =
     2m·s − 1 gathers the s positions before it, and its `decay`, which is overwritten, becomes the product of theirs;
     downwards, the positions between take over what ends before them.
     """
+    if _shapes_only:
+        return
     steps, span = values.shape[1], 1
 
     def add(first: int) -> tuple[slice, slice]:

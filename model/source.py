@@ -9,6 +9,7 @@ from pathlib import Path
 
 from model.common import UserError, shown
 from model.config import PRESETS, PaliGemmaConfig
+from model.system_configs import QMAMBA_PRESETS, QMambaConfig
 
 EMBEDDED = "embedded"  # the name of the base model in this repository
 BUNDLED_FOLDER = Path(__file__).resolve().parent.parent / "weights" / "tiny"
@@ -27,9 +28,9 @@ def local_path(source: str | Path) -> Path:
     return path
 
 
-def preset_of(source: str | Path) -> PaliGemmaConfig | None:
+def preset_of(source: str | Path) -> PaliGemmaConfig | QMambaConfig | None:
     """The preset that `source` names; None for anything else, such as a folder of that name."""
-    return None if local_path(source).is_dir() else PRESETS.get(str(source))
+    return None if local_path(source).is_dir() else (PRESETS | QMAMBA_PRESETS).get(str(source))
 
 
 def resolve(source: str | Path, patterns: list[str], revision: str | None = None) -> Path:

@@ -312,6 +312,12 @@ class QMambaConfig(Config):
         return problems
 
 
+# The paper's model by name, with the control tokens of the embedded tokenizer, which presets are read with.
+QMAMBA_PRESETS: dict[str, QMambaConfig] = {
+    "qmamba-2.8b": QMambaConfig(text=replace(MAMBA_PRESETS["mamba-2.8b"], eos_token_id=1, bos_token_id=2))
+}
+
+
 MODEL_TYPE = "diff-transformer"
 
 

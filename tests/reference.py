@@ -17,9 +17,7 @@ from transformers import (
 )
 
 from model.attention import set_attention_backend
-from model.mamba import initialize_mamba
-from model.paligemma import PaliGemma, initialize
-from model.qmamba import QMamba, initialize_projector
+from model.paligemma import PaliGemma
 from weights.load import load_model
 
 IMAGE_TOKEN = 127
@@ -148,11 +146,3 @@ def outputs_by_layer(model, names: list[str], run) -> dict[str, torch.Tensor]:
         for handle in handles:
             handle.remove()
     return seen
-
-
-def initialize_qmamba(model: QMamba, seed: int = 0) -> QMamba:
-    """Fill a whole model with random weights."""
-    initialize(model, seed)
-    initialize_mamba(model.language_model, seed)
-    initialize_projector(model.multi_modal_projector, seed)
-    return model

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from model.scan import scan_as_on_gpu
+from model.scan import scan_shapes_only
 from train.loop import Micro
 from train.optim import trainable
 from train.supervised import supervised_loss
@@ -135,7 +135,7 @@ def step_costs(
     gradients = sum(parameter.nbytes for parameter in learned)
     for checkpointing in (False, True):
         counter = _Counter()
-        with fake, counter, scan_as_on_gpu():
+        with fake, counter, scan_shapes_only():
             for tensor in (*model.parameters(), *model.buffers()):
                 counter.known[tensor.untyped_storage()] = 0  # counted above
             for parameter in learned:

@@ -2,16 +2,17 @@
 
     python -m weights.convert state-spaces/mamba-130m OUT
 
-In: a folder or a hub id with pytorch_model.bin, or the files of its index. Out: OUT with model.safetensors (or parts and
-their index), config.json and the files of the tokenizer; it appears when everything is in it. The file is a pickle, and
-a pickle can run any code when it is opened as such: here PyTorch reads it with weights_only, which builds tensors and
-plain containers, runs nothing else, and refuses the file for anything more. Tensors that share memory, such as a tied
-head, are written once.
+In: a folder or a hub id with pytorch_model.bin, or the files of its index. Out: OUT with model.safetensors (or parts
+and their index), config.json and the files of the tokenizer; it appears when everything is in it. The file is a pickle,
+and a pickle can run any code when it is opened as such: here PyTorch reads it with weights_only, which builds tensors
+and plain containers, runs nothing else, and refuses the file for anything more. Tensors that share memory, such as a
+tied head, are written once.
 """
 
 import argparse
 import pickle
 import shutil
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def read_pickle(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a file of torch.save, by name, mapped from it. Raises UserError for a file that holds more."""
     with file_errors(path):
         try:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, KeyError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(

@@ -15,6 +15,7 @@ from model.language import LanguageModel
 from model.language_config import LanguageConfig
 from model.mamba import MambaLM
 from model.paligemma import PaliGemma, initialize
+from model.qmamba import QMamba, initialize_qmamba
 from model.siglip import Siglip
 from model.source import preset_of, resolve
 from model.system_configs import MambaConfig
@@ -38,7 +39,10 @@ def load_model(
     """
     if preset := preset_of(source):
         model = empty_model(preset, dtype)
-        return model if torch.device(device).type == "meta" else initialize(model.to_empty(device=device))
+        if torch.device(device).type == "meta":
+            return model
+        fill = initialize_qmamba if isinstance(model, QMamba) else initialize
+        return fill(model.to_empty(device=device))
     return open_checkpoint(source, dtype, device, revision)
 
 

@@ -13,11 +13,14 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
+from eval import vqa
+from model import scan
 from model.generate import generate
-from model.mamba import Mamba, MambaLM, initialize_mamba
+from model.mamba import Mamba, MambaLM, choose_kernel, initialize_mamba
 from model.scan import BLOCK, _kernel_scan, selective_scan, use_kernel
 from model.system_configs import MAMBA_PRESETS, MambaConfig
 from tests.reference import relative_error
+from train import finetune
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The scan
@@ -101,8 +104,9 @@ def expand_to(B, x):
 def test_zero_order_hold_is_a_matrix_exponential(scale, chunk):
     """Breaks when B̄ is another than Eq. 2's, or its quotient loses digits where ΔA is small."""
     inputs = scan_inputs(20, scale=scale)
-    scan = functools.partial(selective_scan, chunk=chunk, zero_order_hold=True)
-    mine = run_with_gradients(scan, inputs, torch.float32)
+    mine = run_with_gradients(
+        functools.partial(selective_scan, chunk=chunk, zero_order_hold=True), inputs, torch.float32
+    )
     exact = run_with_gradients(held, inputs, torch.float64)
     for a, b in zip(mine, exact, strict=True):
         assert relative_error(a, b) <= 1e-5
@@ -117,8 +121,7 @@ def test_gradcheck(chunk, hold):
     """Breaks when the backward pass written by hand is not the derivative of the forward pass."""
     inputs = [tensor.requires_grad_() for tensor in scan_inputs(8, batch=1, channels=3, size=2)]
     inputs[1].data[:, :4] *= 1e-3  # the series of the slope near 0
-    scan = functools.partial(selective_scan, chunk=chunk, zero_order_hold=hold)
-    assert torch.autograd.gradcheck(scan, inputs)
+    assert torch.autograd.gradcheck(functools.partial(selective_scan, chunk=chunk, zero_order_hold=hold), inputs)
 
 
 @pytest.mark.parametrize("output", [0, 1])
@@ -152,12 +155,20 @@ def test_the_kernel_is_called_as_it_wants(monkeypatch):
         assert relative_error(a, b) <= 1e-5
 
 
-def test_an_absent_kernel_is_told():
-    """Breaks when a machine without the package learns of it in the middle of a run."""
+def test_an_absent_kernel_is_told(monkeypatch):
+    """Breaks when a machine without the package or without CUDA, or a model without Mamba, learns of it in the middle
+    of a run, or never."""
     if importlib.util.find_spec("mamba_ssm"):
         pytest.skip("mamba_ssm is installed")
     with pytest.raises(ValueError, match="pip install mamba-ssm"):
         use_kernel()
+    with pytest.raises(ValueError, match="mamba_ssm is not installed"):
+        finetune.main(["--arch", "qmamba", "--stage", "1", "--kernel", "mamba_ssm", "--device", "cpu"])
+    with pytest.raises(ValueError, match="no Mamba layers"):
+        vqa.main(["--model", "embedded", "--limit", "1", "--kernel", "mamba_ssm", "--device", "cpu"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(ValueError, match="on CUDA alone, not on cpu"):
+        choose_kernel(Mamba(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1)), "mamba_ssm", "cpu")
 
 
 @pytest.mark.gpu
@@ -199,6 +210,19 @@ def test_the_recurrence_is_computed_in_fp32(autocast):
     for index, (a, b) in enumerate(zip(mine, run_with_gradients(loop, inputs, torch.float64), strict=True)):
         # the gradient of a bf16 input is rounded once, at the end
         assert relative_error(a, b) <= 2e-6 + (0.0 if autocast or index < 2 else 2**-8)
+
+
+def test_a_gpu_s_scan_holds_few_blocks(monkeypatch):
+    """Breaks when, on a GPU, the states of a whole long sequence are in memory, or blocks are put together wrongly."""
+    inputs = scan_inputs(100)
+    monkeypatch.setattr(scan, "GPU_SIZE", 2 * 6 * 5 * 30)  # 30 steps of these two rows
+    steps, spied = [], scan._states
+    monkeypatch.setattr(scan, "_states", lambda *args, **more: steps.append(args[1].shape[1]) or spied(*args, **more))
+    chunk = scan.parallel_steps(2, 5, 6)
+    mine = run_with_gradients(functools.partial(selective_scan, chunk=chunk), inputs, torch.float32)
+    for a, b in zip(mine, run_with_gradients(loop, inputs, torch.float64), strict=True):
+        assert relative_error(a, b) <= 2e-6
+    assert steps == [25] * 8  # four blocks of nearly equal length, in both passes
 
 
 @pytest.mark.parametrize("chunk", [None, 32])

@@ -16,11 +16,19 @@ from model.config import PaliGemmaConfig, VisionConfig
 from model.generate import generate
 from model.mamba import Mamba, initialize_mamba
 from model.processor import Processor, load_tokenizer
-from model.qmamba import QMamba, QMambaProjector, fill_from_mamba, fresh_projector, local_mask, set_scan_order
+from model.qmamba import (
+    QMamba,
+    QMambaProjector,
+    fill_from_mamba,
+    fresh_projector,
+    initialize_qmamba,
+    local_mask,
+    set_scan_order,
+)
 from model.siglip import Siglip
 from model.source import BUNDLED_FOLDER
 from model.system_configs import SCAN_ORDERS, MambaConfig, ProjectorConfig, QMambaConfig
-from tests.reference import initialize_qmamba, relative_error
+from tests.reference import relative_error
 
 IMAGE = 59
 VISION = VisionConfig(

@@ -8,13 +8,25 @@ from model.generate import generate
 from model.system_configs import MambaConfig
 from tests.reference import relative_error
 from train.benchmark import mamba as benchmark_mamba
-from train.benchmark.mamba import COMPILED_PEER, Sizes, chart, language_models, measure, mixer_run, mixers, steps_after
+from train.benchmark.mamba import (
+    COMPILED_PEER,
+    PARALLEL,
+    STEPS,
+    Sizes,
+    chart,
+    language_models,
+    measure,
+    mixer_run,
+    mixers,
+    steps_after,
+)
 from train.benchmark.timing import OURS, THEIRS, table
 
 pytestmark = pytest.mark.long
 
 SIZES = Sizes(
     MambaConfig(hidden_size=32, num_hidden_layers=1),
+    scans=(8,),
     lengths=(8, 16),
     base=PRESETS["tiny"],
     contexts=(4, 16),
@@ -34,7 +46,10 @@ def uncompiled(monkeypatch):
 def test_every_row_is_there(uncompiled, monkeypatch):
     """Breaks when a length, a pass, a context or a side is left out, or the slow peer runs more than once."""
     monkeypatch.setattr(benchmark_mamba, "SLOW", 16)
-    found = measure("cpu", 2, SIZES)
+    monkeypatch.setattr(benchmark_mamba, "in_own_process", lambda function, *arguments: function(*arguments))
+    scan, again, *found = measure("cpu", 2, SIZES)
+    assert again.work == "scan, 8 positions, forward and backward" == f"{scan.work} and backward"
+    assert scan.against == STEPS and {*scan.seconds} == {*scan.peak} == {STEPS, PARALLEL}
     mixer = [row for row in found if row.work.startswith("mixer")]
     assert [(row.work, row.against) for row in mixer] == [
         (f"mixer, {length} positions, forward{more}{peer}", against)

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from model.common import UserError
-from model.qmamba import QMamba
+from model.qmamba import QMamba, initialize_qmamba
 from model.system_configs import ProjectorConfig, QMambaConfig, read_config
-from tests.reference import initialize_qmamba
 from train import recipes
 from train.finetune import main
 from train.optim import trainable

@@ -1,7 +1,8 @@
 """Mamba beside transformers' mixer, and beside a transformer of its size.
 
-In: a device. Out: measurements of the mixer alone (`model/mamba.py`, the sizes of mamba-130m), of one decoding step
-after contexts of several lengths, and of whole generations; and a figure of the steps.
+In: a device. Out: measurements of the scan, step by step and in parallel, of the mixer alone (`model/mamba.py`, the
+sizes of mamba-130m), of one decoding step after contexts of several lengths, and of whole generations; and a figure of
+the steps.
 
 transformers' mixer is timed as it is, a loop over positions, and under torch.compile, where it becomes an associative
 scan. The time of its backward pass grows with the square of the length: at 1,024 positions it runs once.
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
@@ -21,11 +23,15 @@ from model.config import PRESETS, PaliGemmaConfig
 from model.generate import generate
 from model.mamba import MambaLM, MambaMixer, initialize_mamba, initialize_mixer
 from model.paligemma import PaliGemma, initialize
+from model.scan import parallel_steps, selective_scan
 from model.system_configs import MambaConfig
-from train.benchmark.timing import OURS, THEIRS, Measurement, take_turns
+from train.benchmark.timing import OURS, THEIRS, Measurement, in_own_process, take_turns
+from train.metrics import peak_bytes, reset_peak
 from train.optim import count
 
 SECTION, COMPILED_PEER, TRANSFORMER = "mamba", f"{THEIRS}, compiled", "Gemma"
+STEPS, PARALLEL = "step by step", "in parallel"
+SLOW_SCAN = 4096  # from so many positions on, a scan takes seconds on a CPU
 SLOW = 512  # from so many positions on, transformers' eager backward pass runs once
 
 
@@ -34,6 +40,7 @@ class Sizes:
     """What is timed. The transformer is the decoder of `base`; Mamba has its width and about as many parameters."""
 
     mixer: MambaConfig = MambaConfig()
+    scans: tuple[int, ...] = (256, 1024, 4096, 16384)
     lengths: tuple[int, ...] = (256, 1024)
     base: PaliGemmaConfig = PRESETS["mini"]
     contexts: tuple[int, ...] = (64, 256, 1024, 4096)
@@ -43,9 +50,55 @@ class Sizes:
     answer: int = 128
 
 
-def measure(device: torch.device | str, rounds: int, sizes: Sizes = Sizes()) -> list[Measurement]:
-    """All measurements of the section."""
-    return [*measure_mixers(device, rounds, sizes), *measure_decoding(device, rounds, sizes)]
+def measure(device: torch.device | str, rounds: int, sizes: Sizes = Sizes(), memory: bool = True) -> list[Measurement]:
+    """All measurements of the section; with `memory` also the peaks of the scans."""
+    scans = measure_scans(device, rounds, sizes, memory)
+    return [*scans, *measure_mixers(device, rounds, sizes), *measure_decoding(device, rounds, sizes)]
+
+
+# The scan
+
+
+def measure_scans(device: torch.device | str, rounds: int, sizes: Sizes, memory: bool) -> list[Measurement]:
+    """Step by step, as a CPU scans, beside in parallel, as a GPU does; from SLOW_SCAN positions on twice."""
+    found = []
+    for length in sizes.scans:
+        for backward in (False, True):
+            runs = {side: scan_run(side, length, backward, sizes.mixer, device) for side in (STEPS, PARALLEL)}
+            seconds = take_turns(runs, min(rounds, 2) if length >= SLOW_SCAN else rounds, device)
+            work = f"scan, {length:,} positions, forward" + (" and backward" if backward else "")
+            row = Measurement(SECTION, work, seconds, STEPS)
+            for side in runs if memory else ():
+                row.peak[side] = in_own_process(scan_peak, side, length, backward, sizes.mixer, str(device))
+            found.append(row)
+    return found
+
+
+def scan_run(side: str, length: int, backward: bool, config: MambaConfig, device: torch.device | str) -> Callable:
+    """A function that scans one row of random numbers, and with `backward` computes all gradients."""
+    generator, channels = torch.Generator().manual_seed(length), config.intermediate_size
+    x, delta = (torch.randn(1, length, channels, generator=generator) for _ in range(2))
+    B, C = (torch.randn(1, length, config.state_size, generator=generator) for _ in range(2))
+    A = -torch.arange(1.0, config.state_size + 1).repeat(channels, 1)
+    inputs = [tensor.to(device).requires_grad_(backward) for tensor in (x, F.softplus(delta - 4), A, B, C)]
+    chunk = 0 if side == STEPS else parallel_steps(1, config.state_size, channels)
+
+    def run() -> None:
+        with torch.set_grad_enabled(backward):
+            y, _ = selective_scan(*inputs, chunk=chunk)
+        if backward:
+            torch.autograd.grad(y.square().mean(), inputs)
+
+    return run
+
+
+def scan_peak(side: str, length: int, backward: bool, config: MambaConfig, device: str) -> int:
+    """In a process of its own: bytes of a scan at its peak, beyond its inputs."""
+    run = scan_run(side, length, backward, config, device)
+    reset_peak(device)
+    before = peak_bytes(device)
+    run()
+    return peak_bytes(device) - before
 
 
 def chart(found: list[Measurement]) -> Image.Image:

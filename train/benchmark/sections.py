@@ -232,7 +232,7 @@ def measure_8_bits(section: "Section", setup: Setup, options: Options, records: 
 
 def measure_mamba(section: "Section", setup: Setup, options: Options) -> list[Measurement]:
     """The measurements of `train/benchmark/mamba.py`, and a figure of them in `options.out`."""
-    found = mamba.measure(setup.device, options.rounds or section.rounds)
+    found = mamba.measure(setup.device, options.rounds or section.rounds, memory=options.memory)
     if options.out:
         figures.save(mamba.chart(found), options.out / "benchmark-mamba.png")
     return found
