@@ -50,6 +50,10 @@ class Adaptable(nn.Module):
     grafts: tuple[Graft, ...] = ()  # in the order of the calls
     base_fingerprint: str | None = None  # of the frozen weights, before they were quantized; None: not known yet
 
+    def set_checkpointing(self, on: bool) -> None:
+        """Let the layers of the decoder compute their activations again in the backward pass, to save memory."""
+        self.language_model.checkpointing = on
+
 
 class SwiGLU(nn.Module):
     """(swish(x·W_G) ⊙ x·W_1)·W_2 with a hidden width of int(8/3·H), fresh (the paper, Eq. 7).

@@ -119,10 +119,6 @@ class PaliGemma(Adaptable):
             return embeddings
         return embeddings.masked_scatter(is_image[..., None], image_features.to(embeddings.dtype))
 
-    def set_checkpointing(self, on: bool) -> None:
-        """Let the layers of the decoder compute their activations again in the backward pass, to save memory."""
-        self.language_model.checkpointing = on
-
     def new_cache(self, capacity: int) -> list[LayerCache]:
         """An empty cache of `capacity` positions for each decoder layer."""
         return [LayerCache(capacity) for _ in self.language_model.layers]
