@@ -95,7 +95,8 @@ def measure(
     laws, queries = [], []
     device = next(model.parameters()).device
     for number, (picture, prompt) in enumerate(examples, start=1):
-        batch = processor([picture], [prompt]).to(device)
+        # the slot stays where it is: a PaliGemma that is asked reads its picture first
+        batch = processor.pad([processor.layout(1, prompt)], [picture]).to(device)
         types = torch.ones_like(batch.token_type_ids) if causal else batch.token_type_ids
         maps = look(
             model, f"prompt {number}", input_ids=batch.input_ids, pixel_values=batch.pixel_values, token_type_ids=types

@@ -43,8 +43,9 @@ def test_laws_are_sums_of_the_attention_weights(processor, kind):
     np.testing.assert_allclose(found.laws.sum(-1), np.broadcast_to(found.queries[:, None], (2, 4)), rtol=1e-5)
     assert found.shares.sum(-1) == pytest.approx([100] * 4)
 
-    batch = processor([picture()], [EXAMPLES[0][1]])
+    batch = processor.pad([processor.layout(1, EXAMPLES[0][1])], [picture()])
     start = batch.input_ids[0].tolist().index(processor.config.image_token_id)
+    assert start > 3 and found.laws[..., 0].all()  # the words before the picture
     spans = (slice(0, start), slice(start, start + 16), slice(start + 16, None))
     maps = []
     layers = [m for path, m in attention_modules(model).items() if path.startswith("language_model.")]
