@@ -4,8 +4,9 @@ In: pictures (`model/images.py`), prompts, and, for training, answers. Out: a `B
 trained with: `<image>` × I, bos, prompt and newline, then the answer and eos. Further turns follow in the same way,
 causal. `decode` and `parse_boxes` read answers.
 
-Ids equal those of transformers' PaliGemmaProcessor, except that a prompt cannot spell control tokens, and that bos
-stands where the text begins, also if a picture follows (`<image>` within the prompt, for `model/wings.py`).
+Ids equal those of transformers' PaliGemmaProcessor, except that a prompt cannot spell control tokens, and that
+`<image>` within the prompt of a PaliGemma is taken out: its pictures come first. For WINGS and Q-Mamba a picture stands
+there, and bos where the text begins.
 """
 
 import os

@@ -402,10 +402,12 @@ def test_generation_batched_single_and_padded_on_the_right():
 @pytest.mark.long
 def test_choices_are_weighed_as_if_each_were_read_alone():
     """Breaks when the choices of an evaluation share a cache in another order, or the learners are left out of it."""
-    model, processor = randomized(attach(load_model("embedded"), 4, routed=True)), Processor.from_source("embedded")
+    model = randomized(attach(load_model("embedded"), 4, routed=True))
+    processor = Processor(model.config, Processor.from_source("embedded").tokenizer)
     prompts, choices = ["exist<image> dog", "locate<image> the big red cat"], [["yes", "no", "top left"], ["left", "2"]]
     pictures = [picture(), picture((0, 90, 200))]
     batch = processor(pictures, prompts)
+    assert batch.input_ids[1, 0] != model.config.image_token_id  # where WINGS takes it, after "locate"
     ids = [[[*processor.encode(choice), 1] for choice in of_row] for of_row in choices]
     found = log_likelihoods(model, batch, ids, model.encode_images(batch.pixel_values), torch.arange(2))
     for row, of_row in enumerate(choices):
