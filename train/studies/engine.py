@@ -14,9 +14,12 @@ A study supplies its rows, its measures, and how a cell is trained.
 
 import argparse
 import json
+import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -36,7 +39,7 @@ from model.config import PaliGemmaConfig
 from train.flags import flag, read_flags
 from train.optim import count, trainable
 from train.origin import FREE
-from train.signals import same_command_goes_on
+from train.signals import Interrupted, catch_signals, same_command_goes_on
 from weights.checkpoint import empty_model
 
 OUT_HELP = "folder of results and cells; what it holds is not done again"
@@ -60,6 +63,7 @@ class ScaledOptions(StudyOptions):
 
 
 Options = TypeVar("Options", bound=ScaledOptions)
+Job = TypeVar("Job")  # what makes a cell, in another process perhaps
 
 
 def read_options(options: type[Options], name: str, description: str | None, argv: Sequence[str] | None) -> Options:
@@ -141,6 +145,43 @@ class ScaledStudy:
         """The result of the cell that `parts` decide, and its folder."""
         folder = cell_folder(self.out, *parts)
         return finish_cell(folder / "result.json", title, work), folder
+
+
+def prepare_process(threads: int) -> None:
+    """Set up a process that computes cells: its progress bars would overwrite those of the others."""
+    torch.set_num_threads(threads)
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def side_by_side(
+    work: Callable[[Job], dict], jobs: Sequence[Job], processes: int, spell_result: Callable[[Job, dict], str]
+) -> list[dict]:
+    """`work` of each job, in so many processes; each result is a line on stderr.
+
+    A signal ends them all after their running steps, as `Interrupted`.
+    """
+    if processes == 1:
+        return [work(job) for job in jobs]
+    threads = max(1, torch.get_num_threads() // processes)
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        catch_signals() as stop,
+        ProcessPoolExecutor(processes, mp_context=spawn, initializer=prepare_process, initargs=(threads,)) as pool,
+    ):
+        waiting = running = {pool.submit(work, job): job for job in jobs}
+        try:
+            while waiting:
+                ended, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
+                for done in ended:
+                    print(spell_result(running[done], done.result()), file=sys.stderr, flush=True)
+                if stop:
+                    raise Interrupted(stop[0])
+        except BaseException:  # the other processes save what they have
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
+        return [done.result() for done in running]
 
 
 def choose_rate(validation: Mapping[float, float], margin: float = 0.0) -> float:

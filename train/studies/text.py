@@ -18,14 +18,11 @@ A cell is one kind of attention, text, size, number of tokens, rate and seed, ke
 """
 
 import json
-import multiprocessing
-import os
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import product
@@ -47,7 +44,6 @@ from train.flags import flag
 from train.optim import count
 from train.plan import PlanRow, plan_table
 from train.recipes import GPUS
-from train.signals import Interrupted, catch_signals
 from train.studies import engine
 from train.studies.engine import ScaledOptions, cell_folder, choose_rate, deciding, finish_cell, read_rates
 from train.studies.text_report import KINDS, draw, to_markdown
@@ -178,38 +174,13 @@ def run_cell(job: Job) -> dict:
     return finish_cell(cell_folder(job.out, VERSION, decide, job.limit) / "result.json", job.title, work)
 
 
-def prepare_process(threads: int) -> None:
-    """Set up a process that computes cells: its progress bars would overwrite those of the others."""
-    torch.set_num_threads(threads)
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-
-
 def run_cells(jobs: Sequence[Job], processes: int) -> list[dict]:
-    """`run_cell` of each job, side by side. A signal ends them all after their running steps, as `Interrupted`."""
-    if processes == 1:
-        return [run_cell(job) for job in jobs]
-    threads = max(1, torch.get_num_threads() // processes)
-    spawn = multiprocessing.get_context("spawn")
-    with (
-        catch_signals() as stop,
-        ProcessPoolExecutor(processes, mp_context=spawn, initializer=prepare_process, initargs=(threads,)) as pool,
-    ):
-        waiting = running = {pool.submit(run_cell, job): job for job in jobs}
-        try:
-            while waiting:
-                ended, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
-                for done in ended:
-                    result = done.result()
-                    loss, seconds = f"{result['loss']:.4f}", f"{result['cpu_seconds']:.0f} CPU seconds"
-                    print(f"{running[done].title}: validation loss {loss} ({seconds})", file=sys.stderr, flush=True)
-                if stop:
-                    raise Interrupted(stop[0])
-        except BaseException:  # the other processes save what they have
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
-                process.terminate()
-            raise
-        return [done.result() for done in running]
+    """`run_cell` of each job, side by side."""
+
+    def spell_cell(job: Job, cell: dict) -> str:
+        return f"{job.title}: validation loss {cell['loss']:.4f} ({cell['cpu_seconds']:.0f} CPU seconds)"
+
+    return engine.side_by_side(run_cell, jobs, processes, spell_cell)
 
 
 Row = tuple[str, str]  # a mixture and a kind of attention

@@ -239,34 +239,73 @@ class WingsResults:
         return [cell for (row, rate, _), cell in self.runs.items() if (row, rate) == (name, self.rates[name])]
 
 
-def collect(study: WingsStudy, seeds: Sequence[int]) -> WingsResults:
-    """All cells, from disk where they are finished."""
-    seconds: dict[Path, float] = {}
+class Cells:
+    """The cells of a study by what decides them: computed, or read from disk where they are finished."""
 
-    def finish(title: str, parts: tuple, work: Callable[[Path], dict]) -> tuple[dict, Path]:
-        """The result of a cell, and the folder of its model."""
-        result, folder = study.finish(title, parts, work)
-        seconds[folder] = result["cpu_seconds"]
-        return result, folder / "model"
+    def __init__(self, options: WingsOptions):
+        base, processor = load_model(EMBEDDED), Processor.from_source(EMBEDDED)
+        fingerprint = exact_fingerprint(base)
+        self.study = WingsStudy(options.out, options.scale, options.limit, fingerprint, processor, base)
+        self.seconds: dict[Path, float] = {}
 
-    def text(seed: int) -> tuple[tuple, dict, Path]:
-        decides = (study.scale, study.limit, study.fingerprint, seed, *text_base.RECIPE)
-        parts = ("wings", VERSION, *decides)
-        return parts, *finish(f"text, seed {seed}", parts, partial(train_text, study, seed))
+    def finish(self, title: str, parts: tuple, work: Callable[[Path], dict]) -> tuple[tuple, dict, Path]:
+        """`parts`, which decide a cell, its result, and the folder of its model."""
+        result, folder = self.study.finish(title, parts, work)
+        self.seconds[folder] = result["cpu_seconds"]
+        return parts, result, folder / "model"
 
-    def tuned(name: str, rate: float, seed: int) -> dict:
-        parts, _, base = text(seed)
-        learners = ROWS[name].learners
+    def text(self, seed: int) -> tuple[tuple, dict, Path]:
+        study = self.study
+        parts = ("wings", VERSION, study.scale, study.limit, study.fingerprint, seed, *text_base.RECIPE)
+        return self.finish(f"text, seed {seed}", parts, partial(train_text, study, seed))
+
+    def first(self, learners: bool, seed: int) -> tuple[tuple, dict, Path]:
+        """The first stage."""
+        parts, _, base = self.text(seed)
         parts += (learners, STEPS, ROWS_A_STEP, FIRST_RATE, RANK, QUESTION)
         title = f"stage 1 {'with' if learners else 'without'} learners, seed {seed}"
-        _, start = finish(title, parts, partial(first_stage, study, learners, base, seed))
-        work = partial(second_stage, study, name, rate, start, seed)
-        return finish(f"{name}, rate {rate:g}, seed {seed}", (*parts, name, rate, FACTOR, CHECKPOINTS), work)[0]
+        return self.finish(title, parts, partial(first_stage, self.study, learners, base, seed))
 
-    runs = {(name, rate, TRIED_ON): tuned(name, rate, TRIED_ON) for name, row in ROWS.items() for rate in row.rates}
+    def tuned(self, name: str, rate: float, seed: int) -> tuple[tuple, dict, Path]:
+        """The second stage of a row."""
+        parts, _, start = self.first(ROWS[name].learners, seed)
+        parts += (name, rate, FACTOR, CHECKPOINTS)
+        work = partial(second_stage, self.study, name, rate, start, seed)
+        return self.finish(f"{name}, rate {rate:g}, seed {seed}", parts, work)
+
+    def get(self, kind: str, *arguments) -> dict:
+        """The result of a cell, `kind` "text", "first" or "tuned"."""
+        return {"text": self.text, "first": self.first, "tuned": self.tuned}[kind](*arguments)[1]
+
+
+def spell_job(job: tuple, result: dict) -> str:
+    return f"{' '.join(map(str, job))}: {result['cpu_seconds']:.0f} CPU seconds"
+
+
+open_cells = lru_cache(maxsize=1)(Cells)  # once in each process
+
+
+def compute(options: WingsOptions, job: tuple) -> dict:
+    return open_cells(options).get(*job)
+
+
+def collect(options: WingsOptions, cells: Cells, processes: int) -> WingsResults:
+    """All cells. Those that do not need each other are computed side by side."""
+
+    def finish(jobs: Sequence[tuple]) -> list[dict]:
+        if processes > 1:
+            engine.side_by_side(partial(compute, options), jobs, processes, spell_job)
+        return [cells.get(*job) for job in jobs]
+
+    seeds = range(options.seeds)
+    before = finish([("text", seed) for seed in seeds])
+    finish([("first", learners, seed) for seed in seeds for learners in (True, False)])
+    tried = [(name, rate, TRIED_ON) for name, row in ROWS.items() for rate in row.rates]
+    runs = dict(zip(tried, finish([("tuned", *run) for run in tried]), strict=True))
     rates = {name: choose_rate(validation(runs, name), MARGIN) for name in ROWS}
-    runs |= {(name, rate, seed): tuned(name, rate, seed) for seed in seeds for name, rate in rates.items()}
-    return WingsResults([text(seed)[1] for seed in seeds], runs, rates, sum(seconds.values()))
+    others = [(name, rate, seed) for seed in seeds if seed != TRIED_ON for name, rate in rates.items()]
+    runs |= zip(others, finish([("tuned", *run) for run in others]), strict=True)
+    return WingsResults(before, runs, rates, sum(cells.seconds.values()))
 
 
 def validation(runs: Mapping[tuple[str, float, int], dict], name: str) -> dict[float, float]:
@@ -340,8 +379,9 @@ def summarize(study: WingsStudy, results: WingsResults, seeds: Sequence[int]) ->
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = engine.read_options(WingsOptions, "wings", __doc__, argv)
-    base, seeds = load_model(EMBEDDED), range(options.seeds)
-    fingerprint = exact_fingerprint(base)
-    processor = Processor.from_source(EMBEDDED)
-    study = WingsStudy(options.out, options.scale, options.limit, fingerprint, processor, base)
-    engine.run_study(options.out, lambda: summarize(study, collect(study, seeds), seeds), to_markdown, draw)
+    cells, processes = Cells(options), min(2, options.threads)
+
+    def find() -> dict:
+        return summarize(cells.study, collect(options, cells, processes), range(options.seeds))
+
+    engine.run_study(options.out, find, to_markdown, draw, workers=f"{processes} processes")
