@@ -35,7 +35,9 @@ def describe(checkpoint: Checkpoint) -> dict:
         "dialect": checkpoint.dialect,
         "files": sorted({entry.path.name for entry in entries.values()}),
         "tensors": len(entries),
-        "tied_head": [name for name in HEADS if name in entries],
+        "tied_head": [
+            name for name in HEADS if name in entries and (not comparison or comparison.name_map.get(name) == EMBEDDING)
+        ],
         "dtypes": dict(Counter(entry.dtype for entry in entries.values())),
         **dict.fromkeys(("parameters", "bytes", *DIFFERENCES)),
         "problems": checkpoint.problems,

@@ -80,7 +80,12 @@ def load_siglip(source: str | Path, dtype: torch.dtype = torch.float32, device: 
     except UserError:
         is_siglip = False  # load_model reports what is wrong with the file
     if not is_siglip:
-        return load_model(source, dtype=dtype, device=device).vision_tower
+        model = load_model(source, dtype=dtype, device=device)
+        if isinstance(model, LanguageModel):
+            raise UserError(
+                f"{source}: a language model for text alone has no vision tower: give a SigLIP, a PaliGemma"
+            )
+        return model.vision_tower
     return open_checkpoint(source, dtype, device, read=_read_siglip)
 
 

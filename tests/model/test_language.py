@@ -19,9 +19,13 @@ from model.generate import generate
 from model.language import LanguageModel
 from model.language_config import LanguageConfig
 from model.paligemma import initialize
+from model.processor import Processor
 from tests.reference import outputs_by_layer, randomize, relative_error, reload_hf
+from train import finetune
+from weights import inspect
+from weights.checkpoint import examine
 from weights.export import export_model, main
-from weights.load import load_model, load_text
+from weights.load import load_model, load_siglip, load_text
 from weights.streaming import INDEX_FILE, SINGLE_FILE
 
 GATE = 1e-6
@@ -404,6 +408,19 @@ def test_what_is_not_computed_is_refused(kind, folder, tmp_path):
         with pytest.raises(UserError, match=message) as error:
             load_text(tmp_path)
         assert "\n" not in str(error.value)
+
+
+def test_what_needs_pictures_refuses_it(kind, folder, tmp_path):
+    """Breaks when a command that needs a vision tower ends in a traceback; when a head of its own is called tied."""
+    for call in (
+        lambda: load_siglip(folder),
+        lambda: Processor.from_source(folder),
+        lambda: finetune.main(["--base", str(folder), "--steps", "1", "--out", str(tmp_path / "run")]),
+    ):
+        with pytest.raises(UserError, match="a language model for text alone"):
+            call()
+    facts = inspect.describe(examine(folder))
+    assert (facts["model"], facts["dialect"], facts["tied_head"]) == (kind, "text", [])
 
 
 def test_quantized_layers_leave_the_head(model):

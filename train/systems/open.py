@@ -16,6 +16,7 @@ from lora.quantize import quantize
 from model.common import UserError
 from model.device import choose_dtype
 from model.differential import default_options, graft
+from model.language import LanguageModel
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.tokenizer import find_tokenizer, load_tokenizer
@@ -54,7 +55,13 @@ def weights_dtype(settings: Settings, device: torch.device) -> torch.dtype:
 
 def load_base(settings: Settings, device: torch.device) -> PaliGemma:
     """The base without graft and adapter, in its dtype, on `device`."""
-    return load_model(settings.base, dtype=weights_dtype(settings, device), device=device)
+    model = load_model(settings.base, dtype=weights_dtype(settings, device), device=device)
+    if isinstance(model, LanguageModel):
+        raise UserError(
+            f"{settings.base}: is a language model for text alone: give it to --arch wings --stage 1 as --option "
+            "language_model=…, or take a model that reads pictures"
+        )
+    return model
 
 
 def load_start(settings: Settings, device: torch.device) -> PaliGemma:
