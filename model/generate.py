@@ -115,13 +115,14 @@ def generate(
     image_index: torch.Tensor | None = None,
     compiled: CompiledStep | None = None,
     also_end: Sequence[int] = (),
+    on_token: Callable[[torch.Tensor], None] | None = None,
 ) -> list[torch.Tensor]:
     """New token ids of each row (a list of B vectors), up to and including an end token if one came.
 
     The prompt (B, S) and its pictures are as for `PaliGemma.forward`; each new token is causal. Decoding is greedy at
     temperature 0, else sampled from the smallest set of tokens that holds `top_p` of the probability there. The image
     token is never chosen: it has no meaning without a picture. `compiled` is a compiled step of this model. The tokens
-    `also_end` end a row, too.
+    `also_end` end a row, too. `on_token` is called with each new token (B,) as it comes.
     Raises UserError for a temperature below 0 or not finite, a top_p outside (0, 1], or fewer than 1 new token, and
     NonFiniteError for logits before a row's end that are NaN or infinite.
     """
@@ -160,7 +161,7 @@ def generate(
         eos = torch.tensor(model.config.eos_token_id).view(-1)  # one, or a tuple of several
         ends = torch.cat((eos, torch.tensor(also_end, dtype=eos.dtype))).to(logits.device)
         sampling = temperature, top_p, generator, excluded
-        tokens = _decode(logits, lambda logits: pick(logits, *sampling), advance, ends, max_new_tokens)
+        tokens = _decode(logits, lambda logits: pick(logits, *sampling), advance, ends, max_new_tokens, on_token)
         is_end = torch.isin(tokens, ends)
         lengths = torch.where(is_end.any(1), is_end.long().argmax(1) + 1, tokens.shape[1]).tolist()
     # copies made outside of inference mode, which autograd may use
@@ -226,6 +227,7 @@ def _decode(
     advance: Callable[[torch.Tensor, int], torch.Tensor],
     ends: torch.Tensor,
     limit: int,
+    on_token: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
     """Tokens (B, T), T ≤ limit, from the logits (B, V) after the prompts; `ends` (E,) end a row, which repeats one.
 
@@ -242,6 +244,8 @@ def _decode(
         # torch.multinomial fails on NaN, on CUDA for all later calls too
         token = torch.where(ended, ends[0], choose(torch.where(finite[:, None], logits, 0.0)))
         tokens.append(token)
+        if on_token is not None:
+            on_token(token)
         ended |= torch.isin(token, ends)
         if len(tokens) == limit or len(tokens) % check_every == 0 and bool(ended.all()):
             break

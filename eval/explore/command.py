@@ -39,6 +39,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--out", "the page (default: runs/eval/MODEL/explore.html)", type=Path, metavar="FILE.html")
 
 
+def add_answer(case: Case, question: Question, model, processor, title: str, limit: int) -> None:
+    """Let a model answer, and keep its maps. The first one's answer is judged, and its boxes are drawn."""
+    said = answer(model, processor, question.image, question.prompt, limit)
+    if not case.answers:
+        case.hit = question.is_right(said.text)
+        case.boxes = [list(box) for _, box in parse_boxes(said.text, *question.image.size)]
+    case.answers[title] = said, maps_of(model, said, quoted(question.prompt))
+
+
+def add_plain(case: Case, title: str, plain) -> None:
+    """The maps of the base model at the tokens that the model of this title said."""
+    said, maps = case.answers[title]
+    beside = maps_of(plain, said, quoted(case.prompt))
+    maps.kinds["plain"], maps.laws["plain"] = beside.kinds["A"], beside.laws["A"]
+
+
 def look(args: argparse.Namespace, subjects: Sequence[Subject], questions: Sequence[Question]) -> list[Case]:
     """The cases of the questions: each model answers all; then the base of each adapter reads the same tokens. One
     model is in memory at a time. Raises UserError."""
@@ -46,19 +62,13 @@ def look(args: argparse.Namespace, subjects: Sequence[Subject], questions: Seque
     for subject in subjects:
         model, processor = open_model(args, subject)
         for question, case in zip(questions, cases, strict=True):
-            said = answer(model, processor, question.image, question.prompt, args.max_new_tokens)
-            if not case.answers:  # the first model's answer is judged and its boxes are drawn
-                case.hit = question.is_right(said.text)
-                case.boxes = [list(box) for _, box in parse_boxes(said.text, *question.image.size)]
-            case.answers[subject.title] = said, maps_of(model, said, quoted(question.prompt))
+            add_answer(case, question, model, processor, subject.title, args.max_new_tokens)
         weight = next(model.parameters())
         del model
         if subject.run is not None:
             plain = load_model(subject.source, dtype=weight.dtype, device=weight.device)
             for case in cases:
-                said, maps = case.answers[subject.title]
-                beside = maps_of(plain, said, quoted(case.prompt))
-                maps.kinds["plain"], maps.laws["plain"] = beside.kinds["A"], beside.laws["A"]
+                add_plain(case, subject.title, plain)
     return cases
 
 

@@ -149,7 +149,7 @@ function drawMasses(panel, [picture, prompt, answer, first], kind) {
 function drawWords(panel, values) {
   const most = Math.max(largest(Object.keys(panel.model.words).map((key) => values[key])), 1 / panel.model.shape[2]);
   $(".text", panel.root).replaceChildren(...Object.entries(panel.model.words).flatMap(([key, text]) => {
-    const span = make("span", { textContent: text.trim() || "↵", title: percent(values[key], 2) });
+    const span = make("span", { textContent: text.trim() || (text.includes("\n") ? "↵" : "␣"), title: percent(values[key], 2) });
     const name = values[key] < 0 ? "--less" : "--more", share = Math.round((85 * Math.abs(values[key])) / most);
     span.style.background = `color-mix(in srgb, var(${name}) ${share}%, transparent)`;
     if (+key >= panel.model.prompt) span.className = "new";
@@ -278,6 +278,7 @@ function buildPanel(entry, model) {
 function tokenButton(token, n) {
   const button = make("button", { type: "button", disabled: !token.mean }, token.text.trim() || "␣", make("small", { textContent: percent(token.p, 0) }));
   button.setAttribute("role", "radio");
+  button.setAttribute("aria-label", `${token.text.trim() || "space"}, probability ${percent(token.p, 0)}`);
   button.title = token.mean ? `probability ${percent(token.p)}` : "left out to keep the file small";
   button.onpointerenter = (event) => { if (event.pointerType === "mouse" && !button.disabled) set({ hover: n }); };
   button.onpointerleave = () => set({ hover: null });
@@ -362,7 +363,7 @@ function play() {
 $("#play").onclick = play;
 $("#layer").oninput = (event) => set({ layer: +event.target.value - 1 });
 $("#head").onchange = (event) => set({ head: +event.target.value });
-const redraw = () => { panels.forEach((panel) => panel.bases.clear()); draw(); };
+const redraw = () => { panels.forEach((panel) => panel.bases.clear()); if (state.layer !== null) draw(); };
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 addEventListener("resize", redraw);
 document.title = data.title;

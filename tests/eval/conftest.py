@@ -1,5 +1,8 @@
 """Random tiny models, as folders that the commands open. Session fixtures are read-only."""
 
+import os
+import shutil
+
 import pytest
 import torch
 
@@ -55,3 +58,41 @@ def workplace(tmp_path, monkeypatch):
     """An empty working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A headless Chromium of this system; the test is skipped where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="no browser: pip install playwright")
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        pytest.skip("no browser: apt-get install chromium")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=path, args=["--no-sandbox"] if os.geteuid() == 0 else [])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def new_page(browser):
+    """A function that opens an address in a new window, on a screen of a width, light or dark. What the page logs as an
+    error, and what it requests from elsewhere, fails the test at its end."""
+    problems, contexts = [], []
+
+    def open_page(url: str, width: int = 1400, scheme: str = "light"):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(60_000)
+        own = (url.partition("#")[0], "data:", "blob:")
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: None if request.url.startswith(own) else problems.append(request.url))
+        page.goto(url)
+        page.problems = problems
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert not problems
