@@ -122,9 +122,8 @@ def generate(
     The prompt (B, S) and its pictures are as for `PaliGemma.forward`; each new token is causal. Decoding is greedy at
     temperature 0, else sampled from the smallest set of tokens that holds `top_p` of the probability there. The image
     token is never chosen: it has no meaning without a picture. `compiled` is a compiled step of this model. The tokens
-    `also_end` end a row, too. `on_token` is called with each new token (B,) as it comes.
-    Raises UserError for a temperature below 0 or not finite, a top_p outside (0, 1], or fewer than 1 new token, and
-    NonFiniteError for logits before a row's end that are NaN or infinite.
+    `also_end` end a row, too; `on_token` receives each new token (B,). Raises UserError for a temperature below 0 or
+    not finite, a top_p outside (0, 1], or no new token, and NonFiniteError for logits before a row's end that are not.
     """
     check_options(max_new_tokens, temperature, top_p)
     excluded = model.config.image_token_id if isinstance(model, PaliGemma) else None
