@@ -3,7 +3,6 @@
     python -m eval.choices                          the last run, or the embedded base, on the embedded scenes
     python -m eval.choices --task mmlu --data DIR --model A --model B --blind
     python -m eval.choices --task jsonl --data FILE --model SRC
-    python -m eval.choices score --results R
 
 In: questions with choices (`eval/choices_files.py`), and models. Out: results.json with the log-probabilities, accuracy
 by question and by subject, with intervals, and the differences of several models on the same questions.
@@ -19,20 +18,19 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from eval.choices_files import EMBEDDED, EXAMS, TASKS, Item, texts
+from eval.choices_files import EMBEDDED, EXAMS, TASKS, Item
 from eval.command import Ask, Command, Report, add_flag, add_prompt_flag, whole
 from eval.compare import compare
-from eval.datasets import LIST, TEXT, check_prompt, check_unique, records_of
+from eval.datasets import check_prompt, check_unique
 from eval.entry import main_of
 from eval.records import gray_picture
 from eval.report import markdown_table
-from model.common import Expected, UserError, read_field, read_json, run_command, shown, write_text
+from model.common import UserError, run_command, write_text
 
 SHARED = 512  # questions without a picture that are encoded together
 WRITTEN = ("id", "subject", "picture", "choices", "answer")
-MEASURES = ("accuracy", "normalised")
+Scored = tuple[Item, Sequence[float]]  # a question, and the log-probability of each of its choices
 
 
 def load(args: argparse.Namespace) -> tuple[list[Item], dict[str, list[Ask]]]:
@@ -58,77 +56,59 @@ def ask_of(item: Item, pictures: tuple, number: int) -> Ask:
 
 def finish(args: argparse.Namespace, items: list[Item], answers: dict[str, list[str | None]], session) -> Report:
     """results.json, and the accuracies of one model."""
-    rows = {
-        name: [
-            {name: getattr(item, name) for name in WRITTEN} | {"log_likelihoods": json.loads(text)}
-            for item, text in zip(items, texts, strict=True)
-            if text is not None
-        ]
+    scored = {
+        name: [(item, json.loads(text)) for item, text in zip(items, texts, strict=True) if text is not None]
         for name, texts in answers.items()
     }
-    if not rows["choices"]:
+    if not scored["choices"]:
         raise UserError(f"none of the {len(items)} questions could be asked: repair what is named above")
-    write_text(session.out / "results.json", json.dumps(rows["choices"], ensure_ascii=False, indent=0) + "\n")
-    report = report_of(rows["choices"], rows.get("blind", []))
+    results = [
+        {name: getattr(item, name) for name in WRITTEN} | {"log_likelihoods": totals}
+        for item, totals in scored["choices"]
+    ]
+    write_text(session.out / "results.json", json.dumps(results, ensure_ascii=False, indent=0) + "\n")
+    report = report_of(**scored)
     lines = compare_models({session.title: report})[1]
     return report._replace(lines=lines, files=["results.json", "answers.jsonl"])
 
 
-def hits(row: Mapping) -> dict[str, bool]:
-    """Whether a question is answered rightly, by measure."""
-    totals = row["log_likelihoods"]
-    by_character = [total / len(choice) for total, choice in zip(totals, row["choices"], strict=True)]
-    scores = zip(MEASURES, (totals, by_character), strict=True)
-    return {measure: values.index(max(values)) == row["answer"] for measure, values in scores}
+def hits(item: Item, totals: Sequence[float]) -> dict[str, bool]:
+    """Whether a question is answered rightly, by measure; totals: the log-probability of each choice."""
+    by_character = [total / len(choice) for total, choice in zip(totals, item.choices, strict=True)]
+    scores = {"accuracy": totals, "normalised": by_character}
+    return {measure: values.index(max(values)) == item.answer for measure, values in scores.items()}
 
 
-def report_of(rows: Sequence[Mapping], blind: Sequence[Mapping] = ()) -> Report:
+def report_of(choices: Sequence[Scored], blind: Sequence[Scored] = ()) -> Report:
     """The accuracies in percent, over all questions and by subject, and the mean over subjects."""
-    right, by_subject = [hits(row) for row in rows], defaultdict(list)
-    for row, of_row in zip(rows, right, strict=True):
-        by_subject[row["subject"]].append(of_row)
+    right, by_subject = [hits(*one) for one in choices], defaultdict(list)
+    for (item, _), of_item in zip(choices, right, strict=True):
+        by_subject[item.subject].append(of_item)
 
-    def percent(some: Sequence[Mapping[str, float]], scale: int = 100) -> dict[str, float]:
-        return {measure: round(scale * sum(one[measure] for one in some) / len(some), 2) for measure in MEASURES}
+    def mean(some: Sequence[Mapping[str, float]], scale: int = 100) -> dict[str, float]:
+        return {measure: round(scale * sum(one[measure] for one in some) / len(some), 2) for measure in some[0]}
 
-    subjects = {name: percent(of_subject) for name, of_subject in by_subject.items()}
-    subjects = {"mean over subjects": percent(list(subjects.values()), 1)} | subjects
+    subjects = {name: mean(of_subject) for name, of_subject in by_subject.items()}
+    values = mean(right) | {"questions": len(right), "mean over subjects": mean(list(subjects.values()), 1)}
     scores, of_blind = (
-        {measure: {row["id"]: hits(row)[measure] for row in of_set} for measure in MEASURES} if of_set else {}
-        for of_set in (rows, blind)
+        {measure: {item.id: hits(item, totals)[measure] for item, totals in some} for measure in right[0] if some}
+        for some in (choices, blind)
     )
-    pictures = {row["id"]: row["picture"] or row["id"] for row in (*rows, *blind)}
-    return Report(percent(right) | {"questions": len(rows), "subjects": subjects}, [], [], scores, of_blind, pictures)
+    pictures = {item.id: item.picture or item.id for item, _ in (*choices, *blind)}
+    return Report(values | {"subjects": subjects}, [], [], scores, of_blind, pictures)
 
 
 def compare_models(reports: Mapping[str, Report]) -> tuple[dict, list[str]]:
     """The table of all questions, and one of the subjects if there are several."""
     values, lines = compare(reports)
-    subjects = dict.fromkeys(name for report in reports.values() for name in report.values["subjects"])
+    found = [{"mean": r.values["mean over subjects"]} | r.values["subjects"] for r in reports.values()]
+    subjects = dict.fromkeys(name for of_model in found for name in of_model)
     if len(subjects) > 2:
         cells = [
-            [name, *(f"{report.values['subjects'][name]['accuracy']:.2f}" for report in reports.values())]
-            for name in subjects
+            [name, *(f"{one[name]['accuracy']:.2f}" if name in one else "-" for one in found)] for name in subjects
         ]
         lines += ["", *markdown_table(["accuracy, %", *reports], cells)]
     return values, lines
-
-
-def score(args: argparse.Namespace) -> Report:
-    """`python -m eval.choices score`: the accuracies of a results file."""
-    rows = []
-    for where, record in records_of(read_json(args.results, object), shown(args.results)):
-        row = {name: read_field(record, name, TEXT, where) for name in ("id", "subject", "picture")}
-        row["choices"] = texts(read_field(record, "choices", LIST, where), where)
-        count = len(row["choices"])
-        row["answer"] = read_field(record, "answer", Expected(int, 0, count - 1), where)
-        row["log_likelihoods"] = read_field(record, "log_likelihoods", Expected(list, count, count), where)
-        for value in row["log_likelihoods"]:
-            read_field({"log_likelihoods": value}, "log_likelihoods", Expected(float), where)
-        rows.append(row)
-    check_unique((row["id"] for row in rows), args.results)
-    report = report_of(rows)
-    return report._replace(lines=compare_models({Path(args.results).stem: report})[1])
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -141,15 +121,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_prompt_flag(parser)
 
 
-def add_score_flags(parser: argparse.ArgumentParser) -> None:
-    add_flag(parser, "--results", "results.json of an earlier call", required=True)
-
-
 LIMIT = "questions, the first N, of each subject where there are several (default: all, 600 embedded ones)", None
-COMMAND = Command(
-    "choices", __doc__, add_flags, add_score_flags, load, finish, score, LIMIT, compare=compare_models, reads_text=True
-)
-main = main_of(COMMAND)
+main = main_of(Command("choices", __doc__, add_flags, None, load, finish, None, LIMIT, 32, compare_models, True))
 
 if __name__ == "__main__":
     run_command(main)

@@ -69,18 +69,18 @@ class Command:
 
     load: from the flags, its data, and the questions of each of its sets by name. finish: from the flags, the data, the
     answers of each set (None: could not be asked) and the `Session`, writes its files and returns the report. score:
-    from the flags of the subcommand, the report. limit: the help and the default of --limit. compare: from the reports
-    of several models, the values and the lines of their table; by default their `scores` are compared. reads_text:
-    language models for text alone can be asked, since its questions have choices that are `scored`.
+    from the flags of the subcommand, the report; None: it has none. limit: the help and the default of --limit.
+    compare: from the reports of several models, the values and the lines of their table; by default their `scores` are
+    compared. reads_text: language models for text alone can be asked, since its questions have choices to be `scored`.
     """
 
     name: str
     doc: str
     add_flags: Callable[[argparse.ArgumentParser], None]
-    add_score_flags: Callable[[argparse.ArgumentParser], None]
+    add_score_flags: Callable[[argparse.ArgumentParser], None] | None
     load: Callable[[argparse.Namespace], tuple[Any, dict[str, list[Ask]]]]
     finish: Callable[[argparse.Namespace, Any, dict[str, list[str | None]], Any], Report]
-    score: Callable[[argparse.Namespace], Report]
+    score: Callable[[argparse.Namespace], Report] | None
     limit: tuple[str, int | None]
     max_new_tokens: int = 32
     compare: Callable[[Mapping[str, Report]], tuple[dict, list[str]]] | None = None

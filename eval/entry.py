@@ -16,15 +16,16 @@ def main_of(command: Command) -> Callable[[Sequence[str] | None], None]:
     def main(argv: Sequence[str] | None = None) -> None:
         argv = sys.argv[1:] if argv is None else list(argv)
         parser = parser_of(command)
-        scorer = parser.add_subparsers(dest="command").add_parser(
-            "score", help="score a file of answers", description="Score a file of answers."
-        )
-        command.add_score_flags(scorer)
-        add_json_flag(scorer)
-        if argv[:1] == ["score"]:
-            args = parser.parse_args(argv)
-            print_report(command.score(args), args.json)
-            return
+        if command.score is not None and command.add_score_flags is not None:
+            scorer = parser.add_subparsers(dest="command").add_parser(
+                "score", help="score a file of answers", description="Score a file of answers."
+            )
+            command.add_score_flags(scorer)
+            add_json_flag(scorer)
+            if argv[:1] == ["score"]:
+                args = parser.parse_args(argv)
+                print_report(command.score(args), args.json)
+                return
         from eval.session import add_answer_flags, run
 
         add_answer_flags(parser, *command.limit, command.max_new_tokens)

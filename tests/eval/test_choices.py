@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, PaliGemmaForConditionalGeneration
 
 from eval import choices, run
-from eval.choices_files import EXAMS
+from eval.choices_files import EXAMS, Item
 from eval.command import Ask
 from model.common import UserError
 from model.config import TextConfig
@@ -101,27 +101,23 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
     assert len(begin + known) > 48  # the last is cut
 
 
-def question_of(log_likelihoods, words, answer, subject="a"):
-    row = {"id": f"{words}{answer}", "subject": subject, "picture": "", "choices": words, "answer": answer}
-    return row | {"log_likelihoods": log_likelihoods}
-
-
-def test_accuracies_by_hand(tmp_path, capsys):
+def test_accuracies_by_hand():
     """Breaks when the longer choice is not given its length, a tie takes the last, or subjects weigh as questions."""
     rows = [
-        question_of([-4.0, -6.0], ["no", "maybe"], 0),  # by character −2 against −1.2: right, wrong
-        question_of([-4.0, -6.0], ["no", "maybe"], 1),  # wrong, right
-        question_of([-3.0, -3.0], ["one", "two"], 0),  # a tie: the first, by both
-        question_of([-3.0, -3.0], ["two", "one"], 1),
-        question_of([-2.0, -3.0], ["学", "éé"], 1, "b"),  # characters, not bytes: −2 against −1.5
+        (["no", "maybe"], 0, "a", [-4.0, -6.0]),  # by character −2 against −1.2: right, wrong
+        (["no", "maybe"], 1, "a", [-4.0, -6.0]),  # wrong, right
+        (["one", "two"], 0, "a", [-3.0, -3.0]),  # a tie: the first, by both
+        (["two", "one"], 1, "a", [-3.0, -3.0]),
+        (["学", "éé"], 1, "b", [-2.0, -3.0]),  # characters, not bytes: −2 against −1.5
     ]
-    (tmp_path / "R").write_text(json.dumps(rows))
-    choices.main(["score", "--results", str(tmp_path / "R"), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert (found["accuracy"], found["normalised"]) == (40.0, 60.0)
+    scored = [
+        (Item(str(n), subject, "", (*words,), right), likely) for n, (words, right, subject, likely) in enumerate(rows)
+    ]
+    found = choices.report_of(scored).values
+    assert (found["accuracy"], found["normalised"], found["questions"]) == (40.0, 60.0, 5)
     assert found["subjects"]["a"] == {"accuracy": 50.0, "normalised": 50.0}
     assert found["subjects"]["b"] == {"accuracy": 0.0, "normalised": 100.0}
-    assert found["subjects"]["mean over subjects"] == {"accuracy": 25.0, "normalised": 75.0}
+    assert found["mean over subjects"] == {"accuracy": 25.0, "normalised": 75.0}
 
 
 def write_csv(path, rows):
