@@ -37,12 +37,12 @@ class TextReader:
         raise UserError("the model reads text alone, no pictures: take other questions, or another model")
 
     def row(self, question: Ask) -> TokenRow:
-        """The tokens of a prompt. Raises UserError if there are none."""
-        longest = max(len(self.continuation(question.prefix, choice)) for choice in question.choices)
+        """The tokens of a prompt. Raises UserError for a prompt or choice without tokens of its own."""
+        lengths = [len(self.continuation(question.prefix, choice)) for choice in question.choices]
         ids = self.begin + self.encode(question.prefix.rstrip())
-        ids = ids[max(0, len(ids) + longest - 1 - self.max_length) :]
-        if not ids:
-            raise UserError("the prompt has no tokens, or a choice more than --max-length: write or raise it")
+        ids = ids[max(0, len(ids) + max(lengths) - 1 - self.max_length) :]
+        if not ids or not min(lengths):
+            raise UserError("the prompt or a choice has no tokens, or a choice more than --max-length: correct it")
         return ids, [1] * len(ids), [0] * len(ids)
 
     def continuation(self, prefix: str, answer: str) -> list[int]:
