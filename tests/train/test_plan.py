@@ -1,6 +1,7 @@
 """The plan of a run: memory and operations from shapes alone are those of the step itself, and nothing is trained."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,20 +9,22 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import cpu
+from model import cpu, mamba, scan
 from model.attention import set_attention_backend
 from model.common import UserError
 from model.config import PRESETS
+from model.system_configs import QMAMBA_PRESETS, MambaConfig, QMambaConfig
 from tests.files import write_vqav2
 from train import finetune
 from train.cost import StepCost, step_costs
 from train.data.sources import read_records
-from train.distributed import World
+from train.distributed import World, layers_of
 from train.optim import count, trainable
 from train.plan import gathered_bytes, open_sample, open_tokenizer, plan, spread_cost
 from train.settings import parse
 from train.supervised import make_order, supervised_loss
 from train.systems.open import open_model
+from train.systems.qmamba import TINY
 from weights import checkpoint
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -83,6 +86,28 @@ def test_memory_is_what_steps_allocate(sizes, flags, monkeypatch):
     assert cost.memory == pytest.approx(measured_peak(settings), rel=0.1 if settings.full else 0.01)
     assert row.checkpointed.memory <= row.plain.memory and row.checkpointed.flops > row.plain.flops
     assert row.plain.gradients == 4 * row.trainable and row.plain.moments == 8 * row.trainable
+
+
+def test_a_plan_of_q_mamba_scans_as_a_gpu_does(monkeypatch):
+    """Breaks when the plan of a stage leaves out what its scan, or the projector's blocks, hold, or --shard spreads
+    only a part of the layers."""
+    settings = parse("--arch qmamba --stage 2 --base embedded --device cpu --samples 8 --batch-size 8".split())[0]
+    config = QMambaConfig(
+        PRESETS["tiny"].vision, TINY, MambaConfig(1728, 32, 1, 4, eos_token_id=1, bos_token_id=2), 1727
+    )
+    monkeypatch.setitem(QMAMBA_PRESETS, "small", config)
+    settings = replace(settings, base="small")
+    row = plan(settings)
+    in_parallel = partial(scan.selective_scan, chunk=scan.GPU_SIZE)
+    monkeypatch.setattr(mamba, "selective_scan", in_parallel)
+    assert row.plain.memory == pytest.approx(measured_peak(settings), rel=0.01)
+    checkpointed = measured_peak(replace(settings, checkpointing=True))
+    assert row.checkpointed.memory == pytest.approx(checkpointed, rel=0.01)
+    model = open_model(settings, META)[0]
+    layers = {id(layer) for layer in layers_of(model)}
+    assert layers >= {id(block) for block in model.multi_modal_projector.blocks}
+    halved = plan(replace(settings, shard=True), gpus=2).plain
+    assert (halved.gradients, halved.moments) == (row.plain.gradients / 2, row.plain.moments / 2)
 
 
 @pytest.mark.long
