@@ -29,6 +29,7 @@ from lora.files import (
     tensor_name,
 )
 from lora.layer import LoRALinear
+from lora.quantize import KINDS, QuantizedLinear
 from model.common import UserError, atomic_path, quoted, shown, write_text
 from model.graft import Adaptable, graft, new_parameters
 from model.lowrank import LowRank, check_low_rank
@@ -82,14 +83,12 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def merge(model: nn.Module) -> None:
     """Add every LoRA update to its weight; the forward pass stays the same up to rounding. Idempotent.
 
-    The original weights are kept in main memory until `unmerge`: 4 GB for the decoder of 3B in bf16. Raises UserError,
-    and merges nothing, for quantized weights, and where a second branch of the attention reads the same base weight:
-    it would get the first branch's update too.
+    The original weights are kept in main memory until `unmerge`: 4 GB for the decoder of 3B in bf16. Quantized weights
+    are put back first, those of layers without LoRA too. Raises UserError, and merges nothing, where a second branch of
+    the attention reads the same base weight: it would get the first branch's update too.
     """
     layers = lora_layers(model)
-    for path, layer in layers.items():
-        if not layer.base_layer.weight.is_floating_point():
-            raise UserError(f"{path}: its weights are quantized: open the base as it is, load the adapter, merge there")
+    for path in layers:
         parent, _, name = path.rpartition(".")
         attention = model.get_submodule(parent)
         if isinstance(attention, Differential) and name in attention.read_twice:
@@ -97,6 +96,9 @@ def merge(model: nn.Module) -> None:
                 f"{path}: cannot be merged: in attention of kind {attention.kind!r} a second branch shares this weight "
                 "and would get the first one's update: keep the adapter unmerged"
             )
+    for path, module in list(model.named_modules()):
+        if isinstance(module, QuantizedLinear):
+            model.set_submodule(path, module.put_back())
     for layer in layers.values():
         layer.merge()
 
@@ -126,6 +128,31 @@ def disabled(model: nn.Module) -> Iterator[None]:
             module.enabled = enabled
         for layer in merged:
             layer.merge()
+
+
+def quantize(model: Adaptable, kind: str = "int8") -> int:
+    """Turn every frozen linear layer of `model` into that of `lora.quantize.KINDS`, in place; returns how many.
+
+    Embedding, head, norms and all trained parameters are unchanged. The model keeps the fingerprint of its weights
+    before: an adapter trained here names the base in full precision, and `load` quantizes that in the same way. Frozen
+    means `requires_grad` is off.
+    """
+    if not model.language_model.embed_tokens.weight.is_meta:
+        model.base_fingerprint = fingerprint(model)
+    model.quantized = kind
+    own = set(adapter_parameters(model).values())
+    frozen = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and not isinstance(module, QuantizedLinear)
+        and not module.weight.requires_grad
+        and module is not model.language_model.lm_head
+        and module.weight not in own
+    ]
+    for path, module in frozen:
+        model.set_submodule(path, KINDS[kind](module).train(module.training))
+    return len(frozen)
 
 
 @torch.no_grad()
@@ -187,6 +214,8 @@ def save(
     }
     if prompt is not None:
         config["prompt"] = prompt
+    if model.quantized is not None:
+        config["quantized"] = model.quantized
     if model.grafts:
         config["differential"] = [record.arguments() for record in model.grafts]
     with atomic_path(Path(folder) / TENSOR_FILE) as temporary:
@@ -197,7 +226,8 @@ def save(
 def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[str]:
     """Put the adapter in `folder`, ours or PEFT's, on a plain `model`; return the paths that carry LoRA.
 
-    Grafts are repeated first, because the file holds their parameters. `force` skips the comparison of the base.
+    Grafts are repeated first, because the file holds their parameters; the base is quantized as it was in training.
+    `force` skips the comparison of the base.
     Raises UserError: no such files, a feature of PEFT that is not plain LoRA, another base than the adapter's, a model
     that has an adapter already, or tensors that are missing, unexpected, of another shape, not floating point or not
     finite. The model must then not be used any more: it may hold the grafts.
@@ -237,6 +267,8 @@ def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[s
     with torch.no_grad():
         for name, parameter in adapter_parameters(model).items():
             parameter.copy_(found[name])
+    if (kind := config.get("quantized")) and model.quantized is None:
+        quantize(model, kind)
     return list(lora_layers(model))
 
 

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lora.patterns import ENDING, full_matches
+from lora.quantize import KINDS
 from model.common import Expected, UserError, file_errors, open_regular, quoted, read_json, shown
 from model.lowrank import MAX_ALPHA, MAX_RANK
 
@@ -29,6 +30,7 @@ _FIELDS: dict[str, tuple[Expected | None, type, Expected | None]] = {
     "base_model_name_or_path": (_TEXT, list, None),
     "prompt": (_TEXT, list, None),  # our own: the template of its questions
     "differential": (None, list, Expected(dict)),  # our own: the grafts
+    "quantized": (Expected(str, choices=tuple(KINDS)), list, None),  # our own: how the base was held in training
     "r": (_RANK, list, None),
     "lora_alpha": (_ALPHA, list, None),
     "lora_dropout": (Expected(float, 0, 0.99), list, None),

@@ -49,6 +49,7 @@ class Adaptable(nn.Module):
     language_model: Gemma
     grafts: tuple[Graft, ...] = ()  # in the order of the calls
     base_fingerprint: str | None = None  # of the frozen weights, before they were quantized; None: not known yet
+    quantized: str | None = None  # how the frozen weights are held, of `lora.quantize.KINDS`; None: as they are
 
     def set_checkpointing(self, on: bool) -> None:
         """Let the layers of the decoder compute their activations again in the backward pass, to save memory."""

@@ -28,7 +28,6 @@ from pathlib import Path
 import torch
 
 from lora import adapter
-from lora.quantize import quantize
 from model.common import run_command, shown, write_text
 from model.differential import KINDS
 from model.mamba import choose_kernel
@@ -151,8 +150,6 @@ def reopen(settings: Settings, folder: Path, world: World) -> PaliGemma:
         return load_base(replace(settings, base=str(folder)), world.device)
     model = load_base(settings, world.device)
     adapter.load(model, folder)
-    if settings.quantize:
-        quantize(model)
     return model
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from eval.datasets import PROMPT, check_prompt
 from eval.records import EMBEDDED_TASKS, SOURCES
 from lora.adapter import DECODER_TARGETS
+from lora.quantize import KINDS as QUANTIZED
 from model.common import UserError
 from model.device import DTYPES
 from model.differential import FEED_FORWARDS, KINDS
@@ -139,7 +140,7 @@ class Settings:
     )
     device: str = flag("auto", "cuda, mps, cpu, … (default: cuda or mps if there is one)")
     quantize: str | None = flag(
-        None, "hold the frozen weights in 8 bits, for memory (default: as --dtype)", choices=["int8"]
+        None, "hold the frozen weights in 8 bits, or 4 (QLoRA), for memory (default: as --dtype)", list(QUANTIZED)
     )
     checkpointing: bool = flag(
         False, "recompute the activations of decoder and projector in the backward pass, for memory"

@@ -1,13 +1,15 @@
-"""Weights in 8 bits: how far off they may be, that LoRA learns around them, and that its adapter fits the base."""
+"""Weights in 8 and 4 bits: how far off they are, that LoRA learns around them, and that its adapter fits the base."""
 
 import copy
+import hashlib
 
 import pytest
 import torch
 from torch import nn
 
 from lora import adapter
-from lora.quantize import Int8Linear, quantize
+from lora.adapter import quantize
+from lora.quantize import KINDS, NESTED_BLOCK, Int8Linear, Nf4Linear, QuantizedLinear, dynamic_table
 from model.common import UserError
 from model.differential import graft
 from model.linear import Linear
@@ -23,6 +25,75 @@ TARGETS = r"language_model\..*\.(q_proj|up_proj)"
 
 def put_back(layer: Int8Linear) -> torch.Tensor:
     return layer.weight.double() * layer.scale.double()[:, None]
+
+
+def test_nf4_is_that_of_bitsandbytes():
+    """Breaks when a code, a nibble, a block, a scale or the table of scales is another than theirs."""
+    numbers = (torch.arange(77 * 130) * 7919 % 1009 - 504).float().view(77, 130) / 504
+    linear = Linear(130, 77, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(numbers * (1 + torch.arange(77)[:, None] / 7))
+    layer = Nf4Linear(linear)
+    packed, back = layer.weight[: 77 * 130 // 2], layer.put_back().weight.detach()
+    # bitsandbytes 0.50.2: quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True), and back
+    assert [digest(t) for t in (packed, layer.scale)] == ["5c3df019d4306e58", "8e3c9ee7e675f491"]
+    assert layer.nested_scale.tolist() == pytest.approx([5.40194034576416], rel=1e-6)
+    assert layer.offset.item() == pytest.approx(6.388051509857178, rel=1e-6)
+    if layer.offset.item() == 6.388051509857178:  # a mean may be rounded otherwise elsewhere
+        assert digest(back) == "cc6e9fdcde1d2174"
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+@pytest.mark.long
+def test_nf4_is_that_of_an_installed_bitsandbytes():
+    """Breaks as the test above, with other shapes and dtypes."""
+    functional = pytest.importorskip("bitsandbytes").functional
+    torch.manual_seed(0)
+    for rows, columns in ((96, 200), (1, 7), (300, 2048), (64, 63)):
+        for dtype in (torch.float32, torch.bfloat16):
+            linear = Linear(columns, rows, bias=False).to(dtype)
+            weight = linear.weight.requires_grad_(False)
+            weight *= torch.logspace(-3, 2, rows)[:, None].to(dtype)
+            packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
+            layer = Nf4Linear(linear)
+            assert torch.equal(dynamic_table(), state.state2.code)
+            assert torch.equal(layer.weight[: packed.numel()], packed.flatten())
+            assert torch.equal(layer.nested_scale, state.state2.absmax) and layer.offset == state.offset
+            # theirs looks scales up in bins, so that one beside the middle of two entries may get the other
+            between = (layer.table[layer.scale.int()] + layer.table[state.absmax.int()]) / 2
+            largest = torch.stack([block.abs().max() for block in weight.float().flatten().split(64)])
+            of_block = layer.nested_scale.repeat_interleave(NESTED_BLOCK)[: len(largest)]
+            differ = (layer.scale != state.absmax) & (of_block > 0)  # a single block is its mean: any entry times 0
+            assert (((largest - layer.offset) / of_block - between).abs()[differ] < 2e-5).all()
+            layer.scale.copy_(state.absmax)
+            assert torch.equal(layer.put_back().weight, functional.dequantize_4bit(packed, state))
+
+
+def test_nf4_takes_4_bits():
+    """Breaks when the scales are stored whole, or a code has a byte of its own."""
+    layer = Nf4Linear(Linear(1024, 1024, bias=False))
+    assert 8 * sum(t.numel() * t.element_size() for t in layer.stored()) <= 4.2 * 1024**2
+    zero = Nf4Linear(nn.Linear(70, 3).requires_grad_(False).apply(lambda module: nn.init.zeros_(module.weight)))
+    assert not zero.put_back().weight.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merging_keeps_what_was_trained(kind, model, inputs):
+    """Breaks when LoRA is merged into other weights than those that it was trained around, or a layer stays packed."""
+    adapter.inject(model, TARGETS, 3, 6.0)
+    quantize(model, kind)
+    with torch.no_grad():
+        for parameter in trainable(model).values():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+        before = model(**inputs)
+        adapter.merge(model)
+        assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
+        assert relative_error(model(**inputs), before) < 1e-5
+        adapter.unmerge(model)
+        assert relative_error(model(**inputs), before) < 1e-6
 
 
 @pytest.fixture
@@ -95,8 +166,10 @@ def test_what_is_quantized(model):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["softmax", "twin", "v2", "shared"])
-def test_gradients_reach_lora_as_through_the_whole_weights(kind, model, inputs):
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("softmax", "int8"), ("twin", "int8"), ("v2", "nf4"), ("shared", "int8"), ("softmax", "nf4")]
+)
+def test_gradients_reach_lora_as_through_the_whole_weights(kind, bits, model, inputs):
     """Breaks when the backward pass multiplies by another matrix than the forward pass."""
     if kind != "softmax":
         graft(model, kind)
@@ -105,17 +178,13 @@ def test_gradients_reach_lora_as_through_the_whole_weights(kind, model, inputs):
         torch.manual_seed(0)
         for parameter in trainable(model).values():
             parameter += 0.1 * torch.randn_like(parameter)
-    quantize(model)
+    quantize(model, bits)
     exact = copy.deepcopy(model)
     for path, layer in list(exact.named_modules()):
-        if isinstance(layer, Int8Linear):  # the same weights, as plain layers of fp32
-            plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-            plain.weight = nn.Parameter(put_back(layer).float(), requires_grad=False)
-            if layer.bias is not None:
-                plain.bias = nn.Parameter(layer.bias.detach(), requires_grad=False)
-            parent, _, name = path.rpartition(".")
-            setattr(exact.get_submodule(parent), name, plain)
+        if isinstance(layer, QuantizedLinear):  # the same weights, as plain layers of fp32
+            exact.set_submodule(path, layer.put_back())
     targets = inputs["input_ids"].roll(-1, 1)
+    model.language_model.checkpointing = bits == "nf4"
     for either in (model, exact):
         either(**inputs, targets=targets).backward()
     for name, parameter in trainable(exact).items():
@@ -139,27 +208,29 @@ def test_under_autocast_it_computes_in_its_dtype():
         assert layer(torch.randn(3, 32)).dtype == torch.bfloat16
 
 
-def test_the_adapter_belongs_to_the_whole_base(tmp_path, inputs):
-    """Breaks when an adapter trained around 8 bits is refused by the base it was made for, or merges into 8 bits."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_adapter_belongs_to_the_whole_base(kind, tmp_path, inputs):
+    """Breaks when an adapter is refused by its base, or that computes otherwise than in training."""
     hf = hf_model(1)
     whole, quantized = ours(hf, "sdpa"), ours(hf, "sdpa")
     fingerprint = adapter.fingerprint(whole)
     adapter.inject(quantized, TARGETS, 3, 6.0)
-    quantize(quantized)
+    quantize(quantized, kind)
     with torch.no_grad():
         for parameter in trainable(quantized).values():
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
     assert adapter.fingerprint(quantized) == fingerprint
     adapter.save(quantized, tmp_path)
-    with pytest.raises(UserError, match="are quantized"):
-        adapter.merge(quantized)
-    assert not any(layer.merged for layer in adapter.lora_layers(quantized).values())
     adapter.load(whole, tmp_path)
-    assert relative_error(quantized(**inputs), whole(**inputs)) < 0.2
+    assert torch.equal(quantized(**inputs), whole(**inputs)), "the base is quantized as in training"
     later = ours(hf, "sdpa").requires_grad_(False)
-    quantize(later)
+    quantize(later, kind)
     adapter.load(later, tmp_path)  # quantized first, adapted afterwards
     assert relative_error(later(**inputs), quantized(**inputs)) < 1e-5
+    config = tmp_path / "adapter_config.json"
+    config.write_text(config.read_text().replace(f'"{kind}"', '"fp3"'))
+    with pytest.raises(UserError, match="quantized.*fp3.*int8"):
+        adapter.load(ours(hf, "sdpa"), tmp_path)
 
 
 @pytest.mark.long

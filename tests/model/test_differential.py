@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from lora import adapter
+from lora.adapter import quantize
 from lora.layer import LoRALinear
-from lora.quantize import quantize
 from model import differential
 from model.attention import Attention, Rope, attention_mask, set_attention_backend
 from model.common import UserError

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig, Genera
 
 import model.attention as attention
 import model.gemma as gemma
-from lora.quantize import quantize
+from lora.adapter import quantize
 from model.attention import set_attention_backend
 from model.common import UserError
 from model.generate import generate

@@ -17,7 +17,8 @@ import torch
 
 from eval import figures
 from eval.records import embedded_records
-from lora.quantize import quantize
+from lora import adapter
+from lora.quantize import KINDS as QUANTIZED
 from model import cpu
 from model.common import UserError
 from model.device import dtype_name
@@ -203,30 +204,23 @@ def make_checkpoint(folder: Path, setup: Setup) -> None:
     export_model(model, folder)
 
 
-def measure_8_bits(section: "Section", setup: Setup, options: Options, records: int = 64) -> list[Measurement]:
-    """Times and peaks, and in a note the bytes of the weights and the loss of the embedded base before and after."""
+def measure_few_bits(section: "Section", setup: Setup, options: Options, records: int = 64) -> list[Measurement]:
+    """Times and peaks, and in a note the bytes of the weights and the loss of the embedded base."""
     found = measure_in_turns(section, setup, options)
-    model = our_model(setup, random_state(setup.config, setup.dtype, setup.device)).requires_grad_(False)
-
-    def size() -> float:
-        return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())) / 2**20
-
-    before = size()
-    quantize(model)
-    note = f"weights {before:,.0f} → {size():,.0f} MiB; "
-    try:
-        base, processor = load_model("embedded").requires_grad_(False), Processor.from_source("embedded")
-        micro = collate(embedded_records(("vqa",), split="validation", count=records), processor)
+    processor = Processor.from_source("embedded")
+    micro = collate(embedded_records(("vqa",), split="validation", count=records), processor)
+    for side in section.sides:
+        model = our_model(setup, random_state(setup.config, setup.dtype, setup.device)).requires_grad_(False)
+        base = load_model("embedded").requires_grad_(False)
+        if side != "whole":
+            adapter.quantize(model, side)
+            adapter.quantize(base, side)
+        size = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())) / 2**20
         with torch.no_grad():
             loss = supervised_loss(base, micro).item() / micro.tokens
-            quantize(base)
-            quantized_loss = supervised_loss(base, micro).item() / micro.tokens
-        note += (
-            f"loss of the embedded base on {records} held-out questions {loss:.4f} → {quantized_loss:.4f} nats a token"
+        found[0].notes[side] = (
+            f"weights {size:,.0f} MiB; loss of the embedded base {loss:.4f} nats a token ({records} held-out questions)"
         )
-    except UserError as error:
-        note += f"no loss: {error}"
-    found[0].notes["int8"] = note
     return found
 
 
@@ -276,11 +270,11 @@ SECTIONS: dict[str, Section] = {
         ),
         Section(
             "quantize",
-            "Frozen weights in 8 bits: LoRA training step",
-            work.eight_bits,
-            ("whole", "int8"),
+            "Frozen weights in few bits: LoRA training step",
+            work.few_bits,
+            ("whole", *QUANTIZED),
             "whole",
-            measure=measure_8_bits,
+            measure=measure_few_bits,
         ),
         Section(
             "linear",

@@ -16,7 +16,6 @@ from eval import scenes
 from eval.run import Ask, ask_all
 from lora import adapter
 from lora.adapter import DECODER_TARGETS
-from lora.quantize import quantize
 from model import cpu
 from model.attention import fused_attention
 from model.common import UserError
@@ -147,7 +146,7 @@ def our_step(
     checkpointing: bool = False,
     compiled: bool = False,
     kind: str = "softmax",
-    eight_bits: bool = False,
+    quantized: str | None = None,
 ) -> Callable[[], object]:
     """Our training step of one variant of attention."""
     model = our_model(setup, state).train()
@@ -157,8 +156,8 @@ def our_step(
     adapter.inject(model, setup.targets, setup.r, 2 * setup.r)
     learns = Rule("|".join(map(re.escape, trainable(model))), 1e-4)
     optimizer = make_adamw(parameter_groups(model, [learns]), (0.9, 0.98))
-    if eight_bits:
-        quantize(model)
+    if quantized:
+        adapter.quantize(model, quantized)
     model.language_model.checkpointing = checkpointing
     called, micro = torch.compile(model) if compiled else model, micro_batch(setup, setup.batch)
 
@@ -211,9 +210,11 @@ def attention(setup: Setup, side: str, state: State) -> dict[str, Work]:
     return {f"LoRA step, batch {setup.batch}": Work(our_step(setup, state, kind=side))}
 
 
-def eight_bits(setup: Setup, side: str, state: State) -> dict[str, Work]:
-    """The training step with frozen weights as they are, and in 8 bits."""
-    return {f"LoRA step, batch {setup.batch}": Work(our_step(setup, state, eight_bits=side == "int8"))}
+def few_bits(setup: Setup, side: str, state: State) -> dict[str, Work]:
+    """The training step with frozen weights as they are, "whole", or quantized."""
+    return {
+        f"LoRA step, batch {setup.batch}": Work(our_step(setup, state, quantized=None if side == "whole" else side))
+    }
 
 
 # Evaluation, and single products

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from lora import adapter
-from lora.quantize import quantize
 from model.common import UserError
 from model.device import choose_dtype
 from model.differential import default_options, graft
@@ -83,8 +82,8 @@ def open_model(
     model.set_checkpointing(settings.checkpointing)
     if settings.quantize:
         if settings.writes_model or settings.shard:
-            raise UserError("--quantize holds frozen weights in 8 bits: leave --full, --stage and --shard out")
-        quantize(model)
+            raise UserError("--quantize holds frozen weights in few bits: leave --full, --stage and --shard out")
+        adapter.quantize(model, settings.quantize)
     return model, make_optimizer(model, rules, settings)
 
 
