@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     subject = model_of(args)
     if is_language_model(subject.source):
-        ask_for_text(args, subject)
+        show(args, ask_for_text(args, subject))
         return
     if args.chat or not args.image:
         wrong = "has no turns: leave out --chat" if args.chat else "answers about pictures: give --image FILE"
@@ -91,20 +91,25 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if args.draw:
         figures.save(draw(images, answers), args.draw)
+    show(args, answers)
+
+
+def show(args: Namespace, answers: list[dict]) -> None:
+    """Print the answers."""
     if args.json:
         print(json.dumps(answers, ensure_ascii=False, indent=1))
         return
     for answer in answers:
-        print(" | ".join(shown(answer[name], 10_000) for name in ("image", "prompt", "answer")))
-        for found in answer["boxes"]:
+        print(" | ".join(shown(answer[name], 10_000) for name in ("image", "prompt", "answer") if name in answer))
+        for found in answer.get("boxes", ()):
             left, top, right, bottom = found["box"]
             print(f"    {shown(found['label'])}: x {left} to {right}, y {top} to {bottom} pixels")
     if args.draw:
         print(f"{args.draw}: {sum(len(answer['boxes']) for answer in answers)} boxes")
 
 
-def ask_for_text(args: Namespace, subject: Subject) -> None:
-    """Ask a language model, which reads no pictures."""
+def ask_for_text(args: Namespace, subject: Subject) -> list[dict]:
+    """The answers of a language model, which reads no pictures."""
     refused = {"--image": args.image, "--question": args.question, "--draw": args.draw, "--adapter": subject.run}
     if given := [name for name, value in refused.items() if value]:
         raise UserError(f"{shown(subject.name)} is a language model for text alone: leave out {', '.join(given)}")
@@ -113,12 +118,7 @@ def ask_for_text(args: Namespace, subject: Subject) -> None:
         texts = ask_text(model, tokenizer, args.prompt, args.max_new_tokens, args.chat, **sampling_of(args, model))
     except NonFiniteError as error:
         raise NonFiniteError(error.rows, quoted(args.prompt[error.rows[0]])) from None
-    answers = [{"prompt": prompt, "answer": text} for prompt, text in zip(args.prompt, texts, strict=True)]
-    if args.json:
-        print(json.dumps(answers, ensure_ascii=False, indent=1))
-        return
-    for answer in answers:
-        print(" | ".join(shown(text, 10_000) for text in answer.values()))
+    return [{"prompt": prompt, "answer": text} for prompt, text in zip(args.prompt, texts, strict=True)]
 
 
 def sampling_of(args: Namespace, model: torch.nn.Module) -> dict:

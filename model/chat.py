@@ -74,41 +74,35 @@ class TextTokenizer:
         system: what stands before them, None for what the family puts there. Raises UserError for a system text where
         the family has no such turn, and for a tokenizer without the control tokens of turns.
         """
-        form = self.format
+        return self._checked(self.conversation(turns, (), system)[0])
+
+    def conversation(
+        self, turns: Sequence[Turn], slot: Sequence[int], system: str | None = None
+    ) -> tuple[list[int], list[int]]:
+        """As `chat`, and 1 for the ids that are learned in training: answers, the mark that ends each, and the newline
+        behind it if a turn follows. `<image>` in a prompt stands for the ids `slot`, if there are any.
+
+        The header of an answer is encoded by itself, since an answer to be generated begins after it. The ids are those
+        of the published template, unless an answer begins with a line break, which that joins to the header's.
+        """
+        form, newline = self.format, self.encode("\n")
         if len(self._marks) < 2:
             raise UserError(f"the tokenizer has no {form.start} and {form.end}: ask this model without a chat's turns")
         if system is not None and form.system is None:
             raise UserError(f"a conversation of {self.config.text.model_type} has no system turn: put it in the prompt")
         system = form.system if system is None else system
-        said: list[tuple[str, str | None]] = [] if system is None else [("system", system)]
-        for prompt, answer in turns:
-            said += [("user", prompt), (form.model_role, answer)]
+        start, end = self._marks[form.start], self._marks[form.end]
         ids = self._begin()
-        for role, text in said:
-            ids += [
-                self._marks[form.start],
-                *self.encode(f"{role}\n{(text or '').strip() if form.strips else text or ''}"),
-            ]
-            if text is not None:
-                ids += [self._marks[form.end], *self.encode("\n")]
-        return self._checked(ids)
-
-    def conversation(self, turns: Sequence[Turn], slot: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The ids of a conversation as a model is trained on it, and 1 for those that are learned: answers, the mark
-        that ends each, and the newline behind it if a turn follows. `<image>` in a prompt stands for the ids `slot`.
-
-        The header of an answer is encoded by itself, since an answer to be generated begins after it.
-        """
-        ids, form, newline = self.chat([]), self.format, self.encode("\n")
+        ids += [] if system is None else [start, *self.encode(f"system\n{system}"), end, *newline]
         learned = [0] * len(ids)
         for number, (prompt, answer) in enumerate(turns):
-            given = [self._marks[form.start]]
-            for place, part in enumerate(f"user\n{prompt.strip() if form.strips else prompt}".split(SLOT)):
+            text, given = f"user\n{prompt.strip() if form.strips else prompt}", [start]
+            for place, part in enumerate(text.split(SLOT) if slot else [text]):
                 given += [*(slot if place else ()), *self.encode(part)]
-            given += [self._marks[form.end], *newline, self._marks[form.start], *self.encode(f"{form.model_role}\n")]
+            given += [end, *newline, start, *self.encode(f"{form.model_role}\n")]
             reply = []
             if answer is not None:
-                reply = [*self.encode(answer.strip() if form.strips else answer), self._marks[form.end]]
+                reply = [*self.encode(answer.strip() if form.strips else answer), end]
                 reply += newline if number + 1 < len(turns) else []
             ids += given + reply
             learned += [0] * len(given) + [1] * len(reply)
