@@ -13,7 +13,7 @@ from PIL import Image
 from eval import figures
 from eval.report import interval_text, markdown_table
 from eval.statistics import Interval, bootstrap
-from eval.text.measures import PANELS, Scores, by_label, chance, chart, table
+from eval.text.measures import DEPTHS, PANELS, Scores, by_label, chance, chart, table
 from train.studies import engine
 
 KINDS = ("plain", "differential")
@@ -22,23 +22,13 @@ CLAIM = (
     "parameters and up to a trillion tokens. What {:,} parameters do after {:,.0f} tokens neither confirms nor refutes "
     "that."
 )
-# Ye et al. 2024, of 3B: Table 2 (4K tokens) and Table 3, plain and differential
+# Ye et al. 2024, of 3B: Table 2 (4K tokens) and Table 3 (by depth), plain and differential
+ANSWER = (("0.03", "0.27"), ("0.03", "0.30"), ("0.03", "0.31"), ("0.07", "0.32"), ("0.09", "0.40"))
+NOISE = (("0.51", "0.01"), ("0.54", "0.02"), ("0.52", "0.02"), ("0.49", "0.02"), ("0.49", "0.01"))
 SCORES = {
     "needle": {"1/1": ("1.00", "1.00"), "2/2": ("0.85", "0.92"), "4/2": ("0.62", "0.84"), "6/2": ("0.55", "0.85")},
-    "attention": {
-        0.0: ("0.03", "0.27"),
-        25.0: ("0.03", "0.30"),
-        50.0: ("0.03", "0.31"),
-        75.0: ("0.07", "0.32"),
-        100.0: ("0.09", "0.40"),
-    },
-    "attention-noise": {
-        0.0: ("0.51", "0.01"),
-        25.0: ("0.54", "0.02"),
-        50.0: ("0.52", "0.02"),
-        75.0: ("0.49", "0.02"),
-        100.0: ("0.49", "0.01"),
-    },
+    "attention": {100 * depth: scores for depth, scores in zip(DEPTHS, ANSWER, strict=True)},
+    "attention-noise": {100 * depth: scores for depth, scores in zip(DEPTHS, NOISE, strict=True)},
 }
 SHARES = {"parameters": "62 % at 6.8B", "tokens": "64 % at 3B"}  # for equal loss
 PUBLISHED = (
