@@ -32,7 +32,8 @@ def load_image(source: Drawn, draft: int | None = None) -> Image.Image:
     function that returns one of these. Of an animation the first frame is taken. Transparent pixels are composited on
     white, as transformers does since 5.23. Of 16 bits the upper eight are kept.
     draft: let the JPEG decoder scale down by 2, 4 or 8 as long as both sides have at least `draft` pixels. This is
-    several times faster for photographs, but not bit-equal. Raises UserError, naming the file, for a broken picture.
+    faster for large photographs, but not bit-equal, see DRAFT in `model/processor.py`.
+    Raises UserError, naming the file, for a broken picture.
     """
     source = source() if callable(source) else source
     if isinstance(source, str | os.PathLike):

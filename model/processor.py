@@ -32,6 +32,10 @@ from model.turns import SLOT, Turn, check_text, check_turns
 TokenRow = tuple[list[int], list[int], list[int]]
 
 MAX_LENGTH = 8192  # tokens of a row, what PaliGemma's decoders were trained with
+# A JPEG of twice this many times the model's size or more is decoded at half of its size or less. On photographs the
+# pixels then differ by 0.2 of 255 on average and by 4 at most; with 2 in place of 4 by 0.7 and 45. At 224 pixels a
+# photograph of 12 megapixels takes 92 ms in place of 246, and one of 640×480, as in COCO, is decoded in full.
+DRAFT = 4
 _MAX_PIECE = 256  # characters: no piece of a tokenizer is longer
 
 
@@ -74,7 +78,8 @@ class Processor:
         None is no limit.
 
         padding_side: "left" as in transformers, so that the last position of every row is its newest token, or
-        "right". draft: decode JPEGs at reduced size (`load_image`). Raises UserError if config and tokenizer disagree.
+        "right". draft: decode large JPEGs at reduced size, of at least DRAFT times the model's (`load_image`). Raises
+        UserError if config and tokenizer disagree.
         """
         if padding_side not in ("left", "right"):
             raise UserError(f"padding_side is {padding_side!r}, expected 'left' or 'right'")
@@ -83,7 +88,8 @@ class Processor:
         if self.text is None:
             _check_tokenizer(config, tokenizer)
         self.config, self.tokenizer = config, tokenizer
-        self.max_length, self.padding_side, self.draft = max_length, padding_side, draft
+        self.max_length, self.padding_side = max_length, padding_side
+        self.draft = DRAFT * config.vision.image_size if draft else None
         control = (config.pad_token_id, config.eos_token_id, config.bos_token_id, tokenizer.unk_id())
         self._not_text = {*control, config.image_token_id}
         self._reserved = [SLOT, *(tokenizer.id_to_piece(i) for i in control if i is not None)]
@@ -230,7 +236,7 @@ class Processor:
     def pixels(self, picture: Picture) -> torch.Tensor:
         """A picture as the vision tower reads it, float32 (3, R, R). Raises UserError, naming the file."""
         size = self.config.vision.image_size
-        image = load_image(picture, size if self.draft else None)
+        image = load_image(picture, self.draft)
         return to_pixels(image if self.text is None else pad_to_square(image), size)
 
     def encode(self, text: str) -> list[int]:

@@ -478,7 +478,7 @@ def test_shards_hold_conversations_and_any_number_of_pictures(tmp_path, processo
 
 def test_photographs_are_decoded_reduced(tmp_path, processor):
     """Breaks when large JPEGs in shards are decoded in full, several times slower than files are."""
-    Image.effect_noise((600, 900), 90).convert("RGB").save(tmp_path / "0.jpg")
+    Image.effect_noise((900, 910), 90).convert("RGB").save(tmp_path / "0.jpg")
     path = write_tar(tmp_path / "a.tar", [("0.jpg", (tmp_path / "0.jpg").read_bytes()), ("0.json", text())])
     reduced = Processor(PRESETS["tiny"], processor.tokenizer, draft=True)
     expected, full = (

@@ -172,11 +172,10 @@ def collate(
     """
     opened: dict[str, list[Image.Image]] = {}  # by key
     good, rows, bad = [], [], list(bad)
-    draft = processor.config.vision.image_size if processor.draft else None
     for record in records:
         try:
             if record.pictures and record.key not in opened:
-                opened[record.key] = [load_image(picture, draft) for picture in record.pictures]
+                opened[record.key] = [load_image(picture, processor.draft) for picture in record.pictures]
             rows.append(processor.row_of(len(record.pictures), record.turns))
             good.append(record)
         except UserError as error:

@@ -19,7 +19,7 @@ from eval.records import Record
 from lora import adapter
 from model.common import UserError, write_text
 from model.paligemma import PaliGemma
-from model.processor import Processor
+from model.processor import DRAFT, Processor
 from train.checkpoint import file_digest
 from train.distributed import World, join_world
 from train.flags import FlagParser, RunArguments, add_flags, check_ranges, flag, from_values
@@ -222,7 +222,8 @@ def run_cell(study: FineTuningStudy, row: FineTuningRow, rate: float, seed: int,
         made_by = f"adapter {file_digest(row.finished / adapter.TENSOR_FILE)}"
     elif row.is_trained:
         trained_on = training_records(settings, study.base.seed)[1]
-    parts = (VERSION, study.fingerprint, made_by, trained_on, deciding(settings))
+    pixels = {} if settings.is_embedded else {"draft": DRAFT}  # how pictures on disk are decoded
+    parts = (VERSION, study.fingerprint, made_by, trained_on, deciding(settings) | pixels)
     folder = cell_folder(study.out, *parts)
     measures = study.measures[split]
     file = folder / f"{split}-{digest([(measure.name, measure.examples) for measure in measures])}.json"
