@@ -1,4 +1,4 @@
-"""Files that several tests write: the official layouts of VQAv2 and MMNeedle, and plain text."""
+"""Files that several tests write: the official layouts of VQAv2, COCO's captions and MMNeedle, and plain text."""
 
 import json
 import random
@@ -53,6 +53,25 @@ def write_mmneedle(folder: Path) -> Path:
     tests += [test(5000 + n, n, -1, -1, -1, 8 + n) for n in (0, 1)]
     (folder / "annotations_1_2_2.json").write_text(json.dumps(tests))
     return folder
+
+
+def write_captions(path: Path, names: list[str], each: int = 3) -> Path:
+    """Captions of pictures as COCO publishes captions_val2014.json: `each` of them for a picture, in no order."""
+    numbers = {name: int(name.rpartition("_")[2].removesuffix(".jpg")) for name in names}
+    images = [
+        {"license": 3, "file_name": name, "coco_url": f"http://images.cocodataset.org/val2014/{name}", "height": 64}
+        | {"width": 64, "date_captured": "2013-11-14 11:18:45", "flickr_url": "http://flickr.com/x.jpg", "id": number}
+        for name, number in numbers.items()
+    ]
+    annotations = [
+        {"image_id": number, "id": 10 * number + place, "caption": f"Caption {place} of {number}. "}
+        for place in range(each)
+        for number in reversed(numbers.values())
+    ]
+    licenses = [{"url": "http://creativecommons.org/licenses/by-nc/2.0/", "id": 2, "name": "Attribution-NonCommercial"}]
+    head = {"info": {"description": "2014 MS COCO dataset", "version": "1.0", "year": 2014}, "images": images}
+    path.write_text(json.dumps(head | {"licenses": licenses, "annotations": annotations}))
+    return path
 
 
 def prose(seed: int, lines: int = 60) -> str:

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from model.scan import scan_shapes_only
 from train.loop import Micro
-from train.optim import trainable
+from train.optim import is_inner_matrix, trainable
 from train.supervised import supervised_loss
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ FLOPS = {
 class StepCost:
     """Bytes at the peak of a step, and the FLOPs of one micro-batch's matrix products.
 
-    moments: both of Adam, in the parameters' dtype. activations: whatever else is alive at the peak.
+    moments: both of Adam or the one of Muon, in the parameters' dtype. activations: whatever else is alive at the peak.
     """
 
     weights: float
@@ -121,6 +121,7 @@ def step_costs(
     autocast: torch.dtype | None,
     accumulates: bool = False,
     loss: Callable[..., torch.Tensor] = supervised_loss,
+    optimizer: str = "adamw",
 ) -> tuple[StepCost, StepCost]:
     """What a step of `model` costs, without and with checkpointing.
 
@@ -130,15 +131,16 @@ def step_costs(
     fake, costs = FakeTensorMode(), []
     with fake:
         _take_shapes(model)
-    learned = list(trainable(model).values())
+    learned, by_muon = trainable(model), optimizer == "muon"
+    moments = sum((1 if by_muon and is_inner_matrix(*one) else 2) * one[1].nbytes for one in learned.items())
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    gradients = sum(parameter.nbytes for parameter in learned)
+    gradients = sum(parameter.nbytes for parameter in learned.values())
     for checkpointing in (False, True):
         counter = _Counter()
         with fake, counter, scan_shapes_only():
             for tensor in (*model.parameters(), *model.buffers()):
                 counter.known[tensor.untyped_storage()] = 0  # counted above
-            for parameter in learned:
+            for parameter in learned.values():
                 parameter.grad = torch.empty_like(parameter) if accumulates else None
             counter.live = counter.peak = gradients if accumulates else 0
             shapes = _shapes_of(micro, fake, counter)
@@ -147,7 +149,7 @@ def step_costs(
             with torch.autocast("cpu", autocast, enabled=autocast is not None):
                 value = loss(model, shapes)
             (value / micro.tokens).backward()
-        costs.append(StepCost(weights, gradients, 2 * gradients, counter.peak - gradients, counter.flops))
+        costs.append(StepCost(weights, gradients, moments, counter.peak - gradients, counter.flops))
     return costs[0], costs[1]
 
 

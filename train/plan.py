@@ -11,6 +11,7 @@ from itertools import chain
 
 import torch
 
+from eval.records import Record
 from eval.report import markdown_table
 from model.common import UserError, shown
 from model.device import autocast_dtype, dtype_name
@@ -64,15 +65,19 @@ class PlanRow:
 
 
 def plan(
-    settings: Settings, name: str | None = None, gpus: int = 1, start: tuple[PaliGemma, Processor] | None = None
+    settings: Settings,
+    name: str | None = None,
+    gpus: int = 1,
+    start: tuple[PaliGemma, Processor] | None = None,
+    known: dict[str, list[Record]] | None = None,
 ) -> PlanRow:
     """What the run of `settings` on `gpus` GPUs would take. Raises UserError for all that the run would refuse.
 
     `device` decides dtypes, as in the run; "auto" is a GPU here. start: a model on the meta device, in the run's dtype,
-    and its processor, where there are no files of it yet.
+    and its processor, where there are no files of it yet. known: see `read_records`.
     """
     rows, micro_batches = step_layout(settings, gpus)
-    records, accumulates = read_records(settings), micro_batches > gpus
+    records, accumulates = read_records(settings, known=known), micro_batches > gpus
     device = torch.device("cuda" if settings.device == "auto" else settings.device)
     dtype = dtype_name(weights_dtype(settings, device))
     model, _ = open_model(replace(settings, dtype=dtype), torch.device("meta"), start and start[0])
@@ -85,7 +90,8 @@ def plan(
     sample = open_sample(order, settings)
     parameters, trained = count(model.parameters()), count(learned.values())
     gathered = gathered_bytes(model, autocast)
-    costs = step_costs(model, sample.widest, autocast, accumulates)
+    costs = step_costs(model, sample.widest, autocast, accumulates, optimizer=settings.optimizer)
+    kept = 4 * trained + costs[0].moments  # in a checkpoint
     if settings.shard and gpus > 1:
         costs = tuple(spread_cost(cost, gpus, gathered) for cost in costs)
     samples = min(order.total * rows * micro_batches, settings.epochs * len(records))
@@ -102,8 +108,8 @@ def plan(
         tokens=round(tokens),
         plain=costs[0],
         checkpointed=costs[1],
-        # checkpoints have fp32 weights and two moments; one more than is kept while it is written
-        disk=12 * trained * (settings.keep + 1) + result * (2 if settings.keep_best else 1),
+        # one checkpoint more than is kept while it is written
+        disk=kept * (settings.keep + 1) + result * (2 if settings.keep_best else 1),
         flops=costs[settings.checkpointing].flops * tokens / sample.widest.batch.input_ids.numel(),
         batch=tuple(batch_lines(sample.first, processor)[: 2 * SHOWN]),
         left_out=sample.left_out,

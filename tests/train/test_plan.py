@@ -126,6 +126,21 @@ def test_operations_are_those_that_pytorch_counts(monkeypatch):
     assert flops == counter.get_total_flops() + again
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_moments_are_what_the_optimizer_keeps(optimizer, monkeypatch):
+    """Breaks when Muon, which keeps one buffer for a matrix, is counted as Adam, which keeps two."""
+    monkeypatch.setitem(PRESETS, "tiny", SMALL)
+    settings = parse([*QUICK, "--attention", "softmax", "--full", "--optimizer", optimizer])[0]
+    model, kept = open_model(settings, CPU)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    kept.step()
+    held = [value for state in kept.state.values() for value in state.values() if value.dim()]
+    row = plan(settings)
+    assert row.plain.moments == sum(tensor.nbytes for tensor in held)
+    assert row.disk == (4 * row.trainable + row.plain.moments) * (settings.keep + 1) + 2 * 4 * row.parameters
+
+
 def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(tmp_path, monkeypatch, capsys):
     """Breaks when a plan reads the weights, makes a folder, or passes over pictures that are not there."""
     monkeypatch.chdir(tmp_path)

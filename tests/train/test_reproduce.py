@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 from PIL import Image
 
 from model.common import UserError
-from tests.files import write_mmneedle, write_vqav2
+from tests.files import write_captions, write_mmneedle, write_vqav2
 from train import reproduce, supervised
 from train.recipes import RECIPES
 from train.settings import Settings
@@ -119,6 +120,26 @@ def test_official_files_and_finished_runs(tmp_path, trainings, capsys):
     (Path(folders[0]) / "config.json").write_text(json.dumps({"lr": 1}))
     with pytest.raises(UserError, match="no model of Table 1: say which it stands for, paper-1="):
         run(tmp_path / "d", *flags, "--from", folders[0])
+
+
+def test_needles_are_drawn_from_cocos_own_captions(tmp_path):
+    """Breaks when COCO's captions_val2014.json is not read, a needle has the caption of another picture, or a picture
+    that is not there, or has no caption, is stitched in."""
+    write_vqav2(tmp_path / "vqa", images=4, subset="train2014")
+    write_vqav2(tmp_path / "vqa", images=4, subset="val2014")
+    coco = write_mmneedle(tmp_path / "coco")
+    names = sorted(path.name for path in (coco / "val2014").iterdir())
+    captions = write_captions(coco / "captions_val2014.json", [*names[:10], "COCO_val2014_000000000099.jpg"])
+    flags = ["--data", f"vqav2:{tmp_path / 'vqa'}", "--coco", str(coco), "--captions", str(captions)]
+    call = paper.read_arguments([*flags, "--needle-limit", "8", "--vqa-limit", "4", "--device", "cpu"])
+    (needles,) = paper.make_measures(call.base, call.options)["needles"]
+    tests = [test for _, test in needles.examples]
+    assert Counter(needles.labels) == dict.fromkeys(((0, 0), (0, 1), (1, 0), (1, 1)), 2)
+    for test in tests:
+        (row, column), (target,), (grid,) = test.places[0][1:], test.targets, test.haystack
+        number = int(target.rpartition("_")[2].removesuffix(".jpg"))
+        assert test.captions == (f"Caption 2 of {number}. ",) and grid[2 * row + column] == target  # the last one
+        assert {Path(name).name for name in grid} <= set(names[:10]) and len(set(grid)) == 4
 
 
 def test_finished_runs_of_part_2_stand_where_part_1_has_none(monkeypatch, capsys):

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from eval.records import Record
 from lora import adapter
 from lora.files import read_tensors
 from model.common import UserError, read_json, shown
@@ -303,21 +304,23 @@ def planned_rows(call: Call) -> list[FineTuningRow]:
 def print_plan(call: Call, measures: dict[str, list[Measure]]) -> None:
     """What the runs would take, those of Part 2 for the models that the paper chose; nothing is trained."""
     planned: dict[str, PlanRow] = {}
+    known: dict[str, list[Record]] = {}
     for row in planned_rows(call):
         print(f"planning {row.name}", file=sys.stderr, flush=True)
-        planned[row.name] = plan(replace(call.base, **row.changes), row.name, call.arguments.gpus)
+        planned[row.name] = plan(replace(call.base, **row.changes), row.name, call.arguments.gpus, known=known)
     for name in planned.keys() & {"paper-1", "paper-2"}:
         row = make_row(name, call.base, call.given, whole=True)
-        planned[row.name] = on_more(planned[name], row.name, replace(call.base, **row.changes))
+        planned[row.name] = on_more(planned[name], row.name, replace(call.base, **row.changes), known)
     rows = [planned[name] for name in sorted(planned) if name not in call.runs]
     asked = {split: len(of_split[0].examples) if of_split else 0 for split, of_split in measures.items()}
-    print(plan_table(rows, call.arguments.gpu))
+    if rows:
+        print(plan_table(rows, call.arguments.gpu))
     print(f"\n{asked['vqa']:,} VQA questions to each model, {asked['needles']:,} needle tests to three of them.")
 
 
-def on_more(row: PlanRow, name: str, settings: Settings) -> PlanRow:
+def on_more(row: PlanRow, name: str, settings: Settings, known: dict[str, list[Record]]) -> PlanRow:
     """The plan of the same model on the data of `settings`: its step is the same."""
-    records = len(read_records(settings))
+    records = len(read_records(settings, known=known))
     steps = settings.steps or settings.epochs * -(-records // row.step_rows)
     samples = min(steps * row.step_rows, settings.epochs * records)
     more = samples / row.samples
