@@ -310,17 +310,16 @@ def _annotation(record: dict, where: str) -> Annotation:
         return Annotation(id_, ({"answer": answer},), answer, kind, structural, balanced=balanced)
     # TextVQA lists bare strings
     given = [{"answer": a} if isinstance(a, str) else a for a in read_field(record, "answers", LIST, where)]
-    answers = tuple(answer for _, answer in records_of(given, f"{where}: answers"))
-    for number, answer in enumerate(answers):
-        read_field(answer, "answer", TEXT, f"{where}: answers[{number}]")
-    most = Counter(answer["answer"] for answer in answers).most_common(1)[0][0]
+    for place, answer in records_of(given, f"{where}: answers"):
+        read_field(answer, "answer", TEXT, place)
     said, answer_type, question_type = (
         read_field(record, name, TEXT, where, default=None)
         for name in ("multiple_choice_answer", "answer_type", "question_type")
     )
     answerable = read_field(record, "answerable", Expected(int, choices=(0, 1)), where, default=None)
-    said = most if said is None else said
-    return Annotation(id_, answers, said, answer_type, question_type, answerable=answerable)
+    if said is None:
+        said = Counter(answer["answer"] for answer in given).most_common(1)[0][0]
+    return Annotation(id_, tuple(given), said, answer_type, question_type, answerable=answerable)
 
 
 # POPE
