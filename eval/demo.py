@@ -43,11 +43,12 @@ GRADIO = "gradio>=6,<7"
 EXAMPLES = (
     (192, "answer en Where is the dog?"),
     (193, "answer en How many objects are there in the image?"),
-    (192, "detect bread"),
-    (1008, "caption en"),
+    (192, "detect dog"),
+    (200, "caption en"),
 )
 STYLE = """
 .gradio-container { width: 100%; max-width: 1180px !important; margin: 0 auto !important; }
+.image-frame img { width: 100% !important; height: 100% !important; object-fit: contain !important; }
 #prompt button { background: var(--button-primary-background-fill); color: var(--button-primary-text-color); }
 #answer textarea { font-size: 1.5rem; font-weight: 600; }
 #look iframe { width: 100%; height: 1180px; border: 1px solid var(--border-color-primary); border-radius: 14px; }
@@ -140,7 +141,7 @@ def example_rows(folder: Path) -> list[list[str]]:
     rows = []
     for number, (index, prompt) in enumerate(EXAMPLES):
         path = folder / f"scene-{number}.png"
-        scenes.sample("vqa", "test", index).image.resize((448, 448), Image.Resampling.NEAREST).save(path)
+        scenes.sample("vqa", "test", index).image.save(path)
         rows.append([str(path), prompt])
     return rows
 

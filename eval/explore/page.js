@@ -122,7 +122,7 @@ const largest = (values) => values.reduce((most, value) => Math.max(most, Math.a
 function limitOf(panel, kind, layer, head) {
   const of = SIGNED.has(kind) ? [kind] : kindsOf(panel.model).filter((one) => !SIGNED.has(one));
   const maps = of.map((one) => weights(panel.model, panel.token, one, layer, head)).filter(Boolean);
-  return Math.max(...maps.map((map) => largest(patches(panel, map))), (kind === "change" ? 0.1 : 1) / panel.model.shape[2]);
+  return Math.max(0, ...maps.map((map) => largest(patches(panel, map))), (kind === "change" ? 0.1 : 1) / panel.model.shape[2]);
 }
 
 // Numbers
@@ -152,7 +152,7 @@ function drawWords(panel, values) {
     const span = make("span", { textContent: text.trim() || (text.includes("\n") ? "↵" : "␣"), title: percent(values[key], 2) });
     const name = values[key] < 0 ? "--less" : "--more", share = Math.round((85 * Math.abs(values[key])) / most);
     span.style.background = `color-mix(in srgb, var(${name}) ${share}%, transparent)`;
-    if (+key >= panel.model.prompt) span.className = "new";
+    if (+key >= panel.model.prompt) span.className = +key < panel.model.prompt + panel.number ? "new" : "new later";
     return /^[ ‹]/.test(text) || +key === panel.model.prompt ? [" ", span] : [span];
   }));
 }
@@ -207,8 +207,6 @@ function drawStrips(panel) {
 
 function drawPanel(panel, full) {
   const { model, root } = panel;
-  panel.number = Math.min(state.hover ?? state.token, model.tokens.length - 1);
-  panel.token = model.tokens[panel.number];
   [...$(".tokens", root).children].forEach((button, n) => {
     button.setAttribute("aria-checked", n === panel.number);
     button.tabIndex = n === panel.number ? 0 : -1;
@@ -216,7 +214,9 @@ function drawPanel(panel, full) {
   const head = panel.token.heads ? state.head : -1, kind = shownKind(model), map = mapOf(model, panel.token, kind, state.layer, head);
   if (!map) return "";
   const values = map.weights;
-  const limit = limitOf(panel, kind, state.layer, head), big = $(".big", root);
+  // models beside each other share a scale
+  const limit = Math.max(...panels.map((one) => limitOf(one, shownKind(one.model), state.layer, one.token.heads ? state.head : -1)));
+  const big = $(".big", root);
   paint(panel, big, values, limit);
   const signed = SIGNED.has(kind), bar = $(".scale i", root), plain = `color-mix(in srgb, var(--more) 85%, transparent)`;
   bar.style.background = signed ? `linear-gradient(90deg, var(--less), transparent, var(--more))` : `linear-gradient(90deg, transparent, ${plain})`;
@@ -236,8 +236,10 @@ function drawPanel(panel, full) {
 let drawing = 0;
 async function draw() {
   const mine = ++drawing;
-  for (const panel of panels) await load(panel, panel.model.tokens[Math.min(state.hover ?? state.token, panel.model.tokens.length - 1)]);
+  const numberOf = ({ model }) => Math.min(state.hover ?? state.token, model.tokens.length - 1);
+  for (const panel of panels) await load(panel, panel.model.tokens[numberOf(panel)]);
   if (mine !== drawing) return; // something else is to be shown by now
+  for (const panel of panels) Object.assign(panel, { number: numberOf(panel), token: panel.model.tokens[numberOf(panel)] });
   const summaries = panels.map((panel) => drawPanel(panel, true));
   $("#layer").value = state.layer + 1;
   $("#layer").setAttribute("aria-valuetext", `layer ${state.layer + 1} of ${$("#layer").max}`);
