@@ -82,6 +82,7 @@ _WINGS = _ONE_EPOCH | {"r": 64}
 # Q-Mamba: the paper's rates and batches; weights in fp32, matrix products in bf16 on a GPU
 _QMAMBA = _ONE_EPOCH | {"optimizer": "radam", "weight_decay": 0.0, "dtype": "fp32"}
 _SMALL = {"batch_size": 32, "step_batch": 32}
+_SMALL_WINGS = _SMALL | {"tasks": "vqa,scan"}  # its decoder has never seen a picture: it learns to read one from scan
 _SMALL_QMAMBA = _SMALL | {"tasks": "vqa,locate,count,exist"}
 
 # Of each system with stages, by its `--arch` name and the stage's number. `train/systems/open.py` makes their models.
@@ -90,12 +91,12 @@ STAGES: dict[str, dict[int, StageRecipe]] = {
         1: StageRecipe(
             {r"multi_modal_projector\..*|.*\.visual\..*": 1.0},
             _WINGS | {"lr": 2e-4, "weight_decay": 1e-9, "step_batch": 256},
-            _SMALL | {"r": 16, "lr": 3e-3, "samples": 3200, "base": "embedded-text"},
+            _SMALL_WINGS | {"r": 16, "lr": 3e-3, "samples": 3200, "base": "embedded-text"},
         ),
         2: StageRecipe(
             {r"multi_modal_projector\..*": 5.0, r"language_model\..*": 1.0},
             _WINGS | {"lr": 2e-6, "weight_decay": 1e-8, "step_batch": 64},
-            _SMALL | {"lr": 5e-4, "samples": 9600},
+            _SMALL_WINGS | {"lr": 5e-4, "samples": 9600},
         ),
     },
     "qmamba": {
