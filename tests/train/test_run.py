@@ -339,8 +339,8 @@ def state_with(numerics: dict) -> dict:
     return state
 
 
-HOLD = "import sys; from pathlib import Path; from train.run_folder import _lock; lock = _lock(Path(sys.argv[1])); "
-HOLD += "print('held', flush=True); sys.stdin.read()"
+HOLD = "import sys; from pathlib import Path; from train.run_folder import lock_folder; "
+HOLD += "lock = lock_folder(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 
 
 @pytest.mark.parametrize("what", ["resume", "out"])

@@ -629,7 +629,7 @@ BAD_SINGLE = {
         lambda f: (truncate(f), (f / "config.json").unlink()),
         r"2 problems: \(1\).*config.json.*\(2\).*truncated",
     ),
-    "pickle": (pickled_only, "pytorch_model.bin can run any code when opened.*save_pretrained"),
+    "pickle": (pickled_only, "pytorch_model.bin can run any code when opened.*python -m weights.convert"),
     "nothing": (no_tensors, f"holds neither {SINGLE_FILE} nor {INDEX_FILE} nor an .npz"),
     "adapter": (adapter_only, "holds an adapter"),
     "unfinished run": (
