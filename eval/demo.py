@@ -184,7 +184,15 @@ def build(opened: Opened, folder: Path) -> Any:
                 prompt = gradio.Textbox(label="Prompt", value=EXAMPLES[0][1], submit_btn="Ask", elem_id="prompt")
             with gradio.Column():
                 answer = gradio.Textbox(label="Answer", interactive=False, elem_id="answer")
-                boxes = gradio.Image(label="Boxes", visible=False, interactive=False, format="png", elem_id="boxes")
+                boxes = gradio.Image(
+                    label="Boxes",
+                    visible=False,
+                    interactive=False,
+                    format="png",
+                    elem_id="boxes",
+                    height=380,
+                    buttons=["download", "fullscreen"],
+                )
                 inside = gradio.Button("Where did it look?", elem_id="inside")
                 if opened.subject.source == EMBEDDED:
                     gradio.Examples(example_rows(folder), [picture, prompt], label="Scenes of the embedded base")
