@@ -15,6 +15,8 @@ from eval.text.corpus import open_corpus
 from eval.text.measures import PANELS, Scores
 from model.common import UserError
 from train import compare, reproduce
+from train.signals import Interrupted
+from train.studies import engine
 from train.studies import text as study_text
 from train.studies.engine import finish_cell
 from train.studies.text import Job, main, read_arguments
@@ -162,6 +164,21 @@ def test_a_cell_counts_the_seconds_of_calls_that_were_interrupted(tmp_path):
         finish_cell(file, "cell", work)
     assert 0.1 <= finish_cell(file, "cell", work)["cpu_seconds"] < 1
     assert {path.name for path in file.parent.iterdir()} == {"begun", "result.json"}
+
+
+def test_no_cell_is_begun_after_a_signal(monkeypatch):
+    """Breaks when an interrupted study computes the cells that its processes already hold, for hours."""
+    begun = []
+
+    def work(job: int) -> dict:
+        begun.append(job)
+        raise Interrupted(15)
+
+    monkeypatch.setattr(engine, "ENDED", [])
+    for job in (1, 2):
+        with pytest.raises(Interrupted):
+            engine.work_unless_ended(work, job)
+    assert begun == [1]
 
 
 def test_both_kinds_get_the_same_search(text_folder, tmp_path, monkeypatch):

@@ -153,6 +153,20 @@ def prepare_process(threads: int) -> None:
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
+ENDED: list[Interrupted] = []  # in a process that computes cells: the signal that has ended one
+
+
+def work_unless_ended(work: Callable[[Job], dict], job: Job) -> dict:
+    """`work(job)`. After a signal no other job is begun: the pool hands them over in advance."""
+    if ENDED:
+        raise ENDED[0]
+    try:
+        return work(job)
+    except Interrupted as interrupted:
+        ENDED.append(interrupted)
+        raise
+
+
 def side_by_side(
     work: Callable[[Job], dict], jobs: Sequence[Job], processes: int, spell_result: Callable[[Job, dict], str]
 ) -> list[dict]:
@@ -168,7 +182,7 @@ def side_by_side(
         catch_signals() as stop,
         ProcessPoolExecutor(processes, mp_context=spawn, initializer=prepare_process, initargs=(threads,)) as pool,
     ):
-        waiting = running = {pool.submit(work, job): job for job in jobs}
+        waiting = running = {pool.submit(work_unless_ended, work, job): job for job in jobs}
         try:
             while waiting:
                 ended, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
