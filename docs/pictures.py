@@ -45,6 +45,7 @@ def local_page(browser, folder: Path) -> None:
     page.locator("#prompt button").click()
     page.wait_for_selector("#boxes img")
     page.wait_for_timeout(1000)
+    page.evaluate("scrollTo(0, 0)")
     page.screenshot(path=HERE / "demo.png")
     blocks.close(verbose=False)
 
