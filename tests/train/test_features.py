@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eval.records import embedded_records
-from lora.quantize import quantize
+from lora.adapter import quantize
 from model.attention import set_attention_backend
 from model.common import UserError
 from model.config import PRESETS
