@@ -17,6 +17,7 @@ from eval.records import embedded_records
 from eval.run import Ask, ask_all
 from model import device
 from model.common import UserError
+from model.paligemma import PaliGemma
 from model.processor import Processor
 from tests.files import write_vqav2
 from tests.runs import metrics, torchrun
@@ -206,6 +207,13 @@ def questions(folder: Path) -> list[Ask]:
     ]
 
 
+LIMITS = {"max_new_tokens": 4, "batch_size": 4}
+
+
+def embedded() -> tuple[PaliGemma, Processor]:
+    return load_model("embedded"), Processor.from_source("embedded")
+
+
 def one_of_two(rank: int, folder: Path, asked: list[Ask]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", world_size=2, rank=rank, timeout=timedelta(seconds=120))
@@ -217,15 +225,7 @@ def one_of_two(rank: int, folder: Path, asked: list[Ask]) -> None:
         assert sorted(shares[0] + shares[1]) == sorted(items) and not set(shares[0]) & set(shares[1])
         assert done == [f"{item} by {int(item in shares[1])}" for item in items]
     left_out: dict[str, str] = {}
-    answers = ask_together(
-        world,
-        load_model("embedded"),
-        Processor.from_source("embedded"),
-        asked,
-        max_new_tokens=4,
-        batch_size=4,
-        left_out=left_out,
-    )
+    answers = ask_together(world, *embedded(), asked, **LIMITS, left_out=left_out)
     (folder / f"{rank}.json").write_text(json.dumps([answers, left_out]))
     dist.destroy_process_group()
 
@@ -235,14 +235,7 @@ def test_two_processes_answer_as_one(tmp_path):
     """Breaks when a question is answered twice, by nobody, or in another's place, or its problem is not told to all."""
     asked, left_out = questions(tmp_path), {}
     torch.multiprocessing.spawn(one_of_two, (tmp_path, asked), nprocs=2)
-    expected = ask_all(
-        load_model("embedded"),
-        Processor.from_source("embedded"),
-        asked,
-        max_new_tokens=4,
-        batch_size=4,
-        left_out=left_out,
-    )
+    expected = ask_all(*embedded(), asked, **LIMITS, left_out=left_out)
     assert len(set(expected)) > 6 and expected.count(None) == 3
     for rank in range(2):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == [expected, left_out]
