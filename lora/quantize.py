@@ -52,6 +52,16 @@ class QuantizedLinear(Linear):
         y = _Product.apply(x, self.unpack, (self.out_features, self.in_features), *self.stored())
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
+    def _apply(self, fn, recurse=True):
+        """As nn.Module's, but `model.to(dtype)` moves the scales without rounding them."""
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = self.get_buffer(name)
+            if moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
+
     def put_back(self) -> Linear:
         """A plain layer of the weights that this one computes with, in the dtype that they had before."""
         with torch.device("meta"):

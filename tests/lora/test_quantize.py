@@ -81,6 +81,14 @@ def test_nf4_takes_4_bits():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_cast_leaves_the_scales(kind):
+    """Breaks when a quantized model that is cast computes with scales that were rounded on the way."""
+    layer = KINDS[kind](Linear(130, 77, bias=False))
+    before = layer.put_back().weight
+    assert torch.equal(layer.to(torch.bfloat16).put_back().weight, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_merging_keeps_what_was_trained(kind, model, inputs):
     """Breaks when LoRA is merged into other weights than those that it was trained around, or a layer stays packed."""
     adapter.inject(model, TARGETS, 3, 6.0)
