@@ -62,6 +62,13 @@ class ScaledOptions(StudyOptions):
     threads: int = flag(torch.get_num_threads(), "CPU threads", least=1, metavar="N")
 
 
+@dataclass(frozen=True)
+class QuickOptions:
+    """The flag of a study that has a plan of minutes beside the whole one."""
+
+    quick: bool = flag(False, "a plan of at most ten minutes on two cores; the report says what it leaves out")
+
+
 Options = TypeVar("Options", bound=ScaledOptions)
 Job = TypeVar("Job")  # what makes a cell, in another process perhaps
 
