@@ -251,7 +251,9 @@ def fused_attention(q, k, v, mask, scale: float) -> torch.Tensor:
         heads = F.scaled_dot_product_attention(by_key_head, k, v, mask, scale=scale)
         return heads.view(*q.shape[:3], -1)
     if groups > 1 and mask is not None and q.is_cuda:  # CUDA's kernels take a mask or shared heads, not both
-        k, v, groups = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), 1
+        # a single key head is shared without a copy, which would be kept for the backward pass
+        k, v = (t.expand(-1, groups, -1, -1) if t.shape[1] == 1 else t.repeat_interleave(groups, dim=1) for t in (k, v))
+        groups = 1
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=groups > 1)
 
 

@@ -174,7 +174,9 @@ class _Linear(torch.autograd.Function):
 
 def rows_are_faster(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether `row_attention` is faster than the fused kernel, for queries (B, N, S, D) and keys (B, K, Sk, D)."""
-    if torch.compiler.is_compiling() or q.shape[2] == 1 or q.shape[2] * k.shape[2] > MAX_MAP_ELEMENTS:
+    if q.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    if q.shape[2] == 1 or q.shape[2] * k.shape[2] > MAX_MAP_ELEMENTS:
         return False
     return onednn_is_faster(q[0, : q.shape[1] // k.shape[1]], k[0])
 

@@ -32,6 +32,9 @@ def choose_device(name: str = "auto") -> torch.device:
     """
     if cpu.path not in cpu.PATHS:
         raise UserError(f"DMT_CPU_PATH={shown(cpu.path)}: expected {' or '.join(cpu.PATHS)}")
+    if _IS_THERE["cuda"]():
+        # cuDNN's attention comes first on an H100, and plans anew for each shape: in decoding, at every token
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if name == "auto":
         return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if _IS_THERE[kind]()))
     if not re.fullmatch(r"(cpu|cuda|mps|xpu)(:\d{1,3})?", name):

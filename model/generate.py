@@ -47,24 +47,28 @@ def check_finite(logits: torch.Tensor, name: str = "") -> None:
 class CompiledStep:
     """One step of decoding through torch.compile, for many calls of `generate`; on CUDA as a CUDA graph.
 
-    It keeps its cache, because a CUDA graph reads fixed addresses. The capacity is rounded up to a multiple of
-    `bucket`, so that prompts of another length seldom need another cache. `options` are torch.compile's. The first
-    call takes long.
+    It keeps its caches, because a CUDA graph reads fixed addresses. The capacity is rounded up to a multiple of
+    `bucket`, so that prompts of another length seldom need another cache; each number of rows and capacity is compiled
+    by itself. `options` are torch.compile's. The first call of each takes long.
     """
 
     def __init__(self, model: PaliGemma, bucket: int = 128, **options: Any):
         if options == {} and next(model.parameters()).is_cuda:
             options = {"mode": "reduce-overhead"}
+        # one compilation for each (rows, capacity); beyond its limit the compiler would raise
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # pyright: ignore
         self.model, self.bucket = model, bucket
-        self.rows, self.cache = 0, []
+        self.caches: dict[tuple[int, int], list[LayerCache]] = {}
+        self.cache: list[LayerCache] = []  # that of the present batch
         self.position = torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)
-        self.step = torch.compile(self._step, fullgraph=True, **options)
+        self.step = torch.compile(self._step, fullgraph=True, dynamic=False, **options)
 
     def open(self, rows: int, capacity: int) -> list[LayerCache]:
         """A cache for `rows` prompts, ready to read them. Raises UserError for a model without keys and values."""
         capacity += -capacity % self.bucket
-        if not self.cache or (self.rows, self.cache[0].capacity) != (rows, capacity):
-            self.rows, self.cache = rows, self.model.new_cache(capacity)
+        if (rows, capacity) not in self.caches:
+            self.caches[rows, capacity] = self.model.new_cache(capacity)
+        self.cache = self.caches[rows, capacity]
         for layer in self.cache:
             if not isinstance(layer, LayerCache):
                 raise UserError("a model with no key/value cache cannot be compiled: decode without --compile")

@@ -206,11 +206,14 @@ class Processor:
         """Rows of `layout` as one batch, with the pictures of all their image slots in order.
 
         Pictures that are the same object or path are opened once. pictures None: they are encoded elsewhere, the batch
-        has no pixels, and its image_index is 0, 1, … over the slots. Raises UserError, naming the file.
+        has no pixels, and its image_index is 0, 1, … over the slots. Raises UserError, naming the file, and for another
+        number of pictures than of slots, which a model on a GPU does not count.
         """
+        slots = sum(ids.count(self.config.image_token_id) for ids, *_ in rows) // self.config.num_image_tokens
         if pictures is None:
-            slots = sum(ids.count(self.config.image_token_id) for ids, *_ in rows) // self.config.num_image_tokens
             distinct, index = {}, list(range(slots))
+        elif len(pictures) != slots:
+            raise UserError(f"the rows have {slots} image slots for {len(pictures)} pictures: give one for each slot")
         else:
             distinct = {_identity(picture): picture for picture in pictures}
             number = {key: number for number, key in enumerate(distinct)}

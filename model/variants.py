@@ -290,6 +290,8 @@ class Dex(Differential):
             raise UserError(f"heads are {heads!r}, expected at least one of 0 to {self.num_heads - 1}")
         if lambda_init == 0:
             raise UserError("lambda_init is 0: with W_D = 0 neither would ever get a gradient; give another number")
+        # a buffer: a copy from the CPU in each call would make it wait, and cannot be a part of a CUDA graph
+        self.register_buffer("chosen", torch.tensor(self.heads), persistent=False)
         self.w_d = nn.Parameter(torch.zeros(self.head_dim, self.head_dim))
         self.lambda_d = nn.Parameter(torch.full((1,), float(lambda_init)))
 
@@ -297,8 +299,7 @@ class Dex(Differential):
         heads = self.softmax_attention(q, k, v, mask)
         if len(self.heads) == self.num_heads:
             return self.change(heads)
-        chosen = torch.tensor(self.heads, device=heads.device)
-        return heads.index_copy(1, chosen, self.change(heads[:, chosen]))
+        return heads.index_copy(1, self.chosen, self.change(heads[:, self.chosen]))
 
     def change(self, heads: torch.Tensor) -> torch.Tensor:
         """o − λ·o·W_D for heads o (B, n, S, D), in fp32, cast back to their dtype."""

@@ -42,10 +42,10 @@ class World:
         return self.rank == 0
 
     def totals(self, *values: float) -> list[float]:
-        """The sum of each value over all processes."""
+        """The sum of each value over all processes: on the CPU, so that no process waits for its GPU."""
         if self.size == 1:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor)
         return tensor.tolist()
 
@@ -81,13 +81,16 @@ def join_world(device: str = "auto") -> World:
     )
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{local}"
-    elif device == "auto" and size > 1:  # gloo does not have MPS, nor MPS the fp64 of `World.totals`
+    elif device == "auto" and size > 1:  # gloo does not have MPS
         device = "cpu"
     chosen = choose_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        if chosen.type == "cuda":
+            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=chosen)
+        else:
+            dist.init_process_group("gloo")
     return World(rank, size, chosen)
 
 
@@ -98,22 +101,26 @@ def leave_world() -> None:
         dist.destroy_process_group()
 
 
-def spread(model: nn.Module, world: World, shard: bool, autocast: torch.dtype | None = None) -> nn.Module:
+def spread(
+    model: nn.Module, world: World, shard: bool, autocast: torch.dtype | None = None, compiles: bool = False
+) -> nn.Module:
     """The module to call in place of `model`: itself in one process, else wrapped by DDP, or with `shard` sharded by
-    FSDP2 layer by layer.
+    FSDP2 layer by layer; all by torch.compile if it `compiles`.
 
     Both average gradients over processes, so the loss must be multiplied by `world.size`. A sharded model in fp32 that
     is called under `autocast` to bf16 gathers its weights in bf16, and sums gradients in fp32.
     """
-    if world.size == 1:
-        return model
-    if not shard:
-        ids = [world.device.index] if world.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=ids)
+    if world.size == 1 or not shard:
+        if world.size > 1:
+            ids = [world.device.index] if world.device.type == "cuda" else None
+            model = DistributedDataParallel(model, device_ids=ids)
+        return torch.compile(model) if compiles else model
     policy = MixedPrecisionPolicy()
     if autocast == torch.bfloat16 and computes_in_bf16(model):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in layers_of(model):
+        if compiles:  # the layers alone: FSDP2 does its work between them, where a graph of the whole would break
+            layer.compile()
         fully_shard(layer, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
 

@@ -41,7 +41,7 @@ class Order(Protocol):
 
     total: int
 
-    def steps(self, first: int, workers: int = 0, pin: bool = False) -> Iterator[Sequence[Micro]]: ...
+    def steps(self, first: int, workers: int | None = 0, pin: bool = False) -> Iterator[Sequence[Micro]]: ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class LoopOptions:
     autocast: str = "auto"
     compile: bool = False
     shard: bool = False
-    workers: int = 0
+    workers: int | None = None
     max_bad: int = 20
     checkpoint_every: int = 200
     keep: int = 2
@@ -93,10 +93,9 @@ def fit(
     """
     autocast, dtype = autocast_of(options.autocast, world.device), autocast_dtype(options.autocast, world.device)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
-    called = spread(model, world, options.shard, dtype)
+    called = spread(model, world, options.shard, dtype, options.compile)
     reconnect(optimizer, model)
     step, progress = restore(run, model, optimizer, scaler, kept or {}, world)
-    called = torch.compile(called) if options.compile else called
     parameters = trainable(model)
     scalars = [parameter for name, parameter in parameters.items() if re.fullmatch(SCALARS, name)]
     log = Log(run, step, order.total, progress, world)

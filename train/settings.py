@@ -125,10 +125,10 @@ class Settings:
     allow_outside: bool = flag(False, "read pictures outside of that folder too, where the data's names lead there")
     max_length: int = flag(8192, "tokens of an example, its picture's included; longer ones are left out", least=1)
     max_bad: int = flag(20, "unusable records to leave out before the run stops", least=0)
-    workers: int = flag(
-        0,
-        "processes that decode pictures: as evaluation does, but for JPEGs of 8 times the model's size and more (1792 "
-        "pixels on both sides at 224), whose pixels may differ by up to 4 of 255",
+    workers: int | None = flag(
+        None,
+        "processes that decode pictures (default: 0, on CUDA up to 8): as evaluation does, but for JPEGs of 8 times "
+        "the model's size and more (1792 pixels on both sides at 224), whose pixels may differ by up to 4 of 255",
         least=0,
         most=1024,
     )

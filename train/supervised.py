@@ -153,7 +153,7 @@ def with_features(model: PaliGemma, micro: MicroBatch, cache: FeatureCache | Non
     if cache is None or not micro.keys:
         return micro
     new = cache.encode(model, micro.batch.pixel_values)
-    for key, features in zip(micro.keys, new, strict=True):
+    for key, features in zip(micro.keys, new.cpu(), strict=True):
         cache.save(key, features)
     return replace(micro, features=micro.features.index_copy(0, micro.unseen, new))
 

@@ -107,7 +107,9 @@ class HeldOut:
         rank, size = self.world.rank, self.world.size
         plan = [*self.plan, *[[]] * (-len(self.plan) % size)]
         places, found = {record.name: number for number, record in enumerate(records)}, []
-        for micro in load_batches(records, plan[rank::size], self.processor, self.settings.workers, cache=cache):
+        on_gpu = self.world.device.type == "cuda"
+        own, workers = plan[rank::size], self.settings.workers
+        for micro in load_batches(records, own, self.processor, workers, on_gpu, cache=cache):
             names = micro.names
             micro = ready(micro, model, self.processor, self.world.device, cache)
             with autocast_of(self.settings.autocast, self.world.device):

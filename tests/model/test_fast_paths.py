@@ -467,7 +467,9 @@ def test_compiled_decoding_equals_the_plain_one_and_compiles_once(generation, co
     """Breaks when the static cache shows what is not written yet, keeps an old prompt, or a length compiles anew."""
     hf = hf_model(generation)
     model = ours(hf, "sdpa")
-    compiled = CompiledStep(model, bucket=64, backend=counter)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        compiled = CompiledStep(model, bucket=64, backend=counter)
+        assert torch._dynamo.config.recompile_limit == 64
     for seed, rows in enumerate((((6, 0), (2, 0), (4, 0)), ((9, 0), (9, 0), (1, 0)), ((3, 0), (2, 0), (2, 0)))):
         prompt = batch(hf, rows, seed)
         prompt = right_padded(prompt) if seed == 1 else prompt
@@ -478,6 +480,8 @@ def test_compiled_decoding_equals_the_plain_one_and_compiles_once(generation, co
     cache = compiled.cache[0].keys
     generate(model, **batch(hf, ((4, 0), (4, 0), (4, 0))), max_new_tokens=50, compiled=compiled)
     assert compiled.cache[0].capacity == 128 and compiled.cache[0].keys is not cache  # 70 positions
+    generate(model, **prompt, max_new_tokens=12, compiled=compiled)
+    assert compiled.cache[0].keys is cache and counter.frame_count == 2, "both sizes are kept"
 
 
 @pytest.mark.long

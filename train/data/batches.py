@@ -4,6 +4,7 @@ In: records of `eval/records.py` or `train/data/shards.py`. Out: for each step a
 follows from the seed alone, so a resumed run reads exactly what an uninterrupted one would have read.
 """
 
+import os
 import random
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -232,7 +233,7 @@ def load_batches(
     records: Sequence[Record],
     plan: Iterable[Sequence[int]],
     processor: Processor,
-    workers: int = 0,
+    workers: int | None = 0,
     pin: bool = False,
     epoch_seed: str = "",
     cache: FeatureCache | None = None,
@@ -241,8 +242,13 @@ def load_batches(
     return load(_MicroBatches(records, epoch_seed, processor, cache), plan, workers, pin)
 
 
-def load(batches: Dataset, plan: Iterable[Sequence], workers: int, pin: bool = False) -> Iterator:
-    """`batches[item]` for each item of a plan, in its order, made by `workers` processes, 0: by this one."""
+def load(batches: Dataset, plan: Iterable[Sequence], workers: int | None, pin: bool = False) -> Iterator:
+    """`batches[item]` for each item of a plan, in its order, made by `workers` processes, 0: by this one.
+
+    pin: for a GPU, in page-locked memory; then workers None are this process's share of the cores, but at most 8.
+    """
+    if workers is None:
+        workers = min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if pin else 0
     return iter(
         DataLoader(
             batches,
@@ -301,7 +307,7 @@ class Order:
         self.steps_per_epoch = -(-self.micro_batches // (accumulate * world_size))
         self.total = steps or self.steps_per_epoch * epochs
 
-    def steps(self, first: int, workers: int = 0, pin: bool = False) -> Iterator[list[MicroBatch]]:
+    def steps(self, first: int, workers: int | None = 0, pin: bool = False) -> Iterator[list[MicroBatch]]:
         """This process's micro-batches of each step, from step `first` to the last.
 
         All processes have the same number of micro-batches in a step, because they compute together. If there are too

@@ -76,7 +76,7 @@ class EncodedOrder:
     total: int
     batch: Callable[[int], MicroBatch]
 
-    def steps(self, first: int, workers: int = 0, pin: bool = False) -> Iterator[list[MicroBatch]]:
+    def steps(self, first: int, workers: int | None = 0, pin: bool = False) -> Iterator[list[MicroBatch]]:
         for step in range(first, self.total):
             yield [self.batch(step)]
 

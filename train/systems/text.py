@@ -7,6 +7,7 @@ the run folder. `train/text.py` is the command.
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from eval.text.tasks import SHOWN, Tasks
 from model.common import UserError
 from model.system_configs import TEXT_PRESETS
 from model.text import TextModel, new_model
+from train.data.batches import load
 from train.distributed import World
 from train.flags import check_ranges, flag
 from train.loop import LoopOptions, fit
@@ -103,6 +105,11 @@ class TextBatch:
         }
         return replace(self, **moved)
 
+    def pin_memory(self) -> "TextBatch":
+        """The batch in page-locked memory; DataLoader calls it."""
+        pinned = {name: getattr(self, name).pin_memory() for name in ("input_ids", "documents", "targets")}
+        return replace(self, **pinned)
+
 
 def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -> list[list[int]]:
     """The documents of one row, `length` inputs and as many targets: a pure function of the seed and the row's number.
@@ -163,12 +170,18 @@ class TextOrder:
                 "more text, or a smaller --length"
             )
 
-    def steps(self, first: int, workers: int = 0, pin: bool = False) -> Iterator[list[TextBatch]]:
+    def steps(self, first: int, workers: int | None = 0, pin: bool = False) -> Iterator[list[TextBatch]]:
         """The micro-batches of each step, from step `first` to the last."""
         size = self.settings.batch_size
-        for step in range(first, self.total):
-            begin = step * self.settings.rows + self.rank * self.share
-            yield [self.batch(begin + done, min(size, self.share - done)) for done in range(0, self.share, size)]
+        starts = (step * self.settings.rows + self.rank * self.share for step in range(first, self.total))
+        shares = [(done, min(size, self.share - done)) for done in range(0, self.share, size)]
+        batches = load(self, ((start + done, rows) for start in starts for done, rows in shares), workers, pin)
+        for _ in range(first, self.total):
+            yield list(islice(batches, len(shares)))
+
+    def __getitem__(self, item: tuple[int, int]) -> TextBatch:
+        """`batch(*item)`, for the workers of a DataLoader."""
+        return self.batch(*item)
 
     def batch(self, first: int, rows: int | None = None) -> TextBatch:
         """`rows` rows, by default those of a whole micro-batch."""
