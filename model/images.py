@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from model.common import FILE_LIMIT, UserError, open_regular, shown
 
@@ -26,7 +26,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
 
 
 def load_image(source: Drawn, draft: int | None = None) -> Image.Image:
-    """One picture as upright 8-bit RGB.
+    """One picture as upright 8-bit RGB; a Pillow image that is so already is returned itself.
 
     source: a path, an open file, a Pillow image, a uint8 array (height, width) or (height, width, 1, 3 or 4), or a
     function that returns one of these. Of an animation the first frame is taken. Transparent pixels are composited on
@@ -71,8 +71,9 @@ def _decode(source: Image.Image | np.ndarray | BinaryIO, name: str, draft: int |
 
 def to_pixels(image: Image.Image, size: int) -> torch.Tensor:
     """An RGB image to float32 (3, size, size) in [-1, 1]: bicubic on 8 bits, aspect not kept, then x/255·2-1."""
-    resized = torch.from_numpy(np.array(image.resize((size, size), Image.Resampling.BICUBIC)))
-    return resized.permute(2, 0, 1).contiguous().float().div_(255).mul_(2).sub_(1)
+    resized = image.resize((size, size), Image.Resampling.BICUBIC)
+    planes = bytearray(b"".join(resized.tobytes("raw", band) for band in "RGB"))  # Pillow separates them fastest
+    return torch.frombuffer(planes, dtype=torch.uint8).view(3, size, size).float().div_(255).mul_(2).sub_(1)
 
 
 def pad_to_square(image: Image.Image) -> Image.Image:
@@ -86,13 +87,15 @@ def pad_to_square(image: Image.Image) -> Image.Image:
 def _to_rgb(image: Image.Image) -> Image.Image:
     if 0 in image.size:
         raise UserError(f"is {image.width}×{image.height} pixels: give a picture with at least one")
-    image = ImageOps.exif_transpose(image)
+    image.load()  # while its file is open
+    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # else it would be copied
+        image = ImageOps.exif_transpose(image)
     if image.mode == "F" or image.mode.startswith("I"):
         return _to_8_bits(image).convert("RGB")
     if image.mode in ("La", "RGBa"):  # premultiplied by alpha
         image = image.convert(image.mode.upper())
     if "A" not in image.getbands() and image.info.get("transparency") is None:
-        return image.convert("RGB")
+        return image if image.mode == "RGB" else image.convert("RGB")
     white = Image.new("RGBA", image.size, "white")
     return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 

@@ -131,6 +131,30 @@ def test_decoding_steps_start_anew(setup):
     assert STEPS * weights < work.moved < 1.5 * STEPS * weights
 
 
+def test_what_does_not_fit_is_a_row(tmp_path, setup, monkeypatch):
+    """Breaks when a GPU too small for one row, side or section ends the whole benchmark, or claims a time for it."""
+    make = SECTIONS["prefill"].make
+
+    def too_large(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def made(setup, side, state):
+        works = make(setup, side, state)
+        last = list(works)[-1]
+        return works | ({last: replace(works[last], run=too_large)} if side == OURS else {})
+
+    monkeypatch.setitem(SECTIONS, "prefill", replace(SECTIONS["prefill"], make=made))
+    monkeypatch.setitem(SECTIONS, "train", replace(SECTIONS["train"], make=too_large))
+    monkeypatch.setitem(SECTIONS, "load", replace(SECTIONS["load"], measure=too_large))
+    first, last, load, train = run(tmp_path, "--section", "prefill", "load", "train")["rows"]
+    assert first["sides"][OURS]["ratio"] > 0 and last["sides"][THEIRS]["median_s"] > 0
+    for row, side in ((last, OURS), (load, OURS), (train, OURS), (train, THEIRS)):
+        found = row["sides"][side]
+        assert found["note"] == "out of memory" and found["median_s"] is found["ratio"] is None
+    text = (tmp_path / "benchmark.md").read_text()
+    assert text.count("out of memory") == 4 and "nan" not in text
+
+
 def test_shares_of_the_limits():
     """Breaks when a GPU's share is computed from other seconds than the row's median."""
     row = Measurement("train", "step", {OURS: [0.5, 2.0, 0.5]})

@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from PIL import Image
 
 from eval import figures
 from model.common import UserError, write_text
 from model.device import dtype_name
-from train.benchmark.sections import SECTIONS, use_threads
+from train.benchmark.sections import SECTIONS, too_large, use_threads
 from train.benchmark.setup import Options, open_setup
 from train.benchmark.timing import OURS, Measurement, machine, table, today, versions
 from train.flags import flag, read_flags
@@ -61,7 +62,7 @@ def report(measurements: Sequence[Measurement], about: dict) -> str:
         own = [measured for measured in measurements if measured.section == name]
         against, rounds = (
             " or ".join(dict.fromkeys(one.against for one in own)),
-            len(next(iter(own[0].seconds.values()))),
+            max(len(seconds) for one in own for seconds in one.seconds.values()),
         )
         method = f"÷: against {against}, median of the rounds' own ratios [quartiles], {rounds} rounds."
         parts += ["", f"### {SECTIONS[name].title}", "", table(own), "", method]
@@ -135,7 +136,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     measurements: list[Measurement] = []
     for name in options.section or [name for name, section in SECTIONS.items() if section.is_default(setup)]:
         section = SECTIONS[name]
-        found = section.measure(section, setup, options)
+        try:
+            found = section.measure(section, setup, options)
+        except torch.OutOfMemoryError:
+            found = [too_large(section)]
         measurements += found
         print(f"\n### {section.title}\n\n{table(found)}", flush=True)
         write_report(measurements, about, options.out)

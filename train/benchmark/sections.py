@@ -4,11 +4,11 @@ In: a `Setup` and `Options`. Out: a list of `Measurement`. All sides of a measur
 is the peak of a process of its own, beyond what its imports took.
 """
 
-import gc
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +32,7 @@ from train.benchmark.timing import (
     THEIRS,
     Measurement,
     copy_bandwidth,
+    free_memory,
     in_own_process,
     matmul_peak,
     synchronize,
@@ -48,35 +49,50 @@ from weights.load import load_model
 
 def measure_in_turns(section: "Section", setup: Setup, options: Options) -> list[Measurement]:
     """All works of a section: times, then peaks. A side that is not installed is reported and left out."""
+    found = _times(section, setup, options)
+    free_memory()  # the children need it
+    for side in found[0].seconds if options.memory and section.has_peaks else ():
+        peaks = in_own_process(peaks_of, section.name, side, setup) if any(one.seconds[side] for one in found) else {}
+        for measured in found:
+            if measured.work in peaks:
+                measured.peak[side] = peaks[measured.work]
+    return found
+
+
+def _times(section: "Section", setup: Setup, options: Options) -> list[Measurement]:
+    """All works of a section, without peaks."""
     sides = section.sides
     if section.can_compile and options.compile:
         sides = (OURS, COMPILED, THEIRS)
     state = random_state(setup.config, setup.dtype, setup.device)
     works: dict[str, dict[str, Work]] = {}
+    lost: dict[str, list[float]] = {}  # sides that do not fit
     for side in sides:
         try:
             works[side] = section.make(setup, side, state)
+        except torch.OutOfMemoryError:
+            lost[side] = []
+            free_memory()
         except UserError as error:
             if side == OURS or section.against != THEIRS:
                 raise
             print(f"{section.name}, {side}: {error}", file=sys.stderr)
-    found = []
+    found = [] if works else [too_large(section, lost)]
     limits = (matmul_peak(setup.device, setup.dtype), copy_bandwidth(setup.device)) if setup.on_gpu else None
     for name in dict.fromkeys(name for of_side in works.values() for name in of_side):
         by_side = {side: of_side[name] for side, of_side in works.items() if name in of_side}
         runs = {side: one.run for side, one in by_side.items()}
         seconds = take_turns(runs, options.rounds or section.rounds, setup.device)
-        measured = Measurement(section.name, name, seconds, section.against)
-        measured.notes = {side: notes(measured, side, one, by_side, limits) for side, one in by_side.items()}
+        measured = Measurement(section.name, name, seconds | lost, section.against)
+        fits = {side: one for side, one in by_side.items() if seconds[side]}
+        measured.notes = {side: notes(measured, side, one, fits, limits) for side, one in fits.items()}
         found.append(measured)
-    del works, state, by_side, runs  # the children need the memory
-    gc.collect()
-    for side in found[0].seconds if options.memory and section.has_peaks else ():
-        peaks = in_own_process(peaks_of, section.name, side, setup)
-        for measured in found:
-            if measured.work in peaks:
-                measured.peak[side] = peaks[measured.work]
     return found
+
+
+def too_large(section: "Section", sides: Iterable[str] = (OURS,)) -> Measurement:
+    """The row of a section that does not fit in memory."""
+    return Measurement(section.name, section.title, {side: [] for side in sides}, section.against)
 
 
 def notes(
@@ -115,10 +131,11 @@ def peaks_of(name: str, side: str, setup: Setup) -> dict[str, int]:
     for work_name, one in works.items():
         if setup.on_gpu:
             torch.cuda.reset_peak_memory_stats(setup.device)
-        for _ in range(2):
-            one.run()
-        synchronize(setup.device)
-        peaks[work_name] = peak_bytes(setup.device) - before
+        with suppress(torch.OutOfMemoryError):
+            for _ in range(2):
+                one.run()
+            synchronize(setup.device)
+            peaks[work_name] = peak_bytes(setup.device) - before
     return peaks
 
 

@@ -3,6 +3,8 @@
 In: one function for each side. Out: `Measurement`s, and tables of them.
 """
 
+import gc
+import math
 import os
 import platform
 import statistics
@@ -22,14 +24,15 @@ from model.common import UserError, keep_memory
 from model.device import processor_name
 
 OURS, COMPILED, THEIRS = "ours", "ours, compiled", "transformers"
+TOO_LARGE = "out of memory"
 
 
 @dataclass
 class Measurement:
     """One piece of work, done by every side once in each round.
 
-    seconds: by side, one number for each round. against: the side to which ratios are taken. peak: bytes by side, each
-    in a process of its own. notes: other results by side, as text.
+    seconds: by side, one number for each round; none for a side that ran out of memory. against: the side to which
+    ratios are taken. peak: bytes by side, each in a process of its own. notes: other results by side, as text.
     """
 
     section: str
@@ -40,11 +43,11 @@ class Measurement:
     notes: dict[str, str] = field(default_factory=dict)
 
     def median(self, side: str) -> float:
-        return statistics.median(self.seconds[side])
+        return statistics.median(self.seconds[side]) if self.seconds[side] else math.nan
 
     def ratio(self, side: str) -> tuple[float, float, float] | None:
         """Median and quartiles over the rounds of side / `against`; None if that side was not measured."""
-        if side == self.against or not self.seconds.get(self.against):
+        if side == self.against or not self.seconds.get(self.against) or not self.seconds[side]:
             return None
         ratios = [a / b for a, b in zip(self.seconds[side], self.seconds[self.against], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
@@ -55,15 +58,19 @@ class Measurement:
         for side, seconds in self.seconds.items():
             ratio = self.ratio(side)
             sides[side] = {
-                "median_s": self.median(side),
+                "median_s": self.median(side) if seconds else None,
                 "seconds": seconds,
                 "peak_bytes": self.peak.get(side),
                 "ratio": ratio and ratio[0],
                 "ratio_quartiles": ratio and list(ratio[1:]),
                 "peak_ratio": self.peak_ratio(side),
-                "note": self.notes.get(side),
+                "note": self.note(side),
             }
         return {"section": self.section, "work": self.work, "against": self.against, "sides": sides}
+
+    def note(self, side: str) -> str | None:
+        """The note of a side, or that it ran out of memory."""
+        return self.notes.get(side) if self.seconds[side] else TOO_LARGE
 
     def peak_ratio(self, side: str) -> float | None:
         other = self.peak.get(self.against)
@@ -76,18 +83,31 @@ def take_turns(
     """Seconds of each side in each of `rounds`, after `warmup` rounds that do not count.
 
     A temporary slowdown of the machine affects all sides of a round, so ratios are taken within a round. Every other
-    round runs backwards, so that no side always follows the same one.
+    round runs backwards, so that no side always follows the same one. A side that runs out of memory has no seconds.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
+    left = list(sides)
     for number in range(-warmup, rounds):
-        for name in list(sides) if number % 2 == 0 else reversed(list(sides)):
+        for name in left[:] if number % 2 == 0 else left[::-1]:
             synchronize(device)
             started = time.perf_counter()
-            sides[name]()
-            synchronize(device)
+            try:
+                sides[name]()
+                synchronize(device)
+            except torch.OutOfMemoryError:
+                left.remove(name)
+                seconds[name] = []
+                continue
             if number >= 0:
                 seconds[name].append(time.perf_counter() - started)
+        free_memory()
     return seconds
+
+
+def free_memory() -> None:
+    """Give back what is no longer used, to the GPU too: other processes need it."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def synchronize(device: torch.device | str) -> None:
@@ -99,11 +119,14 @@ def synchronize(device: torch.device | str) -> None:
 def in_own_process(function: Callable, *arguments):
     """What `function(*arguments)` returns in a new process. Raises UserError if it fails there.
 
-    Both must be picklable. The process imports only the module of `function`, and its output is thrown away.
+    Both must be picklable. The process imports only the module of `function`, and its output is thrown away. A GPU's
+    OutOfMemoryError is raised as it is.
     """
     try:
         with ProcessPoolExecutor(1, get_context("spawn"), initializer=_start_child) as pool:
             return pool.submit(function, *arguments).result()
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # the child's own, or BrokenProcessPool where the system has killed it
         last = (str(error).strip().splitlines() or [""])[-1]
         raise UserError(f"{function.__name__}, in a process of its own: {type(error).__name__}: {last}") from None
@@ -144,11 +167,11 @@ def table(measurements: Iterable[Measurement]) -> str:
                 (
                     measured.work,
                     side,
-                    spell_seconds(measured.median(side)),
+                    spell_seconds(measured.median(side)) if measured.seconds[side] else "",
                     "" if ratio is None else interval_text(ratio),
                     "" if peak is None else f"{peak / 2**20:,.0f} MiB",
                     "" if of_peak is None else f"{of_peak:.2f}",
-                    measured.notes.get(side, ""),
+                    measured.note(side) or "",
                 )
             )
     return "\n".join(markdown_table(("work", "side", "median", "time ÷", "memory, peak", "memory ÷", ""), lines))
