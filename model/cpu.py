@@ -29,6 +29,7 @@ MIN_WEIGHT_ELEMENTS = 1 << 16  # elements of a weight from which `_few_rows` is 
 MAX_MAP_ELEMENTS = 1 << 18  # elements of an attention map, 512 queries times keys: `row_attention` holds all maps
 
 PATHS = ("onednn", "torch")
+MIN_WIDE_ROWS = 16  # rows of x from which bf16 products are faster in fp32, where the processor cannot multiply in bf16
 
 
 def choose_path(vendor: str, capability: str, forced: str = "") -> str:
@@ -48,8 +49,24 @@ def _vendor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
+def lacks_bf16(machine: str, multiplies: bool, limit: str = "", forced: str = "") -> bool:
+    """Whether products of many bf16 rows are to be computed in fp32, three times as fast on such a processor.
+
+    machine: as platform.machine(); only x86 is known to need it. multiplies: whether the processor has instructions for
+    bf16. limit: ONEDNN_MAX_CPU_ISA, which may keep oneDNN from them. forced: DMT_CPU_PATH; "torch" leaves bf16 alone.
+    """
+    narrow = limit.upper() in ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
+    return machine.lower() in ("x86_64", "amd64") and forced != "torch" and (narrow or not multiplies)
+
+
 # Read once, at import: torch.compile cannot trace these queries.
 path = choose_path(_vendor(), torch.backends.cpu.get_cpu_capability(), os.environ.get("DMT_CPU_PATH", ""))
+widens_bf16 = lacks_bf16(
+    platform.machine(),
+    torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
+    os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
+    os.environ.get("DMT_CPU_PATH", ""),
+)
 _has_mkl = torch.backends.mkl.is_available()
 # oneDNN's x·Wᵀ + b, with an optional activation. A private operator: PyTorch's compiler emits it too.
 onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
@@ -93,6 +110,18 @@ def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ):
         return None
     return onednn_linear(x, weight, bias, "gelu", [], "tanh")
+
+
+def fp32_is_faster(x: torch.Tensor) -> bool:
+    """Whether x (…, in), in bf16, is multiplied faster with x and the weights in fp32, which costs a pass over both."""
+    return (
+        widens_bf16
+        and x.dtype == torch.bfloat16
+        and x.device.type == "cpu"
+        and x.numel() >= MIN_WIDE_ROWS * x.shape[-1]
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 def onednn_is_faster(x: torch.Tensor, weight: torch.Tensor) -> bool:

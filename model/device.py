@@ -94,7 +94,8 @@ def autocast_of(name: str, device: torch.device) -> torch.autocast:
 def numerics(device: torch.device) -> dict[str, str]:
     """What decides how results are rounded: the library, the device, on a CPU its threads, and the present autocast."""
     on_gpu = device.type == "cuda"
-    on_cpu = f"{processor_name()} {torch.backends.cpu.get_cpu_capability()} {cpu.path}"
+    products = cpu.path + ", bf16 in fp32" * cpu.widens_bf16
+    on_cpu = f"{processor_name()} {torch.backends.cpu.get_cpu_capability()} {products}"
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else "no autocast"
     return {
         "torch": torch.__version__,

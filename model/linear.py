@@ -3,12 +3,16 @@
 In: x (…, in_features). Out: x·Wᵀ + b (…, out_features). `model/cpu.py` may compute the same product faster.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from model import cpu
 
+BLOCK_ELEMENTS = 1 << 20  # of a weight that is unpacked in blocks on a CPU: as many as stay in its cache
+BLOCK_ROWS = 64  # at least, and a multiple of this
 ACTIVATIONS = {"gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
 
 
@@ -21,8 +25,35 @@ class Linear(nn.Linear):
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x (…, in) · weightᵀ (in, out) + bias (out,), as F.linear."""
+    if cpu.fp32_is_faster(x) and weight.dtype == x.dtype and not torch.is_grad_enabled():
+        return by_blocks(x.float(), weight.shape, lambda start, end: weight[start:end].float(), x.dtype, bias)
     product = cpu.linear(x, weight, bias)
     return F.linear(x, weight, bias) if product is None else product
+
+
+def by_blocks(
+    x: torch.Tensor,
+    shape: Sequence[int],
+    unpack: Callable[[int, int], torch.Tensor],
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x (…, in) · Wᵀ + bias in `dtype`, rounded to it once, with only a block of W (out, in) = `shape` at a time.
+
+    unpack: from the first row and the one after the last to these rows of W, in the dtype of x.
+    """
+    y = torch.empty(*x.shape[:-1], shape[0], dtype=dtype, device=x.device)
+    step = block_rows(shape[1])
+    for start in range(0, shape[0], step):
+        end = min(start + step, shape[0])
+        part = None if bias is None else bias[start:end].to(x.dtype)
+        y[..., start:end] = linear(x, unpack(start, end), part)
+    return y
+
+
+def block_rows(width: int) -> int:
+    """How many rows of a weight (out, width) are unpacked at a time."""
+    return max(1, BLOCK_ELEMENTS // (width * BLOCK_ROWS)) * BLOCK_ROWS
 
 
 def activated(layer: nn.Module, x: torch.Tensor, activation: str) -> torch.Tensor:

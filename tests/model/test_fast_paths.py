@@ -83,6 +83,31 @@ def test_the_other_path_is_pytorch(onednn, monkeypatch):
         assert cpu.linear(x, layer.weight) is not None and cpu.rows_are_faster(q, k)
 
 
+def test_bf16_where_the_processor_cannot_multiply_it(monkeypatch):
+    """Breaks when a block of the weight is left out or rounded, the sum is rounded twice, or PyTorch is not forced."""
+    assert cpu.lacks_bf16("x86_64", False) and cpu.lacks_bf16("AMD64", True, "avx512_core")
+    assert not cpu.lacks_bf16("x86_64", True) and not cpu.lacks_bf16("arm64", False)
+    assert not cpu.lacks_bf16("x86_64", False, "", "torch") and cpu.lacks_bf16("x86_64", False, "", "onednn")
+    torch.manual_seed(0)
+    monkeypatch.setattr("model.linear.BLOCK_ELEMENTS", 1 << 15)
+    for rows, width, out, with_bias in ((16, 512, 200, True), (40, 96, 1000, False), (300, 64, 64, True)):
+        x, weight = torch.randn(2, rows // 2, width).bfloat16(), torch.randn(out, width).bfloat16()
+        bias = torch.randn(out).mul(30).bfloat16() if with_bias else None
+        exact = F.linear(*(None if t is None else t.double() for t in (x, weight, bias)))
+        monkeypatch.setattr(cpu, "widens_bf16", False)
+        with torch.no_grad():
+            plain = linear(x, weight, bias)
+        assert torch.equal(plain, F.linear(x, weight, bias))
+        monkeypatch.setattr(cpu, "widens_bf16", True)
+        with torch.no_grad():
+            wide, few = linear(x, weight, bias), linear(x[:1, :7], weight, bias)
+        assert wide.dtype == torch.bfloat16 and torch.equal(few, F.linear(x[:1, :7], weight, bias))
+        # rounded once, so that nothing but a sum in the middle of two numbers of bf16 may differ
+        assert (wide.double() - exact).norm() <= (1 + 1e-5) * (exact.bfloat16().double() - exact).norm()
+        assert (wide.double() - exact).norm() <= (1 + 1e-5) * (plain.double() - exact).norm()
+        assert torch.equal(linear(x, weight.requires_grad_(), bias), plain), "gradients are those of bf16"
+
+
 @pytest.mark.parametrize(("shape", "out"), [((7, 24), 40), ((2, 5, 40), 24), ((1, 3, 2, 8), 8)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_onednn_multiplies_as_f_linear_does(shape, out, bias, onednn):
