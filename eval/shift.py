@@ -20,6 +20,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,13 +28,14 @@ import torch
 from PIL import Image
 
 from eval import figures, scenes
-from eval.attention import look
 from eval.command import Report, add_flag, add_json_flag, add_outside_flag, command_parser, positive, print_report
 from eval.own_files import read_examples
 from eval.report import interval_text
 from eval.session import add_model_flags, model_of, open_model, out_folder
 from eval.statistics import Interval, bootstrap
+from model.attention import Attention, attention_modules, tapped
 from model.common import UserError, run_command, write_text
+from model.generate import check_finite
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.system_configs import WingsConfig
@@ -82,32 +84,44 @@ def put_slot(prompt: str, share: float = 0.5) -> str:
 
 
 def measure(
-    model: PaliGemma,
-    processor: Processor,
-    examples: Sequence[tuple[Callable | Path | Image.Image, str]],
-    causal: bool = False,
+    model: PaliGemma, processor: Processor, examples: Sequence[tuple[Callable | Path | Image.Image, str]]
 ) -> Shift:
     """LAWS of (picture, prompt) pairs, one picture each; `model` must be in eval mode.
 
-    causal: no query sees a later key, as always in WINGS; else attention within PaliGemma's prompt is bidirectional.
-    Raises UserError for a prompt with several slots, and for one that the processor refuses.
+    Attention within PaliGemma's prompt is bidirectional, that of WINGS is causal. Raises UserError for a prompt with
+    several slots, and for one that the processor refuses.
     """
     laws, queries = [], []
     device = next(model.parameters()).device
     for number, (picture, prompt) in enumerate(examples, start=1):
         # the slot stays where it is: a PaliGemma that is asked reads its picture first
         batch = processor.pad([processor.layout(1, prompt)], [picture]).to(device)
-        types = torch.ones_like(batch.token_type_ids) if causal else batch.token_type_ids
-        maps = look(
-            model, f"prompt {number}", input_ids=batch.input_ids, pixel_values=batch.pixel_values, token_type_ids=types
-        )
-        is_picture = (batch.input_ids[0] == processor.config.image_token_id).cpu()
-        after = is_picture.long().cumsum(0) > 0
-        groups = (~after, is_picture, after & ~is_picture)
-        # the first map of a differential attention: the rows of both maps sum to 1, those of their difference do not
-        laws.append([[float(layer[0].received[group].sum()) for group in groups] for layer in maps])
-        queries.append(len(is_picture))
+        inputs = {name: getattr(batch, name) for name in ("input_ids", "pixel_values", "token_type_ids")}
+        laws += [*laws_of_rows(model, f"prompt {number}", **inputs)]
+        queries.append(batch.input_ids.shape[1])
     return Shift(np.array(laws), np.array(queries))
+
+
+@torch.no_grad()
+def laws_of_rows(model: PaliGemma, name: str, input_ids: torch.Tensor, **batch) -> np.ndarray:
+    """LAWS (B, layers, 3) of rows without padding. batch: the model's other arguments.
+
+    Of a differential attention it is the first map's: the rows of both maps sum to 1, those of their difference do not.
+    Raises NonFiniteError, which `name`s the rows.
+    """
+    is_picture = input_ids == model.config.image_token_id
+    after = is_picture.cumsum(1) > 0
+    groups = torch.stack((~after, is_picture, after & ~is_picture), dim=2).float()
+    layers = [m for path, m in attention_modules(model).items() if path.startswith("language_model.")]
+    found: dict[Attention, list[torch.Tensor]] = {layer: [] for layer in layers}
+
+    def reduce(sums: list[torch.Tensor], weights: torch.Tensor) -> None:
+        received = weights.float().mean(1).sum(1, keepdim=True)  # (B, 1, S)
+        sums.append((received @ groups)[:, 0])
+
+    with tapped({layer: partial(reduce, sums) for layer, sums in found.items()}):
+        check_finite(model(input_ids=input_ids, **batch, positions_to_keep=1), name)
+    return torch.stack([sums[0] for sums in found.values()], dim=1).cpu().numpy()
 
 
 def embedded_examples(count: int, split: str = "test") -> list[tuple[Callable, str]]:

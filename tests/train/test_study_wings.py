@@ -25,9 +25,11 @@ from train.embedded.text import text_records
 from train.optim import count, trainable
 from train.settings import parse
 from train.studies import wings as study_wings
+from train.studies import wings_runs
 from train.studies.encoded import EncodedOrder, answer, encoded_loss, prepare
 from train.studies.engine import choose_rate
-from train.studies.wings import MARGIN, WingsStudy, lora_rank
+from train.studies.wings import MARGIN
+from train.studies.wings_runs import FULL, WingsStudy, lora_rank
 from train.supervised import supervised_loss
 from train.systems.open import open_stage
 from weights.load import load_model
@@ -75,7 +77,7 @@ def test_the_control_has_as_many_parameters():
     """Breaks when LoRA gets fewer parameters than the learners and routers it is compared with, or far more."""
     base = load_model("embedded")
     rank = lora_rank(base)
-    learners = count(attach(base, study_wings.RANK, routed=True).parameters()) - count(base.parameters())
+    learners = count(attach(base, wings_runs.RANK, routed=True).parameters()) - count(base.parameters())
     sizes = {}
     for r in (rank - 1, rank):
         model = load_model("embedded")
@@ -99,8 +101,16 @@ def test_prepared_micro_batches_are_causal_and_seen(processor, tmp_path, monkeyp
     expected = supervised_loss(base, causal)
     torch.testing.assert_close(encoded_loss(base, micro), expected, atol=1e-3, rtol=1e-5)
     assert abs(supervised_loss(base, seen) - expected) > 0.01  # reading the prompt both ways is another thing
-    first, second = study_wings.pictures_to_learn(study, 0)
+    wings_runs.encode_training(study, tmp_path)
+    first, second = wings_runs.pictures_to_learn(study, tmp_path, 0)
     assert [len(first), len(second)] == [2, 6] and len(first[0].names) == len(first[0].features)
+    others = wings_runs.pictures_to_learn(study, tmp_path, 1)  # the same pictures in another order
+    names = [[name for part in both for one in part for name in one.names] for both in ((first, second), others)]
+    assert names[0] != names[1] and sorted(names[0]) == sorted(names[1]) and len(set(names[0])) == 8 * 32
+    shown = int(second[0].names[3].removeprefix("scan/"))
+    pixels = [scenes.sample("scan", "train", shown).image]
+    expected = base.vision_tower(processor.pad([processor.layout(1, "scan")], pixels).pixel_values)[0]
+    torch.testing.assert_close(second[0].features[3], expected, atol=1e-4, rtol=1e-4)
     order = EncodedOrder(len(second), second.__getitem__)
     assert [[m] for m in second[1:]] == list(order.steps(1, 0, False)) and order.total == 6
     (text,) = prepare(text_records(1, 0)[:6], processor, base.vision_tower, 6)
@@ -120,8 +130,10 @@ def test_answers_to_text_alone_and_to_pictures(processor):
 
 def test_the_study_goes_on_and_tells_what_it_found(tmp_path, capsys, monkeypatch):
     """Breaks when a small study fails, does finished cells again, or leaves a pair or a result out."""
-    one = {name: replace(row, rates=row.rates[:1]) for name, row in study_wings.ROWS.items() if name != "wings"}
-    monkeypatch.setattr(study_wings, "ROWS", {"wings": study_wings.ROWS["wings"]} | one)
+    rates = {name: of_row if name == "wings" else of_row[:1] for name, of_row in FULL.rates.items()}
+    monkeypatch.setattr(study_wings, "FULL", replace(FULL, rates=rates))
+    monkeypatch.setattr(wings_runs, "ROWS_A_STEP", 4)
+    monkeypatch.setattr(text_base, "ROWS", 6)
     command = ["--rows", "wings", "--seeds", "1", "--scale", "0.01", "--limit", "3", "--out", str(tmp_path)]
     command += ["--threads", str(torch.get_num_threads())]
     compare.main(command)
@@ -139,9 +151,16 @@ def test_the_study_goes_on_and_tells_what_it_found(tmp_path, capsys, monkeypatch
     # of each run three steps; runs share their starts, which are no points
     assert summary["runs"] == 5 and [p["step"] for p in summary["checkpoints"]] == [1, 2, 3] * 5
     assert "15 checkpoints of 5 runs of stage 2" in told and "→" in told and "100 multimodal language models" in told
-    monkeypatch.setattr(study_wings, "learn", None)  # nothing is trained again
-    compare.main(command)
+    with monkeypatch.context() as patch:
+        patch.setattr(wings_runs, "learn", None)  # nothing is trained again
+        compare.main(command)
     assert capsys.readouterr().out.split("\n\n")[:-1] == told.split("\n\n")[:-1]
+    compare.main([*command, "--quick", "--seeds", "2"])  # with the text model of the whole study, for both seeds
+    told = capsys.readouterr().out
+    summary = json.loads((tmp_path / "comparison.json").read_text())
+    assert list(summary["rows"]) == ["wings", "full"] and len(list(tmp_path.glob("cells/*/model"))) == 7
+    for row in ("before", "after stage 1: projector", "after stage 1: projector, learners", "wings", "full"):
+        assert f"\n| {row} " in told
     with pytest.raises(UserError, match="--scale is 0"):
         compare.main([*command, "--scale", "0"])
 

@@ -45,6 +45,11 @@ class EncodedRecords:
         names = tuple(record.name for record in records)
         return MicroBatch(batch, positions, targets, int((targets != -100).sum()), names, features=features)
 
+    def in_order(self, processor: Processor, rows: int) -> list[MicroBatch]:
+        """Causal micro-batches of `rows` records, one after the other."""
+        numbers = range(len(self.records))
+        return [self.batch(processor, numbers[at : at + rows], causal=True) for at in numbers[::rows]]
+
 
 def encode(records: Sequence[Record], tower: Siglip) -> EncodedRecords:
     """The records with their pictures encoded; records with the same key share a picture."""
@@ -65,8 +70,7 @@ def encode_pictures(pictures: Sequence[Callable], tower: Siglip) -> torch.Tensor
 
 def prepare(records: Sequence[Record], processor: Processor, tower: Siglip, rows: int) -> list[MicroBatch]:
     """Causal micro-batches of `rows` records, with features of the vision tower in place of pixels."""
-    encoded, numbers = encode(records, tower), range(len(records))
-    return [encoded.batch(processor, numbers[at : at + rows], causal=True) for at in numbers[::rows]]
+    return encode(records, tower).in_order(processor, rows)
 
 
 @dataclass(frozen=True)

@@ -25,36 +25,30 @@ PUBLISHED = (
 
 def to_markdown(summary: dict) -> str:
     """comparison.md."""
-    rows, before = summary["rows"], summary["before"]
+    rows, (first, second) = summary["rows"], summary["steps"]
     head = ["row", "trained in stage 2", "parameters", "rate", "text, %", "change"]
     head += [*sentences.TASKS, "pictures, %", "attention shift"]
-    tasks = (f"{accuracy:.0f}" for accuracy in before["by_task"].values())
-    body = [["before", "", "", "", spell(before["text"]), "", *tasks, spell(before["pictures"]), ""]]
+    body = [["before", "", "", "", *measured(summary["before"], changed=False)]]
+    body += [[f"after stage 1: {name}", "", "", "", *measured(cell)] for name, cell in summary["stage_1"].items()]
     body += [
-        [
-            name,
-            row["trains"],
-            f"{row['trained']:,}",
-            f"{row['rate']:g}",
-            spell(row["text"]),
-            spell(row["change"]),
-            *(f"{value:.0f}" for value in row["by_task"].values()),
-            spell(row["pictures"]),
-            spell(row["shift"]),
-        ]
-        for name, row in rows.items()
+        [name, row["trains"], f"{row['trained']:,}", f"{row['rate']:g}", *measured(row)] for name, row in rows.items()
     ]
     pairs = [
         [f"{name} - {row['control']}", *(spell(row["difference"][what]) for what in ("text", "pictures", "shift"))]
         for name, row in rows.items()
         if "control" in row
     ]
+    decoder = "each with a decoder of its own that has learned text alone"
+    if summary["quick"]:
+        decoder = (
+            "all with one decoder that has learned text alone, so that intervals know nothing of how decoders differ"
+        )
     return engine.compose(
         "Text-only forgetting: tuned on pictures with and without WINGS's learners",
-        f"{len(summary['seeds'])} seed(s), each with a decoder of its own that has learned text alone; "
+        f"{len(summary['seeds'])} seed(s), {decoder}; "
         f"{summary['limit']} questions of each text task and as many pictures of the test split. Text: answers right "
         "in every letter. Pictures: objects named in their place. In brackets: 95 % bootstrap intervals over seeds and "
-        "questions. `*`: the interval excludes 0; n.s.: it does not.",
+        f"questions. `*`: the interval excludes 0; n.s.: it does not. Stage 1 took {first} steps, stage 2 {second}.",
         markdown_table(head, body),
         "## The learners against the same without them",
         markdown_table(["pair", "text, points", "pictures, points", "attention shift"], pairs),
@@ -66,6 +60,13 @@ def to_markdown(summary: dict) -> str:
         conclusions=conclusions(summary),
         published=PUBLISHED,
     )
+
+
+def measured(cell: Mapping, changed: bool = True) -> list[str]:
+    """The columns of the measures. changed: whether it comes after the text model."""
+    tasks = (f"{accuracy:.0f}" for accuracy in cell["by_task"].values())
+    change = spell(cell["change"]) if changed else ""
+    return [spell(cell["text"]), change, *tasks, spell(cell["pictures"]), spell(cell["shift"]) if changed else ""]
 
 
 def laws_table(rows: Mapping[str, dict]) -> list[str]:
@@ -106,6 +107,10 @@ def conclusions(summary: dict) -> list[str]:
         for name, row in rows.items()
     )
     lines.append(f"Rates tried, with the validation pictures read in %: {tried}.")
+    if summary["quick"]:
+        lines.append(
+            "This is the quick plan: one pair of rows at one rate, and runs half as long as those of the whole."
+        )
     if summary["correlation"] is not None:
         lines.append(
             "The correlation over checkpoints has a 95 % bootstrap interval over whole runs, since checkpoints of one "
