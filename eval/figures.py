@@ -405,13 +405,14 @@ def _draw_verdict(sheet: Canvas, x: float, y: float, hit: bool) -> None:
         sheet.line([(x + dx, y + dy) for dx, dy in stroke], PAPER, 1.8)
 
 
-def stack(pictures: Sequence[Image.Image]) -> Image.Image:
-    """Pictures one below the other, on white."""
-    sheet = Image.new("RGB", (max(p.width for p in pictures), sum(p.height for p in pictures)), PAPER)
-    top = 0
-    for picture in pictures:
-        sheet.paste(picture, (0, top))
-        top += picture.height
+def stack(pictures: Sequence[Image.Image], columns: int = 1) -> Image.Image:
+    """Pictures one below the other, or in rows of `columns`, on white."""
+    rows = [pictures[start : start + columns] for start in range(0, len(pictures), columns)]
+    width, heights = max(sum(p.width for p in row) for row in rows), [max(p.height for p in row) for row in rows]
+    sheet = Image.new("RGB", (width, sum(heights)), PAPER)
+    for number, row in enumerate(rows):
+        for place, picture in enumerate(row):
+            sheet.paste(picture, (sum(p.width for p in row[:place]), sum(heights[:number])))
     return sheet
 
 

@@ -220,8 +220,8 @@ class Processor:
             index = [number[_identity(picture)] for picture in pictures]
         size = self.config.vision.image_size
         pixel_values = torch.empty(len(distinct), 3, size, size)
-        for pixels, picture in zip(pixel_values, distinct.values(), strict=True):
-            pixels.copy_(self.pixels(picture))
+        for pixels, picture in zip(pixel_values.numpy(), distinct.values(), strict=True):
+            pixels[:] = self.pixels(picture)  # by NumPy, as in `to_pixels`
         width = max(len(ids) for ids, *_ in rows)
         input_ids = torch.full((len(rows), width), self.config.pad_token_id)
         token_type_ids = torch.zeros_like(input_ids)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -12,13 +13,15 @@ from model.attention import set_attention_backend
 from model.common import UserError
 from model.config import PRESETS
 from model.generate import CompiledStep, generate
+from model.images import load_image
 from train.benchmark import command as benchmark
-from train.benchmark import sections
+from train.benchmark import growth, pictures, sections
 from train.benchmark import work as works_module
 from train.benchmark.sections import SECTIONS
 from train.benchmark.setup import Setup, matmul_flops, our_model, prompt, random_state, their_model
 from train.benchmark.timing import COMPILED, OURS, THEIRS, Measurement, in_own_process, spell_seconds, table, take_turns
 from train.benchmark.work import ANSWER, STEPS, Work, decode_steps
+from train.data.batches import load_batches
 
 CPU = torch.device("cpu")
 SMALL = replace(
@@ -133,15 +136,12 @@ def test_decoding_steps_start_anew(setup):
 
 def test_what_does_not_fit_is_a_row(tmp_path, setup, monkeypatch):
     """Breaks when a GPU too small for one row, side or section ends the whole benchmark, or claims a time for it."""
-    make = SECTIONS["prefill"].make
 
     def too_large(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     def made(setup, side, state):
-        works = make(setup, side, state)
-        last = list(works)[-1]
-        return works | ({last: replace(works[last], run=too_large)} if side == OURS else {})
+        return {"small": Work(lambda: None), "large": Work(too_large if side == OURS else lambda: None)}
 
     monkeypatch.setitem(SECTIONS, "prefill", replace(SECTIONS["prefill"], make=made))
     monkeypatch.setitem(SECTIONS, "train", replace(SECTIONS["train"], make=too_large))
@@ -153,6 +153,45 @@ def test_what_does_not_fit_is_a_row(tmp_path, setup, monkeypatch):
         assert found["note"] == "out of memory" and found["median_s"] is found["ratio"] is None
     text = (tmp_path / "benchmark.md").read_text()
     assert text.count("out of memory") == 4 and "nan" not in text
+
+
+def test_growth_is_of_the_same_work(tmp_path, setup, monkeypatch):
+    """Breaks when sides of the growth read other tokens, an amount is missing, or a peak does not grow."""
+    values = {"length": (64, 128), "picture": (56,), "cache": (8,)}
+    axes = {name: replace(growth.AXES[name], values=of_axis) for name, of_axis in values.items()}
+    monkeypatch.setattr(growth, "AXES", axes)
+    monkeypatch.setattr(growth, "STEPS", 2)
+    monkeypatch.setattr(growth, "installed", cache(growth.installed))
+    models = growth.installed(setup)
+    for axis in ("length", "rows"):
+        first, twin, mamba, theirs = (growth.work(setup, side, models[side], axis, 2)() for side in growth.SIDES)
+        assert torch.allclose(first, theirs, atol=1e-5) and torch.equal(first, twin) and mamba.shape == first.shape
+    result = run(tmp_path, "--section", "growth")
+    assert [row["work"] for row in result["rows"]] == [
+        axis.work.format(value) for axis in axes.values() for value in axis.values
+    ]
+    assert all(list(row["sides"]) == list(growth.SIDES) for row in result["rows"])
+    assert (tmp_path / "benchmark-growth.png").stat().st_size > 1000
+    monkeypatch.setattr(growth, "reset_peak", lambda device: None)  # this process's own peak is of another test
+    counted = iter((0, 10, 20))
+    monkeypatch.setattr(growth, "peak_bytes", lambda *_: next(counted))
+    assert growth.peaks(setup, OURS, "length") == [10, 20]
+
+
+def test_pictures_are_measured_as_training_reads_them(tmp_path, setup, processor, monkeypatch):
+    """Breaks when the section reads other pictures than it says, or counts the workers' time as this process's."""
+    monkeypatch.setattr(pictures, "load_batches", lambda *args: read.append(args) or load_batches(*args))
+    monkeypatch.setattr(pictures.measure, "__defaults__", (3,))
+    monkeypatch.setattr(pictures.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(pictures.Processor, "from_source", lambda name: processor)
+    read = []
+    rows = run(tmp_path, "--section", "data")["rows"]
+    assert [row["work"] for row in rows[:2]] == ["224 pixels, 0 workers", "224 pixels, 1 workers"]
+    assert {args[2].config.vision.image_size for args in read} == {224, 448} and rows[0]["sides"][OURS]["ratio"] > 0
+    assert (
+        "/s a core; 3B learns 196/s" in rows[0]["sides"][OURS]["note"] and "core" not in rows[1]["sides"][OURS]["note"]
+    )
+    assert load_image(pictures.draw(tmp_path, 1)[0]).size == (640, 480)
 
 
 def test_shares_of_the_limits():

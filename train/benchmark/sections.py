@@ -24,7 +24,7 @@ from model.common import UserError
 from model.device import dtype_name
 from model.differential import KINDS
 from model.processor import Processor
-from train.benchmark import mamba, work
+from train.benchmark import growth, mamba, pictures, work
 from train.benchmark.setup import Options, Setup, our_model, prompt, random_state
 from train.benchmark.timing import (
     COMPILED,
@@ -241,6 +241,19 @@ def measure_few_bits(section: "Section", setup: Setup, options: Options, records
     return found
 
 
+def measure_growth(section: "Section", setup: Setup, options: Options) -> list[Measurement]:
+    """The measurements of `train/benchmark/growth.py`, and a figure of them in `options.out`."""
+    found = growth.measure(setup, options.rounds or section.rounds, options.memory)
+    if options.out:
+        figures.save(growth.chart(found), options.out / "benchmark-growth.png")
+    return found
+
+
+def measure_pictures(section: "Section", setup: Setup, options: Options) -> list[Measurement]:
+    """The measurements of `train/benchmark/pictures.py`."""
+    return pictures.measure(setup, options.rounds or section.rounds)
+
+
 def measure_mamba(section: "Section", setup: Setup, options: Options) -> list[Measurement]:
     """The measurements of `train/benchmark/mamba.py`, and a figure of them in `options.out`."""
     found = mamba.measure(setup.device, options.rounds or section.rounds, memory=options.memory)
@@ -301,6 +314,20 @@ SECTIONS: dict[str, Section] = {
             "torch",
             has_peaks=False,
             is_default=lambda setup: not setup.on_gpu and setup.dtype == torch.float32,
+        ),
+        Section(
+            "data",
+            "Pictures from files to micro-batches",
+            rounds=5,
+            is_default=lambda setup: setup.on_gpu,
+            measure=measure_pictures,
+        ),
+        Section(
+            "growth",
+            "Time and memory as the work grows",
+            rounds=5,
+            is_default=lambda setup: False,
+            measure=measure_growth,
         ),
         Section("mamba", "Mamba and Q-Mamba", is_default=lambda setup: False, measure=measure_mamba),
     )
