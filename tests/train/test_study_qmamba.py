@@ -183,6 +183,10 @@ def test_the_study_runs_and_goes_on(tiny, tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "comparison.json").read_text()) == summary
     models = [load_model(tmp_path / file) for row in summary["rows"].values() for file in row["models"]]
     assert len(models) == 2 * (len(SCENES) + 1) and all(type(model) is QMamba for model in models)
+    compare([*flags, "--quick"])  # which is as long as the whole here: one batch
+    summary = json.loads((tmp_path / "comparison.json").read_text())
+    assert list(summary["rows"]) == ["local", "global", "4 queries", "16 queries"] and summary["scale"] == 0.5
+    assert "0.5 times as long as in the whole study" in capsys.readouterr().out
 
 
 def test_the_tables_are_made_of_any_base_and_data(tmp_path, capsys):
@@ -212,6 +216,8 @@ def test_the_tables_are_made_of_any_base_and_data(tmp_path, capsys):
     logs = [(asked / title / "answers.jsonl").read_text().splitlines() for title in titles]
     one, other = ({json.loads(line)["mark"] for line in log} for log in logs)
     assert len(one) == 2 and not one & other  # what is answered in one order is not taken for another
+    with pytest.raises(UserError, match="--scale and --quick are of the embedded scenes"):
+        study_of(out, *flags, "--quick")
     with pytest.raises(UserError, match="--tables 5: choose of 1, 2, 3, 4"):
         study_of(out, "--tables", "5")
 

@@ -1,6 +1,6 @@
 """Study: which choices of the Q-Mamba projector matter?
 
-    python -m train.compare --rows qmamba                          in miniature, on the embedded models and scenes
+    python -m train.compare --rows qmamba [--quick]                in miniature, on the embedded models and scenes
     python -m train.reproduce qmamba --base google/siglip-so400m-patch14-384 --option language_model=MAMBA \\
         --stage-1-data jsonl:FILE --data jsonl:FILE --tables 2,3,4     as published; with --plan: what it takes
 
@@ -13,7 +13,8 @@ Every row is trained in the two stages of `train/recipes.py`: its projector alon
 All rows of a seed are trained on the same pictures in the same order, and answer the same questions. A difference is
 that to the row it is compared with, example by example. Each model is in cells/…/model, for other benchmarks. On the
 embedded scenes the tower encodes every picture once for all rows, and there is a transformer as well: it is first
-trained on the scenes in words that the embedded Mamba was trained on (`train/embedded/mamba.py`).
+trained on the scenes in words that the embedded Mamba was trained on (`train/embedded/mamba.py`). `--quick` makes Table
+2 and the first part of Table 1 there, of half as long training.
 
 The trained connector of Table 3 is that of row `connector`, which has no queries: connector and linear projector
 before Mamba, as in VL-Mamba, of the same seed; --option connector_from=MODEL takes another. Table 4 takes models that
@@ -25,7 +26,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -53,12 +54,14 @@ from train.studies import engine
 from train.studies.attention_data import Measure, training_records, vqa_measure
 from train.studies.cells import read_flags_of_both
 from train.studies.encoded import EncodedOrder, EncodedRecords, encode, encoded_loss
-from train.studies.engine import ScaledOptions, ScaledStudy, deciding, describe_runs, difference
+from train.studies.engine import QuickOptions, ScaledOptions, ScaledStudy, deciding, describe_runs, difference
 from train.studies.qmamba_tables import (
     CONTROL,
     ORDERS,
     PAPER,
     PAPER_TABLES,
+    QUICK_SCALE,
+    QUICK_TABLES,
     SCENE_TABLES,
     SCENES,
     ProjectorRow,
@@ -82,7 +85,7 @@ DECIDED = (*"arch stage wings recipe full seed resume evaluate eval_limit show_b
 
 
 @dataclass(frozen=True)
-class QMambaOptions(ScaledOptions):
+class QMambaOptions(QuickOptions, ScaledOptions):
     """The flags of this study, besides those of `train.finetune`."""
 
     limit: int | None = flag(
@@ -298,11 +301,29 @@ def embedded_measures(limit: int) -> list[Measure]:
     return [measure(task) for task in TASKS]
 
 
-def collect(study: QMambaStudy, seeds: Sequence[int]) -> dict[str, list[dict]]:
-    """Cells by seed, of each row and of each row with one scan order."""
-    cells = {
-        (name, seed): run_row(study, name, seed) for seed in seeds for name in study.names
-    }  # a seed's samples once
+LANGUAGE = "language"  # as a job: `run_language`
+
+
+def run_job(study: QMambaStudy, job: tuple[str, int]) -> dict:
+    name, seed = job
+    return run_language(study) if name == LANGUAGE else run_row(study, name, seed)
+
+
+def spell_job(job: tuple[str, int], result: dict) -> str:
+    return f"{job[0]}, seed {job[1]}: {result['cpu_seconds']:.0f} CPU seconds"
+
+
+def collect(study: QMambaStudy, seeds: Sequence[int], processes: int = 1) -> dict[str, list[dict]]:
+    """Cells by seed, of each row and of each row with one scan order; `processes` compute them side by side."""
+    rows = {name: study.all_rows[name] for name in study.names}
+    late = [name for name, row in rows.items() if row.is_transformer or study.trains_donor(row)]
+    jobs = [(name, seed) for seed in seeds for name in rows]  # a seed's samples once
+    if processes > 1:
+        first = [job for job in jobs if job[0] not in late]
+        first += [(LANGUAGE, 0)] if any(row.is_transformer for row in rows.values()) else []
+        for some in (first, [job for job in jobs if job[0] in late]):
+            engine.side_by_side(partial(run_job, study), some, processes, spell_job)
+    cells = {job: run_job(study, job) for job in jobs}
     found = {}
     for name in study.names:
         found[name] = of_row = [cells[name, seed] for seed in seeds]
@@ -369,11 +390,13 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[QMambaStudy, QMambaOptio
         stages = {stage: replace(settings, checkpointing=True) for stage, settings in stages.items()}
     study = QMambaStudy(options.out, options.scale, options.limit, "", stages, {}, World(0, 1, torch.device("cpu")))
     tables = SCENE_TABLES if study.is_embedded else PAPER_TABLES
+    if options.quick:
+        study, tables = replace(study, scale=QUICK_SCALE * options.scale), QUICK_TABLES
     numbers = options.tables.split(",")
     if unknown := [number for number in numbers if number not in ("1", "2", "3", "4")]:
         raise UserError(f"--tables {shown(unknown[0])}: choose of 1, 2, 3, 4")
-    if options.scale != 1 and not study.is_embedded:
-        raise UserError("--scale is of the embedded scenes: take --fraction or --steps")
+    if (study.scale != 1 or options.quick) and not study.is_embedded:
+        raise UserError("--scale and --quick are of the embedded scenes: take --fraction or --steps")
     if study.is_embedded and options.limit is None:
         study = replace(study, limit=400)
     picked = {title: table for title, table in tables.items() if title.split()[1].rstrip(":") in numbers}
@@ -405,5 +428,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError("a study runs in one process: start it without torchrun")
     parts = load_mamba(language_model(study.stages[1])), load_siglip(study.stages[1].base)
     study = replace(study, fingerprint="".join(map(exact_fingerprint, parts)), world=world)
-    seeds = range(options.seeds)
-    engine.run_study(options.out, lambda: summarize(study, collect(study, seeds), seeds), to_markdown, draw)
+    seeds, processes = range(options.seeds), min(2, options.threads) if study.is_embedded else 1
+
+    def find() -> dict:
+        return summarize(study, collect(study, seeds, processes), seeds)
+
+    workers = f"{processes} processes" if processes > 1 else None
+    engine.run_study(options.out, find, to_markdown, draw, workers=workers)

@@ -66,14 +66,14 @@ def _orders(row: str) -> dict[str, str | None]:
 
 _TABLE_1, _TABLE_2 = "Table 1: the number of queries", "Table 2: who may see whom"
 _TABLE_3, _TABLE_4 = "Table 3: the connector's weights", "Table 4: the order in which a trained connector reads"
-_WITHOUT = "Table 1: projectors without queries"
+_WITHOUT, _QUERIES = "Table 1: projectors without queries", f"{_TABLE_1}, of 16 features"
 _MORE, _SCORES = "The paper: more queries do better, with falling returns.", "VQAv2, GQA, VizWiz, TextVQA, POPE"
 _LOCAL = "75.01, 58.10, 50.53, 48.8, 86.9"
 _READ = "The paper: trained in both directions, reading forward alone does not harm, and can help."
 
 SCENE_TABLES = {
     _TABLE_2: Table("The paper: global 73.12, local 75.01 on VQAv2.", {"global": "local", "local": None}),
-    f"{_TABLE_1}, of 16 features": Table(_MORE, {"4 queries": "local", "local": None, "16 queries": "local"}),
+    _QUERIES: Table(_MORE, {"4 queries": "local", "local": None, "16 queries": "local"}),
     _TABLE_3: Table(
         "The paper: from scratch 74.22, from a trained VL-Mamba 75.01 on VQAv2.",
         {"local": None, "trained connector": "local"},
@@ -81,6 +81,8 @@ SCENE_TABLES = {
     _TABLE_4: Table(_READ, _orders("trained connector")),
     f"{_WITHOUT}, of 16 features each": Table("", {"local": None, "connector": "local", "transformer": "local"}),
 }
+QUICK_TABLES = {title: SCENE_TABLES[title] for title in (_TABLE_2, _QUERIES)}  # of --quick, with its
+QUICK_SCALE = 0.5  # share of the training
 PAPER_TABLES = {
     _TABLE_1: Table(_MORE, {"half the queries": "local", "local": None, "all queries": "local"}),
     _WITHOUT: Table("", {"local": None, "connector": "local", "linear": "local"}),
@@ -152,6 +154,8 @@ def conclusions(summary: dict) -> list[str]:
     for name, row in summary["rows"].items():
         if guess is not None and row["test"]["mean"]["low"] <= guess:
             sentences.append(f"{name} cannot be told from guessing without a picture ({guess:.1f} %).")
+    if summary["scale"] < 1:
+        sentences.append(f"Training was {summary['scale']:g} times as long as in the whole study.")
     sentences.append("All rows share the rates of the stages; those of the embedded models were found on row `local`.")
     return sentences
 
