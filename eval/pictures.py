@@ -87,6 +87,11 @@ def ordinary(dice: Dice, most: int = 5) -> tuple[str, ...]:
     return place_objects(zip(dice.draw(range(GRID**2), len(names)), names, strict=True))
 
 
+def crowd(dice: Dice, objects: int) -> tuple[str, ...]:
+    """So many different objects in random squares."""
+    return place_objects(zip(dice.draw(range(GRID**2), objects), dice.draw(NAMES, objects), strict=True))
+
+
 def place_objects(objects: Iterable[tuple[int, str]]) -> tuple[str, ...]:
     """The composition of (square, name) pairs; other squares are empty."""
     squares = [NONE] * GRID**2

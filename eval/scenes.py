@@ -5,6 +5,7 @@ In: a task's name, a split and an index. Out: a `Sample` (picture, prefix, suffi
 `eval/pope.py` score answers to them; `train/` learns from them. `eval/pictures.py` draws the pictures.
 """
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from eval.pictures import (
     box,
     compose,
     count,
+    crowd,
     describe,
     ordinary,
     paint,
@@ -306,14 +308,14 @@ def needle(kind: str, split: str, index: int, seed: int = 0, *, needles: int = 1
     `negative`: nothing that a caption says is there; of two objects, both are, but in different sub-images.
     Raises UserError for an unknown kind or more needles than places.
     """
-    if kind not in NEEDLES:
-        raise UserError(f"needle kind is {kind!r}: expected one of {', '.join(NEEDLES)}")
-    n, objects = NEEDLES[kind]
-    if not 1 <= needles <= n**2:
-        raise UserError(f"{needles} needles in {n}×{n} sub-images: expected 1 to {n**2}")
+    n, objects, distractors = layout_of(kind)
+    most = n**2 if distractors == n**2 - 1 else 1
+    if not 1 <= needles <= most:
+        raise UserError(f"{needles} needles in {n}×{n} sub-images, {distractors + 1} filled: expected 1 to {most}")
     first = index % n**2
     stream = f"{kind}/{needles}{'/negative' * negative}"
-    dice, squares = compose(stream, split, seed, index, draw=partial(_stitched, n=n, objects=objects, first=first))
+    draw = partial(_stitched, n=n, objects=objects, first=first, filled=distractors + 1)
+    dice, squares = compose(stream, split, seed, index, draw=draw)
     parts = [_part(squares, n, place) for place in range(n**2)]
     if negative:
         targets = [(-1, -1)] * needles
@@ -331,16 +333,32 @@ def needle(kind: str, split: str, index: int, seed: int = 0, *, needles: int = 1
     return Needle(kind, paint(dice, squares), n, captions, tuple(targets), index)
 
 
-def _stitched(dice: Dice, n: int, objects: int, first: int) -> tuple[str, ...]:
-    """N×N sub-images of `objects` each. With two, every sub-image shares one object with the one at place `first`, and
-    each of its two is shared by some other: no single object decides the place."""
+def layout_of(kind: str) -> tuple[int, int, int]:
+    """Sub-images along a side, objects in each, and how many sub-images beside the needle's have any.
+
+    Besides NEEDLES: n4d7 is 4×4 with one object in the needle's and in 7 other sub-images; 3×3 fill the upper left of
+    the picture. Raises UserError for an unknown kind."""
+    if kind in NEEDLES:
+        n, objects = NEEDLES[kind]
+        return n, objects, n**2 - 1
+    found = re.fullmatch(r"n([234])d(\d{1,2})", kind)
+    if found is None or int(found[2]) >= int(found[1]) ** 2:
+        raise UserError(f"needle kind is {kind!r}: expected one of {', '.join(NEEDLES)}, or n4d0 to n4d15")
+    return int(found[1]), 1, int(found[2])
+
+
+def _stitched(dice: Dice, n: int, objects: int, first: int, filled: int) -> tuple[str, ...]:
+    """N×N sub-images, so many of them `filled`, of `objects` each.
+
+    With two, every sub-image shares one object with that at `first`, and each of its two is shared by some other: no
+    single object decides the place."""
     a, b, *names = dice.draw(NAMES, len(NAMES))
     shared = [a, b, *(dice.pick((a, b)) for _ in range(n**2 - 3))]
     groups = [[a, b], *zip(dice.draw(shared, n**2 - 1), names, strict=False)] if objects == 2 else [[x] for x in names]
     places = [first, *dice.draw((place for place in range(n**2) if place != first), n**2 - 1)]
     part = GRID // n
     placed = []
-    for place, group in zip(places, groups, strict=False):
+    for place, group in zip(places[:filled], groups, strict=False):
         corner = place // n * part * GRID + place % n * part
         spots = dice.draw(range(part**2), objects)
         placed += [(corner + spot // part * GRID + spot % part, name) for spot, name in zip(spots, group, strict=True)]
@@ -356,7 +374,7 @@ def _part(squares: Sequence[str], n: int, place: int) -> list[str]:
 
 
 def _needle_question(kind: str, split: str, index: int, seed: int = 0) -> Sample:
-    each = 2 if NEEDLES[kind][0] == 2 else 1
+    each = 2 if layout_of(kind)[0] == 2 else 1
     return needle(kind, split, index // each, seed).samples()[index % each]
 
 
@@ -365,8 +383,12 @@ def _needle_question(kind: str, split: str, index: int, seed: int = 0) -> Sample
 STRATEGIES = ("random", "popular", "adversarial")
 
 
-def pope(strategy: str, split: str = "test", images: int = 100, seed: int = 0) -> list[Sample]:
+def pope(
+    strategy: str, split: str = "test", images: int = 100, seed: int = 0, objects: int | None = None
+) -> list[Sample]:
     """POPE's polling (arXiv 2305.10355): of each picture three present objects and three absent ones in turn.
+
+    objects: in each picture, all different (None: up to 5 in an ordinary one, 3 kinds at least).
 
     Absent ones are drawn at random; or are the most frequent objects; or those that most often accompany the present
     object asked about just before, as counted over train scenes. Pictures and "yes" questions are the same in all
@@ -374,10 +396,12 @@ def pope(strategy: str, split: str = "test", images: int = 100, seed: int = 0) -
     """
     if strategy not in STRATEGIES:
         raise UserError(f"strategy is {strategy!r}: expected one of {', '.join(STRATEGIES)}")
-    frequency, company = object_statistics()
-    samples = []
+    frequency, company = (Counter(), defaultdict(Counter)) if strategy == "random" else object_statistics()
+    samples, stream, draw = [], "pope", ordinary
+    if objects:
+        stream, draw = f"pope/{objects}", partial(crowd, objects=objects)
     for image_id in range(images):
-        dice, squares = compose("pope", split, seed, image_id, usable=lambda squares: len(count(squares)) >= 3)
+        dice, squares = compose(stream, split, seed, image_id, draw, lambda squares: len(count(squares)) >= 3)
         scene, present = paint(dice, squares), dice.draw(count(squares), 3)
         absent = [name for name in dice.draw(NAMES, len(NAMES)) if name not in squares]
         for name in present:

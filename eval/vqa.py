@@ -95,7 +95,11 @@ class Benchmark(NamedTuple):
 def embedded(limit: int = 1200, split: str = "test") -> Benchmark:
     """The first `limit` questions on the embedded scenes of a split."""
     pictures = -(-limit // len(scenes.QUESTIONS))
-    samples = [s for number in range(pictures) for s in scenes.vqa_picture(split, number)][:limit]
+    return of_samples([s for number in range(pictures) for s in scenes.vqa_picture(split, number)][:limit], split)
+
+
+def of_samples(samples: Sequence[scenes.Sample], split: str) -> Benchmark:
+    """Questions on the embedded scenes as a benchmark."""
     return Benchmark(
         [Question(s.question_id, f"{split}/{s.image_id}", s.question) for s in samples],
         [

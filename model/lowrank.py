@@ -32,7 +32,7 @@ class LowRank(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, r: int, alpha: float, dropout: float = 0.0, device=None):
         super().__init__()
-        self.scaling = alpha / r
+        self.r, self.scaling = r, alpha / r
         self.dropout = dropout
         self.enabled = True
         self.lora_A = Linear(in_features, r, bias=False, device=device, dtype=torch.float32)
@@ -43,15 +43,19 @@ class LowRank(nn.Module):
         nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B.weight)
 
-    def add_to(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, base: torch.Tensor, x: torch.Tensor, part: slice | None = None) -> torch.Tensor:
         """base + scale · B(A(dropout(x))) in the dtype of `base`, or `base` itself while disabled."""
-        return (base + self(x)).to(base.dtype) if self.enabled else base
+        return (base + self(x, part)).to(base.dtype) if self.enabled else base
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, part: slice | None = None) -> torch.Tensor:
+        """part: of the rank, that alone is used."""
         h = nn.functional.dropout(x, self.dropout, self.training)
         if not torch.is_autocast_enabled(x.device.type):
             h = h.to(self.lora_A.weight.dtype)
-        return self.lora_B(self.lora_A(h) * self.scaling).to(x.dtype)  # scaled at rank r, the narrowest point
+        h = self.lora_A(h) * self.scaling  # scaled at rank r, the narrowest point
+        if part is not None:
+            return nn.functional.linear(h[..., part], self.lora_B.weight[:, part]).to(x.dtype)
+        return self.lora_B(h).to(x.dtype)
 
     def delta_weight(self) -> torch.Tensor:
         """ΔW (out_features, in_features) in fp32."""

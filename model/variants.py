@@ -197,6 +197,9 @@ class Twin(Differential):
     equal it is the pretrained attention to the bit, for any μ. The first gradients of the branches point in opposite
     directions, so they separate without noise. μ, one a head, has no gradient until they differ. At μ = 0 branch 2
     would have none.
+
+    by_token: μ·2σ(w·x + b) in place of μ, from w = b = 0. half: no parameters but μ; the first half of the adapter's
+    rank belongs to branch 1, the rest to branch 2, so that there are as many as without a graft.
     """
 
     kind = "twin"
@@ -205,14 +208,24 @@ class Twin(Differential):
     extrapolates = True
 
     def __init__(
-        self, plain: Attention, layer: int, *, r: int = 16, alpha: float = 32.0, dropout: float = 0.0, mu: float = 1.0
+        self,
+        plain: Attention,
+        layer: int,
+        *,
+        r: int = 16,
+        alpha: float = 32.0,
+        dropout: float = 0.0,
+        mu: float = 1.0,
+        by_token: bool = False,
+        half: bool = False,
     ):
         super().__init__(plain, layer)
         if not mu > 0:
             raise UserError(f"mu is {mu!r}, expected a number above 0: at 0 the second branch gets no gradient")
-        self.q2 = low_rank_beside(self.q_proj, r, alpha, dropout)
-        self.k2 = low_rank_beside(self.k_proj, r, alpha, dropout)
+        self.q2 = None if half else low_rank_beside(self.q_proj, r, alpha, dropout)
+        self.k2 = None if half else low_rank_beside(self.k_proj, r, alpha, dropout)
         self.mu = nn.Parameter(torch.full((self.num_heads,), float(mu)))
+        self.lambda_proj = gate(self) if by_token else None
 
     def project(self, x: torch.Tensor, rope: Rope | None):
         """q (B, 2N, S, D) and k (B, 2K, S, D), branch 1 before branch 2, and v (B, K, S, D)."""
@@ -232,6 +245,11 @@ class Twin(Differential):
         """μ (N,); λ is μ/(1 + μ)."""
         return self.mu.float()
 
+    def factor(self, x: torch.Tensor) -> torch.Tensor:
+        if self.lambda_proj is None:
+            return super().factor(x)
+        return super().factor(x) * 2 * gated(self.lambda_proj, x)
+
 
 class V2(Differential):
     """Differential attention V2 (microsoft/unilm, 2026) as a graft: o₁ − σ(w·x + b)·o₂, λ by token and head, no norm.
@@ -239,22 +257,42 @@ class V2(Differential):
     K and V, and so the cache, are the plain ones. There are twice as many queries: the second ones are
     base(x) + `q2`(x). The original is trained from scratch with doubled query heads; here w = 0 and b = −4 start the
     subtraction at 0.018.
+
+    shared_by: so many heads share one second query, made of their first one's (Grouped Differential Attention, Lim
+    et al. 2025, arXiv 2510.06949, with ratios of 3 and 4 to 1).
     """
 
     kind = "v2"
     read_twice = ("q_proj",)
     maps = 2
 
-    def __init__(self, plain: Attention, layer: int, *, r: int = 16, alpha: float = 32.0, dropout: float = 0.0):
+    def __init__(
+        self,
+        plain: Attention,
+        layer: int,
+        *,
+        r: int = 16,
+        alpha: float = 32.0,
+        dropout: float = 0.0,
+        shared_by: int = 1,
+    ):
         super().__init__(plain, layer)
-        self.q2 = low_rank_beside(self.q_proj, r, alpha, dropout)
-        self.lambda_proj = nn.Linear(self.hidden_size, self.num_heads)
-        nn.init.zeros_(self.lambda_proj.weight)
-        nn.init.constant_(self.lambda_proj.bias, -4.0)
+        if shared_by < 1 or self.num_heads % shared_by:
+            raise UserError(f"shared_by is {shared_by}, expected a divisor of {self.num_heads}, the number of heads")
+        self.shared_by = shared_by
+        self.q2 = low_rank_beside(self.q_proj, r, alpha, dropout, shared_by)
+        self.lambda_proj = gate(self, -4.0)
 
     def project(self, x: torch.Tensor, rope: Rope | None):
         """q (B, 2N, S, D), branch 1 before branch 2; k and v (B, K, S, D)."""
-        q = torch.cat([self.split_heads(branch) for branch in branches(self.q_proj, self.q2, x)], dim=1)
+        if self.shared_by == 1:
+            first, second = branches(self.q_proj, self.q2, x)
+        else:
+            base, first = base_layer(self.q_proj)(x), self.q_proj(x)
+            leaders = base.unflatten(-1, (-1, self.shared_by, self.head_dim))[..., 0, :].flatten(-2)
+            second = self.q2.add_to(leaders, x)
+        second = self.split_heads(second).repeat_interleave(self.shared_by, dim=1)
+        q = torch.cat([self.split_heads(first), second], dim=1)
         k, v = (self.split_heads(proj(x)) for proj in (self.k_proj, self.v_proj))
         return (q, k, v) if rope is None else (rope(q), rope(k), v)
 
@@ -263,9 +301,7 @@ class V2(Differential):
 
     def factor(self, x: torch.Tensor) -> torch.Tensor:
         """λ = σ(w·x + b) of each token and head (B, N, S, 1)."""
-        with torch.autocast(x.device.type, enabled=False):  # λ stays in fp32 up to the multiplication
-            weight, bias = self.lambda_proj.weight.float(), self.lambda_proj.bias.float()
-            return torch.sigmoid(F.linear(x.float(), weight, bias)).transpose(1, 2)[..., None]
+        return gated(self.lambda_proj, x)
 
     def coefficient(self) -> torch.Tensor:
         """σ(b) (N,): λ where w·x is 0, as everywhere at step 0."""
@@ -275,19 +311,29 @@ class V2(Differential):
 class Dex(Differential):
     """DEX (Kong et al. 2025, arXiv 2505.16333): o − λ·o·W_D on the outputs of chosen heads; the map is unchanged.
 
-    One W_D (D, D) for a layer's chosen `heads` (None: all), starting at 0, and one λ, starting at `lambda_init`: exact
-    at step 0 without annealing λ, and with a gradient as long as λ is not 0 too. It is linear in o, so `fold` merges
-    it into the output projection.
+    One W_D (D, D) for a layer's chosen `heads` (None: all; a list for each layer, or one list for all), starting at 0,
+    and one λ, starting at `lambda_init`: exact at step 0 without annealing λ, and with a gradient as long as λ is not 0
+    too. It is linear in o, so `fold` merges it into the output projection.
     """
 
     kind = "dex"
     foldable = rewrites_output = True
 
-    def __init__(self, plain: Attention, layer: int, *, heads: list[int] | None = None, lambda_init: float = 1.0):
+    def __init__(
+        self,
+        plain: Attention,
+        layer: int,
+        *,
+        heads: list[int] | list[list[int]] | None = None,
+        lambda_init: float = 1.0,
+    ):
         super().__init__(plain, layer)
-        self.heads = list(range(self.num_heads)) if heads is None else sorted(set(heads))
+        own = heads
+        if heads and isinstance(heads[0], list):
+            own = heads[layer - 1] if layer <= len(heads) else []
+        self.heads = list(range(self.num_heads)) if heads is None else sorted(set(own))
         if not self.heads or not 0 <= self.heads[0] <= self.heads[-1] < self.num_heads:
-            raise UserError(f"heads are {heads!r}, expected at least one of 0 to {self.num_heads - 1}")
+            raise UserError(f"heads are {own!r} in layer {layer}, expected at least one of 0 to {self.num_heads - 1}")
         if lambda_init == 0:
             raise UserError("lambda_init is 0: with W_D = 0 neither would ever get a gradient; give another number")
         # a buffer: a copy from the CPU in each call would make it wait, and cannot be a part of a CUDA graph
@@ -299,6 +345,8 @@ class Dex(Differential):
         heads = self.softmax_attention(q, k, v, mask)
         if len(self.heads) == self.num_heads:
             return self.change(heads)
+        if self.chosen.device != heads.device:  # grafted on the meta device, where a buffer loses its numbers
+            self.chosen = torch.tensor(self.heads, device=heads.device)
         return heads.index_copy(1, self.chosen, self.change(heads[:, self.chosen]))
 
     def change(self, heads: torch.Tensor) -> torch.Tensor:
@@ -331,7 +379,8 @@ def check_option(kind: str, name: str, value: object) -> None:
     expected = inspect.signature(KINDS[kind]).parameters[name].annotation
     allowed = typing.get_args(expected) or (expected,)
     is_finite = not isinstance(value, float) or math.isfinite(value)
-    is_list = isinstance(value, list) and all(type(item) is int for item in value) and list[int] in allowed
+    rows = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+    is_list = list[int] in allowed and all(isinstance(r, list) and all(type(i) is int for i in r) for r in rows)
     if not (is_list or type(value) in allowed and is_finite or type(value) is int and float in allowed):
         shown = getattr(expected, "__name__", str(expected))
         raise UserError(f"{kind!r}: {name} is {quoted(value)}, expected {shown}, finite if it is a number")
@@ -350,14 +399,38 @@ def base_layer(projection: nn.Module) -> nn.Linear:
     return layer
 
 
-def branches(projection: nn.Module, second: LowRank, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """base(x) + LoRA(x) of `projection`, and base(x) + second(x), with the costly base product computed once."""
+def branches(projection: nn.Module, second: LowRank | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """base(x) + LoRA(x) of `projection`, and base(x) + second(x), with the costly base product computed once.
+
+    Without `second`, LoRA's rank is divided: the first half of it belongs to the first, the rest to the second.
+    """
     base, lora = base_layer(projection)(x), getattr(projection, "lora", None)
-    return base if lora is None else lora.add_to(base, x), second.add_to(base, x)
+    if second is not None:
+        return base if lora is None else lora.add_to(base, x), second.add_to(base, x)
+    if lora is None:
+        return base, base
+    return lora.add_to(base, x, slice(0, lora.r // 2)), lora.add_to(base, x, slice(lora.r // 2, None))
 
 
-def low_rank_beside(projection: nn.Module, r: int, alpha: float, dropout: float) -> LowRank:
-    """The second branch's update of `projection`, zero at the start. Raises UserError for values out of range."""
+def low_rank_beside(projection: nn.Module, r: int, alpha: float, dropout: float, shared_by: int = 1) -> LowRank:
+    """The second branch's update of `projection`, or of every so many heads of it, zero at the start.
+
+    Raises UserError for values out of range.
+    """
     check_low_rank(r, alpha, dropout)
     linear = base_layer(projection)
-    return LowRank(linear.in_features, linear.out_features, r, alpha, dropout)
+    return LowRank(linear.in_features, linear.out_features // shared_by, r, alpha, dropout)
+
+
+def gate(attention: Attention, bias: float = 0.0) -> nn.Linear:
+    """The w and b of `gated`: hidden states to heads."""
+    linear = nn.Linear(attention.hidden_size, attention.num_heads)
+    nn.init.zeros_(linear.weight)
+    nn.init.constant_(linear.bias, bias)
+    return linear
+
+
+def gated(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """σ(w·x + b) of each token and head (B, N, S, 1), in fp32 up to the multiplication."""
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.sigmoid(F.linear(x.float(), linear.weight.float(), linear.bias.float())).transpose(1, 2)[..., None]

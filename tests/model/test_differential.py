@@ -31,11 +31,15 @@ VARIANTS = {
     "split-bare": ("split", {"norm": False, "lambda_init": 0.0}),
     "split-fresh": ("split", {"rope_pairs": "fresh"}),
     "twin": ("twin", {"r": 3, "alpha": 6.0, "mu": 0.7}),
+    "twin-token": ("twin", {"r": 3, "alpha": 6.0, "mu": 0.25, "by_token": True}),
+    "twin-half": ("twin", {"mu": 0.25, "half": True}),
     "v2": ("v2", {"r": 3, "alpha": 6.0}),
+    "v2-grouped": ("v2", {"r": 3, "alpha": 6.0, "shared_by": 2}),
     "dex": ("dex", {}),
     "dex-heads": ("dex", {"heads": [1]}),
+    "dex-layers": ("dex", {"heads": [[0], [1]]}),
 }
-EXACT = ("softmax", "twin", "dex", "dex-heads")
+EXACT = ("softmax", "twin", "twin-token", "twin-half", "dex", "dex-heads", "dex-layers")
 THETA, IMAGE = 10000.0, 127
 TARGETS = r"language_model\..*\.(self_attn|mlp)\.\w+_proj"
 
@@ -155,12 +159,18 @@ def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> to
     def projected(name, head, second=None):
         stem = f"{name}_proj." + ("base_layer." if f"{name}_proj.base_layer.weight" in p else "")
         weight = p[stem + "weight"]
-        if second:
-            weight = weight + low_rank(second)
+        own = slice(head * width, (head + 1) * width)
+        weight = weight[own]
+        if options.get("half") and "base_layer" in stem and name in "qk":  # ranks 1 and 2 of 3
+            part, lora = slice(1, None) if second else slice(0, 1), f"{name}_proj.lora"
+            weight = weight + 2.0 * p[f"{lora}.lora_B.weight"][own, part] @ p[f"{lora}.lora_A.weight"][part]
+        elif second:
+            shared = options.get("shared_by", 1)
+            weight = weight + low_rank(second)[slice(head // shared * width, (head // shared + 1) * width)]
         elif "base_layer" in stem:
-            weight = weight + low_rank(f"{name}_proj.lora")
-        bias = p.get(stem + "bias", torch.zeros(len(weight), dtype=torch.float64))
-        return (x @ weight.T + bias)[:, head * width : (head + 1) * width]
+            weight = weight + low_rank(f"{name}_proj.lora")[own]
+        bias = p.get(stem + "bias", torch.zeros(module.num_heads * width, dtype=torch.float64))
+        return x @ weight.T + bias[own]
 
     def attention_map(q, k, scale):
         logits = q @ k.T * scale
@@ -204,16 +214,22 @@ def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> to
         elif kind == "twin":
             q2, k2 = projected("q", head, "q2"), projected("k", key_head, "k2")
             second = attention_map(turned(q2, positions), turned(k2, positions), scale)
-            ratio = p["mu"][head] / (1 + p["mu"][head])
+            mu = p["mu"][head]
+            if options.get("by_token"):
+                gate = x @ p["lambda_proj.weight"][head] + p["lambda_proj.bias"][head]
+                mu = mu * 2 * torch.sigmoid(gate)[:, None]
+            ratio = mu / (1 + mu)
             out = (full - ratio * second) @ v / (1 - ratio)
         elif kind == "v2":
-            q2 = projected("q", head, "q2")
+            shared = options.get("shared_by", 1)
+            q2 = projected("q", head // shared * shared, "q2")
             second = attention_map(turned(q2, positions), turned(k, positions), scale)
             ratio = torch.sigmoid(x @ p["lambda_proj.weight"][head] + p["lambda_proj.bias"][head])
             out = full @ v - ratio[:, None] * (second @ v)
         elif kind == "dex":
             out = full @ v
-            if head in options.get("heads", range(module.num_heads)):
+            chosen = options.get("heads", range(module.num_heads))
+            if head in (chosen[1] if isinstance(chosen[0], list) else chosen):  # of the second layer
                 out = out - p["lambda_d"] * (out @ p["w_d"])
         heads.append(out)
     return torch.cat(heads, dim=-1) @ p["o_proj.weight"].T + p.get("o_proj.bias", 0.0)
@@ -444,7 +460,7 @@ def test_cached_is_uncached(variant, generation):
             )
     valid = inputs["attention_mask"].bool()
     assert relative(torch.cat(parts, dim=1)[valid], whole[valid]) < 1e-5
-    heads, key_maps = model.config.text.num_key_value_heads, 2 if variant == "twin" else 1
+    heads, key_maps = model.config.text.num_key_value_heads, 2 if variant.startswith("twin") else 1
     assert (cache[0].keys.shape[1], cache[0].values.shape[1]) == (key_maps * heads, heads)
 
 
@@ -596,6 +612,7 @@ NEW = {
     "shared-bare": ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"],
     "split": ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln.weight"],
     "twin": ["mu", "q2.lora_A.weight", "q2.lora_B.weight", "k2.lora_A.weight", "k2.lora_B.weight"],
+    "twin-half": ["mu"],
     "v2": ["q2.lora_A.weight", "q2.lora_B.weight", "lambda_proj.weight", "lambda_proj.bias"],
     "dex": ["w_d", "lambda_d"],
 }
@@ -789,7 +806,7 @@ def test_each_tower_is_grafted_where_asked():
         (("twin", {"where": "projector"}), "unknown place 'projector'"),
         (("twin", {"feed_forward": "moe"}), "unknown feed_forward 'moe'"),
         (("twin", {"feed_forward": "swiglu", "where": "vision"}), "concerns the decoder"),
-        (("twin", {"rank": 8}), "'twin' has no option rank: it takes r, alpha, dropout, mu"),
+        (("twin", {"rank": 8}), "'twin' has no option rank: it takes r, alpha, dropout, mu, by_token, half"),
         (("softmax", {"r": 8}), "it takes none"),
         (("twin", {"mu": 0.0}), "mu is 0.0"),
         (("twin", {"r": 0}), "r 0"),

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import tarfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
-from eval import vqa
+from eval import scenes, vqa
 from eval.records import own_records
+from eval.statistics import estimate
 from model.common import UserError, run_command
 from model.config import PRESETS
 from model.paligemma import PaliGemma, initialize
@@ -27,11 +29,12 @@ from train.loop import Diverged
 from train.optim import count, trainable
 from train.recipes import RECIPES
 from train.settings import Settings
-from train.studies import attention, attention_data, attention_report, cells
-from train.studies.attention import RowResult
+from train.studies import attention_data, attention_report, attention_rows, attention_runs, cells, rules
 from train.studies.attention_data import Measure
+from train.studies.attention_rows import AttentionOptions
+from train.studies.attention_runs import RowResult
 from train.studies.cells import PLAIN, FineTuningRow, FineTuningStudy, cell_settings
-from train.studies.engine import difference, digest
+from train.studies.engine import difference, digest, tables_of
 from train.systems.open import load_base, open_model
 from weights.export import export_model
 
@@ -40,7 +43,7 @@ PLAIN_BASE = Settings(
     base="tiny", device="cpu", samples=32, batch_size=16, tasks=",".join(attention_data.TASKS), **PLAIN
 )
 PROGRESS = {"seconds": 1.0, "samples": 32}
-ROWS = {row.name: row for rows in attention.GROUPS.values() for row in rows}
+ROWS = {row.name: row for rows in attention_rows.GROUPS.values() for row in rows}
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +73,12 @@ def fake_study(tmp_path, processor=None, validation=None, test=None, fingerprint
     return FineTuningStudy(base, tmp_path, WORLD, processor, fingerprint, measures)
 
 
+def compare_rows(study, rows, seeds, rates=None, **options):
+    """The rows with so many seeds, at these rates, as the study's command compares them."""
+    given = {"rates": rates and tuple(rates), "grow": False, "timed": False, "most_seeds": seeds}
+    return attention_runs.compare(study, rows, AttentionOptions(seeds=seeds, **(given | options)))
+
+
 @pytest.fixture
 def trainings(monkeypatch):
     """Training replaced by a note of what would have been trained."""
@@ -95,8 +104,17 @@ def arguments(source, out):
         "16",
         "--limit",
         "32",
+        "--most-seeds",
+        "2",
         "--rates",
         "1e-2,5e-2",
+        "--no-grow",
+        "--no-timed",
+        "--no-positive",
+        "--rungs",
+        "n2o2,n4o1",
+        "--processes",
+        "1",
         "--protocol",
         "constrained",
         "--device",
@@ -130,7 +148,7 @@ def test_the_command_from_end_to_end(done, capsys):
     assert "control" not in rows["fine-tuned"] and rows["dex"]["control"] == "LoRA r18"
     assert rows["LoRA r18"]["trainable"] >= rows["dex"]["trainable"] > rows["fine-tuned"]["trainable"] > 0
     for name, row in rows.items():
-        assert set(row["test"]) == {"VQA", "n2o2", "n4o1"}
+        assert set(row["test"]) == {"VQA", "n2o2", "n4o1", "dose"}
         for test in row["test"].values():
             assert len(test["by_seed"]) == (1 if name == "baseline" else 2)
             assert test["low"] <= test["mean"] <= test["high"]
@@ -139,8 +157,12 @@ def test_the_command_from_end_to_end(done, capsys):
     assert len(rows["dex"]["test"]["n2o2"]["by"]) == 4 and len(rows["dex"]["test"]["n4o1"]["by"]) == 16
     assert {row["test"]["n2o2"]["mean"] for row in rows.values()} != {0.0}
     assert rows["dex"]["test"] != rows["LoRA r18"]["test"]
-    assert len(list((done / "cells").iterdir())) == 1 + 3 * 3  # the baseline; three rows, two rates and one more seed
-    assert "## Table 1: VQA" in text and "## Table 2: needle" in text and "against LoRA r18" in text
+    assert len(list((done / "cells").iterdir())) == 1 + 3 * 4  # the baseline; three rows, two rates and two seeds
+    assert "## Table 1: accuracy" in text and "## Table 4: as Table 2" in text and "against LoRA r18" in text
+    assert set(rows["dex"]["difference"]) == {"VQA", "n2o2", "n4o1", "dose", "all"}
+    assert set(rows["dex"]["test"]["dose"]["by"]) == set(map(str, attention_data.DOSES))
+    quoted = json.loads((done / "quoted.json").read_text())
+    assert quoted["tables"] == tables_of(text) and "PyTorch" in quoted["made_by"] and quoted["made_by"] in text
     for name in ("figure2.png", "differences.png"):
         assert Image.open(done / name).size > (600, 300)
 
@@ -167,12 +189,12 @@ def test_an_interrupted_comparison_goes_on(done, source, tmp_path, monkeypatch):
 
         return supervised_loss
 
-    monkeypatch.setattr(supervised, "supervised_loss", interrupted_at(8))  # of 27: the second of the third cell
+    monkeypatch.setattr(supervised, "supervised_loss", interrupted_at(8))  # of 36: the second of the third cell
     with pytest.raises(SystemExit) as stopped:
         compare.main(arguments(source, tmp_path))
     assert stopped.value.code == 128 + signal.SIGTERM and len(steps) == 8
     compare.main(arguments(source, tmp_path))
-    assert len(steps) == 27
+    assert len(steps) == 36
     assert results(tmp_path) == results(done)
 
 
@@ -181,7 +203,7 @@ def test_an_interrupted_comparison_goes_on(done, source, tmp_path, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", ["shared", "split", "split-fresh", "twin", "v2", "dex", "swiglu", "swiglu-new", "paper-5"]
+    "name", ["shared", "split", "twin", "twin-token", "v2", "v2-grouped", "dex", "swiglu", "swiglu-new", "paper-5"]
 )
 def test_the_control_is_the_smallest_that_is_large_enough(name, processor, tmp_path):
     """Breaks when a control has fewer trainable parameters than its row, or a needlessly larger rank."""
@@ -193,7 +215,7 @@ def test_the_control_is_the_smallest_that_is_large_enough(name, processor, tmp_p
 
     row = ROWS[name]
     line = RowResult(row, cell_settings(study, row, 1e-3, 0), parameters(row))
-    control = attention.make_control(study, line)
+    control = attention_runs.make_control(study, line)
     settings = cell_settings(study, control, 1e-3, 0)
     assert (settings.attention, settings.feed_forward) == ("softmax", "mlp")
     assert parameters(control) >= line.trainable > parameters(control, r=settings.r - 1)
@@ -206,7 +228,7 @@ def test_the_control_is_the_smallest_that_is_large_enough(name, processor, tmp_p
 def test_controls_of_one_rank_are_shared(processor, tmp_path, trainings):
     """Breaks when equal controls are trained twice, or controls of different recipes are taken for one."""
     rows = [ROWS[name] for name in ("fine-tuned", "shared", "split", "dex", "swiglu")]
-    lines = attention.compare(fake_study(tmp_path, processor), rows, [0], [1e-3])
+    lines = compare_rows(fake_study(tmp_path, processor), rows, 1, [1e-3])
     assert [line.control and line.control.row.name for line in lines[:5]] == [
         None,
         "LoRA r17",
@@ -216,7 +238,7 @@ def test_controls_of_one_rank_are_shared(processor, tmp_path, trainings):
     ]
     assert len(lines) == 7 and len(trainings) == 7
     slow = FineTuningRow("slow", {"attention": "dex", "beta2": 0.9})
-    lines = attention.compare(fake_study(tmp_path, processor), [ROWS["dex"], slow], [0], [1e-3])
+    lines = compare_rows(fake_study(tmp_path, processor), [ROWS["dex"], slow], 1, [1e-3])
     assert [line.row.name for line in lines] == ["dex", "slow", "LoRA r18", "LoRA r18, slow"]
 
 
@@ -231,17 +253,55 @@ def test_rates_are_chosen_by_validation_alone(processor, tmp_path, trainings):
 
     validation = fake_measure(lambda settings: [{1e-3: 0.4, 3e-3: 0.6, 9e-3: 0.5}[settings.lr]] * 4)
     study = fake_study(tmp_path, processor, validation, fake_measure(test_scores))
-    (line,) = attention.compare(study, [ROWS["fine-tuned"]], [0, 1, 2], [9e-3, 3e-3, 1e-3])
-    assert line.settings.lr == 3e-3 and line.validation == {1e-3: 0.4, 3e-3: 0.6, 9e-3: 0.5}
+    (line,) = compare_rows(study, [ROWS["fine-tuned"]], 3, [9e-3, 3e-3, 1e-3])
+    assert line.settings.lr == 3e-3 and line.validation == pytest.approx({1e-3: 0.4, 3e-3: 0.6, 9e-3: 0.5})
     assert asked == [(3e-3, 0), (3e-3, 1), (3e-3, 2)]
-    assert [(s.lr, s.seed) for s in trainings] == [(1e-3, 0), (3e-3, 0), (9e-3, 0), (3e-3, 1), (3e-3, 2)]
+    assert [(s.lr, s.seed) for s in trainings] == [(rate, seed) for seed in range(3) for rate in (1e-3, 3e-3, 9e-3)]
 
 
-def test_of_equal_rates_the_smallest_and_the_default_ones(processor, tmp_path, trainings):
-    """Breaks when a tie is decided by chance, or a row is not tried around its own rate."""
+@pytest.mark.long
+def test_the_grid_grows_for_all_rows_until_the_best_is_inside(processor, tmp_path, trainings):
+    """Breaks when a rate at the edge is called the best, rows are tried at different rates, or one seed decides."""
+
+    def grade(settings):  # dex is best at 4e-3, LoRA at 1e-3; the first seed alone would take the highest for both
+        best = 4e-3 if settings.attention == "dex" else 1e-3
+        return [0.9 if settings.seed == 0 and settings.lr > 3e-3 else 0.8 - abs(np.log2(settings.lr / best)) / 10] * 4
+
+    study = fake_study(tmp_path, processor, fake_measure(grade))
+    lines = compare_rows(study, [ROWS["fine-tuned"], ROWS["dex"]], 3, [1e-3, 2e-3], grow=True)
+    assert {tuple(line.validation) for line in lines} == {(5e-4, 1e-3, 2e-3, 4e-3, 8e-3)}
+    assert [line.settings.lr for line in lines] == [1e-3, 4e-3, 1e-3]
+    assert not rules.edges({line.row.name: line.validation for line in lines})
     study = fake_study(tmp_path, processor)
-    line = attention.try_rates(study, FineTuningRow("slow", {"lr": 3e-4}), None, 0)
-    assert list(line.validation) == [1.5e-4, 3e-4, 6e-4] and line.settings.lr == 1.5e-4
+    (line,) = compare_rows(study, [FineTuningRow("slow", {"lr": 3e-4})], 1, grow=False)
+    assert list(line.validation) == [3e-4, 6e-4, 1.2e-3] and line.settings.lr == 3e-4  # of equal ones the lowest
+
+
+@pytest.mark.long
+def test_seeds_are_added_where_they_are_needed(processor, tmp_path, trainings):
+    """Breaks when a row stops before its difference is known to ±3 points, or one that is known goes on."""
+
+    def grade(settings):
+        return [0.5 + (settings.attention == "dex") * 0.2 * (settings.seed % 2)] * 4
+
+    study = fake_study(tmp_path, processor, test=fake_measure(grade))
+    lines = {line.row.name: line for line in compare_rows(study, [ROWS["twin"], ROWS["dex"]], 3, [1e-3], most_seeds=5)}
+    assert {name: line.seeds for name, line in lines.items()} == {"twin": 3, "dex": 5, "LoRA r20": 3, "LoRA r18": 5}
+    assert lines["dex"].scores["VQA"].tolist() == [[50 + 20 * (seed % 2)] * 4 for seed in range(5)]
+    assert lines["dex"].common["VQA"].shape == (3, 4)
+
+
+def test_a_control_has_as_much_time(processor, tmp_path, trainings, monkeypatch):
+    """Breaks when a slower row has only a control that is done before it, or equal ones are trained twice."""
+    ratios = {"twin": 1.34, "twin-small": 1.29, "dex": 1.04}
+    monkeypatch.setattr(attention_runs, "step_ratio", lambda study, line: ratios[line.row.name])
+    rows = [ROWS[name] for name in ratios]
+    lines = {line.row.name: line for line in compare_rows(fake_study(tmp_path, processor), rows, 1, [1e-3], timed=True)}
+    timed = lines["twin"].timed
+    assert timed.row.name == "LoRA r20, 1.3 × steps" and timed.settings.samples == round(1.3 * 32)
+    assert timed.settings.r == lines["twin"].control.settings.r == 20 and timed is lines["twin-small"].timed
+    assert lines["dex"].timed is lines["dex"].control and lines["dex"].control.row.name == "LoRA r18"
+    assert timed.scores["VQA"].shape == (1, 4)
 
 
 @pytest.mark.long
@@ -255,11 +315,11 @@ def test_a_diverged_run_scores_nothing_and_is_named(processor, tmp_path, monkeyp
 
     monkeypatch.setattr("train.studies.cells.train_on", train)
     study = fake_study(tmp_path, processor)
-    lines = attention.compare(study, [ROWS["fine-tuned"]], [0, 1], [1e-3, 3e-3])
-    assert lines[0].settings.lr == 1e-3 and lines[0].validation == {1e-3: 0.5, 3e-3: 0.0}
+    lines = compare_rows(study, [ROWS["fine-tuned"]], 2, [1e-3, 3e-3])
+    assert lines[0].settings.lr == 1e-3 and lines[0].validation == {1e-3: 0.25, 3e-3: 0.0}
     assert lines[0].scores["VQA"].tolist() == [[50.0] * 4, [0.0] * 4] and lines[0].trainable > 0
     assert "fine-tuned: a run diverged and scores 0: step 7" in attention_report.to_markdown(
-        attention.summarize(study, lines, [0, 1])
+        attention_report.summarize(study, lines)
     )
 
 
@@ -268,7 +328,7 @@ def test_a_row_may_run_itself(processor, tmp_path, trainings):
     """Breaks when a later experiment cannot bring its own training, or then gets no control."""
     model = torch.nn.Linear(400, 400, bias=False)
     row = FineTuningRow("own", run=lambda settings, folder, study: model)
-    lines = attention.compare(fake_study(tmp_path, processor), [row], [0], [1e-3])
+    lines = compare_rows(fake_study(tmp_path, processor), [row], 1, [1e-3])
     assert [line.row.name for line in lines] == ["own", "LoRA r15"]  # 160,000 at 10,752 a rank
     assert lines[0].control is lines[1] and len(trainings) == 1
 
@@ -282,16 +342,16 @@ def paired(row, control, pictures):
 
 
 def test_differences_are_paired():
-    """Breaks when row and control are resampled apart, a picture's questions are parted, or seeds count as examples."""
+    """Breaks when row and control are estimated apart, a picture's questions are parted, or seeds count as examples."""
     # by example everything varies, the gain does not
     gain, significant = paired([[0.9, 0.1, 0.6, 0.3]], [[0.8, 0.0, 0.5, 0.2]], list("abcd"))
     assert gain == pytest.approx((10, 10, 10)) and significant
-    # two pictures with gains of 0 and 40: of the 4 resamples one is twice the first, one is twice the second
+    # two pictures with gains of 0 and 40: an error of 20, and t = 12.706 for one degree of freedom
     gain, significant = paired([[0.5] * 9 + [0.9] * 9], [[0.5] * 18], ["a"] * 9 + ["b"] * 9)
-    assert gain == pytest.approx((20, 0, 40)) and not significant
+    assert gain == pytest.approx((20, 20 - 254.12, 20 + 254.12), abs=0.01) and not significant
     # two seeds with gains of 0 and 20 on every example, however many there are
     gain, significant = paired([[0.5] * 100, [0.7] * 100], [[0.5] * 100, [0.5] * 100], list(range(100)))
-    assert gain == pytest.approx((10, 0, 20)) and not significant
+    assert gain == pytest.approx((10, 10 - 127.06, 10 + 127.06), abs=0.01) and not significant
 
 
 @pytest.mark.long
@@ -302,12 +362,39 @@ def test_the_words_follow_the_intervals(processor, tmp_path, trainings):
         return [{"dex": 0.3, "twin": 0.5}.get(settings.attention, 0.5)] * 4
 
     study = fake_study(tmp_path, processor, test=fake_measure(grade))
-    lines = attention.compare(study, [ROWS["twin"], ROWS["dex"]], [0, 1], [1e-3])
-    text = attention_report.to_markdown(attention.summarize(study, lines, [0, 1]))
-    assert "against LoRA r20 (215,040): no significant difference in VQA." in text
-    assert "against LoRA r18 (193,536): worse in VQA (-20.00 [-20.00, -20.00] *)." in text
-    assert "Significant differences: 1 of 2. If nothing differed at all, about 0.1 of them would still seem to." in text
-    assert "+0.00 [+0.00, +0.00] n.s." in text
+    lines = compare_rows(study, [ROWS["twin"], ROWS["dex"]], 2, [1e-3])
+    text = attention_report.to_markdown(attention_report.summarize(study, lines))
+    assert "against LoRA r20 (215,040): equivalent in VQA." in text
+    assert "against LoRA r18 (193,536): worse in VQA (-20.0)." in text
+    assert "+0.0 [+0.0, +0.0] equivalent" in text and "2 seed(s): fewer than 5 decide nothing." in text
+
+
+def test_verdicts_are_computed():
+    """Breaks when a verdict is not that of its table's p-values, or a measure at its ceiling measures something."""
+
+    def row(mean, error):
+        return estimate(mean + error * 5**0.5 * np.array([[-1.2649], [-0.6325], [0], [0.6325], [1.2649]]))
+
+    rows = {"up": row(9, 1), "down": row(-9, 1), "same": row(0.5, 0.3), "open": row(2, 2), "small": row(1, 0.2)}
+    found = rules.judge(rows)
+    verdicts = {"up": "better", "down": "worse", "same": "equivalent", "open": "undecided", "small": "equivalent"}
+    assert {name: one["verdict"] for name, one in found.items()} == verdicts
+    # p 0.02 alone, 0.08 among four
+    assert rules.judge({"a": row(4, 1.08)})["a"]["verdict"] == "better"
+    assert {one["verdict"] for one in rules.judge({name: row(4, 1.08) for name in "abcd"}).values()} == {"undecided"}
+    assert {one["verdict"] for one in rules.judge(rows, measurable=False).values()} == {"out of range"}
+    assert [rules.is_inside(score, 25) for score in (30, 37, 96, 97)] == [False, True, True, False]
+    ladder, chances = ("easy", "middle", "hard"), dict.fromkeys(("easy", "middle", "hard"), 0.0)
+    for scores, expected in (
+        ((99, 80, 50), "hard"),
+        ((99, 80, 5), "middle"),
+        ((100, 99, 98), "hard"),
+        ((9, 5, 1), "easy"),
+    ):
+        assert rules.choose_rung(ladder, dict(zip(ladder, scores, strict=True)), chances) == expected
+    predictions = [rules.Prediction(name, "all", "equivalent", "") for name in ("same", "up", "open", "absent")]
+    checked = rules.check(predictions, {name: {"all": verdict} for name, verdict in verdicts.items()})
+    assert [one["outcome"] for one in checked] == ["confirmed", "refuted", "open"]
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------
@@ -322,21 +409,22 @@ def test_a_change_invalidates_exactly_its_cells(processor, tmp_path, trainings, 
         trainings.clear(), graded.clear()
         measures = [fake_measure(lambda s: graded.append(s) or [0.5] * examples, examples=examples) for _ in range(2)]
         rows = [ROWS[row] if isinstance(row, str) else row for row in rows]
-        attention.compare(fake_study(tmp_path, processor, *measures, **changes), rows, [0, 1], [1e-3, 3e-3])
+        compare_rows(fake_study(tmp_path, processor, *measures, **changes), rows, 2, [1e-3, 3e-3])
         return [settings.attention for settings in trainings], len(graded)
 
-    everything = ["softmax", "softmax", "dex", "dex", "softmax", "softmax", "softmax", "dex", "softmax"]
-    assert redone() == (everything, 12)  # rows by two rates, the control, then the second seed
+    # the parameters of rows and control at the first rate, the second rate, then the second seed
+    everything = ["softmax", "dex", "softmax"] * 4
+    assert redone() == (everything, 18)  # on validation; and on test at one rate
     assert redone() == ([], 0)
     assert redone(["fine-tuned", FineTuningRow("dex", {"attention": "dex", "option": ("heads=[0]",)})]) == (
-        ["dex"] * 3,
-        4,
+        ["dex"] * 4,
+        6,
     )
-    assert redone(examples=6) == ([], 12)  # other questions: asked again, of the same models
-    assert redone(fingerprint="another base") == (everything, 12)
-    assert redone(base=replace(PLAIN_BASE, samples=48)) == (everything, 12)
+    assert redone(examples=6) == ([], 18)  # other questions: asked again, of the same models
+    assert redone(fingerprint="another base") == (everything, 18)
+    assert redone(base=replace(PLAIN_BASE, samples=48)) == (everything, 18)
     monkeypatch.setattr(cells, "VERSION", cells.VERSION + 1)
-    assert redone() == (everything, 12)
+    assert redone() == (everything, 18)
 
 
 @pytest.mark.long
@@ -347,7 +435,7 @@ def test_training_data_are_part_of_a_cell(processor, tmp_path, trainings):
         trainings.clear()
         base = replace(PLAIN_BASE, data=f"jsonl:{tmp_path / 'own.jsonl'}", validation=0)
         attention_data._training_records.cache_clear()  # what a new process would not have
-        attention.compare(fake_study(tmp_path, processor, base=base), [ROWS["fine-tuned"]], [0], [1e-3])
+        compare_rows(fake_study(tmp_path, processor, base=base), [ROWS["fine-tuned"]], 1, [1e-3])
         return len(trainings)
 
     write_jsonl(tmp_path, 20)
@@ -519,11 +607,15 @@ def test_row_and_control_learn_from_the_same(processor, tmp_path):
 def test_needle_measures_know_their_places(processor):
     """Breaks when Figure 2 shows accuracy at another place than the needle's."""
     args = SimpleNamespace(protocol="constrained", coco=None)
-    _, small, large = attention_data.make_measures(PLAIN_BASE, "test", 32, args)
+    _, small, large, dose = attention_data.make_measures(PLAIN_BASE, "test", 32, args, ("n2o2", "n4o1"))
+    assert Counter(dose.labels) == dict.fromkeys(attention_data.DOSES, 16)
+    for (_, test), label in zip(dose.examples, dose.labels, strict=True):
+        scene = scenes.needle(f"n4d{label}", "test", test.id).scene
+        assert len(scene.objects) == label + 1 and test.places[0][1:] in {divmod(o.square, 4) for o in scene.objects}
     assert small.labels[:4] == [(0, 0), (0, 1), (1, 0), (1, 1)] and large.labels[:6][-1] == (1, 1)
     assert len(small.labels) == len(large.labels) == 16 and (small.chance, large.chance) == (25, 6.25)
     scores = 100 * np.array([[1, 0, 0, 0.5] * 4, [0, 0, 1, 0.5] * 4])
-    assert attention_report.grid(attention.by_label(scores, small.labels)) == [[0.5, 0], [0.5, 0.5]]
+    assert attention_report.grid(attention_report.by_label(scores, small.labels)) == [[0.5, 0], [0.5, 0.5]]
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------
@@ -531,23 +623,28 @@ def test_needle_measures_know_their_places(processor):
 
 def test_rows_by_name_and_group():
     """Breaks when a group loses a variant, or the paper's rows are not its Table 1."""
-    assert [row.name for row in attention.pick_rows("attention")] == [
+    assert [row.name for row in attention_rows.pick_rows("attention")] == [
         "baseline",
         "fine-tuned",
         "shared",
         "split",
-        "split-fresh",
         "twin",
+        "twin-small",
+        "twin-tiny",
+        "twin-token",
+        "twin-half",
         "v2",
+        "v2-grouped",
         "dex",
+        "dex-entropy",
     ]
-    assert [row.name for row in attention.pick_rows("twin,swiglu,attention")][:3] == ["twin", "swiglu", "baseline"]
-    for row in attention.pick_rows("paper"):
+    assert [row.name for row in attention_rows.pick_rows("twin,swiglu,attention")][:3] == ["twin", "swiglu", "baseline"]
+    for row in attention_rows.pick_rows("paper"):
         settings = replace(PLAIN_BASE, **row.changes)
         assert settings == replace(PLAIN_BASE, **RECIPES[row.name])
         assert row.needs_control(settings) == (row.name not in ("paper-1", "paper-3"))
-    assert all("warmup" not in row.changes for row in attention.pick_rows("paper", {"warmup"}))
-    assert [row.published for row in attention.pick_rows("paper")] == [53.21, 51.91, 35.72, 33.91, 41.32]
+    assert all("warmup" not in row.changes for row in attention_rows.pick_rows("paper", {"warmup"}))
+    assert [row.published for row in attention_rows.pick_rows("paper")] == [53.21, 51.91, 35.72, 33.91, 41.32]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from train.settings import parse
 from train.studies import wings as study_wings
 from train.studies import wings_runs
 from train.studies.encoded import EncodedOrder, answer, encoded_loss, prepare
-from train.studies.engine import choose_rate
+from train.studies.rules import best_rate
 from train.studies.wings import MARGIN
 from train.studies.wings_runs import FULL, WingsStudy, lora_rank
 from train.supervised import supervised_loss
@@ -198,4 +198,4 @@ def test_a_run_starts_from_text_alone_and_says_what_is_left_of_it(tmp_path, monk
 )
 def test_the_lowest_rate_that_reads_pictures_is_taken(validation, chosen):
     """Breaks when a higher rate, which costs more text, is taken for a gain in pictures that is none."""
-    assert choose_rate(validation, MARGIN) == chosen
+    assert best_rate(validation, MARGIN) == chosen

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
-from eval import needle, vqa
+from eval import needle, scenes, vqa
 from eval.command import ask_of
 from eval.datasets import Annotation, Question, read_questions
 from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record
@@ -26,12 +26,20 @@ from train.data.sources import read_records
 from train.settings import Settings
 from train.studies.engine import digest
 
-# Needle tests of 2×2 with one object per tile saturate near 100 %. These are harder: two objects per tile, each of
-# which other tiles share, and 4×4.
-NEEDLES = {"n2o2": "2×2, two objects each", "n4o1": "4×4, one object each"}
+# What is asked of the embedded scenes besides VQA: by measure the difficulties to choose from, from easy to hard.
+# Needle tests are named as in eval/scenes.py (n4d7: 4×4, 7 distractors). e8: is it there, among 8 different objects?
+LADDERS = {
+    "2×2": ("n2o1", "n2o2"),
+    "3×3": ("n3d2", "n3d5", "n3d8"),
+    "4×4": ("n4d3", "n4d7", "n4o1"),
+    "existence": ("e4", "e8", "e12", "e16"),
+}
+HARDEST = tuple(ladder[-1] for ladder in LADDERS.values())
+DOSES = (0, 1, 3, 7, 11, 15)  # distractors of the 4×4 needle, for the slope of accuracy
+DOSE = "dose"
 # The training tasks, in equal parts. The needle tasks are part of it, since the wording of two objects is learned far
 # more slowly without them.
-TASKS = ("vqa", "n2o1", *NEEDLES)
+TASKS = ("vqa", "n2o1", "n2o2", "n4o1")
 VAL_FILES = tuple(name.replace("train2014", "val2014") for name in (QUESTIONS_FILE, ANNOTATIONS_FILE))
 
 
@@ -41,9 +49,25 @@ def training_records(settings: Settings, shared_seed: int) -> tuple[Sequence[Rec
     On the embedded scenes each seed draws its own. On disk all seeds use the pictures of `shared_seed`: otherwise one
     seed would train on pictures that another holds out. There, seeds differ in initialisation, order and dropout.
     """
-    kept = "data eval_data samples tasks fraction validation prompt answers images allow_outside shuffle_buffer"
+    return _training_records(_kept(settings, shared_seed))
+
+
+def training_mark(settings: Settings, shared_seed: int) -> str:
+    """The hash of `training_records` alone."""
+    kept = _kept(settings, shared_seed)
+    return _embedded_mark(kept) if settings.is_embedded else _training_records(kept)[1]
+
+
+def _kept(settings: Settings, shared_seed: int) -> Settings:
+    """The settings that decide the records, and no others."""
+    names = "data eval_data samples tasks fraction validation prompt answers images allow_outside shuffle_buffer"
     seed = settings.seed if settings.is_embedded else shared_seed
-    return _training_records(Settings(seed=seed, **{name: getattr(settings, name) for name in kept.split()}))
+    return Settings(seed=seed, **{name: getattr(settings, name) for name in names.split()})
+
+
+@lru_cache(maxsize=100)
+def _embedded_mark(settings: Settings) -> str:
+    return _training_records(settings)[1]
 
 
 @lru_cache(maxsize=1)  # the records of one seed: cells are computed seed by seed
@@ -90,24 +114,59 @@ class Measure:
     grade: Callable[[PaliGemma, Processor, Settings, Path], list[float]]
 
 
-def make_measures(settings: Settings, split: str, limit: int, options) -> list[Measure]:
-    """All measures of a split: `limit` VQA questions, and half as many needle tests of each kind, evenly over places.
+def make_measures(settings: Settings, split: str, limit: int, options, rungs: Sequence[str] = HARDEST) -> list[Measure]:
+    """All measures of a split: `limit` VQA questions, and half as many of each other kind, evenly over places.
 
-    With data on disk only the test split has needle tests, and only with --coco.
+    rungs: difficulties on the embedded scenes, whose test split also has the doses. With data on disk only the test
+    split has needle tests, and only with --coco.
     """
-    measures = [vqa_measure(settings, split, limit)]
-    tests = max(1, limit // 32) * 16  # a multiple of the number of places of both kinds
+    measures, tests = [vqa_measure(settings, split, limit)], max(1, limit // 32) * 16
     if settings.is_embedded:
-        measures += [embedded_needles(kind, tests, options.protocol, split) for kind in NEEDLES]
+        measures += [embedded_measure(rung, tests, options.protocol, split) for rung in rungs]
+        measures += [dose_measure(tests, options.protocol)] * (split == "test")
     elif options.coco and split == "test":
         measures += coco_needles(settings, options, tests, options.protocol)
     return measures
 
 
-def embedded_needles(kind: str, tests: int, protocol: str, split: str = "test") -> Measure:
-    """Needle tests of one kind on the embedded scenes, each picture drawn once."""
-    trials = needle.embedded_trials(kind, tests, split=split)
-    return needle_measure(kind, [trial._replace(pictures=cache(trial.pictures)) for trial in trials], protocol)
+def title_of(rung: str) -> str:
+    """A difficulty in words."""
+    if rung.startswith("e"):
+        return f"is it there, among {rung[1:]}"
+    n, objects, distractors = scenes.layout_of(rung)
+    full = "" if distractors == n**2 - 1 else f", {distractors} distractors"
+    return f"{n}×{n}, {'two objects' if objects == 2 else 'one object'} each{full}"
+
+
+def embedded_measure(rung: str, tests: int, protocol: str, split: str = "test") -> Measure:
+    """A measure on the embedded scenes, each picture drawn once; `tests` is rounded to whole turns over the places."""
+    if rung.startswith("e"):
+        return existence_measure(int(rung[1:]), tests, split)
+    places = scenes.layout_of(rung)[0] ** 2
+    trials = needle.embedded_trials(rung, -(-tests // places) * places, split=split)
+    return needle_measure(rung, drawn_once(trials), protocol)
+
+
+def drawn_once(trials: Sequence[needle.Trial]) -> list[needle.Trial]:
+    return [trial._replace(pictures=cache(trial.pictures)) for trial in trials]
+
+
+def existence_measure(objects: int, questions: int, split: str) -> Measure:
+    """POPE's questions about pictures with so many different objects; half of the answers are yes."""
+    samples = scenes.pope("random", split, -(-questions // 6), objects=objects)
+    return question_measure(
+        f"e{objects}", title_of(f"e{objects}"), vqa.of_samples(samples, f"{split}/e{objects}"), 50.0
+    )
+
+
+def dose_measure(tests: int, protocol: str) -> Measure:
+    """4×4 needles of the test split by the number of distractors, their label."""
+    each = max(16, tests // 3 // 16 * 16)
+    trials = [t for dose in DOSES for t in needle.embedded_trials(f"n4d{dose}", each)]
+    labels = [dose for dose in DOSES for _ in range(each)]
+    measure = needle_measure(DOSE, drawn_once(trials), protocol)
+    pictures = [f"{dose}/{picture}" for dose, picture in zip(labels, measure.pictures, strict=True)]
+    return replace(measure, title="4×4 by the number of distractors", pictures=pictures, labels=labels)
 
 
 def coco_needles(settings: Settings, options, tests: int, protocol: str) -> list[Measure]:
@@ -123,16 +182,27 @@ def vqa_measure(settings: Settings, split: str, limit: int | None, scoring: str 
 
     A question whose picture cannot be read counts as answered wrongly.
     """
-    chance, template = None, vqa.PROMPT
-    if settings.is_embedded:
-        benchmark = vqa.embedded(limit, split)
-        benchmark = benchmark._replace(pictures={name: cache(draw) for name, draw in benchmark.pictures.items()})
-        chance = vqa.blind_embedded(limit)["overall"] if split == "test" else None
-    else:
+    if not settings.is_embedded:
         benchmark, template = held_out_vqa(settings, split, limit)
+        return question_measure("VQA", "VQA", benchmark, None, template, scoring)
+    chance = vqa.blind_embedded(limit)["overall"] if split == "test" else None
+    return question_measure("VQA", "VQA", vqa.embedded(limit, split), chance, vqa.PROMPT, scoring)
+
+
+def question_measure(
+    name: str,
+    title: str,
+    benchmark: vqa.Benchmark,
+    chance: float | None,
+    template: str | None = vqa.PROMPT,
+    scoring: str = "official",
+) -> Measure:
+    """Questions about pictures, each drawn once where they are drawn; template: None for that of the settings."""
+    drawn = {key: cache(picture) if callable(picture) else picture for key, picture in benchmark.pictures.items()}
+    benchmark = benchmark._replace(pictures=drawn)
 
     def grade(model: PaliGemma, processor: Processor, settings: Settings, folder: Path) -> list[float]:
-        options = asking(settings, "VQA", folder)
+        options = asking(settings, name, folder)
         said = vqa.answer(model, processor, benchmark, template or settings.prompt, **options)
         answers = {question.question_id: said.get(question.question_id, "") for question in benchmark.questions}
         report_left_out(options["left_out"], len(answers))
@@ -145,7 +215,7 @@ def vqa_measure(settings: Settings, split: str, limit: int | None, scoring: str 
         examples = [(scoring, *example) for example in examples]
     pictures = [question.image for question in benchmark.questions]
     labels = [annotation.answer_type or "all" for annotation in benchmark.annotations]
-    return Measure("VQA", "VQA", examples, pictures, labels, chance, grade)
+    return Measure(name, title, examples, pictures, labels, chance, grade)
 
 
 def held_out_vqa(settings: Settings, split: str, limit: int | None) -> tuple[vqa.Benchmark, str | None]:
@@ -208,7 +278,8 @@ def needle_measure(name: str, trials: Sequence[needle.Trial], protocol: str) -> 
     tests = [trial.test for trial in trials]
     pictures = [str(test.haystack) for test in tests]
     examples, places = [(protocol, test) for test in tests], [test.places[0][1:] for test in tests]
-    title, chance = NEEDLES.get(name, f"MMNeedle {name}"), 100 / tests[0].side ** 2
+    title = title_of(name) if name.startswith("n") else f"MMNeedle {name}"
+    chance = 100 / tests[0].side ** 2
     return Measure(name, title, examples, pictures, places, chance, grade)
 
 

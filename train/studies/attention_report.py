@@ -1,116 +1,293 @@
-"""The report of the attention study: comparison.md, Figure 2 and the chart of all differences.
+"""The report of the attention study: comparison.json, comparison.md, Figure 2 and the chart of all differences.
 
-In: comparison.json, as `train/studies/attention.py` makes it. Out: Markdown and pictures.
+In: the results of all rows (`train/studies/attention_runs.py`). Out: a summary, Markdown and pictures.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from math import nan
 
+import numpy as np
 from PIL import Image
 
 from eval import figures
 from eval.report import markdown_table
-from train.studies import engine
-from train.studies.engine import spell
+from eval.statistics import estimate, slope_scores
+from train.studies import engine, rules
+from train.studies.attention_data import DOSE, Measure
+from train.studies.attention_rows import PREDICTIONS
+from train.studies.attention_runs import OVERALL, RowResult, gain, in_range, overall
+from train.studies.cells import VERSION, FineTuningStudy
+from train.studies.engine import describe_runs, spell
 
 
-def vqa_table(summary: dict) -> list[str]:
-    """Table 1."""
-    rows, vqa = summary["rows"], summary["measures"][0]
-    name, chance = vqa["name"], vqa["chance"]
-    kinds = list(rows[0]["test"][name]["by"])
-    head = ["row", "parameters", "rate", "VQA", *kinds, "control", "difference"]
+def by_label(scores: np.ndarray, labels: Sequence) -> dict[str, float]:
+    """Mean of scores (seeds, examples) over seeds and the examples of a label."""
+    means, found = scores.mean(axis=0), {str(label): [] for label in labels}
+    for label, mean in zip(labels, means, strict=True):
+        found[str(label)].append(mean)
+    return {label: float(np.mean(values)) for label, values in found.items()}
+
+
+def summarize_row(result: RowResult, measures: Sequence[Measure]) -> dict:
+    summary = {
+        "name": result.row.name,
+        "trainable": result.trainable,
+        "published": result.row.published,
+        "is_control": result.is_control,
+        "settings": asdict(result.settings) if result.row.is_trained else None,
+        "validation": {f"{rate:g}": round(100 * value, 2) for rate, value in result.validation.items()},
+        "cells": [cell["file"] for cell in result.cells],
+        "diverged": [cell["diverged"] for cell in result.cells if cell["diverged"]],
+        "seeds": result.seeds,
+        "test": {},
+    }
+    for m in measures:
+        scores = result.scores[m.name]
+        summary["test"][m.name] = describe_runs(scores, m.pictures) | {"by": by_label(scores, m.labels)}
+        if m.name == DOSE:
+            doses = np.array(m.labels)
+            summary["slope"] = engine.verdict(estimate(slope_scores(doses / doses.max(), scores), m.pictures))
+    for name, control in (("control", result.control), ("timed", result.timed)):
+        if control:
+            summary[name], summary[f"{name}_trainable"] = control.row.name, control.trainable
+    return summary
+
+
+def add_differences(rows: Sequence[dict], results: Sequence[RowResult], measures: Sequence[Measure]) -> None:
+    """Put the judged differences of all rows to their controls into the rows of the summary."""
+    others = [m for m in measures if m.name != DOSE]
+    names = [m.name for m in measures] + [OVERALL] * (len(others) > 1)
+    for key, find in (
+        ("difference", lambda one: (one.control, one.scores, "scores")),
+        ("difference_timed", lambda one: (one.timed, one.scores, "scores")),
+        ("difference_common", lambda one: (one.control if one.common else None, one.common, "common")),
+    ):
+        for name in names:
+            found, inside = {}, {}
+            for result in results:
+                control, own, field_name = find(result)
+                if control:
+                    theirs, row = getattr(control, field_name), result.row.name
+                    usable = {m.name for m in in_range(theirs, measures)}
+                    inside[row] = bool(usable - {DOSE}) if name == OVERALL else name in usable
+                    is_all = name == OVERALL
+                    found[row] = overall(own, theirs, measures) if is_all else gain(own, theirs, name, measures)
+            judged = rules.judge({row: one for row, one in found.items() if inside[row]})
+            judged |= rules.judge({row: one for row, one in found.items() if not inside[row]}, measurable=False)
+            for row in rows:
+                if row["name"] in found:
+                    row.setdefault(key, {})[name] = engine.verdict(found[row["name"]]) | judged[row["name"]]
+
+
+def summarize(study: FineTuningStudy, results: Sequence[RowResult]) -> dict:
+    """comparison.json: all numbers of the report, and more. Accuracies are in percent."""
+    cells = {cell["file"]: cell for result in results for cell in result.cells}
+    measures = study.measures["test"]
+    rows = [summarize_row(result, measures) for result in results]
+    add_differences(rows, results, measures)
+    verdicts = {
+        row["name"]: {name: one["verdict"] for name, one in row["difference"].items()}
+        for row in rows
+        if "difference" in row
+    }
+    return {
+        "base": study.base.base,
+        "fingerprint": study.fingerprint,
+        "data": " ".join(study.base.data),
+        "version": VERSION,
+        "settings": asdict(study.base),
+        "seeds": list(range(max(result.seeds for result in results))),
+        "protocol": study.protocol,
+        "measures": [
+            {"name": m.name, "title": m.title, "chance": m.chance, "by_place": isinstance(m.labels[0], tuple)}
+            for m in measures
+        ],
+        "examples": {split: {m.name: len(m.examples) for m in of_split} for split, of_split in study.measures.items()},
+        "cpu_seconds": round(sum(cell["cpu_seconds"] for cell in cells.values())),
+        "rows": rows,
+        "edges": rules.edges({one.row.name: one.validation for one in results if one.validation}),
+        "predictions": rules.check(PREDICTIONS, verdicts),
+    }
+
+
+# Markdown
+
+
+def accuracy_table(summary: dict) -> list[str]:
+    """Table 1: every row at its own rate."""
+    measures = [one for one in summary["measures"] if one["name"] != DOSE]
+    head = ["row", "parameters", "seeds", "rate", *(one["title"] for one in measures)]
     body = [
         [
             row["name"],
             f"{row['trainable']:,}",
+            str(row["seeds"]),
             f"{row['settings']['lr']:g}" if row["settings"] else "",
-            spell(row["test"][name]),
-            *(f"{row['test'][name]['by'][kind]:.2f}" for kind in kinds),
-            row.get("control", ""),
-            spell(row["difference"][name]) if "control" in row else "",
+            *(spell(row["test"][one["name"]], 1) for one in measures),
+        ]
+        for row in summary["rows"]
+    ]
+    if any(row["published"] for row in summary["rows"]):
+        head.append("the paper, VQAv2")
+        body = [[*cells, str(row["published"] or "")] for cells, row in zip(body, summary["rows"], strict=True)]
+    if all(one["chance"] is not None for one in measures):
+        chances = [f"{one['chance']:.1f}" for one in measures]
+        body.insert(0, ["best guess, no picture", *[""] * 3, *chances, *[""] * (len(head) - 4 - len(measures))])
+    return markdown_table(head, body)
+
+
+def difference_table(summary: dict, key: str, control: str) -> list[str]:
+    """The differences of all rows to a control, with their verdicts; a table without rows is empty."""
+    rows = [row for row in summary["rows"] if key in row]
+    if not rows:
+        return []
+    names = [name for name in rows[0][key] if name != DOSE]
+    titles = {one["name"]: one["title"] for one in summary["measures"]} | {OVERALL: "mean of those in range"}
+    body = [[row["name"], row[control], *(judged(row[key][name]) for name in names)] for row in rows]
+    return markdown_table(["row", "control", *(titles[name] for name in names)], body)
+
+
+def judged(one: Mapping, digits: int = 1) -> str:
+    """A difference, its interval and its verdict."""
+    mean, low, high = (f"{one[end]:+.{digits}f}" for end in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}] {one['verdict']}"
+
+
+def dose_table(summary: dict) -> list[str]:
+    """Accuracy by the number of distractors, and the change from none to the most."""
+    rows = [row for row in summary["rows"] if DOSE in row["test"]]
+    if not rows:
+        return []
+    doses = list(rows[0]["test"][DOSE]["by"])
+    body = [
+        [
+            row["name"],
+            *(f"{row['test'][DOSE]['by'][dose]:.1f}" for dose in doses),
+            spell({end: row["slope"][end] for end in ("mean", "low", "high")}, 1),
+            judged(row["difference"][DOSE]) if DOSE in row.get("difference", ()) else "",
         ]
         for row in rows
     ]
-    if any(row["published"] for row in rows):
-        head.append("the paper, VQAv2")
-        body = [[*cells, str(row["published"] or "")] for cells, row in zip(body, rows, strict=True)]
-    if chance is not None:
-        body.insert(0, ["best guess, no picture", "", "", f"{chance:.2f}", *[""] * len(head[4:])])
-    return markdown_table(head, body)
+    return markdown_table(["distractors", *doses, f"slope, 0 to {doses[-1]}", "slope, row − control"], body)
 
 
-def needle_table(summary: dict) -> list[str]:
-    """Table 2."""
-    needles = summary["measures"][1:]
-    head = ["row", "control", *(title for measure in needles for title in (measure["title"], "difference"))]
-    body = [["chance", "", *(cell for measure in needles for cell in (f"{measure['chance']:.2f}", ""))]]
-    for row in summary["rows"]:
-        cells = [row["name"], row.get("control", "")]
-        for measure in needles:
-            name = measure["name"]
-            cells += [spell(row["test"][name]), spell(row["difference"][name]) if "control" in row else ""]
-        body.append(cells)
-    return markdown_table(head, body)
+def range_table(summary: dict) -> list[str]:
+    """How far the controls are from guessing and from 100 %, and what else was tried."""
+    controls = {row["control"] for row in summary["rows"] if "control" in row}
+    rows = [row for row in summary["rows"] if row["name"] in controls]
+    pilots = {one["chosen"]: one["pilot"] for one in summary.get("ladders", {}).values()}
+    body = []
+    for one in summary["measures"]:
+        if one["name"] != DOSE and rows and one["chance"] is not None:
+            means = [row["test"][one["name"]]["mean"] for row in rows]
+            shares = [100 * rules.share_of_range(mean, one["chance"]) for mean in means]
+            inside = all(rules.is_inside(mean, one["chance"]) for mean in means)
+            pilot = ", ".join(f"{rung} {score:.0f}" for rung, score in pilots.get(one["name"], {}).items())
+            share = f"{min(shares):.0f} to {max(shares):.0f}"
+            body.append([one["title"], f"{one['chance']:.1f}", share, "yes" if inside else "no", pilot])
+    head = ["measure", "guessing, %", "controls, % of the way to 100", "measures", "plain LoRA on validation, %"]
+    return markdown_table(head, body) if body else []
+
+
+def prediction_table(predictions: Sequence[Mapping]) -> list[str]:
+    body = [[one["row"], one["verdict"], one["found"], one["outcome"], one["reason"]] for one in predictions]
+    return markdown_table(["row", "predicted", "found", "prediction", "reason given before"], body) if body else []
+
+
+def positive_blocks(positive: Mapping | None) -> list:
+    """The positive control."""
+    if positive is None:
+        return []
+    body = [
+        [kind, f"{row['rate']:g}", spell(row, 1), judged(positive["differences"][kind]) if kind != "softmax" else ""]
+        for kind, row in positive["rows"].items()
+    ]
+    return [
+        "## Positive control: the built task (train/studies/built.py)",
+        f"The best that one bounded map can do is {positive['best_of_one_map']:.1f} %; two maps can reach 100 %. "
+        f"{positive['seeds']} seeds.",
+        markdown_table(["attention", "rate", "accuracy, %", "minus softmax"], body),
+        prediction_table(positive["predictions"]),
+    ]
 
 
 def to_markdown(summary: dict) -> str:
     """comparison.md."""
-    settings, seeds = summary["settings"], summary["seeds"]
+    settings = summary["settings"]
     size = f"{settings['samples']:,} samples" if summary["data"] == "embedded" else f"{settings['epochs']} epoch(s)"
     counts = {
         split: ", ".join(f"{n:,} of {name}" for name, n in of_split.items())
         for split, of_split in summary["examples"].items()
     }
     blocks = [
-        f"{len(seeds)} seed(s), {size} a run. The rate of each row is the best of those tried on seed {seeds[0]}, by "
-        f"the validation split (examples: {counts['validation']}). Below is the test split ({counts['test']}). In "
-        "brackets: 95 % bootstrap intervals over seeds and pictures. A difference is that to the control, plain LoRA "
-        "of at least as many trainable parameters, in percentage points, on the same examples and seeds. `*`: its "
-        "interval excludes 0; n.s.: it does not, the difference is not significant.",
-        "## Table 1: VQA, official scorer, accuracy in %",
-        vqa_table(summary),
+        f"{size} a run. Rates by the mean of up to {rules.TUNING_SEEDS} seeds on the validation split (examples: "
+        f"{counts['validation']}); below is the test split ({counts['test']}), needles by protocol "
+        f"{summary['protocol']}. Accuracies in %, with 95 % bootstrap intervals over seeds and pictures; differences "
+        "in points, paired by seed and example, with 95 % intervals of Student's t over seeds and pictures. Verdicts "
+        f"are corrected for the rows of a table (Holm): better, worse, equivalent (within ±{rules.MARGIN:g}, two "
+        "one-sided tests), undecided; out of range: the control guesses or is perfect, so that nothing is measured.",
+        "## Table 1: accuracy at each row's rate",
+        accuracy_table(summary),
+        "## Table 2: minus plain LoRA with at least as many parameters",
+        difference_table(summary, "difference", "control"),
     ]
-    if summary["measures"][1:]:
-        blocks += [
-            f"## Table 2: needle, index accuracy (row and column right) in %, protocol {summary['protocol']}",
-            needle_table(summary),
-            "## Figure 2: needle by place",
-            "![accuracy by place](figure2.png)",
-        ]
+    for title, key, control in (
+        ("Table 3: minus plain LoRA trained as long", "difference_timed", "timed"),
+        ("Table 4: as Table 2, all rows at one rate", "difference_common", "control"),
+    ):
+        if table := difference_table(summary, key, control):
+            blocks += [f"## {title}", table]
+    for title, table in (
+        ("Noise dose: 4×4 needle by the number of distractors, %", dose_table(summary)),
+        ("Range of the measures", range_table(summary)),
+        ("Predictions", prediction_table(summary["predictions"])),
+    ):
+        blocks += [f"## {title}", table] if table else []
+    if any(one["by_place"] for one in summary["measures"]):
+        blocks += ["## Figure 2: needle by place", "![accuracy by place](figure2.png)"]
     title = f"Comparison: base {summary['base']}, data {summary['data']}"
-    return engine.compose(title, *blocks, conclusions=conclusions(summary))
+    return engine.compose(title, *blocks, *positive_blocks(summary.get("positive")), conclusions=conclusions(summary))
 
 
 def conclusions(summary: dict) -> list[str]:
-    """The differences in words, and what limits them."""
-    rows = summary["rows"]
-    differences = {
-        f"{row['name']} ({row['trainable']:,} parameters) against {row['control']} ({row['control_trainable']:,})": row[
-            "difference"
-        ]
-        for row in rows
-        if "control" in row
-    }
-    rates = {
-        row["name"]: (float(f"{row['settings']['lr']:g}"), [float(rate) for rate in row["validation"]])
-        for row in rows
-        if row["validation"]
-    }
-    sentences = engine.conclude(differences, len(summary["seeds"]), rates)
+    """The verdicts in words, and what limits them."""
+    titles = {one["name"]: one["title"] for one in summary["measures"]} | {OVERALL: "the mean of those in range"}
+    sentences = []
+    for row in summary["rows"]:
+        if "difference" in row:
+            parts: dict[str, list[str]] = {}
+            for name, one in row["difference"].items():
+                about = "the slope over distractors" if name == DOSE else titles[name]
+                if one["verdict"] in ("better", "worse"):
+                    about += f" ({one['mean']:+.1f})"
+                elif one["verdict"] == "undecided":
+                    about += f" (±{one['visible']:.1f} would have been seen)"
+                parts.setdefault(one["verdict"], []).append(about)
+            words = "; ".join(f"{verdict} in {', '.join(of_verdict)}" for verdict, of_verdict in parts.items())
+            sentences.append(
+                f"{row['name']} ({row['trainable']:,} parameters) against {row['control']} "
+                f"({row['control_trainable']:,}): {words}."
+            )
+    if len(summary["seeds"]) < rules.LEAST_SEEDS:
+        sentences.append(f"{len(summary['seeds'])} seed(s): fewer than {rules.LEAST_SEEDS} decide nothing.")
+    if summary["edges"]:
+        sentences.append(f"The best rate is the lowest or the highest tried for: {', '.join(summary['edges'])}.")
     below = [
         f"{row['name']} in {test['name']}"
-        for row in rows
+        for row in summary["rows"]
         if row["settings"] is None
         for test in summary["measures"][1:]
-        if row["test"][test["name"]]["mean"] < test["chance"]
+        if test["chance"] is not None and row["test"][test["name"]]["mean"] < test["chance"]
     ]
     if below:
         sentences.append(
             f"Below chance: {', '.join(below)}. A model that never saw a question's wording gives other "
             "answers than its words; `--protocol constrained` compares those alone."
         )
-    return sentences + [f"{row['name']}: a run diverged and scores 0: {why}" for row in rows for why in row["diverged"]]
+    return sentences + [
+        f"{row['name']}: a run diverged and scores 0: {why}" for row in summary["rows"] for why in row["diverged"]
+    ]
 
 
 def grid(by_place: Mapping[str, float]) -> list[list[float]]:
@@ -126,7 +303,11 @@ def draw(summary: dict) -> dict[str, list[Image.Image]]:
     Figure 2 shows the requested rows without a control, and of the others the best on the validation split: a choice
     by the accuracy that is drawn would be biased.
     """
-    rows, measures, pictures = {row["name"]: row for row in summary["rows"]}, summary["measures"], {}
+    rows, pictures = {row["name"]: row for row in summary["rows"]}, {}
+    measures, placed = (
+        [m for m in summary["measures"] if m["name"] != DOSE],
+        [m for m in summary["measures"] if m["by_place"]],
+    )
     others = [row for row in rows.values() if "control" in row]
     shown = [row for row in rows.values() if "control" not in row and not row["is_control"]]
     if others:
@@ -141,11 +322,11 @@ def draw(summary: dict) -> dict[str, list[Image.Image]]:
             )
             for measure in measures
         ]
-    if len(measures) > 1:
+    if placed:
         pictures["figure2.png"] = [
             figures.heatmaps(
                 {row["name"]: grid(row["test"][measure["name"]]["by"]) for row in shown}, f"needle, {measure['title']}"
             )
-            for measure in measures[1:]
+            for measure in placed
         ]
     return pictures

@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import torch
 
 from eval.records import Record
 from lora import adapter
+from model.attention import Attention, attention_modules, tapped
 from model.common import UserError, write_text
 from model.paligemma import PaliGemma
 from model.processor import DRAFT, Processor
 from train.checkpoint import file_digest
+from train.data.batches import MicroBatch
 from train.distributed import World, join_world
 from train.flags import FlagParser, RunArguments, add_flags, check_ranges, flag, from_values
 from train.loop import Diverged
@@ -28,9 +31,9 @@ from train.metrics import peak_bytes, reset_peak
 from train.optim import count, trainable
 from train.settings import Settings, parse
 from train.studies import engine
-from train.studies.attention_data import Measure, training_records
+from train.studies.attention_data import Measure, training_mark, training_records
 from train.studies.engine import cell_folder, deciding, digest
-from train.supervised import train_on
+from train.supervised import forward, make_order, ready, train_on
 from train.systems.open import load_base, open_model, open_processor
 
 VERSION = 2  # of the code that decides a cell's result: raise it to compute all cells again
@@ -118,7 +121,10 @@ def without(changes: Mapping[str, object], given: Collection[str]) -> dict[str, 
 
 @dataclass(frozen=True)
 class FineTuningStudy:
-    """What all cells share. base: the plain settings. measures: by split, such as validation and test, VQA first."""
+    """What all cells share. base: the plain settings. measures: by split, such as validation and test, VQA first.
+
+    ahead: computes cells that are to be read next, side by side; None: each is computed when it is read.
+    """
 
     base: Settings
     out: Path
@@ -127,6 +133,7 @@ class FineTuningStudy:
     fingerprint: str
     measures: dict[str, list[Measure]]
     protocol: str = "paper"
+    ahead: Callable[[Sequence["CellName"]], object] | None = None
 
 
 def open_study(
@@ -183,6 +190,37 @@ def fine_tune(settings: Settings, folder: Path, study: FineTuningStudy) -> PaliG
     return model
 
 
+def fine_tune_scattered(settings: Settings, folder: Path, study: FineTuningStudy) -> PaliGemma:
+    """`fine_tune`, with dex on the half of each layer's heads whose attention is the most scattered before training.
+
+    DEX chooses heads by the entropy of their attention too (Kong et al. 2025).
+    """
+    records, model = training_records(settings, study.base.seed)[0], open_base(settings, folder, study)
+    order = make_order(records, study.processor, settings, study.world)
+    micro = ready(next(iter(order.steps(0)))[0], model, study.processor, study.world.device)
+    option = f"heads={json.dumps(scattered_heads(model, micro))}"
+    return fine_tune(replace(settings, option=(*settings.option, option)), folder, study)
+
+
+@torch.no_grad()
+def scattered_heads(model: PaliGemma, micro: MicroBatch) -> list[list[int]]:
+    """By layer of the decoder, the half of its heads whose attention on a micro-batch has the highest mean entropy."""
+    chosen: dict[Attention, list[int]] = {}
+    valid = micro.batch.attention_mask.bool()
+
+    def watch(module: Attention) -> Callable[[torch.Tensor], None]:
+        def tap(weights: torch.Tensor) -> None:
+            entropy = torch.special.entr(weights.float()).sum(-1).transpose(1, 2)[valid].mean(0)  # (N,)
+            chosen[module] = sorted(entropy.topk(max(1, len(entropy) // 2)).indices.tolist())
+
+        return tap
+
+    modules = attention_modules(model.language_model).values()
+    with tapped({module: watch(module) for module in modules}):
+        forward(model.eval(), micro)
+    return [chosen[module] for module in modules]
+
+
 @dataclass(frozen=True)
 class FineTuningRow:
     """One line of the tables: changes of the base settings, and how its model is made.
@@ -207,8 +245,32 @@ class FineTuningRow:
         return self.is_trained and not (plain and self.run is fine_tune)
 
 
+CellName = tuple[FineTuningRow, float, int, str]  # row, rate, seed, split
+
+
 def cell_settings(study: FineTuningStudy, row: FineTuningRow, rate: float, seed: int) -> Settings:
     return replace(study.base, **(row.changes | {"lr": rate, "seed": seed}))
+
+
+def cell_file(study: FineTuningStudy, row: FineTuningRow, rate: float, seed: int, split: str) -> Path:
+    """Where the result of a cell is, or will be."""
+    settings = cell_settings(study, row, rate, seed)
+    made_by, trained_on = row.run.__qualname__, ""
+    if row.finished:
+        made_by = f"adapter {file_digest(row.finished / adapter.TENSOR_FILE)}"
+    elif row.is_trained:
+        trained_on = training_mark(settings, study.base.seed)
+    pixels = {} if settings.is_embedded else {"draft": DRAFT}  # how pictures on disk are decoded
+    parts = (VERSION, study.fingerprint, made_by, trained_on, deciding(settings) | pixels)
+    examples = [(measure.name, measure.examples) for measure in study.measures[split]]
+    return cell_folder(study.out, *parts) / f"{split}-{digest(examples)}.json"
+
+
+def run_cells(study: FineTuningStudy, names: Sequence[CellName]) -> list[dict]:
+    """The results of cells, see `run_cell`, in this order."""
+    if study.ahead:
+        study.ahead([name for name in names if not cell_file(study, *name).exists()])
+    return [run_cell(study, *name) for name in names]
 
 
 def run_cell(study: FineTuningStudy, row: FineTuningRow, rate: float, seed: int, split: str) -> dict:
@@ -216,17 +278,8 @@ def run_cell(study: FineTuningStudy, row: FineTuningRow, rate: float, seed: int,
 
     A run whose loss is no longer finite scores 0, and "diverged" says where it happened.
     """
-    settings = cell_settings(study, row, rate, seed)
-    made_by, trained_on = row.run.__qualname__, ""
-    if row.finished:
-        made_by = f"adapter {file_digest(row.finished / adapter.TENSOR_FILE)}"
-    elif row.is_trained:
-        trained_on = training_records(settings, study.base.seed)[1]
-    pixels = {} if settings.is_embedded else {"draft": DRAFT}  # how pictures on disk are decoded
-    parts = (VERSION, study.fingerprint, made_by, trained_on, deciding(settings) | pixels)
-    folder = cell_folder(study.out, *parts)
-    measures = study.measures[split]
-    file = folder / f"{split}-{digest([(measure.name, measure.examples) for measure in measures])}.json"
+    settings, measures = cell_settings(study, row, rate, seed), study.measures[split]
+    file = cell_file(study, row, rate, seed, split)
 
     def work(folder: Path) -> dict:
         write_text(folder / "config.json", json.dumps(asdict(settings), indent=1) + "\n")
@@ -245,9 +298,14 @@ def run_cell(study: FineTuningStudy, row: FineTuningRow, rate: float, seed: int,
             result["diverged"] = str(error)
         return result
 
-    def spell_result(result: dict) -> str:
-        accuracies = ", ".join(f"{name} {100 * np.mean(scores):.1f} %" for name, scores in result["scores"].items())
-        return f"{split} {accuracies} ({result['cpu_seconds']:.0f} CPU seconds)"
+    title = name_cell(row, rate, seed, split) if row.is_trained else row.name
+    return engine.finish_cell(file, title, work, spell_scores)
 
-    title = f"{row.name}, rate {rate:g}, seed {seed}" if row.is_trained else row.name
-    return engine.finish_cell(file, title, work, spell_result)
+
+def name_cell(row: FineTuningRow, rate: float, seed: int, split: str) -> str:
+    return f"{row.name}, rate {rate:g}, seed {seed}, {split}"
+
+
+def spell_scores(result: dict) -> str:
+    accuracies = ", ".join(f"{name} {100 * np.mean(scores):.1f} %" for name, scores in result["scores"].items())
+    return f"{accuracies} ({result['cpu_seconds']:.0f} CPU seconds)"

@@ -5,8 +5,8 @@ scores the answers of a model to fixed examples. Every study takes the same step
 
 1. `read_options`: its flags.
 2. `finish_cell`: cells are computed, or read from disk where they are finished.
-3. `choose_rate`: the rate of a row, by the validation split of the first seed.
-4. `describe`, `difference`: bootstrap intervals over seeds and examples, paired for a row and its control.
+3. `describe`, `difference`: intervals over seeds and examples, paired for a row and its control.
+4. `train/studies/rules.py`: rates, seeds and verdicts.
 5. `conclude`, `compose`, `run_study`: the differences in words, comparison.md, comparison.json and the pictures.
 
 A study supplies its rows, its measures, and how a cell is trained.
@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from hashlib import sha256
+from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,7 +33,7 @@ from tqdm import tqdm
 
 from eval import figures
 from eval.report import difference_text, interval_text, markdown_table
-from eval.statistics import Interval, bootstrap
+from eval.statistics import Estimate, Interval, bootstrap, estimate
 from lora import adapter
 from model.common import write_text
 from model.config import PaliGemmaConfig
@@ -40,6 +41,7 @@ from train.flags import flag, read_flags
 from train.optim import count, trainable
 from train.origin import FREE
 from train.signals import Interrupted, catch_signals, same_command_goes_on
+from train.studies.rules import provenance
 from weights.checkpoint import empty_model
 
 OUT_HELP = "folder of results and cells; what it holds is not done again"
@@ -205,10 +207,10 @@ def side_by_side(
         return [done.result() for done in running]
 
 
-def choose_rate(validation: Mapping[float, float], margin: float = 0.0) -> float:
-    """The lowest rate whose score on the validation split is within `margin` of the best."""
-    best = max(validation.values())
-    return min(rate for rate, score in validation.items() if score >= best - margin)
+def default_processes(device: str, threads: int | None = None) -> int:
+    """Cells side by side: 2 on a CPU of two cores or more, else 1."""
+    on_cpu = device == "cpu" or device == "auto" and not torch.cuda.is_available()
+    return min(2, threads or torch.get_num_threads()) if on_cpu else 1
 
 
 def matching_rank(config: PaliGemmaConfig, targets: str, parameters: int) -> int:
@@ -229,12 +231,12 @@ def describe_runs(scores: np.ndarray, groups: Sequence | None = None) -> dict:
 
 
 def difference(scores, control, groups: Sequence | None = None) -> dict:
-    """The same of row minus control, paired by seed and example, and whether it is "significant": 0 is outside."""
-    return verdict(bootstrap(scores - control, groups))
+    """The estimate of row minus control, paired by seed and example, and whether it is "significant"."""
+    return verdict(estimate(scores - control, groups))
 
 
-def verdict(gain: Interval) -> dict:
-    """The interval of a difference, and whether it is "significant"."""
+def verdict(gain: Interval | Estimate) -> dict:
+    """The interval of a difference, and whether it is "significant": 0 is outside."""
     return gain._asdict() | {"significant": gain.significant}
 
 
@@ -314,6 +316,26 @@ def compose(
     return "\n\n".join([f"# {title}", *paragraphs, *end]) + "\n"
 
 
+def made_by(summary: Mapping) -> str:
+    """What a report was made with."""
+    seeds = summary.get("seeds", 1)
+    return (
+        f"Commit {summary['commit']}, {summary['processor']}, PyTorch {summary['torch']}, "
+        f"{summary['cpu_seconds']:,} CPU seconds, {seeds if isinstance(seeds, int) else len(seeds)} seed(s)."
+    )
+
+
+def tables_of(text: str) -> list[list[str]]:
+    """The tables of a Markdown text, as lines."""
+    lines = [line if line.startswith("|") else "" for line in text.splitlines()]
+    return [list(table) for is_table, table in groupby(lines, bool) if is_table]
+
+
+def quotable(summary: Mapping, report: str) -> dict:
+    """quoted.json: the tables of a report, and what they were made with. RESULTS.md quotes no other."""
+    return {"made_by": made_by(summary), "tables": tables_of(report)}
+
+
 def run_study(
     out: Path,
     find: Callable[[], dict],
@@ -331,17 +353,18 @@ def run_study(
     """
     started = time.perf_counter()
     with same_command_goes_on():
-        summary = find()
-    report, pictures = write(summary), draw(summary)
+        summary = find() | provenance()
+    report, pictures = f"{write(summary)}\n{made_by(summary)}\n", draw(summary)
     write_text(out / f"{name}.json", json.dumps(summary, indent=indent) + "\n")
     write_text(out / f"{name}.md", report)
+    write_text(out / "quoted.json", json.dumps(quotable(summary, report), indent=1, ensure_ascii=False) + "\n")
     for file, parts in pictures.items():
         figures.save(figures.stack(parts), out / file)
     if print_json:
         print(json.dumps(summary))
         return
     workers = workers or f"{torch.get_num_threads()} threads"
-    files = ", ".join([f"{name}.md", f"{name}.json", *pictures])
+    files = ", ".join([f"{name}.md", f"{name}.json", "quoted.json", *pictures])
     print(
         f"{report}\n{summary['cpu_seconds']:,} CPU seconds for all cells; this call "
         f"{time.perf_counter() - started:,.0f} s on {workers}; in {out}: {files}, cells/"

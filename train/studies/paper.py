@@ -36,8 +36,9 @@ from train.recipes import RECIPES
 from train.settings import Settings
 from train.show_batch import show_batch
 from train.studies import engine
-from train.studies.attention import VQA_SCORES, by_label
-from train.studies.attention_data import VAL_FILES, Measure, coco_needles, embedded_needles, vqa_measure
+from train.studies.attention_data import VAL_FILES, Measure, coco_needles, embedded_measure, vqa_measure
+from train.studies.attention_report import by_label
+from train.studies.attention_rows import VQA_SCORES
 from train.studies.cells import (
     FACTS,
     FineTuningRow,
@@ -144,7 +145,7 @@ def check_bases(runs: Mapping[str, Path], study: FineTuningStudy) -> None:
 def make_measures(base: Settings, options: PaperOptions) -> dict[str, list[Measure]]:
     """VQA, and the needles: on the embedded scenes, on COCO's pictures, or none."""
     limit = options.vqa_limit or (600 if base.is_embedded else None)
-    needles = [embedded_needles("n2o1", options.needle_limit, "paper")] if base.is_embedded else []
+    needles = [embedded_measure("n2o1", options.needle_limit, "paper")] if base.is_embedded else []
     if options.coco:
         needles = coco_needles(base, options, options.needle_limit, "paper")
     return {"vqa": [vqa_measure(base, "test", limit, options.scoring)], "needles": needles}

@@ -45,7 +45,8 @@ from train.optim import count
 from train.plan import PlanRow, plan_table
 from train.recipes import GPUS
 from train.studies import engine
-from train.studies.engine import ScaledOptions, cell_folder, choose_rate, deciding, finish_cell, read_rates
+from train.studies.engine import ScaledOptions, cell_folder, deciding, finish_cell, read_rates
+from train.studies.rules import best_rate
 from train.studies.text_report import KINDS, draw, to_markdown
 from train.systems.text import TextOrder, TextSettings, check, learn, text_loss, validation_loss
 from weights.checkpoint import empty_model
@@ -117,8 +118,7 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[TextOptions, TextSetting
                 f"--sizes {size}: has another vocabulary than --preset {options.preset}: losses would differ"
             )
     if options.processes is None:
-        on_cpu = options.device == "cpu" or options.device == "auto" and not torch.cuda.is_available()
-        options = replace(options, processes=min(2, options.threads) if on_cpu else 1)
+        options = replace(options, processes=engine.default_processes(options.device, options.threads))
     return options, settings
 
 
@@ -212,7 +212,7 @@ def compare(options: TextOptions, settings: TextSettings) -> dict:
     spent: dict[Job, float] = {}
     tried = search_rates(options, settings, spent)
     best = {
-        row: choose_rate({rate: -loss for rate, loss in losses.items()}) if losses else options.rates[0]
+        row: best_rate({rate: -loss for rate, loss in losses.items()}, margin=0) if losses else options.rates[0]
         for row, losses in tried.items()
     }
     main: Point = (settings.preset, 1.0)

@@ -32,7 +32,8 @@ from model.source import EMBEDDED
 from train.embedded import text as text_base
 from train.flags import flag
 from train.studies import engine
-from train.studies.engine import QuickOptions, ScaledOptions, choose_rate, describe, difference
+from train.studies.engine import QuickOptions, ScaledOptions, describe, difference
+from train.studies.rules import best_rate
 from train.studies.wings_report import draw, to_markdown
 from train.studies.wings_runs import (
     FACTOR,
@@ -165,7 +166,7 @@ def collect(options: WingsOptions, cells: Cells, processes: int) -> WingsResults
     runs = [(name, rate, seed) for name, of_row in tried.items() for rate in of_row for seed in seeds]
     now = [run for run in runs if run[2] == TRIED_ON or len(tried[run[0]]) == 1]
     found = dict(zip(now, finish([("tuned", *run) for run in now]), strict=True))
-    rates = {name: choose_rate(validation(found, name), MARGIN) for name in tried}
+    rates = {name: best_rate(validation(found, name), MARGIN) for name in tried}
     others = [run for run in runs if run not in found and run[1] == rates[run[0]]]
     found |= zip(others, finish([("tuned", *run) for run in others]), strict=True)
     by_learners = {learners: [starts[learners, seed] for seed in seeds] for learners in (True, False)}

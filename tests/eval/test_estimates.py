@@ -1,0 +1,92 @@
+"""Intervals and tests of differences between runs: against SciPy's and statsmodels' values, and by simulation."""
+
+import math
+
+import numpy as np
+import pytest
+
+from eval.statistics import estimate, holm, slope_scores, t_quantile, t_tail
+
+# scipy.stats.t.sf(t, f), t.ppf(p, f) of SciPy 1.16
+TAILS = {(2.5, 3.7): 0.03591101145591339, (6, 40): 2.3632275663940903e-07, (0.5, 1): 0.35241638234956685, (-1, 7): None}
+QUANTILES = {(0.975, 4): 2.7764451051977934, (0.8, 11.5): 0.8740039681813458, (0.975, math.inf): 1.959963984540054}
+
+
+def test_student_is_scipys():
+    """Breaks when a p or the width of an interval is that of another distribution."""
+    for (t, freedom), expected in TAILS.items():
+        if expected is not None:
+            assert t_tail(t, freedom) == pytest.approx(expected, rel=1e-9)
+        assert t_tail(t, freedom) + t_tail(-t, freedom) == pytest.approx(1)
+    for (probability, freedom), expected in QUANTILES.items():
+        assert t_quantile(probability, freedom) == pytest.approx(expected, rel=1e-9)
+        assert t_quantile(1 - probability, freedom) == pytest.approx(-expected, rel=1e-9)
+
+
+def test_one_run_is_a_t_test():
+    """Breaks when the mean of one run's examples has another interval, p or equivalence than the textbook's."""
+    found = estimate([3, 1, 4, 1, 5, 9, 2, 6])  # scipy.stats.ttest_1samp(…, 0)
+    assert found.mean == 3.875 and found.freedom == pytest.approx(7)
+    assert (found.low, found.high) == pytest.approx((1.577300, 6.172700), abs=1e-6)
+    assert found.p == pytest.approx(0.005270757241602, rel=1e-9)
+    assert found.equivalence(6) == pytest.approx(t_tail((6 - 3.875) / found.error, 7))
+    assert found.equivalence(3) > 0.5  # the mean itself is outside
+    exact = estimate([[2.0, 2.0], [2.0, 2.0]])
+    assert exact[:3] == (2, 2, 2) and exact.p == 0 and exact.equivalence(3) == 0 and exact.equivalence(1) == 1
+
+
+def test_components_of_variance_by_hand():
+    """Breaks when runs are counted as examples, or a picture's questions are parted."""
+    # runs differ by 20, examples do not: error = 10, one degree of freedom, t = 12.706
+    found = estimate([[0.0] * 100, [20.0] * 100])
+    assert (found.mean, found.error, found.freedom) == pytest.approx((10, 10, 1))
+    assert found.high == pytest.approx(10 + 127.06, abs=0.01)
+    # three groups of one mean each, (0, 30, 60): error = 30 / √3, two degrees, however many examples they have
+    for each in (1, 50):
+        found = estimate(np.repeat([[0.0, 30.0, 60.0]] * 4, each, axis=1), np.repeat(["a", "b", "c"], each))
+        assert (found.mean, found.error, found.freedom) == pytest.approx((30, 30 / 3**0.5, 2))
+    # a group of three and one of one: the mean is that of the examples
+    assert estimate([[1.0, 1.0, 1.0, 5.0]], ["a", "a", "a", "b"]).mean == 2
+
+
+def test_holm_and_what_could_be_seen():
+    """Breaks when many comparisons find something by their number, or a table claims more power than it has."""
+    # statsmodels.stats.multitest.multipletests(…, method="holm")
+    assert holm([0.01, 0.04, 0.03, 0.005, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.025, 0.5])
+    found = estimate(np.arange(25.0))
+    assert found.visible() == pytest.approx(found.error * (2.063899 + 0.856855), rel=1e-5)  # t of 24 degrees
+    assert found.visible(tests=5) == pytest.approx(found.error * (2.796940 + 0.856855), rel=1e-5)
+
+
+def test_slopes_are_least_squares():
+    """Breaks when the slope over doses, or its error, is not that of a line through all points."""
+    x, y = [0, 1, 2, 5], [[1.0, 3, 2, 7], [1, 3, 2, 7]]
+    assert estimate(slope_scores(x, y)).mean == pytest.approx(np.polyfit(x, y[0], 1)[0])
+    draw = np.random.default_rng(0)
+    x = np.tile([0.0, 3.0, 7.0, 15.0], 100)
+    y = 90 - 2 * x + 10 * draw.standard_normal(400)
+    away, line = x - x.mean(), np.polyval(np.polyfit(x, y, 1), x)
+    error = np.sqrt(((y - line) ** 2).sum() / 398 / (away**2).sum())  # the textbook's
+    assert estimate(slope_scores(x, y)).error == pytest.approx(error, rel=0.1)
+
+
+@pytest.mark.parametrize(("runs", "spread"), [(3, (1, 2, 8)), (5, (1, 0, 1)), (5, (2, 5, 30)), (10, (0, 5, 5))])
+def test_intervals_cover_the_truth(runs, spread):
+    """Breaks when 95 % intervals hold the truth in fewer cases, or true equals are called different too often.
+
+    Scores are a run's level, an example's level and noise, each normal with its `spread`. A table has four rows.
+    """
+    draw, tables = np.random.default_rng(7), 200
+    covered = false_alarm = equal = 0
+    for _ in range(tables):
+        rows = []
+        for _ in range(4):
+            by_run, by_example = draw.standard_normal((runs, 1)), draw.standard_normal((1, 60))
+            noise = draw.standard_normal((runs, 60))
+            rows.append(estimate(3 + spread[0] * by_run + spread[1] * by_example + spread[2] * noise))
+        covered += sum(row.low <= 3 <= row.high for row in rows)
+        shifted = [row._replace(mean=row.mean - 3) for row in rows]
+        false_alarm += min(holm([row.p for row in shifted])) < 0.05
+        equal += rows[0].equivalence(3) < 0.05  # at the margin itself: in 5 % at most
+    assert 0.93 <= covered / tables / 4 <= 0.985
+    assert false_alarm / tables <= 0.08 and equal / tables <= 0.08

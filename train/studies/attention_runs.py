@@ -1,0 +1,251 @@
+"""The runs of the attention study: the rate of each row, its controls, its seeds, and paired differences.
+
+In: a study (`train/studies/cells.py`), rows and flags. Out: a `RowResult` for each row and control.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from eval.statistics import Estimate, estimate, slope_scores
+from train.settings import Settings
+from train.studies import engine, rules
+from train.studies.attention_data import DOSE, Measure, training_records
+from train.studies.attention_rows import AttentionOptions
+from train.studies.cells import PLAIN, FineTuningRow, FineTuningStudy, cell_settings, fine_tune, run_cell, run_cells
+from train.supervised import make_order, ready, supervised_loss
+from train.systems.open import open_model
+
+OVERALL = "all"  # the mean over all measures but the doses
+Scores = dict[str, np.ndarray]  # by measure, (seeds, examples), in percent
+
+
+@dataclass
+class RowResult:
+    """A row's cells. validation: mean score (0..1) by rate. scores: by measure, (seeds, examples), in percent; common:
+    the same at the common rate. control: as many parameters; timed: as much time."""
+
+    row: FineTuningRow
+    settings: Settings  # of the first seed, at the chosen rate
+    trainable: int = 0
+    validation: dict[float, float] = field(default_factory=dict)
+    scores: Scores = field(default_factory=dict)
+    common: Scores = field(default_factory=dict)
+    control: "RowResult | None" = None
+    timed: "RowResult | None" = None
+    is_control: bool = False  # and not one of the rows that were asked for
+    cells: list[dict] = field(default_factory=list)  # all, those of other rates first
+
+    @property
+    def seeds(self) -> int:
+        return len(next(iter(self.scores.values()), ()))
+
+
+def collect(cells: Sequence[dict]) -> Scores:
+    """By measure, the scores (seeds, examples) of cells, in percent."""
+    return {name: 100 * np.array([cell["scores"][name] for cell in cells]) for name in cells[0]["scores"]}
+
+
+def in_range(control: Scores, measures: Sequence[Measure]) -> list[Measure]:
+    """The measures in which a row with these scores neither guesses nor is perfect; of unknown chance: 0 %."""
+    return [m for m in measures if rules.is_inside(float(control[m.name].mean()), m.chance or 0.0)]
+
+
+def overall(one: Scores, control: Scores, measures: Sequence[Measure]) -> Estimate:
+    """The main difference: the mean over the measures that the control is in range of, or if there are none, of all."""
+    usable = [m for m in in_range(control, measures) if m.name != DOSE]
+    return gain(one, control, OVERALL, usable or measures)
+
+
+def gain(one: Scores, other: Scores, measure: str, measures: Sequence[Measure]) -> Estimate:
+    """One minus the other on a measure, paired: the same seeds and examples. Of OVERALL, each measure has the same
+    weight; of DOSE, it is the change from no distractor to the most."""
+    chosen = [m for m in measures if m.name == measure or measure == OVERALL and m.name != DOSE]
+    size, parts, groups = sum(len(m.examples) for m in chosen), [], []
+    for m in chosen:
+        a, b = one[m.name], other[m.name]
+        seeds = min(len(a), len(b))
+        parts.append((a[:seeds] - b[:seeds]) * size / len(chosen) / len(m.examples))
+        groups += [f"{m.name}/{picture}" for picture in m.pictures]
+    if measure == DOSE:
+        doses = np.array(chosen[0].labels)
+        return estimate(slope_scores(doses / doses.max(), parts[0]), groups)
+    return estimate(np.hstack(parts), groups)
+
+
+# Rates
+
+
+def first_rates(study: FineTuningStudy, rows: Sequence[FineTuningRow], options: AttentionOptions) -> list[float]:
+    """The rates to try first, the same for all rows."""
+    own = next((replace(study.base, **row.changes).lr for row in rows if row.is_trained), study.base.lr)
+    return sorted(options.rates or [float(f"{own * factor:.3g}") for factor in (1, 2, 4)])
+
+
+def tune(
+    study: FineTuningStudy, results: Sequence[RowResult], rates: Sequence[float], options: AttentionOptions
+) -> None:
+    """Choose the rate of each row by the mean of three seeds on the validation split."""
+    by_name = {result.row.name: result for result in results}
+
+    def score(grid: Sequence[float]) -> rules.Scores:
+        names = [
+            (result.row, rate, seed, "validation")
+            for seed in range(min(rules.TUNING_SEEDS, options.seeds))
+            for rate in grid
+            for result in results
+        ]
+        found: dict[str, dict[float, list[dict]]] = {name: {rate: [] for rate in grid} for name in by_name}
+        for (row, rate, *_), cell in zip(names, run_cells(study, names), strict=True):
+            found[row.name][rate].append(cell)
+        for name, of_row in found.items():
+            by_name[name].cells = [cell for cells in of_row.values() for cell in cells]
+        return {
+            name: {rate: float(np.mean([mean_score(cell) for cell in cells])) for rate, cells in of_row.items()}
+            for name, of_row in found.items()
+        }
+
+    scores = rules.bracket(rates, score) if options.grow and len(rates) > 1 else score(rates)
+    for name, result in by_name.items():
+        result.validation = dict(scores[name])
+        result.settings = cell_settings(study, result.row, rules.best_rate(result.validation), 0)
+
+
+def mean_score(cell: dict) -> float:
+    """The mean over measures (0..1)."""
+    return float(np.mean([np.mean(scores) for scores in cell["scores"].values()]))
+
+
+# Controls
+
+
+def make_control(study: FineTuningStudy, result: RowResult) -> FineTuningRow:
+    """Plain LoRA of the smallest rank with at least the row's trainable parameters, and the same alpha / r."""
+    settings = result.settings
+    rank = engine.matching_rank(study.processor.config, settings.targets, result.trainable)
+    alpha = settings.alpha * rank / settings.r
+    return FineTuningRow(f"LoRA r{rank}", result.row.changes | PLAIN | {"r": rank, "alpha": alpha})
+
+
+def add_controls(study: FineTuningStudy, results: list[RowResult], rate: float) -> None:
+    """Give each row that is not plain LoRA its control, and add those that are not rows themselves."""
+    trained = [result for result in results if result.row.is_trained]
+    for result, cell in zip(trained, run_cells(study, [(r.row, rate, 0, "validation") for r in trained]), strict=True):
+        result.trainable = cell["trainable"] or 0
+    for result in [one for one in trained if one.trainable and one.row.needs_control(one.settings)]:
+        control = make_control(study, result)
+        own = replace(study.base, **control.changes)
+        equal = (o for o in results if o.row.run is fine_tune and replace(study.base, **o.row.changes) == own)
+        result.control = next(equal, None)
+        if result.control is None:
+            if control.name in {other.row.name for other in results}:  # the same rank with other settings
+                control = replace(control, name=f"{control.name}, {result.row.name}")
+            (cell,) = run_cells(study, [(control, rate, 0, "validation")])
+            result.control = RowResult(control, own, cell["trainable"] or 0, is_control=True)
+            results.append(result.control)
+
+
+def add_timed_controls(study: FineTuningStudy, results: list[RowResult]) -> None:
+    """Give each row a control that trains as long: its control, at its rate, on more samples."""
+    for result in [one for one in results if one.control]:
+        control = result.control
+        ratio = round(step_ratio(study, result), 1)
+        result.timed = control
+        if ratio > 1:
+            samples = round(control.settings.samples * ratio)
+            row = replace(control.row, name=f"{control.row.name}, {ratio} × steps")
+            row = replace(row, changes=row.changes | {"samples": samples})
+            result.timed = next((one for one in results if one.row.name == row.name), None)
+            if result.timed is None:
+                settings = replace(control.settings, samples=samples)
+                result.timed = RowResult(row, settings, control.trainable, is_control=True)
+                results.append(result.timed)
+
+
+def step_ratio(study: FineTuningStudy, result: RowResult, rounds: int = 12) -> float:
+    """The CPU time of a row's training step in that of its control's: the median of paired steps, measured once."""
+    both = [replace(settings, samples=64) for settings in (result.settings, result.control.settings)]
+    folder = engine.cell_folder(study.out, "step", study.fingerprint, *map(engine.deciding, both))
+
+    def work(folder) -> dict:
+        opened, times = [open_model(settings, study.world.device) for settings in both], []
+        order = make_order(training_records(both[0], study.base.seed)[0], study.processor, both[0], study.world)
+        (micro,) = next(iter(order.steps(0)))
+        for _ in range(rounds):
+            spent = []
+            for model, optimizer in opened:
+                started = time.process_time()
+                supervised_loss(model, ready(micro, model, study.processor, study.world.device)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                spent.append(time.process_time() - started)
+            times.append(spent[0] / spent[1])
+        return {"ratio": statistics.median(times)}
+
+    return engine.finish_cell(folder / "step.json", f"{result.row.name}, a step", work)["ratio"]
+
+
+# The whole
+
+
+def compare(study: FineTuningStudy, rows: Sequence[FineTuningRow], options: AttentionOptions) -> list[RowResult]:
+    """Every row, then the controls: rates by the validation split, then as many seeds as needed on the test split.
+
+    Untrained rows come first: they cost little, and show at once which questions cannot be asked.
+    """
+    results = [RowResult(row, replace(study.base, **row.changes)) for row in rows]
+    for result in results:
+        if not result.row.is_trained:
+            result.cells = [run_cell(study, result.row, result.settings.lr, 0, "test")]
+            result.scores = collect(result.cells)
+    rates = first_rates(study, rows, options)
+    add_controls(study, results, rates[0])
+    trained = [result for result in results if result.row.is_trained]
+    if trained:
+        tune(study, trained, rates, options)
+        if options.timed and study.base.is_embedded:
+            add_timed_controls(study, results)
+        test(study, [result for result in results if result.row.is_trained], options)
+        test_common_rate(study, trained, options)
+    return results
+
+
+def test(study: FineTuningStudy, results: Sequence[RowResult], options: AttentionOptions) -> None:
+    """Run each row at its rate on the test split with as many seeds as it needs."""
+    active, count = list(results), options.seeds
+    while active:
+        names = [(r.row, r.settings.lr, seed, "test") for seed in range(count) for r in active]
+        cells = dict(zip([(row.name, seed) for row, _, seed, _ in names], run_cells(study, names), strict=True))
+        for result in active:
+            own = [cells[result.row.name, seed] for seed in range(count)]
+            result.cells += own[result.seeds :]
+            result.scores = collect(own)
+        unsure = [
+            one
+            for one in active
+            if one.control
+            and not rules.enough(
+                [overall(one.scores, one.control.scores, study.measures["test"])],
+                count,
+                options.seeds,
+                max(options.seeds, options.most_seeds),
+            )
+        ]
+        wanted = {one.row.name for row in unsure for one in (row, row.control, row.timed) if one}
+        active, count = [one for one in active if one.row.name in wanted], count + 1
+
+
+def test_common_rate(study: FineTuningStudy, results: Sequence[RowResult], options: AttentionOptions) -> None:
+    """Run all rows at the rate of the first plain one, with the seeds that have chosen the rates."""
+    plain = next((one for one in results if one.is_control or not one.row.needs_control(one.settings)), None)
+    if plain and any(one.control for one in results):
+        rate, seeds = plain.settings.lr, range(min(rules.TUNING_SEEDS, options.seeds))
+        names = [(one.row, rate, seed, "test") for seed in seeds for one in results]
+        cells = list(zip(names, run_cells(study, names), strict=True))
+        for result in results:
+            result.common = collect([cell for (row, *_), cell in cells if row.name == result.row.name])
+            if result.settings.lr != rate:
+                result.cells += [cell for (row, *_), cell in cells if row.name == result.row.name]

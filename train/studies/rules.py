@@ -1,0 +1,137 @@
+"""The rules of every study: what a measure must be able to show, how rates and seeds are chosen, and the verdicts.
+
+1. `choose_rung`: a measure counts only where its control is between 15 and 95 % of the way from guessing to 100 %.
+2. `bracket`: a rate is chosen by the mean of three seeds on the validation split, from a grid that is the same for all
+   rows and grows by factors of 2 until every row's best is inside.
+3. `enough`: at least five seeds, then more until the 95 % interval of the main difference is within ±3 points, or ten.
+4. `judge`: better, worse, equivalent within ±3 points, or undecided, corrected for the number of rows in a table.
+5. `check`: what was predicted beside what was found.
+6. `provenance`: commit, processor and PyTorch that a result was made with.
+
+What a control and a positive control are, is the study's own; `train/studies/attention.py` has both.
+"""
+
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from eval.statistics import Estimate, holm
+from model.device import processor_name
+
+MARGIN = 3.0  # the smallest difference of interest, in points
+INSIDE = (0.15, 0.95)
+TUNING_SEEDS, LEAST_SEEDS, MOST_SEEDS = 3, 5, 10
+MOST_RATES = 10
+TIE = 0.005  # half a point on the validation split is noise: the lower rate is taken, and no grid grows for it
+
+Scores = Mapping[str, Mapping[float, float]]  # of the validation split, by row and rate
+
+
+class Prediction(NamedTuple):
+    """What is expected of a row against its control before the study runs; found: a verdict of `judge`."""
+
+    row: str
+    measure: str
+    verdict: str
+    reason: str
+
+
+def share_of_range(score: float, chance: float) -> float:
+    """How far a score in percent is from guessing (0) to 100 % (1)."""
+    return (score - chance) / (100 - chance)
+
+
+def is_inside(score: float, chance: float) -> bool:
+    """Whether a measure with this score of the control can show a difference in either direction."""
+    return INSIDE[0] <= share_of_range(score, chance) <= INSIDE[1]
+
+
+def choose_rung(ladder: Sequence[str], scores: Mapping[str, float], chances: Mapping[str, float]) -> str:
+    """The hardest difficulty of a ladder (from easy to hard) at which the control is inside; else the nearest."""
+    inside = [rung for rung in ladder if is_inside(scores[rung], chances[rung])]
+    if inside:
+        return inside[-1]
+    middle = sum(INSIDE) / 2
+    return min(ladder, key=lambda rung: abs(share_of_range(scores[rung], chances[rung]) - middle))
+
+
+def best_rate(validation: Mapping[float, float], margin: float = TIE) -> float:
+    """The lowest rate whose score (0 to 1) on the validation split is within `margin` of the best."""
+    best = max(validation.values())
+    return min(rate for rate, score in validation.items() if score >= best - margin)
+
+
+def bracket(rates: Sequence[float], score: Callable[[Sequence[float]], Scores]) -> Scores:
+    """The scores of all rows at all rates of a grid with every row's best inside, or of `MOST_RATES`.
+
+    score(rates): of every row at these rates, and at those given before.
+    """
+    grid = sorted(rates)
+    while True:
+        scores = score(grid)
+        best = {best_rate(of_row) for of_row in scores.values()}
+        more = [grid[0] / 2] * (grid[0] in best) + [grid[-1] * 2] * (grid[-1] in best)
+        if not more or len(grid) + len(more) > MOST_RATES:
+            return scores
+        grid = sorted([*grid, *more])
+
+
+def edges(scores: Scores) -> list[str]:
+    """The rows whose best rate is the lowest or the highest tried."""
+    return [row for row, tried in scores.items() if len(tried) > 1 and best_rate(tried) in (min(tried), max(tried))]
+
+
+def enough(main: Sequence[Estimate], seeds: int, least: int = LEAST_SEEDS, most: int = MOST_SEEDS) -> bool:
+    """Whether no more seeds are needed for these differences."""
+    return seeds >= most or seeds >= least and all(one.high - one.low <= 2 * MARGIN for one in main)
+
+
+def judge(differences: Mapping[str, Estimate], measurable: bool = True) -> dict[str, dict]:
+    """By row {"p", "p_equivalent", "visible", "verdict"} of one measure: p-values are Holm's over the rows.
+
+    visible: the true difference that would have been found in 80 % of such studies. A difference that is shown to be
+    within ±3 points is "equivalent" also where it is not 0.
+    """
+    unequal = holm([one.p for one in differences.values()])
+    equal = holm([one.equivalence(MARGIN) for one in differences.values()])
+    found = {}
+    for (name, one), p, p_equivalent in zip(differences.items(), unequal, equal, strict=True):
+        verdict = "undecided"
+        if not measurable:
+            verdict = "out of range"
+        elif p_equivalent < 0.05:
+            verdict = "equivalent"
+        elif p < 0.05:
+            verdict = "better" if one.mean > 0 else "worse"
+        visible = one.visible(len(differences))
+        found[name] = {"p": p, "p_equivalent": p_equivalent, "visible": visible, "verdict": verdict}
+    return found
+
+
+def check(predictions: Sequence[Prediction], verdicts: Mapping[str, Mapping[str, str]]) -> list[dict]:
+    """Each prediction with what was found (by row and measure), and whether that confirms it."""
+    checked = []
+    for one in predictions:
+        found = verdicts.get(one.row, {}).get(one.measure)
+        if found is not None:
+            is_open = found in ("undecided", "out of range")
+            outcome = "open" if is_open else "confirmed" if found == one.verdict else "refuted"
+            checked.append({**one._asdict(), "found": found, "outcome": outcome})
+    return checked
+
+
+def provenance() -> dict[str, str]:
+    """The commit of this repository, with "+" if files differ from it, the processor, and the version of PyTorch."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short=10", "HEAD") + "+" * bool(git("status", "--porcelain", "-uno"))
+    except (OSError, subprocess.SubprocessError):
+        commit = "no commit"
+    return {"commit": commit, "processor": processor_name(), "torch": torch.__version__}
