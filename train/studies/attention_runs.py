@@ -4,6 +4,7 @@ In: a study (`train/studies/cells.py`), rows and flags. Out: a `RowResult` for e
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -133,8 +134,9 @@ def make_control(study: FineTuningStudy, result: RowResult) -> FineTuningRow:
 def add_controls(study: FineTuningStudy, results: list[RowResult], rate: float) -> None:
     """Give each row that is not plain LoRA its control, and add those that are not rows themselves."""
     trained = [result for result in results if result.row.is_trained]
-    for result, cell in zip(trained, run_cells(study, [(r.row, rate, 0, "validation") for r in trained]), strict=True):
-        result.trainable = cell["trainable"] or 0
+    cells = run_cells(study, [(r.row, rate, 0, "validation") for r in trained])
+    for result, cell in zip(trained, cells, strict=True):
+        result.cells, result.trainable = [cell], cell["trainable"] or 0
     for result in [one for one in trained if one.trainable and one.row.needs_control(one.settings)]:
         control = make_control(study, result)
         own = replace(study.base, **control.changes)
@@ -144,7 +146,7 @@ def add_controls(study: FineTuningStudy, results: list[RowResult], rate: float) 
             if control.name in {other.row.name for other in results}:  # the same rank with other settings
                 control = replace(control, name=f"{control.name}, {result.row.name}")
             (cell,) = run_cells(study, [(control, rate, 0, "validation")])
-            result.control = RowResult(control, own, cell["trainable"] or 0, is_control=True)
+            result.control = RowResult(control, own, cell["trainable"] or 0, is_control=True, cells=[cell])
             results.append(result.control)
 
 
@@ -205,12 +207,25 @@ def compare(study: FineTuningStudy, rows: Sequence[FineTuningRow], options: Atte
     add_controls(study, results, rates[0])
     trained = [result for result in results if result.row.is_trained]
     if trained:
+        announce(trained, rates, options)
         tune(study, trained, rates, options)
         if options.timed and study.base.is_embedded:
             add_timed_controls(study, results)
         test(study, [result for result in results if result.row.is_trained], options)
         test_common_rate(study, trained, options)
     return results
+
+
+def announce(results: Sequence[RowResult], rates: Sequence[float], options: AttentionOptions) -> None:
+    """Print what the study takes at least, by its first cells."""
+    each = statistics.mean(cell["cpu_seconds"] for result in results for cell in result.cells)
+    tuning = min(rules.TUNING_SEEDS, options.seeds)
+    runs = len(results) * (len(rates) * tuning + options.seeds - tuning)
+    print(
+        f"{len(results)} rows and controls: {runs} runs of about {each:.0f} CPU seconds, {runs * each:,.0f} in all, "
+        "and more where rates or seeds are added",
+        file=sys.stderr,
+    )
 
 
 def test(study: FineTuningStudy, results: Sequence[RowResult], options: AttentionOptions) -> None:
