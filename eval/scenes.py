@@ -311,7 +311,7 @@ def needle(kind: str, split: str, index: int, seed: int = 0, *, needles: int = 1
     n, objects, distractors = layout_of(kind)
     most = n**2 if distractors == n**2 - 1 else 1
     if not 1 <= needles <= most:
-        raise UserError(f"{needles} needles in {n}×{n} sub-images, {distractors + 1} filled: expected 1 to {most}")
+        raise UserError(f"{needles} needles in {n}×{n} sub-images: expected 1 to {most}")
     first = index % n**2
     stream = f"{kind}/{needles}{'/negative' * negative}"
     draw = partial(_stitched, n=n, objects=objects, first=first, filled=distractors + 1)
