@@ -24,14 +24,13 @@ from PIL import Image
 from eval import figures
 from eval.command import Report, add_flag, add_json_flag, command_parser, print_report
 from eval.overlay import Panel, full_color, sheet
-from eval.session import add_model_flags, model_of, open_model, out_folder
+from eval.session import add_model_flags, model_of, open_model, open_plain, out_folder
 from model.attention import Attention, attention_modules, tapped
 from model.common import UserError, quoted, run_command
 from model.generate import NonFiniteError, check_finite, generate
 from model.images import load_image
 from model.paligemma import PaliGemma
 from model.processor import Processor
-from weights.load import load_model
 
 
 class Look(NamedTuple):
@@ -143,11 +142,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     maps = list(zip(*look(model, quoted(args.prompt), **inputs), strict=True))  # one or two, each with a Look per layer
     columns = dict(zip(("A1", "A2") if len(maps) == 2 else (title,), maps, strict=True))
     if subject.run is not None:
-        weight = model.language_model.embed_tokens.weight
+        weight = next(model.parameters())
         del model
-        plain = look(
-            load_model(subject.source, dtype=weight.dtype, device=weight.device), quoted(args.prompt), **inputs
-        )
+        plain = look(open_plain(subject, weight), quoted(args.prompt), **inputs)
         columns = {"plain": [map_ for (map_,) in plain]} | columns
 
     is_picture = (inputs["input_ids"][0] == processor.config.image_token_id).cpu()

@@ -29,14 +29,13 @@ from eval.command import add_flag, command_parser, positive, whole
 from eval.explore.command import add_answer, add_plain
 from eval.explore.gallery import Question
 from eval.explore.page import Case, page
-from eval.session import Subject, add_model_flags, model_of, open_model
+from eval.session import Subject, add_model_flags, model_of, open_model, open_plain
 from model.common import UserError, run_command, shown
 from model.generate import generate
 from model.images import FORMATS, load_image
 from model.paligemma import PaliGemma
 from model.processor import Processor, parse_boxes
 from model.source import EMBEDDED
-from weights.load import load_model
 
 MOST_MEGABYTES, MOST_PIXELS = 20, 40_000_000  # of an upload
 GRADIO = "gradio>=6,<7"
@@ -122,7 +121,7 @@ def explored(opened: Opened, image: Image.Image, prompt: str) -> str:
     add_answer(case, Question(image, prompt), model, processor, subject.title, limit)
     if subject.run is not None:
         weight = next(model.parameters())
-        add_plain(case, subject.title, load_model(subject.source, dtype=weight.dtype, device=weight.device))
+        add_plain(case, subject.title, open_plain(subject, weight))
     return page([case], f"{prompt} · {subject.title}")
 
 

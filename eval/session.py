@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from eval import figures
 from eval.command import Ask, Command, Report, add_flag, add_json_flag, add_outside_flag, positive, print_report, whole
 from eval.compare import compare
@@ -25,6 +27,7 @@ from eval.datasets import PROMPT, TEXT, check_prompt
 from eval.run import ask_all, compare_speed
 from eval.text import reader
 from lora import adapter
+from lora.quantize import BF16_KINDS, KINDS
 from model.chat import TextTokenizer, load_text_tokenizer
 from model.common import UserError, file_errors, read_field, read_json, shown, write_text
 from model.device import DTYPES, choose_device, choose_dtype
@@ -90,7 +93,10 @@ def add_model_flags(parser: argparse.ArgumentParser, many: bool = False) -> None
     )
     add_flag(parser, "--adapter", run, metavar="RUN", **several)
     add_flag(parser, "--device", "cpu, cuda, mps, … (default: cuda or mps if there is one)", "auto")
-    add_flag(parser, "--dtype", "of the weights (default: bf16 on CUDA, else fp32)", choices=list(DTYPES))
+    dtype = "of the weights (default: bf16 on CUDA and with --quantize int8 or int4, else fp32)"
+    add_flag(parser, "--dtype", dtype, choices=list(DTYPES))
+    bits = f"hold the weights in 8 or 4 bits, for memory and decoding on a CPU{again} (default: as --dtype)"
+    add_flag(parser, "--quantize", bits, choices=["none", *KINDS], **several)
     order = f"in which the connector of a Q-Mamba reads the picture{again} (default: as it was trained)"
     add_flag(parser, "--scan-order", order, choices=SCAN_ORDERS, **several)
     add_flag(parser, "--kernel", "for the scan of Mamba, on CUDA (default: PyTorch alone)", choices=KERNELS)
@@ -119,13 +125,19 @@ def add_answer_flags(parser: argparse.ArgumentParser, limit: str, default: int |
 
 
 class Subject(NamedTuple):
-    """A model that is asked: its source, the run with its adapter, its title for tables and figures, and the order in
-    which its connector scans, None for that of its training."""
+    """A model that is asked: its source, the run with its adapter, its title for tables and figures, the order in which
+    its connector scans, None for that of its training, and how its weights are held, None for whole."""
 
     source: str
     run: Path | None
     title: str
     order: str | None = None
+    quantize: str | None = None
+
+    @property
+    def ways(self) -> list[str]:
+        """What distinguishes it from others of its source and run."""
+        return [way for way in (self.order, self.quantize) if way is not None]
 
     @property
     def name(self) -> str:
@@ -139,9 +151,11 @@ def model_of(args: Namespace) -> Subject:
         args.adapter = last_run() or "none"  # looked up once: another run may end between two calls
         if args.adapter != "none":
             print(f"the last run is asked: {shown(args.adapter)}; --adapter takes another one", file=sys.stderr)
-    if args.scan_order is not None:
-        subject = model_of(Namespace(model=args.model, adapter=args.adapter, scan_order=None))
-        return subject._replace(title=f"{subject.title}-{args.scan_order}", order=args.scan_order)
+    quantize = None if args.quantize == "none" else args.quantize
+    if args.scan_order or quantize:
+        subject = model_of(Namespace(model=args.model, adapter=args.adapter, scan_order=None, quantize=None))
+        subject = subject._replace(order=args.scan_order, quantize=quantize)
+        return subject._replace(title="-".join((subject.title, *subject.ways)))
     run = None if args.adapter in (None, "none") else Path(args.adapter)
     if run is None:
         source = args.model or EMBEDDED
@@ -158,14 +172,16 @@ def title_of(folder: Path) -> str:
 
 def models_of(args: Namespace) -> list[Subject]:
     """The models that repeated flags name: each --model, or each --adapter on the one --model. Raises UserError."""
-    models, adapters, orders = (given or [None] for given in (args.model, args.adapter, args.scan_order))
+    flags = args.model, args.adapter, args.scan_order, args.quantize
+    models, adapters, orders, kinds = (given or [None] for given in flags)
     if len(models) > 1 and args.adapter:
         raise UserError("--adapter with several --model: give one base, or none for the adapters' own")
     subjects = [
-        model_of(Namespace(model=model, adapter=run, scan_order=order))
+        model_of(Namespace(model=model, adapter=run, scan_order=order, quantize=kind))
         for model in models
         for run in adapters
         for order in orders
+        for kind in kinds
     ]
     titles = Counter(subject.title for subject in subjects)
     if repeated := [s.name for s, count in Counter(subjects).items() if count > 1]:
@@ -176,7 +192,7 @@ def models_of(args: Namespace) -> list[Subject]:
 def long_title(subject: Subject) -> str:
     """A title by the whole path, for models of one name."""
     path = str(subject.run or subject.source).replace(os.sep, "_").strip("_")
-    return path if subject.order is None else f"{path}-{subject.order}"
+    return "-".join((path, *subject.ways))
 
 
 def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
@@ -234,11 +250,19 @@ def _load(args: Namespace, subject: Subject) -> Any:
     if new_tokens > args.max_length:
         raise UserError(f"--max-new-tokens {new_tokens} is more than --max-length {args.max_length}: lower or raise it")
     device = choose_device(args.device)
-    model = load_model(subject.source, dtype=choose_dtype(args.dtype, device), device=device)
+    dtype = args.dtype
+    if dtype is None and device.type == "cpu" and subject.quantize in BF16_KINDS:
+        dtype = "bf16"
+    model = load_model(subject.source, dtype=choose_dtype(dtype, device), device=device, quantize=subject.quantize)
     choose_kernel(model, args.kernel, device)
     if subject.order is not None:
         set_scan_order(model, subject.order)
     return model
+
+
+def open_plain(subject: Subject, weight: torch.Tensor) -> PaliGemma:
+    """The base of `subject` alone, in dtype and on the device of `weight`."""
+    return load_model(subject.source, dtype=weight.dtype, device=weight.device, quantize=subject.quantize)
 
 
 def last_run(folder: Path = Path("runs")) -> str | None:

@@ -8,6 +8,7 @@ import contextlib
 import json
 from collections.abc import Container, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -29,7 +30,7 @@ from lora.files import (
     tensor_name,
 )
 from lora.layer import LoRALinear
-from lora.quantize import KINDS, QuantizedLinear
+from lora.quantize import Int8Embedding, QuantizedLinear, replaceable
 from model.common import UserError, atomic_path, quoted, shown, write_text
 from model.graft import Adaptable, graft, new_parameters
 from model.lowrank import LowRank, check_low_rank
@@ -96,9 +97,11 @@ def merge(model: nn.Module) -> None:
                 f"{path}: cannot be merged: in attention of kind {attention.kind!r} a second branch shares this weight "
                 "and would get the first one's update: keep the adapter unmerged"
             )
-    for path, module in list(model.named_modules()):
-        if isinstance(module, QuantizedLinear):
-            model.set_submodule(path, module.put_back())
+    quantized = {path: module for path, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    if quantized and isinstance(model, Adaptable):
+        model.base_fingerprint = fingerprint(model)
+    for path, module in quantized.items():
+        model.set_submodule(path, module.put_back())
     for layer in layers.values():
         layer.merge()
 
@@ -130,29 +133,22 @@ def disabled(model: nn.Module) -> Iterator[None]:
             layer.merge()
 
 
-def quantize(model: Adaptable, kind: str = "int8") -> int:
+def quantize(model: Adaptable, kind: str = "int8", head: bool = False) -> int:
     """Turn every frozen linear layer of `model` into that of `lora.quantize.KINDS`, in place; returns how many.
 
-    Embedding, head, norms and all trained parameters are unchanged. The model keeps the fingerprint of its weights
-    before: an adapter trained here names the base in full precision, and `load` quantizes that in the same way. Frozen
-    means `requires_grad` is off.
+    Embedding, head, norms and all trained parameters are unchanged; with `head` see `lora.quantize.replaceable`. The
+    model keeps the fingerprint of its weights before: an adapter trained here names the base in full precision, and
+    `load` quantizes that in the same way. Frozen means `requires_grad` is off. Raises UserError as `replaceable`, and
+    for merged LoRA.
     """
-    if not model.language_model.embed_tokens.weight.is_meta:
-        model.base_fingerprint = fingerprint(model)
+    layers, own = replaceable(model, kind, head), set(adapter_parameters(model).values())
+    if any(layer.merged for layer in lora_layers(model).values()):
+        raise UserError(f"LoRA is merged into the weights that are to be quantized to {kind}: unmerge it first")
+    layers = {path: layer for path, layer in layers.items() if layer[0].weight not in own}
+    for path, (module, quantized) in layers.items():
+        model.set_submodule(path, quantized(module).train(module.training))
     model.quantized = kind
-    own = set(adapter_parameters(model).values())
-    frozen = [
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and not isinstance(module, QuantizedLinear)
-        and not module.weight.requires_grad
-        and module is not model.language_model.lm_head
-        and module.weight not in own
-    ]
-    for path, module in frozen:
-        model.set_submodule(path, KINDS[kind](module).train(module.training))
-    return len(frozen)
+    return len(layers)
 
 
 @torch.no_grad()
@@ -160,19 +156,22 @@ def fingerprint(model: Adaptable) -> str:
     """A short hash of the weights without the adapter: names, shapes, and 64 values of each tensor, in bf16.
 
     It is the same for a checkpoint opened in fp32 and in bf16 (fp16 rounds differently), whether merged or not. It
-    changes with any training of the base, or a merge into it. Weights that a graft has replaced are not part of it.
-    Where `base_fingerprint` is set, as for a quantized model, it is that.
+    changes with any training of the base, or a merge into it. Weights that a graft has replaced are not part of it, and
+    quantized ones are those before. Where `base_fingerprint` is set, it is that.
     """
     if model.base_fingerprint is not None:
         return model.base_fingerprint
     adapter = set(adapter_parameters(model).values())
     layers = lora_layers(model).values()
     originals = {layer.base_layer.weight: layer.original for layer in layers if layer.original is not None}
-    base = {
+    base: dict[str, Any] = {
         name.replace(".base_layer.", "."): originals.get(parameter, parameter)
         for name, parameter in model.named_parameters()
         if parameter not in adapter
     }
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            base[f"{path.replace('.base_layer', '')}.weight"] = module.original
     return tensor_fingerprint(base)
 
 
@@ -312,7 +311,10 @@ def _free_layers(model: nn.Module) -> dict[str, nn.Linear]:
     return {
         path: module
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not path.startswith(low_rank) and f"{path}.weight" not in grafted
+        if isinstance(module, nn.Linear)
+        and not isinstance(module, Int8Embedding)
+        and not path.startswith(low_rank)
+        and f"{path}.weight" not in grafted
     }
 
 

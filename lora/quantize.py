@@ -1,18 +1,32 @@
-"""Frozen weights in 8 or 4 bits: a quarter or an eighth of fp32's memory, with LoRA trained around them.
+"""Weights in 8 or 4 bits: a half to an eighth of their memory, read faster in decoding, with LoRA trained around them.
 
-In: a linear layer. Out: an `Int8Linear` or `Nf4Linear` of KINDS, which computes with weights that are put back for
-each product. `lora.adapter.quantize` replaces all frozen layers of a model, as `train.finetune --quantize nf4` does.
+In: a linear layer, or the rows of its weight one piece after the other. Out: a layer of KINDS, which computes with
+weights that are put back for each product. `lora.adapter.quantize` replaces the frozen layers of a model, as
+`train.finetune --quantize nf4` does; `weights.load.load_model` all layers, while it reads them.
+
+On a CPU, products of few rows of bf16, as in decoding, are PyTorch's own, which read the few bits only; larger ones put
+the weights back a block at a time. On a GPU all of them do so for a whole layer.
 """
 
+import contextlib
+from collections.abc import Iterable
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from model.linear import Linear, linear
+from model import cpu
+from model.common import UserError, quoted
+from model.gemma import Gemma
+from model.graft import Adaptable
+from model.linear import BLOCK_ROWS, Embedding, Linear, block_rows, by_blocks, linear
+from weights.fingerprint import Sample, sample
 
-BLOCK, NESTED_BLOCK = 64, 256  # weights with one scale, scales with one scale of their own
+GROUP, NESTED_BLOCK = 64, 256  # weights with one scale, scales with one scale of their own
+FEW_ROWS = 16  # of x, up to which PyTorch's products of few bits are the faster ones
 # NormalFloat of 4 bits (Dettmers et al. 2023, appendix E): quantiles of the normal distribution over [-1, 1]
 # fmt: off
 NF4 = (
@@ -24,33 +38,55 @@ NF4 = (
 
 
 class QuantizedLinear(Linear):
-    """x·Wᵀ + b, where W is put back from a few bits by `unpack(dtype, shape, *stored)`."""
+    """x·Wᵀ + b, where W is put back from a few bits by `unpack`."""
 
     kind: ClassVar[str]
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(
+        self, linear: nn.Linear | nn.Embedding, pieces: Iterable[torch.Tensor] = (), original: Sample | None = None
+    ):
+        """pieces: the rows of the weight, where `linear` itself is on the meta device, `block_rows` of them in each but
+        the last; `original` is then the sample of the whole weight."""
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        self.dtype = linear.weight.dtype  # of the weights before
-        self.pack(linear.weight.detach())
+        weight = linear.weight.detach()
+        self.out_features, self.in_features = weight.shape
+        self.bias = getattr(linear, "bias", None)
+        self.dtype = weight.dtype  # of the weights before
+        self.original = sample(weight) if original is None and not weight.is_meta else original
+        self.pack(pieces or (weight.split(block_rows(self.in_features)) if not weight.is_meta else (weight,)))
 
-    def pack(self, weight: torch.Tensor) -> None:
-        """Set what `stored` returns. weight (out, in)."""
+    def pack(self, pieces: Iterable[torch.Tensor]) -> None:
+        """Set what `stored` returns from the weight's rows, (n, in) each."""
         raise NotImplementedError
 
     def stored(self) -> tuple[torch.Tensor, ...]:
         raise NotImplementedError
 
     @staticmethod
-    def unpack(dtype: torch.dtype, shape: tuple[int, int], *stored: torch.Tensor) -> torch.Tensor:
-        """W (out, in) = `shape`, in `dtype`."""
+    def unpack(
+        stored: tuple[torch.Tensor, ...], shape: tuple[int, int], dtype: torch.dtype, start: int, end: int
+    ) -> torch.Tensor:
+        """Rows `start`, a multiple of BLOCK_ROWS, to `end` of W (out, in) = `shape`, in `dtype`."""
         raise NotImplementedError
+
+    def multiply_few(self, x: torch.Tensor) -> torch.Tensor | None:
+        """x (n, in)·Wᵀ in bf16 on a CPU; None where this PyTorch has no product for it."""
+        return None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y = _Product.apply(x, self.unpack, (self.out_features, self.in_features), *self.stored())
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        y = None
+        if (
+            x.dtype == torch.bfloat16
+            and x.device.type == "cpu"
+            and 0 < x.numel() <= FEW_ROWS * self.in_features
+            and not (x.requires_grad and torch.is_grad_enabled())
+        ):
+            y = self.multiply_few(x.reshape(-1, self.in_features).contiguous())
+        if y is None:
+            y = _Product.apply(x, self.unpack, (self.out_features, self.in_features), *self.stored())
+        return (y if self.bias is None else y + self.bias.to(y.dtype)).view(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn, recurse=True):
         """As nn.Module's, but `model.to(dtype)` moves the scales without rounding them."""
@@ -62,13 +98,17 @@ class QuantizedLinear(Linear):
                 self._buffers[name] = buffer.to(moved.device)
         return self
 
-    def put_back(self) -> Linear:
+    def put_back(self) -> nn.Module:
         """A plain layer of the weights that this one computes with, in the dtype that they had before."""
         with torch.device("meta"):
             plain = Linear(self.in_features, self.out_features, bias=False)
-        weight = self.unpack(self.dtype, (self.out_features, self.in_features), *self.stored())
-        plain.weight, plain.bias = nn.Parameter(weight, requires_grad=False), self.bias
+        plain.weight, plain.bias = nn.Parameter(self.whole(), requires_grad=False), self.bias
         return plain.train(self.training)
+
+    def whole(self) -> torch.Tensor:
+        """W (out, in) in the dtype that it had before."""
+        shape = (self.out_features, self.in_features)
+        return self.unpack(self.stored(), shape, self.dtype, 0, self.out_features).contiguous()
 
 
 class _Product(torch.autograd.Function):
@@ -78,13 +118,19 @@ class _Product(torch.autograd.Function):
     def forward(ctx, x, unpack, shape, *stored):
         ctx.save_for_backward(*stored)
         ctx.unpack, ctx.shape = unpack, shape
-        return linear(x, unpack(x.dtype, shape, *stored))
+        dtype = torch.float32 if cpu.fp32_is_faster(x) else x.dtype
+        rows = partial(unpack, stored, shape, dtype)
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
+            return linear(x, rows(0, shape[0]))
+        return by_blocks(x.to(dtype), shape, rows, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad):
         stored = ctx.saved_tensors  # once: checkpointing gives them a single time
-        return linear(grad, ctx.unpack(grad.dtype, ctx.shape, *stored).T), None, None, *[None] * len(stored)
+        dtype = torch.float32 if cpu.fp32_is_faster(grad) else grad.dtype
+        weight = ctx.unpack(stored, ctx.shape, dtype, 0, ctx.shape[0])
+        return linear(grad.to(dtype), weight.T).to(grad.dtype), None, None, *[None] * len(stored)
 
 
 class Int8Linear(QuantizedLinear):
@@ -95,21 +141,119 @@ class Int8Linear(QuantizedLinear):
     """
 
     kind = "int8"
+    scale: torch.Tensor
 
-    def pack(self, weight):
-        largest = weight.abs().amax(dim=1).float()
-        scale = (largest / 127).bfloat16().float()
-        steps = weight / torch.where(largest > 0, scale, 1.0)[:, None]
-        self.weight = nn.Parameter(steps.round().to(torch.int8), requires_grad=False)
+    def pack(self, pieces):
+        parts = []
+        for piece in pieces:
+            largest = piece.abs().amax(dim=1).float()
+            scale = (largest / 127).bfloat16().float()
+            steps = piece / torch.where(largest > 0, scale, 1.0)[:, None]
+            parts.append((steps.round_().to(torch.int8), scale))
+        weight, scale = map(torch.cat, zip(*parts, strict=True))
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("scale", scale)
 
     def stored(self):
         return self.weight, self.scale
 
     @staticmethod
-    def unpack(dtype, shape, *stored):
+    def unpack(stored, shape, dtype, start, end):
         weight, scale = stored
-        return weight.to(dtype).mul_(scale.to(dtype)[:, None])
+        return weight[start:end].to(dtype).mul_(scale[start:end, None].to(dtype))
+
+    def multiply_few(self, x):
+        if _int8_product is None or self.in_features % GROUP:  # it leaves out what exceeds whole vectors
+            return None
+        return _int8_product(x, self.weight, self.scale.bfloat16())
+
+
+class Int8Embedding(Int8Linear):
+    """An embedding whose rows are those of an `Int8Linear`, which is also the head where the two are tied."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weight[ids].to(self.dtype) * self.scale[ids].to(self.dtype)[..., None]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden)
+
+    def put_back(self):
+        return Embedding.from_pretrained(self.whole())
+
+
+class Int4Linear(QuantizedLinear):
+    """W = scale · (code − 8) + zero: 4 bits of code, and bf16 scale and zero for each 64 weights of a row: 4.5 bits.
+
+    The 16 codes reach from the smallest to the largest weight of a group. `weight` has the layout that PyTorch's
+    product reads on this processor, see `int4_layout`; rows and columns are filled up to multiples of 64.
+    """
+
+    kind = "int4"
+
+    def pack(self, pieces):
+        parts = []
+        for piece in pieces:
+            rows, columns = -len(piece) % BLOCK_ROWS, -self.in_features % GROUP
+            groups = F.pad(piece.float(), (0, columns, 0, rows)).unflatten(1, (-1, GROUP))
+            low, high = groups.aminmax(dim=2, keepdim=True)
+            scale = ((high - low) / 15).bfloat16().float()
+            zero = (low + 8 * scale).bfloat16().float()
+            codes = (groups - zero).div_(torch.where(scale > 0, scale, 1.0)).round_().add_(8).clamp_(0, 15)
+            scales = torch.cat((scale, zero), dim=2).bfloat16().transpose(0, 1)  # (groups, rows, 2)
+            parts.append((_two_in_a_byte(codes.to(torch.uint8).flatten(1), *int4_layout()), scales))
+        self.weight = nn.Parameter(torch.cat([weight for weight, _ in parts]), requires_grad=False)
+        self.register_buffer("scales", torch.cat([scales for _, scales in parts], dim=1))
+
+    def stored(self):
+        return self.weight, self.scales
+
+    @staticmethod
+    def unpack(stored, shape, dtype, start, end):
+        weight, scales = stored
+        block, apart = int4_layout()
+        rows, columns = -(-(end - start) // BLOCK_ROWS) * BLOCK_ROWS, 2 * weight.shape[1]
+        packed = weight[start : start + rows].view(-1, columns, block // (2 * apart), apart).transpose(0, 1)
+        codes = torch.empty(columns, rows // block, block // (2 * apart), 2, apart, dtype=dtype, device=weight.device)
+        codes[:, :, :, 0], codes[:, :, :, 1] = packed & 15, packed >> 4
+        scale, zero = scales[:, None, start : start + rows].float().unbind(-1)  # (groups, 1, rows)
+        lowest, scale = (zero - 8 * scale).to(dtype), scale.to(dtype)
+        whole = torch.addcmul(lowest, codes.view(-1, GROUP, rows), scale)  # (groups, 64, rows)
+        return whole.view(columns, rows)[: shape[1], : end - start].T
+
+    def multiply_few(self, x):
+        if _int4_product is None or _their_layout() is None:
+            return None
+        y = _int4_product(F.pad(x, (0, -self.in_features % GROUP)), self.weight, GROUP, self.scales)
+        return y[:, : self.out_features]
+
+
+# PyTorch's products of few rows with few bits: private operators, also emitted by its compiler
+_int8_product: Any = getattr(torch, "_weight_int8pack_mm", None)
+_int4_product: Any = getattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu", None)
+_int4_pack: Any = getattr(torch.ops.aten, "_convert_weight_to_int4pack_for_cpu", None)
+# (rows in a block, how far apart are the two rows of a byte), for AVX-512, AVX2, neither, ARM
+INT4_LAYOUTS = ((64, 32), (32, 16), (32, 1), (16, 1))
+
+
+def int4_layout() -> tuple[int, int]:
+    """The one of INT4_LAYOUTS that PyTorch's product reads on this processor, the first if there is no such product."""
+    return _their_layout() or INT4_LAYOUTS[0]
+
+
+@cache
+def _their_layout() -> tuple[int, int] | None:
+    codes = torch.arange(BLOCK_ROWS * GROUP).mul(7919).remainder(1009).remainder(16).view(BLOCK_ROWS, GROUP)
+    with contextlib.suppress(RuntimeError, TypeError):
+        theirs = _int4_pack(codes.int(), 1)
+        return next((one for one in INT4_LAYOUTS if torch.equal(_two_in_a_byte(codes.byte(), *one), theirs)), None)
+    return None
+
+
+def _two_in_a_byte(codes: torch.Tensor, block: int, apart: int) -> torch.Tensor:
+    """Codes (R, K) as bytes (R, K / 2): for each block of rows and each column, two rows in a byte, the lower one in
+    the low half."""
+    low, high = codes.view(-1, block // (2 * apart), 2, apart, codes.shape[1]).unbind(2)
+    return (low | high << 4).flatten(1, 2).transpose(1, 2).reshape(len(codes), -1)
 
 
 class Nf4Linear(QuantizedLinear):
@@ -123,35 +267,39 @@ class Nf4Linear(QuantizedLinear):
 
     kind = "nf4"
 
-    def pack(self, weight):
-        device = weight.device
-        values = _blocks(weight.float().flatten(), BLOCK)
-        scale = values.abs().amax(dim=1)
-        values = values * torch.where(scale > 0, 1 / scale, 0.0)[:, None]
-        codes = torch.tensor(NF4, device=device)
-        numbers = _nearest(values.flatten(), codes)
-        self.weight = nn.Parameter((numbers[::2] << 4 | numbers[1::2]).contiguous(), requires_grad=False)
+    def pack(self, pieces):
+        parts = []
+        for piece in pieces:
+            values = _blocks(piece.float().flatten(), GROUP)
+            scale = values.abs().amax(dim=1)
+            values = values * torch.where(scale > 0, 1 / scale, 0.0)[:, None]
+            numbers = _nearest(values.flatten(), torch.tensor(NF4, device=piece.device))
+            parts.append((numbers[::2] << 4 | numbers[1::2], scale))
+        weight, scale = map(torch.cat, zip(*parts, strict=True))
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        codes = torch.tensor(NF4, device=scale.device)
         pairs = torch.cartesian_prod(codes, codes)  # of each byte
         offset = scale.mean()
         nested = _blocks(scale - offset, NESTED_BLOCK)
         nested_scale = nested.abs().amax(dim=1)
         steps = nested / torch.where(nested_scale > 0, nested_scale, 1.0)[:, None]
-        table = dynamic_table(device)
-        parts = {"pairs": pairs, "table": table, "nested_scale": nested_scale, "offset": offset}
-        parts["scale"] = _nearest(steps.flatten(), table)[: len(scale)].clone()
-        for name, tensor in parts.items():
+        table = dynamic_table(scale.device)
+        buffers = {"pairs": pairs, "table": table, "nested_scale": nested_scale, "offset": offset}
+        buffers["scale"] = _nearest(steps.flatten(), table)[: len(scale)].clone()
+        for name, tensor in buffers.items():
             self.register_buffer(name, tensor)
 
     def stored(self):
         return self.weight, self.pairs, self.scale, self.table, self.nested_scale, self.offset
 
     @staticmethod
-    def unpack(dtype, shape, *stored):
+    def unpack(stored, shape, dtype, start, end):
         weight, pairs, scale, table, nested_scale, offset = stored
-        nested = _blocks(table[scale.int()], NESTED_BLOCK) * nested_scale[:, None]
-        scale = nested.flatten()[: len(scale)] + offset
-        values = pairs[weight.int()].view(-1, BLOCK) * scale[:, None]
-        return values.flatten()[: shape[0] * shape[1]].view(shape).to(dtype)
+        first, last = start * shape[1] // GROUP, -(-end * shape[1] // GROUP)  # groups
+        nested = nested_scale[torch.arange(first, last, device=weight.device) // NESTED_BLOCK]
+        scale = table[scale[first:last].int()] * nested + offset
+        values = pairs[weight[first * GROUP // 2 : last * GROUP // 2].int()].view(-1, GROUP) * scale[:, None]
+        return values.flatten()[: (end - start) * shape[1]].view(end - start, shape[1]).to(dtype)
 
 
 def dynamic_table(device: torch.device | None = None) -> torch.Tensor:
@@ -177,4 +325,35 @@ def _nearest(values: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     return torch.bucketize(values, (codes[1:] + codes[:-1]) / 2, out_int32=True).to(torch.uint8)
 
 
-KINDS: dict[str, type[QuantizedLinear]] = {layer.kind: layer for layer in (Int8Linear, Nf4Linear)}
+KINDS: dict[str, type[QuantizedLinear]] = {layer.kind: layer for layer in (Int8Linear, Int4Linear, Nf4Linear)}
+BF16_KINDS = ("int8", "int4")  # which PyTorch multiplies on a CPU in bf16; their embedding and head may be in 8 bits
+MIN_OUTPUTS = 16  # a layer with fewer is a gate: it stays as it is
+
+
+def replaceable(
+    model: Adaptable, kind: str, head: bool = False
+) -> dict[str, tuple[nn.Linear | nn.Embedding, type[QuantizedLinear]]]:
+    """The layers of `model` that `kind` replaces, and by which class, by path: all frozen linear layers but the head.
+
+    With `head`, whether frozen or not, and embedding and head, too, for a kind of BF16_KINDS. Raises UserError for an
+    unknown kind, a model that is quantized in another way, and one whose decoder is not Gemma's.
+    """
+    if kind not in KINDS:
+        raise UserError(f"cannot quantize to {quoted(kind)}: choose one of {', '.join(KINDS)}")
+    if model.quantized not in (None, kind):
+        raise UserError(f"the model is quantized to {model.quantized} already: load it anew for {kind}")
+    if not isinstance(model.language_model, Gemma):
+        raise UserError(f"{type(model).__name__} cannot be quantized to {kind}: its scans need whole weights")
+    decoder = model.language_model
+    found: dict[str, tuple[nn.Linear | nn.Embedding, type[QuantizedLinear]]] = {}
+    with_head = head and kind in BF16_KINDS
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            continue
+        if isinstance(module, Embedding):
+            found |= {path: (module, Int8Embedding)} if with_head else {}
+        elif isinstance(module, nn.Linear) and module is decoder.lm_head:
+            found |= {path: (module, Int8Linear)} if with_head else {}
+        elif isinstance(module, nn.Linear) and module.out_features >= MIN_OUTPUTS:
+            found |= {path: (module, KINDS[kind])} if head or not module.weight.requires_grad else {}
+    return found

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.attention import Attention, LayerCache, Rope, attention_mask, keep_positions
 from model.config import TextConfig
-from model.linear import Linear, activated, linear
+from model.linear import Embedding, Linear, activated
 
 
 class RMSNorm(nn.Module):
@@ -104,7 +104,7 @@ class Gemma(nn.Module):
         super().__init__()
         self.config, self.first_position = config, first_position
         self.checkpointing = False  # recompute each layer in the backward pass instead of keeping its activations
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(GemmaLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = norm_of(config)
         self.lm_head = None
@@ -174,7 +174,7 @@ class Gemma(nn.Module):
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states (…, H) to float32 logits (…, V), soft-capped in Gemma 2."""
-        logits = linear(hidden, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
+        logits = self.embed_tokens.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
         if self.config.final_logit_softcapping is not None:
             logits = torch.tanh(logits / self.config.final_logit_softcapping) * self.config.final_logit_softcapping
         return logits.float()

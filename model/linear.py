@@ -23,6 +23,14 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+class Embedding(nn.Embedding):
+    """nn.Embedding, whose matrix may be the head's, too."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden (…, H) to logits (…, V)."""
+        return linear(hidden, self.weight)
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x (…, in) · weightᵀ (in, out) + bias (out,), as F.linear."""
     if cpu.fp32_is_faster(x) and weight.dtype == x.dtype and not torch.is_grad_enabled():

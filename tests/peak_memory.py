@@ -8,9 +8,9 @@ from train.metrics import peak_bytes
 from weights.load import load_model
 
 
-def load_peak(folder: Path, dtype: torch.dtype) -> tuple[int, int]:
+def load_peak(folder: Path, dtype: torch.dtype, quantize: str | None = None) -> tuple[int, int]:
     """Bytes of the peak while loading, beyond what the imports took, and bytes of the weights."""
     torch.set_num_threads(1)
     before = peak_bytes()
-    model = load_model(folder, dtype=dtype)
-    return peak_bytes() - before, sum(parameter.nbytes for parameter in model.parameters())
+    model = load_model(folder, dtype=dtype, quantize=quantize)
+    return peak_bytes() - before, sum(t.nbytes for t in (*model.parameters(), *model.buffers()))

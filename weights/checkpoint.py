@@ -15,12 +15,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lora import adapter
 from model.common import UserError, file_errors
 from model.config import PRESETS
 from model.source import local_path, preset_of, resolve
 from model.system_configs import read_config
 from weights.mapping import detect_dialect, dialect_names
 from weights.npz import NPZ, compare_npz, read_npz, stream_npz_into
+from weights.quantized import stream_quantized
 from weights.registry import build, is_published, names_of
 from weights.streaming import (
     INDEX_FILE,
@@ -57,27 +59,45 @@ def open_checkpoint(
     device: torch.device | str,
     revision: str | None = None,
     read: Callable[[Path], Any] = read_config,
+    quantize: str | None = None,
 ) -> Any:
     """The model of `source` in eval mode, its parameters trainable.
 
-    read: reads config.json, and so decides which kind of model is expected.
+    read: reads config.json, and so decides which kind of model is expected. quantize: as for `read_model`.
     """
-    return read_model(examine(source, revision, read), dtype, device)
+    return read_model(examine(source, revision, read), dtype, device, quantize)
 
 
-def read_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
+def read_model(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu", quantize: str | None = None
+) -> Any:
     """The model of an examined checkpoint, see `open_checkpoint`.
 
     On a CPU, tensors of the dtype asked for are views of the file, see `weights.streaming.stream_into`. Everything that
-    is wrong with names, shapes, dtypes and files is reported in one UserError, before a tensor is read.
+    is wrong with names, shapes, dtypes and files is reported in one UserError, before a tensor is read. quantize: a
+    key of `lora.quantize.KINDS`; the model is then quantized while it is read (that of a .npz, afterwards).
     """
     if checkpoint.problems:
         raise UserError(in_one_line(checkpoint.folder, checkpoint.problems))
     assert checkpoint.comparison is not None, "a checkpoint without problems has been compared"
     model = checkpoint.model.to(dtype)
-    if torch.device(device).type != "meta":
-        stream = stream_npz_into if checkpoint.dialect == NPZ else stream_into
-        stream(model, checkpoint.entries, checkpoint.comparison.name_map, device)
+    files = checkpoint.entries, checkpoint.comparison.name_map, device
+    if torch.device(device).type == "meta":
+        return quantized(model, quantize)
+    if checkpoint.dialect == NPZ:
+        stream_npz_into(model, *files)
+        return quantized(model, quantize)
+    if quantize is None:
+        stream_into(model, *files)
+    else:
+        stream_quantized(model, quantize, *files)
+    return model
+
+
+def quantized(model: Any, kind: str | None) -> Any:
+    """`model`, all of its layers quantized to `kind`; None leaves them as they are."""
+    if kind is not None:
+        adapter.quantize(model, kind, head=True)
     return model
 
 

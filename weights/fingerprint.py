@@ -7,6 +7,7 @@ logs of answers and results of studies: a change of the format makes them all lo
 import hashlib
 import json
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -27,15 +28,28 @@ def _sample(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return gathered(tensor).detach().flatten()[:: tensor.numel() // SAMPLES | 1][:SAMPLES].to("cpu", dtype)
 
 
-def tensor_fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
+class Sample(NamedTuple):
+    """What a hash reads of a tensor: its shape, and the bits of the sampled values in bf16."""
+
+    shape: tuple[int, ...]
+    values: list[int]
+
+
+def sample(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Sample:
+    """The sample of `tensor` after a cast to `dtype`; None: as it is."""
+    values = _sample(tensor, dtype or tensor.dtype).bfloat16()
+    return Sample(tuple(tensor.shape), values.view(torch.int16).tolist())
+
+
+def tensor_fingerprint(tensors: Mapping[str, torch.Tensor | Sample]) -> str:
     """A hash of names, shapes and values in bf16: the same for a checkpoint opened in fp32 and in bf16.
 
     fp16 rounds differently. Adapters store this hash of their base. Sharded tensors are gathered one at a time.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        values = _sample(tensor, torch.bfloat16).view(torch.int16).tolist()
-        digest.update(f"{name} {tuple(tensor.shape)} {values}\n".encode())
+        shape, values = sample(tensor) if isinstance(tensor, torch.Tensor) else tensor
+        digest.update(f"{name} {shape} {values}\n".encode())
     return digest.hexdigest()[:16]
 
 

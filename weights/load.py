@@ -19,7 +19,7 @@ from model.qmamba import QMamba, initialize_qmamba
 from model.siglip import Siglip
 from model.source import preset_of, resolve
 from model.system_configs import MambaConfig
-from weights.checkpoint import empty_model, open_checkpoint
+from weights.checkpoint import empty_model, open_checkpoint, quantized
 
 _SIGLIP_TYPES = ("siglip", "siglip_vision_model")
 
@@ -30,20 +30,22 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     revision: str | None = None,
+    quantize: str | None = None,
 ) -> PaliGemma:
     """The model of `source`, of the class that `weights.registry.KINDS` has for its config.json.
 
     source: a folder, a hub id at `revision`, "embedded", a preset's name (random weights; a folder of that name comes
-    first), or a .npz file. The head is the embedding: a stored `lm_head` must equal it, or a UserError says so
+    first), or a .npz file. quantize: a key of `lora.quantize.KINDS`, in which all layers but norms are then held, see
+    `weights.quantized`. The head is the embedding: a stored `lm_head` must equal it, or a UserError says so
     (transformers would warn and untie the two, a model that this code does not have).
     """
     if preset := preset_of(source):
         model = empty_model(preset, dtype)
-        if torch.device(device).type == "meta":
-            return model
-        fill = initialize_qmamba if isinstance(model, QMamba) else initialize
-        return fill(model.to_empty(device=device))
-    return open_checkpoint(source, dtype, device, revision)
+        if torch.device(device).type != "meta":
+            fill = initialize_qmamba if isinstance(model, QMamba) else initialize
+            model = fill(model.to_empty(device=device))
+        return quantized(model, quantize)
+    return open_checkpoint(source, dtype, device, revision, quantize=quantize)
 
 
 def load_text(

@@ -219,11 +219,11 @@ def stream_into(
     """Fill `model`, built on the meta device in its final dtype, from safetensors files; its tensors are on `device`.
 
     entries: tensors in files by name, as `read_header` returns them. name_map: {their name: the model's}, with every
-    parameter and persistent buffer; shapes must agree. A CPU tensor that needs no cast is a private view of the mapped
-    file: the system reads its pages when they are first used and copies them when they are written. So the file may be
-    replaced while the model lives, but not changed in place. All other tensors are copied in chunks, and memory holds
-    one chunk a reader beside the model. Where several tensors map to one parameter (a tied head and the embedding), the
-    first fills it and the others must equal it.
+    parameter and persistent buffer that is still on the meta device; shapes must agree. A CPU tensor that needs no cast
+    is a private view of the mapped file: the system reads its pages when they are first used and copies them when they
+    are written. So the file may be replaced while the model lives, but not changed in place. All other tensors are
+    copied in chunks, and memory holds one chunk a reader beside the model. Where several tensors map to one parameter
+    (a tied head and the embedding), the first fills it and the others must equal it.
     Every value is checked to be finite in the model's dtype, which reads each file once. Raises UserError if a value is
     not, or tied tensors differ; the model is then unchanged.
     """
@@ -232,6 +232,7 @@ def stream_into(
     first: dict[str, str] = {}  # our name: the tensor that fills it
     copied, viewed, tied = [], [], []
     wanted = model.state_dict()
+    there = {name: tensor for name, tensor in wanted.items() if not tensor.is_meta}
     for name, entry in sorted(entries.items(), key=lambda item: (str(item[1].path), item[1].start)):
         target = name_map[name]
         dtype, shape = wanted[target].dtype, wanted[target].shape
@@ -239,14 +240,14 @@ def stream_into(
         if first.setdefault(target, name) != name:
             tied.append((name, entry, filled[target].view(-1)))
         elif device.type == "cpu" and dtype == STORED_DTYPES[entry.dtype]:
-            filled[target] = _view(entry, 0, shape.numel()).view(shape)
+            filled[target] = view(entry, 0, shape.numel()).view(shape)
             viewed.append((name, entry, filled[target].view(-1)))
         else:
             filled[target] = torch.empty(shape, dtype=dtype, device=device)
             copied.append((name, entry, filled[target].view(-1)))
 
     def copy_chunk(name: str, entry: Entry, start: int, end: int, target: torch.Tensor) -> None:
-        stored = _view(entry, start, end)
+        stored = view(entry, start, end)
         target.copy_(stored.to(device))
         require_finite(f"{entry.path}: {name}", target, stored)
 
@@ -254,17 +255,32 @@ def stream_into(
         require_finite(f"{entry.path}: {name}", target, target)
 
     def compare_chunk(name: str, entry: Entry, start: int, end: int, target: torch.Tensor) -> None:
-        if not torch.equal(_view(entry, start, end).to(device, target.dtype), target):
-            raise UserError(
-                f"{entry.path}: {name} differs from {first[name_map[name]]}, but this model ties the two and cannot "
-                "hold a head of its own: save the checkpoint with tied weights"
-            )
+        if not torch.equal(view(entry, start, end).to(device, target.dtype), target):
+            raise UserError(untied(entry, name, first[name_map[name]]))
 
     with ThreadPoolExecutor(READERS) as pool:
         for run, tensors in ((copy_chunk, copied), (check_chunk, viewed), (compare_chunk, tied)):
             for _ in pool.map(lambda job, run=run: run(*job), _chunks(tensors)):
                 pass
-    model.load_state_dict(filled, assign=True)
+    model.load_state_dict(there | filled, assign=True)
+
+
+def read_rows(name: str, entry: Entry, dtype: torch.dtype, device: torch.device, rows: int) -> Iterator[torch.Tensor]:
+    """The matrix of an entry in `dtype` on `device`, `rows` of it at a time. Raises UserError if it is not finite."""
+    height, width = entry.shape
+    for start in range(0, height, rows):
+        stored = view(entry, start * width, min(start + rows, height) * width)
+        piece = stored.to(device, dtype)
+        require_finite(f"{entry.path}: {name}", piece, stored)
+        yield piece.view(-1, width)
+
+
+def untied(entry: Entry, name: str, first: str) -> str:
+    """What is wrong where `name` is not equal to the tensor `first`."""
+    return (
+        f"{entry.path}: {name} differs from {first}, but this model ties the two and cannot hold a head of its own: "
+        "save the checkpoint with tied weights"
+    )
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -296,9 +312,9 @@ def _chunks(tensors: Iterable[tuple]) -> Iterator[tuple]:
             yield name, entry, start, end, flat[start:end]
 
 
-def _view(entry: Entry, start: int, end: int) -> torch.Tensor:
+def view(entry: Entry, start: int = 0, end: int | None = None) -> torch.Tensor:
     """Elements start to end of a tensor as a private view of its file: writing to it changes memory only."""
-    dtype = STORED_DTYPES[entry.dtype]
+    dtype, end = STORED_DTYPES[entry.dtype], prod(entry.shape) if end is None else end
     if start == end:
         return torch.empty(0, dtype=dtype)
     begin, length = entry.start + start * dtype.itemsize, (end - start) * dtype.itemsize

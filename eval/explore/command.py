@@ -18,11 +18,10 @@ from eval.command import add_flag, add_outside_flag, command_parser, positive
 from eval.explore.gallery import Question, questions_of
 from eval.explore.page import Case, page
 from eval.explore.record import answer, maps_of
-from eval.session import Subject, add_model_flags, models_of, open_model, out_folder, stored_prompt
+from eval.session import Subject, add_model_flags, models_of, open_model, open_plain, out_folder, stored_prompt
 from model.common import UserError, quoted, shown, write_text
 from model.images import load_image
 from model.processor import parse_boxes
-from weights.load import load_model
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +65,7 @@ def look(args: argparse.Namespace, subjects: Sequence[Subject], questions: Seque
         weight = next(model.parameters())
         del model
         if subject.run is not None:
-            plain = load_model(subject.source, dtype=weight.dtype, device=weight.device)
+            plain = open_plain(subject, weight)
             for case in cases:
                 add_plain(case, subject.title, plain)
     return cases

@@ -4,10 +4,13 @@ import json
 import re
 
 import pytest
+import torch
 
 from eval import pope, session
 from eval.command import Report, command_parser
 from eval.compare import compare
+from eval.session import Subject
+from lora.adapter import lora_layers
 from model.common import UserError
 
 SMALL = ["--limit", "6", "--max-new-tokens", "2", "--json"]
@@ -34,6 +37,24 @@ def test_differences_are_paired():
     assert head.startswith("40 questions, ") and "difference" not in head and both["a"]["vqa"]["mean"] == 50
     assert compare({"a": Report({}, []), "b": Report({}, [])})[0] == {"a": {}, "b": {}}  # nothing to score
     assert rows[2][2] == "" and rows[3][2].endswith("*") and rows[4][2].endswith("n.s.")
+
+
+def test_a_model_in_few_bits_is_one_of_the_table(source, twin, tmp_path, monkeypatch, capsys):
+    """--quantize changes the answers of the whole model too, is not in bf16, or forgets the adapter."""
+    opened = []
+    original = session.open_model
+    monkeypatch.setattr(session, "open_model", lambda *args: opened.append(original(*args)) or opened[-1])
+    monkeypatch.chdir(tmp_path)
+    pope.main(
+        ["--model", source, "--adapter", twin, "--quantize", "none", "--quantize", "int8", "--device", "cpu", *SMALL]
+    )
+    assert list(json.loads(capsys.readouterr().out)["models"]) == ["twin", "twin-int8"]
+    (whole, _), (small, _) = opened
+    assert whole.quantized is None and small.quantized == "int8" and small.grafts == whole.grafts
+    assert {layer.base_layer.dtype for layer in lora_layers(small).values()} == {torch.bfloat16}
+    assert len(lora_layers(small)) == len(lora_layers(whole)) > 0
+    plain = session.open_plain(Subject(source, None, "plain", quantize="int8"), next(small.parameters()))
+    assert plain.quantized == "int8" and next(plain.parameters()).dtype == torch.bfloat16
 
 
 @pytest.mark.long
@@ -64,6 +85,8 @@ def test_models_that_cannot_be_told_apart(source, twin, tmp_path, monkeypatch):
 
     titles = [subject.title for subject in models("--model", "a/x", "--model", "b/x", "--model", "c")]
     assert titles == ["a_x", "b_x", "c"]
+    kinds = models("--model", "a", "--quantize", "none", "--quantize", "int4", "--scan-order", "forward")
+    assert [(subject.title, subject.quantize) for subject in kinds] == [("a-forward", None), ("a-forward-int4", "int4")]
     with pytest.raises(UserError, match="named twice"):
         models("--adapter", twin, "--adapter", twin)
     with pytest.raises(UserError, match="--adapter with several --model"):

@@ -2,18 +2,33 @@
 
 import copy
 import hashlib
+import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lora import adapter
 from lora.adapter import quantize
-from lora.quantize import KINDS, NESTED_BLOCK, Int8Linear, Nf4Linear, QuantizedLinear, dynamic_table
+from lora.quantize import (
+    INT4_LAYOUTS,
+    KINDS,
+    NESTED_BLOCK,
+    Int4Linear,
+    Int8Linear,
+    Nf4Linear,
+    QuantizedLinear,
+    _their_layout,
+    dynamic_table,
+)
+from model import cpu
 from model.common import UserError
 from model.differential import graft
 from model.linear import Linear
-from tests.reference import batch, hf_model, ours, relative_error
+from model.qmamba import QMamba
+from tests.model.test_qmamba import CONFIG as QMAMBA
+from tests.reference import batch, hf_forward, hf_model, ours, relative_error
 from tests.runs import WORLD, run
 from train.optim import trainable
 from train.settings import parse
@@ -78,6 +93,140 @@ def test_nf4_takes_4_bits():
     assert 8 * sum(t.numel() * t.element_size() for t in layer.stored()) <= 4.2 * 1024**2
     zero = Nf4Linear(nn.Linear(70, 3).requires_grad_(False).apply(lambda module: nn.init.zeros_(module.weight)))
     assert not zero.put_back().weight.any()
+
+
+def nibbles(layer: Int4Linear, row: int, column: int) -> int:
+    """The code of one weight, by PyTorch's layout for 64 rows: two rows 32 apart in a byte, column after column."""
+    block, inner = divmod(row, 64)
+    packed = layer.weight.flatten()[block * 32 * layer.weight.shape[1] * 2 :]
+    return int(packed[column * 32 + inner % 32]) >> 4 * (inner // 32) & 15
+
+
+def test_int4_groups_by_hand(monkeypatch):
+    """Breaks when a code, a nibble, a group's scale or zero, or what fills up rows and columns is another."""
+    codes = (torch.arange(100 * 200) * 7919 % 1009 % 16).view(100, 200)
+    codes[:, ::64], codes[:, 1::64] = 0, 15  # each group has its smallest and its largest
+    scale = 2.0 ** (torch.arange(100)[:, None] % 5 - torch.arange(200) // 64)
+    weight = (codes - 8) * scale + 3 * scale  # −5 to 10 steps: exact, and never 0 in the middle
+    linear = Linear(200, 100, bias=False).requires_grad_(False)
+    linear.weight.copy_(weight)
+    for layout in INT4_LAYOUTS:
+        with monkeypatch.context() as patch:
+            patch.setattr("lora.quantize._their_layout", lambda layout=layout: layout)
+            layer = Int4Linear(linear)
+            assert torch.equal(layer.put_back().weight, weight)
+            assert layer.weight.shape == (128, 128) and layer.scales.shape == (4, 128, 2)
+            assert torch.equal(layer.scales[2, 3], torch.tensor([2.0, 6.0]).bfloat16())  # 2³ / 2², and 3 of it
+            if layout == (64, 32):
+                for row, column in ((0, 0), (5, 1), (31, 199), (33, 100), (63, 64), (64, 7), (99, 198)):
+                    assert nibbles(layer, row, column) == codes[row, column]
+    pack = getattr(torch.ops.aten, "_convert_weight_to_int4pack_for_cpu", None)
+    if pack and _their_layout():
+        filled = F.pad(codes, (0, 56), value=5)  # a 0 in a group that is not full
+        filled = F.pad(filled, (0, 0, 0, 28), value=8)  # in an empty one
+        assert torch.equal(Int4Linear(linear).weight, pack(filled.int(), 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_the_stored_weights(kind, dtype, monkeypatch):
+    """Breaks when few rows, many rows, a block of the weight or the plain way multiply by other numbers."""
+    torch.manual_seed(0)
+    monkeypatch.setattr("model.linear.BLOCK_ELEMENTS", 1 << 14)
+    for width, out in ((128, 300), (70, 64), (192, 17)):
+        linear = Linear(width, out, bias=dtype == torch.float32).requires_grad_(False)
+        linear.weight *= torch.linspace(1, 4, out)[:, None]
+        layer = KINDS[kind](linear)
+        weight = layer.put_back().weight.double()
+        worst = (weight - linear.weight.double()).abs().amax(1) / linear.weight.double().abs().amax(1)
+        assert worst.max() < {"int8": 0.006, "int4": 0.09, "nf4": 0.2}[kind]
+        for rows in (1, 16, 17, 40):
+            x = torch.randn(2, rows, width)[:1].to(dtype)
+            exact = F.linear(x.double(), weight, None if linear.bias is None else linear.bias.double())
+            tolerance = 1e-6 if dtype == torch.float32 else 5e-3
+            with torch.no_grad():
+                assert relative_error(layer(x), exact) < tolerance
+                for name, value in (("_int8_product", None), ("_int4_product", None)):
+                    monkeypatch.setattr(f"lora.quantize.{name}", value)
+                plain = layer(x)
+                monkeypatch.setattr(cpu, "widens_bf16", True)
+                wide = layer(x)
+            monkeypatch.undo()
+            monkeypatch.setattr("model.linear.BLOCK_ELEMENTS", 1 << 14)
+            assert relative_error(plain, exact) < tolerance and wide.dtype == plain.dtype == dtype
+            assert relative_error(wide, exact) < (tolerance if rows < 17 else 2e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_piece_of_a_matrix_at_a_time(kind):
+    """Breaks when a matrix that is quantized while it is read is all in memory, or has other bits than the whole."""
+    linear, alive = Linear(128, 600, bias=False), weakref.WeakSet()
+
+    def pieces():
+        for start in range(0, 600, 64):
+            assert len(alive) <= 2
+            piece = linear.weight.detach()[start : start + 64].clone()
+            alive.add(piece)
+            yield piece
+
+    layer = KINDS[kind](linear, pieces())
+    for mine, whole in zip(layer.stored(), KINDS[kind](linear).stored(), strict=True):
+        assert torch.equal(mine, whole)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_decoding_takes_the_products_of_few_bits(kind, monkeypatch):
+    """Breaks when a step of decoding puts all weights back, or an unsuited shape or a gradient does not."""
+    module, name = (torch, "_weight_int8pack_mm") if kind == "int8" else (torch.ops.aten, "_weight_int4pack_mm_for_cpu")
+    if not hasattr(module, name):
+        pytest.skip("this PyTorch has no such product")
+    calls, original = [], getattr(module, name)
+    monkeypatch.setattr(f"lora.quantize._{kind}_product", lambda *args: calls.append(1) or original(*args))
+    layer, x = KINDS[kind](Linear(128, 64)), torch.randn(16, 128).bfloat16()
+    layer(x)
+    assert len(calls) == 1
+    for other in (x.float(), torch.cat((x, x[:1])), x.clone().requires_grad_()):
+        layer(other)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_quantized_model_is_transformers_with_these_weights(kind, inputs, tmp_path):
+    """Breaks when a layer is quantized that computes otherwise, or the embedding and the head differ."""
+    hf = hf_model(1)
+    hf.save_pretrained(tmp_path)
+    model = load_model(tmp_path, quantize=kind)
+    in_place = ours(hf_model(1), "sdpa")
+    linears = sum(isinstance(module, nn.Linear) for module in in_place.modules())
+    fingerprint = adapter.fingerprint(in_place)
+    assert quantize(in_place, kind, head=True) == linears + (kind != "nf4") and in_place.quantized == kind
+    assert adapter.fingerprint(model) == adapter.fingerprint(in_place) == fingerprint
+    state = in_place.state_dict()
+    assert all(torch.equal(tensor, state.pop(name)) for name, tensor in model.state_dict().items()) and not state
+    quantized = model(**inputs)
+    adapter.merge(model)  # puts all back
+    assert adapter.fingerprint(model) == fingerprint
+    hf.load_state_dict({f"model.{name}": tensor for name, tensor in model.state_dict().items()}, strict=False)
+    assert relative_error(quantized, hf_forward(hf, inputs)) < 1e-5
+    assert relative_error(model(**inputs), hf_forward(hf, inputs)) < 1e-5
+
+
+def test_what_cannot_be_quantized(model):
+    """Breaks when a mistake is not told in one line, or leaves a model that is half quantized."""
+    with pytest.raises(UserError, match="'int3': choose one of int8, int4, nf4"):
+        quantize(model, "int3")
+    adapter.inject(model, TARGETS, 3, 6.0)
+    adapter.merge(model)
+    with pytest.raises(UserError, match="LoRA is merged .* int8: unmerge it first"):
+        quantize(model)
+    assert model.quantized is None
+    adapter.unmerge(model)
+    assert quantize(model)
+    with pytest.raises(UserError, match="quantized to int8 already: load it anew for nf4"):
+        quantize(model, "nf4")
+    with pytest.raises(UserError, match="QMamba cannot be quantized to int4"):
+        quantize(QMamba(QMAMBA), "int4")
 
 
 @pytest.mark.parametrize("kind", KINDS)

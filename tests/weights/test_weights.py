@@ -318,6 +318,33 @@ def test_peak_memory(stored, wanted, tmp_path, monkeypatch):
     assert peak <= 1.1 * size + 2 * CHUNK_BYTES
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])
+def test_a_model_is_quantized_while_it_is_read(hf1, kind, tmp_path, monkeypatch):
+    """Breaks when pieces of a matrix give other bits than all of it, or a file is checked less than else."""
+    monkeypatch.setattr("model.linear.BLOCK_ELEMENTS", 1 << 12)
+    tensors = {
+        name: tensor.bfloat16() for name, tensor in tensors_of(hf1, "A", "language_model.lm_head.weight").items()
+    }
+    folder = save(tmp_path / "model", hf1, tensors, shards=3)
+    for dtype in (torch.float32, torch.float16):
+        model, whole = load_model(folder, dtype=dtype, quantize=kind), load_model(folder, dtype=dtype)
+        fingerprint = adapter.fingerprint(whole)
+        adapter.quantize(whole, kind, head=True)
+        state = whole.state_dict()
+        assert all(torch.equal(tensor, state.pop(name)) for name, tensor in model.state_dict().items()) and not state
+        assert adapter.fingerprint(model) == adapter.fingerprint(whole) == fingerprint
+        assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    for name, message in (
+        ("language_model.lm_head.weight", "weight differs from .*save the checkpoint with tied weights"),
+        ("language_model.model.layers.1.mlp.up_proj.weight", "up_proj.weight holds NaN or infinity"),
+        ("language_model.model.norm.weight", "norm.weight holds NaN or infinity"),
+    ):
+        broken = tensors[name].clone()
+        broken[-1] = 7 if "lm_head" in name else NAN
+        with pytest.raises(UserError, match=message):
+            load_model(save(tmp_path / "broken", hf1, tensors | {name: broken}, shards=3), quantize=kind)
+
+
 # ------------------------------------------------------------------------------------------------------- big_vision
 
 
