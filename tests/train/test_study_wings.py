@@ -29,6 +29,7 @@ from train.studies import wings_runs
 from train.studies.encoded import EncodedOrder, answer, encoded_loss, prepare
 from train.studies.rules import best_rate
 from train.studies.wings import MARGIN
+from train.studies.wings_front import best_at, compare_at_levels, text_at
 from train.studies.wings_runs import FULL, WingsStudy, lora_rank
 from train.supervised import supervised_loss
 from train.systems.open import open_stage
@@ -107,6 +108,12 @@ def test_prepared_micro_batches_are_causal_and_seen(processor, tmp_path, monkeyp
     others = wings_runs.pictures_to_learn(study, tmp_path, 1)  # the same pictures in another order
     names = [[name for part in both for one in part for name in one.names] for both in ((first, second), others)]
     assert names[0] != names[1] and sorted(names[0]) == sorted(names[1]) and len(set(names[0])) == 8 * 32
+    with_text = wings_runs.pictures_to_learn(study, tmp_path, 0, 0.25)
+    assert with_text[0][0].names == first[0].names  # text comes in the second stage alone
+    of_step = [[name for name in one.names if not name.startswith("scan/")] for one in with_text[1]]
+    assert [len(texts) for texts in of_step] == [8] * 6 and len({name.split("/")[0] for name in of_step[0]}) == 4
+    assert all(len(one.features) == 24 for one in with_text[1])
+    assert {*with_text[1][0].names} - {*of_step[0]} < {*second[0].names}  # the other rows are the same
     shown = int(second[0].names[3].removeprefix("scan/"))
     pixels = [scenes.sample("scan", "train", shown).image]
     expected = base.vision_tower(processor.pad([processor.layout(1, "scan")], pixels).pixel_values)[0]
@@ -131,7 +138,7 @@ def test_answers_to_text_alone_and_to_pictures(processor):
 def test_the_study_goes_on_and_tells_what_it_found(tmp_path, capsys, monkeypatch):
     """Breaks when a small study fails, does finished cells again, or leaves a pair or a result out."""
     rates = {name: of_row if name == "wings" else of_row[:1] for name, of_row in FULL.rates.items()}
-    monkeypatch.setattr(study_wings, "FULL", replace(FULL, rates=rates))
+    monkeypatch.setattr(study_wings, "FULL", replace(FULL, rates=rates, mixed=(0.5,)))
     monkeypatch.setattr(wings_runs, "ROWS_A_STEP", 4)
     monkeypatch.setattr(text_base, "ROWS", 6)
     command = ["--rows", "wings", "--seeds", "1", "--scale", "0.01", "--limit", "3", "--out", str(tmp_path)]
@@ -141,16 +148,18 @@ def test_the_study_goes_on_and_tells_what_it_found(tmp_path, capsys, monkeypatch
     assert "| wings - full" in told and "| learners - lora" in told
     assert "- wings against full: " in told and "- learners against lora: " in told
     summary = json.loads((tmp_path / "comparison.json").read_text())
-    assert list(summary["rows"]) == ["wings", "full", "learners", "lora"] and (tmp_path / "wings.png").exists()
+    mixed = ["wings, 50 % text", "full, 50 % text"]
+    assert list(summary["rows"]) == ["wings", "full", "learners", "lora", *mixed] and (tmp_path / "wings.png").exists()
+    assert "| wings, 50 % text - full, 50 % text " in told and "reached by 0 and 0 of 1 seeds" in told
     plain = PaliGemma(load_model("embedded").config)
     decoder = count(plain.language_model.parameters())
     projector = count(plain.multi_modal_projector.parameters())
     trained = {name: row["trained"] for name, row in summary["rows"].items()}
     assert trained["full"] == decoder + projector
     assert trained["wings"] - trained["full"] == trained["learners"] - projector <= trained["lora"] - projector
-    # of each run three steps; runs share their starts, which are no points
-    assert summary["runs"] == 5 and [p["step"] for p in summary["checkpoints"]] == [1, 2, 3] * 5
-    assert "15 checkpoints of 5 runs of stage 2" in told and "→" in told and "100 multimodal language models" in told
+    # of each run three steps
+    assert summary["runs"] == 7 and [p["step"] for p in summary["checkpoints"]] == [1, 2, 3] * 7
+    assert "21 checkpoints of 7 runs of stage 2" in told and "→" in told and "100 multimodal language models" in told
     with monkeypatch.context() as patch:
         patch.setattr(wings_runs, "learn", None)  # nothing is trained again
         compare.main(command)
@@ -199,3 +208,23 @@ def test_a_run_starts_from_text_alone_and_says_what_is_left_of_it(tmp_path, monk
 def test_the_lowest_rate_that_reads_pictures_is_taken(validation, chosen):
     """Breaks when a higher rate, which costs more text, is taken for a gain in pictures that is none."""
     assert best_rate(validation, MARGIN) == chosen
+
+
+def point(pictures: float, *text: int) -> dict:
+    return {"pictures": [pictures, pictures], "text": {"add": text[:2], "copy": text[2:]}}
+
+
+def test_rows_are_compared_where_they_read_equally_many_pictures():
+    """Breaks when text is taken at another moment, of another rate or seed, or a level that is not reached counts."""
+    slow = [point(0.0, 1, 1, 1, 1), point(0.4, 1, 1, 1, 0), point(0.8, 1, 0, 0, 0), point(0.6, 0, 0, 0, 0)]
+    fast = [point(0.0, 1, 1, 1, 1), point(0.9, 1, 1, 0, 0)]
+    assert text_at(slow, 40, 2).tolist() == [100, 100, 100, 0]
+    assert text_at(slow, 60, 2).tolist() == [100, 50, 50, 0]  # before the loss at the end
+    assert text_at(slow, 60, 1).tolist() == [100, 50]
+    assert text_at(slow, 90, 2) is None and text_at(slow, 0, 2).tolist() == [100] * 4
+    assert text_at(fast, 45, 2) == pytest.approx([100, 100, 50, 50])
+    assert best_at([slow, fast], 40, 2) == pytest.approx([100, 100, 100 * 5 / 9, 100 * 5 / 9])
+    assert best_at([slow, fast], 85, 2) is not None and best_at([slow], 85, 2) is None
+    found = compare_at_levels([[slow], [slow, fast]], [[fast], [fast]], 2)
+    assert found["50"]["difference"]["mean"] == pytest.approx(0.5 * (62.5 - 100 * 13 / 18))
+    assert found["90"] == {"reached": [1, 2], "seeds": 2}

@@ -5,6 +5,7 @@ causally, and whose projector knows nothing. It is trained when it is first need
 """
 
 import shutil
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -32,12 +33,14 @@ STEPS, ROWS, RATE = 900, 48, 3e-3
 RECIPE = (TASKS, STEPS, ROWS, RATE)  # what decides the model, with the base and the seed
 
 
+def text_record(number: int, seed: int, tasks: Sequence[str] = TASKS) -> Record:
+    """A sentence of the train split, the tasks in turn."""
+    s = sentences.sentence(tasks[number % len(tasks)], "train", number, seed)
+    return Record(f"{s.task}/{number}", f"{s.task}/{number}", (), ((s.prefix, s.suffix),))
+
+
 def text_records(steps: int, seed: int) -> list[Record]:
-    records = []
-    for number in range(steps * ROWS):
-        s = sentences.sentence(TASKS[number % len(TASKS)], "train", number, seed)
-        records.append(Record(f"{s.task}/{number}", f"{s.task}/{number}", (), ((s.prefix, s.suffix),)))
-    return records
+    return [text_record(number, seed) for number in range(steps * ROWS)]
 
 
 def train_text_base(base: PaliGemma, processor: Processor, steps: int, seed: int, run: Path) -> PaliGemma:

@@ -11,8 +11,10 @@ projector. Every row of a seed is then trained on the same pictures in the same 
 place of the picture within the question, and in all weights that are fresh. The answer names what is in each of the 16
 squares. In the first stage the projector is trained (and WINGS's visual learners), in the second what the row says.
 Attention is causal everywhere. The rate of a row in the second stage is the lowest of those tried that reads the
-validation pictures of the first seed about as well as the best. With `--quick` one decoder serves all seeds, training
-is shorter, and only the first pair is trained, at one rate. Two pairs of rows differ in nothing but the learners:
+validation pictures about as well as the best, mean over seeds. Further rows have 5 and 20 % of text among the pictures.
+Rows are compared at the end of their runs, and where they first read as many pictures as each other, see
+`train/studies/wings_front.py`. With `--quick` one decoder serves all seeds, training is shorter, and only the first
+pair is trained, at one rate and without text. Two pairs of rows differ in nothing but the learners:
 
     wings     decoder, projector, learners and routers      against full, decoder and projector
     learners  projector, learners and routers               against lora, projector and as many parameters of LoRA
@@ -34,11 +36,13 @@ from train.flags import flag
 from train.studies import engine
 from train.studies.engine import QuickOptions, ScaledOptions, describe, difference
 from train.studies.rules import best_rate
+from train.studies.wings_front import compare_at_levels, pictures_of
 from train.studies.wings_report import draw, to_markdown
 from train.studies.wings_runs import (
     FACTOR,
     FIRST_RATE,
     FULL,
+    MIXED,
     QUESTION,
     QUICK,
     RANK,
@@ -55,9 +59,8 @@ from train.studies.wings_runs import (
 from weights.fingerprint import exact_fingerprint
 from weights.load import load_model
 
-VERSION = 3  # of the code that decides a cell's result: raise it to compute all cells again
+VERSION = 4  # of the code that decides a cell's result: raise it to compute all cells again
 
-TRIED_ON = 0  # the seed on which rates are tried
 MARGIN = 1.0  # points on the validation pictures that a lower rate may cost
 PAIRS = {"wings": "full", "learners": "lora"}
 START_TITLES = {True: "projector, learners", False: "projector"}  # what is trained in stage 1
@@ -74,17 +77,31 @@ class WingsOptions(QuickOptions, ScaledOptions):
 @dataclass(frozen=True)
 class WingsResults:
     """Cells: of the text-only decoders by seed, of the first stage by whether it has learners and by seed, and of each
-    row by rate and seed; the rate that is chosen for a row."""
+    row by rate, seed and share of text; the rate that is chosen for a row."""
 
     before: list[dict]
     starts: dict[bool, list[dict]]
-    runs: dict[tuple[str, float, int], dict]
+    runs: dict[tuple[str, float, int, float], dict]
     rates: dict[str, float]
     cpu_seconds: float
 
-    def of_row(self, name: str) -> list[dict]:
-        """The cells of a row at its rate, by seed."""
-        return [cell for (row, rate, _), cell in self.runs.items() if (row, rate) == (name, self.rates[name])]
+    @property
+    def arms(self) -> list[tuple[str, float]]:
+        """Rows and shares of text."""
+        return list(dict.fromkeys((name, share) for name, _, _, share in self.runs))
+
+    def of_arm(self, name: str, share: float) -> list[dict]:
+        """The cells of a row with so much text, at its rate, by seed."""
+        wanted = name, self.rates[name], share
+        return [cell for (row, rate, _, text), cell in self.runs.items() if (row, rate, text) == wanted]
+
+    def points(self, name: str, share: float) -> list[list[list[dict]]]:
+        """By seed and rate, the start of the second stage and its checkpoints."""
+        found: dict[int, list[list[dict]]] = {}
+        for (row, _, seed, text), cell in self.runs.items():
+            if (row, text) == (name, share):
+                found.setdefault(seed, []).append([self.starts[ROWS[name].learners][seed], *cell["course"]])
+        return [found[seed] for seed in sorted(found)]
 
 
 class Cells:
@@ -125,12 +142,12 @@ class Cells:
         title = f"stage 1 {'with' if learners else 'without'} learners, seed {seed}"
         return self.finish(title, parts, partial(first_stage, study, learners, base, pictures, seed))
 
-    def tuned(self, name: str, rate: float, seed: int) -> tuple[tuple, dict, Path]:
-        """The second stage of a row."""
+    def tuned(self, name: str, rate: float, seed: int, text: float) -> tuple[tuple, dict, Path]:
+        """The second stage of a row, with a share of text."""
         parts, _, start = self.first(ROWS[name].learners, seed)
-        parts += (name, rate, FACTOR, self.study.plan.checkpoints)
-        work = partial(second_stage, self.study, name, rate, start, self.pictures()[2], seed)
-        return self.finish(f"{name}, rate {rate:g}, seed {seed}", parts, work)
+        parts += (name, rate, text, FACTOR, self.study.plan.checkpoints)
+        work = partial(second_stage, self.study, name, rate, text, start, self.pictures()[2], seed)
+        return self.finish(f"{arm_title(name, text)}, rate {rate:g}, seed {seed}", parts, work)
 
     def get(self, kind: str, *arguments) -> dict:
         """The result of a cell, `kind` "pictures", "text", "first" or "tuned"."""
@@ -156,26 +173,33 @@ def collect(options: WingsOptions, cells: Cells, processes: int) -> WingsResults
             engine.side_by_side(partial(compute, options), jobs, processes, spell_job)
         return [cells.get(*job) for job in jobs]
 
-    seeds, tried = range(options.seeds), cells.study.plan.rates
+    seeds, plan = range(options.seeds), cells.study.plan
     decoders = {cells.decoder(seed): ("text", cells.decoder(seed)) for seed in seeds}
     finish([*decoders.values(), ("pictures",)])
     before = [cells.get("text", seed) for seed in seeds]
     first = [(learners, seed) for learners in (True, False) for seed in seeds]
     starts = dict(zip(first, finish([("first", *run) for run in first]), strict=True))
-    # where one rate is tried, it is the chosen one
-    runs = [(name, rate, seed) for name, of_row in tried.items() for rate in of_row for seed in seeds]
-    now = [run for run in runs if run[2] == TRIED_ON or len(tried[run[0]]) == 1]
-    found = dict(zip(now, finish([("tuned", *run) for run in now]), strict=True))
-    rates = {name: best_rate(validation(found, name), MARGIN) for name in tried}
-    others = [run for run in runs if run not in found and run[1] == rates[run[0]]]
-    found |= zip(others, finish([("tuned", *run) for run in others]), strict=True)
+    # seed by seed: a process reads the pictures of a seed once
+    runs = [(name, rate, seed, 0.0) for seed in seeds for name, of_row in plan.rates.items() for rate in of_row]
+    found = dict(zip(runs, finish([("tuned", *run) for run in runs]), strict=True))
+    rates = {name: best_rate(validation(found, name), MARGIN) for name in plan.rates}
+    mixed = [(name, rates[name], seed, share) for seed in seeds for share in plan.mixed for name in MIXED]
+    found |= zip(mixed, finish([("tuned", *run) for run in mixed]), strict=True)
     by_learners = {learners: [starts[learners, seed] for seed in seeds] for learners in (True, False)}
     return WingsResults(before, by_learners, found, rates, sum(cells.seconds.values()))
 
 
-def validation(runs: Mapping[tuple[str, float, int], dict], name: str) -> dict[float, float]:
-    """Percent of the validation pictures, by the rates that were tried for a row."""
-    return {rate: cell["validation"] for (row, rate, seed), cell in runs.items() if (row, seed) == (name, TRIED_ON)}
+def validation(runs: Mapping[tuple[str, float, int, float], dict], name: str) -> dict[float, float]:
+    """Percent of the validation pictures, mean over seeds, by the rates that were tried for a row."""
+    found: dict[float, list[float]] = {}
+    for (row, rate, _, share), cell in runs.items():
+        if (row, share) == (name, 0.0):
+            found.setdefault(rate, []).append(cell["validation"])
+    return {rate: float(np.mean(of_rate)) for rate, of_rate in found.items()}
+
+
+def arm_title(name: str, share: float) -> str:
+    return f"{name}, {100 * share:g} % text" if share else name
 
 
 def pooled(cells: Sequence[dict]) -> np.ndarray:
@@ -187,9 +211,9 @@ def checkpoints(study: WingsStudy, results: WingsResults) -> list[dict]:
     """Every checkpoint of the second stage: its attention shift, and the points of text that it has lost."""
     known = [mean_of(cell["text"], quarter(study)) for cell in results.before]
     return [
-        {"row": name, "rate": rate, "seed": seed, "step": one["step"], "shift": one["shift"]}
-        | {"lost": known[seed] - one["text"]}
-        for (name, rate, seed), cell in results.runs.items()
+        {"row": arm_title(name, share), "rate": rate, "seed": seed, "step": one["step"], "shift": one["shift"]}
+        | {"lost": known[seed] - mean_of(one["text"]), "pictures": pictures_of(one)}
+        for (name, rate, seed, share), cell in results.runs.items()
         for one in cell["course"]
     ]
 
@@ -215,10 +239,10 @@ def describe_cells(cells: Sequence[dict], before: np.ndarray) -> dict:
 def summarize(study: WingsStudy, results: WingsResults, seeds: Sequence[int]) -> dict:
     """comparison.json."""
     rows, before = {}, pooled(results.before)
-    for name, rate in results.rates.items():
-        cells = results.of_row(name)
+    for name, share in results.arms:
+        cells, rate = results.of_arm(name, share), results.rates[name]
         starts = results.starts[ROWS[name].learners]
-        rows[name] = describe_cells(cells, before) | {
+        rows[arm_title(name, share)] = describe_cells(cells, before) | {
             "trains": ROWS[name].title,
             "trained": cells[0]["trained"],
             "rate": rate,
@@ -227,11 +251,14 @@ def summarize(study: WingsStudy, results: WingsResults, seeds: Sequence[int]) ->
             "laws_percent_before": np.mean([start["laws"] for start in starts], axis=0).tolist(),
             "flat": int(np.isnan(np.array([cell["shift"] for cell in cells], dtype=float)).sum()),
         }
-    for name, control in PAIRS.items():
-        if name not in rows:
-            continue
-        own, other = (scores_of(results.of_row(row)) for row in (name, control))
-        rows[name] |= {"control": control, "difference": {what: difference(own[what], other[what]) for what in own}}
+        if (control := PAIRS.get(name)) is not None:
+            own, other = (scores_of(results.of_arm(row, share)) for row in (name, control))
+            curves = (results.points(row, share) for row in (name, control))
+            rows[arm_title(name, share)] |= {
+                "control": arm_title(control, share),
+                "difference": {what: difference(own[what], other[what]) for what in own},
+                "at_levels": compare_at_levels(*curves, quarter(study)),
+            }
     points = checkpoints(study, results)
     run = [f"{one['row']} {one['rate']} {one['seed']}" for one in points]
     rho = correlation([one["shift"] for one in points], [one["lost"] for one in points], run)
@@ -246,6 +273,7 @@ def summarize(study: WingsStudy, results: WingsResults, seeds: Sequence[int]) ->
         "rows": rows,
         "before": describe_cells(results.before, before),
         "stage_1": {START_TITLES[on]: describe_cells(cells, before) for on, cells in results.starts.items()},
+        "per_run": study.plan.checkpoints,
         "runs": len(set(run)),
         "checkpoints": points,
         "correlation": rho and engine.verdict(rho),

@@ -52,6 +52,10 @@ def to_markdown(summary: dict) -> str:
         markdown_table(head, body),
         "## The learners against the same without them",
         markdown_table(["pair", "text, points", "pictures, points", "attention shift"], pairs),
+        "## Text that is left where both have read equally many of the pictures",
+        f"Where a run first reads so many of the pictures, by a straight line between its {summary['per_run']} "
+        "checkpoints, on a quarter of the questions; of each row the rate that keeps most text there.",
+        levels_table(rows),
         "## LAWS, % of all attention, before and after the second stage",
         laws_table(rows),
         "## Attention shift and the loss of text",
@@ -67,6 +71,20 @@ def measured(cell: Mapping, changed: bool = True) -> list[str]:
     tasks = (f"{accuracy:.0f}" for accuracy in cell["by_task"].values())
     change = spell(cell["change"]) if changed else ""
     return [spell(cell["text"]), change, *tasks, spell(cell["pictures"]), spell(cell["shift"]) if changed else ""]
+
+
+def levels_table(rows: Mapping[str, dict]) -> list[str]:
+    """Text at equal accuracy on pictures, of every row and its control."""
+    body = []
+    for name, row in rows.items():
+        for level, found in row.get("at_levels", {}).items():
+            told = [spell(found[what]) for what in ("text", "control", "difference") if what in found]
+            own, other = found["reached"]
+            told = told or ["", "", f"reached by {own} and {other} of {found['seeds']} seeds"]
+            seen = f"{found['visible']:.1f}" if "visible" in found else ""
+            body.append([f"{name} - {row['control']}", f"{level} %", *told, found.get("verdict", ""), seen])
+    head = ["pair", "pictures", "text, %", "of the control", "difference, points", "verdict", "could be seen"]
+    return markdown_table(head, body)
 
 
 def laws_table(rows: Mapping[str, dict]) -> list[str]:
@@ -140,6 +158,11 @@ def draw(summary: dict) -> dict[str, list[Image.Image]]:
     groups = {name: [(p["shift"], p["lost"]) for p in summary["checkpoints"] if p["row"] == name] for name in rows}
     axes = "attention shift", "points of text lost"
     charts.append(figures.line_chart(groups, "Every checkpoint", *axes, marked=groups, lines=False))
+    fronts: dict[str, list[tuple[float, float]]] = {}
+    for point in summary["checkpoints"]:
+        fronts.setdefault(f"{point['row']}, {point['rate']:g}", []).append((point["pictures"], -point["lost"]))
+    axes = "pictures read, %", "points of text, against before"
+    charts.append(figures.line_chart(fronts, "Text against pictures, by rate", *axes, marked=fronts, lines=False))
     for name, row in rows.items():
         curves = zip(GROUPS, zip(*row["laws_percent"], strict=True), strict=True)
         lines = {group: list(enumerate(curve, start=1)) for group, curve in curves}

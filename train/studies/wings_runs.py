@@ -26,7 +26,7 @@ from model.system_configs import WingsConfig
 from model.wings import Wings, attach, route
 from train.data.batches import MicroBatch
 from train.embedded import text as text_base
-from train.embedded.text import keep, train_text_base
+from train.embedded.text import keep, text_record, train_text_base
 from train.optim import Rule, count
 from train.studies.encoded import EncodedRecords, answer, encode_pictures, learn
 from train.studies.engine import ScaledStudy, matching_rank
@@ -35,6 +35,7 @@ from weights.load import load_model
 
 ROWS_A_STEP = 32
 FEATURES = "features.safetensors"  # of the training pictures
+FRESH = 1 << 20  # the number of the first sentence that no decoder has been trained on
 FIRST_RATE = 3e-3  # of the first stage
 FACTOR = 5  # the projector's rate in the second stage over that of the decoder, if it is trained; from the paper
 RANK = 16  # of the learners
@@ -62,17 +63,24 @@ ROWS = {
 @dataclass(frozen=True, eq=False)
 class Plan:
     """rates: those to try, by row. steps: of tuning in two stages. checkpoints: of a run in the second stage, at which
-    it is measured. one_decoder: the text model of seed 0 serves all seeds."""
+    it is measured. one_decoder: the text model of seed 0 serves all seeds. mixed: shares of text in the training of the
+    second stage, for further rows."""
 
     rates: Mapping[str, tuple[float, ...]]
     steps: tuple[int, int]
     checkpoints: int
     one_decoder: bool
+    mixed: tuple[float, ...] = ()
 
 
 FULL = Plan(
-    {"wings": (5e-4, 1e-3), "full": (5e-4, 1e-3), "learners": (5e-3, 1e-2), "lora": (3e-3, 6e-3)}, (100, 320), 8, False
+    {"wings": (5e-4, 1e-3), "full": (5e-4, 1e-3), "learners": (5e-3, 1e-2), "lora": (3e-3, 6e-3)},
+    (100, 320),
+    8,
+    False,
+    (0.05, 0.2),
 )
+MIXED = ("wings", "full")  # the rows that are trained with text as well
 # learners or LoRA alone do not learn the pictures in so few steps
 QUICK = Plan({"wings": (1e-3,), "full": (1e-3,)}, (60, 160), 2, True)
 
@@ -101,14 +109,22 @@ def encode_training(study: WingsStudy, folder: Path) -> dict:
 
 
 @lru_cache(maxsize=1)  # cells are computed seed by seed
-def pictures_to_learn(study: WingsStudy, pictures: Path, seed: int) -> tuple[list[MicroBatch], list[MicroBatch]]:
-    """The micro-batches of both stages, in the order of a seed. pictures: the folder of `encode_training`."""
+def pictures_to_learn(
+    study: WingsStudy, pictures: Path, seed: int, text: float = 0.0
+) -> tuple[list[MicroBatch], list[MicroBatch]]:
+    """The micro-batches of both stages, in the order of a seed. pictures: the folder of `encode_training`.
+
+    text: the share of the second stage's rows that are sentences in place of pictures, evenly spread.
+    """
     features, dice = load_file(pictures / FEATURES)["features"], random.Random(f"pictures/{seed}")
-    records = []
-    for number in dice.sample(range(len(features)), len(features)):
+    records, first = [], study.steps[0] * ROWS_A_STEP
+    for place, number in enumerate(dice.sample(range(len(features)), len(features))):
         s = scenes.sample("scan", "train", number)
         name = f"scan/{number}"
-        records.append(Record(name, name, (lambda s=s: s.image,), ((put_slot(QUESTION, dice.random()), s.suffix),)))
+        record = Record(name, name, (lambda s=s: s.image,), ((put_slot(QUESTION, dice.random()), s.suffix),))
+        if place >= first and int((place + 1) * text) > (sentence := int(place * text)):
+            record = text_record(FRESH + sentence, seed, tuple(sentences.TASKS))
+        records.append(record)
     numbers = {f"scan/{number}": number for number in range(len(features))}
     micros = EncodedRecords(records, features, numbers).in_order(study.processor, ROWS_A_STEP)
     return micros[: study.steps[0]], micros[study.steps[0] :]
@@ -187,10 +203,10 @@ def first_stage(study: WingsStudy, learners: bool, base: Path, pictures: Path, s
 
 
 def second_stage(
-    study: WingsStudy, name: str, rate: float, base: Path, pictures: Path, seed: int, folder: Path
+    study: WingsStudy, name: str, rate: float, text: float, base: Path, pictures: Path, seed: int, folder: Path
 ) -> dict:
-    """Train what the row says on the other pictures, and measure."""
-    row, (_, micros) = ROWS[name], pictures_to_learn(study, pictures, seed)
+    """Train what the row says on the other pictures, and measure. text: the share of text that takes their place."""
+    row, (_, micros) = ROWS[name], pictures_to_learn(study, pictures, seed, text)
     model, pattern = load_model(base), r"language_model\..*"
     if row.learners:
         model, pattern = route(model, seed), pattern if row.decoder else LEARNERS
@@ -217,19 +233,13 @@ def second_stage(
 
 
 def measure_checkpoint(study: WingsStudy, model: PaliGemma, step: int) -> dict:
-    """Text on a quarter of the questions and pictures, in percent, the attention shift and LAWS after a step."""
+    """Text on a quarter of the questions, pictures, the attention shift and LAWS after a step."""
     most = quarter(study)
     with evaluating(model, torch.device("cpu")):
         attention = attend(study, model, most)
-        text, pictures = mean_of(grade_text(study, model, most)), grade_pictures(study, model, "test")
+        text, pictures = grade_text(study, model, most), grade_pictures(study, model, "test")
     shift = float(np.nan_to_num(attention.each, nan=1.0).mean())
-    return {
-        "step": step,
-        "text": text,
-        "pictures": 100 * float(np.mean(pictures)),
-        "shift": shift,
-        "laws": attention.shares.tolist(),
-    }
+    return {"step": step, "text": text, "pictures": pictures, "shift": shift, "laws": attention.shares.tolist()}
 
 
 def quarter(study: WingsStudy) -> int:

@@ -1,0 +1,71 @@
+"""Text that is kept at an equal accuracy on pictures: rows that learn at different speed cannot be compared at a step.
+
+In: the points of runs, from the start of the second stage on: pictures and text of a run at its checkpoints. Out: the
+text of each sentence at the moment at which a run first reads so many of the pictures, and differences of rows there.
+
+A row is as good as its best rate at that level, by the text that is left: the Pareto front over rates and steps. Both
+rows of a pair have as many rates and checkpoints to choose from.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from eval.statistics import estimate
+from train.studies.engine import describe, difference
+from train.studies.rules import judge
+
+LEVELS = (50, 80, 90, 95)  # percent of the pictures
+
+
+def pictures_of(point: Mapping) -> float:
+    """Percent of the pictures that are read."""
+    return 100 * float(np.mean(point["pictures"]))
+
+
+def sentences_of(point: Mapping, most: int) -> np.ndarray:
+    """Right or wrong, in percent, of the first `most` sentences of each task."""
+    return 100 * np.array([grade for of_task in point["text"].values() for grade in of_task[:most]], dtype=float)
+
+
+def text_at(points: Sequence[Mapping], level: float, most: int) -> np.ndarray | None:
+    """The sentences of a run where it first reads `level` percent of the pictures, between its checkpoints on a
+    straight line; None if it never does."""
+    before = points[0]
+    for after in points:
+        if (reached := pictures_of(after)) >= level:
+            now = sentences_of(after, most)
+            if after is points[0]:
+                return now
+            share = (level - pictures_of(before)) / (reached - pictures_of(before))
+            return (1 - share) * sentences_of(before, most) + share * now
+        before = after
+    return None
+
+
+def best_at(runs: Sequence[Sequence[Mapping]], level: float, most: int) -> np.ndarray | None:
+    """The same for the run, one of each rate, that has kept most of its text there."""
+    found = [text for points in runs if (text := text_at(points, level, most)) is not None]
+    return max(found, key=np.mean) if found else None
+
+
+def compare_at_levels(
+    row: Sequence[Sequence[Sequence[Mapping]]], control: Sequence[Sequence[Sequence[Mapping]]], most: int
+) -> dict[str, dict]:
+    """By level: text of the row and of its control with intervals, and the difference, paired by seed and sentence.
+
+    row, control: by seed, by rate, the points of a run. A level that a run does not reach has only "reached", the
+    numbers of seeds. The verdicts, see `train.studies.rules.judge`, are corrected for the number of levels.
+    """
+    found, gains = {}, {}
+    for level in LEVELS:
+        both = [[best_at(of_seed, level, most) for of_seed in runs] for runs in (row, control)]
+        reached = [[text for text in of_row if text is not None] for of_row in both]
+        found[str(level)] = result = {"reached": [len(of_row) for of_row in reached], "seeds": len(row)}
+        if all(len(of_row) == len(row) for of_row in reached):
+            own, other = map(np.array, reached)
+            result |= {"text": describe(own), "control": describe(other), "difference": difference(own, other)}
+            gains[str(level)] = estimate(own - other)
+    for level, judged in judge(gains).items():
+        found[level] |= judged
+    return found
