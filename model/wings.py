@@ -96,10 +96,11 @@ def chosen_first(chosen: torch.Tensor, width: int | None = None) -> tuple[torch.
     """Indices (B, width) of the True entries of chosen (B, S) in order, padded; and which indices are padding.
 
     width None: as many as the row with the most True entries has, but at least 1. A learner without keys then computes
-    all the same, because processes that train together must have the same gradients.
+    all the same, because processes that train together must have the same gradients. On a GPU it is S: counting would
+    make the CPU wait, and the masked keys more cost little beside the layer.
     """
     if width is None:
-        width = max(1, int(chosen.sum(1).max()))
+        width = chosen.shape[1] if chosen.is_cuda else max(1, int(chosen.sum(1).max()))
     index = (~chosen).long().argsort(dim=1, stable=True)[:, :width]
     return index, ~chosen.gather(1, index)
 

@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
 import model.device as device
+import model.wings as wings
 import train.data.batches as batches
 import train.distributed as distributed
 import train.supervised as supervised
@@ -27,8 +28,11 @@ from model.attention import attention_mask, fused_attention
 from model.common import UserError
 from model.differential import graft
 from model.generate import CHECK_EVERY, CompiledStep, generate
+from model.wings import attach
 from tests.reference import batch, hf_model, ours
-from train.benchmark.setup import Options, micro_batch, open_setup
+from train.benchmark import work
+from train.benchmark.setup import Options, Setup, micro_batch, open_setup, random_state
+from train.benchmark.timing import COMPILED, OURS
 from train.distributed import World, join_world, layers_of, spread
 from train.loop import LoopOptions, fit
 from train.optim import make_adamw
@@ -111,6 +115,24 @@ def test_a_model_that_seems_on_a_gpu_answers_the_same(generation, monkeypatch):
     ]
 
 
+def test_wings_that_seem_on_a_gpu_answer_the_same(seems_on_gpu, monkeypatch):
+    """Breaks when the masked keys of the learners, as many as a row has columns, change an answer."""
+    model, inputs = attach(ours(hf_model(1), "sdpa"), 4, routed=True), batch(hf_model(1), ((5, 2), (3, 4)))
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if ".B." in name or ".router." in name:
+            nn.init.normal_(parameter)
+    widths, choose = [], wings.chosen_first
+    monkeypatch.setattr(wings, "chosen_first", lambda *args: widths.append(choose(*args)[0].shape[1]) or choose(*args))
+    logits, new = model(**inputs), generate(model, **inputs, max_new_tokens=3)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: False))
+    before = widths.copy()
+    assert torch.allclose(model(**inputs), logits, atol=1e-4)
+    assert [row.tolist() for row in generate(model, **inputs, max_new_tokens=3)] == [row.tolist() for row in new]
+    length = inputs["input_ids"].shape[1]
+    assert before[:2] == [length, length] and widths[len(before) : len(before) + 2] == [16, length - 16]
+
+
 def test_a_compiled_step_is_a_cuda_graph_of_constant_sizes(seems_on_gpu, monkeypatch):
     """Breaks when a GPU gets no CUDA graph, or one that is recorded anew for other sizes."""
     given = {}
@@ -134,6 +156,21 @@ def test_cudnn_does_not_plan_for_every_length(monkeypatch):
     torch.backends.cuda.enable_cudnn_sdp(True)
     device.choose_device("cpu")
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_the_benchmark_of_a_gpu_makes_its_rows(monkeypatch):
+    """Breaks when the rows that no GPU has measured yet cannot be made: `--geometry 3b` on a GPU would end there."""
+    monkeypatch.setattr(Setup, "on_gpu", property(lambda setup: True))
+    monkeypatch.setattr(torch, "compile", lambda step, **options: step)
+    tiny = open_setup(Options(geometry="tiny", device="cpu", dtype="bf16"))
+    state = random_state(tiny.config, tiny.dtype, CPU)
+    steps, decoding = work.train(tiny, OURS, state), work.decode(tiny, COMPILED, state)
+    assert [name.partition(",")[0] for name in steps] == ["batch 16", "batch 4"]
+    assert list(decoding)[:2] == ["20 tokens, batch 1", "32 steps alone, batch 1"]
+    last = list(steps.values())[-1]
+    assert torch.isfinite(last.run()) and last.flops > 0
+    alone = decoding["32 steps alone, batch 1"]
+    assert torch.equal(alone.run(), alone.run()) and alone.moved > 0
 
 
 # Data
