@@ -6,6 +6,7 @@ CONTRIBUTING.md lists every such branch, with what it assumes.
 import ast
 import re
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -205,13 +206,14 @@ def test_a_gpu_gets_workers_and_pinned_batches(corpus: Corpus, monkeypatch):
 
 def test_workers_draw_the_same_text(corpus: Corpus):
     """Breaks when text drawn by other processes is in another order, or a step loses a row."""
-    settings = replace(TextSettings(), length=64, tokens=4 * 6 * 64, batch_size=4, accumulate=1)
-    orders = [TextOrder(corpus, settings, "train", 0, 1) for _ in range(2)]
-    steps = [list(order.steps(2, workers)) for order, workers in zip(orders, (0, 2), strict=True)]
-    assert len(steps[0]) == len(steps[1]) == settings.steps - 2 > 0
-    for one, other in zip(*steps, strict=True):
-        assert [micro.names for micro in one] == [micro.names for micro in other]
-        assert all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(one, other, strict=True))
+    settings = replace(TextSettings(), length=64, tokens=4 * 12 * 64, batch_size=4, accumulate=3)
+    order = TextOrder(corpus, settings, "train", 1, 2)  # the second process takes rows 6 to 11 of each step of 12
+    expected = [[order.batch(first, 4), order.batch(first + 4, 2)] for first in (30, 42)]
+    for workers in (0, 2):
+        steps = list(order.steps(2, workers))
+        assert [[micro.names for micro in step] for step in steps] == [[m.names for m in step] for step in expected]
+        for one, other in zip(chain(*steps), chain(*expected), strict=True):
+            assert torch.equal(one.input_ids, other.input_ids) and torch.equal(one.targets, other.targets)
 
 
 def test_new_features_are_copied_from_the_device_at_once(processor, tmp_path, monkeypatch):
