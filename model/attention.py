@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model import cpu
+from model import cpu, fused
 from model.common import UserError
 from model.linear import Linear
 
@@ -31,6 +31,8 @@ class Rope:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, N, S, D) rotated by its positions; D may be any even width."""
         cos, sin = self._table(x.shape[-1], x.dtype)
+        if fused.pays(x):
+            return fused.Rotation.apply(x, cos, sin)
         return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
     def _table(self, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,8 @@
 
 F.linear in fp32 is Intel's MKL, which does not use the AVX-512 units of AMD's processors. oneDNN does, and is about
 twice as fast there (`python -m train.benchmark` prints both). Attention that is computed key head by key head with
-these products then also beats the fused CPU kernel. On Intel's own processors none of this pays: MKL is the faster one.
+these products then also beats the fused CPU kernel. On Intel's own processors MKL is the faster one. GELU is slow in
+PyTorch everywhere, and fast as a part of oneDNN's product.
 
 So the processor decides, once, by vendor and instruction set, never by timing: a resumed run must be equal to the bit.
 The environment variable DMT_CPU_PATH forces one of PATHS on any machine.
@@ -28,16 +29,19 @@ MAX_DECODE_ROWS = 4  # rows of x in a step of decoding
 MIN_WEIGHT_ELEMENTS = 1 << 16  # elements of a weight from which `_few_rows` is faster
 MAX_MAP_ELEMENTS = 1 << 18  # elements of an attention map, 512 queries times keys: `row_attention` holds all maps
 
-PATHS = ("onednn", "torch")
 MIN_WIDE_ROWS = 16  # rows of x from which bf16 products are faster in fp32, where the processor cannot multiply in bf16
+# onednn: products and attention by oneDNN. mkl: products by MKL. Both take oneDNN's GELU, batched attention for few
+# keys, and the gradients of model/fused.py. torch: PyTorch's own functions alone, those that transformers calls.
+PATHS = ("onednn", "mkl", "torch")
 
 
 def choose_path(vendor: str, capability: str, forced: str = "") -> str:
-    """One of PATHS: "onednn" on AMD's processors with AVX-512, "torch", PyTorch's own functions, on all others.
+    """One of PATHS: "onednn" on AMD's processors with AVX-512, "mkl" on Intel's, "torch" on all others.
 
     vendor: as the processor names it. capability: torch.backends.cpu.get_cpu_capability(). forced: overrides them.
     """
-    return forced or ("onednn" if vendor == "AuthenticAMD" and capability == "AVX512" else "torch")
+    known = {("AuthenticAMD", "AVX512"): "onednn", ("GenuineIntel", "AVX512"): "mkl", ("GenuineIntel", "AVX2"): "mkl"}
+    return forced or known.get((vendor, capability), "torch")
 
 
 def _vendor() -> str:
@@ -106,7 +110,8 @@ def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         torch.compiler.is_compiling()
         or _needs_gradient(x, weight, bias)
         or few_rows_are_faster(x, weight, bias)
-        or not onednn_is_faster(x, weight)
+        or path == "torch"
+        or not _onednn_can(x, weight)
     ):
         return None
     return onednn_linear(x, weight, bias, "gelu", [], "tanh")
@@ -126,10 +131,15 @@ def fp32_is_faster(x: torch.Tensor) -> bool:
 
 def onednn_is_faster(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether oneDNN multiplies x (…, in) by weight (…, out, in) faster than F.linear."""
+    return path == "onednn" and _onednn_can(x, weight)
+
+
+def _onednn_can(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether oneDNN multiplies them, and they are large enough."""
     return (
         x.numel() > 0  # oneDNN raises otherwise
         and (x.numel() * weight.shape[-2] >= MIN_OPERATIONS or weight.numel() >= MIN_OPERATIONS >> 3)
-        and _is_fp32_by_onednn(x, weight)
+        and _is_fp32(x, weight)
         and onednn_linear is not None
         and bool(torch.backends.mkldnn.enabled)
     )
@@ -142,18 +152,15 @@ def few_rows_are_faster(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
         and not torch.is_grad_enabled()
         and 0 < x.numel() <= MAX_DECODE_ROWS * x.shape[-1]
         and weight.numel() >= MIN_WEIGHT_ELEMENTS
-        and _is_fp32_by_onednn(x, weight)
+        and path == "onednn"
+        and _is_fp32(x, weight)
         and _has_mkl
     )
 
 
-def _is_fp32_by_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return (
-        x.device.type == "cpu"
-        and x.dtype == weight.dtype == torch.float32
-        and path == "onednn"
-        and not torch.is_autocast_enabled("cpu")
-    )
+def _is_fp32(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    on_cpu = x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    return on_cpu and x.dtype == weight.dtype == torch.float32
 
 
 def _few_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -171,7 +178,9 @@ def _needs_gradient(*tensors: torch.Tensor | None) -> bool:
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x·weightᵀ by the fastest of the products above."""
+    """x·weightᵀ by the fastest of the products above; x (G, R, C) with weight (G, O, C) are G products."""
+    if weight.dim() == 3:
+        return torch.bmm(x, weight.mT)
     product = linear(x, weight)
     return F.linear(x, weight) if product is None else product
 
@@ -201,13 +210,22 @@ class _Linear(torch.autograd.Function):
 # Attention
 
 
+def _only(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0]
+
+
 def rows_are_faster(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether `row_attention` is faster than the fused kernel, for queries (B, N, S, D) and keys (B, K, Sk, D)."""
-    if q.device.type != "cpu" or torch.compiler.is_compiling():
+    """Whether `row_attention` is faster than the fused kernel, for queries (B, N, S, D) and keys (B, K, Sk, D).
+
+    It is where oneDNN is, and with gradients for few keys: the fused kernel computes their maps a second time.
+    """
+    if path == "torch" or torch.compiler.is_compiling() or not _is_fp32(q, k):
         return False
-    if q.shape[2] == 1 or q.shape[2] * k.shape[2] > MAX_MAP_ELEMENTS:
+    if q.shape[2] < 2 or q.shape[2] * k.shape[2] > MAX_MAP_ELEMENTS:
         return False
-    return onednn_is_faster(q[0, : q.shape[1] // k.shape[1]], k[0])
+    if onednn_is_faster(q[0, : q.shape[1] // k.shape[1]], k[0]):
+        return True
+    return _needs_gradient(q, k) and k.shape[2] <= 2 * k.shape[3]
 
 
 def row_attention(
@@ -218,7 +236,7 @@ def row_attention(
     factor: torch.Tensor | None = None,
     extrapolate: bool = False,
 ) -> torch.Tensor:
-    """softmax(qkᵀ·scale)·v (B, N, S, D), computed for one key head of one batch row after the other.
+    """softmax(qkᵀ·scale)·v (B, N, S, D), for one key head of one batch row after the other by oneDNN, else for all.
 
     maps: one pair (q, k), or two, whose attention maps `blend` combines before the product with v; q (B, N, S, D),
     k (B, K, Sk, D), v (B, K, Sk, D). mask (B, 1, S, Sk) or (1, 1, S, Sk). factor: of `blend`, (B, N, S or 1, 1).
@@ -250,28 +268,30 @@ class _RowAttention(torch.autograd.Function):
 
         Lₙ = Qₙ·Kₙᵀ + bias,  Aₙ = softmax(Lₙ) for each map n;  P = A₁, or blend(A₁, A₂, f)
 
-    Shapes in a group: Qₙ (R, D), Kₙ (Sk, D), V (Sk, D), f (R, 1), maps (R, Sk).
+    Shapes in a group: Qₙ (R, D), Kₙ (Sk, D), V (Sk, D), f (R, 1), maps (R, Sk). oneDNN multiplies one group after the
+    other; else a `part` is all of them, and shapes begin with G.
     """
 
     @staticmethod
     def forward(ctx, v, factor, bias, extrapolate, *queries_and_keys):
         count, keep = len(queries_and_keys) // 2, any(ctx.needs_input_grad)
         queries, keys = queries_and_keys[:count], queries_and_keys[count:]
+        ctx.one_by_one = onednn_is_faster(queries[0][0], keys[0][0])
         outputs, kept = [], []
-        for group in range(len(v)):
+        for part in range(len(v)) if ctx.one_by_one else [slice(None)]:
             maps = []
             for q, k in zip(queries, keys, strict=True):
-                logits = _multiply(q[group], k[group])
-                if bias is not None:
-                    of_row = bias[group * len(bias) // len(v)]  # (1, S, Sk), shared by all heads of the batch row
-                    logits.view(-1, *of_row.shape[1:]).add_(of_row)
+                logits = _multiply(q[part], k[part])
+                if bias is not None:  # of a batch row, (1, S, Sk), or of all, (B, 1, S, Sk): its heads share it
+                    shared = bias[part * len(bias) // len(v)] if ctx.one_by_one else bias
+                    logits.view(*shared.shape[:-3], -1, *shared.shape[-2:]).add_(shared)
                 maps.append(logits.softmax(-1))
-            combined = maps[0] if factor is None else blend(maps[0], maps[1], factor[group], extrapolate)
-            outputs.append(_multiply(combined, v[group].T))
+            combined = maps[0] if factor is None else blend(maps[0], maps[1], factor[part], extrapolate)
+            outputs.append(_multiply(combined, v[part].mT))
             kept += maps if keep else []
         ctx.save_for_backward(v, factor, *queries_and_keys, *kept)
         ctx.extrapolate, ctx.count = extrapolate, count
-        return torch.stack(outputs)
+        return torch.stack(outputs) if ctx.one_by_one else _only(outputs)
 
     @staticmethod
     @once_differentiable
@@ -292,22 +312,23 @@ class _RowAttention(torch.autograd.Function):
         queries, keys, kept = rest[:count], rest[count : 2 * count], rest[2 * count :]
         grad_v, grad_factor = [], []
         grad_queries, grad_keys = [[] for _ in queries], [[] for _ in keys]
-        for group in range(len(v)):
-            maps, grad_out = kept[group * count :][:count], grad[group].contiguous()
+        for number, part in enumerate(range(len(v)) if ctx.one_by_one else [slice(None)]):
+            maps, grad_out = kept[number * count :][:count], grad[part].contiguous()
             combined, weights = maps[0], [None]
-            grad_combined = _multiply(grad_out, v[group])  # dP
+            grad_combined = _multiply(grad_out, v[part])  # dP
             if factor is not None:
-                f = factor[group]
+                f = factor[part]
                 combined = blend(maps[0], maps[1], f, ctx.extrapolate)
                 derivative, sign = (maps[0] - maps[1], 1) if ctx.extrapolate else (maps[1], -1)
-                grad_factor.append(torch.linalg.vecdot(derivative, grad_combined)[:, None] * sign)
+                grad_factor.append(torch.linalg.vecdot(derivative, grad_combined)[..., None] * sign)
                 weights = [1 + f if ctx.extrapolate else None, -f]
             # oneDNN copies a transposed first operand, so the narrow matrix is put first and the product transposed
-            grad_v.append(_multiply(grad_out.T, combined.T).T)
+            grad_v.append(_multiply(grad_out.mT, combined.mT).mT)
             for n, weight in enumerate(weights):
                 grad_logits = torch.ops.aten._softmax_backward_data(grad_combined, maps[n], -1, v.dtype)  # J(dP)
-                q, grad_q = queries[n][group], _multiply(grad_logits, keys[n][group].T)
+                q, grad_q = queries[n][part], _multiply(grad_logits, keys[n][part].mT)
                 grad_queries[n].append(grad_q if weight is None else grad_q.mul_(weight))
-                grad_keys[n].append(_multiply((q if weight is None else q * weight).T, grad_logits.T).T)
-        grad_factor = torch.stack(grad_factor) if grad_factor else None
-        return torch.stack(grad_v), grad_factor, None, None, *map(torch.stack, grad_queries + grad_keys)
+                grad_keys[n].append(_multiply((q if weight is None else q * weight).mT, grad_logits.mT).mT)
+        join = torch.stack if ctx.one_by_one else _only
+        grad_factor = join(grad_factor) if grad_factor else None
+        return join(grad_v), grad_factor, None, None, *map(join, grad_queries + grad_keys)

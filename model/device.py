@@ -31,7 +31,7 @@ def choose_device(name: str = "auto") -> torch.device:
     Raises UserError for an absent device, or an unknown path of computing on a CPU. Nothing has been run on MPS yet.
     """
     if cpu.path not in cpu.PATHS:
-        raise UserError(f"DMT_CPU_PATH={shown(cpu.path)}: expected {' or '.join(cpu.PATHS)}")
+        raise UserError(f"DMT_CPU_PATH={shown(cpu.path)}: expected {', '.join(cpu.PATHS[:-1])} or {cpu.PATHS[-1]}")
     if _IS_THERE["cuda"]():
         # cuDNN's attention comes first on an H100, and plans anew for each shape: in decoding, at every token
         torch.backends.cuda.enable_cudnn_sdp(False)

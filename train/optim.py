@@ -58,9 +58,9 @@ def parameter_groups(model: nn.Module, rules: Sequence[Rule]) -> list[dict]:
 
 
 def make_adamw(groups: list[dict], betas: tuple[float, float], kind: type = torch.optim.AdamW) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019), or another `kind`, over `groups`, fused on a GPU."""
-    on_gpu = all(parameter.is_cuda for group in groups for parameter in group["params"])
-    return kind(groups, betas=betas, fused=on_gpu)
+    """AdamW (Loshchilov & Hutter 2019), or another `kind`, over `groups`, fused where PyTorch can."""
+    can = all(parameter.device.type in ("cuda", "cpu") for group in groups for parameter in group["params"])
+    return kind(groups, betas=betas, fused=can)
 
 
 OPTIMIZERS = {

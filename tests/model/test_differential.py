@@ -10,7 +10,7 @@ from torch import nn
 from lora import adapter
 from lora.adapter import quantize
 from lora.layer import LoRALinear
-from model import differential
+from model import cpu, differential
 from model.attention import Attention, Rope, attention_mask, set_attention_backend
 from model.common import UserError
 from model.config import PaliGemmaConfig, TextConfig, VisionConfig
@@ -295,6 +295,7 @@ def test_exact_variants_start_at_the_base_to_the_bit(variant, dtype, backend, ge
         assert torch.equal(model.train()(**batch()), base)
 
 
+@torch.no_grad()  # with gradients PyTorch computes by other kernels
 def test_twin_is_exact_for_any_mu_and_with_its_branches_off():
     """Breaks when the second branch leaks into a model whose adapters are switched off."""
     for mu in (0.1, 3.0):
@@ -332,6 +333,7 @@ def test_how_far_each_variant_starts():
 # --- the paper's adaptation, and what it amounts to --------------------------------------------------------------
 
 
+@cpu.using("torch")  # the others mix maps in a function of their own
 def test_shared_is_one_scaled_attention(monkeypatch):
     """Breaks when `shared` pays for two maps, or is no longer (1 − λ)·plain before its norm."""
     calls = []
@@ -544,6 +546,7 @@ def test_each_second_branch_drops_out(variant, name):
 
 
 @pytest.mark.parametrize("variant", ["twin", "split-bare", "v2"])
+@cpu.using("torch")
 def test_the_difference_is_taken_in_fp32(variant):
     """Breaks when the subtraction of two bf16 outputs is rounded more than once."""
     _, module = sibling(variant)

@@ -39,8 +39,10 @@ def is_valid(inputs) -> torch.Tensor:
 @pytest.mark.long
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("generation", [1, 2])
-def test_every_layer_and_the_logits(generation, rows):
+@pytest.mark.parametrize(("path", "bound"), [("torch", SAME_BACKEND), ("mkl", OTHER_BACKEND)])
+def test_every_layer_and_the_logits(path, bound, generation, rows, monkeypatch):
     """Breaks when any block, norm, mask, position or scale departs from the published computation."""
+    monkeypatch.setattr(cpu, "path", path)
     hf = hf_model(generation)
     model, inputs = ours(hf), batch(hf, ROWS[rows])
     names = layers_of(model)
@@ -53,12 +55,13 @@ def test_every_layer_and_the_logits(generation, rows):
         a, b = mine[name], theirs[name]
         if a.shape[:2] == valid.shape:  # outputs at padding are never used
             a, b = a[valid], b[valid]
-        assert relative_error(a, b) <= SAME_BACKEND, name
+        assert relative_error(a, b) <= bound, name
     assert results["ours"].dtype == torch.float32
-    assert relative_error(results["ours"][valid], results["hf"][valid]) <= SAME_BACKEND
+    assert relative_error(results["ours"][valid], results["hf"][valid]) <= bound
 
 
 @pytest.mark.long
+@cpu.using("torch")
 @pytest.mark.parametrize(
     ("ours_backend", "hf_backend", "bound"),
     [("sdpa", "sdpa", SAME_BACKEND), ("sdpa", "eager", OTHER_BACKEND), ("eager", "sdpa", OTHER_BACKEND)],
@@ -101,8 +104,11 @@ def test_the_window_and_the_caps_bite():
 
 
 @pytest.mark.parametrize("generation", [1, 2])
-def test_gradients(generation):
+@pytest.mark.parametrize("path", cpu.PATHS)
+def test_gradients(path, generation, monkeypatch):
     """Breaks when the loss would train the weights in another direction than transformers does."""
+    monkeypatch.setattr(cpu, "path", path)
+    monkeypatch.setattr(cpu, "MIN_OPERATIONS", 0)
     hf = hf_model(generation)
     model, inputs = ours(hf), batch(hf, ROWS["padded"])
     target = inputs["token_type_ids"][:, 1:].bool()
@@ -111,10 +117,10 @@ def test_gradients(generation):
     F.cross_entropy(hf_forward(hf, inputs)[:, :-1][target], labels).backward()
     theirs = dict(hf.model.named_parameters())
     for name, parameter in model.named_parameters():
-        if theirs[name].grad.norm() < 1e-9:  # key biases: softmax is blind to a shift, what is left is rounding
-            assert parameter.grad.norm() < 1e-7, name
+        if name.endswith("k_proj.bias"):  # softmax is blind to a shift, what is left is rounding
+            assert parameter.grad.norm() < 1e-6, name
         else:
-            assert relative_error(parameter.grad, theirs[name].grad) <= 1e-5, name
+            assert relative_error(parameter.grad, theirs[name].grad) <= (1e-5 if path == "torch" else 3e-5), name
 
 
 @pytest.mark.long

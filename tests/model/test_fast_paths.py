@@ -15,6 +15,7 @@ import model.attention as attention
 import model.cpu as cpu
 import model.device as device
 import model.differential as differential
+import model.fused as fused
 import model.paligemma as paligemma
 from eval.records import embedded_records
 from lora import adapter
@@ -59,14 +60,15 @@ def gradients(output: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]
 def test_the_processor_chooses_the_path(monkeypatch):
     """Breaks when a processor gets another's products, the choice cannot be forced, or a typing error is taken."""
     assert cpu.choose_path("AuthenticAMD", "AVX512") == "onednn"
-    for vendor, capability in (("GenuineIntel", "AVX512"), ("AuthenticAMD", "AVX2"), ("", "DEFAULT")):  # "": ARM
+    assert cpu.choose_path("GenuineIntel", "AVX512") == cpu.choose_path("GenuineIntel", "AVX2") == "mkl"
+    for vendor, capability in (("GenuineIntel", "DEFAULT"), ("AuthenticAMD", "AVX2"), ("", "DEFAULT")):  # "": ARM
         assert cpu.choose_path(vendor, capability) == "torch"
         assert cpu.choose_path(vendor, capability, "onednn") == "onednn"
     for path in cpu.PATHS:
         with cpu.using(path):
             assert cpu.path == path and f" {path}" in device.numerics(torch.device("cpu"))["processor"]
-    monkeypatch.setattr(cpu, "path", "mkl")
-    with pytest.raises(UserError, match="^DMT_CPU_PATH=mkl: expected onednn or torch$"):
+    monkeypatch.setattr(cpu, "path", "fast")
+    with pytest.raises(UserError, match="^DMT_CPU_PATH=fast: expected onednn, mkl or torch$"):
         device.choose_device("cpu")
 
 
@@ -79,8 +81,20 @@ def test_the_other_path_is_pytorch(onednn, monkeypatch):
         assert cpu.linear(x, layer.weight) is None and cpu.linear_gelu(x, layer.weight) is None
         assert not cpu.rows_are_faster(q, k)
     assert not onednn
+    x.requires_grad_(True)
+    with torch.enable_grad(), cpu.using("torch"):
+        assert not cpu.rows_are_faster(q, k) and not fused.pays(x)
     with torch.no_grad():
         assert cpu.linear(x, layer.weight) is not None and cpu.rows_are_faster(q, k)
+    onednn.clear()
+    with cpu.using("mkl"):
+        assert cpu.rows_are_faster(q, k) and fused.pays(x)
+        far = torch.randn(2, 1, 17, 8)
+        assert not cpu.rows_are_faster(q, far), "for many keys the kernel is faster"
+        with torch.no_grad():
+            assert not cpu.rows_are_faster(q, k) and not fused.pays(x)
+            assert cpu.linear(x, layer.weight) is None and cpu.linear_gelu(x, layer.weight) is not None
+    assert len(onednn) == 1
 
 
 def test_bf16_where_the_processor_cannot_multiply_it(monkeypatch):
@@ -218,6 +232,28 @@ def test_no_rows_are_no_error(shape, learns, onednn, monkeypatch):
                     assert not layer.weight.grad.any()
 
 
+# --- gradients written out -------------------------------------------------------------------------------------------
+
+
+def test_norm_and_rotation_have_the_gradients_of_their_equations(monkeypatch):
+    """Breaks when a written gradient has another sign, factor or half than autograd finds in double precision."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(cpu, "path", "mkl")
+    x, gain = torch.randn(2, 3, 5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    rope = attention.Rope(torch.arange(5).expand(2, -1) + 3, 100.0)
+    cos, sin = (t.double() for t in rope._table(8, torch.float32))
+    turned = torch.cat((-x.double()[..., 4:], x.double()[..., :4]), dim=-1)  # rotate_half of the published code
+    pairs = (
+        (fused.RMSNorm.apply(x, gain, 1e-6), F.rms_norm(x.double(), (8,), gain.double(), 1e-6), [x, gain]),
+        (rope(x), x.double() * cos + turned * sin[..., 4:].repeat(1, 1, 1, 2), [x]),
+        (rope(x.transpose(1, 2).contiguous().transpose(1, 2)), rope(x.double()), [x]),  # as from a projection
+    )
+    for mine, exact, leaves in pairs:
+        assert mine.dtype == torch.float32 and relative_error(mine, exact) < 1e-6
+        for a, b in zip(gradients(mine, *leaves), gradients(exact, *leaves), strict=True):
+            assert relative_error(a, b) < 1e-6
+
+
 # --- attention, row by row -------------------------------------------------------------------------------------------
 
 
@@ -230,11 +266,10 @@ def qkv(heads: int, keys: int, width=10, d=8, queries=None):
 @pytest.mark.parametrize(("heads", "keys"), [(4, 1), (4, 2), (3, 3)])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("queries", [None, 4])
-@pytest.mark.parametrize("forced", [True, False])
-def test_rows_equal_the_fused_kernel(heads, keys, masked, queries, forced, request):
+@pytest.mark.parametrize("path", ["onednn", "mkl"])
+def test_rows_equal_the_fused_kernel(heads, keys, masked, queries, path, onednn, monkeypatch):
     """Breaks when a head meets another's keys or mask, a row of the batch another's, or a gradient goes astray."""
-    if forced:
-        request.getfixturevalue("onednn")
+    monkeypatch.setattr(cpu, "path", path)
     q, k, v = qkv(heads, keys, queries=queries)
     mask = inputs(width=10)[2][:, :, -q.shape[2] :] if masked else None
     rows = cpu.row_attention([(q, k)], v, mask, 0.3)
@@ -242,13 +277,16 @@ def test_rows_equal_the_fused_kernel(heads, keys, masked, queries, forced, reque
     assert rows.shape == exact.shape and relative_error(rows, exact) < 1e-6
     for mine, theirs in zip(gradients(rows, q, k, v), gradients(exact, q, k, v), strict=True):
         assert relative_error(mine, theirs) < 2e-6
+    assert bool(onednn) == (path == "onednn")
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("path", ["onednn", "mkl"])
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "LoRA"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_computes_the_same_by_rows(variant, lora, onednn, monkeypatch):
+def test_every_variant_computes_the_same_by_rows(variant, lora, path, onednn, monkeypatch):
     """Breaks when the maps are blended otherwise before V than after it, or a factor meets the wrong head."""
+    monkeypatch.setattr(cpu, "path", path)
     _, module = sibling(variant, lora=lora)
     x, rope, mask = inputs()
     x.requires_grad_(True)
@@ -285,13 +323,14 @@ def test_rows_are_left_where_weights_are_looked_at_or_too_many(onednn):
     assert not layer.fused
 
 
-def test_a_model_computes_the_same(onednn):
-    """Breaks when any product of the whole model, forward or backward, differs beyond rounding under oneDNN."""
+@pytest.mark.parametrize("path", ["onednn", "mkl"])
+def test_a_model_computes_the_same(path, onednn):
+    """Breaks when any product of the whole model, forward or backward, differs beyond rounding on a faster path."""
     hf = hf_model(1)
     model, prompt = ours(hf, "sdpa"), batch(hf)
     results = []
     for enabled in (True, False):
-        with cpu.using("onednn" if enabled else "torch"):
+        with cpu.using(path if enabled else "torch"):
             model.zero_grad()
             logits = model(**prompt)
             F.cross_entropy(logits.flatten(0, 1), prompt["input_ids"].flatten()).backward()
