@@ -20,6 +20,7 @@ import lora.adapter as adapter
 import lora.patterns as patterns
 from lora.adapter import DECODER_TARGETS, disabled, fingerprint, inject, load, lora_layers, merge, save, unmerge
 from lora.layer import LoRALinear
+from model import cpu
 from model.common import UserError
 from model.config import PRESETS
 from model.differential import graft, new_parameters
@@ -149,7 +150,8 @@ def test_what_peft_saved_computes_the_same_here(tmp_path, generation, name):
     paths = load(mine, tmp_path)
     wrapped = {path for path, module in theirs.base_model.model.named_modules() if isinstance(module, PeftLinear)}
     assert {"model." + path for path in paths} == wrapped
-    logits, (reference, gradients) = valid(mine(**inputs), inputs), peft_gradients(theirs, inputs)
+    with cpu.using("torch"):  # the functions that transformers calls
+        logits, (reference, gradients) = valid(mine(**inputs), inputs), peft_gradients(theirs, inputs)
     assert relative_error(reference, valid(hf_forward(hf, inputs), inputs)) > 1e-2
     of_logits, of_gradients = sensitivity(theirs, inputs, reference, gradients)
     bound = EXACT if name == "the paper's scale" else SENSITIVE * of_logits
@@ -455,6 +457,7 @@ def test_merge_of_grafts_that_allow_it(inputs, model, kind, targets):
     assert relative_error(valid(model(**inputs), inputs), valid(logits, inputs)) <= ROUNDED
 
 
+@torch.no_grad()  # with gradients PyTorch computes by other kernels
 def test_disabled(hf, inputs, model):
     """Breaks when an update is still added in the block, or is missing after it, nested or after an exception."""
     base = model(**inputs)
@@ -477,6 +480,7 @@ def test_disabled(hf, inputs, model):
     assert torch.equal(model(**inputs), merged)
 
 
+@torch.no_grad()
 def test_disabled_reaches_a_graft(inputs, model):
     """Breaks when the second branch of a graft keeps its update while updates are disabled."""
     base = model(**inputs)

@@ -73,8 +73,8 @@ def test_both_sides_do_the_same_work(section, setup):
     state = random_state(setup.config, setup.dtype, CPU)
     make = SECTIONS[section].make
     ours, theirs = (make(setup, side, state) for side in (OURS, THEIRS))
-    assert list(ours) == list(theirs)
-    for name in list(ours)[:2]:
+    assert [name for name in ours if "alone" not in name] == list(theirs)
+    for name in list(theirs)[:2]:
         mine, other = ours[name].run(), theirs[name].run()
         if section in ("decode", "eval"):
             assert len(mine) and [*map(str, mine)] == [*map(str, other)]
@@ -100,23 +100,21 @@ def test_flops_are_those_of_the_products(setup, monkeypatch):
     """Breaks when a share of the peak counts products that are not done, such as the head at every position."""
     monkeypatch.setattr(cpu, "MIN_OPERATIONS", 1 << 60)  # the counter knows PyTorch's own products
     model = our_model(setup, random_state(setup.config, setup.dtype, CPU))
-    set_attention_backend(model, "sdpa")
+    set_attention_backend(model, "eager")  # nor does it know the kernel of a CPU
     inputs = prompt(setup, 3)
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
         model(**inputs, positions_to_keep=1)
-    counted = sum(count for op, count in counter.get_flop_counts()["Global"].items() if "mm" in str(op))
+    counted = sum(counter.get_flop_counts()["Global"].values())
     length = inputs["input_ids"].shape[1]
     vision, text = setup.config.vision, setup.config.text
-    # the projector is not counted as a layer, and behind the last attention only one position goes on
-    counted -= 2 * 3 * setup.config.num_image_tokens * vision.hidden_size * text.hidden_size
-    counted += 2 * 3 * (length - 1) * 3 * text.hidden_size * text.intermediate_size
-    counted += 2 * 3 * (length - 1) * text.num_attention_heads * text.head_dim * text.hidden_size
+    patches = setup.config.num_image_tokens
+    # neither the projector nor the patches' embedding is counted as a layer
+    counted -= 2 * 3 * patches * vision.hidden_size * (text.hidden_size + 3 * vision.patch_size**2)
     assert matmul_flops(setup, 3, length, 3, False) == counted
-    head = 2 * 3 * text.vocab_size * text.hidden_size
     with_backward = matmul_flops(setup, 3, length, 3, True)
     tower = matmul_flops(setup, 3, 0, 0, False)
-    assert with_backward - tower == 2 * (counted - tower) and counted > head
+    assert tower + 2 * (counted - tower) < with_backward < tower + 3 * (counted - tower)
     works = SECTIONS["prefill"].make(setup, OURS, random_state(setup.config, setup.dtype, CPU))
     assert works[f"batch 1, {length} tokens"].flops == pytest.approx(counted / 3)
 
@@ -127,11 +125,12 @@ def test_decoding_steps_start_anew(setup):
     torch._dynamo.reset()
     state = random_state(setup.config, setup.dtype, CPU)
     model, inputs = our_model(setup, state), prompt(setup, 2)
-    work = decode_steps(model, CompiledStep(model, backend="eager"), inputs)
     last = torch.stack(generate(model, **inputs, max_new_tokens=STEPS + 1))[:, -1]
-    assert torch.equal(work.run(), last) and torch.equal(work.run(), last)
     weights = sum(t.numel() * 4 for name, t in state.items() if name.startswith("language_model"))
-    assert STEPS * weights < work.moved < 1.5 * STEPS * weights
+    for compiled in (CompiledStep(model, backend="eager"), None):
+        work = decode_steps(model, compiled, inputs)
+        assert torch.equal(work.run(), last) and torch.equal(work.run(), last)
+        assert STEPS * weights < work.moved < 1.5 * STEPS * weights
 
 
 def test_what_does_not_fit_is_a_row(tmp_path, setup, monkeypatch):

@@ -31,10 +31,9 @@ from train.benchmark.timing import (
     OURS,
     THEIRS,
     Measurement,
-    copy_bandwidth,
     free_memory,
     in_own_process,
-    matmul_peak,
+    limits_of,
     synchronize,
     take_turns,
 )
@@ -78,7 +77,8 @@ def _times(section: "Section", setup: Setup, options: Options) -> list[Measureme
                 raise
             print(f"{section.name}, {side}: {error}", file=sys.stderr)
     found = [] if works else [too_large(section, lost)]
-    limits = (matmul_peak(setup.device, setup.dtype), copy_bandwidth(setup.device)) if setup.on_gpu else None
+    own = next(iter(works.get(OURS, {}).values()), None)
+    limits = limits_of(setup.device, setup.dtype) if own and (own.flops or own.moved) else None
     for name in dict.fromkeys(name for of_side in works.values() for name in of_side):
         by_side = {side: of_side[name] for side, of_side in works.items() if name in of_side}
         runs = {side: one.run for side, one in by_side.items()}
@@ -98,14 +98,14 @@ def too_large(section: "Section", sides: Iterable[str] = (OURS,)) -> Measurement
 def notes(
     measured: Measurement, side: str, own: Work, works: dict[str, Work], limits: tuple[float, float] | None
 ) -> str:
-    """A side's share of the GPU's limits (FLOP/s, bytes/s), and how many of its answers equal transformers'."""
+    """A side's share of the device's limits (FLOP/s, bytes/s), and how many of its answers equal transformers'."""
     parts = []
     if limits and own.flops:
         share = own.flops / measured.median(side) / limits[0]
-        parts.append(f"{100 * share:.0f} % of {limits[0] / 1e12:.0f} TFLOP/s")
+        parts.append(f"{100 * share:.0f} % of {limits[0] / 1e12:.3g} TFLOP/s")
     if limits and own.moved:
         share = own.moved / measured.median(side) / limits[1]
-        parts.append(f"{100 * share:.0f} % of {limits[1] / 1e9:.0f} GB/s")
+        parts.append(f"{100 * share:.0f} % of {limits[1] / 1e9:.4g} GB/s")
         parts.append(f"{1e3 * measured.median(side) / work.STEPS:.2f} ms a step")
     if side in (OURS, COMPILED) and own.result and THEIRS in works and works[THEIRS].result:
         ours, theirs = (

@@ -149,7 +149,8 @@ def micro_batch(setup: Setup, rows: int) -> MicroBatch:
 def matmul_flops(setup: Setup, rows: int, length: int, head_rows: int, backward: bool) -> float:
     """FLOPs of the matrix products: 2 for each parameter and token, 4 with a backward pass through frozen weights.
 
-    The vision tower has no backward pass.
+    Those of attention, queries by keys and maps by values, are added: they have no weights, and are three times as
+    many with a backward pass. The vision tower has none. Behind the last keys and values only `head_rows` go on.
     """
 
     def size(module: nn.Module) -> int:
@@ -157,5 +158,11 @@ def matmul_flops(setup: Setup, rows: int, length: int, head_rows: int, backward:
 
     model = empty_model(setup.config)
     decoder, head = size(model.language_model.layers), model.language_model.embed_tokens.weight.numel()
-    tower = size(model.vision_tower.encoder) * setup.config.num_image_tokens
-    return rows * 2 * tower + (4 if backward else 2) * (rows * length * decoder + head_rows * head)
+    patches, text, vision = setup.config.num_image_tokens, setup.config.text, setup.config.vision
+    tower = size(model.vision_tower.encoder) * patches + 2 * vision.num_hidden_layers * vision.hidden_size * patches**2
+    queries = (text.num_hidden_layers - 1) * rows * length + head_rows
+    maps = 4 * queries * length * text.num_attention_heads * text.head_dim
+    last = model.language_model.layers[-1]
+    dropped = (rows * length - head_rows) * (size(last.mlp) + size(last.self_attn.o_proj))
+    products = rows * length * decoder + head_rows * head - dropped
+    return rows * 2 * tower + (3 if backward else 1) * maps + (4 if backward else 2) * products

@@ -139,7 +139,14 @@ def _start_child() -> None:
         os.dup2(nothing, stream)
 
 
-# Limits of a GPU
+# Limits of the device
+
+
+def limits_of(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """FLOP/s of matrix products, and bytes a second of a GPU's copies or a CPU's reads: the most that was measured."""
+    if device.type == "cpu":
+        return matmul_peak(device, dtype, 2048), read_bandwidth()
+    return matmul_peak(device, dtype), copy_bandwidth(device)
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
@@ -152,6 +159,12 @@ def copy_bandwidth(device: torch.device, size: int = 1 << 30) -> float:
     """Bytes a second, read and written, of the best of ten copies."""
     a, b = (torch.zeros(size, device=device, dtype=torch.uint8) for _ in range(2))
     return 2 * size / min(take_turns({"": lambda: b.copy_(a)}, 10, device, warmup=3)[""])
+
+
+def read_bandwidth(size: int = 1 << 28) -> float:
+    """Bytes a second of the best of ten sums over more memory than a cache holds."""
+    a = torch.zeros(size // 4)
+    return size / min(take_turns({"": a.sum}, 10, warmup=3)[""])
 
 
 # Tables

@@ -76,7 +76,7 @@ def prefill(setup: Setup, side: str, state: State) -> dict[str, Work]:
 
 
 def decode(setup: Setup, side: str, state: State) -> dict[str, Work]:
-    """ANSWER new tokens by greedy decoding, picture and prompt included; on a GPU also the compiled steps alone."""
+    """ANSWER new tokens by greedy decoding, picture and prompt included; also the steps alone, compiled on a GPU."""
     model = (their_model if side == THEIRS else our_model)(setup, state)
     works = {}
     for rows in (1, 4, 16):
@@ -89,19 +89,20 @@ def decode(setup: Setup, side: str, state: State) -> dict[str, Work]:
             return out[:, inputs["input_ids"].shape[1] :]
 
         works[f"{ANSWER} tokens, batch {rows}"] = Work(run, result=run)
-        if compiled is not None and setup.on_gpu:
-            works[f"{STEPS} steps alone, batch {rows}"] = decode_steps(model, CompiledStep(model), inputs)
+        if side == (COMPILED if setup.on_gpu else OURS):
+            steps = CompiledStep(model) if setup.on_gpu else None
+            works[f"{STEPS} steps alone, batch {rows}"] = decode_steps(model, steps, inputs)
     return works
 
 
 @torch.no_grad()
-def decode_steps(model: PaliGemma, compiled: CompiledStep, inputs: dict[str, torch.Tensor]) -> Work:
-    """STEPS decoding steps after a prompt; every repetition starts from the same position.
+def decode_steps(model: PaliGemma, compiled: CompiledStep | None, inputs: dict[str, torch.Tensor]) -> Work:
+    """STEPS decoding steps after a prompt, compiled or not; every repetition starts from the same position.
 
     Each step reads all weights of the decoder and the head, and the keys and values.
     """
     rows, length = inputs["input_ids"].shape
-    cache = compiled.open(rows, length + STEPS)
+    cache = model.new_cache(length + STEPS) if compiled is None else compiled.open(rows, length + STEPS)
     types, valid = (
         F.pad(inputs[name], (0, cache[0].capacity - length), value=1) for name in ("token_type_ids", "attention_mask")
     )
@@ -110,10 +111,18 @@ def decode_steps(model: PaliGemma, compiled: CompiledStep, inputs: dict[str, tor
 
     @torch.no_grad()
     def run():
-        compiled.seal()
+        if compiled is not None:
+            compiled.seal()
+        for layer in cache:
+            layer.length = length
         token = first
-        for _ in range(STEPS):
-            token = compiled(token, types, valid).argmax(-1)
+        for seen in range(length + 1, length + STEPS + 1):
+            if compiled is None:
+                masks = {"token_type_ids": types[:, :seen], "attention_mask": valid[:, :seen]}
+                logits = model(token[:, None], pixel_values=None, **masks, cache=cache)[:, -1]
+            else:
+                logits = compiled(token, types, valid)
+            token = logits.argmax(-1)
         return token
 
     weights = [*model.language_model.parameters(), *(t for layer in cache for t in (layer.keys, layer.values))]
