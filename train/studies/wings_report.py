@@ -126,9 +126,7 @@ def conclusions(summary: dict) -> list[str]:
     )
     lines.append(f"Rates tried, with the validation pictures read in %: {tried}.")
     if summary["quick"]:
-        lines.append(
-            "This is the quick plan: one pair of rows at one rate, and runs half as long as those of the whole."
-        )
+        lines.append("This is the quick plan: one pair of rows at one rate, in shorter runs than those of the whole.")
     if summary["correlation"] is not None:
         lines.append(
             "The correlation over checkpoints has a 95 % bootstrap interval over whole runs, since checkpoints of one "

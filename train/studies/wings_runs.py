@@ -82,7 +82,7 @@ FULL = Plan(
 )
 MIXED = ("wings", "full")  # the rows that are trained with text as well
 # learners or LoRA alone do not learn the pictures in so few steps
-QUICK = Plan({"wings": (1e-3,), "full": (1e-3,)}, (60, 160), 2, True)
+QUICK = Plan({"wings": (1e-3,), "full": (1e-3,)}, (100, 240), 3, True)
 
 
 @dataclass(frozen=True)
