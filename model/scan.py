@@ -189,7 +189,7 @@ class SelectiveScan(torch.autograd.Function):
             else:
                 grad_B[:, block] = _sum_channels(g, delta_t * x_t)
                 grad_u = _sum_states(B_t, g)
-                grad_x[:, block] = grad_u * delta_t
+                torch.mul(grad_u, delta_t, out=grad_x[:, block])
             grad_q = g.mul_(decay).mul_(states[:, :-1])
             grad_A += (grad_q * delta_t[:, :, None]).sum((0, 1))
             grad_delta[:, block] = grad_q.mul_(A).sum(2).addcmul_(grad_u, x_t)
