@@ -328,9 +328,9 @@ class Dex(Differential):
         lambda_init: float = 1.0,
     ):
         super().__init__(plain, layer)
-        own = heads
-        if heads and isinstance(heads[0], list):
-            own = heads[layer - 1] if layer <= len(heads) else []
+        own, by_layer = [h for h in heads or () if isinstance(h, int)], [h for h in heads or () if isinstance(h, list)]
+        if by_layer:
+            own = by_layer[layer - 1] if layer <= len(by_layer) else []
         self.heads = list(range(self.num_heads)) if heads is None else sorted(set(own))
         if not self.heads or not 0 <= self.heads[0] <= self.heads[-1] < self.num_heads:
             raise UserError(f"heads are {own!r} in layer {layer}, expected at least one of 0 to {self.num_heads - 1}")

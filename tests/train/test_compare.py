@@ -382,6 +382,8 @@ def test_verdicts_are_computed():
     # p 0.02 alone, 0.08 among four
     assert rules.judge({"a": row(4, 1.08)})["a"]["verdict"] == "better"
     assert {one["verdict"] for one in rules.judge({name: row(4, 1.08) for name in "abcd"}).values()} == {"undecided"}
+    # 2 points from the margin: t 2.86 and 2.11 of 4 degrees, p 0.023 and 0.052
+    assert [rules.judge({"a": row(1, error)})["a"]["verdict"] for error in (0.7, 0.95)] == ["equivalent", "undecided"]
     assert {one["verdict"] for one in rules.judge(rows, measurable=False).values()} == {"out of range"}
     assert [rules.is_inside(score, 25) for score in (30, 37, 96, 97)] == [False, True, True, False]
     ladder, chances = ("easy", "middle", "hard"), dict.fromkeys(("easy", "middle", "hard"), 0.0)
@@ -612,6 +614,11 @@ def test_needle_measures_know_their_places(processor):
     for (_, test), label in zip(dose.examples, dose.labels, strict=True):
         scene = scenes.needle(f"n4d{label}", "test", test.id).scene
         assert len(scene.objects) == label + 1 and test.places[0][1:] in {divmod(o.square, 4) for o in scene.objects}
+    crowd = attention_data.existence_measure(8, 12, "test")
+    said = [annotation.answer for _, annotation in crowd.examples]
+    assert said == ["yes", "no"] * 6 and crowd.chance == 50 and len(set(crowd.pictures)) == 2
+    samples = scenes.pope("random", "test", 2, objects=8)
+    assert all(len(set(sample.scene.squares)) == 9 for sample in samples)  # eight objects, and "none"
     assert small.labels[:4] == [(0, 0), (0, 1), (1, 0), (1, 1)] and large.labels[:6][-1] == (1, 1)
     assert len(small.labels) == len(large.labels) == 16 and (small.chance, large.chance) == (25, 6.25)
     scores = 100 * np.array([[1, 0, 0, 0.5] * 4, [0, 0, 1, 0.5] * 4])
