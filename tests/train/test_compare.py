@@ -637,7 +637,6 @@ def test_rows_by_name_and_group():
         "split",
         "twin",
         "twin-small",
-        "twin-tiny",
         "twin-token",
         "twin-half",
         "v2",
