@@ -367,6 +367,8 @@ def test_the_words_follow_the_intervals(processor, tmp_path, trainings):
     assert "against LoRA r20 (215,040): equivalent in VQA." in text
     assert "against LoRA r18 (193,536): worse in VQA (-20.0)." in text
     assert "+0.0 [+0.0, +0.0] equivalent" in text and "2 seed(s): fewer than 5 decide nothing." in text
+    alone = compare_rows(study, [ROWS["dex"]], 1, [1e-3])
+    assert "-20.0 [-20.0, -20.0] one seed" in attention_report.to_markdown(attention_report.summarize(study, alone))
 
 
 def test_verdicts_are_computed():

@@ -77,7 +77,9 @@ def add_differences(rows: Sequence[dict], results: Sequence[RowResult], measures
             judged |= rules.judge({row: one for row, one in found.items() if not inside[row]}, measurable=False)
             for row in rows:
                 if row["name"] in found:
-                    row.setdefault(key, {})[name] = engine.verdict(found[row["name"]]) | judged[row["name"]]
+                    one_seed = {"verdict": "one seed"} if row["seeds"] == 1 else {}  # says nothing of other runs
+                    judgement = engine.verdict(found[row["name"]]) | judged[row["name"]] | one_seed
+                    row.setdefault(key, {})[name] = judgement
 
 
 def summarize(study: FineTuningStudy, results: Sequence[RowResult]) -> dict:

@@ -117,7 +117,7 @@ def check(predictions: Sequence[Prediction], verdicts: Mapping[str, Mapping[str,
     for one in predictions:
         found = verdicts.get(one.row, {}).get(one.measure)
         if found is not None:
-            is_open = found in ("undecided", "out of range")
+            is_open = found not in ("better", "worse", "equivalent")
             outcome = "open" if is_open else "confirmed" if found == one.verdict else "refuted"
             checked.append({**one._asdict(), "found": found, "outcome": outcome})
     return checked
