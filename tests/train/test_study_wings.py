@@ -11,6 +11,7 @@ import torch
 from eval import scenes
 from eval.records import Record
 from eval.scenes import CATEGORIES
+from eval.shift import measure, put_slot
 from eval.text import sentences
 from lora import adapter
 from lora.adapter import DECODER_TARGETS
@@ -122,6 +123,19 @@ def test_prepared_micro_batches_are_causal_and_seen(processor, tmp_path, monkeyp
     assert [[m] for m in second[1:]] == list(order.steps(1, 0, False)) and order.total == 6
     (text,) = prepare(text_records(1, 0)[:6], processor, base.vision_tower, 6)
     assert text.features.shape == (0, 16, 128) and text.tokens > 6
+
+
+def test_attention_is_measured_in_batches_as_one_by_one(processor, tmp_path):
+    """Breaks when LAWS of a batch are of other rows, other pictures, or not causal."""
+    base = load_model("embedded")
+    study, model = WingsStudy(tmp_path, 1, 3, "", processor, base), attach(base, 4)
+    drawn = [scenes.sample("scan", "test", number) for number in range(3)]
+    asked = [(sample.image, put_slot(wings_runs.QUESTION)) for sample in drawn]
+    with torch.no_grad():
+        found, expected = wings_runs.attend(study, model, 3), measure(model, processor, asked)
+        assert wings_runs.attend(study, base, 3).laws == pytest.approx(found.laws, rel=1e-3)
+    assert found.laws == pytest.approx(expected.laws, rel=1e-3) and found.laws[0] != pytest.approx(found.laws[1])
+    assert found.queries.tolist() == expected.queries.tolist()
 
 
 def test_answers_to_text_alone_and_to_pictures(processor):
