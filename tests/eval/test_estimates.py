@@ -76,7 +76,7 @@ def test_intervals_cover_the_truth(runs, spread):
 
     Scores are a run's level, an example's level and noise, each normal with its `spread`. A table has four rows.
     """
-    draw, tables = np.random.default_rng(7), 200
+    draw, tables = np.random.default_rng(7), 120
     covered = false_alarm = equal = 0
     for _ in range(tables):
         rows = []

@@ -58,6 +58,14 @@ def source(tmp_path_factory):
     return str(folder)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def two_doses():
+    """Each dose of the needle costs as much as the whole 4×4 test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_data, "DOSES", (0, 15))
+        yield
+
+
 def fake_measure(grade=lambda settings: [0.5] * 4, name="VQA", examples=4):
     def graded(model, processor, settings, folder):
         assert not model.training  # dropout would be asked too
@@ -268,7 +276,7 @@ def test_the_grid_grows_for_all_rows_until_the_best_is_inside(processor, tmp_pat
         return [0.9 if settings.seed == 0 and settings.lr > 3e-3 else 0.8 - abs(np.log2(settings.lr / best)) / 10] * 4
 
     study = fake_study(tmp_path, processor, fake_measure(grade))
-    lines = compare_rows(study, [ROWS["fine-tuned"], ROWS["dex"]], 3, [1e-3, 2e-3], grow=True)
+    lines = compare_rows(study, [ROWS["fine-tuned"], ROWS["dex"]], 2, [1e-3, 2e-3], grow=True)
     assert {tuple(line.validation) for line in lines} == {(5e-4, 1e-3, 2e-3, 4e-3, 8e-3)}
     assert [line.settings.lr for line in lines] == [1e-3, 4e-3, 1e-3]
     assert not rules.edges({line.row.name: line.validation for line in lines})
