@@ -26,7 +26,7 @@ from train.embedded.text import text_records
 from train.optim import count, trainable
 from train.settings import parse
 from train.studies import wings as study_wings
-from train.studies import wings_runs
+from train.studies import wings_front, wings_runs
 from train.studies.encoded import EncodedOrder, answer, encoded_loss, prepare
 from train.studies.rules import best_rate
 from train.studies.wings import MARGIN
@@ -153,6 +153,9 @@ def test_the_study_goes_on_and_tells_what_it_found(tmp_path, capsys, monkeypatch
     """Breaks when a small study fails, does finished cells again, or leaves a pair or a result out."""
     rates = {name: of_row if name == "wings" else of_row[:1] for name, of_row in FULL.rates.items()}
     monkeypatch.setattr(study_wings, "FULL", replace(FULL, rates=rates, mixed=(0.5,)))
+    monkeypatch.setattr(wings_front, "LEVELS", (0, 95))
+    predicted = [one._replace(measure="0", verdict="undecided") for one in study_wings.PREDICTIONS]
+    monkeypatch.setattr(study_wings, "PREDICTIONS", predicted)
     monkeypatch.setattr(wings_runs, "ROWS_A_STEP", 4)
     monkeypatch.setattr(text_base, "ROWS", 6)
     command = ["--rows", "wings", "--seeds", "1", "--scale", "0.01", "--limit", "3", "--out", str(tmp_path)]
@@ -164,6 +167,7 @@ def test_the_study_goes_on_and_tells_what_it_found(tmp_path, capsys, monkeypatch
     summary = json.loads((tmp_path / "comparison.json").read_text())
     mixed = ["wings, 50 % text", "full, 50 % text"]
     assert list(summary["rows"]) == ["wings", "full", "learners", "lora", *mixed] and (tmp_path / "wings.png").exists()
+    assert "wings against full: text where both have read 0 % of the pictures was predicted to be undecided" in told
     assert "| wings, 50 % text - full, 50 % text " in told and "reached by 0 and 0 of 1 seeds" in told
     plain = PaliGemma(load_model("embedded").config)
     decoder = count(plain.language_model.parameters())

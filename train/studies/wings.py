@@ -35,7 +35,7 @@ from train.embedded import text as text_base
 from train.flags import flag
 from train.studies import engine
 from train.studies.engine import QuickOptions, ScaledOptions, describe, difference
-from train.studies.rules import best_rate
+from train.studies.rules import Prediction, best_rate, check
 from train.studies.wings_front import compare_at_levels, pictures_of
 from train.studies.wings_report import draw, to_markdown
 from train.studies.wings_runs import (
@@ -63,6 +63,11 @@ VERSION = 4  # of the code that decides a cell's result: raise it to compute all
 
 MARGIN = 1.0  # points on the validation pictures that a lower rate may cost
 PAIRS = {"wings": "full", "learners": "lora"}
+# written before rows were compared at an equal accuracy; the measure is a level of `train/studies/wings_front.py`
+PREDICTIONS = (
+    Prediction("wings", "90", "worse", "-15 points at the end of equally long runs; the paper has it better"),
+    Prediction("learners", "90", "worse", "-35 points at the end of equally long runs; the paper has it better"),
+)
 START_TITLES = {True: "projector, learners", False: "projector"}  # what is trained in stage 1
 
 
@@ -259,6 +264,11 @@ def summarize(study: WingsStudy, results: WingsResults, seeds: Sequence[int]) ->
                 "difference": {what: difference(own[what], other[what]) for what in own},
                 "at_levels": compare_at_levels(*curves, quarter(study)),
             }
+    at_levels = {name: row["at_levels"] for name, row in rows.items() if "at_levels" in row}
+    verdicts = {
+        name: {level: found["verdict"] for level, found in of_row.items() if "verdict" in found}
+        for name, of_row in at_levels.items()
+    }
     points = checkpoints(study, results)
     run = [f"{one['row']} {one['rate']} {one['seed']}" for one in points]
     rho = correlation([one["shift"] for one in points], [one["lost"] for one in points], run)
@@ -273,6 +283,7 @@ def summarize(study: WingsStudy, results: WingsResults, seeds: Sequence[int]) ->
         "rows": rows,
         "before": describe_cells(results.before, before),
         "stage_1": {START_TITLES[on]: describe_cells(cells, before) for on, cells in results.starts.items()},
+        "predictions": check(PREDICTIONS, verdicts),
         "per_run": study.plan.checkpoints,
         "runs": len(set(run)),
         "checkpoints": points,

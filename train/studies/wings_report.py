@@ -120,6 +120,11 @@ def conclusions(summary: dict) -> list[str]:
         if "control" in row
     }
     lines = engine.conclude(differences, len(summary["seeds"]))
+    lines += [
+        "{row} against {}: text where both have read {measure} % of the pictures was predicted to be {verdict} "
+        "({reason}); found: {found}, prediction {outcome}.".format(rows[one["row"]]["control"], **one)
+        for one in summary["predictions"]
+    ]
     tried = "; ".join(
         f"{name} " + ", ".join(f"{rate} ({accuracy:.1f})" for rate, accuracy in row["validation"].items())
         for name, row in rows.items()
