@@ -42,7 +42,7 @@ from weights.load import load_model
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
-WHOLE = ("train/benchmark/", "model/cpu.py")  # listed as a whole
+WHOLE = ("train/benchmark/", "model/cpu.py", "model/fused.py")  # listed as a whole
 
 
 @pytest.fixture
