@@ -279,7 +279,7 @@ def test_the_grid_grows_for_all_rows_until_the_best_is_inside(processor, tmp_pat
     lines = compare_rows(study, [ROWS["fine-tuned"], ROWS["dex"]], 2, [1e-3, 2e-3], grow=True)
     assert {tuple(line.validation) for line in lines} == {(5e-4, 1e-3, 2e-3, 4e-3, 8e-3)}
     assert [line.settings.lr for line in lines] == [1e-3, 4e-3, 1e-3]
-    assert not rules.edges({line.row.name: line.validation for line in lines})
+    assert not any(line.is_at_edge for line in lines)
     study = fake_study(tmp_path, processor)
     (line,) = compare_rows(study, [FineTuningRow("slow", {"lr": 3e-4})], 1, grow=False)
     assert list(line.validation) == [3e-4, 6e-4, 1.2e-3] and line.settings.lr == 3e-4  # of equal ones the lowest

@@ -63,23 +63,25 @@ def add_differences(rows: Sequence[dict], results: Sequence[RowResult], measures
         ("difference_timed", lambda one: (one.timed, one.scores, "scores")),
         ("difference_common", lambda one: (one.control if one.common else None, one.common, "common")),
     ):
-        for name in names:
-            found, inside = {}, {}
-            for result in results:
-                control, own, field_name = find(result)
-                if control:
-                    theirs, row = getattr(control, field_name), result.row.name
-                    usable = {m.name for m in in_range(theirs, measures)}
-                    inside[row] = bool(usable - {DOSE}) if name == OVERALL else name in usable
-                    is_all = name == OVERALL
-                    found[row] = overall(own, theirs, measures) if is_all else gain(own, theirs, name, measures)
-            judged = rules.judge({row: one for row, one in found.items() if inside[row]})
-            judged |= rules.judge({row: one for row, one in found.items() if not inside[row]}, measurable=False)
-            for row in rows:
-                if row["name"] in found:
-                    one_seed = {"verdict": "one seed"} if row["seeds"] == 1 else {}  # says nothing of other runs
-                    judgement = engine.verdict(found[row["name"]]) | judged[row["name"]] | one_seed
-                    row.setdefault(key, {})[name] = judgement
+        found, inside = {}, {}
+        for result in [one for one in results if find(one)[0]]:
+            control, own, field_name = find(result)
+            theirs = getattr(control, field_name)
+            usable = {m.name for m in in_range(theirs, measures)}
+            for name in names:
+                place, is_all = (result.row.name, name), name == OVERALL
+                inside[place] = bool(usable - {DOSE}) if is_all else name in usable
+                found[place] = overall(own, theirs, measures) if is_all else gain(own, theirs, name, measures)
+        judged = {}
+        for is_all in (True, False):  # the main differences are a family of their own
+            family = {place: one for place, one in found.items() if (place[1] == OVERALL) == is_all}
+            for measurable in (True, False):
+                part = {place: one for place, one in family.items() if inside[place] == measurable}
+                judged |= rules.judge(part, measurable)
+        for row in rows:
+            for place in [one for one in found if one[0] == row["name"]]:
+                one_seed = {"verdict": "one seed"} if row["seeds"] == 1 else {}  # says nothing of other runs
+                row.setdefault(key, {})[place[1]] = engine.verdict(found[place]) | judged[place] | one_seed
 
 
 def summarize(study: FineTuningStudy, results: Sequence[RowResult]) -> dict:
@@ -108,7 +110,7 @@ def summarize(study: FineTuningStudy, results: Sequence[RowResult]) -> dict:
         "examples": {split: {m.name: len(m.examples) for m in of_split} for split, of_split in study.measures.items()},
         "cpu_seconds": round(sum(cell["cpu_seconds"] for cell in cells.values())),
         "rows": rows,
-        "edges": rules.edges({one.row.name: one.validation for one in results if one.validation}),
+        "edges": [one.row.name for one in results if one.is_at_edge],
         "predictions": rules.check(PREDICTIONS, verdicts),
     }
 
@@ -223,12 +225,12 @@ def to_markdown(summary: dict) -> str:
         for split, of_split in summary["examples"].items()
     }
     blocks = [
-        f"{size} a run. Rates by the mean of up to {rules.TUNING_SEEDS} seeds on the validation split (examples: "
-        f"{counts['validation']}); below is the test split ({counts['test']}), needles by protocol "
+        f"{size} a run. Rates by the mean of up to {rules.TUNING_SEEDS} seeds on the validation split, of all plain rows "
+        f"together (examples: {counts['validation']}); below is the test split ({counts['test']}), needles by protocol "
         f"{summary['protocol']}. Accuracies in %, with 95 % bootstrap intervals over seeds and pictures; differences "
         "in points, paired by seed and example, with 95 % intervals of Student's t over seeds and pictures. Verdicts "
-        f"are corrected for the rows of a table (Holm): better, worse, equivalent (within ±{rules.MARGIN:g}, two "
-        "one-sided tests), undecided; out of range: the control guesses or is perfect, so that nothing is measured.",
+        "are corrected for the number of differences in a table (Holm; the last column by itself): better, worse, "
+        f"equivalent (within ±{rules.MARGIN:g}, two one-sided tests), undecided; out of range: the control guesses or is perfect, so that nothing is measured.",
         "## Table 1: accuracy at each row's rate",
         accuracy_table(summary),
         "## Table 2: minus plain LoRA with at least as many parameters",

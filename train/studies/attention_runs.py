@@ -37,6 +37,7 @@ class RowResult:
     common: Scores = field(default_factory=dict)
     control: "RowResult | None" = None
     timed: "RowResult | None" = None
+    is_at_edge: bool = False  # its best rate is the lowest or the highest tried
     is_control: bool = False  # and not one of the rows that were asked for
     cells: list[dict] = field(default_factory=list)  # all, those of other rates first
 
@@ -89,7 +90,11 @@ def first_rates(study: FineTuningStudy, rows: Sequence[FineTuningRow], options: 
 def tune(
     study: FineTuningStudy, results: Sequence[RowResult], rates: Sequence[float], options: AttentionOptions
 ) -> None:
-    """Choose the rate of each row by the mean of three seeds on the validation split."""
+    """Choose the rate of each row by the mean of three seeds on the validation split.
+
+    Plain rows share the rate that is best for their mean: their ranks hardly differ, and a control whose own rate was
+    chosen by chance makes a difference where there is none.
+    """
     by_name = {result.row.name: result for result in results}
 
     def score(grid: Sequence[float]) -> rules.Scores:
@@ -104,15 +109,17 @@ def tune(
             found[row.name][rate].append(cell)
         for name, of_row in found.items():
             by_name[name].cells = [cell for cells in of_row.values() for cell in cells]
-        return {
-            name: {rate: float(np.mean([mean_score(cell) for cell in cells])) for rate, cells in of_row.items()}
-            for name, of_row in found.items()
-        }
+            by_name[name].validation = {
+                rate: float(np.mean([mean_score(cell) for cell in cells])) for rate, cells in of_row.items()
+            }
+        plain = [result for result in results if not result.row.needs_control(result.settings)]
+        shared = {rate: float(np.mean([result.validation[rate] for result in plain])) for rate in grid} if plain else {}
+        return {name: shared if one in plain else one.validation for name, one in by_name.items()}
 
     scores = rules.bracket(rates, score) if options.grow and len(rates) > 1 else score(rates)
     for name, result in by_name.items():
-        result.validation = dict(scores[name])
-        result.settings = cell_settings(study, result.row, rules.best_rate(result.validation), 0)
+        result.settings = cell_settings(study, result.row, rules.best_rate(scores[name]), 0)
+        result.is_at_edge = bool(rules.edges({name: scores[name]}))
 
 
 def mean_score(cell: dict) -> float:

@@ -4,7 +4,7 @@
 2. `bracket`: a rate is chosen by the mean of three seeds on the validation split, from a grid that is the same for all
    rows and grows by factors of 2 until every row's best is inside.
 3. `enough`: at least five seeds, then more until the 95 % interval of the main difference is within ±3 points, or ten.
-4. `judge`: better, worse, equivalent within ±3 points, or undecided, corrected for the number of rows in a table.
+4. `judge`: better, worse, equivalent within ±3 points, or undecided; p-values are Holm's over a table.
 5. `check`: what was predicted beside what was found.
 6. `provenance`: commit, processor and PyTorch that a result was made with.
 
@@ -14,7 +14,7 @@ What a control and a positive control are, is the study's own; `train/studies/at
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ TUNING_SEEDS, LEAST_SEEDS, MOST_SEEDS = 3, 5, 10
 MOST_RATES = 10
 TIE = 0.005  # half a point on the validation split is noise: the lower rate is taken, and no grid grows for it
 
+Name = TypeVar("Name")
 Scores = Mapping[str, Mapping[float, float]]  # of the validation split, by row and rate
 
 
@@ -89,8 +90,8 @@ def enough(main: Sequence[Estimate], seeds: int, least: int = LEAST_SEEDS, most:
     return seeds >= most or seeds >= least and all(one.high - one.low <= 2 * MARGIN for one in main)
 
 
-def judge(differences: Mapping[str, Estimate], measurable: bool = True) -> dict[str, dict]:
-    """By row {"p", "p_equivalent", "visible", "verdict"} of one measure: p-values are Holm's over the rows.
+def judge(differences: Mapping[Name, Estimate], measurable: bool = True) -> dict[Name, dict]:
+    """By name {"p", "p_equivalent", "visible", "verdict"} of a table's differences: p-values are Holm's over them.
 
     visible: the true difference that would have been found in 80 % of such studies. A difference that is shown to be
     within ±3 points is "equivalent" also where it is not 0.
