@@ -225,12 +225,13 @@ def to_markdown(summary: dict) -> str:
         for split, of_split in summary["examples"].items()
     }
     blocks = [
-        f"{size} a run. Rates by the mean of up to {rules.TUNING_SEEDS} seeds on the validation split, of all plain rows "
-        f"together (examples: {counts['validation']}); below is the test split ({counts['test']}), needles by protocol "
-        f"{summary['protocol']}. Accuracies in %, with 95 % bootstrap intervals over seeds and pictures; differences "
-        "in points, paired by seed and example, with 95 % intervals of Student's t over seeds and pictures. Verdicts "
-        "are corrected for the number of differences in a table (Holm; the last column by itself): better, worse, "
-        f"equivalent (within ±{rules.MARGIN:g}, two one-sided tests), undecided; out of range: the control guesses or is perfect, so that nothing is measured.",
+        f"{size} a run. Rates by the mean of up to {rules.TUNING_SEEDS} seeds on the validation split, of all plain "
+        f"rows together (examples: {counts['validation']}); below is the test split ({counts['test']}), needles by "
+        f"protocol {summary['protocol']}. Accuracies in %, with 95 % bootstrap intervals over seeds and pictures; "
+        "differences in points, paired by seed and example, with 95 % intervals of Student's t over seeds and "
+        "pictures. Verdicts are corrected for the number of differences in a table (Holm; the last column by itself): "
+        f"better, worse, equivalent (within ±{rules.MARGIN:g}, two one-sided tests), undecided; out of range: the "
+        "control guesses or is perfect, so that nothing is measured.",
         "## Table 1: accuracy at each row's rate",
         accuracy_table(summary),
         "## Table 2: minus plain LoRA with at least as many parameters",
