@@ -188,7 +188,8 @@ def test_pictures_are_measured_as_training_reads_them(tmp_path, setup, processor
     assert [row["work"] for row in rows[:2]] == ["224 pixels, 0 workers", "224 pixels, 1 workers"]
     assert {args[2].config.vision.image_size for args in read} == {224, 448} and rows[0]["sides"][OURS]["ratio"] > 0
     assert (
-        "/s a core; 3B learns 196/s" in rows[0]["sides"][OURS]["note"] and "core" not in rows[1]["sides"][OURS]["note"]
+        f"/s a core; 3B learns {pictures.eaten(setup, 224):,.0f}/s" in rows[0]["sides"][OURS]["note"]
+        and "core" not in rows[1]["sides"][OURS]["note"]
     )
     assert load_image(pictures.draw(tmp_path, 1)[0]).size == (640, 480)
 
