@@ -176,7 +176,7 @@ def add_timed_controls(study: FineTuningStudy, results: list[RowResult]) -> None
 
 def step_ratio(study: FineTuningStudy, result: RowResult, rounds: int = 12) -> float:
     """The CPU time of a row's training step in that of its control's: the median of paired steps, measured once."""
-    both = [replace(settings, samples=64) for settings in (result.settings, result.control.settings)]
+    both = [replace(settings, samples=64, lr=1e-3) for settings in (result.settings, result.control.settings)]
     folder = engine.cell_folder(study.out, "step", study.fingerprint, *map(engine.deciding, both))
 
     def work(folder) -> dict:
