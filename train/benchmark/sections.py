@@ -300,7 +300,7 @@ SECTIONS: dict[str, Section] = {
         ),
         Section(
             "quantize",
-            "Frozen weights in few bits: LoRA training step",
+            "Weights in few bits: LoRA training step, generation",
             work.few_bits,
             ("whole", *QUANTIZED),
             "whole",

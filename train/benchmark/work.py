@@ -220,9 +220,15 @@ def attention(setup: Setup, side: str, state: State) -> dict[str, Work]:
 
 
 def few_bits(setup: Setup, side: str, state: State) -> dict[str, Work]:
-    """The training step with frozen weights as they are, "whole", or quantized."""
+    """The training step and decoding in bf16, with weights as they are, "whole", or quantized: frozen, or all."""
+    kind = None if side == "whole" else side
+    model = our_model(setup, {name: tensor.bfloat16() for name, tensor in state.items()})
+    if kind:
+        adapter.quantize(model, kind, head=True)
+    inputs = prompt(replace(setup, dtype=torch.bfloat16), 1)
     return {
-        f"LoRA step, batch {setup.batch}": Work(our_step(setup, state, quantized=None if side == "whole" else side))
+        f"LoRA step, batch {setup.batch}": Work(our_step(setup, state, quantized=kind)),
+        f"{ANSWER} tokens, batch 1, bf16": Work(lambda: generate(model, **inputs, max_new_tokens=ANSWER)),
     }
 
 
