@@ -144,15 +144,15 @@ class Int8Linear(QuantizedLinear):
     scale: torch.Tensor
 
     def pack(self, pieces):
-        parts = []
-        for piece in pieces:
+        def quantized(piece):
             steps = piece.to(torch.float32, copy=True)
             low, high = steps.aminmax(dim=1)
             largest = torch.maximum(-low, high)
             scale = (largest / 127).bfloat16().float()
             steps.div_(torch.where(largest > 0, scale, 1.0)[:, None])
-            parts.append((steps.round_().to(torch.int8), scale))
-        weight, scale = map(torch.cat, zip(*parts, strict=True))
+            return steps.round_().to(torch.int8), scale
+
+        weight, scale = _joined(map(quantized, pieces), self.out_features)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("scale", scale)
 
@@ -193,18 +193,20 @@ class Int4Linear(QuantizedLinear):
     kind = "int4"
 
     def pack(self, pieces):
-        parts = []
-        for piece in pieces:
+        def quantized(piece):
             rows, columns = -len(piece) % BLOCK_ROWS, -self.in_features % GROUP
             groups = F.pad(piece.float(), (0, columns, 0, rows)).unflatten(1, (-1, GROUP))
             low, high = groups.aminmax(dim=2, keepdim=True)
             scale = ((high - low) / 15).bfloat16().float()
             zero = (low + 8 * scale).bfloat16().float()
             codes = (groups - zero).div_(torch.where(scale > 0, scale, 1.0)).round_().add_(8).clamp_(0, 15)
-            scales = torch.cat((scale, zero), dim=2).bfloat16().transpose(0, 1)  # (groups, rows, 2)
-            parts.append((_two_in_a_byte(codes.to(torch.uint8).flatten(1), *int4_layout()), scales))
-        self.weight = nn.Parameter(torch.cat([weight for weight, _ in parts]), requires_grad=False)
-        self.register_buffer("scales", torch.cat([scales for _, scales in parts], dim=1))
+            scales = torch.cat((scale, zero), dim=2).bfloat16()  # (rows, groups, 2)
+            return _two_in_a_byte(codes.to(torch.uint8).flatten(1), *int4_layout()), scales
+
+        rows = self.out_features + -self.out_features % BLOCK_ROWS
+        weight, scales = _joined(map(quantized, pieces), rows)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("scales", scales.transpose(0, 1).contiguous())  # (groups, rows, 2)
 
     def stored(self):
         return self.weight, self.scales
@@ -315,6 +317,17 @@ def dynamic_table(device: torch.device | None = None) -> torch.Tensor:
         middles = 10.0 ** (exponent - 6) * (edges[:-1] + edges[1:]) / 2
         numbers += [middles, -middles]
     return torch.cat(numbers).sort().values.to(device)
+
+
+def _joined(parts: Iterable[tuple[torch.Tensor, ...]], rows: int) -> list[torch.Tensor]:
+    """Tensors of `rows` rows, put together as their parts come, so that the parts are never all in memory."""
+    whole, start = [], 0
+    for part in parts:
+        whole = whole or [piece.new_empty(rows, *piece.shape[1:]) for piece in part]
+        for target, piece in zip(whole, part, strict=True):
+            target[start : start + len(piece)] = piece
+        start += len(part[0])
+    return whole
 
 
 def _blocks(values: torch.Tensor, size: int) -> torch.Tensor:
