@@ -303,6 +303,7 @@ def test_collected_reports_say_what_is_missing(tmp_path):
         benchmark.write_report(rows, about | {"device": device}, tmp_path / name)
     benchmark.main(["--collect", str(tmp_path / "a"), "--out", str(tmp_path)])
     text = (tmp_path / "BENCHMARKS.md").read_text()
+    assert "## M: tiny, fp32, cpu\n" in text
     assert "step a" in text and text.count("not yet measured") == len(benchmark.GPU_WORK)
     benchmark.main(["--collect", *(str(tmp_path / name) for name in "ab"), "--out", str(tmp_path)])
     text = (tmp_path / "BENCHMARKS.md").read_text()

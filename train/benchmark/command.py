@@ -50,9 +50,10 @@ GPU_WORK = (
 
 
 def report(measurements: Sequence[Measurement], about: dict) -> str:
-    """One run as Markdown."""
+    """One run as Markdown, under the name of the processor or GPU."""
+    name = about["machine"].rpartition("; ")[2].partition(", ")[0]
     parts = [
-        f"## {about['geometry']}, {about['dtype']}, {about['device']}",
+        f"## {name}: {about['geometry']}, {about['dtype']}, {about['device']}",
         "",
         f"{about['machine']}; {about['versions']}; {about['date']}",
         "",
