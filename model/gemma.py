@@ -52,7 +52,8 @@ class GemmaMLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(activated(self.gate_proj, x, self.activation) * self.up_proj(x))
+        gate, up = activated(self.gate_proj, x, self.activation), self.up_proj(x)
+        return self.down_proj(gate * up if torch.is_grad_enabled() else gate.mul_(up))
 
 
 class GemmaLayer(nn.Module):

@@ -40,6 +40,7 @@ def test_greedy_equals_transformers(generation, rows):
     assert len({tuple(row.tolist()) for row in mine}) == len(rows)  # the pictures and prompts matter
 
 
+@torch.no_grad()
 @pytest.mark.long
 @pytest.mark.parametrize("generation", [1, 2])
 @pytest.mark.parametrize("rows", [PROMPTS, ((2, 0), (30, 0))], ids=["short", "long"])
