@@ -283,7 +283,7 @@ class _RowAttention(torch.autograd.Function):
             for q, k in zip(queries, keys, strict=True):
                 logits = _multiply(q[part], k[part])
                 if bias is not None:  # of a batch row, (1, S, Sk), or of all, (B, 1, S, Sk): its heads share it
-                    shared = bias[part * len(bias) // len(v)] if ctx.one_by_one else bias
+                    shared = bias[part * len(bias) // len(v)] if isinstance(part, int) else bias
                     logits.view(*shared.shape[:-3], -1, *shared.shape[-2:]).add_(shared)
                 maps.append(logits.softmax(-1))
             combined = maps[0] if factor is None else blend(maps[0], maps[1], factor[part], extrapolate)

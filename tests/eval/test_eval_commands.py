@@ -830,7 +830,7 @@ def test_default_is_the_last_run_or_the_embedded_base(source, twin, workplace, m
     monkeypatch.setattr("model.source.BUNDLED_FOLDER", Path(source))
     parser = command_parser("test", "")
     session.add_model_flags(parser)
-    assert session.model_of(parser.parse_args([])) == ("embedded", None, "embedded", None)
+    assert session.model_of(parser.parse_args([])) == session.Subject("embedded", None, "embedded")
     for name, base in (("old", "embedded"), ("other", "somewhere/else"), ("unfinished", "embedded")):
         folder = workplace / "runs" / name
         model = random_model()
@@ -840,7 +840,7 @@ def test_default_is_the_last_run_or_the_embedded_base(source, twin, workplace, m
         if name != "unfinished":
             (folder / "summary.json").write_text("{}")
     assert session.model_of(parser.parse_args([]))[2] == "old"
-    assert session.model_of(parser.parse_args(["--adapter", "none"])) == ("embedded", None, "embedded", None)
+    assert session.model_of(parser.parse_args(["--adapter", "none"])) == session.Subject("embedded", None, "embedded")
     assert session.model_of(parser.parse_args(["--model", source]))[1] is None
     assert session.model_of(parser.parse_args(["--adapter", "runs/other"]))[0] == "somewhere/else"
     pope.main(["--limit", "6", *FAST])
