@@ -89,4 +89,4 @@ def test_intervals_cover_the_truth(runs, spread):
         false_alarm += min(holm([row.p for row in shifted])) < 0.05
         equal += rows[0].equivalence(3) < 0.05  # at the margin itself: in 5 % at most
     assert 0.93 <= covered / tables / 4 <= 0.985
-    assert false_alarm / tables <= 0.08 and equal / tables <= 0.08
+    assert false_alarm / tables <= 0.1 and equal / tables <= 0.1  # of 120 at 5 %, 99 % of all draws are below

@@ -110,9 +110,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows, options, base = read_arguments(argv)
 
     def find() -> dict:
-        positive = built.find(options.out, options.processes or 1) if options.positive else None
         rungs, ladders = choose_rungs(base, options)
         study = open_for(base, options, rungs)
+        positive = built.find(options.out, options.processes or 1) if options.positive else None
         found = summarize(study, compare(study, rows, options)) | {"ladders": ladders, "positive": positive}
         return found | {"cpu_seconds": found["cpu_seconds"] + round(positive["cpu_seconds"] if positive else 0)}
 
