@@ -77,8 +77,8 @@ def _times(section: "Section", setup: Setup, options: Options) -> list[Measureme
                 raise
             print(f"{section.name}, {side}: {error}", file=sys.stderr)
     found = [] if works else [too_large(section, lost)]
-    own = next(iter(works.get(OURS, {}).values()), None)
-    limits = limits_of(setup.device, setup.dtype) if own and (own.flops or own.moved) else None
+    has_share = any(one.flops or one.moved for one in works.get(OURS, {}).values())
+    limits = limits_of(setup.device, setup.dtype) if has_share or setup.on_gpu else None
     for name in dict.fromkeys(name for of_side in works.values() for name in of_side):
         by_side = {side: of_side[name] for side, of_side in works.items() if name in of_side}
         runs = {side: one.run for side, one in by_side.items()}
