@@ -97,7 +97,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     # the compiler chooses a product itself; a test of sizes would make it recompile for every new size
     if torch.compiler.is_compiling() or not onednn_is_faster(x, weight):
         return None
-    if _needs_gradient(x, weight, bias):
+    if needs_gradient(x, weight, bias):
         return _Linear.apply(x, weight, bias)
     if not (weight.is_contiguous() or weight.T.is_contiguous()):  # oneDNN is very slow for a weight with strides
         weight = weight.contiguous()
@@ -108,7 +108,7 @@ def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """gelu(x·weightᵀ + bias), tanh approximation, in one kernel; None where it does not pay or gradients are needed."""
     if (
         torch.compiler.is_compiling()
-        or _needs_gradient(x, weight, bias)
+        or needs_gradient(x, weight, bias)
         or few_rows_are_faster(x, weight, bias)
         or path == "torch"
         or not _onednn_can(x, weight)
@@ -139,7 +139,7 @@ def _onednn_can(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         x.numel() > 0  # oneDNN raises otherwise
         and (x.numel() * weight.shape[-2] >= MIN_OPERATIONS or weight.numel() >= MIN_OPERATIONS >> 3)
-        and _is_fp32(x, weight)
+        and is_fp32(x, weight)
         and onednn_linear is not None
         and bool(torch.backends.mkldnn.enabled)
     )
@@ -153,12 +153,13 @@ def few_rows_are_faster(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
         and 0 < x.numel() <= MAX_DECODE_ROWS * x.shape[-1]
         and weight.numel() >= MIN_WEIGHT_ELEMENTS
         and path == "onednn"
-        and _is_fp32(x, weight)
+        and is_fp32(x, weight)
         and _has_mkl
     )
 
 
-def _is_fp32(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def is_fp32(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether both are fp32 on a CPU, and stay so: autocast would make their products bf16."""
     on_cpu = x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
     return on_cpu and x.dtype == weight.dtype == torch.float32
 
@@ -173,7 +174,8 @@ def _few_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return product.contiguous().view(*x.shape[:-1], -1)
 
 
-def _needs_gradient(*tensors: torch.Tensor | None) -> bool:
+def needs_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd records an operation on these tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -219,13 +221,13 @@ def rows_are_faster(q: torch.Tensor, k: torch.Tensor) -> bool:
 
     It is where oneDNN is, and with gradients for few keys: the fused kernel computes their maps a second time.
     """
-    if path == "torch" or torch.compiler.is_compiling() or not _is_fp32(q, k):
+    if path == "torch" or torch.compiler.is_compiling() or not is_fp32(q, k):
         return False
     if q.shape[2] < 2 or q.shape[2] * k.shape[2] > MAX_MAP_ELEMENTS:
         return False
     if onednn_is_faster(q[0, : q.shape[1] // k.shape[1]], k[0]):
         return True
-    return _needs_gradient(q, k) and k.shape[2] <= 2 * k.shape[3]
+    return needs_gradient(q, k) and k.shape[2] <= 2 * k.shape[3]
 
 
 def row_attention(

@@ -11,15 +11,11 @@ from model import cpu
 
 
 def pays(x: torch.Tensor) -> bool:
-    """Whether to call the functions of this file: fp32 on a CPU, with a gradient, not compiled (a compiler fuses)."""
-    return (
-        x.requires_grad
-        and torch.is_grad_enabled()
-        and x.device.type == "cpu"
-        and x.dtype == torch.float32
-        and cpu.path != "torch"
-        and not torch.compiler.is_compiling()
-    )
+    """Whether to call the functions of this file: fp32 on a CPU, with a gradient, not compiled (a compiler fuses).
+
+    Not under autocast, which would compute the sums of squares in bf16.
+    """
+    return cpu.path != "torch" and cpu.needs_gradient(x) and cpu.is_fp32(x, x) and not torch.compiler.is_compiling()
 
 
 class RMSNorm(torch.autograd.Function):

@@ -7,6 +7,7 @@ from `Attention`. `model/differential.py` has the table of variants; `model/graf
 import inspect
 import math
 import typing
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -111,7 +112,8 @@ class Reparametrised(Differential):
             return heads if scale is None else scale * heads
         scale = torch.ones((), device=heads.device) if scale is None else scale
         epsilon, gain = NORM_EPS / scale**2, self.subln.weight * (1 - self.lambda_init) * scale.sign()
-        mean_square = torch.linalg.vecdot(heads, heads)[..., None] / self.head_dim
+        with torch.autocast(heads.device.type, enabled=False):  # it would round the sums to bf16
+            mean_square = torch.linalg.vecdot(heads, heads)[..., None] / self.head_dim
         return heads * torch.rsqrt(mean_square + epsilon) * gain
 
 
@@ -285,16 +287,15 @@ class V2(Differential):
 
     def project(self, x: torch.Tensor, rope: Rope | None):
         """q (B, 2N, S, D), branch 1 before branch 2; k and v (B, K, S, D)."""
-        if self.shared_by == 1:
-            first, second = branches(self.q_proj, self.q2, x)
-        else:
-            base, first = base_layer(self.q_proj)(x), self.q_proj(x)
-            leaders = base.unflatten(-1, (-1, self.shared_by, self.head_dim))[..., 0, :].flatten(-2)
-            second = self.q2.add_to(leaders, x)
+        first, second = branches(self.q_proj, self.q2, x, self.leaders)
         second = self.split_heads(second).repeat_interleave(self.shared_by, dim=1)
         q = torch.cat([self.split_heads(first), second], dim=1)
         k, v = (self.split_heads(proj(x)) for proj in (self.k_proj, self.v_proj))
         return (q, k, v) if rope is None else (rope(q), rope(k), v)
+
+    def leaders(self, q: torch.Tensor) -> torch.Tensor:
+        """Of all queries (B, S, N·D), those of the first head of each group that shares one."""
+        return q.unflatten(-1, (-1, self.shared_by, self.head_dim))[..., 0, :].flatten(-2)
 
     def mix(self, x, q, k, v, mask) -> torch.Tensor:
         return self.blended(x, [(branch, k) for branch in q.chunk(2, dim=1)], v, mask).to(v.dtype)
@@ -399,14 +400,20 @@ def base_layer(projection: nn.Module) -> nn.Linear:
     return layer
 
 
-def branches(projection: nn.Module, second: LowRank | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def branches(
+    projection: nn.Module,
+    second: LowRank | None,
+    x: torch.Tensor,
+    chosen: Callable[[torch.Tensor], torch.Tensor] = lambda base: base,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """base(x) + LoRA(x) of `projection`, and base(x) + second(x), with the costly base product computed once.
 
-    Without `second`, LoRA's rank is divided: the first half of it belongs to the first, the rest to the second.
+    chosen: the columns of base(x) that `second` is added to. Without `second`, LoRA's rank is divided: the first half
+    of it belongs to the first, the rest to the second.
     """
     base, lora = base_layer(projection)(x), getattr(projection, "lora", None)
     if second is not None:
-        return base if lora is None else lora.add_to(base, x), second.add_to(base, x)
+        return base if lora is None else lora.add_to(base, x), second.add_to(chosen(base), x)
     if lora is None:
         return base, base
     return lora.add_to(base, x, slice(0, lora.r // 2)), lora.add_to(base, x, slice(lora.r // 2, None))

@@ -23,6 +23,7 @@ from lora import adapter
 from lora.layer import LoRALinear
 from model.common import UserError
 from model.config import PRESETS
+from model.gemma import RMSNorm
 from model.generate import CompiledStep, generate
 from model.linear import ACTIVATIONS, Linear, activated, linear
 from model.paligemma import initialize
@@ -253,6 +254,23 @@ def test_norm_and_rotation_have_the_gradients_of_their_equations(monkeypatch):
         assert mine.dtype == torch.float32 and relative_error(mine, exact) < 1e-6
         for a, b in zip(gradients(mine, *leaves), gradients(exact, *leaves), strict=True):
             assert relative_error(a, b) < 1e-6
+
+
+@pytest.mark.parametrize("path", cpu.PATHS)
+def test_norms_stay_in_fp32_under_autocast(path, monkeypatch):
+    """Breaks when a mean of squares is rounded to bf16, and every hidden state with it, because a product would be."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(cpu, "path", path)
+    norm, x = RMSNorm(64, 1e-6), torch.randn(4, 64, requires_grad=True)
+    _, shared = sibling("shared")
+    heads = torch.randn(2, 4, 9, 16, requires_grad=True)
+    pairs = []
+    for function, value in ((norm, x), (shared.normalise, heads)):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = function(value)
+        pairs.append((found, function(value.detach())))
+    for found, exact in pairs:
+        assert found.dtype == torch.float32 and relative_error(found, exact) < 1e-6
 
 
 # --- attention, row by row -------------------------------------------------------------------------------------------
