@@ -70,10 +70,7 @@ class Estimate(NamedTuple):
     error: float
     freedom: float
 
-    @property
-    def significant(self) -> bool:
-        """For a difference: 0 is outside."""
-        return not self.low <= 0 <= self.high
+    significant = Interval.significant
 
     @property
     def p(self) -> float:

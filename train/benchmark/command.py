@@ -23,8 +23,8 @@ from PIL import Image
 from eval import figures
 from model.common import UserError, write_text
 from model.device import dtype_name
-from train.benchmark.sections import SECTIONS, too_large, use_threads
-from train.benchmark.setup import Options, open_setup
+from train.benchmark.sections import SECTIONS, too_large
+from train.benchmark.setup import Options, open_setup, use_threads
 from train.benchmark.timing import OURS, Measurement, machine, table, today, versions
 from train.flags import flag, read_flags
 

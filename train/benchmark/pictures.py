@@ -18,6 +18,7 @@ from eval.records import Record
 from model.config import PRESETS
 from model.images import load_image
 from model.processor import Processor
+from model.source import EMBEDDED
 from train.benchmark.setup import PREFIX, SUFFIX, Setup, matmul_flops
 from train.benchmark.timing import OURS, THEIRS, Measurement, take_turns
 from train.data.batches import load_batches
@@ -50,7 +51,7 @@ def measure(setup: Setup, rounds: int, pictures: int = 128) -> list[Measurement]
     Pictures a second of a core are counted in seconds of CPU, and compared with what a GPU at half of its peak learns.
     """
     found, cores = [], os.cpu_count() or 1
-    tokenizer = Processor.from_source("embedded").tokenizer
+    tokenizer = Processor.from_source(EMBEDDED).tokenizer
     with tempfile.TemporaryDirectory() as folder:
         files = draw(Path(folder), pictures)
         records = [Record(f.name, f.name, (f,), (("what is this?", "a picture"),)) for f in files]

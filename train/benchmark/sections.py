@@ -25,7 +25,7 @@ from model.device import dtype_name
 from model.differential import KINDS
 from model.processor import Processor
 from train.benchmark import growth, mamba, pictures, work
-from train.benchmark.setup import Options, Setup, our_model, prompt, random_state
+from train.benchmark.setup import Options, Setup, import_theirs, our_model, prompt, random_state, use_threads
 from train.benchmark.timing import (
     COMPILED,
     OURS,
@@ -78,7 +78,7 @@ def _times(section: "Section", setup: Setup, options: Options) -> list[Measureme
             print(f"{section.name}, {side}: {error}", file=sys.stderr)
     found = [] if works else [too_large(section, lost)]
     has_share = any(one.flops or one.moved for one in works.get(OURS, {}).values())
-    limits = limits_of(setup.device, setup.dtype) if has_share or setup.on_gpu else None
+    limits = limits_of(setup.device, setup.dtype) if has_share else None
     for name in dict.fromkeys(name for of_side in works.values() for name in of_side):
         by_side = {side: of_side[name] for side, of_side in works.items() if name in of_side}
         runs = {side: one.run for side, one in by_side.items()}
@@ -137,21 +137,6 @@ def peaks_of(name: str, side: str, setup: Setup) -> dict[str, int]:
             synchronize(setup.device)
             peaks[work_name] = peak_bytes(setup.device) - before
     return peaks
-
-
-def use_threads(setup: Setup) -> None:
-    """Give this process as many CPU threads as `setup` says."""
-    if setup.threads:
-        torch.set_num_threads(setup.threads)
-
-
-def import_theirs() -> None:
-    """Import what transformers and PEFT import lazily, so that it does not count as the model's memory."""
-    import transformers.models.paligemma.modeling_paligemma as modeling
-
-    modeling.logging.disable_progress_bar()
-    if find_spec("peft"):
-        import peft  # noqa: F401
 
 
 def measure_load(section: "Section", setup: Setup, options: Options) -> list[Measurement]:

@@ -5,6 +5,7 @@ In: a configuration, a device, a dtype. Out: models around the same tensors, and
 
 import re
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -63,6 +64,21 @@ def open_setup(options: Options) -> Setup:
     config = PRESETS["paligemma-3b-224" if large else options.geometry]
     dtype = options.dtype or ("bf16" if large or device.type != "cpu" else "fp32")
     return Setup(config, device, DTYPES[dtype], options.threads)
+
+
+def use_threads(setup: Setup) -> None:
+    """Give this process as many CPU threads as `setup` says."""
+    if setup.threads:
+        torch.set_num_threads(setup.threads)
+
+
+def import_theirs() -> None:
+    """Import what transformers and PEFT import lazily, so that it does not count as the model's memory."""
+    import transformers.models.paligemma.modeling_paligemma as modeling
+
+    modeling.logging.disable_progress_bar()
+    if find_spec("peft"):
+        import peft  # noqa: F401
 
 
 State = dict[str, torch.Tensor]

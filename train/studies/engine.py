@@ -286,7 +286,7 @@ def conclude(
     if seeds == 1:
         sentences.append("One seed: the intervals know nothing of how runs differ, so no difference may be believed.")
     elif seeds < 10:
-        sentences.append(f"{seeds} seeds are few: intervals that resample them are rather too narrow than too wide.")
+        sentences.append(f"{seeds} seeds are few: bootstrap intervals, which resample them, are rather too narrow.")
     edges = [
         row for row, (chosen, tried) in (rates or {}).items() if len(tried) > 1 and chosen in (min(tried), max(tried))
     ]

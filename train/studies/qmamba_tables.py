@@ -116,7 +116,7 @@ def to_markdown(summary: dict) -> str:
     blocks = [
         f"{len(summary['seeds'])} seed(s); trained on {learned}; {sum(tasks.values()):,} questions held out, answers "
         "in %, and in brackets 95 % bootstrap intervals over seeds and pictures. A difference is in percentage points, "
-        "on the same examples and seeds; `*`: its interval excludes 0; n.s.: not significant."
+        "on the same examples and seeds, with an interval by Student's t; `*`: it excludes 0; n.s.: not significant."
         + " Guess: the likeliest answer to the question, without a picture."
         * bool(chance)
     ]

@@ -293,7 +293,7 @@ def summarize(study: WingsStudy, results: WingsResults, seeds: Sequence[int]) ->
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = engine.read_options(WingsOptions, "wings", __doc__, argv)
-    cells, processes = Cells(options), min(2, options.threads)
+    cells, processes = Cells(options), engine.default_processes("cpu", options.threads)
 
     def find() -> dict:
         return summarize(cells.study, collect(options, cells, processes), range(options.seeds))

@@ -47,8 +47,9 @@ def to_markdown(summary: dict) -> str:
         "Text-only forgetting: tuned on pictures with and without WINGS's learners",
         f"{len(summary['seeds'])} seed(s), {decoder}; "
         f"{summary['limit']} questions of each text task and as many pictures of the test split. Text: answers right "
-        "in every letter. Pictures: objects named in their place. In brackets: 95 % bootstrap intervals over seeds and "
-        f"questions. `*`: the interval excludes 0; n.s.: it does not. Stage 1 took {first} steps, stage 2 {second}.",
+        "in every letter. Pictures: objects named in their place. In brackets: 95 % intervals over seeds and "
+        "questions, of differences by Student's t, else by bootstrap. `*`: the interval excludes 0; n.s.: it does not. "
+        f"Stage 1 took {first} steps, stage 2 {second}.",
         markdown_table(head, body),
         "## The learners against the same without them",
         markdown_table(["pair", "text, points", "pictures, points", "attention shift"], pairs),
