@@ -56,9 +56,9 @@ class Dice(random.Random):
 
     def draw(self, items: Iterable, k: int) -> list:
         """`k` of `items` in random order, none twice."""
-        items = list(items)
+        items, chance = list(items), self.random
         for i in range(k):
-            j = i + self.below(len(items) - i)
+            j = i + int(chance() * (len(items) - i))  # `below` without a call
             items[i], items[j] = items[j], items[i]
         return items[:k]
 
@@ -156,26 +156,31 @@ class Scene:
 
     def render(self) -> np.ndarray:
         """The picture (112, 112, 3) uint8, RGB. Integer arithmetic only: it is the same on every machine."""
-        level, down, across = np.array(self.ground, np.int32)[..., None]
-        ramp = np.arange(1 - SIDE, SIDE, 2, dtype=np.int32)  # -111 … 111
-        rows, columns = level + ramp * down // SIDE, ramp * across // SIDE
+        level, down, across = np.array(self.ground, np.int16)[..., None]
+        rows, columns = level + _RAMP * down // SIDE, _RAMP * across // SIDE
         # one plane per channel: NumPy is many times slower when its innermost axis is the three channels
-        canvas = (rows.astype(np.int16)[:, :, None] + columns.astype(np.int16)[:, None, :]).view(np.uint16)
+        canvas = (rows[:, :, None] + columns[:, None, :]).view(np.uint16)
         for square, name, size, y, x, mirrored, brightness in self.objects:
             color, transparency = _stamp(name, size, mirrored)
             top, left = square // GRID * SQUARE + y, square % GRID * SQUARE + x
             region = canvas[:, top : top + size, left : left + size]
-            region *= transparency
-            region >>= 8
-            region += color * np.uint16(brightness) >> 7
-            np.minimum(region, 255, out=region)
-        return np.stack(list(canvas.astype(np.uint8)), axis=-1)
+            mixed = region * transparency
+            mixed >>= 8
+            lit = color * np.uint16(brightness)
+            lit >>= 7
+            mixed += lit
+            np.minimum(mixed, 255, out=region)
+        return canvas.astype(np.uint8).transpose(1, 2, 0)
+
+
+_RAMP = np.arange(1 - SIDE, SIDE, 2, dtype=np.int16)  # -111 … 111
+_sprite = cache(lambda name: Image.open(SPRITES / f"{name}.webp").convert("RGBA"))
 
 
 @cache
 def _stamp(name: str, size: int, mirrored: bool) -> tuple[np.ndarray, np.ndarray]:
     """A sprite scaled to `size`: color times opacity (3, size, size), transparency 0–256 (size, size); uint16."""
-    image = Image.open(SPRITES / f"{name}.webp").convert("RGBA").resize((size, size), Image.Resampling.BICUBIC)
+    image = _sprite(name).resize((size, size), Image.Resampling.BICUBIC)
     pixels = np.ascontiguousarray(np.asarray(image, np.uint16).transpose(2, 0, 1)[:, :, :: -1 if mirrored else 1])
     opacity = pixels[3]
     return pixels[:3] * opacity // 255, 256 - opacity - (opacity >> 7)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
+import numpy as np
 from PIL import Image
 
 from eval import scenes
@@ -42,7 +43,7 @@ SOURCES = (
     "or a list), coco:FILE (boxes to detect)"
 )
 
-Picture = Path | Callable[[], Image.Image | BinaryIO]  # a file, or a function that draws or opens one
+Picture = Path | Callable[[], Image.Image | np.ndarray | BinaryIO]  # a file, or a function that draws or opens one
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def sample_record(s: scenes.Sample, split: str) -> Record:
     """The record of one sample of the embedded scenes; its picture is rendered when it is needed."""
     name, key = f"{s.task}/{split}/{s.question_id}", f"{s.task}/{s.image_id}"
     found = None if s.task != "detect" else Detection(SIDE, SIDE, tuple(_squares(s.suffix)))
-    return Record(name, key, (partial(_render, s.scene),), ((s.prefix, s.suffix),), detection=found)
+    return Record(name, key, (s.scene.render,), ((s.prefix, s.suffix),), detection=found)
 
 
 def _squares(suffix: str) -> Iterator[Box]:
@@ -220,10 +221,6 @@ def _squares(suffix: str) -> Iterator[Box]:
     for part in suffix.split(" ; "):
         y, x = (int(number) * GRID // 1024 * side for number in re.findall(r"<loc(\d{4})>", part)[:2])
         yield Box(part.rpartition("> ")[2], x, y, side, side, side * side)
-
-
-def _render(scene: scenes.Scene) -> Image.Image:
-    return Image.fromarray(scene.render())
 
 
 # Files

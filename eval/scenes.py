@@ -180,9 +180,7 @@ def _balanced(dice: Dice, candidates: Iterable[tuple[str, str, str]]) -> tuple[s
 @lru_cache(maxsize=64)
 def vqa_picture(split: str, image_id: int, seed: int = 0) -> tuple[Sample, ...]:
     """The questions on one picture, none twice, prompt `answer en QUESTION`; answer types as in `QUESTIONS`."""
-    kinds = {answer_type: [] for answer_type in QUESTIONS}
-    for kind, (answer_type, *_) in KINDS.items():
-        kinds[answer_type].append(kind)
+    kinds = {one: [kind for kind, asked in KINDS.items() if asked.answer_type == one] for one in QUESTIONS}
 
     def usable(squares: Sequence[str]) -> bool:
         return sum(1 for kind in kinds["other"] for _ in facts(squares, kind)) >= QUESTIONS.count("other")
@@ -209,6 +207,7 @@ def _question(
     return Sample(task, scene, f"answer en {question}", answer, image_id, question_id, *types)
 
 
+@cache
 def _ask(kind: str, thing: str, place: str = "") -> str:
     return KINDS[kind].wording.format(thing=thing, a_thing=with_article(thing), things=plural(thing), place=place)
 
@@ -302,6 +301,7 @@ def place_questions(caption: str, side: int) -> list[tuple[str, tuple[str, ...]]
     return [(f"{head}Row and Column?", places)]
 
 
+@lru_cache(maxsize=64)
 def needle(kind: str, split: str, index: int, seed: int = 0, *, needles: int = 1, negative: bool = False) -> Needle:
     """Needle test `index`. Targets take turns: N² consecutive indices have their first needle in each place once.
 

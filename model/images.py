@@ -1,7 +1,7 @@
 """Pictures: from a file, a Pillow image or an array to the pixels that the vision tower takes.
 
-In: a `Picture`. Out: `load_image` gives upright 8-bit RGB, `to_pixels` float32 (3, R, R) in [-1, 1], which
-`model/processor.py` puts into batches.
+In: a `Picture`. Out: `load_image` gives upright 8-bit RGB, `fit` the same in the model's size, `to_pixels` float32
+(3, R, R) in [-1, 1], which `model/processor.py` puts into batches.
 
 Pixels equal those of transformers' SiglipImageProcessor with its Pillow backend, except that EXIF orientation is
 applied, that 16-bit grey keeps its contrast, and that colours premultiplied by alpha are composited as all others are.
@@ -69,16 +69,27 @@ def _decode(source: Image.Image | np.ndarray | BinaryIO, name: str, draft: int |
     raise UserError(f"{name}: {problem}")
 
 
-def to_pixels(image: Image.Image, size: int) -> torch.Tensor:
-    """An RGB image to float32 (3, size, size) in [-1, 1]: bicubic on 8 bits, aspect not kept, then x/255·2-1."""
-    resized = image.resize((size, size), Image.Resampling.BICUBIC)
-    planes = b"".join(resized.tobytes("raw", band) for band in "RGB")  # Pillow separates them fastest
+def fit(source: Drawn, size: int, draft: int | None = None, square: bool = False) -> np.ndarray:
+    """One picture, see `load_image`, as uint8 (size, size, 3): bicubic on 8 bits, aspect not kept.
+
+    An array that is so already is returned itself. square: `pad_to_square` first. Raises UserError as `load_image`.
+    """
+    source = source() if callable(source) else source
+    if isinstance(source, np.ndarray) and source.dtype == np.uint8 and source.shape == (size, size, 3):
+        return source
+    image = load_image(source, draft)
+    image = (pad_to_square(image) if square else image).resize((size, size), Image.Resampling.BICUBIC)
+    planes = b"".join(image.tobytes("raw", band) for band in "RGB")  # Pillow separates them fastest
+    return np.frombuffer(planes, np.uint8).reshape(3, size, size).transpose(1, 2, 0)
+
+
+def to_pixels(source: Drawn, size: int, out: np.ndarray | None = None) -> torch.Tensor:
+    """One picture as float32 (3, size, size) in [-1, 1]: `fit`, then x/255·2-1. out: where to write it."""
     # by NumPy: several threads for so little work are slower where other programs share the cores
-    pixels = np.frombuffer(planes, np.uint8).astype(np.float32)
-    pixels /= 255
+    pixels = np.divide(fit(source, size).transpose(2, 0, 1), 255, out=out, dtype=np.float32, order="C")
     pixels *= 2
     pixels -= 1
-    return torch.from_numpy(pixels.reshape(3, size, size))
+    return torch.from_numpy(pixels)
 
 
 def pad_to_square(image: Image.Image) -> Image.Image:

@@ -15,12 +15,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from model.chat import TextTokenizer
 from model.common import UserError, quoted, shown
 from model.config import PaliGemmaConfig
-from model.images import Picture, load_image, pad_to_square, to_pixels
+from model.images import Drawn, Picture, fit, to_pixels
 from model.language_config import LanguageConfig
 from model.source import preset_of
 from model.system_configs import LanguageWingsConfig, QMambaConfig, TextModelConfig, WingsConfig, read_config
@@ -170,7 +171,7 @@ class Processor:
                 given += [self.config.image_token_id] * self.config.num_image_tokens if place else []
                 if part and self.config.bos_token_id not in (None, *ids, *given):  # where the text begins
                     given.append(self.config.bos_token_id)
-                given += self.encode(part)
+                given += self.encode(part) if part else []
             reply = [] if answer is None else [*self.encode(answer), self.config.eos_token_id]
             ids += given + reply
             types += [int(number > 0)] * len(given) + [1] * len(reply)
@@ -218,29 +219,27 @@ class Processor:
             distinct = {_identity(picture): picture for picture in pictures}
             number = {key: number for number, key in enumerate(distinct)}
             index = [number[_identity(picture)] for picture in pictures]
-        size = self.config.vision.image_size
+        size, width = self.config.vision.image_size, max(len(ids) for ids, *_ in rows)
         pixel_values = torch.empty(len(distinct), 3, size, size)
         for pixels, picture in zip(pixel_values.numpy(), distinct.values(), strict=True):
-            pixels[:] = self.pixels(picture)  # by NumPy, as in `to_pixels`
-        width = max(len(ids) for ids, *_ in rows)
-        input_ids = torch.full((len(rows), width), self.config.pad_token_id)
-        token_type_ids = torch.zeros_like(input_ids)
-        attention_mask, labels = torch.zeros_like(input_ids), torch.full_like(input_ids, -100)
-        for number, (ids, types, learned) in enumerate(rows):
+            self.pixels(picture, pixels)
+        input_ids, token_type_ids, attention_mask, learned = np.zeros((4, len(rows), width), np.int64)
+        input_ids[:] = self.config.pad_token_id
+        for number, (ids, types, right) in enumerate(rows):
             # padding on the left comes before the image tokens
-            place = slice(width - len(ids), width) if self.padding_side == "left" else slice(0, len(ids))
-            input_ids[number, place] = torch.tensor(ids)
-            token_type_ids[number, place] = torch.tensor(types)
-            attention_mask[number, place] = 1
-            labels[number, place] = torch.tensor(ids).masked_fill(torch.tensor(learned) == 0, -100)
-        image_index = torch.tensor(index, dtype=torch.int64)
-        return Batch(input_ids, pixel_values, token_type_ids, attention_mask, labels, image_index)
+            place = number, slice(width - len(ids), width) if self.padding_side == "left" else slice(0, len(ids))
+            input_ids[place], token_type_ids[place], attention_mask[place], learned[place] = ids, types, 1, right
+        labels = np.where(learned, input_ids, -100)
+        others = token_type_ids, attention_mask, labels, np.array(index, np.int64)
+        return Batch(torch.from_numpy(input_ids), pixel_values, *map(torch.from_numpy, others))
 
-    def pixels(self, picture: Picture) -> torch.Tensor:
-        """A picture as the vision tower reads it, float32 (3, R, R). Raises UserError, naming the file."""
-        size = self.config.vision.image_size
-        image = load_image(picture, self.draft)
-        return to_pixels(image if self.text is None else pad_to_square(image), size)
+    def fit(self, picture: Drawn) -> np.ndarray:
+        """A picture as uint8 (R, R, 3), all that the model sees of it. Raises UserError, naming the file."""
+        return fit(picture, self.config.vision.image_size, self.draft, square=self.text is not None)
+
+    def pixels(self, picture: Drawn, out: np.ndarray | None = None) -> torch.Tensor:
+        """A picture as the vision tower reads it, float32 (3, R, R), written to `out` if given. Raises as `fit`."""
+        return to_pixels(self.fit(picture), self.config.vision.image_size, out)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without bos or eos. Raises UserError if it spells a control token or is not Unicode.

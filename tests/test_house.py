@@ -4,6 +4,7 @@ Imports are read from the syntax tree, so those inside functions and under TYPE_
 """
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ FLOORS |= {f"train.{name}": 5 for name in COMMANDS}
 MAX_FILE, MAX_FUNCTION = 460, 65
 
 
+@cache
 def modules() -> dict[str, ast.Module]:
     files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
     return {name_of(file): ast.parse(file.read_text(encoding="utf-8")) for file in files}

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from eval.records import Picture, Record
 from model.common import UserError
 from model.device import autocast_of
-from model.images import load_image, to_pixels
+from model.images import to_pixels
 from model.paligemma import PaliGemma
 from train.data.batches import load
 from train.distributed import World
@@ -137,7 +137,7 @@ class Pixels(Dataset):
         found = {}
         for key in keys:
             with contextlib.suppress(UserError):
-                found[key] = to_pixels(load_image(self.pictures[key]), self.size)
+                found[key] = to_pixels(self.pictures[key], self.size)
         return found
 
 

@@ -103,7 +103,7 @@ def fit(
     with catch_signals() as received, log.bar:
         steps = order.steps(step, options.workers, pin=world.device.type == "cuda")
         for micros in takewhile(lambda _: "stopped" not in progress, steps):
-            torch.manual_seed((options.seed * 1_000_003 + step) * 1_009 + world.rank)  # so no random state is saved
+            seed((options.seed * 1_000_003 + step) * 1_009 + world.rank, world.device)  # so no random state is saved
             tokens = max(1, count_records(micros, progress, options.max_bad, world))
             losses, weight = [], world.size / tokens  # DDP and FSDP2 average gradients over processes
             for number, micro in enumerate(micros):
@@ -135,6 +135,11 @@ def fit(
                 raise Interrupted(received[0] if received else signal.SIGTERM)
     check_samples(progress)
     return progress
+
+
+def seed(number: int, device: torch.device) -> None:
+    """`torch.manual_seed`, which takes half a millisecond of a step where it looks for devices that are not there."""
+    (torch.default_generator if device.type == "cpu" else torch).manual_seed(number)
 
 
 def restore(

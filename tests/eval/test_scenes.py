@@ -16,8 +16,11 @@ from transformers import AddedToken, GemmaTokenizer
 from transformers.tokenization_utils_base import generate_merges
 
 from eval import pictures, scenes
+from eval.records import sample_record
 from model.common import UserError
+from model.processor import Processor
 from model.source import BUNDLED_FOLDER
+from train.data.batches import collate
 from train.embedded.tokenizer import train_tokenizer, words
 from train.tokenizer import main
 
@@ -139,6 +142,16 @@ def test_the_benchmark_is_the_published_one():
     for strategy in scenes.STRATEGIES:
         digest.update(repr([(s.prefix, s.suffix) for s in scenes.pope(strategy, images=20)]).encode())
     assert digest.hexdigest()[:16] == "59e1e740f7770ed3"
+
+
+def test_the_model_sees_what_it_always_saw():
+    """Breaks when a picture is drawn otherwise, or a pixel or token of a batch changes: no run could be repeated."""
+    digest, processor = hashlib.sha256(), Processor.from_source("embedded")
+    for task in scenes.TASKS:
+        micro = collate([sample_record(s, "train") for s in stream(task, "train", 30)], processor)
+        for tensor in (micro.batch.pixel_values, micro.batch.input_ids, micro.batch.image_index, micro.targets):
+            digest.update(tensor.contiguous().numpy().tobytes())
+    assert digest.hexdigest()[:16] == "0f458c1a2b42305a"
 
 
 def test_unknown_names_are_refused():

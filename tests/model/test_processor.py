@@ -24,7 +24,7 @@ from transformers import AddedToken, GemmaTokenizer, PaliGemmaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.tokenization_utils_base import generate_merges
 
-import model.processor as processor_module
+import model.images as images_module
 import model.source as source_module
 from model.common import UserError
 from model.config import PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
@@ -268,7 +268,7 @@ def processor_length(processor: Processor, prefix: str, suffix: str) -> int:
 def test_a_picture_given_twice_is_opened_once(processor, tmp_path, monkeypatch):
     """Breaks when shared pictures are decoded again, or when image_index joins different ones."""
     opened = []
-    monkeypatch.setattr(processor_module, "load_image", lambda *a: opened.append(a[0]) or load_image(*a))
+    monkeypatch.setattr(images_module, "load_image", lambda *a: opened.append(a[0]) or load_image(*a))
     path = tmp_path / "a.png"
     picture(seed=1).save(path)
     same, equal = picture(), picture()

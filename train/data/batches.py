@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from eval.records import Record
 from model.common import UserError, shown
-from model.images import load_image
 from model.processor import Batch, Processor
 from train.data.features import FeatureCache
 
@@ -171,12 +170,12 @@ def collate(
     A record whose picture or text cannot be used is left out and gets a line in `bad`, after those given: records that
     could not even be read. If no record is left, the micro-batch is empty.
     """
-    opened: dict[str, list[Image.Image]] = {}  # by key
+    opened: dict[str, list[np.ndarray]] = {}  # by key; of a photograph no more than the model sees is kept
     good, rows, bad = [], [], list(bad)
     for record in records:
         try:
             if record.pictures and record.key not in opened:
-                opened[record.key] = [load_image(picture, processor.draft) for picture in record.pictures]
+                opened[record.key] = list(map(processor.fit, record.pictures))
             rows.append(processor.row_of(len(record.pictures), record.turns))
             good.append(record)
         except UserError as error:

@@ -62,7 +62,7 @@ def encode(picture: Picture) -> tuple[str, bytes]:
     """
     if not isinstance(picture, Path):
         drawn = io.BytesIO()
-        picture().save(drawn, "png")
+        load_image(picture()).save(drawn, "png")
         return "png", drawn.getvalue()
     ending = picture.suffix[1:].lower()
     if ending not in PICTURES:

@@ -13,7 +13,7 @@ from torch import nn
 
 from eval.records import Record
 from model.generate import generate
-from model.images import load_image, to_pixels
+from model.images import to_pixels
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.siglip import Siglip
@@ -63,8 +63,8 @@ def encode_pictures(pictures: Sequence[Callable], tower: Siglip) -> torch.Tensor
     """Features (pictures, I, W) of the vision tower, of functions that draw the pictures."""
     config, parts = tower.config, []
     for start in range(0, len(pictures), ENCODED_AT_ONCE):
-        images = [load_image(draw()) for draw in pictures[start : start + ENCODED_AT_ONCE]]
-        parts.append(tower(torch.stack([to_pixels(image, config.image_size) for image in images])))
+        part = pictures[start : start + ENCODED_AT_ONCE]
+        parts.append(tower(torch.stack([to_pixels(draw, config.image_size) for draw in part])))
     return torch.cat(parts) if parts else torch.zeros(0, config.num_image_tokens, config.hidden_size)
 
 
