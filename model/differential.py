@@ -57,6 +57,7 @@ def map_distance(model: nn.Module, **batch) -> dict[str, torch.Tensor]:
 
         return tap
 
-    with tapped({module: watch(path) for path, module in variants_of(model).items() if module.maps == 2}):
-        model(**(batch | {"positions_to_keep": 1}))  # the head, the widest product, is not needed here
+    if taps := {module: watch(path) for path, module in variants_of(model).items() if module.maps == 2}:
+        with tapped(taps):
+            model(**(batch | {"positions_to_keep": 1}))  # the head, the widest product, is not needed here
     return distances

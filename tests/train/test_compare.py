@@ -29,7 +29,7 @@ from train.loop import Diverged
 from train.optim import count, trainable
 from train.recipes import RECIPES
 from train.settings import Settings
-from train.studies import attention_data, attention_report, attention_rows, attention_runs, cells, rules
+from train.studies import attention_data, attention_maps, attention_report, attention_rows, attention_runs, cells, rules
 from train.studies.attention_data import Measure
 from train.studies.attention_rows import AttentionOptions
 from train.studies.attention_runs import RowResult
@@ -60,9 +60,10 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def two_doses():
-    """Each dose of the needle costs as much as the whole 4×4 test."""
+    """Each dose of the needle costs as much as the whole 4×4 test; the mechanism's tests are one for each place."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_data, "DOSES", (0, 15))
+        patch.setattr(attention_maps, "TESTS", 4)
         yield
 
 
@@ -165,7 +166,12 @@ def test_the_command_from_end_to_end(done, capsys):
     assert len(rows["dex"]["test"]["n2o2"]["by"]) == 4 and len(rows["dex"]["test"]["n4o1"]["by"]) == 16
     assert {row["test"]["n2o2"]["mean"] for row in rows.values()} != {0.0}
     assert rows["dex"]["test"] != rows["LoRA r18"]["test"]
-    assert len(list((done / "cells").iterdir())) == 1 + 3 * 4  # the baseline; three rows, two rates and two seeds
+    # the baseline; three rows, two rates and two seeds; LoRA and dex before training
+    assert len(list((done / "cells").iterdir())) == 1 + 3 * 4 + 2
+    mechanism = summary["mechanism"]["rows"]
+    assert list(mechanism) == ["fine-tuned", "dex", "LoRA r18"] and mechanism["dex"]["seeds"] == 2
+    assert set(mechanism["dex"]["hypotheses"]) == {"noise", "amplifies", "moves less", "learns less"}
+    assert list(mechanism["dex"]["weights"]) == ["0"] and "### What explains it" in text
     assert "## Table 1: accuracy" in text and "## Table 4: as Table 2" in text and "against LoRA r18" in text
     assert set(rows["dex"]["difference"]) == {"VQA", "n2o2", "n4o1", "dose", "all"}
     assert set(rows["dex"]["test"]["dose"]["by"]) == set(map(str, attention_data.DOSES))

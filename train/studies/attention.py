@@ -25,7 +25,7 @@ import numpy as np
 
 from model.common import UserError
 from train.settings import Settings
-from train.studies import built, engine, rules
+from train.studies import attention_mechanism, built, engine, rules
 from train.studies.attention_data import HARDEST, LADDERS, TASKS, embedded_measure, make_measures
 from train.studies.attention_report import draw, summarize, to_markdown
 from train.studies.attention_rows import QUICK, QUICK_SAMPLES, SAMPLES, AttentionOptions, pick_rows
@@ -58,7 +58,7 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[list[FineTuningRow], Att
         base = base if "samples" in given else replace(base, samples=QUICK_SAMPLES)
     if options.processes is None:
         options = replace(options, processes=engine.default_processes(base.device))
-    return pick_rows(options.rows, given), options, replace(base, tasks=",".join(TASKS), measure_every=0)
+    return pick_rows(options.rows, given), options, replace(base, tasks=",".join(TASKS), measure_every=25)
 
 
 @lru_cache(maxsize=2)
@@ -113,7 +113,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         rungs, ladders = choose_rungs(base, options)
         study = open_for(base, options, rungs)
         positive = built.find(options.out, options.processes or 1) if options.positive else None
-        found = summarize(study, compare(study, rows, options)) | {"ladders": ladders, "positive": positive}
-        return found | {"cpu_seconds": found["cpu_seconds"] + round(positive["cpu_seconds"] if positive else 0)}
+        results = compare(study, rows, options)
+        mechanism = attention_mechanism.find(study, results) if options.mechanism else None
+        parts = {"positive": positive, "mechanism": mechanism}
+        found = summarize(study, results) | {"ladders": ladders} | parts
+        spent = [found, *(part for part in parts.values() if part)]
+        return found | {"cpu_seconds": round(sum(part["cpu_seconds"] for part in spent))}
 
     engine.run_study(options.out, find, to_markdown, draw, print_json=options.json)

@@ -13,7 +13,7 @@ from PIL import Image
 from eval import figures
 from eval.report import markdown_table
 from eval.statistics import estimate, slope_scores
-from train.studies import engine, rules
+from train.studies import attention_mechanism, engine, rules
 from train.studies.attention_data import DOSE, Measure
 from train.studies.attention_rows import PREDICTIONS
 from train.studies.attention_runs import OVERALL, RowResult, gain, in_range, overall
@@ -252,7 +252,8 @@ def to_markdown(summary: dict) -> str:
     if any(one["by_place"] for one in summary["measures"]):
         blocks += ["## Figure 2: needle by place", "![accuracy by place](figure2.png)"]
     title = f"Comparison: base {summary['base']}, data {summary['data']}"
-    return engine.compose(title, *blocks, *positive_blocks(summary.get("positive")), conclusions=conclusions(summary))
+    blocks += [*positive_blocks(summary.get("positive")), *attention_mechanism.to_markdown(summary.get("mechanism"))]
+    return engine.compose(title, *blocks, conclusions=conclusions(summary))
 
 
 def conclusions(summary: dict) -> list[str]:
