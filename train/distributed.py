@@ -6,7 +6,7 @@ questions that all processes share.
 
 import gc
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,16 +30,26 @@ LAYERS = ("vision_tower.encoder.layers", "language_model.layers", "multi_modal_p
 
 @dataclass(frozen=True)
 class World:
-    """The rank of this process among `size` processes, and its device."""
+    """The rank of this process among `size` processes, and its device.
+
+    splits_rows: each micro-batch is split by rows over all processes, see `train/processes.py`; else each process takes
+    micro-batches of its own.
+    """
 
     rank: int
     size: int
     device: torch.device
+    splits_rows: bool = False
 
     @property
     def is_first(self) -> bool:
         """Whether this process is the one that prints and writes."""
         return self.rank == 0
+
+    @property
+    def at_once(self) -> int:
+        """The number of micro-batches that the processes compute at a time."""
+        return 1 if self.splits_rows else self.size
 
     def totals(self, *values: float) -> list[float]:
         """The sum of each value over all processes: on the CPU, so that no process waits for its GPU."""
@@ -62,12 +72,12 @@ class World:
 
         A run resumed with another number of processes keeps the micro-batches of its steps.
         """
-        if micro_batches % self.size:
+        if micro_batches % self.at_once:
             raise UserError(
                 f"a step of this run takes {micro_batches} micro-batches, which {self.size} processes cannot share "
                 "equally: start a number of processes that divides it"
             )
-        return micro_batches // self.size
+        return micro_batches // self.at_once
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -107,11 +117,12 @@ def spread(
     """The module to call in place of `model`: itself in one process, else wrapped by DDP, or with `shard` sharded by
     FSDP2 layer by layer; all by torch.compile if it `compiles`.
 
-    Both average gradients over processes, so the loss must be multiplied by `world.size`. A sharded model in fp32 that
+    Both average gradients over processes, so the loss must be multiplied by `world.size`; where processes split rows,
+    `average_gradients` does, after the backward passes. A sharded model in fp32 that
     is called under `autocast` to bf16 gathers its weights in bf16, and sums gradients in fp32.
     """
     if world.size == 1 or not shard:
-        if world.size > 1:
+        if world.at_once > 1:
             ids = [world.device.index] if world.device.type == "cuda" else None
             model = DistributedDataParallel(model, device_ids=ids)
         return torch.compile(model) if compiles else model
@@ -154,6 +165,22 @@ def set_gradient_sync(model: nn.Module, sync: bool) -> None:
     model = getattr(model, "_orig_mod", model)  # torch.compile has wrapped it
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = sync
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
+    """Give all processes that split rows the mean of their gradients, by one exchange. DDP would take longer for many
+    small tensors, and needs a gradient of every parameter; here one that no process has stays None."""
+    if not world.splits_rows:
+        return
+    parameters = list(parameters)
+    has_one = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32)
+    flat = torch.cat([has_one, *((torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters)])
+    dist.all_reduce(flat)
+    owners, *sums = flat.split([len(parameters), *(p.numel() for p in parameters)])
+    for parameter, count, total in zip(parameters, owners.tolist(), sums, strict=True):
+        if count:
+            parameter.grad = total.div_(world.size).view_as(parameter).to(parameter.dtype)
 
 
 def divide(world: World, items: Sequence, work: Callable[[list], Sequence], key: Callable[..., Hashable]) -> list:

@@ -20,7 +20,7 @@ if not __package__:  # `python train/finetune.py`: the project's other packages 
     sys.exit(2)
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,18 +29,20 @@ import torch
 
 from lora import adapter
 from model.common import run_command, shown, write_text
+from model.device import choose_device
 from model.differential import KINDS
 from model.mamba import choose_kernel
 from model.paligemma import PaliGemma
 from train.align import align, check_align
 from train.checkpoint import checkpoints, write_folder
 from train.data.sources import read_records
-from train.distributed import World, join_world, leave_world, whole_model
+from train.distributed import World, whole_model
 from train.flags import RunArguments
 from train.metrics import draw_loss
 from train.optim import count, trainable
 from train.origin import check_resume, data_fingerprints, origin_of
 from train.plan import plan, plan_table
+from train.processes import choose_processes, several
 from train.run_folder import check_empty, run_folder
 from train.settings import Settings, parse, run_stem, step_layout
 from train.show_batch import show_batch
@@ -52,16 +54,21 @@ from weights.export import export_model
 from weights.fingerprint import tensor_fingerprint
 
 
-def fine_tune(settings: Settings, arguments: RunArguments, world: World) -> None:
-    """The whole run: measure, train, write the result, measure again, write the summary."""
+def fine_tune(
+    settings: Settings, arguments: RunArguments, outline: PaliGemma, meet: Callable[[], World], device: torch.device
+) -> None:
+    """The whole run: measure, train, write the result, measure again, write the summary.
+
+    outline: the model on the meta device. meet: joins the processes of the run.
+    """
     check_empty(arguments.out)
-    outline, _ = open_model(settings, torch.device("meta"))  # mistakes are found before weights are read
-    choose_kernel(outline, settings.kernel, world.device)
+    choose_kernel(outline, settings.kernel, device)
     files_read: dict = {}
-    records = read_records(settings, known=files_read)
+    records = read_records(settings, known=files_read)  # mistakes are found before weights are read
     if settings.align:
         check_align(outline, records)
-    step_layout(settings, processes_of(arguments.resume, world) if arguments.resume else world.size)
+    world = meet()
+    step_layout(settings, processes_of(arguments.resume, world))
     model = load_start(settings, world.device)
     processor, files = open_processor(settings, model)
     held_out = open_held_out(settings, processor, world, files_read) if settings.evaluate else None
@@ -125,7 +132,8 @@ def print_start(total: int, learned: int, settings: Settings, world: World) -> N
     kind = f"{settings.arch}, stage {settings.stage}" if staged else f"attention {settings.attention}"
     print(
         f"{settings.base}: {total:,} parameters, {learned:,} of them trainable "
-        f"({100 * learned / total:.2f} %), {kind}, on {world.device}",
+        f"({100 * learned / total:.2f} %), {kind}, on {world.device}"
+        + (f", {world.size} processes" if world.size > 1 else ""),
         flush=True,
     )
     if not staged and not can_export(settings):
@@ -162,11 +170,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for line in show_batch(settings, arguments.show_batch):
             print(shown(line, 10_000))
         return
-    world = join_world(settings.device)
-    try:
-        fine_tune(settings, arguments, world)
-    finally:
-        leave_world()
+    device = choose_device(settings.device)
+    outline, _ = open_model(settings, torch.device("meta"))
+    with several(choose_processes(arguments.processes, settings, outline), settings.device, argv) as meet:
+        fine_tune(settings, arguments, outline, meet, device)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,7 @@ class RunArguments:
     gpu: str = "H100"
     gpus: int = 1
     show_batch: Path | None = None
+    processes: int | None = None
 
 
 def take_run_arguments(given: dict) -> RunArguments:
@@ -124,8 +125,9 @@ def take_run_arguments(given: dict) -> RunArguments:
         raise UserError("--resume goes on with the run's own settings: leave the other flags out")
     if arguments.allow_changed and arguments.resume is None:
         raise UserError("--allow-changed goes with --resume: leave it out")
-    if arguments.gpus < 1:
-        raise UserError(f"--gpus {arguments.gpus}: expected 1 or more")
+    for name in ("gpus", "processes"):
+        if (number := getattr(arguments, name)) is not None and number < 1:
+            raise UserError(f"--{name} {number}: expected 1 or more")
     return arguments
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from model.common import UserError
 from model.device import autocast_dtype, autocast_of
 from train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from train.distributed import World, set_gradient_sync, spread
+from train.distributed import World, average_gradients, set_gradient_sync, spread
 from train.metrics import Log
 from train.optim import SCALARS, rate_factor, reconnect, set_rates, trainable
 from train.signals import Interrupted, catch_signals
@@ -112,10 +112,11 @@ def fit(
                     value = loss(called, micro := micro.to(world.device))
                 losses.append(value.detach())
                 scaler.scale(value * weight).backward()
+            average_gradients(parameters.values(), world)
             scaler.unscale_(optimizer)
             losses, norms = read_numbers(losses, clip_gradients(parameters.values(), scalars, options.clip))
-            check_finite(losses, step, micros)
-            loss_sum, stopping = world.totals(math.fsum(losses), float(bool(received)))
+            loss_sum, stopping = world.totals(sum(losses), float(bool(received)))
+            check_finite(loss_sum, losses, step, micros, world)
             set_rates(optimizer, rate_factor(step, order.total, options.warmup, options.schedule))
             record = {"step": step, "loss": loss_sum / tokens, "lr": optimizer.param_groups[-1]["lr"], **norms}
             record |= measure(step, micro) if measure else {}
@@ -155,7 +156,7 @@ def restore(
     if found:
         state = load_checkpoint(found[-1], model, optimizer, scaler)
         return state["step"], state["progress"] | kept
-    return 0, {"metrics_bytes": 0, "bad": [], "seconds": 0.0, "samples": 0, "processes": world.size, **kept}
+    return 0, {"metrics_bytes": 0, "bad": [], "seconds": 0.0, "samples": 0, "processes": world.at_once, **kept}
 
 
 def count_records(micros: Sequence[Micro], progress: dict, max_bad: int, world: World) -> int:
@@ -183,13 +184,13 @@ def check_samples(progress: dict) -> None:
         raise UserError(f"all {len(progress['bad'])} records were unusable; the first: {progress['bad'][0]}")
 
 
-def check_finite(losses: Sequence[float], step: int, micros: Sequence[Micro]) -> None:
-    """Raise Diverged, naming the records, if the loss of a micro-batch is not finite."""
-    for loss, micro in zip(losses, micros, strict=True):
-        if not math.isfinite(loss):
-            raise Diverged(
-                f"step {step}: the loss is {loss} on {', '.join(micro.names)}: lower --lr, or look at these records"
-            )
+def check_finite(total: float, losses: Sequence[float], step: int, micros: Sequence[Micro], world: World) -> None:
+    """Raise Diverged in every process, naming the records, if the loss of a micro-batch of any is not finite."""
+    if math.isfinite(total):
+        return
+    own = [(loss, *micro.names) for loss, micro in zip(losses, micros, strict=True) if not math.isfinite(loss)]
+    loss, *names = next(chain.from_iterable(world.gather(own)), (total, "all"))
+    raise Diverged(f"step {step}: the loss is {loss} on {', '.join(names)}: lower --lr, or look at these records")
 
 
 def clip_gradients(

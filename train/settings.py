@@ -219,6 +219,13 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
         default=argparse.SUPPRESS,
         help="settings of the paper's Table 1, of PaliGemma's authors, or for own pictures on the embedded base",
     )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="processes that split the rows of each micro-batch, on a CPU; the run is the same, but for the order of "
+        "its sums and the masks of dropout (default: for a small model and a long run one a thread, up to 4, else 1)",
+    )
     add_plan_flags(parser)
     add_flags(parser, Settings)
     parser.add_argument(

@@ -98,7 +98,8 @@ def make_order(
     cache: FeatureCache | None = None,
 ) -> Order:
     """The order of a run. processes: the number that it began with. Raises UserError for steps that cannot be made."""
-    rows, micro_batches = step_layout(settings, processes or world.size)
+    rows, micro_batches = step_layout(settings, processes or world.at_once)
+    rank, size, part, parts = (0, 1, world.rank, world.size) if world.splits_rows else (world.rank, world.size, 0, 1)
     if world.is_first and settings.batch_size > (wanted := settings.step_batch or settings.batch_size):
         print(f"--batch-size {settings.batch_size}: a step has {wanted} rows, see --step-batch", file=sys.stderr)
     return Order(
@@ -110,8 +111,10 @@ def make_order(
         steps=settings.steps,
         seed=settings.seed,
         per_picture=settings.per_picture,
-        rank=world.rank,
-        world_size=world.size,
+        rank=rank,
+        world_size=size,
+        part=part,
+        parts=parts,
         cache=cache,
     )
 
@@ -128,10 +131,13 @@ def is_sharded(settings: Settings, world: World) -> bool:
     return settings.shard and world.size > 1
 
 
-def processes_of(run: Path, world: World) -> int:
-    """The number of processes that `run` began with: resumed by another number, its steps keep their micro-batches."""
-    found = checkpoints(run)
-    return read_state(found[-1])["progress"].get("processes", world.size) if found else world.size
+def processes_of(run: Path | None, world: World) -> int:
+    """The number of processes that `run` began with: resumed by another number, its steps keep their micro-batches.
+
+    Processes that split rows count as one.
+    """
+    found = checkpoints(run) if run is not None else []
+    return read_state(found[-1])["progress"].get("processes", world.at_once) if found else world.at_once
 
 
 def open_cache(model: PaliGemma, settings: Settings, world: World) -> FeatureCache | None:

@@ -3,14 +3,15 @@
 import json
 import shutil
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
+from threading import Barrier, Thread
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
 
 from eval import scenes
 from eval.records import embedded_records
@@ -21,9 +22,10 @@ from model.paligemma import PaliGemma
 from model.processor import Processor
 from tests.files import write_vqav2
 from tests.runs import metrics, torchrun
-from train import finetune
+from train import finetune, processes
 from train.checkpoint import load_checkpoint
-from train.distributed import World, ask_together, divide, join_world
+from train.distributed import World, ask_together, average_gradients, divide, join_world
+from train.loop import Diverged, check_finite
 from train.optim import Rule, make_adamw, parameter_groups
 from train.settings import parse, step_layout
 from train.supervised import make_order
@@ -68,17 +70,17 @@ def spread_run(tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("processes", [1, 3])
-def test_another_number_of_processes_goes_on(processes, spread_run, tmp_path):
+@pytest.mark.parametrize("number", [1, 3])
+def test_another_number_of_processes_goes_on(number, spread_run, tmp_path):
     """Breaks when a spread checkpoint loses a part or a moment, or the steps of a run depend on who takes them."""
     whole = metrics(spread_run)
     assert len(whole) == 4
     cut = tmp_path / "cut"
     shutil.copytree(spread_run, cut, ignore=shutil.ignore_patterns("step-4", "model", "summary.json"))
-    if processes == 1:
+    if number == 1:
         finetune.main(["--resume", str(cut)])
     else:
-        torchrun(processes, "--resume", cut)
+        torchrun(number, "--resume", cut)
     resumed = metrics(cut)
     assert resumed[:2] == whole[:2] and len(resumed) == 4
     for one, other in zip(whole[2:], resumed[2:], strict=True):
@@ -134,10 +136,10 @@ def test_processes_must_share_a_step_equally():
         World(0, 4, torch.device("cpu")).share(6)
 
 
-@pytest.mark.parametrize(("processes", "kind"), [("1", "mps"), ("2", "cpu")])
-def test_several_processes_of_a_mac_take_the_cpu(processes, kind, monkeypatch):
+@pytest.mark.parametrize(("number", "kind"), [("1", "mps"), ("2", "cpu")])
+def test_several_processes_of_a_mac_take_the_cpu(number, kind, monkeypatch):
     """Breaks when they choose MPS, between which gloo cannot exchange tensors, and which has no fp64."""
-    monkeypatch.setenv("WORLD_SIZE", processes)
+    monkeypatch.setenv("WORLD_SIZE", number)
     monkeypatch.setitem(device._IS_THERE, "mps", lambda: True)
     monkeypatch.setitem(device._IS_THERE, "cuda", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -159,13 +161,13 @@ def test_several_processes_of_a_mac_take_the_cpu(processes, kind, monkeypatch):
 def test_a_recipe_s_step_has_as_many_rows_on_any_number_of_processes(flags, rows):
     """Breaks when more processes make a larger step: the published rate would go with another batch."""
     settings = parse([*flags, "--data", "jsonl:x"])[0]
-    for processes in (1, 2, 4, 8, 16, 64):
-        if processes <= rows:
-            size, micro_batches = step_layout(settings, processes)
-            assert size * micro_batches == rows and micro_batches % processes == 0 and size <= settings.batch_size
-    for processes in (3, 24, 2 * rows):
-        with pytest.raises(UserError, match=f"^--step-batch {rows} is no multiple .* of {processes}: change") as one:
-            step_layout(settings, processes)
+    for number in (1, 2, 4, 8, 16, 64):
+        if number <= rows:
+            size, micro_batches = step_layout(settings, number)
+            assert size * micro_batches == rows and micro_batches % number == 0 and size <= settings.batch_size
+    for number in (3, 24, 2 * rows):
+        with pytest.raises(UserError, match=f"^--step-batch {rows} is no multiple .* of {number}: change") as one:
+            step_layout(settings, number)
         assert "\n" not in str(one.value)
 
 
@@ -214,28 +216,177 @@ def embedded() -> tuple[PaliGemma, Processor]:
     return load_model("embedded"), Processor.from_source("embedded")
 
 
-def one_of_two(rank: int, folder: Path, asked: list[Ask]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/meet", world_size=2, rank=rank, timeout=timedelta(seconds=120))
-    world = World(rank, 2, torch.device("cpu"))
+class OneOfTwo(World):
+    """A process of two, which is a thread: `gather` exchanges lists in memory."""
+
+    def meet(self, barrier: Barrier, values: list) -> "OneOfTwo":
+        object.__setattr__(self, "exchange", (barrier, values))
+        return self
+
+    def gather(self, value) -> list:
+        barrier, values = self.exchange
+        barrier.wait()
+        values[self.rank] = value
+        barrier.wait()
+        return list(values)
+
+
+def as_two(work) -> list:
+    """`work(world)` of both."""
+    barrier, values, results = Barrier(2, timeout=60), [None, None], [None, None]
+    worlds = [OneOfTwo(rank, 2, torch.device("cpu")).meet(barrier, values) for rank in range(2)]
+    threads = [Thread(target=lambda world=world: results.__setitem__(world.rank, work(world))) for world in worlds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def ask_as_one_of_two(world: World, asked: list[Ask]) -> tuple[list, dict]:
     for items in ([], ["a"], list("abcde"), list("aabbbcdda")):
         seen: list[str] = []
-        done = divide(world, items, lambda own: [seen.append(item) or f"{item} by {rank}" for item in own], str)  # noqa: B023
+        done = divide(world, items, lambda own: [seen.append(item) or f"{item} by {world.rank}" for item in own], str)  # noqa: B023
         shares = world.gather(seen)
         assert sorted(shares[0] + shares[1]) == sorted(items) and not set(shares[0]) & set(shares[1])
         assert done == [f"{item} by {int(item in shares[1])}" for item in items]
     left_out: dict[str, str] = {}
-    answers = ask_together(world, *embedded(), asked, **LIMITS, left_out=left_out)
-    (folder / f"{rank}.json").write_text(json.dumps([answers, left_out]))
-    dist.destroy_process_group()
+    return ask_together(world, *embedded(), asked, **LIMITS, left_out=left_out), left_out
 
 
 @pytest.mark.long
 def test_two_processes_answer_as_one(tmp_path):
     """Breaks when a question is answered twice, by nobody, or in another's place, or its problem is not told to all."""
     asked, left_out = questions(tmp_path), {}
-    torch.multiprocessing.spawn(one_of_two, (tmp_path, asked), nprocs=2)
+    both = as_two(lambda world: ask_as_one_of_two(world, asked))
     expected = ask_all(*embedded(), asked, **LIMITS, left_out=left_out)
     assert len(set(expected)) > 6 and expected.count(None) == 3
-    for rank in range(2):
-        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [expected, left_out]
+    assert both == [(expected, left_out)] * 2
+
+
+# Processes of one CPU that split rows
+
+SPLIT = (
+    "--base tiny --samples 41 --batch-size 8 --accumulate 2 --checkpoint-every 1 --keep 3 --eval-limit 8 --tasks vqa"
+)
+SPLIT = f"{SPLIT} --measure-every 0 --device cpu --attention twin --lr 1e-2 --warmup 0".split()
+
+
+@pytest.mark.long
+def test_two_processes_train_as_one(tmp_path, monkeypatch):
+    """Breaks when splitting the rows changes steps, samples, their order, a gradient or an evaluation; when a run does
+    not go on with another number of processes; or when one that has ended leaves something behind.
+
+    6 micro-batches make 3 steps; the last has one row, so one process has none.
+    """
+    one, two = tmp_path / "one", tmp_path / "two"
+    finetune.main([*SPLIT, "--out", str(one)])
+    shutil.copytree(one, two, ignore=shutil.ignore_patterns("step-2", "step-3", "best", "summary.json", "adapter_*"))
+    monkeypatch.chdir(tmp_path)  # where the package is not
+    finetune.main(["--resume", "two", "--processes", "2"])
+    assert not dist.is_initialized()
+    expected, found = metrics(one), metrics(two)
+    assert len(expected) == 3 and expected[0] == found[0] and expected[1:] != found[1:]
+    for before, after in zip(expected, found, strict=True):
+        assert after == {name: pytest.approx(value, rel=2e-5) for name, value in before.items()}
+    weights = [load_file(folder / "adapter_model.safetensors") for folder in (one, two)]
+    # AdamW divides a gradient by its size: a few that are almost zero step by their rounding
+    assert all((tensor - weights[1][name]).norm() < 1e-3 * tensor.norm() for name, tensor in weights[0].items())
+    first, second = (json.loads((folder / "summary.json").read_text()) for folder in (one, two))
+    assert first["samples"] == second["samples"] == 41 and first["after"] == second["after"]
+    assert first["held_out"]["after"] == pytest.approx(second["held_out"]["after"], rel=1e-4)
+
+
+def test_processes_are_started_where_they_save_time(monkeypatch):
+    """Breaks when a short run, a large model, a GPU, one thread or torchrun gets them, or a wrong number no error."""
+    small, large = (nn.Linear(side, side, device="meta") for side in (100, 6000))
+
+    def number(*flags, wanted=None, threads=8, model=small) -> int:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        return processes.choose_processes(wanted, parse([*flags, "--device", "cpu"])[0], model)
+
+    assert [number(threads=threads) for threads in (1, 2, 3, 64)] == [1, 2, 3, 4]
+    assert number("--data", "jsonl:x") == 4 and number("--batch-size", "16") == 2 == number("--samples", "1", wanted=2)
+    short = number("--samples", "2000"), number("--steps", "50"), number("--batch-size", "15")
+    assert (*short, number("--shard"), number(model=large), number(wanted=1)) == (1,) * 6
+    for flags, wanted, problem in ((["--shard"], 2, "share a CPU"), (["--batch-size", "3"], 4, "has only 3 rows")):
+        with pytest.raises(UserError, match=f"^--processes {wanted}: .*{problem}"):
+            number(*flags, wanted=wanted)
+    with pytest.raises(UserError, match="^--processes 0: expected 1 or more"):
+        parse(["--processes", "0"])
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "choose_device", lambda name: torch.device("cuda"))
+        assert number() == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert number() == 1
+    with pytest.raises(UserError, match="torchrun"):
+        number(wanted=2)
+
+
+ENDS = """#!{python}
+import os, sys
+if {early}:
+    sys.exit("error: no room")
+import torch.distributed as dist
+rank, size, _, port = map(int, os.environ["DMT_PROCESS"].split())
+store = dist.TCPStore("127.0.0.1", port, is_master=False)
+store.set(str(rank), "ready")
+dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize(
+    ("early", "problem"), [(True, r"ended with code 1 \(error: no room\)"), (False, "was killed by signal 9 ")]
+)
+def test_a_process_that_ends_ends_the_run(early, problem, tmp_path, monkeypatch):
+    """Breaks when the first process waits for one that could not start, or was killed in a step."""
+    script = tmp_path / "python"
+    script.write_text(ENDS.format(python=processes.sys.executable, early=early))
+    script.chmod(0o755)
+    monkeypatch.setattr(processes.sys, "executable", str(script))
+    with pytest.raises(UserError, match=f"^process 2 {problem}"), processes.several(2, "cpu", []) as meet:
+        meet().totals(1.0)
+    assert not dist.is_initialized()
+
+
+def test_a_process_ends_with_the_first(tmp_path, monkeypatch):
+    """Breaks when a process stays behind after the first one was killed."""
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\ncat\necho ended > ended\n")
+    script.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(processes.sys, "executable", str(script))
+    other = processes.Other(1, "1 2 1 0", [], 1)
+    assert other.process.poll() is None
+    other.process.stdin.close()  # as the system does for a killed one
+    assert other.process.wait(30) == 0 and Path("ended").exists()
+    child = processes.os.fork()
+    if not child:
+        processes.sys.stdin = script.open()
+        processes._end_with_first()
+    assert processes.os.waitstatus_to_exitcode(processes.os.waitpid(child, 0)[1]) == 1
+
+
+def test_gradients_are_averaged_where_any_process_has_one(monkeypatch):
+    """Breaks when a parameter that only other processes use is not trained, or one that nobody uses is decayed."""
+    parameters = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))]
+    parameters[0].grad = torch.full((2, 3), 3.0)
+    of_other = torch.tensor([1.0, 1, 0, *[5.0] * 6, 4, 8, 0])
+    monkeypatch.setattr(dist, "all_reduce", lambda flat: flat.add_(of_other))
+    average_gradients(parameters, World(0, 2, torch.device("cpu"), splits_rows=True))
+    assert torch.equal(parameters[0].grad, torch.full((2, 3), 4.0)) and parameters[1].grad.tolist() == [2, 4]
+    assert parameters[2].grad is None
+
+
+def test_all_processes_end_at_a_loss_that_is_not_finite():
+    """Breaks when only the process that meets it ends, and the others wait, or report no record."""
+
+    def problem(world: World) -> str:
+        losses = [1.0, [1.0, float("nan")][world.rank]]
+        micros = [type("Micro", (), {"names": (f"{name}{world.rank}",)}) for name in "ab"]
+        with pytest.raises(Diverged) as raised:
+            check_finite(float("nan"), losses, 7, micros, world)
+        return str(raised.value)
+
+    assert as_two(problem) == ["step 7: the loss is nan on b1: lower --lr, or look at these records"] * 2

@@ -264,8 +264,9 @@ class Order:
     """Which micro-batches a process reads at every step: a pure function of the seed, so a run can start anywhere.
 
     A step takes `accumulate` micro-batches on each of `world_size` processes; an epoch's last step takes what is left.
-    `total` is the number of steps. records: a list, planned as a whole, or a source with its own `plan` of
-    `samples` an epoch, as in `train/data/shards.py`. Raises UserError if there are too few records for one step.
+    Of each micro-batch it takes the rows of one `part` of so many `parts`. `total` is the number of steps. records: a
+    list, planned as a whole, or a source with its own `plan` of `samples` an epoch, as in `train/data/shards.py`.
+    Raises UserError if there are too few records for one step.
     """
 
     def __init__(
@@ -281,9 +282,11 @@ class Order:
         per_picture: int = 1,
         rank: int = 0,
         world_size: int = 1,
+        part: int = 0,
+        parts: int = 1,
         cache: FeatureCache | None = None,
     ):
-        self.records, self.processor, self.cache = records, processor, cache
+        self.records, self.processor, self.cache, self.part, self.parts = records, processor, cache, part, parts
         self.accumulate, self.rank, self.world_size, self.seed = accumulate, rank, world_size, seed
         samples, picture_tokens = len(records), processor.config.num_image_tokens
         if hasattr(records, "plan"):
@@ -316,9 +319,14 @@ class Order:
         while step < self.total:
             epoch, done = divmod(step, self.steps_per_epoch)
             plan = self.plan(epoch=epoch, first=done * self.accumulate * self.world_size)
-            own = islice(plan, self.rank, None, self.world_size)
+            own = map(self._share, islice(plan, self.rank, None, self.world_size))
             batches = load_batches(self.records, own, self.processor, workers, pin, f"{self.seed}/{epoch}", self.cache)
             batches = chain(batches, [without_rows()] if 0 < over <= self.rank else [])
             for _ in range(min(self.steps_per_epoch - done, self.total - step)):
                 yield list(islice(batches, self.accumulate))
                 step += 1
+
+    def _share(self, numbers: Sequence[int]) -> Sequence[int]:
+        """This process's part of a micro-batch. Rows of one picture stand together in it, and mostly stay so."""
+        first, last = (len(numbers) * part // self.parts for part in (self.part, self.part + 1))
+        return numbers[first:last]

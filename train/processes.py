@@ -1,0 +1,150 @@
+"""Several processes on one CPU: the command starts copies of itself, and all split the rows of each micro-batch.
+
+A small model's operations are too small for threads to divide. In: the command line of this process. Out: a `World`
+that splits rows. The run is the same for any number of processes, up to the order of its sums and the masks of dropout.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from model.common import UserError, shown
+from model.device import choose_device
+from train.distributed import World, join_world, leave_world
+from train.settings import Settings, step_layout
+
+MOST = 4  # processes by default
+SMALL = 100e6  # bytes of weights: the operations of a larger model are large enough for threads
+LEAST_ROWS = 8  # of a micro-batch on each process: 8 rows of the embedded base take 2.7 times as long as one
+LONG = 3000  # rows of a run: a process takes about five seconds to start
+PLACE = "DMT_PROCESS"  # in the environment of a started process: its rank, their number, threads, the first one's port
+
+
+def choose_processes(wanted: int | None, settings: Settings, model: nn.Module) -> int:
+    """The number of processes that split the rows of a run of `model`; None: as many as save time. 1 of `torchrun`.
+
+    Raises UserError for a number that cannot be had.
+    """
+    is_alone = not {PLACE, "WORLD_SIZE"} & os.environ.keys() and not dist.is_initialized()
+    if wanted == 1 or not is_alone and wanted is None or PLACE in os.environ:
+        return 1
+    if not is_alone or settings.shard or choose_device(settings.device).type != "cpu":
+        if wanted is not None:
+            raise UserError(f"--processes {wanted}: they share a CPU; several GPUs and --shard take torchrun alone")
+        return 1
+    rows, micro_batches = step_layout(settings, 1)
+    if wanted is not None:
+        if wanted > rows:
+            raise UserError(f"--processes {wanted}: a micro-batch has only {rows} rows for them, see --batch-size")
+        return wanted
+    trained = settings.steps * rows * micro_batches if settings.steps else settings.epochs * settings.samples
+    is_long = trained >= LONG or not (settings.steps or settings.is_embedded)  # how much data there is is not known yet
+    if not is_long or sum(parameter.nbytes for parameter in model.parameters()) > SMALL:
+        return 1
+    return max(1, min(MOST, torch.get_num_threads(), rows // LEAST_ROWS))
+
+
+@contextlib.contextmanager
+def several(processes: int, device: str, arguments: Sequence[str] | None) -> Iterator[Callable[[], World]]:
+    """Start the other processes; the block gets a function that waits for them and gives the `World` of this one.
+
+    arguments: of the command, None: those of this program. Nothing of the others is printed, and they end with the
+    block, or with this process. With 1 process it is a started one, of `torchrun`, or alone. Raises UserError if
+    another process ends early.
+    """
+    place, threads, others = os.environ.get(PLACE), torch.get_num_threads(), []
+    try:
+        if place is not None:
+            yield lambda: _meet_first(*map(int, place.split()))
+        elif processes == 1:
+            yield lambda: join_world(device)
+        else:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            share = max(1, threads // processes)
+            torch.set_num_threads(share)
+            words = sys.argv[1:] if arguments is None else arguments
+            for rank in range(1, processes):
+                others.append(Other(rank, f"{rank} {processes} {share} {store.port}", words, share))
+            yield lambda: _meet_others(store, others)
+    except RuntimeError:  # of gloo: a process that ends closes its connections
+        time.sleep(1 if others else 0)
+        for other in others:
+            other.check()
+        raise
+    finally:
+        leave_world()
+        for other in others:
+            other.end()
+        torch.set_num_threads(threads)
+
+
+class Other:
+    """A process that runs this command too. It ends when its stdin is closed: also when this process is killed."""
+
+    def __init__(self, rank: int, place: str, arguments: Sequence[str], threads: int):
+        self.rank, self.errors = rank, tempfile.TemporaryFile()  # noqa: SIM115 (`end` closes it)
+        paths = [str(Path(__file__).resolve().parents[1]), *filter(None, sys.path)]
+        environment = {PLACE: place, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "train.finetune", *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self.errors,
+            env=os.environ | environment,
+            start_new_session=True,  # Ctrl-C is for the first process, which tells the others at the end of a step
+        )
+
+    def check(self) -> None:
+        """Raise UserError if it has ended."""
+        if (code := self.process.poll()) is not None:
+            self.errors.seek(0)
+            lines = self.errors.read().decode(errors="replace").split("\n")
+            last = next((line for line in reversed(lines) if line.strip()), "it printed no error")
+            ended = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            raise UserError(
+                f"process {self.rank + 1} {ended} ({shown(last)}): start the command again, or --resume its run; with "
+                "--processes 1 there is no other process"
+            )
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.errors.close()
+
+
+def _meet_others(store: dist.TCPStore, others: Sequence[Other]) -> World:
+    """Wait until all others are ready. Raises UserError if one ends before."""
+    while not store.check([str(other.rank) for other in others]):
+        for other in others:
+            other.check()
+        time.sleep(0.02)
+    return _world(store, 0, len(others) + 1)
+
+
+def _meet_first(rank: int, size: int, threads: int, port: int) -> World:
+    """Join the process that has started this one."""
+    threading.Thread(target=_end_with_first, daemon=True).start()
+    torch.set_num_threads(threads)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store.set(str(rank), "ready")
+    return _world(store, rank, size)
+
+
+def _end_with_first() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _world(store: dist.TCPStore, rank: int, size: int) -> World:
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    return World(rank, size, torch.device("cpu"), splits_rows=True)
