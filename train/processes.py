@@ -6,6 +6,7 @@ that splits rows. The run is the same for any number of processes, up to the ord
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,8 @@ MOST = 4  # processes by default
 SMALL = 100e6  # bytes of weights: the operations of a larger model are large enough for threads
 LEAST_ROWS = 8  # of a micro-batch on each process: 8 rows of the embedded base take 2.7 times as long as one
 LONG = 3000  # rows of a run: a process takes about five seconds to start
-PLACE = "DMT_PROCESS"  # in the environment of a started process: its rank, their number, threads, the first one's port
+PLACE = "DMT_PROCESS"  # in the environment of a started process: its rank, their number, threads, and where they meet
+INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def choose_processes(wanted: int | None, settings: Settings, model: nn.Module) -> int:
@@ -62,20 +64,20 @@ def several(processes: int, device: str, arguments: Sequence[str] | None) -> Ite
     block, or with this process. With 1 process it is a started one, of `torchrun`, or alone. Raises UserError if
     another process ends early.
     """
-    place, threads, others = os.environ.get(PLACE), torch.get_num_threads(), []
+    place, threads, others, stack = os.environ.get(PLACE), torch.get_num_threads(), [], contextlib.ExitStack()
     try:
         if place is not None:
-            yield lambda: _meet_first(*map(int, place.split()))
+            yield lambda: _meet_first(*place.split(" ", 3))
         elif processes == 1:
             yield lambda: join_world(device)
         else:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            file = str(Path(stack.enter_context(tempfile.TemporaryDirectory()), "store"))
             share = max(1, threads // processes)
             torch.set_num_threads(share)
             words = sys.argv[1:] if arguments is None else arguments
             for rank in range(1, processes):
-                others.append(Other(rank, f"{rank} {processes} {share} {store.port}", words, share))
-            yield lambda: _meet_others(store, others)
+                others.append(Other(rank, f"{rank} {processes} {share} {file}", words, share))
+            yield lambda: _meet_others(file, others)
     except RuntimeError:  # of gloo: a process that ends closes its connections
         time.sleep(1 if others else 0)
         for other in others:
@@ -86,6 +88,7 @@ def several(processes: int, device: str, arguments: Sequence[str] | None) -> Ite
         for other in others:
             other.end()
         torch.set_num_threads(threads)
+        stack.close()
 
 
 class Other:
@@ -122,8 +125,9 @@ class Other:
         self.errors.close()
 
 
-def _meet_others(store: dist.TCPStore, others: Sequence[Other]) -> World:
+def _meet_others(file: str, others: Sequence[Other]) -> World:
     """Wait until all others are ready. Raises UserError if one ends before."""
+    store = dist.FileStore(file, len(others) + 1)
     while not store.check([str(other.rank) for other in others]):
         for other in others:
             other.check()
@@ -131,20 +135,29 @@ def _meet_others(store: dist.TCPStore, others: Sequence[Other]) -> World:
     return _world(store, 0, len(others) + 1)
 
 
-def _meet_first(rank: int, size: int, threads: int, port: int) -> World:
+def _meet_first(rank: str, size: str, threads: str, file: str) -> World:
     """Join the process that has started this one."""
     threading.Thread(target=_end_with_first, daemon=True).start()
-    torch.set_num_threads(threads)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    store.set(str(rank), "ready")
-    return _world(store, rank, size)
+    torch.set_num_threads(int(threads))
+    store = dist.FileStore(file, int(size))
+    store.set(rank, "ready")
+    return _world(store, int(rank), int(size))
 
 
 def _end_with_first() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 1):
+        pass
     os._exit(1)
 
 
-def _world(store: dist.TCPStore, rank: int, size: int) -> World:
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+def _world(store: dist.Store, rank: int, size: int) -> World:
+    """Connect with the others, by the loopback alone: nothing listens to the network."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    adds = loopback is not None and INTERFACE not in os.environ
+    try:
+        os.environ |= {INTERFACE: loopback} if adds else {}
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    finally:
+        if adds:
+            del os.environ[INTERFACE]
     return World(rank, size, torch.device("cpu"), splits_rows=True)

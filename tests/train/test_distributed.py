@@ -1,7 +1,9 @@
 """Several processes: their checkpoints resume in any number, and together they answer what one would."""
 
 import json
+import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, Thread
@@ -328,10 +330,10 @@ import os, sys
 if {early}:
     sys.exit("error: no room")
 import torch.distributed as dist
-rank, size, _, port = map(int, os.environ["DMT_PROCESS"].split())
-store = dist.TCPStore("127.0.0.1", port, is_master=False)
-store.set(str(rank), "ready")
-dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+rank, size, _, file = os.environ["DMT_PROCESS"].split()
+store = dist.FileStore(file, int(size))
+store.set(rank, "ready")
+dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(size))
 os.kill(os.getpid(), 9)
 """
 
@@ -342,9 +344,9 @@ os.kill(os.getpid(), 9)
 def test_a_process_that_ends_ends_the_run(early, problem, tmp_path, monkeypatch):
     """Breaks when the first process waits for one that could not start, or was killed in a step."""
     script = tmp_path / "python"
-    script.write_text(ENDS.format(python=processes.sys.executable, early=early))
+    script.write_text(ENDS.format(python=sys.executable, early=early))
     script.chmod(0o755)
-    monkeypatch.setattr(processes.sys, "executable", str(script))
+    monkeypatch.setattr(sys, "executable", str(script))
     with pytest.raises(UserError, match=f"^process 2 {problem}"), processes.several(2, "cpu", []) as meet:
         meet().totals(1.0)
     assert not dist.is_initialized()
@@ -356,16 +358,16 @@ def test_a_process_ends_with_the_first(tmp_path, monkeypatch):
     script.write_text("#!/bin/sh\ncat\necho ended > ended\n")
     script.chmod(0o755)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(processes.sys, "executable", str(script))
+    monkeypatch.setattr(sys, "executable", str(script))
     other = processes.Other(1, "1 2 1 0", [], 1)
     assert other.process.poll() is None
     other.process.stdin.close()  # as the system does for a killed one
     assert other.process.wait(30) == 0 and Path("ended").exists()
-    child = processes.os.fork()
+    child = os.fork()
     if not child:
-        processes.sys.stdin = script.open()
+        os.dup2(os.open(script, os.O_RDONLY), 0)
         processes._end_with_first()
-    assert processes.os.waitstatus_to_exitcode(processes.os.waitpid(child, 0)[1]) == 1
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 def test_gradients_are_averaged_where_any_process_has_one(monkeypatch):
