@@ -1,9 +1,11 @@
-"""What a run was made from: fingerprints of its base and data, and its settings, compared when it is resumed.
+"""What a run was made from: fingerprints of its base and data, and its settings, compared when it is resumed; and the
+commit, processor and PyTorch that a published result was made with.
 
 In: settings, the opened model, and the records. Out: a JSON object that every checkpoint stores in its progress.
 """
 
 import hashlib
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,7 +16,7 @@ import torch
 
 from eval.records import Record
 from model.common import UserError, open_regular, quoted, shown
-from model.device import autocast_of, numerics
+from model.device import autocast_of, numerics, processor_name
 from train.checkpoint import checkpoints, read_state
 from train.data.shards import Shards
 from train.data.sources import Mixture
@@ -120,3 +122,21 @@ def differences(before: dict, now: dict) -> list[str]:
 def _plain(value):
     """A value as JSON gives it back; a text as a list of it: some flags could not be repeated when it was written."""
     return list(value) if isinstance(value, tuple) else [value] if isinstance(value, str) else value
+
+
+def commit_of_code() -> str:
+    """The commit of this repository, with "+" if files differ from it."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=10", "HEAD") + "+" * bool(git("status", "--porcelain", "-uno"))
+    except (OSError, subprocess.SubprocessError):
+        return "no commit"
+
+
+def provenance() -> dict[str, str]:
+    """The commit, the processor and the version of PyTorch that a result was made with."""
+    return {"commit": commit_of_code(), "processor": processor_name(), "torch": torch.__version__}

@@ -240,7 +240,7 @@ def test_the_command(tmp_path, setup, capsys):
     assert same["20 tokens, batch 4"] == "80 of 80 tokens as transformers"
     note = next(sides["int8"]["note"] for (section, _), sides in rows.items() if section == "quantize")
     assert "MiB" in note and "nats a token" in note
-    assert {"machine", "versions", "date", "command", "geometry", "device"} <= set(result)
+    assert {"machine", "versions", "date", "commit", "command", "geometry", "device"} <= set(result)
     assert "transformers" in result["versions"]
     text = (tmp_path / "benchmark.md").read_text()
     assert result["command"] in text and "--out" not in text and "### Prefill" in text
@@ -299,6 +299,7 @@ def test_collected_reports_say_what_is_missing(tmp_path):
         "machine": "M",
         "versions": "V",
         "date": "D",
+        "commit": "C",
         "command": "C",
     }
     for name, device in (("a", "cpu"), ("b", "cuda")):

@@ -27,6 +27,7 @@ from train.benchmark.sections import SECTIONS, too_large
 from train.benchmark.setup import Options, open_setup, use_threads
 from train.benchmark.timing import OURS, Measurement, machine, table, today, versions
 from train.flags import flag, read_flags
+from train.origin import commit_of_code
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def report(measurements: Sequence[Measurement], about: dict) -> str:
     parts = [
         f"## {name}: {about['geometry']}, {about['dtype']}, {about['device']}",
         "",
-        f"{about['machine']}; {about['versions']}; {about['date']}",
+        f"{about['machine']}; {about['versions']}; {about['date']}; commit {about['commit']}",
         "",
         f"`{about['command']}`",
     ]
@@ -131,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "machine": machine(setup.device),
         "versions": versions(),
         "date": today(),
+        "commit": commit_of_code(),
         # without --out, which says nothing about what was measured
         "command": re.sub(r" --out[= ]\S+", "", " ".join(["python -m train.benchmark", *argv])),
     }

@@ -39,9 +39,8 @@ from model.common import write_text
 from model.config import PaliGemmaConfig
 from train.flags import flag, read_flags
 from train.optim import count, trainable
-from train.origin import FREE
+from train.origin import FREE, provenance
 from train.signals import Interrupted, catch_signals, same_command_goes_on
-from train.studies.rules import provenance
 from weights.checkpoint import empty_model
 
 OUT_HELP = "folder of results and cells; what it holds is not done again"

@@ -6,20 +6,14 @@
 3. `enough`: at least five seeds, then more until the 95 % interval of the main difference is within ±3 points, or ten.
 4. `judge`: better, worse, equivalent within ±3 points, or undecided; p-values are Holm's over a table.
 5. `check`: what was predicted beside what was found.
-6. `provenance`: commit, processor and PyTorch that a result was made with.
 
 What a control and a positive control are, is the study's own; `train/studies/attention.py` has both.
 """
 
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import torch
-
 from eval.statistics import Estimate, holm
-from model.device import processor_name
 
 MARGIN = 3.0  # the smallest difference of interest, in points
 INSIDE = (0.15, 0.95)
@@ -122,17 +116,3 @@ def check(predictions: Sequence[Prediction], verdicts: Mapping[str, Mapping[str,
             outcome = "open" if is_open else "confirmed" if found == one.verdict else "refuted"
             checked.append({**one._asdict(), "found": found, "outcome": outcome})
     return checked
-
-
-def provenance() -> dict[str, str]:
-    """The commit of this repository, with "+" if files differ from it, the processor, and the version of PyTorch."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
-    try:
-        commit = git("rev-parse", "--short=10", "HEAD") + "+" * bool(git("status", "--porcelain", "-uno"))
-    except (OSError, subprocess.SubprocessError):
-        commit = "no commit"
-    return {"commit": commit, "processor": processor_name(), "torch": torch.__version__}
