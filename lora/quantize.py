@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from model import cpu
+from model import cpu, device
 from model.common import UserError, quoted
 from model.gemma import Gemma
 from model.graft import Adaptable
@@ -120,7 +120,7 @@ class _Product(torch.autograd.Function):
         ctx.unpack, ctx.shape = unpack, shape
         dtype = torch.float32 if cpu.fp32_is_faster(x) else x.dtype
         rows = partial(unpack, stored, shape, dtype)
-        if x.device.type != "cpu" or torch.compiler.is_compiling():
+        if x.device.type != "cpu" or device.shapes_only or torch.compiler.is_compiling():
             return linear(x, rows(0, shape[0]))
         return by_blocks(x.to(dtype), shape, rows, x.dtype)
 

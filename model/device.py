@@ -7,6 +7,7 @@ import contextlib
 import platform
 import re
 import subprocess
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -15,6 +16,20 @@ from model import cpu
 from model.common import UserError, shown
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+shapes_only = False
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Within it, tensors have shapes and no values, as `train/cost.py` makes them, and seem to be on a CPU: scans and
+    weights in few bits are computed as on a GPU."""
+    global shapes_only
+    before, shapes_only = shapes_only, True
+    try:
+        yield
+    finally:
+        shapes_only = before
 
 
 _IS_THERE = {

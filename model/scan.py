@@ -6,13 +6,12 @@ Letters beyond those of `model/config.py`: L steps, E channels of the mixer, N s
 block, whose states are in memory at the same time.
 """
 
-import contextlib
 import importlib.util
-from collections.abc import Iterator
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from model import device
 from model.common import UserError
 
 # Steps of a block on a CPU. The backward pass keeps only the state before each block and computes the block again:
@@ -25,7 +24,6 @@ CACHE_SIZE = 1 << 19
 GPU_SIZE = 1 << 26
 
 _kernel_is_on = False
-_shapes_only = False
 
 
 def selective_scan(
@@ -53,7 +51,7 @@ def selective_scan(
     if _kernel_is_on and state is None and x.is_cuda and not zero_order_hold:
         return _kernel_scan(x.float(), delta.float(), A.float(), B.float(), C.float())
     if chunk is None:
-        is_cpu = x.device.type == "cpu" and not _shapes_only
+        is_cpu = x.device.type == "cpu" and not device.shapes_only
         chunk = 0 if is_cpu else parallel_steps(batch, size, channels)
     dtype = torch.float32
     for tensor in (x, delta, A, B, C):
@@ -77,17 +75,6 @@ def selective_scan(
 def parallel_steps(batch: int, size: int, channels: int) -> int:
     """The steps whose states a GPU holds at the same time."""
     return max(1, GPU_SIZE // (batch * size * channels))
-
-
-@contextlib.contextmanager
-def scan_shapes_only() -> Iterator[None]:
-    """Within it, tensors have shapes and no values: they are scanned as on a GPU, but for what takes no memory."""
-    global _shapes_only
-    before, _shapes_only = _shapes_only, True
-    try:
-        yield
-    finally:
-        _shapes_only = before
 
 
 def _check_shapes(x, delta, A, B, C, state) -> tuple[int, int, int, int]:
@@ -261,7 +248,7 @@ def _scan_in_parallel(decay: torch.Tensor, values: torch.Tensor, reverse: bool =
     2m·s − 1 gathers the s positions before it, and its `decay`, which is overwritten, becomes the product of theirs;
     downwards, the positions between take over what ends before them.
     """
-    if _shapes_only:
+    if device.shapes_only:  # which took the memory already
         return
     steps, span = values.shape[1], 1
 

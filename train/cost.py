@@ -2,8 +2,8 @@
 
 In: a model on the meta device and a micro-batch. Out: bytes of weights, gradients, moments and activations, and FLOPs.
 The step itself runs, on tensors that have a shape and no memory, and every storage is counted while it is alive. On a
-CPU this is what the allocator reports, but that Mamba scans as on a GPU. CUDA adds about 1 GiB of its own, and copies
-of the keys and values for all heads where attention has a mask.
+CPU this is what the allocator reports, but that Mamba scans, and weights in few bits are unpacked, as on a GPU. CUDA
+adds about 1 GiB of its own, and copies of the keys and values for all heads where attention has a mask.
 """
 
 import weakref
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from model.scan import scan_shapes_only
+from model.device import without_values
 from train.loop import Micro
 from train.optim import is_inner_matrix, trainable
 from train.supervised import supervised_loss
@@ -137,7 +137,7 @@ def step_costs(
     gradients = sum(parameter.nbytes for parameter in learned.values())
     for checkpointing in (False, True):
         counter = _Counter()
-        with fake, counter, scan_shapes_only():
+        with fake, counter, without_values():
             for tensor in (*model.parameters(), *model.buffers()):
                 counter.known[tensor.untyped_storage()] = 0  # counted above
             for parameter in learned.values():
