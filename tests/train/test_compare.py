@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import tarfile
 from collections import Counter
@@ -120,6 +121,7 @@ def arguments(source, out):
         "--no-grow",
         "--no-timed",
         "--no-positive",
+        "--no-mechanism",
         "--rungs",
         "n2o2,n4o1",
         "--processes",
@@ -166,12 +168,7 @@ def test_the_command_from_end_to_end(done, capsys):
     assert len(rows["dex"]["test"]["n2o2"]["by"]) == 4 and len(rows["dex"]["test"]["n4o1"]["by"]) == 16
     assert {row["test"]["n2o2"]["mean"] for row in rows.values()} != {0.0}
     assert rows["dex"]["test"] != rows["LoRA r18"]["test"]
-    # the baseline; three rows, two rates and two seeds; LoRA and dex before training
-    assert len(list((done / "cells").iterdir())) == 1 + 3 * 4 + 2
-    mechanism = summary["mechanism"]["rows"]
-    assert list(mechanism) == ["fine-tuned", "dex", "LoRA r18"] and mechanism["dex"]["seeds"] == 2
-    assert set(mechanism["dex"]["hypotheses"]) == {"noise", "amplifies", "moves less", "learns less"}
-    assert list(mechanism["dex"]["weights"]) == ["0"] and "### What explains it" in text
+    assert len(list((done / "cells").iterdir())) == 1 + 3 * 4  # the baseline; three rows, two rates and two seeds
     assert "## Table 1: accuracy" in text and "## Table 4: as Table 2" in text and "against LoRA r18" in text
     assert set(rows["dex"]["difference"]) == {"VQA", "n2o2", "n4o1", "dose", "all"}
     assert set(rows["dex"]["test"]["dose"]["by"]) == set(map(str, attention_data.DOSES))
@@ -187,6 +184,24 @@ def test_what_is_there_is_not_done_again(done, source, trainings):
     before, text = results(done), (done / "comparison.md").read_text()
     compare.main(arguments(source, done))
     assert not trainings and results(done) == before and (done / "comparison.md").read_text() == text
+
+
+@pytest.mark.long
+def test_a_finished_comparison_gains_its_mechanism(done, source, tmp_path, trainings):
+    """Breaks when a row or seed has none, when it trains anew, changes another number, or is measured twice."""
+    shutil.copytree(done, tmp_path / "study")
+    flags = [flag for flag in arguments(source, tmp_path / "study") if flag != "--no-mechanism"]
+    compare.main(flags)
+    found = results(tmp_path / "study")
+    assert not trainings and found | {"mechanism": None} == results(done)
+    rows = found["mechanism"]["rows"]
+    assert list(rows) == ["fine-tuned", "dex", "LoRA r18"] and rows["dex"]["seeds"] == 2
+    assert set(rows["dex"]["hypotheses"]) == {"noise", "amplifies", "moves less", "learns less"}
+    assert list(rows["dex"]["weights"]) == ["0"] and rows["dex"]["before"] != rows["fine-tuned"]["before"]
+    text = (tmp_path / "study" / "comparison.md").read_text()
+    assert len(tables_of(text)) == len(tables_of((done / "comparison.md").read_text())) + 6
+    compare.main(flags)
+    assert (tmp_path / "study" / "comparison.md").read_text() == text
 
 
 @pytest.mark.long

@@ -203,18 +203,43 @@ def weigh(row: Measured, control: Measured | None) -> dict[str, Estimate]:
 # Markdown
 
 
-def spell(one: Mapping[str, float] | None, digits: int = 1, factor: float = 1) -> str:
+def spell(one: Mapping[str, float] | float | None, digits: int = 1, factor: float = 1) -> str:
     """`12.3 ± 0.4`: an interval of Student's t is symmetric."""
     if one is None:
         return ""
-    mean, half = (f"{factor * value:.{digits}f}" for value in (one["mean"], one["high"] - one["mean"]))
-    return f"{mean} ± {half}"
+    parts = (one,) if isinstance(one, float) else (one["mean"], one["high"] - one["mean"])
+    return " ± ".join(f"{factor * part:.{digits}f}" for part in parts)
 
 
 def change(row: Mapping, name: str) -> str:
     """A measure before → after training."""
-    start = "" if name not in row["before"][0] else f"{mean_of({'layers': row['before']}, name):.2f} → "
-    return f"{start}{spell(row['after'][name], 2)}" if name in row["after"] else ""
+    if name not in row["after"]:
+        return ""
+    return f"{mean_of({'layers': row['before']}, name):.2f} → {spell(row['after'][name], 2)}"
+
+
+def judged(row: Mapping, name: str) -> str:
+    """The number of a hypothesis, and whether it holds."""
+    one = row["hypotheses"].get(name)
+    return f"{spell(one, 2)} {one['verdict']}" if one else ""
+
+
+def weights_of(row: Mapping) -> dict[str, str]:
+    """By layer, and by step where it was logged."""
+    layers = enumerate(zip(row["before"], row["by_layer"], strict=True), 1)
+    found = {f"layer {number}": f"{a['weight']:.2f} → {b['weight']:.2f}" for number, (a, b) in layers}
+    return found | {"by step": ", ".join(f"{step}: {value:.2f}" for step, value in row["weights"].items())}
+
+
+def looks_of(rows: Mapping[str, Mapping]) -> dict[str, dict]:
+    """The shares of LOOKS before training, and of each row's effective map, and A₁ and A₂ of two."""
+    before = next((row["before"] for row in rows.values() if "A1 name on needle" not in row["before"][0]), None)
+    found: dict[str, dict] = {"before": {name: mean_of({"layers": before}, name) for name in LOOKS}} if before else {}
+    for name, row in rows.items():
+        for which in ("", "A1 ", "A2 "):
+            if f"{which}name on needle" in row["after"]:
+                found[f"{name}, {which}".strip(", ")] = {key: row["after"].get(which + key) for key in LOOKS}
+    return found
 
 
 def to_markdown(summary: Mapping | None) -> list:
@@ -222,58 +247,34 @@ def to_markdown(summary: Mapping | None) -> list:
     if not summary or not summary["rows"]:
         return []
     rows: Mapping[str, Mapping] = summary["rows"]
-    plain = next((row["before"] for row in rows.values() if "A1 name on needle" not in row["before"][0]), None)
-    looks = [["before", *(f"{100 * mean_of({'layers': plain}, name):.1f}" for name in LOOKS)]] if plain else []
-    for name, row in rows.items():
-        for of_map in [of_map for of_map in ("", "A1 ", "A2 ") if f"{of_map}name on needle" in row["after"]]:
-            title = f"{name}, {of_map.strip()}" if of_map else name
-            looks.append([title, *(spell(row["after"].get(of_map + key), factor=100) for key in LOOKS)])
-    two = {name: row for name, row in rows.items() if "weight" in row["after"]}
-    weights = [
-        [
-            name,
-            *(f"{a['weight']:.2f} → {b['weight']:.2f}" for a, b in zip(row["before"], row["by_layer"], strict=True)),
-            ", ".join(f"{step}: {value:.2f}" for step, value in row["weights"].items()),
-        ]
-        for name, row in two.items()
-    ]
-    judged = [
-        [
-            name,
-            *(
-                f"{spell(said, 2)} {said['verdict']}" if (said := row["hypotheses"].get(key)) else ""
-                for key in HYPOTHESES
-            ),
-        ]
-        for name, row in rows.items()
-        if row["hypotheses"]
-    ]
-    layers = [f"layer {number}" for number in range(1, 1 + len(next(iter(rows.values()))["before"]))]
-    tables = [
-        ("Where the effective map, and each of two maps, looks, %", ["row", *LOOKS], looks),
+    weights = {name: weights_of(row) for name, row in rows.items() if "weight" in row["after"]}
+    tables = (  # title, columns, rows, and what is in a cell
         (
-            "Maps and heads, before → after",
-            ["row", *FORMS],
-            [[n, *(change(r, key) for key in FORMS)] for n, r in rows.items()],
+            "Where the effective map, and each of two, looks, %",
+            LOOKS,
+            looks_of(rows),
+            lambda r, c: spell(r[c], factor=100),
         ),
-        ("Updates", ["row", *MOVES], [[n, *(spell(r["after"].get(key), 3) for key in MOVES)] for n, r in rows.items()]),
-        ("Weight of the second map, before → after, and by step", ["row", *layers, "by step"], weights),
+        ("Maps and heads, before → after", FORMS, rows, change),
+        ("Updates", MOVES, rows, lambda row, column: spell(row["after"].get(column), 3)),
+        ("Weight of the second map, before → after", [*next(iter(weights.values()), ())], weights, lambda r, c: r[c]),
         (
             "Needles found with a part of the second map, %",
-            ["row", *LEFT],
-            [
-                [name, *(spell(row["found"].get(left)) for left in LEFT)]
-                for name, row in rows.items()
-                if len(row["found"]) > 1
-            ],
+            LEFT,
+            {name: row for name, row in rows.items() if len(row["found"]) > 1},
+            lambda row, column: spell(row["found"][column]),
         ),
-        ("What explains it", ["row", *HYPOTHESES], judged),
-    ]
-    return [
+        ("What explains it", tuple(HYPOTHESES), {n: row for n, row in rows.items() if row["hypotheses"]}, judged),
+    )
+    blocks: list = [
         "## Mechanism",
         f"Of needles {hardest(summary['kinds'])} in the test split, those found of {', '.join(summary['kinds'])}; "
         "train/studies/attention_maps.py defines all measures. Means over layers, heads, questions and seeds, ± half "
         "of the 95 % interval over seeds. What could explain a difference, each a number above 0 where it holds (Holm "
         f"over the table): {'; '.join(f'{name}: {meaning}' for name, meaning in HYPOTHESES.items())}.",
-        *(block for title, head, body in tables if body for block in (f"### {title}", markdown_table(head, body))),
     ]
+    for title, columns, of_table, cell in tables:
+        if of_table:
+            body = [[name, *(cell(row, column) for column in columns)] for name, row in of_table.items()]
+            blocks += [f"### {title}", markdown_table(["row", *columns], body)]
+    return blocks
