@@ -13,6 +13,9 @@ The rules are those of `train/studies/rules.py`. Of this study's own are:
 - Two controls of each row: plain LoRA of the smallest rank that has at least as many trainable parameters, and the same
   trained on so many more samples that it takes as long. Rows may share them.
 - The positive control, `train/studies/built.py`: a task in which two maps are known to help, and by how much.
+- Needles of the embedded scenes are found by the likelier word of those asked for. In free answers, short runs say one
+  word to "Top or Bottom?" and to "Left or Right?" alike: over 14 runs that found 90 to 99 % by the likelier word, such
+  answers were right in 0 to 97 %, which says what was learned of the wording, not of the picture.
 - PREDICTIONS, written before the study was run.
 - The main difference of a row is the mean over its measures: it decides how many seeds the row gets.
 """
@@ -56,8 +59,11 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[list[FineTuningRow], Att
     if options.quick:
         options = replace(options, **QUICK)
         base = base if "samples" in given else replace(base, samples=QUICK_SAMPLES)
-    if options.processes is None:
-        options = replace(options, processes=engine.default_processes(base.device))
+    options = replace(
+        options,
+        processes=options.processes or engine.default_processes(base.device),
+        protocol=options.protocol or ("constrained" if base.is_embedded else "paper"),
+    )
     return pick_rows(options.rows, given), options, replace(base, tasks=",".join(TASKS), measure_every=25)
 
 

@@ -286,7 +286,7 @@ def conclusions(summary: dict) -> list[str]:
         for test in summary["measures"][1:]
         if test["chance"] is not None and row["test"][test["name"]]["mean"] < test["chance"]
     ]
-    if below:
+    if below and summary["protocol"] == "paper":
         sentences.append(
             f"Below chance: {', '.join(below)}. A model that never saw a question's wording gives other "
             "answers than its words; `--protocol constrained` compares those alone."

@@ -94,9 +94,10 @@ class AttentionOptions(NeedleOptions, QuickOptions, StudyOptions):
         least=1,
         metavar="N",
     )
-    protocol: str = flag(
-        "paper",
-        "of the needle tests: one-word answers, parsed strictly, or the likelier of the words",
+    protocol: str | None = flag(
+        None,
+        "of the needle tests: one-word answers, parsed strictly, or the likelier of the words (default: constrained on "
+        "the embedded scenes, else paper)",
         choices=PROTOCOLS[:2],
     )
     processes: int | None = flag(
