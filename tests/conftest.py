@@ -1,5 +1,6 @@
 """What many tests share. Session fixtures are read-only: a test that changes one makes a copy."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,12 @@ from eval.text.corpus import Corpus, open_corpus
 from eval.text.tasks import WORDS
 from model.processor import Processor
 from tests.files import write_prose
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: no collection of garbage looks at it; a command and a benchmark do many."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -106,8 +106,8 @@ def join_world(device: str = "auto") -> World:
 
 def leave_world() -> None:
     """Leave the processes that `join_world` joined."""
-    gc.collect()  # a process group kept alive by a reference cycle would be destroyed too late, and abort
     if dist.is_initialized():
+        gc.collect()  # a process group kept alive by a reference cycle would be destroyed too late, and abort
         dist.destroy_process_group()
 
 

@@ -23,7 +23,7 @@ from model.common import UserError
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from tests.files import write_vqav2
-from tests.runs import metrics, torchrun
+from tests.runs import in_processes, metrics
 from train import finetune, processes
 from train.checkpoint import load_checkpoint
 from train.distributed import World, ask_together, average_gradients, divide, join_world
@@ -39,7 +39,7 @@ def spread_run(tmp_path_factory):
     """A run of two processes that spread all weights. Its 21 micro-batches make 4 steps of 6, the last one short."""
     folder = tmp_path_factory.mktemp("spread")
     write_vqav2(folder / "vqav2")
-    torchrun(
+    in_processes(
         2,
         "--base",
         "tiny",
@@ -82,7 +82,7 @@ def test_another_number_of_processes_goes_on(number, spread_run, tmp_path):
     if number == 1:
         finetune.main(["--resume", str(cut)])
     else:
-        torchrun(number, "--resume", cut)
+        in_processes(number, "--resume", cut)
     resumed = metrics(cut)
     assert resumed[:2] == whole[:2] and len(resumed) == 4
     for one, other in zip(whole[2:], resumed[2:], strict=True):

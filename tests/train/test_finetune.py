@@ -19,7 +19,7 @@ from lora import adapter
 from model.common import UserError
 from model.differential import KINDS
 from tests.files import write_vqav2
-from tests.runs import QUICK, WORLD, metrics, run, torchrun
+from tests.runs import QUICK, WORLD, in_processes, metrics, run, start, torchrun
 from train import align, finetune, loop, supervised
 from train import metrics as log_of_a_run
 from train.data.batches import collate
@@ -224,28 +224,16 @@ def test_the_speed_of_a_step_is_its_own(tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_save_and_exit(number, tmp_path):
     """Breaks when Ctrl-C or a cluster's SIGTERM loses the steps since the last checkpoint."""
-    command = [
-        sys.executable,
-        "-m",
-        "train.finetune",
-        *QUICK,
-        "--steps",
-        "100000",
-        "--epochs",
-        "10000",
-        "--checkpoint-every",
-        "100000",
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    child = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    long = "--steps 100000 --epochs 10000 --checkpoint-every 100000".split()
+    child = start([*QUICK, *long, "--out", tmp_path / "run"], tmp_path / "errors")
     file = tmp_path / "run/metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (file.exists() and file.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.1)
-    child.send_signal(number)
-    _, errors = child.communicate(timeout=120)
-    assert child.returncode == 128 + number, errors
+    os.kill(child.pid, number)
+    child.join(120)
+    errors = (tmp_path / "errors").read_text()
+    assert child.exitcode == 128 + number, errors
     assert "--resume" in errors.splitlines()[-1]
     saved = [path.name for path in (tmp_path / "run/checkpoints").iterdir()]
     assert saved == [f"step-{len(metrics(tmp_path / 'run'))}"]
@@ -258,7 +246,10 @@ def test_two_processes_do_the_work_of_one(shard, tmp_path):
     common = ["--steps", "4", "--dropout", "0", "--clip", "0.5", "--seed", "3", "--checkpoint-every", "2"]
     common += ["--step-batch", "4"]  # on one process two micro-batches of two rows, on two processes one each
     alone = run(*common, out=tmp_path / "alone")
-    torchrun(2, *QUICK, *common, "--out", tmp_path / "pair", *(["--shard"] if shard else []))
+    if shard:
+        in_processes(2, *QUICK, *common, "--out", tmp_path / "pair", "--shard")
+    else:
+        torchrun(2, *QUICK, *common, "--out", tmp_path / "pair")
     pair = metrics(tmp_path / "pair")
     assert len(pair) == len(alone) == 4
     for one, two in zip(alone, pair, strict=True):

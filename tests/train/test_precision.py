@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from model.common import UserError
-from tests.runs import torchrun
+from tests.runs import in_processes
 from train import finetune
 from train.checkpoint import checkpoints, read_state
 from train.distributed import World, set_gradient_sync
@@ -97,7 +97,7 @@ def test_a_sharded_model_reads_bf16_and_keeps_fp32(tmp_path):
     ]
     common += ["--batch-size", "2", "--samples", "60", "--steps", "4", "--warmup", "0", "--device", "cpu"]
     finetune.main([*common, "--accumulate", "2", "--out", str(tmp_path / "alone")])
-    torchrun(2, *common, "--shard", "--out", tmp_path / "pair")
+    in_processes(2, *common, "--shard", "--out", tmp_path / "pair")
     start = load_model("tiny").state_dict()
     alone, pair = (load_model(tmp_path / name / "model").state_dict() for name in ("alone", "pair"))
     moved = {name: (alone[name] - start[name]).abs().mean().item() for name in start}

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import subprocess
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -15,18 +15,17 @@ from safetensors.torch import load_file, save_file
 
 from model.common import UserError
 from model.source import BUNDLED_FOLDER
-from tests.runs import WORLD, metrics
+from tests.runs import SERVER, WORLD, metrics, start
 from train import checkpoint, finetune, origin
 from train.distributed import World
 from train.flags import RunArguments
-from train.run_folder import run_folder
+from train.run_folder import lock_folder, run_folder
 from train.settings import Settings
 from weights.export import export_model
 from weights.load import load_model
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["--base", "base", "--data", "jsonl:data.jsonl", "--validation", "0", "--epochs", "2", "--no-evaluate"]
 FLAGS += ["--batch-size", "2", "--checkpoint-every", "2", "--measure-every", "0", "--device", "cpu"]
 
@@ -339,8 +338,11 @@ def state_with(numerics: dict) -> dict:
     return state
 
 
-HOLD = "import sys; from pathlib import Path; from train.run_folder import lock_folder; "
-HOLD += "lock = lock_folder(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+def hold(folder: Path, pipe: Connection) -> None:
+    lock = lock_folder(folder)
+    pipe.send("held")
+    pipe.recv()
+    del lock
 
 
 @pytest.mark.parametrize("what", ["resume", "out"])
@@ -348,19 +350,16 @@ def test_a_folder_in_use_is_refused(what, run):
     """Breaks when two processes write into one run: its metrics would hold lines of both."""
     folder = run if what == "resume" else Path("new")
     folder.mkdir(exist_ok=True)
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder.resolve())],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert holder.stdout.readline() == "held\n"
+    pipe, theirs = SERVER.Pipe()
+    holder = SERVER.Process(target=hold, args=(folder.resolve(), theirs), daemon=True)
+    holder.start()
+    assert pipe.recv() == "held"
     before = state_of(folder)
     with pytest.raises(UserError, match="another process is training in this folder"):
         finetune.main(["--resume", "run"] if what == "resume" else [*FLAGS, "--out", "new"])
     assert state_of(folder) == before
-    holder.communicate("")
+    pipe.send("let go")
+    holder.join()
     finetune.main(["--resume", "run"] if what == "resume" else [*FLAGS, "--steps", "1", "--out", "new"])
 
 
@@ -427,13 +426,15 @@ def test_a_small_disk(kilobytes, run, tmp_path):
     if not mounted or mounted.returncode:
         pytest.skip("no file system can be mounted here")
     try:
-        command = [sys.executable, "-m", "train.finetune", *FLAGS, "--out", str(disk / "run"), "--epochs", "20"]
+        command = [*FLAGS, "--out", str(disk / "run"), "--epochs", "20", "--keep", "50"]
         command[command.index("base")] = str(tmp_path / "base")
         command[command.index("jsonl:data.jsonl")] = f"jsonl:{tmp_path}/data.jsonl"
-        done = subprocess.run([*command, "--keep", "50"], cwd=ROOT, capture_output=True, text=True)
-        last = done.stderr.splitlines()[-1]
-        assert done.returncode == 2 and last.startswith("error: ") and "no space left" in last, done.stderr[-2000:]
-        assert "Traceback" not in done.stderr
+        done = start(command, tmp_path / "errors")
+        done.join(120)
+        errors = (tmp_path / "errors").read_text()
+        last = errors.splitlines()[-1]
+        assert done.exitcode == 2 and last.startswith("error: ") and "no space left" in last, errors[-2000:]
+        assert "Traceback" not in errors
         assert not list(disk.rglob("*.partial"))
         for folder in checkpoint.checkpoints(disk / "run"):
             checkpoint.verify(folder)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import cache
 from importlib import metadata
 from multiprocessing import get_context
 
@@ -142,6 +143,7 @@ def _start_child() -> None:
 # Limits of the device
 
 
+@cache
 def limits_of(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """FLOP/s of matrix products, and bytes a second of a GPU's copies or a CPU's reads: the most that was measured."""
     if device.type == "cpu":
