@@ -231,6 +231,7 @@ def pretrain(
     batch_size: int = 32,
     scale: float = 1.0,
     world: World = ALONE,
+    stages: Sequence[PretrainingStage] = STAGES,
 ) -> None:
     """Train `model` in place through all stages; `scale` shortens them, for tests.
 
@@ -238,7 +239,7 @@ def pretrain(
     """
     model.train()
     optimizers, shared = make_optimizers(model, world), shares(model, world)
-    for number, stage in enumerate(STAGES):
+    for number, stage in enumerate(stages):
         total = max(1, int(stage.samples * scale) // batch_size)
         stage = replace(stage, samples=total * batch_size)
         optimizers[0].param_groups[0]["base_lr"] = stage.muon_lr

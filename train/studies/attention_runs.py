@@ -6,10 +6,12 @@ In: a study (`train/studies/cells.py`), rows and flags. Out: a `RowResult` for e
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
+import torch
 
 from eval.statistics import Estimate, estimate, slope_scores
 from train.settings import Settings
@@ -174,25 +176,36 @@ def add_timed_controls(study: FineTuningStudy, results: list[RowResult]) -> None
                 results.append(result.timed)
 
 
-def step_ratio(study: FineTuningStudy, result: RowResult, rounds: int = 12) -> float:
-    """The CPU time of a row's training step in that of its control's: the median of paired steps, measured once."""
+def paired_ratio(steps: Sequence[tuple[Callable[[], torch.Tensor], torch.optim.Optimizer]], rounds: int = 12) -> float:
+    """The CPU time of the first of two training steps, each a loss and its optimizer, in that of the second: the median
+    of paired steps."""
+    ratios = []
+    for _ in range(rounds):
+        spent = []
+        for loss, optimizer in steps:
+            started = time.process_time()
+            loss().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            spent.append(time.process_time() - started)
+        ratios.append(spent[0] / spent[1])
+    return statistics.median(ratios)
+
+
+def step_ratio(study: FineTuningStudy, result: RowResult) -> float:
+    """The CPU time of a row's training step in that of its control's, measured once."""
     both = [replace(settings, samples=64, lr=1e-3) for settings in (result.settings, result.control.settings)]
     folder = engine.cell_folder(study.out, "step", study.fingerprint, *map(engine.deciding, both))
 
     def work(folder) -> dict:
-        opened, times = [open_model(settings, study.world.device) for settings in both], []
         order = make_order(training_records(both[0], study.base.seed)[0], study.processor, both[0], study.world)
         (micro,) = next(iter(order.steps(0)))
-        for _ in range(rounds):
-            spent = []
-            for model, optimizer in opened:
-                started = time.process_time()
-                supervised_loss(model, ready(micro, model, study.processor, study.world.device)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                spent.append(time.process_time() - started)
-            times.append(spent[0] / spent[1])
-        return {"ratio": statistics.median(times)}
+        steps = []
+        for settings in both:
+            model, optimizer = open_model(settings, study.world.device)
+            own = ready(micro, model, study.processor, study.world.device)
+            steps.append((partial(supervised_loss, model, own), optimizer))
+        return {"ratio": paired_ratio(steps)}
 
     return engine.finish_cell(folder / "step.json", f"{result.row.name}, a step", work)["ratio"]
 

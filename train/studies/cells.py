@@ -226,7 +226,7 @@ class FineTuningRow:
     """One line of the tables: changes of the base settings, and how its model is made.
 
     run: trains or opens the model of a cell in the cell's folder. finished: a run whose adapter is used in place of
-    training. published: the paper's VQAv2 score.
+    training. published: the paper's VQAv2 score. recipe: what a `run` with data of its own learns.
     """
 
     name: str
@@ -234,6 +234,7 @@ class FineTuningRow:
     run: Callable[[Settings, Path, FineTuningStudy], PaliGemma] = fine_tune
     finished: Path | None = None
     published: float | None = None
+    recipe: str = ""
 
     @property
     def is_trained(self) -> bool:
@@ -259,7 +260,7 @@ def cell_file(study: FineTuningStudy, row: FineTuningRow, rate: float, seed: int
     if row.finished:
         made_by = f"adapter {file_digest(row.finished / adapter.TENSOR_FILE)}"
     elif row.is_trained:
-        trained_on = training_mark(settings, study.base.seed)
+        trained_on = row.recipe or training_mark(settings, study.base.seed)
     pixels = {} if settings.is_embedded else {"draft": DRAFT}  # how pictures on disk are decoded
     parts = (VERSION, study.fingerprint, made_by, trained_on, deciding(settings) | pixels)
     examples = [(measure.name, measure.examples) for measure in study.measures[split]]

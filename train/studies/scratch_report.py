@@ -1,0 +1,148 @@
+"""The report of the study of bases pretrained from nothing: comparison.json, comparison.md and the curves.
+
+In: the rows' results and what their training has logged. Out: a summary, Markdown and a picture.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from PIL import Image
+
+from eval import figures
+from eval.report import markdown_table
+from eval.statistics import estimate
+from train.studies import engine, rules
+from train.studies.attention_report import (
+    accuracy_table,
+    add_differences,
+    conclusions,
+    difference_table,
+    dose_table,
+    prediction_table,
+    range_table,
+    summarize_row,
+)
+from train.studies.attention_runs import RowResult
+from train.studies.cells import VERSION, FineTuningStudy
+
+Curves = Mapping[str, Sequence[Mapping[str, Mapping[str, list]]]]  # by row, of each seed, by phase
+CLAIM = (
+    "Published (Ye et al. 2024): less loss at equal size, better retrieval, less attention on noise, in language "
+    "models of billions of parameters. Two million that see pictures neither confirm nor refute that."
+)
+
+
+def summarize(
+    study: FineTuningStudy, results: Sequence[RowResult], curves: Curves, predictions: Sequence[rules.Prediction]
+) -> dict:
+    """comparison.json. Accuracies are in percent."""
+    measures = study.measures["test"]
+    rows = [summarize_row(result, measures) for result in results]
+    add_differences(rows, results, measures)
+    found = {row["name"]: {m: one["verdict"] for m, one in row.get("difference", {}).items()} for row in rows}
+    cells = {cell["file"]: cell["cpu_seconds"] for result in results for cell in result.cells}
+    return {
+        "version": VERSION,
+        "seeds": list(range(max(result.seeds for result in results))),
+        "samples": study.base.samples,
+        "measures": [{"name": m.name, "title": m.title, "chance": m.chance} for m in measures],
+        "examples": {split: {m.name: len(m.examples) for m in of_split} for split, of_split in study.measures.items()},
+        "cpu_seconds": round(sum(cells.values())),
+        "rows": rows,
+        "edges": [one.row.name for one in results if one.is_at_edge],
+        "predictions": rules.check(predictions, found),
+        "curves": summarize_curves(curves),
+    }
+
+
+def summarize_curves(curves: Curves) -> dict[str, dict]:
+    """By phase: the steps, by row the mean loss, and of all but the first row the judged difference to it, in percent
+    of its loss, and λ by layer."""
+    first, found = next(iter(curves)), {}
+    for phase in curves[first][0]:
+        steps = curves[first][0][phase]["step"]
+        losses = {row: np.array([run[phase]["loss"] for run in runs]) for row, runs in curves.items()}
+        of_phase: dict = {"step": steps, "loss": {row: one.mean((0, 2)).tolist() for row, one in losses.items()}}
+        of_phase["lambda"] = {
+            row: np.mean([run[phase]["lambda"] for run in runs], axis=0).tolist() for row, runs in curves.items()
+        }
+        for row in [row for row in curves if row != first]:
+            seeds = min(len(losses[row]), len(losses[first]))
+            gaps = losses[row][:seeds] - losses[first][:seeds]
+            gains = {step: estimate(gaps[:, number]) for number, step in enumerate(steps)}
+            of_phase.setdefault("difference", {})[row] = [engine.verdict(one) for one in gains.values()]
+        found[phase] = of_phase
+    return found
+
+
+def curve_table(curves: Mapping[str, dict], first: str) -> list[str]:
+    """The loss of held-out questions by step, and the difference of each row to the first."""
+    body = []
+    for phase, one in curves.items():
+        for number, step in enumerate(one["step"]):
+            gaps = [engine.spell(of_row[number], 3) for of_row in one["difference"].values()]
+            body.append([phase, f"{step}", f"{one['loss'][first][number]:.3f}", *gaps])
+    rows = next(iter(curves.values()))["difference"]
+    return markdown_table(["phase", "step", first, *(f"{row} − {first}" for row in rows)], body)
+
+
+def lambda_table(curves: Mapping[str, dict]) -> list[str]:
+    """λ by layer over training, its mean over seeds."""
+    body = [
+        [row, phase, f"{step}", *(f"{value:.3f}" for value in values)]
+        for row in next(iter(curves.values()))["lambda"]
+        for phase, one in curves.items()
+        for step, values in zip(one["step"], one["lambda"][row], strict=True)
+        if values
+    ]
+    layers = len(body[0]) - 3 if body else 0
+    return markdown_table(["row", "phase", "step", *(f"layer {n + 1}" for n in range(layers))], body) if body else []
+
+
+def to_markdown(summary: dict) -> str:
+    """comparison.md."""
+    counts = {
+        split: ", ".join(f"{n:,} of {name}" for name, n in of_split.items())
+        for split, of_split in summary["examples"].items()
+    }
+    plain = summary["rows"][0]["name"]
+    blocks = [
+        f"{summary['samples']:,} questions of pretraining and half as many of tuning a run, of random weights; rows of "
+        f"a seed begin with the same weights and learn the same questions in the same order. Rates by the mean of up "
+        f"to {rules.TUNING_SEEDS} seeds on the validation split ({counts['validation']}); below is the test split "
+        f"({counts['test']}). Accuracies in %, with 95 % bootstrap intervals over seeds and pictures; differences in "
+        "points, paired by seed and example, with 95 % intervals of Student's t. Verdicts are corrected for the number "
+        f"of differences in a table (Holm; the last column by itself): better, worse, equivalent (within "
+        f"±{rules.MARGIN:g}, two one-sided tests), undecided; out of range: the control guesses or is perfect.",
+        "## Table 1: accuracy after tuning, at each row's rate",
+        accuracy_table(summary),
+        "## Table 2: minus plain, of as many parameters",
+        difference_table(summary, "difference", "control"),
+    ]
+    for title, table in (
+        ("Table 3: minus plain, trained as long", difference_table(summary, "difference_timed", "timed")),
+        ("Table 4: as Table 2, all rows at one rate", difference_table(summary, "difference_common", "control")),
+        ("4×4 needle by the number of distractors, %; more than 3 were never trained on", dose_table(summary)),
+        ("Loss of held-out questions, nats a token", curve_table(summary["curves"], plain)),
+        ("λ by layer", lambda_table(summary["curves"])),
+        ("Range of the measures", range_table(summary)),
+        ("Predictions", prediction_table(summary["predictions"])),
+    ):
+        blocks += [f"## {title}", table] if table else []
+    blocks.append("![loss](curves.png)")
+    words = [*conclusions(summary), CLAIM]
+    return engine.compose("A base with differential attention, from nothing", *blocks, conclusions=words)
+
+
+def draw(summary: dict) -> dict[str, list[Image.Image]]:
+    """The curves of both phases."""
+    charts = [
+        figures.line_chart(
+            {row: list(zip(one["step"], losses, strict=True)) for row, losses in one["loss"].items()},
+            f"held-out questions of {phase}",
+            "step",
+            "nats a token",
+        )
+        for phase, one in summary["curves"].items()
+    ]
+    return {"curves.png": charts}
