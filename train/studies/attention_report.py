@@ -190,12 +190,18 @@ def range_table(summary: dict) -> list[str]:
             pilot = ", ".join(f"{rung} {score:.0f}" for rung, score in pilots.get(one["name"], {}).items())
             share = f"{min(shares):.0f} to {max(shares):.0f}"
             body.append([one["title"], f"{one['chance']:.1f}", share, "yes" if inside else "no", pilot])
-    head = ["measure", "guessing, %", "controls, % of the way to 100", "measures", "plain LoRA on validation, %"]
+    head = ["measure", "guessing, %", "controls, % of the way to 100", "measures", "plain row on validation, %"]
     return markdown_table(head, body) if body else []
 
 
 def prediction_table(predictions: Sequence[Mapping]) -> list[str]:
-    body = [[one["row"], one["verdict"], one["found"], one["outcome"], one["reason"]] for one in predictions]
+    body = [
+        [
+            one["row"] if one["measure"] == OVERALL else f"{one['row']}: {one['measure']}",
+            *(one[key] for key in ("verdict", "found", "outcome", "reason")),
+        ]
+        for one in predictions
+    ]
     return markdown_table(["row", "predicted", "found", "prediction", "reason given before"], body) if body else []
 
 

@@ -14,8 +14,8 @@ object and its place; the decoder has no part in it), the decoder's are random. 
 the same order: decoder, projector and embeddings, the tower stays. First questions (`PRETRAINING`), on pictures of up
 to 5 objects; then needles (`TUNING`) with up to 3 distractors: a picture with more of them is never trained on.
 
-The rules are those of `train/studies/rules.py`. One rate serves both phases of a row. PREDICTIONS were written before
-the study was run.
+The rules are those of `train/studies/rules.py`. One rate serves both phases of a row. A second control of `split` is
+`plain`, trained as long. PREDICTIONS were written before the study was run.
 """
 
 import json
@@ -46,12 +46,23 @@ from train.optim import MuonAdamW, Rule, parameter_groups
 from train.settings import Settings
 from train.studies import engine, rules
 from train.studies.attention_data import make_measures
-from train.studies.attention_runs import RowResult, paired_ratio, test, test_common_rate, tune
-from train.studies.cells import FACTS, FineTuningRow, FineTuningStudy, cell_file, name_cell, run_cell, spell_scores
+from train.studies.attention_maps import ask, measure_layers
+from train.studies.attention_runs import RowResult, collect, paired_ratio, test, test_common_rate, tune
+from train.studies.cells import (
+    FACTS,
+    FineTuningRow,
+    FineTuningStudy,
+    cell_file,
+    cell_settings,
+    name_cell,
+    run_cell,
+    run_cells,
+    spell_scores,
+)
 from train.studies.encoded import EncodedOrder, EncodedRecords, encode, encoded_loss
 from train.studies.engine import QuickOptions, StudyOptions, read_rates
 from train.studies.rules import Prediction
-from train.studies.scratch_report import draw, summarize, to_markdown
+from train.studies.scratch_report import LOOKED_AT, LOOKS, draw, summarize, to_markdown
 from train.supervised import forward
 from weights.export import export_model
 from weights.load import load_model
@@ -61,11 +72,17 @@ SIGHT = PretrainingStage(5_000, {"locate": 1.0}, 0.01, answer_weight=0.0, alignm
 PRETRAINING = {"vqa": 3.0, "locate": 0.3, "vertical": 0.5, "horizontal": 0.5, "exist": 0.3, "cell": 1.5}
 TUNING = {"vqa": 1.0, "n2o1": 1.0, "n2o2": 1.0, "n3d2": 0.5, "n4d0": 0.5, "n4d1": 0.5, "n4d3": 1.0}
 PHASES = {"pretraining": (PRETRAINING, 1.0, 1.0), "tuning": (TUNING, 0.5, 0.5)}  # shares of samples and of the rate
-RUNGS = ("n2o1", "n2o2", "n3d2", "n4d3", "e8")
+LADDERS = {  # difficulties from easy to hard, as in attention_data.LADDERS: pretraining is short, so easier ones too
+    "2×2": ("n2d1", "n2o1", "n2o2"),
+    "3×3": ("n3d0", "n3d2", "n3d5", "n3d8"),
+    "4×4": ("n4d1", "n4d3", "n4d7", "n4o1"),
+    "existence": ("e4", "e8", "e12"),
+}
 TRAINED = r"(language_model|multi_modal_projector)\..*"
 MARKS, HELD_OUT = 6, 192  # of the curve of a run: points, questions
 RECIPE = repr((1, SIGHT, PHASES, MARKS, HELD_OUT, ROWS_A_STEP))
-SAMPLES, QUICK = 12_000, {"samples": 4_800, "rates": (0.01,), "limit": 192, "grow": False, "most_seeds": 5}
+SAMPLES = 18_000
+QUICK = {"samples": 7_200, "rates": (0.01,), "limit": 192, "grow": False, "most_seeds": 5}
 
 
 @dataclass(frozen=True)
@@ -76,7 +93,7 @@ class ScratchOptions(QuickOptions, StudyOptions):
     full: bool = flag(False, "all rows at full length, which is also the default")
     seeds: int = flag(rules.LEAST_SEEDS, "runs of a row, at least", least=1, metavar="N")
     most_seeds: int = flag(rules.MOST_SEEDS, "of a row whose main difference is not yet known to ±3 points", least=1)
-    samples: int = flag(SAMPLES, "of pretraining; half as many of tuning", least=MARKS * ROWS_A_STEP, metavar="N")
+    samples: int = flag(SAMPLES, "of pretraining; half as many of tuning", least=1, metavar="N")
     rates: tuple[float, ...] = flag(
         (0.005, 0.01, 0.02),
         "peak learning rates of Muon to try first (default: 0.005,0.01,0.02)",
@@ -209,9 +226,8 @@ def held_out(model: PaliGemma, asked: EncodedRecords, processor: Processor) -> l
 # Against plain, before the study was run, but for a pilot of the plain row
 PREDICTIONS = (
     Prediction("split", "VQA", "equivalent", "at small scale others found no gain but in training loss"),
-    Prediction("split", "n2o1", "equivalent", "four sub-images leave little noise to cancel"),
-    Prediction("split", "n4d3", "equivalent", "as many distractors as were trained"),
     Prediction("split", "dose", "better", "the published claim: a second map cancels what distractors have in common"),
+    Prediction("split", "answer on needle, n4o1", "better", "the published claim, of 15 distractors"),
     Prediction("split", "all", "equivalent", "gain on many distractors, nothing elsewhere"),
     Prediction("narrow", "all", "equivalent", "equal weights, cut into other heads"),
 )
@@ -223,18 +239,21 @@ ROWS = (
 )
 
 
-@lru_cache(maxsize=1)
-def open_for(options: ScratchOptions) -> FineTuningStudy:
+@lru_cache(maxsize=2)
+def open_for(options: ScratchOptions, rungs: tuple[str, ...] = ()) -> FineTuningStudy:
+    """The study; on the validation split with all difficulties, on the test split with `rungs`."""
     base = Settings(attention="softmax", samples=options.samples, batch_size=ROWS_A_STEP, optimizer="muon")
-    limits = {"validation": max(1, options.limit // 2), "test": options.limit}
-    measures = {split: make_measures(base, split, limit, options, RUNGS) for split, limit in limits.items()}
+    every = tuple(rung for ladder in LADDERS.values() for rung in ladder)
+    measures = {"validation": make_measures(base, "validation", max(1, options.limit // 2), options, every)}
+    if rungs:
+        measures["test"] = make_measures(base, "test", options.limit, options, rungs)
     study = FineTuningStudy(base, options.out, ALONE, Processor.from_source(EMBEDDED), "nothing", measures)
     if options.processes == 1:
         return study
 
     def ahead(names) -> None:
         seeds = [(options.out, seed) for seed in sorted({seed for _, _, seed, _ in names})]
-        for work, jobs in ((make_sight, seeds), (work_ahead, [(options, *name) for name in names])):
+        for work, jobs in ((make_sight, seeds), (work_ahead, [(options, rungs, *name) for name in names])):
             if jobs:
                 engine.side_by_side(work, jobs, options.processes, spell_job)
 
@@ -248,30 +267,53 @@ def make_sight(job: tuple) -> dict:
 
 def work_ahead(job: tuple) -> dict:
     """One cell, in a process of its own."""
-    options, *name = job
-    return run_cell(open_for(replace(options, processes=1)), *name)
+    options, rungs, *name = job
+    return run_cell(open_for(replace(options, processes=1), rungs), *name)
 
 
 def spell_job(job: tuple, result: dict) -> str:
-    return f"{name_cell(*job[1:])}: {spell_scores(result)}" if "scores" in result else f"vision tower, seed {job[1]}"
+    return f"{name_cell(*job[2:])}: {spell_scores(result)}" if "scores" in result else f"vision tower, seed {job[1]}"
 
 
-def compare(study: FineTuningStudy, options: ScratchOptions) -> list[RowResult]:
-    """All rows: rates by the validation split, then as many seeds as needed on the test split."""
-    rows = ROWS[:2] if options.quick else ROWS
-    plain, *others = results = [RowResult(row, replace(study.base, **row.changes)) for row in rows]
+def compare(options: ScratchOptions) -> tuple[FineTuningStudy, list[RowResult], dict[str, dict]]:
+    """All rows: rates and difficulties by the validation split, then as many seeds as needed on the test split.
+
+    `narrow`, a second control, has the rate of `plain`.
+    """
+    study = open_for(options)
+    plain, *others = results = [RowResult(row, replace(study.base, **row.changes)) for row in ROWS]
     plain.is_control = True
     for one in others:
         one.control = plain
-    tune(study, results, options.rates, options)
-    if (ratio := step_ratio(study, others[0])) > 1:
-        row = replace(plain.row, name=f"plain, {ratio} × steps", changes={"samples": round(ratio * options.samples)})
-        others[0].timed = RowResult(row, replace(plain.settings, **row.changes), is_control=True)
-    test(study, [*results, *(one.timed for one in others if one.timed)], options)
+    tune(study, results[:2], options.rates, options)
+    ladders = choose_rungs(study, plain, min(rules.TUNING_SEEDS, options.seeds))
+    study = open_for(options, tuple(one["chosen"] for one in ladders.values()))
+    if options.quick:
+        results = results[:2]
+    else:
+        others[1].settings = replace(others[1].settings, lr=plain.settings.lr)
+        if (ratio := step_ratio(study, others[0])) > 1:
+            row = replace(
+                plain.row, name=f"plain, {ratio} × steps", changes={"samples": round(ratio * options.samples)}
+            )
+            others[0].timed = RowResult(row, replace(plain.settings, **row.changes), is_control=True)
+            results.append(others[0].timed)
+    test(study, results, options)
     test_common_rate(study, results, options)
     for one in results:
-        one.trainable = one.cells[0]["trainable"]
-    return [*results, *(one.timed for one in others if one.timed)]
+        one.trainable = one.cells[-1]["trainable"] or 0
+    return study, results, ladders
+
+
+def choose_rungs(study: FineTuningStudy, plain: RowResult, seeds: int) -> dict[str, dict]:
+    """The difficulty of each ladder at which `plain`, at its rate, is neither lost nor perfect on validation."""
+    chances = {m.name: m.chance or 0.0 for m in study.measures["validation"]}
+    names = [(plain.row, plain.settings.lr, seed, "validation") for seed in range(seeds)]
+    scores = {name: float(values.mean()) for name, values in collect(run_cells(study, names)).items()}
+    return {
+        title: {"chosen": rules.choose_rung(ladder, scores, chances), "pilot": {rung: scores[rung] for rung in ladder}}
+        for title, ladder in LADDERS.items()
+    }
 
 
 def step_ratio(study: FineTuningStudy, result: RowResult) -> float:
@@ -296,6 +338,23 @@ def curves(study: FineTuningStudy, result: RowResult) -> list[dict]:
     return [json.loads((cell_file(study, *name).parent / FACTS).read_text()) for name in names]
 
 
+def shares(study: FineTuningStudy, result: RowResult) -> list[dict]:
+    """By seed and kind of needle, the shares of the attention of each layer that LOOKS names, in percent."""
+    found = []
+    for seed in range(result.seeds):
+        settings = cell_settings(study, result.row, result.settings.lr, seed)
+
+        def work(folder: Path, settings: Settings = settings) -> dict:
+            model = from_nothing(settings, folder, study).eval()
+            asked = {kind: ask(kind, study.processor, study.world.device) for kind in LOOKED_AT}
+            layers = {kind: measure_layers(model, one) for kind, one in asked.items()}
+            return {kind: [{n: 100 * layer[n] for n in LOOKS} for layer in of_kind] for kind, of_kind in layers.items()}
+
+        file = cell_file(study, result.row, result.settings.lr, seed, "test").with_name("attention.json")
+        found.append(engine.finish_cell(file, f"attention, {result.row.name}, seed {seed}", work))
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     options = read_flags(ScratchOptions, "train.compare --rows scratch", __doc__, argv)
     if options.quick and options.full:
@@ -306,10 +365,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = replace(options, processes=engine.default_processes("cpu"))
 
     def find() -> dict:
-        study = open_for(options)
-        results = compare(study, options)
+        study, results, ladders = compare(options)
         equal = [one for one in results if one.settings.samples == options.samples]
-        of_rows = {one.row.name: curves(study, one) for one in equal}
-        return summarize(study, results, of_rows, PREDICTIONS)
+        of_rows = {one.row.name: (curves(study, one), shares(study, one)) for one in equal}
+        return summarize(study, results, of_rows, PREDICTIONS) | {"ladders": ladders}
 
     engine.run_study(options.out, find, to_markdown, draw)

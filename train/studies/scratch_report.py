@@ -18,6 +18,7 @@ from train.studies.attention_report import (
     conclusions,
     difference_table,
     dose_table,
+    judged,
     prediction_table,
     range_table,
     summarize_row,
@@ -26,6 +27,9 @@ from train.studies.attention_runs import RowResult
 from train.studies.cells import VERSION, FineTuningStudy
 
 Curves = Mapping[str, Sequence[Mapping[str, Mapping[str, list]]]]  # by row, of each seed, by phase
+Shares = Mapping[str, Sequence[Mapping[str, list[dict[str, float]]]]]  # by row, of each seed, by kind of needle
+LOOKED_AT = ("n4d3", "n4o1")
+LOOKS = ("answer on needle", "answer on distractors", "name on needle", "name on distractors")
 CLAIM = (
     "Published (Ye et al. 2024): less loss at equal size, better retrieval, less attention on noise, in language "
     "models of billions of parameters. Two million that see pictures neither confirm nor refute that."
@@ -33,13 +37,19 @@ CLAIM = (
 
 
 def summarize(
-    study: FineTuningStudy, results: Sequence[RowResult], curves: Curves, predictions: Sequence[rules.Prediction]
+    study: FineTuningStudy,
+    results: Sequence[RowResult],
+    of_rows: Mapping[str, tuple],
+    predictions: Sequence[rules.Prediction],
 ) -> dict:
-    """comparison.json. Accuracies are in percent."""
+    """comparison.json. Accuracies are in percent. of_rows: `Curves` and `Shares` of each row."""
+    attention = summarize_shares({row: shares for row, (_, shares) in of_rows.items()})
     measures = study.measures["test"]
     rows = [summarize_row(result, measures) for result in results]
     add_differences(rows, results, measures)
     found = {row["name"]: {m: one["verdict"] for m, one in row.get("difference", {}).items()} for row in rows}
+    for row, by_look in attention["difference"].items():
+        found[row] |= {name: one["verdict"] for name, one in by_look.items()}
     cells = {cell["file"]: cell["cpu_seconds"] for result in results for cell in result.cells}
     return {
         "version": VERSION,
@@ -51,13 +61,47 @@ def summarize(
         "rows": rows,
         "edges": [one.row.name for one in results if one.is_at_edge],
         "predictions": rules.check(predictions, found),
-        "curves": summarize_curves(curves),
+        "curves": summarize_curves({row: curves for row, (curves, _) in of_rows.items()}),
+        "attention": attention,
     }
 
 
+def summarize_shares(shares: Shares) -> dict[str, dict]:
+    """Shares of the attention, the mean over layers: by row the mean of the seeds, and of all but the first row the
+    judged difference to it, over seeds."""
+    by_row = {
+        row: {
+            f"{look}, {kind}": np.array([[np.mean([layer[look] for layer in run[kind]])] for run in runs])
+            for kind in LOOKED_AT
+            for look in LOOKS
+        }
+        for row, runs in shares.items()
+    }
+    first, *others = by_row
+    found: dict = {
+        "mean": {row: {name: float(one.mean()) for name, one in of_row.items()} for row, of_row in by_row.items()}
+    }
+    found["difference"] = {}
+    for row in others:
+        seeds = min(len(shares[row]), len(shares[first]))
+        gains = {name: estimate(one[:seeds] - by_row[first][name][:seeds]) for name, one in by_row[row].items()}
+        judgements = rules.judge(gains)
+        found["difference"][row] = {name: engine.verdict(one) | judgements[name] for name, one in gains.items()}
+    return found
+
+
+def share_table(attention: Mapping[str, dict]) -> list[str]:
+    """Where the attention of the answer, and of the caption's name, goes."""
+    first, body = next(iter(attention["mean"])), []
+    for name, mean in attention["mean"][first].items():
+        gaps = [judged(of_row[name]) for of_row in attention["difference"].values()]
+        body.append([name, f"{mean:.1f}", *gaps])
+    return markdown_table(["share, %", first, *(f"{row} − {first}" for row in attention["difference"])], body)
+
+
 def summarize_curves(curves: Curves) -> dict[str, dict]:
-    """By phase: the steps, by row the mean loss, and of all but the first row the judged difference to it, in percent
-    of its loss, and λ by layer."""
+    """By phase: the steps; by row the mean loss and λ by layer; and of all but the first row the difference to it, with
+    an interval that is not corrected for their number."""
     first, found = next(iter(curves)), {}
     for phase in curves[first][0]:
         steps = curves[first][0][phase]["step"]
@@ -123,6 +167,7 @@ def to_markdown(summary: dict) -> str:
         ("Table 3: minus plain, trained as long", difference_table(summary, "difference_timed", "timed")),
         ("Table 4: as Table 2, all rows at one rate", difference_table(summary, "difference_common", "control")),
         ("4×4 needle by the number of distractors, %; more than 3 were never trained on", dose_table(summary)),
+        ("Attention on the needle and on all distractors, mean over layers", share_table(summary["attention"])),
         ("Loss of held-out questions, nats a token", curve_table(summary["curves"], plain)),
         ("λ by layer", lambda_table(summary["curves"])),
         ("Range of the measures", range_table(summary)),
