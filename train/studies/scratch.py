@@ -82,7 +82,7 @@ TRAINED = r"(language_model|multi_modal_projector)\..*"
 MARKS, HELD_OUT = 6, 192  # of the curve of a run: points, questions
 RECIPE = repr((1, SIGHT, PHASES, MARKS, HELD_OUT, ROWS_A_STEP))
 SAMPLES = 18_000
-QUICK = {"samples": 7_200, "rates": (0.01,), "limit": 192, "grow": False, "most_seeds": 5}
+QUICK = {"samples": 7_200, "rates": (0.01,), "limit": 192, "grow": False}
 
 
 @dataclass(frozen=True)
@@ -360,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.quick and options.full:
         raise UserError("--quick and --full exclude each other: give one")
     if options.quick:
-        options = replace(options, **QUICK)
+        options = replace(options, **QUICK, most_seeds=options.seeds)
     if options.processes is None:
         options = replace(options, processes=engine.default_processes("cpu"))
 
