@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import pytest
 import torch
 
 from eval import scenes
@@ -20,6 +21,7 @@ def fake_measures(settings, split: str, limit: int, options, rungs) -> list[Meas
     ]
 
 
+@pytest.mark.long
 def test_no_row_has_an_advantage_and_no_cell_is_done_twice(tmp_path, monkeypatch, capsys):
     """Breaks when rows begin with other weights, differ in size or learn other questions; when a needle of the hard
     tests is trained on; when a finished run is trained again; or the report lacks a table."""

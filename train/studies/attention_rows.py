@@ -69,7 +69,7 @@ class AttentionOptions(NeedleOptions, QuickOptions, StudyOptions):
     rows: str = flag(
         "attention",
         f"rows, or groups of them ({NAMES}); or a study with flags of its own, which --rows NAME --help shows: wings, "
-        "qmamba, text",
+        "qmamba, text, scratch",
         metavar="NAME,…",
     )
     full: bool = flag(False, "all rows at full length, which is also the default: 90 minutes on two cores")

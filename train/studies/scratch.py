@@ -102,7 +102,7 @@ class ScratchOptions(QuickOptions, StudyOptions):
     )
     grow: bool = flag(True, "try more rates until the best of every row is inside the grid")
     limit: int = flag(384, "VQA questions of the test split; half as many of each other kind", least=1, metavar="N")
-    protocol: str = flag("paper", "of the needle tests, as in the attention study", choices=PROTOCOLS[:2])
+    protocol: str = flag("constrained", "of the needle tests, as in the attention study", choices=PROTOCOLS[:2])
     processes: int | None = flag(
         None, "cells side by side (default: 2 on a CPU of two cores or more, else 1)", least=1, metavar="N"
     )
@@ -333,9 +333,10 @@ def step_ratio(study: FineTuningStudy, result: RowResult) -> float:
 
 
 def curves(study: FineTuningStudy, result: RowResult) -> list[dict]:
-    """By seed, what `learn` returns of each phase."""
+    """By seed, what `learn` returns of each phase; empty where a run has diverged."""
     names = [(result.row, result.settings.lr, seed, "test") for seed in range(result.seeds)]
-    return [json.loads((cell_file(study, *name).parent / FACTS).read_text()) for name in names]
+    files = [cell_file(study, *name).parent / FACTS for name in names]
+    return [json.loads(file.read_text()) for file in files] if all(file.exists() for file in files) else []
 
 
 def shares(study: FineTuningStudy, result: RowResult) -> list[dict]:
@@ -366,8 +367,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def find() -> dict:
         study, results, ladders = compare(options)
-        equal = [one for one in results if one.settings.samples == options.samples]
-        of_rows = {one.row.name: (curves(study, one), shares(study, one)) for one in equal}
-        return summarize(study, results, of_rows, PREDICTIONS) | {"ladders": ladders}
+        equal = [(one, curves(study, one)) for one in results if one.settings.samples == options.samples]
+        of_rows = {one.row.name: (found, shares(study, one)) for one, found in equal if found}
+        summary = summarize(study, results, of_rows, PREDICTIONS) | {"ladders": ladders}
+        more = [run for _, of_row in of_rows.values() for run in of_row]
+        more += [
+            json.loads((sight_of(options.out, seed).parent / "sight.json").read_text()) for seed in summary["seeds"]
+        ]
+        return summary | {"cpu_seconds": summary["cpu_seconds"] + round(sum(one["cpu_seconds"] for one in more))}
 
     engine.run_study(options.out, find, to_markdown, draw)

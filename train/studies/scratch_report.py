@@ -85,8 +85,10 @@ def summarize_shares(shares: Shares) -> dict[str, dict]:
     for row in others:
         seeds = min(len(shares[row]), len(shares[first]))
         gains = {name: estimate(one[:seeds] - by_row[first][name][:seeds]) for name, one in by_row[row].items()}
-        judgements = rules.judge(gains)
-        found["difference"][row] = {name: engine.verdict(one) | judgements[name] for name, one in gains.items()}
+        judgements, one_seed = rules.judge(gains), {"verdict": "one seed"} if seeds == 1 else {}
+        found["difference"][row] = {
+            name: engine.verdict(one) | judgements[name] | one_seed for name, one in gains.items()
+        }
     return found
 
 
