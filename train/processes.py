@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from train.settings import Settings, step_layout
 
 MOST = 4  # processes by default
 SMALL = 100e6  # bytes of weights: the operations of a larger model are large enough for threads
-LEAST_ROWS = 8  # of a micro-batch on each process: 8 rows of the embedded base take 2.7 times as long as one
+LEAST_ROWS = 8  # of a micro-batch on each process: fewer rows take hardly less time
 LONG = 3000  # rows of a run: a process takes about five seconds to start
 PLACE = "DMT_PROCESS"  # in the environment of a started process: its rank, their number, threads, and where they meet
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -64,20 +65,20 @@ def several(processes: int, device: str, arguments: Sequence[str] | None) -> Ite
     block, or with this process. With 1 process it is a started one, of `torchrun`, or alone. Raises UserError if
     another process ends early.
     """
-    place, threads, others, stack = os.environ.get(PLACE), torch.get_num_threads(), [], contextlib.ExitStack()
+    place, threads, others = os.environ.get(PLACE), torch.get_num_threads(), []
     try:
         if place is not None:
             yield lambda: _meet_first(*place.split(" ", 3))
         elif processes == 1:
             yield lambda: join_world(device)
         else:
-            file = str(Path(stack.enter_context(tempfile.TemporaryDirectory()), "store"))
             share = max(1, threads // processes)
             torch.set_num_threads(share)
             words = sys.argv[1:] if arguments is None else arguments
-            for rank in range(1, processes):
-                others.append(Other(rank, f"{rank} {processes} {share} {file}", words, share))
-            yield lambda: _meet_others(file, others)
+            with tempfile.TemporaryDirectory() as folder:
+                for rank in range(1, processes):
+                    others.append(Other(rank, f"{rank} {processes} {share} {folder}/store", words, share))
+                yield lambda: _meet_others(f"{folder}/store", others)
     except RuntimeError:  # of gloo: a process that ends closes its connections
         time.sleep(1 if others else 0)
         for other in others:
@@ -88,7 +89,6 @@ def several(processes: int, device: str, arguments: Sequence[str] | None) -> Ite
         for other in others:
             other.end()
         torch.set_num_threads(threads)
-        stack.close()
 
 
 class Other:
@@ -151,12 +151,15 @@ def _end_with_first() -> None:
 
 
 def _world(store: dist.Store, rank: int, size: int) -> World:
-    """Connect with the others, by the loopback alone: nothing listens to the network."""
+    """Connect with the others, by the loopback alone: nothing listens to the network.
+
+    They wait for each other for a day, since the first may train a text model before; one that ends is noticed at once.
+    """
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     adds = loopback is not None and INTERFACE not in os.environ
     try:
         os.environ |= {INTERFACE: loopback} if adds else {}
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(days=1))
     finally:
         if adds:
             del os.environ[INTERFACE]
