@@ -27,7 +27,7 @@ def hf_model(generation: int = 1, image_size: int = 56, backend: str = "eager", 
     """A random transformers PaliGemma in fp32: 16 image tokens (patch 14), hidden 72, three or four layers."""
     common = {"vocab_size": 128, "hidden_size": 72, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
     if generation == 1:
-        text_config = GemmaConfig(num_hidden_layers=3, num_key_value_heads=1, **(common | text))
+        text_config = GemmaConfig(**({"num_hidden_layers": 3, "num_key_value_heads": 1} | common | text))
     else:
         sizes = {"num_hidden_layers": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 24, "sliding_window": 6}
         text_config = Gemma2Config(**(common | sizes | text))

@@ -27,6 +27,7 @@ QUICK = "--base tiny --no-evaluate --batch-size 2 --samples 60 --dropout 0.1 --m
 
 SERVER = get_context("forkserver")  # has imported everything once, and with no thread: its children start at once
 SERVER.set_forkserver_preload(["tests.runs", "torch._dynamo"])
+spawn = partial(torch.multiprocessing.start_processes, start_method="forkserver")  # as torch.multiprocessing.spawn
 
 
 def start(arguments: Sequence, errors: Path, **environment: str) -> ForkServerProcess:

@@ -78,8 +78,9 @@ def test_backends_agree(ours_backend, hf_backend, bound):
 @pytest.mark.parametrize(("pixels", "generation"), [(224, 1), (448, 1), (896, 1), (896, 2)])
 def test_published_geometries(pixels, generation):
     """Breaks when a sequence of 256, 1024 or 4096 image tokens is laid out, masked or windowed wrongly."""
-    hf = hf_model(generation, image_size=pixels, sliding_window=4096) if generation == 2 else hf_model(1, pixels)
     # 896 px and Gemma 2: the suffix reaches past the window of 4096, and must lose sight of the first patches
+    window = {"sliding_window": 4096} if generation == 2 else {}
+    hf = hf_model(generation, pixels, num_hidden_layers=2, **window)
     inputs = batch(hf, ((3, 5),))
     model = ours(hf)
     with torch.no_grad():

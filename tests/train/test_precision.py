@@ -35,7 +35,7 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr(systems, "choose_dtype", lambda name, device: resolve(name, torch.device("cuda")))
 
 
-def mean_change(settings, steps: int = 300) -> float:
+def mean_change(settings, steps: int = 40) -> float:
     """The mean change of the trained weights after `steps` of the run's optimizer at rate 1e-5, by synthetic gradients.
 
     The gradients have one sign: with Adam, each step moves each weight by about the rate.

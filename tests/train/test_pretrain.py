@@ -14,6 +14,7 @@ from eval import scenes
 from model.common import UserError
 from model.config import PRESETS
 from model.paligemma import PaliGemma, initialize
+from tests.runs import spawn
 from train.distributed import World
 from train.embedded.base import ALONE, STAGES, batches, losses, make_optimizers, matched, shares
 from train.pretrain import main
@@ -103,8 +104,9 @@ def test_no_stage_sees_a_sample_of_another(processor):
 
 
 @pytest.mark.long
-def test_two_processes_make_a_base_that_opens(tmp_path):
+def test_two_processes_make_a_base_that_opens(tmp_path, monkeypatch):
     """Fails if the processes end with different weights, or one of them writes over the other's."""
+    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
     main(["--processes", "2", "--scale", "0.0005", "--out", str(tmp_path / "two")])
     main(["--processes", "1", "--scale", "0.0005", "--out", str(tmp_path / "one")])
     record = json.loads((tmp_path / "two" / "pretraining.json").read_text())

@@ -17,7 +17,7 @@ from eval.text.tasks import Tasks
 from model.common import UserError
 from model.text import new_model
 from tests.files import prose, write_prose
-from tests.runs import metrics
+from tests.runs import metrics, spawn
 from train import pretrain
 from train.signals import Interrupted
 from train.systems.text import TextOrder, TextSettings, draw_row, learn, make_optimizer, pack, text_loss
@@ -188,7 +188,7 @@ def test_two_processes_learn_what_one_does(text_folder, tmp_path):
             free.bind(("127.0.0.1", 0))
             given = flags(text_folder, tmp_path / "corpus", tmp_path / name, **step)
             runs[free.getsockname()[1]] = given + (["--shard"] if name == "sharded" else [])
-    torch.multiprocessing.start_processes(one_of_two, (runs,), nprocs=2, start_method="forkserver")
+    spawn(one_of_two, (runs,), nprocs=2)
     main(flags(text_folder, tmp_path / "corpus", tmp_path / "alone", **step | {"batch-size": 6, "accumulate": 1}))
     assert len(list((tmp_path / "sharded/checkpoints/step-4").glob("shard-*.safetensors"))) == 2
     resumed = tmp_path / "resumed"
