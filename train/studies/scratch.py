@@ -1,6 +1,6 @@
 """Study: is a base that is pretrained with differential attention better than its plain twin?
 
-    python -m train.compare --rows scratch              three rows, five to ten seeds: an hour on two cores
+    python -m train.compare --rows scratch              three rows, five to ten seeds: 60 to 90 minutes on two cores
     python -m train.compare --rows scratch --quick      two rows at one rate: ten minutes
 
 In: the embedded scenes. Out: comparison.md, comparison.json and curves.png. No weight is a pretrained one. Rows:
@@ -81,7 +81,7 @@ LADDERS = {  # difficulties from easy to hard, as in attention_data.LADDERS: pre
 TRAINED = r"(language_model|multi_modal_projector)\..*"
 MARKS, HELD_OUT = 6, 192  # of the curve of a run: points, questions
 RECIPE = repr((1, SIGHT, PHASES, MARKS, HELD_OUT, ROWS_A_STEP))
-SAMPLES = 18_000
+SAMPLES = 15_000
 QUICK = {"samples": 7_200, "rates": (0.01,), "limit": 192, "grow": False}
 
 
