@@ -171,8 +171,10 @@ def test_hypotheses_are_computed():
     """Breaks when a hypothesis gets another sign, another number, or a verdict from a single seed."""
     control = Measured(cell(0), [cell(seed, loss=1.0) for seed in range(3)])
     one_map = {"A1 name on needle": 0.1, "A1 name on distractors": 0.3, "update cosine": -0.5, "weight": 1.0}
+    one_map |= {"whole update": 0.3, "other update": 0.05}
     own = [
-        cell(s, (0, 1, 1, 1), 1.2 + s / 1e3, **one_map, **{"whole update": 0.3, "other update": 0.05}) for s in range(3)
+        cell(seed, (0, 1, 1, 1), 1.2 + seed / 1e3, **{name: value + seed / 1e7 for name, value in one_map.items()})
+        for seed in range(3)
     ]
     rows = attention_mechanism.summarize({"LoRA": control, "twin": Measured(own[0], own)}, {"twin": "LoRA"})
     found = rows["twin"]["hypotheses"]
@@ -184,6 +186,10 @@ def test_hypotheses_are_computed():
     assert rows["twin"]["found"]["0"]["mean"] == 0 and rows["twin"]["found"]["1"]["mean"] == 50
     single = attention_mechanism.summarize({"LoRA": control, "twin": Measured(own[0], own[:1])}, {"twin": "LoRA"})
     assert {one["verdict"] for one in single["twin"]["hypotheses"].values()} == {"open"}
+    alone = attention_mechanism.summarize(
+        {"LoRA": Measured(own[0], control.after[:1]), "twin": Measured(own[0], own)}, {"twin": "LoRA"}
+    )
+    assert alone["twin"]["hypotheses"]["amplifies"]["verdict"] == "open"  # a single pair
 
 
 def test_a_needle_is_found_if_all_of_its_answers_are_right(processor, monkeypatch):

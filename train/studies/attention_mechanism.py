@@ -136,7 +136,8 @@ def summarize(measured: Mapping[str, Measured], controls: Mapping[str, str]) -> 
         for name, row in measured.items()
         for hypothesis, one in weigh(row, measured.get(controls.get(name, ""))).items()
     }
-    several = {place: one for place, one in numbers.items() if rows[place[0]]["seeds"] > 1}  # one says nothing
+    # one seed, or one that a control has too, says nothing
+    several = {place: one for place, one in numbers.items() if rows[place[0]]["seeds"] > 1 and one.error > 0}
     p_values = dict(zip(several, holm([one.p for one in several.values()]), strict=True))
     for (name, hypothesis), one in numbers.items():
         p = p_values.get((name, hypothesis), 1.0)
