@@ -339,6 +339,7 @@ def _plain(vocab_size: int, hidden_size: int, layers: int, heads: int) -> TextCo
 # and the sizes that Ye et al. 2024 train, 3b for its figures, the others to see how the loss falls with size.
 TEXT_PRESETS = {
     "nano": _plain(1024, 48, 2, 4),
+    "0.1m": _plain(2048, 32, 3, 4),
     "0.2m": _plain(2048, 48, 3, 4),
     "0.3m": _plain(2048, 64, 3, 4),
     "0.6m": _plain(2048, 96, 4, 6),

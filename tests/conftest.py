@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eval.text.corpus import Corpus, open_corpus
-from eval.text.tasks import WORDS
+from eval.text.tasks import SYMBOLS
 from model.processor import Processor
 from tests.files import write_prose
 
@@ -33,7 +33,7 @@ def text_folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def corpus(text_folder, tmp_path_factory) -> Corpus:
     """The corpus of `text_folder`, with 1,024 pieces."""
-    return open_corpus(tmp_path_factory.mktemp("corpus"), [text_folder], 1024, WORDS)
+    return open_corpus(tmp_path_factory.mktemp("corpus"), [text_folder], 1024, SYMBOLS)
 
 
 @pytest.fixture

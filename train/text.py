@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from eval.text.corpus import find_corpus, kept_corpus, open_corpus, read_texts
-from eval.text.tasks import WORDS
+from eval.text.tasks import SYMBOLS
 from model.common import run_command
 from train.checkpoint import checkpoints, write_folder
 from train.distributed import World, join_world, leave_world, whole_model
@@ -57,7 +57,7 @@ def train(settings: TextSettings, arguments: RunArguments, world: World) -> None
         # a run that goes on keeps its tokens, whatever has become of the text: a new corpus would replace them
         corpus, kept = find_corpus(folder) if checkpoints(run) else None, {}
         if world.is_first:
-            corpus = corpus or open_corpus(folder, settings.text, settings.vocab_size, WORDS)
+            corpus = corpus or open_corpus(folder, settings.text, settings.vocab_size, SYMBOLS)
             texts = f"{len(corpus.ids['train']):,} tokens of text to learn from"
             print(f"{texts}, {len(corpus.starts['train']) - 1} documents", flush=True)
             tokens = tensor_fingerprint({**corpus.ids, **{f"{name}/starts": t for name, t in corpus.starts.items()}})

@@ -6,7 +6,6 @@ kept in a folder (tokenizer.model, tokens.safetensors, corpus.json) and read fro
 """
 
 import io
-import itertools
 import json
 import sysconfig
 from collections.abc import Iterable, Sequence
@@ -104,16 +103,14 @@ def split(names: Iterable[str]) -> dict[str, list[str]]:
 def train_tokenizer(texts: Iterable[str], vocab_size: int, known: Sequence[str] = ()) -> bytes:
     """A sentencepiece BPE model, serialised: byte fallback, single digits, no normalisation, "\\n" a symbol.
 
-    known: words that shall become few pieces, whatever the texts are. Raises UserError if the text is too short for the
-    number of pieces.
+    known: texts that become one piece each. Raises UserError if the text is too short for the number of pieces.
     """
     model = io.BytesIO()
     lines = [line for text in texts for line in text.split(NEWLINE) if line]
     lines = lines[:: -(-len(lines) // LINES) or 1]  # sentencepiece's own sampling is not the same twice
-    often = (f" {word}" for word in known for _ in range(1 + len(lines) // 200))
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=itertools.chain(often, lines),
+            sentence_iterator=iter(lines),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -124,7 +121,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, known: Sequence[str] 
             remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,
             split_digits=True,
-            user_defined_symbols=[NEWLINE],
+            user_defined_symbols=[NEWLINE, *known],
             pad_id=PAD,
             eos_id=EOS,
             bos_id=BOS,

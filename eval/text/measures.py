@@ -1,7 +1,8 @@
-"""What a language model does with its context: four measurements, of several runs of one or of both kinds of attention.
+"""What a language model does with its context: five measurements, of several runs of one or of both kinds of attention.
 
     python -m eval.text nll RUN…           negative log-likelihood by the length of the context
-    python -m eval.text needle RUN…        retrieval of R of N needles; of one, by its depth and the text's length
+    python -m eval.text recall RUN…        recall of one of N records
+    python -m eval.text needle RUN…        retrieval of one of N needles in a text, by its depth
     python -m eval.text attention RUN…     share of the attention on the needle asked for, and on what is noise
     python -m eval.text examples RUN…      accuracy by the number of examples in context, in several orders
     python -m eval.text all RUN…
@@ -32,7 +33,7 @@ from eval.report import interval_text, markdown_table
 from eval.session import out_folder
 from eval.statistics import bootstrap
 from eval.text.corpus import BOS, PAD, Corpus, kept_corpus
-from eval.text.tasks import SHOWN, Document, Tasks, in_turn
+from eval.text.tasks import LETTERS, SHOWN, Document, Tasks
 from model.attention import Attention, attention_modules, tapped
 from model.common import UserError
 from model.device import choose_device
@@ -41,13 +42,12 @@ from model.text import TextModel
 from weights.load import load_model
 
 SPLIT, SEED = "test", 7
-NEEDLES = ((1, 1), (2, 2), (4, 2), (6, 2))  # (N, R), as in the paper's Table 2
+RECALL = (4, 8, 16, 32, 64, 128)  # records; up to 64 in training
+NEEDLES = (1, 4, 16, 32, 64)  # in a text
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-LENGTHS = (0.4, 0.6, 0.8, 1.0)  # of the longest context, for the last kind of NEEDLES
-SHORTEST = 64  # tokens that hold the last kind of NEEDLES
-EXAMPLES = (1, 2, 4, 8, 16, 32)
+EXAMPLES = (4, 8, 16, 32, 64)
 ORDERS = 6  # of the same examples
-BATCH = 16  # rows per forward pass
+BATCH = 64  # rows per forward pass
 
 
 class Scores(NamedTuple):
@@ -114,52 +114,53 @@ def context_bins(length: int) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
+def recall(model: TextModel, corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> dict[str, Scores]:
+    """Accuracy on one of N records, `limit` tests of each N that fits."""
+    tasks, dice = Tasks(corpus, split), random.Random(f"recall/{split}/{SEED}")
+    tests = [(n, tasks.recall(dice, n, 1)) for n in RECALL if n + 4 < length for _ in range(limit)]
+    right = hits(model, [document for _, document in tests], "recall")
+    rows = [(n, number, hit) for number, ((n, _), (hit,)) in enumerate(zip(tests, right, strict=True))]
+    return {"recall": _scores("recall of a record", "records", "accuracy", 1, rows)}
+
+
 def needle_tests(
-    corpus: Corpus, length: int, limit: int, kinds: Sequence[tuple[int, int]] = NEEDLES
-) -> list[tuple[tuple[int, int], float, Document]]:
-    """((N, R), depth, document) of `limit` tests of each kind, every depth as often as another."""
-    tasks, dice = Tasks(corpus, SPLIT), random.Random(f"needle/{SEED}")
+    corpus: Corpus, length: int, limit: int, numbers: Sequence[int] = NEEDLES, split: str = SPLIT
+) -> list[tuple[int, float, Document]]:
+    """(N, depth, document) of `limit` tests of each number of needles that fits, every depth as often as another."""
+    tasks, dice = Tasks(corpus, split), random.Random(f"needle/{split}/{SEED}")
     return [
-        (kind, DEPTHS[number % len(DEPTHS)], tasks.needles(dice, length, *kind, DEPTHS[number % len(DEPTHS)]))
-        for kind in kinds
+        (n, DEPTHS[number % len(DEPTHS)], tasks.needles(dice, length, n, 1, DEPTHS[number % len(DEPTHS)]))
+        for n in numbers
+        if 3 * n < length
         for number in range(limit)
     ]
 
 
-def needle(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, Scores]:
-    """Accuracy on each secret asked for, `limit` tests of each kind; and, as a heat map, on the first one of the last
-    kind by the length of the text and its depth in it, `limit` tests of each length."""
-    lengths = [own for share in LENGTHS if (own := round(share * length)) >= SHORTEST or share == 1]
-    tests = [
-        (own, *test)
-        for own in lengths
-        for test in needle_tests(corpus, own, limit, NEEDLES if own == length else NEEDLES[-1:])
-    ]
+def needle(model: TextModel, corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> dict[str, Scores]:
+    """Accuracy on one of N needles, `limit` tests of each N; the same by N and depth, as a heat map."""
+    tests = needle_tests(corpus, length, limit, split=split)
     right = hits(model, [document for *_, document in tests], "needle")
-    by_kind, by_place = [], []
-    for number, ((own, (n, r), depth, _), of_test) in enumerate(zip(tests, right, strict=True)):
-        by_kind += [(f"{n}/{r}", number, hit) for hit in of_test if own == length]
-        by_place += [([own, 100 * depth], number, of_test[0])] if (n, r) == NEEDLES[-1] else []
-    kind = "{} needles, {} asked for".format(*NEEDLES[-1])
+    each = [(n, depth, number, hit) for number, ((n, depth, _), (hit,)) in enumerate(zip(tests, right, strict=True))]
+    by_number = [(n, number, hit) for n, _, number, hit in each]
+    by_place = [([n, 100 * depth], number, hit) for n, depth, number, hit in each]
     return {
-        "needle": _scores("needles", "needles in the text / asked for", "accuracy", 1, by_kind),
-        "needle-map": _scores(f"needles by length and depth ({kind})", "tokens, depth in %", "accuracy", 1, by_place),
+        "needle": _scores("needles in a text", "needles", "accuracy", 1, by_number),
+        "needle-map": _scores("needles by their number and depth", "needles, depth in %", "accuracy", 1, by_place),
     }
 
 
 def attention(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, Scores]:
-    """Shares of the attention that predicts a needle's secret, by the needle's depth: on its line, and on the noise,
-    which is the rest of the text and the other needles. For the hardest kind of needle test."""
+    """Shares of the attention that predicts a needle's value, by the needle's depth: on its line, and on the noise,
+    which is the rest of the text and the other needles. For the largest number of needles that fits."""
     answer, noise = [], []
-    for number, (kind, depth, document) in enumerate(needle_tests(corpus, length, limit)):
-        if kind == NEEDLES[-1]:
-            shares = attention_shares(model, document, f"attention test {len(answer) + 1}")
-            for rows, share in zip((answer, noise), shares, strict=True):
-                rows.append((100 * depth, number, share))
-    kind = "{} needles, {} asked for".format(*NEEDLES[-1])
+    most = max(n for n in NEEDLES if 3 * n < length)
+    for number, (_, depth, document) in enumerate(needle_tests(corpus, length, limit, [most])):
+        shares = attention_shares(model, document, f"attention test {number + 1}")
+        for rows, share in zip((answer, noise), shares, strict=True):
+            rows.append((100 * depth, number, share))
     return {
-        "attention": _scores(f"attention on the answer ({kind})", "depth in the text, %", "share", 1, answer),
-        "attention-noise": _scores(f"attention on noise ({kind})", "depth in the text, %", "share", -1, noise),
+        "attention": _scores(f"attention on the answer ({most} needles)", "depth in the text, %", "share", 1, answer),
+        "attention-noise": _scores(f"attention on noise ({most} needles)", "depth in the text, %", "share", -1, noise),
     }
 
 
@@ -188,31 +189,28 @@ def attention_shares(model: TextModel, document: Document, name: str = "document
     return tuple(np.mean(shares, axis=0).tolist())
 
 
-def examples(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, Scores]:
-    """Accuracy by the number of examples, over ORDERS orders of the same examples, `limit` questions of each number;
-    and the margin: how far the best order of a question is above the worst, 1 where its answer depends on the order.
-    Orders are random; for a second margin the classes take turns."""
-    tasks, dice = Tasks(corpus, SPLIT), random.Random(f"examples/{SEED}")
+def examples(model: TextModel, corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> dict[str, Scores]:
+    """Accuracy by the number of examples, over ORDERS random orders of the same examples, `limit` questions of each
+    number; and the margin: how far the best order of a question is above the worst, 1 where its answer depends on the
+    order. Raises UserError where the examples do not fit."""
+    tasks, dice = Tasks(corpus, split), random.Random(f"examples/{split}/{SEED}")
+    if max(EXAMPLES) + 4 > length:
+        raise UserError(f"{max(EXAMPLES)} examples take {max(EXAMPLES) + 4} tokens, the model knows rows of {length}")
     episodes = [(count, number, tasks.episode(dice, count)) for count in EXAMPLES for number in range(limit)]
     documents = [
-        tasks.examples(arrange(dice, shown), question)
-        for arrange in (lambda dice, shown: dice.sample(shown, len(shown)), in_turn)
-        for *_, (shown, question) in episodes
+        tasks.listed(dice.sample(shown, len(shown)), asked[:1])
+        for *_, (shown, asked) in episodes
         for _ in range(ORDERS)
     ]
-    if (longest := max(len(document.ids) for document in documents)) > length + 1:
-        raise UserError(f"{max(EXAMPLES)} examples take {longest - 1} tokens, the model knows rows of {length}")
-    right = np.array([float(hit) for (hit,) in hits(model, documents, "examples")]).reshape(2, len(episodes), ORDERS)
-    margins = right.max(2) - right.min(2)
-    accuracy, margin, turns = (
+    right = np.array([float(hit) for (hit,) in hits(model, documents, "examples")]).reshape(len(episodes), ORDERS)
+    accuracy, margin = (
         [(count, f"{count}/{number}", value) for (count, number, _), value in zip(episodes, values, strict=True)]
-        for values in (right[0].mean(1).tolist(), *margins.tolist())
+        for values in (right.mean(1).tolist(), (right.max(1) - right.min(1)).tolist())
     )
     title = f"best minus worst of {ORDERS} orders"
     return {
-        "examples": _scores(f"examples in context, {SHOWN} classes", "examples", "accuracy", 1, accuracy),
+        "examples": _scores(f"examples in context, {SHOWN} keys", "examples", "accuracy", 1, accuracy),
         "examples-margin": _scores(title, "examples", "accuracy", -1, margin),
-        "examples-turns": _scores(f"{title} in which classes take turns", "examples", "accuracy", -1, turns),
     }
 
 
@@ -247,17 +245,19 @@ def device_of(model: TextModel) -> torch.device:
     return model.language_model.embed_tokens.weight.device
 
 
-MEASURES: dict[str, Callable[[TextModel, Corpus, int, int], dict[str, Scores]]] = {
+MEASURES: dict[str, Callable[..., dict[str, Scores]]] = {
     "nll": nll,
+    "recall": recall,
     "needle": needle,
     "attention": attention,
     "examples": examples,
 }
 PANELS = {  # of each measure
     "nll": ("nll",),
+    "recall": ("recall",),
     "needle": ("needle", "needle-map"),
     "attention": ("attention", "attention-noise"),
-    "examples": ("examples", "examples-margin", "examples-turns"),
+    "examples": ("examples", "examples-margin"),
 }
 
 
@@ -283,14 +283,14 @@ def by_label(found: Found) -> dict:
 
 
 def chance(name: str, labels: Iterable = ()) -> dict:
-    """By label of a panel with these `labels`, the accuracy of repeating a random answer of the document, each at most
-    once if several are asked for: 1/N for the first of N needles, 1/(N − 1) for the next. Empty for panels without such
-    a baseline."""
-    if name == "needle":
-        return {f"{n}/{r}": sum(1 / (n - i) for i in range(r)) / r for n, r in NEEDLES}
-    if name == "needle-map":
-        return {label: 1 / NEEDLES[-1][0] for label in labels if label != "all"}
-    return {count: 1 / min(count, SHOWN) for count in EXAMPLES} if name == "examples" else {}
+    """By label of a panel with these `labels`, the accuracy of repeating the value of any record of the document: the
+    right one of N, or another whose value happens to be the same. Empty for panels without such a baseline."""
+    if name not in ("recall", "needle", "needle-map", "examples"):
+        return {}
+    known = {label: label[0] if isinstance(label, tuple) else label for label in labels if label != "all"}
+    if name == "examples":
+        return dict.fromkeys(known, 1 / SHOWN)
+    return {label: 1 / n + (1 - 1 / n) / len(LETTERS) for label, n in known.items()}
 
 
 def table(panel: Scores, rows: Mapping, chances: Mapping, published: Mapping | None = None) -> list[str]:
@@ -321,8 +321,8 @@ def chart(panel: Scores, rows: Mapping) -> Image.Image:
     if isinstance(labels[0], tuple):
         columns, depths = (list(dict.fromkeys(own)) for own in zip(*labels, strict=True))
         grids = {kind: [[rows[column, depth][kind].mean for column in columns] for depth in depths] for kind in kinds}
-        marks = [f"{depth:g} %" for depth in depths], list(map(str, columns))
-        return figures.heatmaps(grids, panel.title, axes=("depth of the needle", "tokens"), marks=marks)
+        marks = [f"{depth:g} %" for depth in depths], [f"{n:g}" for n in columns]
+        return figures.heatmaps(grids, panel.title, axes=("depth of the needle", "needles"), marks=marks)
     log = all(isinstance(label, int) for label in labels)
     if not all(isinstance(label, int | float) for label in labels):  # (N, R) is not a number
         bars = [(f"{label} {kind}", *rows[label][kind]) for label in labels for kind in kinds]

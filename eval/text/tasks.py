@@ -1,51 +1,40 @@
-"""Two tasks that a language model can only solve from its context: needles in a haystack, and examples in context.
+"""Tasks that a language model can only solve from its context: needles in a haystack, recall, and many examples.
 
 In: a `Corpus` and a source of random numbers. Out: documents as token ids, and the places of their answers. The same
 documents are mixed into the training text of both models; `eval/text/measures.py` asks about the test split.
 
-Needles (Ye et al. 2024, 3.4): N lines such as "# secret: Lisbon C", a city and its letter, are put between the lines of
-a text; the last line, "# secrets: Lisbon C Oslo …", asks for R of them. The first one asked for lies at a chosen depth,
-the others anywhere.
+A *record* is a key and its value in one token, such as «Lisbon=C»; «Lisbon?» asks for it, and «C» is the answer. One
+layer of attention can find it. Keys and values in two tokens need two layers, which models of this size do not learn
+from half a million tokens: 4 pairs stay at chance. Three kinds of documents:
 
-Examples: lines such as "tiger B", where the word's class (animal, color, …) decides the letter, and which letter stands
-for which class is drawn anew for each document. The last line is to be completed; its word is in no example.
+- Needles (Ye et al. 2024, 3.4): records on lines of their own, between the lines of a text. The first one asked for
+  lies at a chosen depth, the others anywhere.
+- Recall (Arora et al. 2023, "Zoology"): records without text.
+- Examples: many records of each of a few keys, whose values are right in `RELIABLE` of all cases. The answer is the
+  value that the key has most often: it takes many examples, in whatever order.
 
-An answer directly follows its key, which two layers of attention can learn to look up (Olsson et al. 2022, "In-context
-learning and induction heads"): the paper's sentences need more training than two CPU cores allow.
+A key that is asked for has one record in needles and recall; the others are of any other keys.
 """
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
 
 from eval.text.corpus import BOS, EOS, Corpus
 from model.common import UserError
 
 CITIES = tuple(
-    "Lisbon Cairo Oslo Lima Paris Tokyo Delhi Rome Quito Seoul Dakar Berlin Havana Athens "
-    "Madrid Vienna Prague Dublin Nairobi Ottawa Warsaw Hanoi Tunis Riga".split()
+    "Lisbon Cairo Oslo Lima Paris Tokyo Delhi Rome Quito Seoul Dakar Berlin Havana Athens Madrid Vienna".split()
 )
-CLASSES = {
-    "animal": ("horse", "tiger", "eagle", "sheep", "whale", "rabbit", "camel", "goose"),
-    "color": ("red", "green", "purple", "yellow", "orange", "white", "black", "brown"),
-    "body": ("hand", "knee", "nose", "elbow", "shoulder", "finger", "throat", "ankle"),
-    "food": ("bread", "cheese", "soup", "rice", "butter", "honey", "onion", "pepper"),
-    "tool": ("hammer", "saw", "drill", "wrench", "shovel", "axe", "chisel", "ladder"),
-    "weather": ("rain", "snow", "storm", "cloud", "thunder", "frost", "fog", "breeze"),
-}
 LETTERS = "ABCDEFGH"
-SHOWN = 4  # classes in a test: 1 of 4 is right by chance
-EXAMPLES = tuple(word for words in CLASSES.values() for word in words)
-WORDS = ("secret", "secrets", *CITIES, *EXAMPLES, *LETTERS)  # words that the tokenizer should encode in few pieces
-
-
-def in_turn(dice: random.Random, shown: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The examples in another order, in which their classes take turns."""
-    by_letter: dict[str, list] = {}
-    for example in dice.sample(shown, len(shown)):
-        by_letter.setdefault(example[1], []).append(example)
-    return [example for example in chain(*zip_longest(*by_letter.values())) if example is not None]
+RECORDS = tuple(f"«{city}={letter}»" for city in CITIES for letter in LETTERS)
+QUESTIONS = tuple(f"«{city}?»" for city in CITIES)
+ANSWERS = tuple(f"«{letter}»" for letter in LETTERS)
+SYMBOLS = (*RECORDS, *QUESTIONS, *ANSWERS)  # tokens of their own
+MOST_ASKED = 8  # of one document
+SHOWN = 4  # keys of the examples
+RELIABLE = 0.7  # of the examples
+Record = tuple[str, str]  # a key and a value
 
 
 @dataclass(frozen=True)
@@ -65,44 +54,59 @@ class Tasks:
     def __init__(self, corpus: Corpus, split: str):
         self.split, self.ids = split, corpus.ids[split]
         self.newline, self.encode = corpus.newline, corpus.tokenizer.encode
-        self.hide, self.ask = self.encode("# secret:"), self.encode("# secrets:")
-        # tokens of a city and its letter at most
-        self.pair = sum(max(len(self.encode(f" {word}")) for word in words) for words in (CITIES, LETTERS))
-        self.line = len(self.hide) + self.pair + 1  # of a needle's line
+        # what no model can foresee, and none is trained to: which records there are, and which are asked for
+        self.unforeseen = [corpus.tokenizer.piece_to_id(symbol) for symbol in (*RECORDS, *QUESTIONS)]
+
+    def record(self, record: Record) -> list[int]:
+        return self.encode("«{}={}»".format(*record))
+
+    def question(self, asked: Sequence[Record], ids: list[int]) -> list[tuple[int, int]]:
+        """Add the questions with their answers, a new line and the end to `ids`; the spans of the answers."""
+        answers = []
+        for city, letter in asked:
+            ids += self.encode(f"«{city}?»")
+            answer = self.encode(f"«{letter}»")
+            answers.append((len(ids), len(ids) + len(answer)))
+            ids += answer
+        ids += [self.newline, EOS]
+        return answers
+
+    def draw(self, dice: random.Random, records: int, asked: int) -> list[Record]:
+        """Records, those that are asked for first."""
+        keys = dice.sample(CITIES, min(asked, records, MOST_ASKED))
+        others = [city for city in CITIES if city not in keys]
+        keys += [dice.choice(others) for _ in range(records - len(keys))]
+        return [(city, dice.choice(LETTERS)) for city in keys]
 
     def needles(
-        self, dice: random.Random, length: int, needles: int, queries: int, depth: float | None = None
+        self, dice: random.Random, length: int, needles: int, asked: int, depth: float | None = None
     ) -> Document:
-        """A haystack with N `needles` and R `queries`, at most `length` tokens in total. depth: of the needle asked
-        first, 0 at the start of the text, 1 at its end, None at random. More queries than needles repeat them, in other
-        orders. Raises UserError if they do not fit."""
-        cities, letters = dice.sample(CITIES, needles), dice.sample(LETTERS, needles)
-        keys, secrets = ([self.encode(f" {word}") for word in words] for words in (cities, letters))
-        lines = [[*self.hide, *key, *secret, self.newline] for key, secret in zip(keys, secrets, strict=True)]
-        asked = [n for _ in range(0, queries, needles) for n in dice.sample(range(needles), needles)][:queries]
-        question = len(self.ask) + sum(len(keys[n]) + len(secrets[n]) for n in asked)
-        room = length - sum(map(len, lines)) - question - 3  # the start, the last new line and the end
+        """A haystack with so many `needles`, at most `length` tokens in total. depth: of the needle asked first, 0 at
+        the start of the text, 1 at its end, None at random. Raises UserError if they do not fit."""
+        drawn = self.draw(dice, needles, asked)
+        asked = min(asked, needles, MOST_ASKED)
+        lines = [[*self.record(one), self.newline] for one in drawn]
+        ends: list[int] = []
+        answers = self.question(drawn[:asked], ends)
+        room = length - sum(map(len, lines)) - len(ends) - 1
         if room < 1:
-            raise UserError(f"{needles} needles and {queries} questions do not fit into {length} tokens: give more")
+            raise UserError(f"{needles} needles and {asked} questions do not fit into {length} tokens: give more")
         text = self._lines(dice, room)
         gaps = [0, *(place + 1 for place, token in enumerate(text) if token == self.newline)]
-        places = [dice.choice(gaps) for _ in cities]
+        places = [dice.choice(gaps) for _ in drawn]
         if depth is not None:
-            places[asked[0]] = min(gaps, key=lambda gap: abs(gap - depth * len(text)))
+            places[0] = min(gaps, key=lambda gap: abs(gap - depth * len(text)))
         ids, found, done = [BOS], {}, 0
-        for place, number in sorted(zip(places, range(needles), strict=True)):
-            ids += text[done:place]
+        order = dice.sample(range(needles), needles)  # of those in one gap
+        for number in sorted(order, key=places.__getitem__):
+            ids += text[done : places[number]]
             found[number] = (len(ids), len(ids) + len(lines[number]))
             ids += lines[number]
-            done = place
+            done = places[number]
         ids += text[done:]
-        answers, haystack = [], (1, len(ids))
-        ids += self.ask
-        for number in asked:
-            ids += keys[number]
-            answers.append((len(ids), len(ids) + len(secrets[number])))
-            ids += secrets[number]
-        return Document([*ids, self.newline, EOS], answers, tuple(found[number] for number in asked), haystack)
+        end = len(ids)
+        spans = [(first + end, last + end) for first, last in answers]
+        return Document(ids + ends, spans, tuple(found[number] for number in range(asked)), (1, end))
 
     def _lines(self, dice: random.Random, room: int) -> list[int]:
         """At most `room` tokens of text, from the start of a line to the end of one."""
@@ -114,25 +118,21 @@ class Tasks:
             text.pop()
         return [*text[:-1], self.newline]
 
-    def episode(
-        self, dice: random.Random, examples: int, shown: int = SHOWN
-    ) -> tuple[list[tuple[str, str]], tuple[str, str]]:
-        """(word, letter) of each example, of `shown` classes in turn, and of the question: its class has an example,
-        its word is in none."""
-        classes = dice.sample(sorted(CLASSES), shown)
-        letters = dict(zip(classes, dice.sample(LETTERS, shown), strict=True))
-        in_turn = [classes[number % shown] for number in range(examples)]
-        asked = dice.choice(in_turn)
-        word = dice.choice(CLASSES[asked])
-        drawn = [(dice.choice([w for w in CLASSES[name] if w != word]), letters[name]) for name in in_turn]
-        dice.shuffle(drawn)
-        return drawn, (word, letters[asked])
+    def recall(self, dice: random.Random, records: int, asked: int) -> Document:
+        """Records without text."""
+        drawn = self.draw(dice, records, asked)
+        return self.listed(dice.sample(drawn, records), drawn[: min(asked, MOST_ASKED)])
 
-    def examples(self, shown: Sequence[tuple[str, str]], question: tuple[str, str]) -> Document:
-        """The examples in this order, then the question with its answer."""
-        ids = [BOS]
-        for word, letter in (*shown, question):
-            ids += self.encode(f" {word}")
-            answer = self.encode(f" {letter}")
-            ids += answer + [self.newline]
-        return Document(ids + [EOS], [(len(ids) - 1 - len(answer), len(ids) - 1)])
+    def episode(self, dice: random.Random, examples: int) -> tuple[list[Record], list[Record]]:
+        """Examples, of SHOWN keys in turn, in random order; and each key that has one with the value that is right."""
+        right = dict(zip(dice.sample(CITIES, SHOWN), dice.sample(LETTERS, SHOWN), strict=True))
+        keys = [list(right)[number % SHOWN] for number in range(examples)]
+        wrong = {city: [other for other in right.values() if other != letter] for city, letter in right.items()}
+        drawn = [(key, right[key] if dice.random() < RELIABLE else dice.choice(wrong[key])) for key in keys]
+        dice.shuffle(drawn)
+        return drawn, [(key, right[key]) for key in dice.sample(keys[:SHOWN], min(SHOWN, examples))]
+
+    def listed(self, shown: Sequence[Record], asked: Sequence[Record]) -> Document:
+        """Records in this order, then the questions with their answers."""
+        ids = [BOS, *(token for one in shown for token in self.record(one))]
+        return Document(ids, self.question(asked, ids))

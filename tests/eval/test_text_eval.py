@@ -31,6 +31,7 @@ from eval.text.measures import (
     NEEDLES,
     ORDERS,
     PANELS,
+    RECALL,
     Scores,
     attention_shares,
     by_label,
@@ -41,7 +42,7 @@ from eval.text.measures import (
     table,
     windows,
 )
-from eval.text.tasks import CITIES, CLASSES, LETTERS, SHOWN, Document, Tasks, in_turn
+from eval.text.tasks import ANSWERS, CITIES, LETTERS, MOST_ASKED, QUESTIONS, RECORDS, SHOWN, Document, Tasks
 from model.common import UserError
 from model.config import TextConfig
 from model.system_configs import TextModelConfig
@@ -80,8 +81,8 @@ def test_a_corpus_is_the_text_token_by_token(text_folder, corpus):
     assert sorted(seen) == sorted(texts)
     strange = "a\tb\r\n\n   é 漢字 x_1234\n"
     assert corpus.tokenizer.decode(corpus.tokenizer.encode(strange)) == strange
-    pieces = corpus.tokenizer.encode("12\n\n Lisbon", out_type=str)
-    assert pieces[-5:] == ["1", "2", "\n", "\n", "▁Lisbon"]
+    pieces = corpus.tokenizer.encode("12\n\n«Lisbon?»", out_type=str)
+    assert pieces[-5:] == ["1", "2", "\n", "\n", "«Lisbon?»"]
 
 
 def test_a_corpus_is_made_once(text_folder, tmp_path):
@@ -141,90 +142,94 @@ def _file(folder: Path, content: bytes) -> Path:
 # --- the tasks ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", NEEDLES)
+def records_of(text: str) -> list[tuple[str, str]]:
+    return re.findall(r"«(\w+)=(\w)»", text)
+
+
+@pytest.mark.parametrize("number", NEEDLES)
 @pytest.mark.parametrize("depth", [*DEPTHS, None])
-def test_a_needle_document_says_what_it_asks_for(corpus, kind, depth):
-    """Breaks when an answer is not in the text, a span points elsewhere, or the needle lies at another depth."""
-    (needles, queries), tasks, dice = kind, Tasks(corpus, "train"), random.Random(1)
+def test_a_needle_document_says_what_it_asks_for(corpus, number, depth):
+    """Breaks when an answer is not in the text, another record has its key, a span points elsewhere, or the needle lies
+    at another depth."""
+    tasks, dice = Tasks(corpus, "train"), random.Random(1)
     for _ in range(10):
-        document = tasks.needles(dice, 250, needles, queries, depth)
+        document = tasks.needles(dice, 250, number, 3, depth)
         assert 150 < len(document.ids) <= 250 and document.ids[0] == BOS and document.ids[-1] == EOS
         start, end = document.haystack
         haystack, questions = (decode(corpus, part) for part in (document.ids[start:end], document.ids[end:-1]))
-        hidden = [line for line in haystack.split("\n") if line.startswith("# secret: ")]
-        secrets = dict(line.removeprefix("# secret: ").split(" ", 1) for line in hidden)
-        assert len(hidden) == len(secrets) == len(set(secrets.values())) == needles
-        assert secrets.keys() <= set(CITIES) and set(secrets.values()) <= set(LETTERS)
-        said = questions.removeprefix("# secrets: ").split()
-        assert questions.startswith("# secrets: ") and questions.endswith("\n") and len(said) == 2 * queries
-        asked = [said[2 * n] for n in range(queries)]
-        assert len(set(asked)) == queries
-        for n, ((first, last), (begin, stop)) in enumerate(zip(document.needles, document.answers, strict=True)):
-            assert said[2 * n + 1] == secrets[asked[n]]
-            assert decode(corpus, document.ids[first:last]) == f"# secret: {asked[n]} {secrets[asked[n]]}\n"
-            assert decode(corpus, document.ids[begin:stop]).strip() == secrets[asked[n]]
-        text = end - start - sum(len(corpus.tokenizer.encode(line)) + 1 for line in hidden)
-        before = decode(corpus, document.ids[start : document.needles[0][0]]).splitlines()
-        others = sum(len(corpus.tokenizer.encode(line)) + 1 for line in before if line in hidden)
+        hidden = records_of(haystack)
+        assert len(hidden) == number and all(line[-1] == "»" for line in haystack.split("\n") if line[:1] == "«")
+        asked = re.findall(r"«(\w+)\?»«(\w)»", questions)
+        assert len(asked) == len(dict(asked)) == min(3, number) and questions.count("«") == 2 * len(asked)
+        keys = [city for city, _ in hidden]
+        assert all(keys.count(city) == 1 and (city, letter) in hidden for city, letter in asked)
+        for (city, letter), (first, last), (begin, stop) in zip(asked, document.needles, document.answers, strict=True):
+            assert decode(corpus, document.ids[first:last]) == f"«{city}={letter}»\n"
+            assert decode(corpus, document.ids[begin:stop]) == f"«{letter}»"
+        text = end - start - 2 * number
+        before = 2 * len(records_of(decode(corpus, document.ids[start : document.needles[0][0]])))
         if depth is not None:  # within a line of where it was wanted
-            assert abs(document.needles[0][0] - start - others - depth * text) < 25
-
-
-def test_more_questions_than_needles_ask_again_in_other_orders(corpus):
-    """Breaks when a training document asks for some needles only, or always in the order of the text."""
-    orders = set()
-    for number in range(20):
-        document = Tasks(corpus, "train").needles(random.Random(number), 250, 3, 6)
-        first, second = document.needles[:3], document.needles[3:]
-        assert set(first) == set(second) and len(set(first)) == 3
-        assert all(
-            corpus.tokenizer.decode(document.ids[a:b]).split()
-            == corpus.tokenizer.decode(document.ids[x:y]).split()[-1:]
-            for (a, b), (x, y) in zip(document.answers, document.needles, strict=True)
-        )
-        orders.add((tuple(sorted(first)) == first, first == second))
-    assert len(orders) > 2
+            assert abs(document.needles[0][0] - start - before - depth * text) < 25
 
 
 def test_needles_that_do_not_fit_are_told(corpus):
     """Breaks when a document is longer than the row it is for."""
-    with pytest.raises(UserError, match="6 needles and 2 questions do not fit into 40 tokens"):
-        Tasks(corpus, "train").needles(random.Random(0), 40, 6, 2)
+    with pytest.raises(UserError, match="20 needles and 2 questions do not fit into 40 tokens"):
+        Tasks(corpus, "train").needles(random.Random(0), 40, 20, 2)
+
+
+def test_a_record_is_one_token(corpus):
+    """Breaks when a key and its value are several tokens, or a model is trained to foresee what is drawn."""
+    tasks, of_symbol = Tasks(corpus, "train"), corpus.tokenizer.encode
+    assert all(len(of_symbol(symbol)) == 1 for symbol in (*RECORDS, *QUESTIONS, *ANSWERS))
+    foreseen = {of_symbol(symbol)[0] for symbol in ANSWERS}
+    document = tasks.recall(random.Random(0), 20, 5)
+    free = set(document.ids[1 : 21 + 10]) - set(tasks.unforeseen)
+    assert free and free <= foreseen and not foreseen & set(tasks.unforeseen)
+
+
+@pytest.mark.parametrize("number", RECALL)
+def test_recall_asks_for_records_that_are_unique(corpus, number):
+    """Breaks when two records of a key differ in what is asked, or every answer is of the first records."""
+    places = set()
+    for seed in range(20):
+        document = Tasks(corpus, "train").recall(random.Random(seed), number, 99)
+        text = decode(corpus, document.ids[1:-1])
+        shown, asked = records_of(text), re.findall(r"«(\w+)\?»«(\w)»\n?", text)
+        keys = [city for city, _ in shown]
+        assert len(shown) == number and len(asked) == min(number, MOST_ASKED) and set(keys) <= set(CITIES)
+        assert all(keys.count(city) == 1 and (city, letter) in shown for city, letter in asked)
+        places |= {keys.index(city) for city, _ in asked}
+    assert len(places) > min(number - 1, 40)
 
 
 @pytest.mark.parametrize("count", EXAMPLES)
 def test_examples_decide_the_answer(corpus, count):
-    """Breaks when two classes share a letter, the question's class has no example, or its word is in one."""
-    tasks, dice = Tasks(corpus, "train"), random.Random(2)
-    of_class = {word: name for name, words in CLASSES.items() for word in words}
+    """Breaks when a key has two right values, examples are right or wrong too often, or a key has too few of them."""
+    tasks, dice, right = Tasks(corpus, "train"), random.Random(3), []
     for _ in range(20):
-        shown, (word, letter) = tasks.episode(dice, count)
-        letters = {of_class[example]: own for example, own in shown}
-        assert len(shown) == count and len(letters) == len(set(letters.values())) == min(count, SHOWN)
-        assert all(letters[of_class[example]] == own for example, own in shown)
-        assert letters[of_class[word]] == letter and word not in dict(shown)
-        document = tasks.examples(shown, (word, letter))
-        (start, end) = document.answers[0]
-        lines = decode(corpus, document.ids[1:-1]).splitlines()
-        assert [tuple(line.split()) for line in lines] == [*shown, (word, letter)]
-        assert decode(corpus, document.ids[start:end]).split() == [letter]
-
-
-def test_classes_take_turns():
-    """Breaks when an example is lost in another order, or a class is shown twice while another one still waits."""
-    shown, dice = [*itertools.product("abc", "A"), *itertools.product("de", "B"), ("f", "C")], random.Random(0)
-    orders = [in_turn(dice, shown) for _ in range(20)]
-    assert len({tuple(order) for order in orders}) > 15
-    for order in orders:
-        assert sorted(order) == sorted(shown)
-        letters = "".join(letter for _, letter in order)
-        assert sorted(letters[:3]) == list("ABC") and sorted(letters[3:5]) == list("AB") and letters[5] == "A"
+        shown, asked = tasks.episode(dice, count)
+        truth = dict(asked)
+        assert len(shown) == count and len(truth) == len(set(truth.values())) == SHOWN
+        assert all([key for key, _ in shown].count(key) == count // SHOWN for key in truth)
+        assert {value for _, value in shown} <= set(truth.values()) <= set(LETTERS)
+        right += [truth[key] == value for key, value in shown]
+        document = tasks.listed(shown, asked[:1])
+        ((start, end),) = document.answers
+        text = decode(corpus, document.ids[1:-1])
+        assert records_of(text) == shown and text.endswith("«{}?»«{}»\n".format(*asked[0]))
+        assert decode(corpus, document.ids[start:end]) == f"«{asked[0][1]}»"
+    assert abs(np.mean(right) - 0.7) < 4 * (0.21 / len(right)) ** 0.5
 
 
 def test_tasks_are_a_function_of_the_dice(corpus):
     """Breaks when a test or a training row is not the same on the next call."""
     tasks = Tasks(corpus, "test")
-    for make in (lambda dice: tasks.needles(dice, 200, 4, 2), lambda dice: tasks.examples(*tasks.episode(dice, 8))):
+    for make in (
+        lambda dice: tasks.needles(dice, 200, 4, 2),
+        lambda dice: tasks.recall(dice, 9, 2),
+        lambda dice: tasks.listed(*tasks.episode(dice, 8)),
+    ):
         assert make(random.Random(3)) == make(random.Random(3)) != make(random.Random(4))
 
 
@@ -302,47 +307,49 @@ def test_likelihood_by_context(corpus):
 
 
 def test_needle_scores(corpus):
-    """Breaks when an answer is graded under another kind or depth."""
+    """Breaks when an answer is graded under another number or depth."""
     right = evaluate.needle(Oracle(lambda ids: ids.roll(-1, 1)), corpus, 200, 10)
-    assert right["needle"].values == [1.0] * 10 * (1 + 2 + 2 + 2) and set(right["needle-map"].values) == {1.0}
-    assert [right["needle"].labels.count(label) for label in ("1/1", "2/2", "4/2", "6/2")] == [10, 20, 20, 20]
+    assert right["needle"].values == right["needle-map"].values == [1.0] * 10 * len(NEEDLES)
+    assert [right["needle"].labels.count(n) for n in NEEDLES] == [10] * len(NEEDLES)
     places = right["needle-map"].labels
-    assert len(places) == 40 and all(places.count([n, 100 * d]) == 2 for n in (80, 120, 160, 200) for d in DEPTHS)
+    assert all(places.count([n, 100 * depth]) == 2 for n in NEEDLES for depth in DEPTHS)
+    assert set(evaluate.needle(Oracle(lambda ids: ids.roll(-1, 1)), corpus, 100, 5)["needle"].labels) == {1, 4, 16, 32}
+    first = set(map(corpus.tokenizer.piece_to_id, RECORDS))
 
-    def knows_short(ids):  # texts of up to 120 tokens
-        length, truth = (ids != 0).sum(1, keepdim=True), ids.roll(-1, 1)
-        return torch.where(length <= 120, truth, 0)
+    def knows_few(ids):  # texts of up to 16 needles
+        few = torch.tensor([[sum(token in first for token in row) <= 16] for row in ids.tolist()])
+        return torch.where(few, ids.roll(-1, 1), 0)
 
-    found = evaluate.needle(Oracle(knows_short), corpus, 200, 10)["needle-map"]
+    found = evaluate.needle(Oracle(knows_few), corpus, 200, 10)["needle-map"]
     rows = by_label({"plain": [found]})
-    for label, of_label in rows.items():
-        assert label == "all" or of_label["plain"].mean == (label[0] <= 120)
-    assert chance("needle-map", rows) == {label: pytest.approx(1 / 6) for label in rows if label != "all"}
-    assert chart(found, rows).size[0] > 300 and table(found, rows, {})[2].startswith("| 80, 0 ")
-    wrong = evaluate.needle(Oracle(lambda ids: torch.zeros_like(ids)), corpus, 200, 10)
-    assert set(wrong["needle"].values) == {0.0}
+    assert all(of_label["plain"].mean == (label[0] <= 16) for label, of_label in rows.items() if label != "all")
+    assert chart(found, rows).size[0] > 300 and table(found, rows, {})[2].startswith("| 1, 0 ")
+    recalled = evaluate.recall(Oracle(knows_few), corpus, 200, 6)["recall"]
+    assert recalled.labels == [n for n in RECALL for _ in range(6)]
+    assert recalled.values == [float(n <= 16) for n in recalled.labels]
+    other = evaluate.needle_tests(corpus, 200, 5, split="validation")
+    assert other[0][2] != evaluate.needle_tests(corpus, 200, 5)[0][2]
 
 
 def test_scores_of_examples_by_order(corpus):
     """Breaks when accuracy is not the mean over orders, or the margin not best minus worst of one question.
 
-    The oracle repeats the letter of the last example: right where that one is of the question's class.
+    The oracle repeats the value of the last example.
     """
+    answer = {corpus.tokenizer.piece_to_id(name): corpus.tokenizer.piece_to_id(f"«{name[-2]}»") for name in RECORDS}
 
-    def last_letter(ids):  # what stands before the last new line
-        places = torch.where(ids == corpus.newline, torch.arange(ids.shape[1]), 1).cummax(1).values
-        return ids.gather(1, places - 1)
+    def last_value(ids):  # of the record before the question
+        return torch.tensor([[0, *(answer.get(token, 0) for token in row[:-1])] for row in ids.tolist()])
 
-    found = evaluate.examples(Oracle(last_letter), corpus, 512, 12)
+    found = evaluate.examples(Oracle(last_value), corpus, 512, 12)
     accuracy, margin = found["examples"], found["examples-margin"]
-    assert len(found["examples-turns"].values) == len(margin.values)
     by_count = {
         count: [v for own, v in zip(accuracy.labels, accuracy.values, strict=True) if own == count]
         for count in EXAMPLES
     }
     assert all(len(values) == 12 for values in by_count.values())
-    assert by_count[1] == [1.0] * 12  # one example: the question is of its class
-    assert 0.1 < np.mean(by_count[32]) < 0.4  # one class of four
+    assert 0.1 < np.mean(by_count[32]) < 0.4  # one key of four
+    assert any(0 < value < 1 for value in accuracy.values)
     for value, own in zip(accuracy.values, margin.values, strict=True):
         assert own == float(0 < value < 1) and (value * ORDERS) == pytest.approx(round(value * ORDERS))
 
@@ -430,9 +437,11 @@ def test_runs_are_taken_together_and_kinds_apart():
 
 def test_chance_by_hand():
     """Breaks when a table flatters a model that only repeats what it has seen."""
-    assert chance("needle") == pytest.approx({"1/1": 1, "2/2": 0.75, "4/2": 7 / 24, "6/2": 11 / 60})
-    assert chance("examples") == pytest.approx({1: 1, 2: 0.5, 4: 0.25, 8: 0.25, 16: 0.25, 32: 0.25})
-    assert chance("nll") == {}
+    by_number = {1: 1, 4: 1 / 4 + 3 / 4 / 8, 64: 1 / 64 + 63 / 64 / 8}
+    assert chance("needle", [*by_number, "all"]) == chance("recall", by_number) == pytest.approx(by_number)
+    assert chance("needle-map", [(4, 25.0), "all"]) == {(4, 25.0): pytest.approx(by_number[4])}
+    assert chance("examples", [4, 64]) == {4: 0.25, 64: 0.25}
+    assert chance("nll", [16]) == {}
 
 
 @pytest.mark.long

@@ -12,15 +12,17 @@ import pytest
 import torch
 
 from eval.text.corpus import open_corpus
-from eval.text.measures import PANELS, Scores
+from eval.text.measures import PANELS
 from model.common import UserError
+from model.text import new_model
 from train import compare, reproduce
 from train.signals import Interrupted
 from train.studies import engine
 from train.studies import text as study_text
 from train.studies.engine import finish_cell
-from train.studies.text import Job, main, read_arguments
-from train.studies.text_report import KINDS, at_chance, equal_loss, to_markdown
+from train.studies.text import Job, choose_rungs, gains, main, read_arguments
+from train.studies.text_report import KINDS, MAIN, equal_loss, fit_share, to_markdown
+from train.systems.text import TextSettings
 
 pytestmark = pytest.mark.long
 
@@ -47,6 +49,8 @@ def flags(text_folder: Path, out: Path, *more: str) -> list[str]:
         "5",
         "--seeds",
         "2",
+        "--most-seeds",
+        "2",
         "--out",
         str(out),
         *more,
@@ -62,30 +66,30 @@ def test_the_comparison_runs_end_to_end_and_only_once(text_folder, tmp_path, cap
     printed = capsys.readouterr().out
     summary, report = json.loads((out / "comparison.json").read_text()), (out / "comparison.md").read_text()
     assert report in printed
-    rows = [f"{kind}, {mixture}" for mixture in ("text", "tasks") for kind in KINDS]
+    rows = [f"{kind}, nano" for kind in KINDS]
     assert {row: len(runs) for row, runs in summary["rows"].items()} == dict.fromkeys(rows, 1)
     assert summary["settings"]["tokens"] == 1600
-    plain, ours = (summary["rows"][row][0]["parameters"] for row in rows[:2])
+    plain, ours = (summary["rows"][row][0]["parameters"] for row in rows)
     assert plain < ours < 1.01 * plain
-    names = {"nll-tasks", *(name for names in PANELS.values() for name in names)}
-    for name in {"scaling", *names}:
+    names = {name for names in PANELS.values() for name in names}
+    for name in {"scaling", "curve", *names}:
         assert (out / f"{name}.png").stat().st_size > 1000 and f"({name}.png)" in report
     assert "65 % of the parameters" in report and "neither confirms nor refutes" in report
-    assert len(re.findall(r"\| all +\|", report)) == len(names) and "One seed" in report
-    assert "these panels measure nothing here" in report
-    assert re.search(r"\| 6/2 +\| +0.183 \| +0.55 \| +0.85 \|", report)  # chance, and Table 2
+    assert len(re.findall(r"\| all +\|", report)) == len(names) and "fewer than 5 decide nothing" in report
+    assert "plain, nano: one seed in loss, recall, needle, examples, order, mean of those in range." in report
+    assert [point[0] for point in summary["rows"][rows[0]][0]["curve"]] == [512, 1024, 1536]  # 3 steps of 2 rows
+    assert {one["share"] for one in summary["scaling"]} == {1.0, 0.25, 0.5}
     for folder in (out / summary["rows"][row][0]["folder"] for row in rows):
-        learned = json.loads((folder / "config.json").read_text())
-        assert (learned["needles"] > 0) == (learned["examples"] > 0) == (str(folder) in report.rpartition("all")[2])
+        assert str(folder) in report.rpartition("all")[2]
 
-    def never(*args):
+    def never(*args, **kwargs):
         raise AssertionError("trained again")
 
     monkeypatch.setattr(study_text, "learn", never)
     main(given[2:])
     assert (out / "comparison.md").read_text() == report
     again = [folder for line in re.findall(r"`python -m eval.text \w+ (.*)`", report) for folder in line.split()]
-    assert len(again) == 4 and all((Path(folder) / "model" / "config.json").exists() for folder in again)
+    assert len(again) == 2 and all((Path(folder) / "model" / "config.json").exists() for folder in again)
     assert not any((Path(folder) / "checkpoints").exists() for folder in again)
     with pytest.raises(AssertionError, match="trained again"):
         main([*given[2:], "--limit", "6"])
@@ -106,32 +110,36 @@ def test_cells_side_by_side_are_cells_in_turn(text_folder, tmp_path):
     assert results[0] == results[1]
 
 
-def fake(monkeypatch, loss, panel) -> list:
-    """Cells without training: `loss` of settings, `panel` values of settings. Returns the list of what was asked."""
+def cell(own, loss: float, nats: list[float], right: float) -> dict:
+    """A result without training: nats of two windows, and `right` of 8 tests of each difficulty."""
+    panel = {"title": "", "x_label": "x", "y_label": "y", "better": 1, "labels": [4] * 8 + [64] * 8}
+    panel |= {"groups": list(range(16)), "values": [float(n < 8 * right) for n in range(8)] * 2}
+    nll = {"title": "likelihood", "labels": [16, 32, 64, 128, 256] * 2, "groups": ["a"] * 5 + ["b"] * 5}
+    ladder = {"4": 99.0, "64": 100 * right}
+    return {
+        "parameters": 1000 + 2 * (own.attention != "plain"),
+        "tokens": own.tokens,
+        "loss": loss,
+        "curve": [[own.tokens / 2, loss + 1], [own.tokens, loss]],
+        "lambda": [0.2] if own.attention == "differential" else [],
+        "folder": "cells/x",
+        "cpu_seconds": 1.0,
+        "ladders": {name: ladder for name in study_text.LADDERS} | {"examples": {"4": 30.0, "64": 60.0}},
+        "panels": {
+            "nll": panel | nll | {"better": -1, "values": [value for value in nats for _ in range(5)]},
+            **{name: panel for name in ("recall", "needle", "examples")},
+            "examples-margin": panel | {"better": -1},
+        },
+    }
+
+
+def fake(monkeypatch, loss, nats=lambda own: [1.0, 2.0], right=lambda own: 0.5) -> list:
+    """Cells without training. Returns the list of what was asked."""
     asked = []
 
     def run_cells(jobs, processes):
         asked.extend(jobs)
-        scores = {
-            "title": "likelihood",
-            "x_label": "x",
-            "y_label": "y",
-            "better": -1,
-            "labels": [16, 32, 64, 128, 256] * 2,
-            "groups": ["a"] * 5 + ["b"] * 5,
-        }
-        return [
-            {
-                "parameters": 100,
-                "tokens": own.tokens,
-                "loss": loss(own),
-                "lambda": [0.2] if own.attention == "differential" else [],
-                "folder": "cells/x",
-                "cpu_seconds": 1.0,
-                "panels": {"nll": scores | {"values": [value for value in panel(own) for _ in range(5)]}},
-            }
-            for own in (job.settings for job in jobs)
-        ]
+        return [cell(own, loss(own), nats(own), right(own)) for own in (job.settings for job in jobs)]
 
     monkeypatch.setattr(study_text, "run_cells", run_cells)
     return asked
@@ -144,7 +152,7 @@ def run(text_folder: Path, out: Path, *more: str) -> tuple[dict, str]:
 
 def decided(job: Job) -> tuple:
     own = job.settings
-    return job.mixture, own.attention, own.lr, own.seed, own.tokens, job.limit
+    return own.attention, own.lr, own.seed, own.tokens, job.limit
 
 
 def test_a_cell_counts_the_seconds_of_calls_that_were_interrupted(tmp_path):
@@ -182,50 +190,91 @@ def test_no_cell_is_begun_after_a_signal(monkeypatch):
 
 
 def test_both_kinds_get_the_same_search(text_folder, tmp_path, monkeypatch):
-    """Breaks when a kind tries other rates, is searched on other seeds or for longer, or trains at another's rate."""
+    """Breaks when a kind tries other rates, is searched on other seeds or for longer, trains at another's rate, or a
+    grid ends at a row's best."""
     best = {"plain": 1e-3, "differential": 4e-3}
-    asked = fake(monkeypatch, lambda own: abs(own.lr - best[own.attention]), lambda own: [1.0, 2.0])
-    summary, text = run(text_folder, tmp_path, "--rates", "1e-3,2e-3,4e-3", "--search", "0.5")
-    search, final = asked[:12], asked[12:]
-    rows = [(mixture, kind) for mixture in ("text", "tasks") for kind in KINDS]
-    assert set(map(decided, search)) == {(*row, rate, 0, 800, 0) for row in rows for rate in (1e-3, 2e-3, 4e-3)}
-    tokens = {"text": (1600, 400, 800), "tasks": (1600,)}
-    assert list(map(decided, final)) == [
-        (*row, best[row[1]], seed, count, 5) for row in rows for count in tokens[row[0]] for seed in (0, 1)
-    ]
-    assert "a better one may lie beyond, for: plain, text, differential, text" in text
-    tried = {"0.001": 0.0, "0.002": 0.001, "0.004": 0.003}
-    assert summary["rates"]["plain, text"] == {"chosen": 1e-3, "validation": tried}
+    asked = fake(monkeypatch, lambda own: abs(own.lr - best[own.attention]) * 100)
+    summary, _ = run(text_folder, tmp_path, "--rates", "1e-3,2e-3,4e-3", "--search", "0.5")
+    grid = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+    search = [decided(job) for job in asked if job.limit == 0]
+    assert set(search) == {(kind, rate, seed, 800, 0) for kind in KINDS for rate in grid for seed in (0, 1)}
+    final = [decided(job) for job in asked if job.limit]
+    assert final[:4] == [(kind, best[kind], seed, 1600, 5) for seed in (0, 1) for kind in KINDS]
+    shares = [(kind, best[kind], seed, count, 5) for count in (400, 800) for seed in (0, 1) for kind in KINDS]
+    common = [(kind, 1e-3, seed, 1600, 5) for seed in (0, 1) for kind in KINDS]
+    assert final[4:] == shares + common and not summary["edges"] and summary["common"]["nano"]
+    assert summary["rates"]["plain, nano"]["chosen"] == 1e-3
     asked.clear()
     summary, text = run(text_folder, tmp_path, "--rates", "2e-3")  # one rate: nothing to search
-    assert len(asked) == 16 and {job.settings.lr for job in asked} == {2e-3} and "may lie beyond" not in text
+    assert len(asked) == 12 and {job.settings.lr for job in asked} == {2e-3} and "may lie beyond" not in text
+    assert not summary["common"]
     asked.clear()
-    summary, text = run(text_folder, tmp_path, "--rates", "1e-3,2e-3", "--search", "1")  # whole runs are results
-    found = [decided(job) for job in asked[:8] if job in asked[8:]]
-    chosen = (("text", "plain", 1e-3), ("tasks", "plain", 1e-3))
-    chosen += (("text", "differential", 2e-3), ("tasks", "differential", 2e-3))
-    assert found == [(*row, 0, 1600, 5) for row in chosen]
-    assert summary["cpu_seconds"] == 8 + 16 - 4
+    summary, _ = run(text_folder, tmp_path, "--rates", "5e-4,1e-3,2e-3,4e-3,8e-3", "--search", "1")
+    assert {job.limit for job in asked} == {5}  # whole runs are results, and counted once
+    assert summary["cpu_seconds"] == len(set(asked)) == 5 * 2 * 2 + 2 * 2 * 2
+
+
+def test_seeds_are_added_while_the_main_difference_is_unsure(text_folder, tmp_path, monkeypatch):
+    """Breaks when a study stops before it knows, or trains other sizes with more seeds too."""
+    more = ("--most-seeds", "4", "--sizes", "nano")
+    asked = fake(monkeypatch, lambda own: 1.0, right=lambda own: 0.25 + 0.5 * ((own.seed + len(own.attention)) % 2))
+    summary, text = run(text_folder, tmp_path, *more)
+    assert (
+        summary["seeds"] == 4 and "2 seeds, of nano 4" in text and {job.settings.seed for job in asked} == {0, 1, 2, 3}
+    )
+    fake(monkeypatch, lambda own: 1.0)
+    assert run(text_folder, tmp_path, *more)[0]["seeds"] == 2
 
 
 @pytest.mark.parametrize(
-    ("gain", "words"),
-    [
-        (-0.5, "better in likelihood (-0.500 [-0.500, -0.500] *)"),
-        (0.5, "worse in likelihood (+0.500 [+0.500, +0.500] *)"),
-        (0, "no significant"),
-    ],
+    ("gain", "words"), [(-0.5, "better in loss"), (0.5, "worse in loss"), (0, "equivalent in loss")]
 )
 def test_words_follow_intervals(text_folder, tmp_path, monkeypatch, gain, words):
     """Breaks when less loss is called worse, or a difference whose interval holds 0 is claimed."""
     fake(
         monkeypatch,
         lambda own: 1.0,
-        lambda own: [2 + gain * (own.attention == "differential"), 1 + gain * (own.attention == "differential")],
+        lambda own: [2 + gain * (own.attention == "differential"), 1.0 * 1 + gain * (own.attention == "differential")],
     )
-    assert words in run(text_folder, tmp_path)[1]
+    summary, text = run(text_folder, tmp_path)
+    assert words in text and summary["judged"]["nano"]["loss"]["mean"] == pytest.approx(-100 * gain)
     fake(monkeypatch, lambda own: 1.0, lambda own: [2 + (own.attention == "plain") * (own.seed - 0.5)] * 2)
-    assert "no significant difference" in run(text_folder, tmp_path)[1]
+    assert "undecided in loss (±" in run(text_folder, tmp_path)[1]
+    fake(monkeypatch, lambda own: 1.0, right=lambda own: 0.125)
+    assert "out of range in recall, needle." in run(text_folder, tmp_path)[1]
+
+
+def test_a_measure_counts_at_a_difficulty_that_plain_attention_is_in_range_of():
+    """Breaks when a difficulty is chosen that the control solves or guesses, more examples count as harder, or the
+    wrong tests are compared."""
+    own = {kind: TextSettings(attention=kind) for kind in KINDS}
+    rungs = choose_rungs([cell(own["plain"], 1.0, [1.0, 2.0], 0.5)])
+    assert {name: one["chosen"] for name, one in rungs.items()} == {"recall": 64, "needle": 64, "examples": 64}
+    assert rungs["examples"]["chance"] == 25 and rungs["needle"]["chance"] == pytest.approx(100 * (1 / 64 + 63 / 512))
+    assert all(one["inside"] for one in rungs.values())
+    lost = choose_rungs([cell(own["plain"], 1.0, [1.0, 2.0], 0.125)])
+    assert lost["recall"]["chosen"] == 4 and not lost["recall"]["inside"]  # 99 and 12.5 %: neither measures
+    pair = {kind: [cell(one, 1.0, [1.0, 2.0], 0.5 + 0.25 * (kind != "plain"))] for kind, one in own.items()}
+    for cells in pair.values():  # only the tests of 64 differ
+        for name in ("recall", "needle"):
+            values = cells[0]["panels"][name] = dict(cells[0]["panels"][name])
+            values["values"] = [0.0] * 8 + values["values"][8:]
+    found = gains(pair, rungs)
+    assert found["recall"].mean == found["needle"].mean == found[MAIN].mean == 25 and found["order"].mean == -25
+    assert gains(pair, rungs | {"recall": rungs["recall"] | {"chosen": 4}})["recall"].mean == 0
+
+
+@pytest.mark.parametrize("preset", ["nano", "0.2m"])
+def test_a_pair_starts_with_the_same_weights(preset):
+    """Breaks when a pair differs in more than its attention: any weight that both kinds have is equal to the bit."""
+    plain, ours = (new_model(preset, differential, seed=3).state_dict() for differential in (False, True))
+    only = {name.rpartition(".")[2] if "lambda" in name else name.split(".")[-2] for name in ours.keys() - plain.keys()}
+    assert only == {"lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln"} and plain.keys() < ours.keys()
+    assert all(torch.equal(value, ours[name]) for name, value in plain.items())
+    assert not torch.equal(
+        new_model(preset, False, seed=4).state_dict()["language_model.embed_tokens.weight"],
+        plain["language_model.embed_tokens.weight"],
+    )
 
 
 def scaling(gap: float, falls: float, spread: float = 0.0) -> list[dict]:
@@ -251,7 +300,7 @@ def scaling(gap: float, falls: float, spread: float = 0.0) -> list[dict]:
         (scaling(-0.1, 0.2), "takes 71 % [71, 71] of plain attention's parameters (published"),
         (scaling(0.0, 0.2, 0.1), "of plain attention's parameters, n.s. (published"),
         (scaling(0.2, 0.0), "The loss does not fall with parameters"),
-        (scaling(0.6, 0.2), "is worth more than all parameters tried, from the fewest to 4.0 times as many"),
+        (scaling(0.6, 0.2), "is worth more than all parameters tried, from the fewest to 4.0 times as many (800 % ["),
     ],
 )
 def test_a_share_for_equal_loss_needs_losses_that_support_it(points, words):
@@ -259,16 +308,16 @@ def test_a_share_for_equal_loss_needs_losses_that_support_it(points, words):
     assert words in equal_loss(points, "parameters")
 
 
-def test_retrieval_at_chance_is_called_nothing():
-    """Breaks when a model that repeats any answer of the text seems to retrieve, or one that retrieves does not."""
-
-    def found(share: float) -> dict:
-        values = [1.0] * 40 + [float(n < 40 * share) for n in range(40)]  # one needle is found by repeating it
-        scores = Scores("needles", "x", "y", 1, ["1/1"] * 40 + ["6/2"] * 40, list(range(80)), values)
-        return {"needle": {"plain": [scores], "differential": [scores]}}
-
-    assert "(6/2: 0.20 plain, 0.20 differential, chance 0.18): these panels measure" in at_chance(found(0.2))["needle"]
-    assert not at_chance(found(0.5))
+def test_the_interval_of_a_share_knows_the_slope():
+    """Breaks when the share's interval takes the slope of the loss as known."""
+    points = scaling(-0.1, 0.2)
+    assert fit_share(points, "parameters")[0] == pytest.approx((2**-0.5,) * 3)
+    for number, point in enumerate(points):  # how fast the loss falls differs by document
+        point["losses"] = {
+            kind: (np.array(own) + number * np.array([0.1, -0.1])).tolist() for kind, own in point["losses"].items()
+        }
+    share, slope = fit_share(points, "parameters")
+    assert share.mean == pytest.approx(2**-0.5) and share.low < 0.67 and slope.low < slope.mean < slope.high < 0
 
 
 def test_a_plan_trains_nothing(text_folder, tmp_path, monkeypatch, capsys):
@@ -284,7 +333,12 @@ def test_a_plan_trains_nothing(text_folder, tmp_path, monkeypatch, capsys):
     # a weight takes 2 operations forward and 4 backward, a map of 2 layers 4 and 10 for each key and channel
     assert tokens == 3 * 2 * 256 and plain == pytest.approx(tokens * (6 * parameters + 2 * 14 * 256 * 48), rel=0.02)
     assert plain < ours < 1.4 * plain
-    assert "5.5 such runs" in printed and "⟦" in printed and not list(tmp_path.iterdir())
+    assert (
+        "Each kind has 2 such runs of a size" in printed
+        and "of nano 1.5 more" in printed
+        and "⟦" in printed
+        and not list(tmp_path.iterdir())
+    )
 
 
 @pytest.mark.parametrize(

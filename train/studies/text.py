@@ -1,19 +1,25 @@
 """Study: is a differential language model, trained from random weights, better than a plain one of the same size?
 
-    python -m train.compare --rows text                          two million parameters, three seeds, two cores
+    python -m train.compare --rows text                          three sizes, up to 0.6 million parameters, two cores
+    python -m train.compare --rows text --quick                  two sizes, shorter runs
     python -m train.compare --rows text --preset small --tokens 2e9 --batch-size 64 --device cuda --text DIR
 
-In: text, by default the source of Python's standard library, and the two tasks of `eval/text/tasks.py`. Out:
-comparison.md, comparison.json and pictures, with 95 % intervals over seeds and examples. Models that learn from plain
-text alone: likelihood by context, and by size and by tokens. Models that learn from the tasks too: likelihood by
-context once more, needles, attention on the answer, examples in context.
+In: text, by default the source of Python's standard library, and the tasks of `eval/text/tasks.py`. Out: comparison.md,
+comparison.json and pictures: likelihood by context, recall, needles by depth, many examples and their order, attention
+on the answer, the loss over tokens and by size, and the share of parameters that gives equal loss.
 
-Both kinds of attention have equal parameters to within 1 %, the same rows in the same order, and equal initial weights
-where both have them. The same rates are tried for both, at the size of --preset, and chosen on the validation split of
-the first seed; other sizes and numbers of tokens take them too. Differences are taken run by run, on the same examples
-of the test split. `--scale 0.1 --seeds 1 --limit 10` is a trial of minutes, `--plan` only prints what the runs take.
+The rules are those of `train/studies/rules.py`. Of this study's own are:
+- Runs of one size and seed are a pair: both kinds have equal parameters to within 1 %, the same rows in the same order,
+  and, but for λ and the norm by head, the same initial weights to the bit.
+- A rate for each kind and size, of one grid, by the mean validation loss of three seeds on a share of the tokens. A
+  second table has both kinds of the first size at plain attention's rate.
+- How many records, needles or examples a test has, is chosen for each size on the validation split: the hardest number
+  at which plain attention is in range. The main difference of a size is the mean over the measures in range.
+- The loss is judged in hundredths of a nat, which is about a percent of perplexity.
+- PREDICTIONS, written before the study was run, as the rest in `train/studies/text_verdicts.py`. There is no control of
+  equal time: --full would take twice as long.
 
-A cell is one kind of attention, text, size, number of tokens, rate and seed, kept as a run folder that
+A cell is one kind of attention, size, number of tokens, rate and seed, kept as a run folder that
 `eval/text/measures.py` measures too. Cells are independent: `--processes` of them run side by side.
 """
 
@@ -22,7 +28,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import product
@@ -33,7 +39,7 @@ import torch
 
 from eval.text.corpus import Corpus, find_corpus, kept_corpus, open_corpus
 from eval.text.measures import DEPTHS, MEASURES, Scores, context_bins
-from eval.text.tasks import WORDS
+from eval.text.tasks import SYMBOLS
 from model.common import UserError, write_text
 from model.device import autocast_dtype
 from model.differential import lambdas
@@ -44,37 +50,43 @@ from train.flags import flag
 from train.optim import count
 from train.plan import PlanRow, plan_table
 from train.recipes import GPUS
-from train.studies import engine
-from train.studies.engine import ScaledOptions, cell_folder, deciding, finish_cell, read_rates
-from train.studies.rules import best_rate
-from train.studies.text_report import KINDS, draw, to_markdown
+from train.studies import engine, rules
+from train.studies.engine import QuickOptions, ScaledOptions, cell_folder, deciding, finish_cell, read_rates
+from train.studies.text_report import KINDS, MAIN, draw, to_markdown
+from train.studies.text_verdicts import LADDERS, PREDICTIONS, choose_rungs, climb, gains, judge_sizes
 from train.systems.text import TextOrder, TextSettings, check, learn, text_loss, validation_loss
 from weights.checkpoint import empty_model
 from weights.export import export_model
 
-VERSION = 2  # of the code that decides a cell's result: raise it to compute all cells again
+VERSION = 3  # of the code that decides a cell's result: raise it to compute all cells again
 
-MIXTURES = {"text": {"needles": 0.0, "examples": 0.0}, "tasks": {}}  # what is learned: plain text, or the tasks too
-MEASURED = {"text": ("nll",), "tasks": tuple(MEASURES)}
-SHARES = (0.25, 0.5)  # of the tokens, for the loss by tokens
-SIZES = ("0.2m", "0.3m")  # beside the default size, for the loss by size
+SHARES = (0.25, 0.5)  # of the tokens, for the loss by tokens; not with --quick
+CURVE = 8  # points of the loss over tokens within a run,
+CURVE_BATCHES = 4  # of the validation split
 AS_IN_TEXT = "as in train.text"
-DEFAULTS = TextSettings(preset="0.6m", tokens=3e5, checkpoint_every=250)
+DEFAULTS = TextSettings(preset="0.6m", tokens=6e5, checkpoint_every=250)
+SIZES = ("0.3m", "0.2m")  # beside the default size
+QUICK = {"preset": "0.3m", "sizes": ("0.1m",), "tokens": 1.5e5, "limit": 50, "most_seeds": rules.LEAST_SEEDS}
 
 
 @dataclass(frozen=True)
-class TextOptions(ScaledOptions):
+class TextOptions(QuickOptions, ScaledOptions):
     """The flags of this study."""
 
     out: Path = flag(Path("runs/compare-text"), engine.OUT_HELP, metavar="DIR")
+    full: bool = flag(False, "three sizes, which is also the default: about 90 minutes on two cores")
+    seeds: int = flag(rules.LEAST_SEEDS, "runs of a kind and size, at least", least=1, metavar="N")
+    most_seeds: int = flag(
+        rules.MOST_SEEDS, "runs of the first size if its main difference is not yet known to ±3 points", least=1
+    )
     rates: tuple[float, ...] = flag(
         (3e-3, 6e-3, 1.2e-2),
-        "peak learning rates to try for both kinds (default: 3e-3,6e-3,1.2e-2)",
+        "peak learning rates to try first, for both kinds (default: 3e-3,6e-3,1.2e-2)",
         type=read_rates,
         metavar="A,B,…",
     )
     search: float = flag(0.5, "share of the tokens that a rate is tried for", share=True, metavar="SHARE")
-    limit: int = flag(100, "windows, tests of a kind, questions of a number", least=len(DEPTHS), metavar="N")
+    limit: int = flag(100, "windows, tests of each difficulty", least=len(DEPTHS), metavar="N")
     threads: int = flag(torch.get_num_threads(), "CPU threads of all processes together", least=1, metavar="N")
     processes: int | None = flag(
         None, "cells side by side (default: 2 on a CPU of two cores or more, else 1)", least=1, metavar="N"
@@ -85,8 +97,7 @@ class TextOptions(ScaledOptions):
     preset: str = flag(DEFAULTS.preset, AS_IN_TEXT, choices=list(TEXT_PRESETS))
     sizes: tuple[str, ...] = flag(
         (),
-        "more presets, for the loss by size (default: 0.2m 0.3m, none for another --preset; published: 830m 1.4b 2.8b "
-        "6.8b 13.1b)",
+        "more presets (default: 0.3m 0.2m, none for another --preset; published: 830m 1.4b 2.8b 6.8b 13.1b)",
         nargs="*",
         choices=list(TEXT_PRESETS),
         metavar="PRESET",
@@ -105,8 +116,13 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[TextOptions, TextSetting
     options = engine.read_options(TextOptions, "text", __doc__, argv)
     if not options.search > 0:
         raise UserError(f"--search is {options.search}, expected a share above 0")
-    if not options.sizes and options.preset == DEFAULTS.preset:
+    if options.quick and options.full:
+        raise UserError("--quick and --full exclude each other: give one")
+    if options.quick:
+        options = replace(options, **QUICK)
+    elif not options.sizes and options.preset == DEFAULTS.preset:
         options = replace(options, sizes=SIZES)
+    options = replace(options, sizes=tuple(size for size in dict.fromkeys(options.sizes) if size != options.preset))
     known = {field.name for field in fields(TextSettings)}
     given = {name: value for name, value in vars(options).items() if name in known}
     given |= {"tokens": options.tokens * options.scale, "corpus": str(options.out / "corpus")}
@@ -131,39 +147,46 @@ class Job:
     limit: int
 
     @property
-    def mixture(self) -> str:
-        return "tasks" if self.settings.needles or self.settings.examples else "text"
-
-    @property
     def title(self) -> str:
         own = self.settings
-        about = f"{own.preset}, {own.attention}, {self.mixture}"
-        return f"{about}, rate {own.lr:g}, seed {own.seed}, {own.tokens:,.0f} tokens"
+        return f"{own.preset}, {own.attention}, rate {own.lr:g}, seed {own.seed}, {own.tokens:,.0f} tokens"
 
 
 def run_cell(job: Job) -> dict:
-    """{"parameters", "loss" on validation, "lambda" by layer, "seconds", "cpu_seconds", "folder", "panels"}.
+    """{"parameters", "tokens", "loss" on validation, "curve": [tokens, loss] in training, "lambda" by layer, "seconds",
+    "cpu_seconds", "folder", "ladders", "panels"}.
 
-    panels: `Scores` by name, empty for a limit of 0.
+    ladders: of plain attention, percent right on the validation split by difficulty; panels: `Scores` on the test split
+    by name. Both are empty for a limit of 0.
     """
     settings = job.settings
     corpus = kept_corpus(Path(settings.corpus))  # `main` has prepared it
+    points = {round(settings.steps * (number + 1) / CURVE) for number in range(CURVE)} if job.limit else set()
 
     def work(folder: Path) -> dict:
         write_text(folder / "config.json", json.dumps(asdict(settings), indent=1) + "\n")
         started = time.perf_counter()
-        model, _ = learn(settings, corpus, folder, join_world(settings.device))
+        model, _ = learn(settings, corpus, folder, join_world(settings.device), points=points, batches=CURVE_BATCHES)
+        logged = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        tokens = settings.rows * settings.length
         result = {
             "parameters": count(model.parameters()),
-            "tokens": settings.steps * settings.rows * settings.length,
+            "tokens": settings.steps * tokens,
             "loss": validation_loss(model, corpus, settings),
+            "curve": [[(one["step"] + 1) * tokens, one["held_out_loss"]] for one in logged if "held_out_loss" in one],
             "lambda": [value.item() for value in lambdas(model).values()],
             "folder": str(folder.relative_to(job.out)),
+            "ladders": {},
             "panels": {},
         }
         if job.limit:
-            for name in MEASURED[job.mixture]:
-                found = MEASURES[name](model, corpus, settings.length, job.limit)
+            if settings.attention == KINDS[0]:
+                result["ladders"] = {
+                    name: climb(MEASURES[name](model, corpus, settings.length, job.limit, split="validation")[name])
+                    for name in LADDERS
+                }
+            for measure in MEASURES.values():
+                found = measure(model, corpus, settings.length, job.limit)
                 result["panels"] |= {name: scores._asdict() for name, scores in found.items()}
             shutil.rmtree(folder / "model", ignore_errors=True)
             export_model(model, folder / "model")
@@ -183,93 +206,120 @@ def run_cells(jobs: Sequence[Job], processes: int) -> list[dict]:
     return engine.side_by_side(run_cell, jobs, processes, spell_cell)
 
 
-Row = tuple[str, str]  # a mixture and a kind of attention
-Point = tuple[str, float]  # a size and a share of the tokens
+class Runs:
+    """The cells of a study, each computed once; `spent` has the CPU seconds of all."""
 
+    def __init__(self, options: TextOptions, settings: TextSettings):
+        self.options, self.settings = options, settings
+        self.sizes = (settings.preset, *options.sizes)
+        self.rows = list(product(KINDS, self.sizes))
+        self.spent: dict[Job, float] = {}
 
-def make_job(options: TextOptions, settings: TextSettings, row: Row, limit: int, **changes) -> Job:
-    return Job(options.out, replace(settings, attention=row[1], **MIXTURES[row[0]], **changes), limit)
+    def cells(self, wanted: Sequence[tuple[str, str, float, int, float]], limit: int) -> list[dict]:
+        """Those of (kind, size, rate, seed, share of the tokens)."""
+        jobs = [
+            Job(
+                self.options.out,
+                replace(
+                    self.settings, attention=kind, preset=size, lr=rate, seed=seed, tokens=share * self.settings.tokens
+                ),
+                limit,
+            )
+            for kind, size, rate, seed, share in wanted
+        ]
+        cells = run_cells(jobs, self.options.processes or 1)
+        self.spent |= {job: cell["cpu_seconds"] for job, cell in zip(jobs, cells, strict=True)}
+        return cells
 
-
-def search_rates(
-    options: TextOptions, settings: TextSettings, spent: dict[Job, float]
-) -> dict[Row, dict[float, float]]:
-    """The validation loss of each row by rate, on the first seed; none if there is only one rate."""
-    tried: dict[Row, dict[float, float]] = {row: {} for row in product(MIXTURES, KINDS)}
-    if len(options.rates) > 1:
+    def tune(self) -> rules.Scores:
+        """Minus the validation loss, by row and rate: the mean over seeds."""
+        options = self.options
         limit = options.limit if options.search == 1 else 0  # a run with all tokens is a result too
-        search = list(product(options.rates, tried))
-        short = {"tokens": settings.tokens * options.search, "seed": 0}
-        jobs = [make_job(options, settings, row, limit, lr=rate, **short) for rate, row in search]
-        for job, (rate, row), cell in zip(jobs, search, run_cells(jobs, options.processes), strict=True):
-            tried[row][rate] = cell["loss"]
-            spent[job] = cell["cpu_seconds"]
-    return tried
+        seeds = range(min(rules.TUNING_SEEDS, options.seeds))
+
+        def score(rates: Sequence[float]) -> rules.Scores:
+            wanted = [(*row, rate, seed, options.search) for seed in seeds for rate in rates for row in self.rows]
+            found: dict[str, dict[float, float]] = {name_of(row): dict.fromkeys(rates, 0.0) for row in self.rows}
+            for (kind, size, rate, *_), cell in zip(wanted, self.cells(wanted, limit), strict=True):
+                found[name_of((kind, size))][rate] -= cell["loss"] / len(seeds)
+            return found
+
+        if len(options.rates) == 1:
+            return {name_of(row): {options.rates[0]: 0.0} for row in self.rows}
+        return rules.bracket(options.rates, score)
+
+    def pair(self, size: str, rates: Mapping[str, float], seeds: int, share: float = 1.0) -> dict[str, list[dict]]:
+        """The cells of both kinds, by seed."""
+        wanted = [(kind, size, rates[name_of((kind, size))], seed, share) for seed in range(seeds) for kind in KINDS]
+        cells = self.cells(wanted, self.options.limit)
+        return {kind: cells[number :: len(KINDS)] for number, kind in enumerate(KINDS)}
+
+
+def name_of(row: tuple[str, str]) -> str:
+    return f"{row[0]}, {row[1]}"
 
 
 def compare(options: TextOptions, settings: TextSettings) -> dict:
     """Search rates, train and measure. Returns comparison.json."""
-    spent: dict[Job, float] = {}
-    tried = search_rates(options, settings, spent)
-    best = {
-        row: best_rate({rate: -loss for rate, loss in losses.items()}, margin=0) if losses else options.rates[0]
-        for row, losses in tried.items()
-    }
-    main: Point = (settings.preset, 1.0)
-    points = [main, *((size, 1.0) for size in options.sizes if size != settings.preset)]
-    points += [(settings.preset, share) for share in SHARES]
-    wanted = [(row, point) for row in tried for point in (points if row[0] == "text" else points[:1])]
-    every = [(*key, seed) for key in wanted for seed in range(options.seeds)]
-    jobs = [
-        make_job(
-            options, settings, row, options.limit, lr=best[row], seed=seed, preset=size, tokens=share * settings.tokens
-        )
-        for row, (size, share), seed in every
-    ]
-    found: dict[tuple[Row, Point], list[dict]] = {key: [] for key in wanted}
-    for job, (row, point, _), cell in zip(jobs, every, run_cells(jobs, options.processes), strict=True):
-        found[row, point].append(cell)
-        spent[job] = cell["cpu_seconds"]
+    runs = Runs(options, settings)
+    scores, main = runs.tune(), settings.preset
+    rates = {row: rules.best_rate(tried) for row, tried in scores.items()}
+    pairs, count_ = {main: runs.pair(main, rates, options.seeds)}, options.seeds
+    rungs = {main: choose_rungs(pairs[main][KINDS[0]])}
+    most = max(options.seeds, options.most_seeds)
+    while not rules.enough([gains(pairs[main], rungs[main])[MAIN]], count_, options.seeds, most):
+        count_ += 1
+        pairs[main] = runs.pair(main, rates, count_)
+    pairs |= {size: runs.pair(size, rates, options.seeds) for size in options.sizes}
+    rungs |= {size: choose_rungs(pairs[size][KINDS[0]]) for size in options.sizes}
+    shares = () if options.quick else SHARES
+    points = [(size, 1.0, pair) for size, pair in pairs.items()]
+    points += [(main, share, runs.pair(main, rates, options.seeds, share)) for share in shares]
+    judged, common = judge_sizes(pairs, rungs), {}
+    if rates[name_of((KINDS[0], main))] != rates[name_of((KINDS[1], main))]:
+        same = rates | {name_of((KINDS[1], main)): rates[name_of((KINDS[0], main))]}
+        pair = runs.pair(main, same, min(rules.TUNING_SEEDS, options.seeds))
+        common = judge_sizes({main: pair}, rungs)
     return {
         "settings": asdict(settings),
-        "seeds": options.seeds,
+        "quick": options.quick,
+        "seeds": count_,
+        "least_seeds": options.seeds,
         "limit": options.limit,
         "search": options.search,
         "rates": {
-            name_of(row): {"chosen": best[row], "validation": {f"{rate:g}": loss for rate, loss in losses.items()}}
-            for row, losses in tried.items()
+            row: {"chosen": rates[row], "validation": {f"{rate:g}": -score for rate, score in tried.items()}}
+            for row, tried in scores.items()
         },
-        "rows": {name_of(row): [without_panels(cell) for cell in found[row, main]] for row in tried},
-        "cpu_seconds": round(sum(spent.values())),
-        "scaling": [
-            scaling_point(point, {kind: found[("text", kind), point] for kind in KINDS}, settings) for point in points
-        ],
+        "edges": rules.edges(scores),
+        "rows": {
+            name_of((kind, size)): [{key: value for key, value in cell.items() if key != "panels"} for cell in cells]
+            for size, pair in pairs.items()
+            for kind, cells in pair.items()
+        },
+        "rungs": rungs,
+        "judged": judged,
+        "common": common,
+        "predictions": rules.check(
+            PREDICTIONS, {KINDS[1]: {name: one["verdict"] for name, one in judged[main].items()}}
+        ),
+        "cpu_seconds": round(sum(runs.spent.values())),
+        "scaling": [scaling_point(size, share, pair, settings) for size, share, pair in points],
         "panels": {
-            "nll-tasks" if (mixture, name) == ("tasks", "nll") else name: {
-                kind: [cell["panels"][name] for cell in found[(mixture, kind), main]] for kind in KINDS
-            }
-            for mixture in MIXTURES
-            for name in found[(mixture, KINDS[0]), main][0]["panels"]
+            name: {kind: [cell["panels"][name] for cell in pairs[main][kind]] for kind in KINDS}
+            for name in pairs[main][KINDS[0]][0]["panels"]
         },
     }
 
 
-def name_of(row: Row) -> str:
-    return f"{row[1]}, {row[0]}"
-
-
-def without_panels(cell: dict) -> dict:
-    return {name: value for name, value in cell.items() if name != "panels"}
-
-
-def scaling_point(point: tuple[str, float], runs: dict[str, list[dict]], settings: TextSettings) -> dict:
+def scaling_point(size: str, share: float, runs: Mapping[str, list[dict]], settings: TextSettings) -> dict:
     """A size and a share of the tokens: the loss of each window of each run, and the documents of the windows."""
     bins = context_bins(settings.length)
     widths = [(last - first) / settings.length for first, last in bins]
     scores = {kind: [Scores(**cell["panels"]["nll"]) for cell in cells] for kind, cells in runs.items()}
     return {
-        "preset": point[0],
-        "share": point[1],
+        "preset": size,
+        "share": share,
         "parameters": {kind: cells[0]["parameters"] for kind, cells in runs.items()},
         "tokens": runs["plain"][0]["tokens"],
         "losses": {
@@ -283,7 +333,7 @@ def scaling_point(point: tuple[str, float], runs: dict[str, list[dict]], setting
 def plan_rows(options: TextOptions, settings: TextSettings, corpus: Corpus) -> list[PlanRow]:
     """What a run of each size takes: tasks and tokens change no step."""
     rows = []
-    batch = TextOrder(corpus, replace(settings, **MIXTURES["text"])).batch(0)
+    batch = TextOrder(corpus, replace(settings, needles=0.0, examples=0.0)).batch(0)
     autocast = autocast_dtype(settings.autocast, torch.device("cuda" if options.device == "auto" else options.device))
     shown = [f"⟦{text}⟧" for text in corpus.tokenizer.decode(batch.targets[:2].tolist())]
     for size, kind in product(dict.fromkeys((settings.preset, *options.sizes)), KINDS):
@@ -315,14 +365,15 @@ def plan_rows(options: TextOptions, settings: TextSettings, corpus: Corpus) -> l
 def print_plan(options: TextOptions, settings: TextSettings) -> None:
     with tempfile.TemporaryDirectory() as folder:
         corpus = find_corpus(Path(settings.corpus)) or open_corpus(
-            Path(folder), settings.text, settings.vocab_size, WORDS
+            Path(folder), settings.text, settings.vocab_size, SYMBOLS
         )
         print(plan_table(plan_rows(options, settings, corpus), options.gpu))
-    search = len(options.rates) * len(MIXTURES) * options.search if len(options.rates) > 1 else 0
+    tuning = min(rules.TUNING_SEEDS, options.seeds) * len(options.rates) * options.search * (len(options.rates) > 1)
+    more = 0 if options.quick else options.seeds * sum(SHARES)
     print(
-        f"\nOf {settings.preset} each kind has {search + options.seeds * (len(MIXTURES) + sum(SHARES)):g} such runs "
-        f"(rates, seeds, plain text and tasks, shares of the tokens), of another size {options.seeds}. Several GPUs: "
-        "torchrun -m train.text, for one run each."
+        f"\nEach kind has {tuning + options.seeds:g} such runs of a size (rates, seeds), of {settings.preset} {more:g} "
+        "more (shares of the tokens), and more where rates or seeds are added. Several GPUs: torchrun -m train.text, "
+        "for one run each."
     )
 
 
@@ -331,7 +382,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.plan:
         print_plan(options, settings)
         return
-    corpus = open_corpus(Path(settings.corpus), settings.text, settings.vocab_size, WORDS)
+    corpus = open_corpus(Path(settings.corpus), settings.text, settings.vocab_size, SYMBOLS)
     print(f"{len(corpus.ids['train']):,} tokens of text to learn from", file=sys.stderr)
     workers = f"{options.processes} processes"
     write = partial(to_markdown, out=options.out)

@@ -3,7 +3,6 @@
 In: comparison.json, as `train/studies/text.py` makes it. Out: Markdown and pictures.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,21 +11,22 @@ from PIL import Image
 
 from eval import figures
 from eval.report import interval_text, markdown_table
-from eval.statistics import Interval, bootstrap
-from eval.text.measures import DEPTHS, PANELS, Scores, by_label, chance, chart, table
-from train.studies import engine
+from eval.statistics import Interval, bootstrap, estimate
+from eval.text.measures import DEPTHS, Scores, by_label, chance, chart, table
+from train.studies import engine, rules
+from train.studies.attention_report import judged, prediction_table
 
 KINDS = ("plain", "differential")
+MAIN = "mean of those in range"
 CLAIM = (
     "Published (Ye et al. 2024): equal loss with about 65 % of the parameters or of the tokens, at billions of "
     "parameters and up to a trillion tokens. What {:,} parameters do after {:,.0f} tokens neither confirms nor refutes "
     "that."
 )
-# Ye et al. 2024, of 3B: Table 2 (4K tokens) and Table 3 (by depth), plain and differential
+# Ye et al. 2024, of 3B: Table 3 (by depth), plain and differential
 ANSWER = (("0.03", "0.27"), ("0.03", "0.30"), ("0.03", "0.31"), ("0.07", "0.32"), ("0.09", "0.40"))
 NOISE = (("0.51", "0.01"), ("0.54", "0.02"), ("0.52", "0.02"), ("0.49", "0.02"), ("0.49", "0.01"))
 SCORES = {
-    "needle": {"1/1": ("1.00", "1.00"), "2/2": ("0.85", "0.92"), "4/2": ("0.62", "0.84"), "6/2": ("0.55", "0.85")},
     "attention": {100 * depth: scores for depth, scores in zip(DEPTHS, ANSWER, strict=True)},
     "attention-noise": {100 * depth: scores for depth, scores in zip(DEPTHS, NOISE, strict=True)},
 }
@@ -36,33 +36,23 @@ PUBLISHED = (
     ("scaling by size, 830M to 13.1B", "in miniature, by `--sizes`; the published ones are presets, for GPUs"),
     ("scaling by tokens, 3B, up to 360B", "in miniature, a run for each number; published: checkpoints of one run"),
     ("likelihood by context, up to 64K", "as published, on plain text alone, up to the length of a row"),
-    (
-        "needles of several kinds, at 4K",
-        "at the length of a row; the models have learned needles, in a row of their own",
-    ),
-    ("needles by depth and length, up to 64K", "as published, as heat maps, up to the length of a row"),
+    ("needles of several kinds, at 4K", "one of N at the length of a row; the models have learned such rows"),
+    ("needles by depth and length, up to 64K", "by depth and number, as heat maps, at the length of a row"),
     ("attention to the answer and to noise", "as published"),
-    ("many-shot learning in context: TREC, Banking-77, Clinc-150", "on an invented task, 32 examples at most"),
-    (
-        "robustness to the examples' order",
-        "as published, at random and classes in turn; best minus worst of a question",
-    ),
+    ("many-shot learning in context: TREC, Banking-77, Clinc-150", "on an invented task, 64 examples at most"),
+    ("robustness to the examples' order", "as published, at random; best minus worst of a question"),
     ("contextual hallucination", "missing: needs a model that summarises, and a judge"),
     ("activation outliers, attention in few bits", "missing: not built"),
     ("ablations of λ, norm and heads", "missing: `train.text` has no flags for them"),
 )
-RETRIEVAL = ("needle", "examples")  # whose other panels measure nothing where these are at chance
 
 
 def read_panels(summary: dict) -> dict[str, dict[str, list[Scores]]]:
     """The scores by panel and kind, a `Scores` for each seed."""
-    found = {
+    return {
         name: {kind: [Scores(**run) for run in runs] for kind, runs in of_name.items()}
         for name, of_name in summary["panels"].items()
     }
-    for scores in found.get("nll-tasks", {}).values():
-        scores[:] = [one._replace(title=f"{one.title}, where tasks were learned too") for one in scores]
-    return found
 
 
 def run_table(summary: dict) -> list[str]:
@@ -74,9 +64,52 @@ def run_table(summary: dict) -> list[str]:
         losses = ", ".join(f"{run['loss']:.3f}" for run in runs)
         each = zip(*(run["lambda"] for run in runs), strict=True)
         by_layer = ", ".join(f"{sum(values) / len(runs):.2f}" for values in each)
-        body.append([row, f"{rates['chosen']:g}", tried, losses, by_layer])
+        body.append([row, f"{runs[0]['parameters']:,}", f"{rates['chosen']:g}", tried, losses, by_layer])
     losses = ["validation loss by rate", "validation loss by seed"]
-    return markdown_table(["", "rate", *losses, "λ by layer, mean over seeds"], body)
+    return markdown_table(["", "parameters", "rate", *losses, "λ by layer, mean over seeds"], body)
+
+
+def judged_table(by_size: Mapping[str, Mapping]) -> list[str]:
+    """Differential minus plain by size, with the verdicts."""
+    names = next(iter(by_size.values()))
+    units = {"loss": "loss, 0.01 nats less", MAIN: f"{MAIN}, points"}
+    body = [[size, *(judged(of_size[name]) for name in names)] for size, of_size in by_size.items()]
+    return markdown_table(["size", *(units.get(name, f"{name}, points") for name in names)], body)
+
+
+def range_table(summary: dict) -> list[str]:
+    """The difficulties, of which one is measured, and how far plain attention is from guessing and from 100 %."""
+    body = []
+    for size, rungs in summary["rungs"].items():
+        for name, one in rungs.items():
+            tried = ", ".join(f"{rung}: {score:.0f}" for rung, score in one["pilot"].items())
+            share = 100 * rules.share_of_range(one["pilot"][str(one["chosen"])], one["chance"])
+            inside = "yes" if one["inside"] else "no"
+            body.append([size, name, tried, str(one["chosen"]), f"{one['chance']:.0f}", f"{share:.0f}", inside])
+    head = ["size", "measure", "plain, % by number", "number", "guessing, %", "% of the way to 100", "measures"]
+    return markdown_table(head, body)
+
+
+def curves(summary: dict) -> dict[str, np.ndarray]:
+    """By kind, the validation loss (seeds, points) of the first size in training; and "tokens" (points,)."""
+    runs = {kind: [run["curve"] for run in summary["rows"][f"{kind}, {main_size(summary)}"]] for kind in KINDS}
+    tokens = np.array(runs[KINDS[0]][0])[:, 0]
+    return {kind: np.array(of_kind)[:, :, 1] for kind, of_kind in runs.items()} | {"tokens": tokens}
+
+
+def curve_table(summary: dict) -> list[str]:
+    """The loss over tokens."""
+    found = curves(summary)
+    body = []
+    for number, tokens in enumerate(found["tokens"]):
+        plain, ours = (found[kind][:, number] for kind in KINDS)
+        gain = engine.spell(engine.verdict(estimate((ours - plain)[:, None])), 3)
+        body.append([f"{tokens:,.0f}", f"{plain.mean():.3f}", f"{ours.mean():.3f}", gain])
+    return markdown_table(["tokens", *KINDS, "difference"], body)
+
+
+def main_size(summary: dict) -> str:
+    return summary["settings"]["preset"]
 
 
 # Scaling
@@ -114,36 +147,52 @@ def scaling_table(summary: dict, axis: str) -> list[str]:
     return markdown_table(["parameters", "tokens", *KINDS, "difference"], body)
 
 
-def equal_loss(points: Sequence[dict], axis: str) -> str:
-    """What share of parameters or tokens gives differential attention the loss of plain attention, in a sentence; or
-    why the losses support no share.
+def fit_share(points: Sequence[dict], axis: str, resamples: int = 4000) -> tuple[Interval, Interval]:
+    """The share of parameters or tokens that gives differential attention the loss of plain attention, and the slope of
+    the loss over their logarithm, each with its bootstrap interval over runs and documents.
 
     Both losses are taken as lines over the logarithm, with a common slope b: a gap g between them is worth a factor of
-    exp(−g/b). Its interval is that of the gap.
+    exp(−g/b). The share is NaN where the slope is not below 0.
     """
     x = np.log([position(point, axis) for point in points])
-    losses = [window_losses(point) for point in points]
-    means = np.array([(own["plain"] + own["differential"]) / 2 for own in losses])  # (points, runs, windows)
-    weights = (x - x.mean()) / np.square(x - x.mean()).sum()
-    slope = bootstrap(np.tensordot(weights, means, 1), points[0]["documents"])
-    gap = bootstrap(np.mean([own["difference"] for own in losses], axis=0), points[0]["documents"])
-    if slope.high >= -1e-9:
+    runs = min(len(of_kind) for point in points for of_kind in point["losses"].values())
+    losses = np.array([[point["losses"][kind][:runs] for kind in KINDS] for point in points])  # (P, kinds, runs, W)
+    document = np.unique(points[0]["documents"], return_inverse=True)[1]
+    draw, number = np.random.default_rng(0), document.max() + 1
+    by_run = draw.multinomial(runs, np.full(runs, 1 / runs), size=resamples)
+    by_document = draw.multinomial(number, np.full(number, 1 / number), size=resamples)[:, document]
+    by_run, by_document = (
+        np.vstack([np.ones(counts.shape[1]), counts]) for counts in (by_run, by_document)
+    )  # the whole first
+    by_run, by_document = (counts / counts.sum(axis=1, keepdims=True) for counts in (by_run, by_document))
+    means = np.einsum("br,pkrw,bw->bpk", by_run, losses, by_document, optimize=True)
+    slope = means.mean(axis=2) @ (x - x.mean()) / np.square(x - x.mean()).sum()
+    gap = (means[:, :, 1] - means[:, :, 0]).mean(axis=1)
+    with np.errstate(all="ignore"):
+        share = np.where(slope < -1e-9, np.exp(-gap / slope), np.nan)
+    return tuple(Interval(float(one[0]), *np.quantile(one[1:], (0.025, 0.975)).tolist()) for one in (share, slope))
+
+
+def equal_loss(points: Sequence[dict], axis: str) -> str:
+    """`fit_share` in a sentence; or why the losses support no share."""
+    share, slope = fit_share(points, axis)
+    if not slope.high < -1e-9:
         found = engine.spell(engine.verdict(slope), 3)
         return (
             f"The loss does not fall with {axis} ({found} nats for e times as many): no share for equal loss follows."
         )
-    share = Interval(*sorted(math.exp(-end / slope.mean) for end in gap))
-    share = Interval(math.exp(-gap.mean / slope.mean), share[0], share[2])
-    span = math.exp(x.max() - x.min())
+    places = [position(point, axis) for point in points]
+    span = max(places) / min(places)
+    found = f"{100 * share.mean:.0f} % [{100 * share.low:.0f}, {100 * share.high:.0f}]"
     if max(share.high, 1 / share.low) > span:
         return (
-            f"The gap of {engine.spell(engine.verdict(gap), 3)} nats is worth more than all {axis} tried, from the "
-            f"fewest to {span:.1f} times as many: no share for equal loss follows."
+            f"The gap is worth more than all {axis} tried, from the fewest to {span:.1f} times as many ({found}): no "
+            "share for equal loss follows."
         )
-    unsure = "" if gap.significant else ", n.s."
+    unsure = ", n.s." if share.low <= 1 <= share.high else ""
     return (
-        f"For equal loss differential attention takes {100 * share.mean:.0f} % [{100 * share.low:.0f}, "
-        f"{100 * share.high:.0f}] of plain attention's {axis}{unsure} (published: {SHARES[axis]})."
+        f"For equal loss differential attention takes {found} of plain attention's {axis}{unsure} (published: "
+        f"{SHARES[axis]}), from {len(points)} sizes or numbers, {places[0]:,.0f} to {places[-1]:,.0f}."
     )
 
 
@@ -159,76 +208,74 @@ def scaling_chart(summary: dict, axis: str) -> Image.Image:
 # The report
 
 
-def at_chance(found: Mapping[str, Mapping[str, Sequence[Scores]]]) -> dict[str, str]:
-    """For each of RETRIEVAL in which no kind is above chance anywhere, a sentence that says so."""
-    sentences = {}
-    for name in RETRIEVAL:
-        by = by_label(found[name]) if name in found else {}
-        chances = {label: value for label, value in chance(name).items() if label in by and value < 1}
-        if chances and not any(by[label][kind].low > value for label, value in chances.items() for kind in KINDS):
-            each = "; ".join(
-                f"{label}: {by[label]['plain'].mean:.2f} plain, {by[label]['differential'].mean:.2f} differential, "
-                f"chance {value:.2f}"
-                for label, value in chances.items()
-            )
-            title = found[name]["plain"][0].title
-            sentences[name] = f"Neither kind is above chance in {title} ({each}): these panels measure nothing here."
-    return sentences
+def conclusions(summary: dict) -> list[str]:
+    """The verdicts in words, and what limits them."""
+    sentences = []
+    for size, of_size in summary["judged"].items():
+        parts: dict[str, list[str]] = {}
+        for name, one in of_size.items():
+            seen = f" (±{one['visible']:.1f} would have been seen)" if one["verdict"] == "undecided" else ""
+            parts.setdefault(one["verdict"], []).append(name + seen)
+        words = "; ".join(f"{verdict} in {', '.join(names)}" for verdict, names in parts.items())
+        sentences.append(f"differential against plain, {size}: {words}.")
+    if summary["least_seeds"] < rules.LEAST_SEEDS:
+        sentences.append(f"{summary['least_seeds']} seed(s): fewer than {rules.LEAST_SEEDS} decide nothing.")
+    if summary["edges"]:
+        sentences.append(f"The best rate is the lowest or the highest tried for: {'; '.join(summary['edges'])}.")
+    axes = scaling_axes(summary)
+    return [*sentences, *(equal_loss(scaling_points(summary, axis), axis) for axis in axes)]
 
 
 def to_markdown(summary: dict, out: Path) -> str:
     """comparison.md."""
-    settings, rows, seeds = summary["settings"], summary["rows"], summary["seeds"]
-    plain, ours = (rows[f"{kind}, text"][0]["parameters"] for kind in KINDS)
+    settings, rows, main = summary["settings"], summary["rows"], main_size(summary)
+    plain, ours = (rows[f"{kind}, {main}"][0]["parameters"] for kind in KINDS)
+    quick = " --quick: two sizes, short runs, no runs on shares of the tokens." if summary["quick"] else ""
     blocks = [
-        f"{plain:,} parameters plain, {ours:,} differential ({100 * (ours / plain - 1):+.2f} %); "
-        f"{settings['tokens']:,.0f} tokens a run, rows of {settings['length']}; {seeds} seeds; "
-        f"{summary['limit']} tests of each kind; "
-        f"{summary['cpu_seconds']:,} CPU seconds. In brackets: 95 % intervals over seeds and examples; difference: "
-        "differential minus plain on the same examples, n.s. where the interval holds 0. Chance: of one who repeats "
-        "any answer that the text shows. Rows named text have learned from plain text alone, rows named tasks from "
-        "needles and examples too.",
-        run_table(summary),
+        f"{plain:,} parameters plain, {ours:,} differential ({100 * (ours / plain - 1):+.2f} %) of {main}; "
+        f"{settings['tokens']:,.0f} tokens a run, rows of {settings['length']}; {summary['least_seeds']} seeds, of "
+        f"{main} {summary['seeds']}; {summary['limit']} tests of each difficulty.{quick} "
+        "Differences: differential minus plain, paired by seed and example, more is better, with 95 % intervals of "
+        "Student's t over seeds and examples. Verdicts are corrected for the number of differences (Holm; the last "
+        "column by itself): better, worse, "
+        f"equivalent (within ±{rules.MARGIN:g}, two one-sided tests), undecided; out of range: plain attention guesses "
+        "or is perfect, so that nothing is measured.",
+        "## Table 1: each kind and size at its own rate",
+        judged_table(summary["judged"]),
     ]
-    tried = {row: (rates["chosen"], list(rates["validation"])) for row, rates in summary["rates"].items()}
-    if tried["plain, text"][1]:
-        blocks.append(f"Rates were tried on the first seed, for {100 * summary['search']:.0f} % of the tokens.")
-    found = read_panels(summary)
-    gains, lower_is_better, chances = {}, set(), at_chance(found)
-    nothing = {panel for name in chances for panel in PANELS[name]}
-    for name, of_name in found.items():
+    if summary["common"]:
+        blocks += ["## Table 2: both kinds at plain attention's rate", judged_table(summary["common"])]
+    blocks += ["## Range of the measures (validation split)", range_table(summary)]
+    blocks += ["## Predictions", prediction_table(summary["predictions"])]
+    tuning = min(rules.TUNING_SEEDS, summary["least_seeds"])
+    searched = f"Rates by the mean of {tuning} seeds, for {100 * summary['search']:.0f} % of the tokens."
+    blocks += ["## Runs", searched, run_table(summary)]
+    blocks += [f"## Loss over tokens, {main}, validation rows", "![curve](curve.png)", curve_table(summary)]
+    blocks.append(
+        f"Below: {main}, test split, 95 % bootstrap intervals over seeds and examples, n.s. where the interval of the "
+        "difference holds 0. Chance: of one who repeats the value of any record."
+    )
+    for name, of_name in read_panels(summary).items():
         panel, by = next(iter(of_name.values()))[0], by_label(of_name)
         blocks += [f"## {panel.title}", f"![{name}]({name}.png)"]
         blocks.append(table(panel, by, chance(name, by), SCORES.get(name)))
-        if name not in nothing:
-            gains[panel.title] = engine.verdict(by["all"]["difference"])
-            lower_is_better |= {panel.title} if panel.better < 0 else set()
-    blocks += ["## loss on the windows by parameters and by tokens, plain text alone", "![scaling](scaling.png)"]
-    axes = scaling_axes(summary)
-    blocks += [scaling_table(summary, axis) for axis in axes]
-    rates = {row: (float(f"{chosen:g}"), list(map(float, of_row))) for row, (chosen, of_row) in tried.items()}
-    pair = {"differential against plain": gains}
-    sentences = engine.conclude(pair, seeds, rates, lower_is_better=lower_is_better, digits=3)
-    sentences += [*chances.values(), *(equal_loss(scaling_points(summary, axis), axis) for axis in axes)]
-    folders = {
-        mixture: " ".join(str(out / run["folder"]) for kind in KINDS for run in rows[f"{kind}, {mixture}"])
-        for mixture in ("text", "tasks")
-    }
+    blocks += ["## Loss on windows of text by parameters and by tokens", "![scaling](scaling.png)"]
+    blocks += [scaling_table(summary, axis) for axis in scaling_axes(summary)]
+    folders = " ".join(str(out / run["folder"]) for kind in KINDS for run in rows[f"{kind}, {main}"])
     return engine.compose(
         "Differential against plain, from nothing",
         *blocks,
-        conclusions=[*sentences, CLAIM.format(ours, settings["tokens"])],
+        conclusions=[*conclusions(summary), CLAIM.format(ours, settings["tokens"])],
         published=PUBLISHED,
-        end=[
-            f"Measure the runs again: `python -m eval.text nll {folders['text']}`",
-            f"`python -m eval.text all {folders['tasks']}`",
-        ],
+        end=[f"Measure the runs again: `python -m eval.text all {folders}`"],
     )
 
 
 def draw(summary: dict) -> dict[str, list[Image.Image]]:
-    """A chart of each panel, by file name, and of the losses by size and by tokens."""
-    pictures = {}
+    """A chart of each panel, by file name, of the loss over tokens, and of the losses by size and by tokens."""
+    found = curves(summary)
+    lines = {kind: list(zip(found["tokens"], found[kind].mean(axis=0), strict=True)) for kind in KINDS}
+    pictures = {"curve.png": [figures.line_chart(lines, "loss over tokens", "tokens", "nats a token")]}
     for name, by in read_panels(summary).items():
         pictures[f"{name}.png"] = [chart(next(iter(by.values()))[0], by_label(by))]
     return pictures | {"scaling.png": [scaling_chart(summary, axis) for axis in scaling_axes(summary)]}

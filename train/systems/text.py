@@ -5,7 +5,7 @@ the run folder. `train/text.py` is the command.
 """
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import nn
 
 from eval.text.corpus import BOS, Corpus
 from eval.text.measures import device_of
-from eval.text.tasks import SHOWN, Tasks
+from eval.text.tasks import MOST_ASKED, Tasks
 from model.common import UserError
 from model.system_configs import TEXT_PRESETS
 from model.text import TextModel, new_model
@@ -25,8 +25,10 @@ from train.flags import check_ranges, flag
 from train.loop import LoopOptions, fit
 from train.optim import SCALARS, Rule, make_adamw, parameter_groups
 
-SHORTEST = 64  # positions that a task document is given at least
-MOST_NEEDLES = 8
+SHORTEST = 64  # positions that a needle document is given at least,
+LEAST = 24  # and one of records alone
+MOST_RECORDS = 64  # of a document that is learned from
+NO_TARGET = -100
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,11 @@ class TextSettings:
     batch_size: int = flag(4, "rows of a micro-batch", least=1)
     accumulate: int = flag(1, "micro-batches of a step of one process; several share its rows", least=1)
     tokens: float = flag(2e6, "tokens to learn from", least=1, most=1e15)
-    needles: float = flag(0.5, "share of needle documents among those drawn", share=True)
-    examples: float = flag(0.25, "share of documents of examples", share=True)
+    needles: float = flag(0.4, "share of needle documents among those drawn", share=True)
+    examples: float = flag(0.35, "share of documents of records alone: recall and examples, half each", share=True)
+    curriculum: float = flag(
+        0.35, "share of the rows, the first ones, in which recall is all that is learned", share=True
+    )
     lr: float = flag(3e-3, "peak learning rate of AdamW", least=0, most=1e6)
     weight_decay: float = flag(0.1, "AdamW weight decay, on matrices", least=0, most=1e6)
     beta2: float = flag(0.95, "AdamW's second momentum", least=0, most=0.9999999)
@@ -67,6 +72,12 @@ class TextSettings:
         """Rows of a step, of all processes together."""
         return self.batch_size * self.accumulate
 
+    def shares(self, index: int) -> tuple[float, float, float]:
+        """The shares of needle documents, of recall, and of examples among the documents drawn for a row."""
+        if self.examples and index < self.curriculum * self.steps * self.rows:
+            return 0.0, 1.0, 0.0
+        return self.needles, self.examples / 2, self.examples / 2
+
     @property
     def steps(self) -> int:
         return max(1, round(self.tokens / (self.rows * self.length)))
@@ -87,17 +98,15 @@ def check(settings: TextSettings) -> None:
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Packed rows: input_ids, documents and targets (B, S). A document's last token is a target only."""
+    """Packed rows: input_ids, documents and targets (B, S), with the number of targets. A document's last token is a
+    target only."""
 
     input_ids: torch.Tensor
     documents: torch.Tensor
     targets: torch.Tensor
     names: tuple[str, ...]
+    tokens: int
     bad: tuple[str, ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        return self.targets.numel()
 
     def to(self, device: str | torch.device) -> "TextBatch":
         moved = {
@@ -119,18 +128,20 @@ def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -
     """
     dice = random.Random(f"{tasks.split}/{settings.seed}/{index}")
     ids, starts = corpus.ids[tasks.split], corpus.starts[tasks.split]
-    documents, room = [], settings.length
+    documents, room, (needles, recall, examples) = [], settings.length, settings.shares(index)
     while room:
         kind = dice.random()
-        if room >= SHORTEST and kind < settings.needles:
+        if room >= SHORTEST and kind < needles:
             length = round(SHORTEST * (room / SHORTEST) ** dice.random())  # log-uniform
-            needles = dice.randint(1, min(MOST_NEEDLES, length // (3 * tasks.line)))
-            queries = dice.randint(needles, max(needles, min(4 * needles, length // (2 * tasks.pair) - 2)))
-            document = tasks.needles(dice, length, needles, queries).ids
-        elif room >= SHORTEST and kind < settings.needles + settings.examples:
-            examples, classes = dice.randint(4, min(32, room // 3)), dice.randint(1, SHOWN)
-            while len(document := tasks.examples(*tasks.episode(dice, examples, classes)).ids) > room + 1:
-                examples -= 1  # the question and the end token must fit too
+            most = min(MOST_RECORDS, length // 4)
+            document = tasks.needles(dice, length, round(most ** dice.random()), MOST_ASKED).ids
+        elif room >= LEAST and kind < needles + recall + examples:
+            most = min(MOST_RECORDS, room - 2 * MOST_ASKED - 2)
+            records = round(4 * (most / 4) ** dice.random())
+            if kind < needles + recall:
+                document = tasks.recall(dice, records, MOST_ASKED).ids
+            else:
+                document = tasks.listed(*tasks.episode(dice, records)).ids
         else:
             start = dice.randrange(len(ids))
             end = starts[torch.searchsorted(starts, start, right=True)]
@@ -141,13 +152,17 @@ def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -
     return documents
 
 
-def pack(rows: Sequence[list[list[int]]], names: Sequence[str]) -> TextBatch:
-    """Rows of packed documents: inputs are each document's tokens but the last, targets its tokens but the first."""
+def pack(rows: Sequence[list[list[int]]], names: Sequence[str], unforeseen: Sequence[int] = ()) -> TextBatch:
+    """Rows of packed documents: inputs are each document's tokens but the last, targets its tokens but the first, and
+    none of the `unforeseen`."""
+    targets = torch.tensor([[token for document in row for token in document[1:]] for row in rows])
+    hidden = torch.isin(targets, torch.tensor(unforeseen, dtype=targets.dtype))
     return TextBatch(
         torch.tensor([[token for document in row for token in document[:-1]] for row in rows]),
         torch.tensor([[n for n, document in enumerate(row) for _ in document[:-1]] for row in rows]),
-        torch.tensor([[token for document in row for token in document[1:]] for row in rows]),
+        targets.masked_fill(hidden, NO_TARGET),
         tuple(names),
+        int((~hidden).sum()),
     )
 
 
@@ -187,18 +202,18 @@ class TextOrder:
         """`rows` rows, by default those of a whole micro-batch."""
         numbers = range(first, first + (rows or self.settings.batch_size))
         rows = [draw_row(self.corpus, self.tasks, self.settings, number) for number in numbers]
-        return pack(rows, [f"row {number}" for number in numbers])
+        return pack(rows, [f"row {number}" for number in numbers], self.tasks.unforeseen)
 
 
 def text_loss(model: nn.Module, micro: TextBatch) -> torch.Tensor:
-    """The sum of cross-entropies over all positions."""
+    """The sum of cross-entropies over all positions that have a target."""
     return model(micro.input_ids, documents=micro.documents, targets=micro.targets)
 
 
 @torch.no_grad()
 def validation_loss(model: TextModel, corpus: Corpus, settings: TextSettings, batches: int = 16) -> float:
     """Nats per token on rows of the validation split, with the mixture of training; the same rows for all seeds."""
-    order = TextOrder(corpus, replace(settings, seed=0), "validation")
+    order = TextOrder(corpus, replace(settings, seed=0, curriculum=0.0), "validation")
     rows = [order.batch(number * settings.batch_size).to(device_of(model)) for number in range(batches)]
     return sum(text_loss(model, micro).item() for micro in rows) / sum(micro.tokens for micro in rows)
 
@@ -212,11 +227,19 @@ def make_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.Adam
 
 
 def learn(
-    settings: TextSettings, corpus: Corpus, run: Path, world: World, kept: Mapping | None = None
+    settings: TextSettings,
+    corpus: Corpus,
+    run: Path,
+    world: World,
+    kept: Mapping | None = None,
+    *,
+    points: Collection[int] = (),
+    batches: int = 16,
 ) -> tuple[TextModel, dict]:
     """Train from the newest checkpoint in `run`, if there is one; the model and the run's progress.
 
-    Raises UserError if the corpus has more pieces than the preset's vocabulary.
+    points: numbers of steps after which the validation loss on so many `batches` is logged, as "held_out_loss". Raises
+    UserError if the corpus has more pieces than the preset's vocabulary.
     """
     if corpus.tokenizer.vocab_size() > settings.vocab_size:
         raise UserError(
@@ -226,5 +249,10 @@ def learn(
     model = new_model(settings.preset, settings.attention == "differential", settings.seed).to(world.device)
     model.set_checkpointing(settings.checkpointing)
     optimizer, order = make_optimizer(model, settings), TextOrder(corpus, settings, "train", world.rank, world.size)
-    progress = fit(model, optimizer, order, text_loss, LoopOptions.of(settings), run, world, kept=kept)
+
+    def validate(step: int, progress: dict) -> dict:
+        return {"held_out_loss": validation_loss(model, corpus, settings, batches)} if step in points else {}
+
+    options = LoopOptions.of(settings)
+    progress = fit(model, optimizer, order, text_loss, options, run, world, validate=validate, kept=kept)
     return model.eval(), progress
