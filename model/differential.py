@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from model.attention import tapped
+from model.attention import Attention, tapped
 from model.graft import FEED_FORWARDS, Graft, SwiGLU, fold, graft, new_parameters, variants_of  # noqa: F401
 from model.variants import KINDS, Differential, default_options, lambda_schedule, options_of  # noqa: F401
 
@@ -57,7 +57,10 @@ def map_distance(model: nn.Module, **batch) -> dict[str, torch.Tensor]:
 
         return tap
 
-    if taps := {module: watch(path) for path, module in variants_of(model).items() if module.maps == 2}:
+    taps: dict[Attention, Callable[[torch.Tensor], None]] = {
+        module: watch(path) for path, module in variants_of(model).items() if module.maps == 2
+    }
+    if taps:
         with tapped(taps):
             model(**(batch | {"positions_to_keep": 1}))  # the head, the widest product, is not needed here
     return distances
