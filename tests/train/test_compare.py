@@ -645,8 +645,10 @@ def test_needle_measures_know_their_places(processor):
     for (_, test), label in zip(dose.examples, dose.labels, strict=True):
         scene = scenes.needle(f"n4d{label}", "test", test.id).scene
         assert len(scene.objects) == label + 1 and test.places[0][1:] in {divmod(o.square, 4) for o in scene.objects}
-    crowd = attention_data.existence_measure(8, 12, "test")
-    said = [annotation.answer for _, annotation in crowd.examples]
+    crowd = attention_data.existence_measure(8, 12, "test", args.protocol)
+    said = [annotation.answer for _, _, annotation in crowd.examples]
+    assert {words for words, *_ in crowd.examples} == {("yes", "no")}
+    assert len(attention_data.existence_measure(8, 12, "test", "paper").examples[0]) == 2  # free answers
     assert said == ["yes", "no"] * 6 and crowd.chance == 50 and len(set(crowd.pictures)) == 2
     samples = scenes.pope("random", "test", 2, objects=8)
     assert all(len(set(sample.scene.squares)) == 9 for sample in samples)  # eight objects, and "none"

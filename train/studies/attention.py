@@ -15,7 +15,8 @@ The rules are those of `train/studies/rules.py`. Of this study's own are:
 - The positive control, `train/studies/built.py`: a task in which two maps are known to help, and by how much.
 - Needles of the embedded scenes are found by the likelier word of those asked for. In free answers, short runs say one
   word to "Top or Bottom?" and to "Left or Right?" alike: over 14 runs that found 90 to 99 % by the likelier word, such
-  answers were right in 0 to 97 %, which says what was learned of the wording, not of the picture.
+  answers were right in 0 to 97 %, which says what was learned of the wording, not of the picture. So it is with yes and
+  no about a picture of 16 objects, which looks like a needle's.
 - PREDICTIONS, written before the study was run.
 - The main difference of a row is the mean over its measures: it decides how many seeds the row gets.
 """

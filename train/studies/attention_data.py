@@ -141,7 +141,7 @@ def title_of(rung: str) -> str:
 def embedded_measure(rung: str, tests: int, protocol: str, split: str = "test") -> Measure:
     """A measure on the embedded scenes, each picture drawn once; `tests` is rounded to whole turns over the places."""
     if rung.startswith("e"):
-        return existence_measure(int(rung[1:]), tests, split)
+        return existence_measure(int(rung[1:]), tests, split, protocol)
     places = scenes.layout_of(rung)[0] ** 2
     trials = needle.embedded_trials(rung, -(-tests // places) * places, split=split)
     return needle_measure(rung, drawn_once(trials), protocol)
@@ -151,12 +151,14 @@ def drawn_once(trials: Sequence[needle.Trial]) -> list[needle.Trial]:
     return [trial._replace(pictures=cache(trial.pictures)) for trial in trials]
 
 
-def existence_measure(objects: int, questions: int, split: str) -> Measure:
-    """POPE's questions about pictures with so many different objects; half of the answers are yes."""
-    samples = scenes.pope("random", split, -(-questions // 6), objects=objects)
-    return question_measure(
-        f"e{objects}", title_of(f"e{objects}"), vqa.of_samples(samples, f"{split}/e{objects}"), 50.0
-    )
+def existence_measure(objects: int, questions: int, split: str, protocol: str) -> Measure:
+    """POPE's questions about pictures with so many different objects; half of the answers are yes.
+
+    To a free answer, short runs tell a place in so full a picture, as to a needle's question.
+    """
+    benchmark = vqa.of_samples(scenes.pope("random", split, -(-questions // 6), objects=objects), f"{split}/e{objects}")
+    words = ("yes", "no") if protocol == "constrained" else ()
+    return question_measure(f"e{objects}", title_of(f"e{objects}"), benchmark, 50.0, words=words)
 
 
 def dose_measure(tests: int, protocol: str) -> Measure:
@@ -196,10 +198,15 @@ def question_measure(
     chance: float | None,
     template: str | None = vqa.PROMPT,
     scoring: str = "official",
+    words: tuple[str, ...] = (),
 ) -> Measure:
-    """Questions about pictures, each drawn once where they are drawn; template: None for that of the settings."""
+    """Questions about pictures, each drawn once where they are drawn; template: None for that of the settings.
+
+    words: the likeliest of them is the answer; none: the answer is free."""
     drawn = {key: cache(picture) if callable(picture) else picture for key, picture in benchmark.pictures.items()}
     benchmark = benchmark._replace(pictures=drawn)
+    if words:
+        benchmark = benchmark._replace(asks=[replace(ask, choices=words) for ask in vqa.asks_of(benchmark)])
 
     def grade(model: PaliGemma, processor: Processor, settings: Settings, folder: Path) -> list[float]:
         options = asking(settings, name, folder)
@@ -213,6 +220,8 @@ def question_measure(
         examples = [(*example, ask.before) for example, ask in zip(examples, benchmark.asks, strict=True)]
     if scoring != "official":  # it decides the scores
         examples = [(scoring, *example) for example in examples]
+    if words:
+        examples = [(words, *example) for example in examples]
     pictures = [question.image for question in benchmark.questions]
     labels = [annotation.answer_type or "all" for annotation in benchmark.annotations]
     return Measure(name, title, examples, pictures, labels, chance, grade)
