@@ -7,7 +7,7 @@ from, and accuracies before and after.
     python -m train.finetune --base google/paligemma-3b-pt-224 --data vqav2:DIR --recipe paper-2
     python -m train.finetune --data jsonl:FILE --show-batch        your own data, as the model reads them
     python -m train.finetune --plan …                              what such a run takes; no GPU is needed
-    python -m train.finetune --resume runs/embedded-twin-1         go on where it was interrupted
+    python -m train.finetune --resume runs/embedded-dex-1          go on where it was interrupted
     torchrun --nproc_per_node=8 -m train.finetune …                several GPUs; with --shard the weights are spread
 """
 

@@ -65,7 +65,7 @@ class Settings:
         "its stage; a later one starts from the model that the one before has written, "
         "--base RUN/model (default: none)",
     )
-    attention: str = flag("twin", "differential attention to graft", choices=list(KINDS))
+    attention: str = flag("dex", "differential attention to graft", choices=list(KINDS))
     diff_in: str = flag("decoder", "where to graft it", choices=["decoder", "vision", "both"])
     feed_forward: str = flag("mlp", "feed-forward of the decoder", choices=list(FEED_FORWARDS))
     option: tuple[str, ...] = flag(
