@@ -1,7 +1,7 @@
 """The pictures at the top of the README: the explorer with a fine-tuned twin, and the local page with the base.
 
 pip install gradio playwright && apt-get install chromium
-python -m train.finetune --out runs/readme
+python -m train.finetune --attention twin --out runs/readme
 python docs/pictures.py runs/readme
 """
 
