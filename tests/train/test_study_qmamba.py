@@ -130,7 +130,7 @@ def test_all_rows_of_a_seed_learn_the_same(study):
     first, other, later = samples, encoded_samples(32, 2), encoded_samples(32, 1, stage=2)
 
     def scenes_of(*lessons):
-        return {record.pictures[0].args[0] for samples in lessons for record in samples.records}
+        return {record.pictures[0].__self__ for samples in lessons for record in samples.records}
 
     assert not scenes_of(first) & scenes_of(other, later)
     assert [micro.names for (micro,) in shuffled(samples, processor_of(models[0]), 8, 1).steps(2)] == orders[0][2:]

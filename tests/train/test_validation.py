@@ -211,9 +211,10 @@ def test_the_next_commands_fit_the_data():
         return " | ".join(next_commands(parse(argv)[0], Path("run"), best)).replace("python -m ", "")
 
     ask = "eval.ask --adapter run --image FILE --prompt 'answer en Where is the dog?'"
-    for best in (False, True):  # the table of the embedded data is of the last weights
-        assert proposed(best=best) == f"eval.vqa --adapter run | eval.needle --adapter run | {ask}"
     export = "weights.export run FOLDER"
+    for best in (False, True):  # the table of the embedded data is of the last weights
+        asked = f"eval.vqa --adapter run | eval.needle --adapter run | {ask}"
+        assert proposed(best=best) == f"{asked} | {export}" and proposed("--attention", "twin", best=best) == asked
     data = "--data", "jsonl:a b.jsonl@2", "--data", "jsonl:c.jsonl@1", "--attention", "softmax", "--images", "pictures"
     own_ask = "eval.ask --adapter run --image FILE --prompt PROMPT"  # its questions are not ours
     scored = "eval.vqa --data jsonl:TEST.jsonl --images pictures --adapter run"  # not what was trained on
@@ -224,7 +225,7 @@ def test_the_next_commands_fit_the_data():
         "weights.export run/best FOLDER"
     )
     assert "| eval.detect --adapter run |" in proposed("--tasks", "detect,vqa")
-    assert proposed("--data", "shards:a.tar") == own_ask
+    assert proposed("--data", "shards:a.tar") == f"{own_ask} | {export}"
     full = proposed("--data", "vqav2:d", "--full", "--attention", "softmax")
     assert full.startswith("eval.vqa --data vqav2:d --model run/model --prompt 'answer {question}' | eval.ask --model")
     assert full.endswith("weights.export run/model FOLDER")
