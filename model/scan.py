@@ -248,7 +248,7 @@ def _scan_in_parallel(decay: torch.Tensor, values: torch.Tensor, reverse: bool =
     2m·s − 1 gathers the s positions before it, and its `decay`, which is overwritten, becomes the product of theirs;
     downwards, the positions between take over what ends before them.
     """
-    if device.shapes_only:  # which took the memory already
+    if device.shapes_only:  # it works in place: no memory is taken
         return
     steps, span = values.shape[1], 1
 

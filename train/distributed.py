@@ -118,8 +118,8 @@ def spread(
     FSDP2 layer by layer; all by torch.compile if it `compiles`.
 
     Both average gradients over processes, so the loss must be multiplied by `world.size`; where processes split rows,
-    `average_gradients` does, after the backward passes. A sharded model in fp32 that
-    is called under `autocast` to bf16 gathers its weights in bf16, and sums gradients in fp32.
+    `average_gradients` does, after the backward passes. A sharded model in fp32 that is called under `autocast` to bf16
+    gathers its weights in bf16, and sums gradients in fp32.
     """
     if world.size == 1 or not shard:
         if world.at_once > 1:

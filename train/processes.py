@@ -52,7 +52,8 @@ def choose_processes(wanted: int | None, settings: Settings, model: nn.Module) -
         return wanted
     trained = settings.steps * rows * micro_batches if settings.steps else settings.epochs * settings.samples
     is_long = trained >= LONG or not (settings.steps or settings.is_embedded)  # how much data there is is not known yet
-    if not is_long or sum(parameter.nbytes for parameter in model.parameters()) > SMALL:
+    is_small = sum(parameter.nbytes for parameter in model.parameters()) <= SMALL
+    if not (is_long and is_small) or sys.platform == "win32":  # where none of this has been tried
         return 1
     return max(1, min(MOST, torch.get_num_threads(), rows // LEAST_ROWS))
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from eval.records import Record
@@ -44,6 +45,12 @@ def forward(model: nn.Module, micro: MicroBatch, targets: torch.Tensor | None = 
         image_index=micro.image_index,
         targets=targets,
     )
+
+
+def row_losses(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
+    """(B,): the cross-entropies of each row, summed over its supervised tokens."""
+    logits = forward(model, micro)
+    return F.cross_entropy(logits.transpose(1, 2), micro.targets, ignore_index=-100, reduction="none").sum(1)
 
 
 def train_on(

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from eval.command import ask_of
@@ -28,12 +27,12 @@ from model.device import autocast_of
 from model.paligemma import MAX_LOGITS, PaliGemma
 from model.processor import Processor
 from train.checkpoint import write_folder
-from train.data.batches import MicroBatch, load_batches, text_length
+from train.data.batches import load_batches, text_length
 from train.data.features import FeatureCache
 from train.data.sources import read_records
 from train.distributed import World, ask_together
 from train.settings import Settings
-from train.supervised import forward, ready
+from train.supervised import ready, row_losses
 
 ASKED = 200  # examples that a model answers at an evaluation during training; the loss is of all
 STEP_FILE = "step"  # of RUN/best
@@ -190,12 +189,6 @@ def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
-
-
-def row_losses(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
-    """(B,): the cross-entropies of each row, summed over its supervised tokens."""
-    logits = forward(model, micro)
-    return F.cross_entropy(logits.transpose(1, 2), micro.targets, ignore_index=-100, reduction="none").sum(1)
 
 
 @dataclass(frozen=True)

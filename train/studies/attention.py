@@ -55,8 +55,6 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[list[FineTuningRow], Att
     options, base, given, _ = read_study(AttentionOptions, argv, "train.compare", __doc__, DECIDED, defaults)
     if base.full:
         raise UserError("--recipe paligemma trains every weight, but rows are compared with LoRA: take another recipe")
-    if options.quick and options.full:
-        raise UserError("--quick and --full exclude each other: give one")
     if options.quick:
         options = replace(options, **QUICK)
         base = base if "samples" in given else replace(base, samples=QUICK_SAMPLES)
@@ -105,11 +103,7 @@ def choose_rungs(base: Settings, options: AttentionOptions) -> tuple[tuple[str, 
     rates = first_rates(study, [plain], options)
     cells = run_cells(study, [(plain, rate, 0, "pilot") for rate in rates])
     scores = {name: 100 * float(np.mean(values)) for name, values in max(cells, key=mean_score)["scores"].items()}
-    chances = {m.name: m.chance or 0.0 for m in study.measures["pilot"]}
-    ladders = {
-        title: {"chosen": rules.choose_rung(ladder, scores, chances), "pilot": {rung: scores[rung] for rung in ladder}}
-        for title, ladder in LADDERS.items()
-    }
+    ladders = rules.choose_rungs(LADDERS, scores, {m.name: m.chance or 0.0 for m in study.measures["pilot"]})
     return tuple(one["chosen"] for one in ladders.values()), ladders
 
 

@@ -235,9 +235,7 @@ def to_markdown(summary: dict) -> str:
         f"rows together (examples: {counts['validation']}); below is the test split ({counts['test']}), needles by "
         f"protocol {summary['protocol']}. Accuracies in %, with 95 % bootstrap intervals over seeds and pictures; "
         "differences in points, paired by seed and example, with 95 % intervals of Student's t over seeds and "
-        "pictures. Verdicts are corrected for the number of differences in a table (Holm; the last column by itself): "
-        f"better, worse, equivalent (within ±{rules.MARGIN:g}, two one-sided tests), undecided; out of range: the "
-        "control guesses or is perfect, so that nothing is measured.",
+        f"pictures. {rules.VERDICTS}",
         "## Table 1: accuracy at each row's rate",
         accuracy_table(summary),
         "## Table 2: minus plain LoRA with at least as many parameters",
@@ -281,10 +279,7 @@ def conclusions(summary: dict) -> list[str]:
                 f"{row['name']} ({row['trainable']:,} parameters) against {row['control']} "
                 f"({row['control_trainable']:,}): {words}."
             )
-    if len(summary["seeds"]) < rules.LEAST_SEEDS:
-        sentences.append(f"{len(summary['seeds'])} seed(s): fewer than {rules.LEAST_SEEDS} decide nothing.")
-    if summary["edges"]:
-        sentences.append(f"The best rate is the lowest or the highest tried for: {', '.join(summary['edges'])}.")
+    sentences += rules.limits(len(summary["seeds"]), summary["edges"])
     below = [
         f"{row['name']} in {test['name']}"
         for row in summary["rows"]

@@ -9,7 +9,7 @@ from train.flags import flag
 from train.recipes import RECIPES
 from train.studies import rules
 from train.studies.cells import FineTuningRow, NeedleOptions, fine_tune_scattered, open_base, without
-from train.studies.engine import QuickOptions, StudyOptions, read_rates
+from train.studies.engine import PlannedOptions, StudyOptions, read_rates
 from train.studies.rules import Prediction
 
 SAMPLES = 3_200  # of a run on the embedded scenes
@@ -63,7 +63,7 @@ NAMES = "; ".join(f"{group}: {', '.join(row.name for row in rows)}" for group, r
 
 
 @dataclass(frozen=True)
-class AttentionOptions(NeedleOptions, QuickOptions, StudyOptions):
+class AttentionOptions(NeedleOptions, PlannedOptions, StudyOptions):
     """The flags of the attention study, besides those of `train.finetune`."""
 
     rows: str = flag(
@@ -72,7 +72,6 @@ class AttentionOptions(NeedleOptions, QuickOptions, StudyOptions):
         "qmamba, text, scratch",
         metavar="NAME,…",
     )
-    full: bool = flag(False, "all rows at full length, which is also the default: 90 minutes on two cores")
     seeds: int = flag(rules.LEAST_SEEDS, "runs of a row, at least", least=1, metavar="N")
     most_seeds: int = flag(
         rules.MOST_SEEDS, "runs of a row whose main difference is not yet known to ±3 points", least=1
@@ -99,9 +98,6 @@ class AttentionOptions(NeedleOptions, QuickOptions, StudyOptions):
         "of the needle tests: one-word answers, parsed strictly, or the likelier of the words (default: constrained on "
         "the embedded scenes, else paper)",
         choices=PROTOCOLS[:2],
-    )
-    processes: int | None = flag(
-        None, "cells side by side (default: 2 on a CPU of two cores or more, else 1)", least=1, metavar="N"
     )
     json: bool = flag(False, "print comparison.json instead of the tables (default: --no-json)")
 

@@ -87,7 +87,12 @@ class EncodedOrder:
 
 def encoded_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
     """The loss of a micro-batch whose features have not passed the projector yet, summed over its tokens."""
-    return supervised_loss(model, replace(micro, features=model.multi_modal_projector(micro.features)))
+    return supervised_loss(model, projected(model, micro))
+
+
+def projected(model: nn.Module, micro: MicroBatch) -> MicroBatch:
+    """A micro-batch with its features passed through the projector."""
+    return replace(micro, features=model.multi_modal_projector(micro.features))
 
 
 def learn(

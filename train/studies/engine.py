@@ -35,7 +35,7 @@ from eval import figures
 from eval.report import difference_text, interval_text, markdown_table
 from eval.statistics import Estimate, Interval, bootstrap, estimate
 from lora import adapter
-from model.common import write_text
+from model.common import UserError, write_text
 from model.config import PaliGemmaConfig
 from train.flags import flag, read_flags
 from train.optim import count, trainable
@@ -68,6 +68,20 @@ class QuickOptions:
     """The flag of a study that has a plan of minutes beside the whole one."""
 
     quick: bool = flag(False, "a plan of at most ten minutes on two cores; the report says what it leaves out")
+
+
+@dataclass(frozen=True)
+class PlannedOptions(QuickOptions):
+    """The flags of a study by all of `train/studies/rules.py`. Raises UserError for both plans at once."""
+
+    full: bool = flag(False, "the whole plan, which is also the default: about 90 minutes on two cores")
+    processes: int | None = flag(
+        None, "cells side by side (default: 2 on a CPU of two cores or more, else 1)", least=1, metavar="N"
+    )
+
+    def __post_init__(self):
+        if self.quick and self.full:
+            raise UserError("--quick and --full exclude each other: give one")
 
 
 Options = TypeVar("Options", bound=ScaledOptions)

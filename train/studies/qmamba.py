@@ -428,10 +428,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError("a study runs in one process: start it without torchrun")
     parts = load_mamba(language_model(study.stages[1])), load_siglip(study.stages[1].base)
     study = replace(study, fingerprint="".join(map(exact_fingerprint, parts)), world=world)
-    seeds, processes = (
-        range(options.seeds),
-        engine.default_processes("cpu", options.threads) if study.is_embedded else 1,
-    )
+    seeds = range(options.seeds)
+    processes = engine.default_processes("cpu", options.threads) if study.is_embedded else 1
 
     def find() -> dict:
         return summarize(study, collect(study, seeds, processes), seeds)

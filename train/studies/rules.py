@@ -19,6 +19,12 @@ MARGIN = 3.0  # the smallest difference of interest, in points
 INSIDE = (0.15, 0.95)
 TUNING_SEEDS, LEAST_SEEDS, MOST_SEEDS = 3, 5, 10
 MOST_RATES = 10
+# how a table is to be read
+VERDICTS = (
+    "Verdicts are corrected for the number of differences in a table (Holm; the last column by itself): better, worse, "
+    f"equivalent (within ±{MARGIN:g}, two one-sided tests), undecided; out of range: the control guesses or is "
+    "perfect, so that nothing is measured."
+)
 TIE = 0.005  # half a point on the validation split is noise: the lower rate is taken, and no grid grows for it
 
 Name = TypeVar("Name")
@@ -51,6 +57,16 @@ def choose_rung(ladder: Sequence[str], scores: Mapping[str, float], chances: Map
         return inside[-1]
     middle = sum(INSIDE) / 2
     return min(ladder, key=lambda rung: abs(share_of_range(scores[rung], chances[rung]) - middle))
+
+
+def choose_rungs(
+    ladders: Mapping[str, Sequence[str]], scores: Mapping[str, float], chances: Mapping[str, float]
+) -> dict[str, dict]:
+    """By ladder {"chosen", "pilot": the scores of its difficulties}."""
+    return {
+        title: {"chosen": choose_rung(ladder, scores, chances), "pilot": {rung: scores[rung] for rung in ladder}}
+        for title, ladder in ladders.items()
+    }
 
 
 def best_rate(validation: Mapping[float, float], margin: float = TIE) -> float:
@@ -104,6 +120,13 @@ def judge(differences: Mapping[Name, Estimate], measurable: bool = True) -> dict
         visible = one.visible(len(differences))
         found[name] = {"p": p, "p_equivalent": p_equivalent, "visible": visible, "verdict": verdict}
     return found
+
+
+def limits(seeds: int, edges: Sequence[str]) -> list[str]:
+    """What limits the verdicts, in sentences. edges: rows whose best rate is at an end of the grid."""
+    few = f"{seeds} seed(s): fewer than {LEAST_SEEDS} decide nothing."
+    at_edge = f"The best rate is the lowest or the highest tried for: {'; '.join(edges)}."
+    return [few] * (seeds < LEAST_SEEDS) + [at_edge] * bool(edges)
 
 
 def check(predictions: Sequence[Prediction], verdicts: Mapping[str, Mapping[str, str]]) -> list[dict]:

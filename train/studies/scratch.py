@@ -23,17 +23,16 @@ import random
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from eval import scenes
 from eval.needle import PROTOCOLS
 from eval.records import Record, sample_record
-from model.common import UserError, write_text
+from model.common import write_text
 from model.config import PRESETS
 from model.differential import graft, lambdas
 from model.paligemma import PaliGemma, initialize
@@ -59,11 +58,11 @@ from train.studies.cells import (
     run_cells,
     spell_scores,
 )
-from train.studies.encoded import EncodedOrder, EncodedRecords, encode, encoded_loss
-from train.studies.engine import QuickOptions, StudyOptions, read_rates
+from train.studies.encoded import EncodedOrder, EncodedRecords, encode, encoded_loss, projected
+from train.studies.engine import PlannedOptions, StudyOptions, read_rates
 from train.studies.rules import Prediction
 from train.studies.scratch_report import LOOKED_AT, LOOKS, draw, summarize, to_markdown
-from train.supervised import forward
+from train.supervised import row_losses
 from weights.export import export_model
 from weights.load import load_model
 
@@ -86,11 +85,10 @@ QUICK = {"samples": 7_200, "rates": (0.01,), "limit": 192, "grow": False}
 
 
 @dataclass(frozen=True)
-class ScratchOptions(QuickOptions, StudyOptions):
+class ScratchOptions(PlannedOptions, StudyOptions):
     """The flags of this study."""
 
     out: Path = flag(Path("runs/compare-scratch"), engine.OUT_HELP, metavar="DIR")
-    full: bool = flag(False, "all rows at full length, which is also the default")
     seeds: int = flag(rules.LEAST_SEEDS, "runs of a row, at least", least=1, metavar="N")
     most_seeds: int = flag(rules.MOST_SEEDS, "of a row whose main difference is not yet known to ±3 points", least=1)
     samples: int = flag(SAMPLES, "of pretraining; half as many of tuning", least=1, metavar="N")
@@ -103,9 +101,6 @@ class ScratchOptions(QuickOptions, StudyOptions):
     grow: bool = flag(True, "try more rates until the best of every row is inside the grid")
     limit: int = flag(384, "VQA questions of the test split; half as many of each other kind", least=1, metavar="N")
     protocol: str = flag("constrained", "of the needle tests, as in the attention study", choices=PROTOCOLS[:2])
-    processes: int | None = flag(
-        None, "cells side by side (default: 2 on a CPU of two cores or more, else 1)", least=1, metavar="N"
-    )
 
 
 # What is learned
@@ -198,12 +193,16 @@ def learn(
             curve["lambda"].append([float(value.mean()) for value in lambdas(model).values()])
         return {}
 
-    groups = parameter_groups(model, [Rule(TRAINED, settings.lr * rate)])
-    optimizer = MuonAdamW(groups, (0.9, 0.98), 0.1)
+    optimizer = make_optimizer(model, settings.lr * rate)
     (run := folder / phase).mkdir(exist_ok=True)
     options = LoopOptions(warmup=0.05, seed=settings.seed, checkpoint_every=100)
     order = EncodedOrder(steps, batch)
     return fit(model, optimizer, order, encoded_loss, options, run, ALONE, validate=watch)["curve"]
+
+
+def make_optimizer(model: PaliGemma, rate: float) -> MuonAdamW:
+    """The optimizer of both phases; all but TRAINED is frozen."""
+    return MuonAdamW(parameter_groups(model, [Rule(TRAINED, rate)]), (0.9, 0.98), 0.1)
 
 
 @torch.no_grad()
@@ -213,10 +212,8 @@ def held_out(model: PaliGemma, asked: EncodedRecords, processor: Processor) -> l
     losses = []
     for first in range(0, len(asked.records), 64):
         micro = asked.batch(processor, range(first, min(first + 64, len(asked.records))))
-        features = model.multi_modal_projector(micro.features)
-        logits = forward(model, replace(micro, features=features))
-        by_token = F.cross_entropy(logits.transpose(1, 2), micro.targets, ignore_index=-100, reduction="none")
-        losses += (by_token.sum(1) / (micro.targets != -100).sum(1)).tolist()
+        by_row = row_losses(model, projected(model, micro))
+        losses += (by_row / (micro.targets != -100).sum(1)).tolist()
     model.train()
     return [round(loss, 5) for loss in losses]
 
@@ -307,13 +304,9 @@ def compare(options: ScratchOptions) -> tuple[FineTuningStudy, list[RowResult], 
 
 def choose_rungs(study: FineTuningStudy, plain: RowResult, seeds: int) -> dict[str, dict]:
     """The difficulty of each ladder at which `plain`, at its rate, is neither lost nor perfect on validation."""
-    chances = {m.name: m.chance or 0.0 for m in study.measures["validation"]}
     names = [(plain.row, plain.settings.lr, seed, "validation") for seed in range(seeds)]
     scores = {name: float(values.mean()) for name, values in collect(run_cells(study, names)).items()}
-    return {
-        title: {"chosen": rules.choose_rung(ladder, scores, chances), "pilot": {rung: scores[rung] for rung in ladder}}
-        for title, ladder in LADDERS.items()
-    }
+    return rules.choose_rungs(LADDERS, scores, {m.name: m.chance or 0.0 for m in study.measures["validation"]})
 
 
 def step_ratio(study: FineTuningStudy, result: RowResult) -> float:
@@ -324,8 +317,7 @@ def step_ratio(study: FineTuningStudy, result: RowResult) -> float:
         micro = encoded(sight, "pretraining", "validation", ROWS_A_STEP, 0).batch(study.processor, range(ROWS_A_STEP))
         for settings in (result.settings, result.control.settings):
             model = start(settings, sight)
-            optimizer = MuonAdamW(parameter_groups(model, [Rule(TRAINED, 1e-4)]), (0.9, 0.98), 0.1)
-            steps.append((lambda model=model: encoded_loss(model, micro), optimizer))
+            steps.append((partial(encoded_loss, model, micro), make_optimizer(model, 1e-4)))
         return {"ratio": paired_ratio(steps)}
 
     file = engine.cell_folder(study.out, "step", RECIPE) / "step.json"
@@ -358,12 +350,9 @@ def shares(study: FineTuningStudy, result: RowResult) -> list[dict]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = read_flags(ScratchOptions, "train.compare --rows scratch", __doc__, argv)
-    if options.quick and options.full:
-        raise UserError("--quick and --full exclude each other: give one")
     if options.quick:
         options = replace(options, **QUICK, most_seeds=options.seeds)
-    if options.processes is None:
-        options = replace(options, processes=engine.default_processes("cpu"))
+    options = replace(options, processes=options.processes or engine.default_processes("cpu"))
 
     def find() -> dict:
         study, results, ladders = compare(options)

@@ -157,9 +157,7 @@ def to_markdown(summary: dict) -> str:
         f"a seed begin with the same weights and learn the same questions in the same order. Rates by the mean of up "
         f"to {rules.TUNING_SEEDS} seeds on the validation split ({counts['validation']}); below is the test split "
         f"({counts['test']}). Accuracies in %, with 95 % bootstrap intervals over seeds and pictures; differences in "
-        "points, paired by seed and example, with 95 % intervals of Student's t. Verdicts are corrected for the number "
-        f"of differences in a table (Holm; the last column by itself): better, worse, equivalent (within "
-        f"±{rules.MARGIN:g}, two one-sided tests), undecided; out of range: the control guesses or is perfect.",
+        f"points, paired by seed and example, with 95 % intervals of Student's t. {rules.VERDICTS}",
         "## Table 1: accuracy after tuning, at each row's rate",
         accuracy_table(summary),
         "## Table 2: minus plain, of as many parameters",

@@ -51,7 +51,7 @@ from train.optim import count
 from train.plan import PlanRow, plan_table
 from train.recipes import GPUS
 from train.studies import engine, rules
-from train.studies.engine import QuickOptions, ScaledOptions, cell_folder, deciding, finish_cell, read_rates
+from train.studies.engine import PlannedOptions, ScaledOptions, cell_folder, deciding, finish_cell, read_rates
 from train.studies.text_report import KINDS, MAIN, draw, to_markdown
 from train.studies.text_verdicts import LADDERS, PREDICTIONS, choose_rungs, climb, gains, judge_sizes
 from train.systems.text import TextOrder, TextSettings, check, learn, text_loss, validation_loss
@@ -70,11 +70,10 @@ QUICK = {"preset": "0.3m", "sizes": ("0.1m",), "tokens": 1.5e5, "limit": 50, "mo
 
 
 @dataclass(frozen=True)
-class TextOptions(QuickOptions, ScaledOptions):
+class TextOptions(PlannedOptions, ScaledOptions):
     """The flags of this study."""
 
     out: Path = flag(Path("runs/compare-text"), engine.OUT_HELP, metavar="DIR")
-    full: bool = flag(False, "three sizes, which is also the default: about 90 minutes on two cores")
     seeds: int = flag(rules.LEAST_SEEDS, "runs of a kind and size, at least", least=1, metavar="N")
     most_seeds: int = flag(
         rules.MOST_SEEDS, "runs of the first size if its main difference is not yet known to ±3 points", least=1
@@ -88,9 +87,6 @@ class TextOptions(QuickOptions, ScaledOptions):
     search: float = flag(0.5, "share of the tokens that a rate is tried for", share=True, metavar="SHARE")
     limit: int = flag(100, "windows, tests of each difficulty", least=len(DEPTHS), metavar="N")
     threads: int = flag(torch.get_num_threads(), "CPU threads of all processes together", least=1, metavar="N")
-    processes: int | None = flag(
-        None, "cells side by side (default: 2 on a CPU of two cores or more, else 1)", least=1, metavar="N"
-    )
     text: tuple[str, ...] = flag(
         (), "files or folders of plain text (default: Python's standard library)", nargs="*", metavar="PATH"
     )
@@ -116,8 +112,6 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[TextOptions, TextSetting
     options = engine.read_options(TextOptions, "text", __doc__, argv)
     if not options.search > 0:
         raise UserError(f"--search is {options.search}, expected a share above 0")
-    if options.quick and options.full:
-        raise UserError("--quick and --full exclude each other: give one")
     if options.quick:
         options = replace(options, **QUICK)
     elif not options.sizes and options.preset == DEFAULTS.preset:
@@ -133,9 +127,8 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[TextOptions, TextSetting
             raise UserError(
                 f"--sizes {size}: has another vocabulary than --preset {options.preset}: losses would differ"
             )
-    if options.processes is None:
-        options = replace(options, processes=engine.default_processes(options.device, options.threads))
-    return options, settings
+    processes = options.processes or engine.default_processes(options.device, options.threads)
+    return replace(options, processes=processes), settings
 
 
 @dataclass(frozen=True)

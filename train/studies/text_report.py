@@ -218,10 +218,7 @@ def conclusions(summary: dict) -> list[str]:
             parts.setdefault(one["verdict"], []).append(name + seen)
         words = "; ".join(f"{verdict} in {', '.join(names)}" for verdict, names in parts.items())
         sentences.append(f"differential against plain, {size}: {words}.")
-    if summary["least_seeds"] < rules.LEAST_SEEDS:
-        sentences.append(f"{summary['least_seeds']} seed(s): fewer than {rules.LEAST_SEEDS} decide nothing.")
-    if summary["edges"]:
-        sentences.append(f"The best rate is the lowest or the highest tried for: {'; '.join(summary['edges'])}.")
+    sentences += rules.limits(summary["least_seeds"], summary["edges"])
     axes = scaling_axes(summary)
     return [*sentences, *(equal_loss(scaling_points(summary, axis), axis) for axis in axes)]
 
@@ -236,10 +233,7 @@ def to_markdown(summary: dict, out: Path) -> str:
         f"{settings['tokens']:,.0f} tokens a run, rows of {settings['length']}; {summary['least_seeds']} seeds, of "
         f"{main} {summary['seeds']}; {summary['limit']} tests of each difficulty.{quick} "
         "Differences: differential minus plain, paired by seed and example, more is better, with 95 % intervals of "
-        "Student's t over seeds and examples. Verdicts are corrected for the number of differences (Holm; the last "
-        "column by itself): better, worse, "
-        f"equivalent (within ±{rules.MARGIN:g}, two one-sided tests), undecided; out of range: plain attention guesses "
-        "or is perfect, so that nothing is measured.",
+        f"Student's t over seeds and examples. {rules.VERDICTS}",
         "## Table 1: each kind and size at its own rate",
         judged_table(summary["judged"]),
     ]
