@@ -21,8 +21,10 @@ from train.data.batches import collate
 from train.embedded import mamba as embedded_mamba
 from train.optim import count
 from train.studies import qmamba as study_qmamba
+from train.studies import qmamba_language
 from train.studies.encoded import encoded_loss
-from train.studies.qmamba import TASKS, QMambaStudy, encoded_samples, read_arguments, shuffled
+from train.studies.qmamba import QMambaStudy, encoded_samples, read_arguments, shuffled
+from train.studies.qmamba_scenes import TASKS
 from train.studies.qmamba_tables import CONTROL, SCENE_TABLES, SCENES, conclusions
 from train.systems import qmamba
 from weights.export import export_model
@@ -43,7 +45,7 @@ def tiny(monkeypatch):
     """The study at a hundredth of its size."""
     small = replace(qmamba.TINY, hidden_size=16, num_blocks=1)
     monkeypatch.setattr(qmamba, "TINY", small)
-    monkeypatch.setattr(study_qmamba, "SCENES_IN_WORDS", 32)
+    monkeypatch.setattr(qmamba_language, "SCENES_IN_WORDS", 32)
 
 
 def processor_of(model) -> Processor:
@@ -164,7 +166,20 @@ def test_the_stages_are_those_of_the_command(study, monkeypatch):
 @pytest.mark.long
 def test_the_study_runs_and_goes_on(tiny, tmp_path, monkeypatch, capsys):
     """Breaks when a table lacks a row, a figure is not drawn, or a finished cell is trained again."""
-    flags = ["--rows", "qmamba", "--seeds", "2", "--limit", "4", "--out", str(tmp_path), "--threads", "1"]
+    flags = [
+        "--rows",
+        "qmamba",
+        "--seeds",
+        "2",
+        "--most-seeds",
+        "2",
+        "--limit",
+        "4",
+        "--out",
+        str(tmp_path),
+        "--threads",
+        "1",
+    ]
     flags += ["--samples", "32"]
     compare(flags)
     text = (tmp_path / "comparison.md").read_text()
@@ -200,7 +215,7 @@ def test_the_tables_are_made_of_any_base_and_data(tmp_path, capsys):
     study_qmamba.main([*flags, "--seeds", "1", "--tables", "4", "--out", str(out)])
     summary = json.loads((out / "comparison.json").read_text())
     assert [*summary["rows"]] == ["connector", "all queries", "all queries, forward", "all queries, backward"]
-    assert "| all queries, forward " in (text := (out / "comparison.md").read_text()) and "guess" not in text
+    assert "| all queries, forward " in (text := (out / "comparison.md").read_text()) and "| guess " not in text
     kinds = {
         name: load_model(out / row["models"][0]).config.projector
         for name, row in summary["rows"].items()
@@ -230,17 +245,59 @@ def test_differences_are_paired_and_told(study, monkeypatch):
         name: [{"trainable": 1, "cpu_seconds": 1.0, "scores": dict.fromkeys(TASKS, right)}] * 2
         for name in (*SCENES, "trained connector, forward", "trained connector, backward")
     }
-    monkeypatch.setattr(study_qmamba, "run_language", lambda _: {"answer_tokens": 12.345, "cpu_seconds": 1.0})
+    language = {"answer_tokens": 12.345, "scenes": 32, "cpu_seconds": 1.0}
+    monkeypatch.setattr(study_qmamba, "run_language", lambda _: language)
+    monkeypatch.setattr(study_qmamba, "run_mamba", lambda _: {"answer_tokens": 64.4})
     found["global"] = [found["local"][0] | {"scores": dict.fromkeys(TASKS, wrong)}] * 2
-    summary = study_qmamba.summarize(study, found, range(2))
+    summary = study_qmamba.summarize(study, found)
     gain = summary["differences"]["global - local"]["mean"]
     assert (gain["mean"], gain["significant"]) == (-100.0, True)
     assert summary["differences"]["4 queries - local"]["vqa"]["significant"] is False
     told = conclusions(summary)
-    assert "global against local: worse in mean (-100.00 [-100.00, -100.00] *)." in told
+    assert "global against local: -100.0 [-100.0, -100.0] out of range, 2 seeds." in told  # the control is perfect
     assert any(line.startswith("global cannot be told from guessing") for line in told)
     assert not any(line.startswith("local cannot") for line in told)
-    assert any("had 64.4 % of the answers' tokens right, the transformer 12.3 %" in line for line in told)
+    assert any(
+        "had 64.4 % of the answers' tokens right, the transformer, of 32 of them, 12.3 %" in line for line in told
+    )
+
+
+def test_seeds_are_added_where_a_difference_is_uncertain(study, monkeypatch):
+    """Breaks when rows of a table get fewer seeds than the rules ask for, or rows of the other tables more."""
+    asked = []
+
+    def compute(_, wanted, processes):
+        asked.append(dict(wanted))
+        found = {}
+        for name, seeds in wanted.items():
+            noise = [float(seed % 2) if name in ("global", "local") else 0.5 for seed in range(seeds)]
+            found[name] = [
+                {"scores": dict.fromkeys(TASKS, [1 - one if name == "global" else one] * 4)} for one in noise
+            ]
+        orders = {f"trained connector, {order}": found["trained connector"] for order in ("forward", "backward")}
+        return found | (orders if "trained connector" in found else {})
+
+    monkeypatch.setattr(study_qmamba, "compute", compute)
+    tables = {title: table for title, table in SCENE_TABLES.items() if title.split()[1] in ("2:", "4:")}
+    study_qmamba.collect(replace(study, tables=tables), 2, 5)
+    assert asked == [{"local": seeds, "global": seeds, "connector": 2, "trained connector": 2} for seeds in range(2, 6)]
+
+
+def test_the_transformer_knows_as_much_as_the_mamba(study, monkeypatch):
+    """Breaks when the search for its number of scenes ends elsewhere, or a training of it is not counted."""
+    monkeypatch.setattr(qmamba_language, "run_mamba", lambda _: {"validation": 60.0})
+    tried = []
+
+    def learn(_, count):
+        tried.append(count)
+        return {"validation": count / 100, "scenes": count, "cpu_seconds": 1.0}
+
+    monkeypatch.setattr(qmamba_language, "learn_language", learn)
+    found = qmamba_language.run_language(study)
+    assert tried[:3] == [9984, 4992, 7488] and abs(found["scenes"] - 6000) <= 100  # 20,000 halved, in batches
+    assert found["cpu_seconds"] == len(tried) <= 6
+    tried.clear()
+    assert qmamba_language.run_language(replace(study, scale=0.01))["scenes"] == max(tried)  # never as much: the most
 
 
 @pytest.mark.parametrize(("flags", "told"), [(["--scale", "0"], "--scale is 0.0, expected a number of at least 1e-06")])

@@ -92,10 +92,10 @@ def teach(
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, processor: Processor, samples: int = 320) -> float:
+def accuracy(model: nn.Module, processor: Processor, samples: int = 320, split: str = "test") -> float:
     """Percent of the answer tokens of unseen scenes to which the model gives the highest probability."""
     right = total = 0
-    for batch in described_batches(processor, samples, BATCH, "test"):
+    for batch in described_batches(processor, samples, BATCH, split):
         logits, targets = answers(model, batch)
         counted = (targets != -100) & (targets != processor.config.eos_token_id)
         right += int((logits.argmax(-1) == targets)[counted].sum())

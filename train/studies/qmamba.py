@@ -13,8 +13,9 @@ Every row is trained in the two stages of `train/recipes.py`: its projector alon
 All rows of a seed are trained on the same pictures in the same order, and answer the same questions. A difference is
 that to the row it is compared with, example by example. Each model is in cells/…/model, for other benchmarks. On the
 embedded scenes the tower encodes every picture once for all rows, and there is a transformer as well: it is first
-trained on the scenes in words that the embedded Mamba was trained on (`train/embedded/mamba.py`). `--quick` makes Table
-2 and the first part of Table 1 there, of half as long training.
+trained on scenes in words until it knows what the embedded Mamba does (`train/studies/qmamba_language.py`). `--quick`
+makes Table 2 and the first part of Table 1 there, of three seeds and half as long training. Range, seeds and verdicts
+are those of `train/studies/rules.py`; the rates are the same for all rows.
 
 The trained connector of Table 3 is that of row `connector`, which has no queries: connector and linear projector
 before Mamba, as in VL-Mamba, of the same seed; --option connector_from=MODEL takes another. Table 4 takes models that
@@ -24,42 +25,41 @@ were trained in both directions and scans in one direction alone, as the paper d
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from eval import scenes
-from eval.records import sample_record
-from eval.run import Ask, ask_all
+from eval.statistics import Estimate, estimate
 from model.common import UserError, shown
 from model.mamba import choose_kernel
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.qmamba import QMamba, set_scan_order
-from model.siglip import Siglip
 from model.source import EMBEDDED
 from train.distributed import World, join_world
-from train.embedded.mamba import accuracy, teach
 from train.flags import RunArguments, flag
 from train.loop import LoopOptions, fit
 from train.optim import count
 from train.plan import plan, plan_table
 from train.settings import Settings
-from train.studies import engine
+from train.studies import engine, rules
 from train.studies.attention_data import Measure, training_records, vqa_measure
 from train.studies.cells import read_flags_of_both
-from train.studies.encoded import EncodedOrder, EncodedRecords, encode, encoded_loss
-from train.studies.engine import QuickOptions, ScaledOptions, ScaledStudy, deciding, describe_runs, difference
+from train.studies.encoded import encoded_loss
+from train.studies.engine import QuickOptions, ScaledOptions, ScaledStudy, deciding, describe_runs
+from train.studies.qmamba_language import run_language, run_mamba
+from train.studies.qmamba_scenes import embedded_measures, encoded_samples, shuffled, vision_tower
 from train.studies.qmamba_tables import (
     CONTROL,
     ORDERS,
     PAPER,
     PAPER_TABLES,
+    PREDICTIONS,
     QUICK_SCALE,
     QUICK_TABLES,
     SCENE_TABLES,
@@ -71,16 +71,15 @@ from train.studies.qmamba_tables import (
 )
 from train.supervised import train_on
 from train.systems.open import make_optimizer, open_processor, open_stage, stage_rules
-from train.systems.qmamba import TINY_MAMBA, UNUSED, Parts, language_model, read_options
+from train.systems.qmamba import UNUSED, language_model, read_options
 from weights.export import export_model
 from weights.fingerprint import exact_fingerprint
-from weights.load import load_mamba, load_model, load_siglip
+from weights.load import load_mamba, load_siglip
 
-VERSION = 2  # of the code that decides a cell's result: raise it to compute all cells again
+VERSION = 3  # of the code that decides a cell's result: raise it to compute all cells again
 
-TASKS = ("vqa", "locate", "count", "exist")  # of the embedded scenes, in equal parts
-SCENES_IN_WORDS = 20_000  # that the transformer's language model is trained on
 STAGES = (1, 2)
+Scores = Mapping[str, Mapping[str, np.ndarray]]  # by row and measure, (seeds, examples), in percent
 DECIDED = (*"arch stage wings recipe full seed resume evaluate eval_limit show_batch cache_features".split(),)
 
 
@@ -88,20 +87,25 @@ DECIDED = (*"arch stage wings recipe full seed resume evaluate eval_limit show_b
 class QMambaOptions(QuickOptions, ScaledOptions):
     """The flags of this study, besides those of `train.finetune`."""
 
+    seeds: int | None = flag(
+        None,
+        f"runs of a row, at least (default: {rules.LEAST_SEEDS}; 3 with --quick, or if data or models are given)",
+        least=1,
+        metavar="N",
+    )
+    most_seeds: int | None = flag(
+        None,
+        "of the rows of a table whose differences are not yet known to ±3 points (default: "
+        f"{rules.MOST_SEEDS} of the embedded scenes, else --seeds)",
+        least=1,
+        metavar="N",
+    )
     limit: int | None = flag(
         None, "questions of each task (default: 400 of the embedded scenes, else all that are held out)", least=1
     )
     tables: str = flag("1,2,3,4", "tables of the paper, comma-separated", metavar="N,…")
     stage_1_data: str | None = flag(None, "data of stage 1 (default: that of --data)", metavar="SOURCE")
     out: Path = flag(Path("runs/compare-qmamba"), engine.OUT_HELP, metavar="DIR")
-
-
-@cache
-def vision_tower() -> Siglip:
-    """The frozen tower of all embedded rows; as in Q-Mamba its features are those before the last layer."""
-    tower = load_model(EMBEDDED).vision_tower.requires_grad_(False)
-    tower.config = replace(tower.config, feature_layer=Parts.feature_layer)
-    return tower
 
 
 @dataclass(frozen=True)
@@ -193,24 +197,6 @@ def make_transformer(study: QMambaStudy, seed: int) -> PaliGemma:
     return model
 
 
-def run_language(study: QMambaStudy) -> dict:
-    """{"answer_tokens", "cpu_seconds", "file"} of the Gemma trained on scenes in words.
-
-    "answer_tokens": the percentage that it predicts, see `train.embedded.mamba.accuracy`.
-    """
-
-    def work(folder: Path) -> dict:
-        model = initialize(PaliGemma(CONTROL))
-        processor = open_processor(study.stages[1], model)[0]
-        teach(model, list(model.language_model.parameters()), processor, study.scaled(SCENES_IN_WORDS, 32))
-        file = folder / "model.safetensors"
-        save_file(model.language_model.state_dict(), file)
-        return {"file": str(file.relative_to(study.out)), "answer_tokens": accuracy(model, processor)}
-
-    parts = ("language", VERSION, study.scaled(SCENES_IN_WORDS, 32), CONTROL)
-    return study.finish("the transformer's language", parts, work)[0]
-
-
 def run_row(study: QMambaStudy, name: str, seed: int) -> dict:
     """{"scores": by measure, "read": the same by scan order, "trainable", "accuracy", "cpu_seconds", "file"}.
 
@@ -247,7 +233,7 @@ def run_row(study: QMambaStudy, name: str, seed: int) -> dict:
     donor = study.all_rows[row.connector] if row.connector else None
     data = [training_records(one, study.stages[2].seed)[1] for one in stages.values()] if not study.is_embedded else []
     asked = [(one.name, one.examples) for one in study.measures]
-    sizes = (CONTROL, study.scaled(SCENES_IN_WORDS, 32)) if row.is_transformer else ()
+    sizes = (CONTROL, run_language(study)["file"]) if row.is_transformer else ()
     parts = ("row", VERSION, study.fingerprint, row, donor, sizes, data, engine.digest(asked), settings)
     return study.finish(f"{name}, seed {seed}", parts, work)[0]
 
@@ -267,40 +253,6 @@ def learn(study: QMambaStudy, model: PaliGemma, processor: Processor, settings: 
     return progress["seconds"] / max(1, steps)
 
 
-@lru_cache(maxsize=2)  # both stages of a seed
-def encoded_samples(count: int, seed: int, stage: int = 1) -> EncodedRecords:
-    """`count` samples of the train split, the tasks in turn. No stage gets a sample of the one before."""
-    first = stage * 6_000_000
-    numbers = ((TASKS[number % len(TASKS)], first + number // len(TASKS)) for number in range(count))
-    records = [sample_record(scenes.sample(task, "train", number, seed), "train") for task, number in numbers]
-    return encode(records, vision_tower())
-
-
-def shuffled(samples: EncodedRecords, processor: Processor, batch_size: int, seed: int) -> EncodedOrder:
-    """Each sample once, in an order that depends on the seed alone, in whole micro-batches."""
-    order = torch.randperm(len(samples.records), generator=torch.Generator().manual_seed(seed)).split(batch_size)
-    return EncodedOrder(len(samples.records) // batch_size, lambda step: samples.batch(processor, order[step].tolist()))
-
-
-@cache
-def embedded_measures(limit: int) -> list[Measure]:
-    """Each task of the embedded scenes on the test split: whether each answer is exactly right."""
-
-    def measure(task: str) -> Measure:
-        asked = [scenes.sample(task, "test", number) for number in range(limit)]
-        asks = [Ask(str(number), str(s.image_id), s.scene.render, s.prefix) for number, s in enumerate(asked)]
-
-        def grade(model: PaliGemma, processor: Processor, settings: Settings, folder: Path) -> list[float]:
-            answers = ask_all(model, processor, asks, max_new_tokens=6)
-            return [float(answer == sample.suffix) for answer, sample in zip(answers, asked, strict=True)]
-
-        train = [scenes.sample(task, "train", number) for number in range(2_000)]
-        examples, pictures = list(range(limit)), [f"{task}/{sample.image_id}" for sample in asked]
-        return Measure(task, task, examples, pictures, [task] * limit, scenes.blind(train, asked)["overall"], grade)
-
-    return [measure(task) for task in TASKS]
-
-
 LANGUAGE = "language"  # as a job: `run_language`
 
 
@@ -313,11 +265,14 @@ def spell_job(job: tuple[str, int], result: dict) -> str:
     return f"{job[0]}, seed {job[1]}: {result['cpu_seconds']:.0f} CPU seconds"
 
 
-def collect(study: QMambaStudy, seeds: Sequence[int], processes: int = 1) -> dict[str, list[dict]]:
-    """Cells by seed, of each row and of each row with one scan order; `processes` compute them side by side."""
-    rows = {name: study.all_rows[name] for name in study.names}
+def compute(study: QMambaStudy, wanted: Mapping[str, int], processes: int) -> dict[str, list[dict]]:
+    """Cells by seed, of each row and of each row with one scan order; `processes` compute them side by side.
+
+    wanted: seeds of each row.
+    """
+    rows = {name: study.all_rows[name] for name in wanted}
     late = [name for name, row in rows.items() if row.is_transformer or study.trains_donor(row)]
-    jobs = [(name, seed) for seed in seeds for name in rows]  # a seed's samples once
+    jobs = [(name, seed) for seed in range(max(wanted.values())) for name in rows if seed < wanted[name]]
     if processes > 1:
         first = [job for job in jobs if job[0] not in late]
         first += [(LANGUAGE, 0)] if any(row.is_transformer for row in rows.values()) else []
@@ -325,54 +280,105 @@ def collect(study: QMambaStudy, seeds: Sequence[int], processes: int = 1) -> dic
             engine.side_by_side(partial(run_job, study), some, processes, spell_job)
     cells = {job: run_job(study, job) for job in jobs}
     found = {}
-    for name in study.names:
-        found[name] = of_row = [cells[name, seed] for seed in seeds]
+    for name, seeds in wanted.items():
+        found[name] = of_row = [cells[name, seed] for seed in range(seeds)]
         for order in of_row[0]["read"]:
             found[f"{name}, {order}"] = [cell | {"scores": cell["read"][order]} for cell in of_row]
     return found
 
 
-def summarize(study: QMambaStudy, found: dict[str, list[dict]], seeds: Sequence[int]) -> dict:
-    """comparison.json. Accuracies are in percent; "mean" is over all measures."""
-    pictures = {one.name: one.pictures for one in study.measures}
-    groups = {"mean": sum(pictures.values(), []), **pictures}
-    scores, rows = {}, {}
+def collect(study: QMambaStudy, seeds: int, most_seeds: int, processes: int = 1) -> dict[str, list[dict]]:
+    """`compute` with as many seeds of each row as its tables need, by `rules.enough`."""
+    wanted = dict.fromkeys(study.names, seeds)
+    while True:
+        found = compute(study, wanted, processes)
+        scores, more = scores_of(study, found), set()
+        for table in study.tables.values():
+            gains = table_gains(study, table, scores).values()
+            asked = {part for name in table.rows if (part := name.split(", ")[0]) in wanted}
+            if not rules.enough([*gains], min(wanted[name] for name in asked), seeds, most_seeds):
+                more |= asked | {name for one in asked if (name := study.all_rows[one].connector) in wanted}
+        if not more:
+            return found
+        wanted = {name: min(most_seeds, number + (name in more)) for name, number in wanted.items()}
+
+
+def scores_of(study: QMambaStudy, found: Mapping[str, Sequence[dict]]) -> Scores:
+    """The answers of each row, in percent; "mean" is all of them."""
+    scores = {}
     for name, cells in found.items():
-        by_task = {task: 100 * np.array([cell["scores"][task] for cell in cells]) for task in pictures}
+        by_task = {one.name: 100 * np.array([cell["scores"][one.name] for cell in cells]) for one in study.measures}
         scores[name] = {"mean": np.concatenate(list(by_task.values()), axis=1), **by_task}
-        rows[name] = {
+    return scores
+
+
+def gain(study: QMambaStudy, scores: Scores, pair: tuple[str, str], measure: str) -> Estimate:
+    """One row minus another, paired by seed and example."""
+    one, other = (scores[name][measure] for name in pair)
+    seeds = min(len(one), len(other))
+    return estimate(one[:seeds] - other[:seeds], groups_of(study)[measure])
+
+
+def groups_of(study: QMambaStudy) -> dict[str, list[str]]:
+    """By measure, the picture of each example."""
+    pictures = {one.name: one.pictures for one in study.measures}
+    return {"mean": sum(pictures.values(), []), **pictures}
+
+
+def table_gains(study: QMambaStudy, table: Table, scores: Scores) -> dict[tuple[str, str], Estimate]:
+    """The differences of a table in the mean of all questions."""
+    pairs = [(name, other) for name, other in table.rows.items() if other is not None]
+    return {pair: gain(study, scores, pair, "mean") for pair in pairs}
+
+
+def summarize(study: QMambaStudy, found: dict[str, list[dict]]) -> dict:
+    """comparison.json. Accuracies are in percent; "mean" is over all measures."""
+    groups, scores = groups_of(study), scores_of(study, found)
+    chance = {one.name: one.chance for one in study.measures if one.chance is not None}
+    chance |= {"mean": sum(chance.values()) / len(chance)} if chance else {}
+    rows = {
+        name: {
             "trainable": cells[0]["trainable"],
             "seconds_a_step": cells[0].get("seconds_a_step"),
             "cpu_seconds": round(sum(cell["cpu_seconds"] for cell in cells)),
             "models": [cell["file"] for cell in cells if "file" in cell],
             "test": {measure: describe_runs(runs, groups[measure]) for measure, runs in scores[name].items()},
         }
-    differences = {
-        f"{name} - {other}": {m: difference(scores[name][m], scores[other][m], groups[m]) for m in groups}
-        for table in study.tables.values()
-        for name, other in table.rows.items()
-        if other is not None
+        for name, cells in found.items()
     }
-    chance = {one.name: one.chance for one in study.measures if one.chance is not None}
-    chance |= {"mean": sum(chance.values()) / len(chance)} if chance else {}
+    differences, judgements = {}, {}
+    for table in study.tables.values():
+        gains = table_gains(study, table, scores)
+        inside = {pair: rules.is_inside(scores[pair[1]]["mean"].mean(), chance.get("mean", 0.0)) for pair in gains}
+        for is_inside in (True, False):
+            judgements |= rules.judge({pair: gains[pair] for pair in gains if inside[pair] == is_inside}, is_inside)
+        for pair in gains:
+            of_pair = {m: engine.verdict(gain(study, scores, pair, m)) for m in groups}
+            seeds = min(len(scores[name]["mean"]) for name in pair)
+            of_pair["mean"] |= judgements[pair] | {"seeds": seeds} | ({"verdict": "one seed"} if seeds == 1 else {})
+            differences[" - ".join(pair)] = of_pair
     has_transformer = any(study.all_rows[name].is_transformer for name in study.names)
     language = run_language(study) if has_transformer else {"cpu_seconds": 0}
-    known = json.loads((TINY_MAMBA / "pretraining.json").read_text())["answer_tokens"]
+    verdicts = {pair.split(" - ")[0]: {"mean": of["mean"]["verdict"]} for pair, of in differences.items()}
     return {
         "version": VERSION,
         "title": "Q-Mamba on the embedded scenes" if study.is_embedded else f"Q-Mamba on {study.stages[1].base}",
         "scale": study.scale,
-        "seeds": list(seeds),
+        "seeds": list(range(max(map(len, found.values())))),
         "questions": {one.name: len(one.examples) for one in study.measures},
         "samples": {str(stage): study.settings(stage, 0).samples for stage in STAGES} if study.is_embedded else {},
         "data": {str(stage): " ".join(settings.data) for stage, settings in study.stages.items()},
         "tables": {title: asdict(table) for title, table in study.tables.items()},
-        "settings": {str(stage): asdict(study.settings(stage, seeds[0])) for stage in STAGES},
+        "settings": {str(stage): asdict(study.settings(stage, 0)) for stage in STAGES},
         "chance": chance,
         "cpu_seconds": round(language["cpu_seconds"] + sum(rows[name]["cpu_seconds"] for name in study.names)),
         "rows": rows,
         "differences": differences,
-        "language": {"Mamba": known, "transformer": language["answer_tokens"]} if has_transformer else {},
+        "predictions": rules.check(PREDICTIONS, verdicts) if study.is_embedded else [],
+        "language": {"Mamba": run_mamba(study)["answer_tokens"], "transformer": language["answer_tokens"]}
+        | {"scenes": language["scenes"]}
+        if has_transformer
+        else {},
     }
 
 
@@ -392,6 +398,9 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[QMambaStudy, QMambaOptio
     tables = SCENE_TABLES if study.is_embedded else PAPER_TABLES
     if options.quick:
         study, tables = replace(study, scale=QUICK_SCALE * options.scale), QUICK_TABLES
+    is_whole = study.is_embedded and not options.quick
+    seeds = options.seeds or (rules.LEAST_SEEDS if is_whole else 3)
+    options = replace(options, seeds=seeds, most_seeds=options.most_seeds or max(seeds, is_whole * rules.MOST_SEEDS))
     numbers = options.tables.split(",")
     if unknown := [number for number in numbers if number not in ("1", "2", "3", "4")]:
         raise UserError(f"--tables {shown(unknown[0])}: choose of 1, 2, 3, 4")
@@ -428,11 +437,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError("a study runs in one process: start it without torchrun")
     parts = load_mamba(language_model(study.stages[1])), load_siglip(study.stages[1].base)
     study = replace(study, fingerprint="".join(map(exact_fingerprint, parts)), world=world)
-    seeds = range(options.seeds)
     processes = engine.default_processes("cpu", options.threads) if study.is_embedded else 1
 
     def find() -> dict:
-        return summarize(study, collect(study, seeds, processes), seeds)
+        return summarize(study, collect(study, options.seeds, options.most_seeds, processes))
 
     workers = f"{processes} processes" if processes > 1 else None
     engine.run_study(options.out, find, to_markdown, draw, workers=workers)
