@@ -166,6 +166,16 @@ def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+def check_adapted(model: nn.Module) -> None:
+    """Raise UserError for a variant whose second branch would stay equal to the first, for want of LoRA."""
+    for path, module in variants_of(model).items():
+        if module.divides_adapter and not any(hasattr(getattr(module, name), "lora") for name in module.read_twice):
+            raise UserError(
+                f"{path}: half divides the rank of LoRA on {' or '.join(module.read_twice)} between two branches, but "
+                "neither has LoRA: add one of them to --targets"
+            )
+
+
 def _rewrite(projection: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Apply a linear `change` of inputs to W, and to A where LoRA is merged: (W + B·A)·M = W·M + B·(A·M)."""
     if lora := getattr(projection, "lora", None):

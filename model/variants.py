@@ -38,6 +38,7 @@ class Differential(Attention):
     foldable = False  # `fold` can turn it into plain attention,
     rewrites_output = False  # with other weights of the output projection
     maps = 1  # attention maps of a head, and calls of `tap`, A₁ first
+    divides_adapter = False  # LoRA on `read_twice` makes the second branch too, so one of them needs it
     extrapolates = False  # two maps are blended as A₁ + f·(A₁ − A₂), not as A₁ − f·A₂, f being `factor`
 
     def __init__(self, plain: Attention, layer: int):
@@ -224,6 +225,7 @@ class Twin(Differential):
         super().__init__(plain, layer)
         if not mu > 0:
             raise UserError(f"mu is {mu!r}, expected a number above 0: at 0 the second branch gets no gradient")
+        self.divides_adapter = half
         self.q2 = None if half else low_rank_beside(self.q_proj, r, alpha, dropout)
         self.k2 = None if half else low_rank_beside(self.k_proj, r, alpha, dropout)
         self.mu = nn.Parameter(torch.full((self.num_heads,), float(mu)))

@@ -362,6 +362,25 @@ def test_a_row_may_run_itself(processor, tmp_path, trainings):
     assert lines[0].control is lines[1] and len(trainings) == 1
 
 
+def test_what_changes_the_maps_learns_slowly(processor, tmp_path, monkeypatch):
+    """Breaks when `twin-slow` slows other parameters down, or leaves one that changes queries or keys at its rate."""
+    rates = {}
+
+    def train(records, model, optimizer, *rest):
+        rates.update({name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]})
+        assert set(rates) == set(trainable(model))
+        return PROGRESS
+
+    monkeypatch.setattr("train.studies.cells.train_on", train)
+    row = ROWS["twin-slow"]
+    study = fake_study(tmp_path, processor)
+    row.run(cell_settings(study, row, 4e-3, 0), tmp_path, study)
+    slow = {name for name, rate in rates.items() if rate == 1e-3}
+    moving = {name for name in rates if any(part in name for part in ("q_proj.", "k_proj.", ".q2.", ".k2."))}
+    assert slow == moving and len(slow) == 4 * 8  # layers; A and B of two branches of q and k
+    assert {rate for name, rate in rates.items() if name not in slow} == {4e-3}
+
+
 # --- intervals --------------------------------------------------------------------------------------------------------
 
 

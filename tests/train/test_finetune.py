@@ -383,6 +383,10 @@ def test_recipes_are_table_1():
         (["--option", "mu"], "NAME=VALUE"),
         (["--option", "mew=1"], "no option mew"),
         (["--targets", "nothing"], "match no"),
+        (
+            ["--attention", "twin", "--option", "half=true", "--targets", ".*v_proj"],
+            "neither has LoRA: add one of them",
+        ),
         (["--resume", "/nowhere"], "other flags"),
         (["--steps", "0"], "an integer from 1 to"),
         (["--full"], "softmax"),

@@ -8,7 +8,14 @@ from model.common import UserError
 from train.flags import flag
 from train.recipes import RECIPES
 from train.studies import rules
-from train.studies.cells import FineTuningRow, NeedleOptions, fine_tune_scattered, open_base, without
+from train.studies.cells import (
+    FineTuningRow,
+    NeedleOptions,
+    fine_tune_scattered,
+    fine_tune_slow_maps,
+    open_base,
+    without,
+)
 from train.studies.engine import PlannedOptions, StudyOptions, read_rates
 from train.studies.rules import Prediction
 
@@ -34,6 +41,7 @@ GROUPS: dict[str, tuple[FineTuningRow, ...]] = {
     ),
     "more": (
         FineTuningRow("split-fresh", {"attention": "split", "option": ('rope_pairs="fresh"',)}),
+        FineTuningRow("twin-slow", {"attention": "twin"}, run=fine_tune_slow_maps),
         FineTuningRow("twin-tiny", {"attention": "twin", "option": ("mu=0.1",)}),
     ),
     "feed-forward": (
@@ -49,6 +57,7 @@ PREDICTIONS = (
     Prediction("split", "all", "worse", "it disturbs the pretrained weights at step 0"),
     Prediction("twin", "all", "worse", "μ = 1 doubles the noise of two adapters: −11 points at 4×4, three seeds"),
     Prediction("twin-small", "all", "equivalent", "a quarter of the second map adds little noise"),
+    Prediction("twin-slow", "all", "equivalent", "after twin was seen: its rate is held down by the steps of q and k"),
     Prediction("twin-tiny", "all", "equivalent", "nearly plain LoRA"),
     Prediction("v2", "all", "equivalent", "starts at 0.018 of the second map; −3 points at 4×4, n.s."),
     Prediction("v2-grouped", "all", "equivalent", "as v2"),

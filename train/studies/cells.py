@@ -28,7 +28,7 @@ from train.distributed import World, join_world
 from train.flags import FlagParser, RunArguments, add_flags, check_ranges, flag, from_values
 from train.loop import Diverged
 from train.metrics import peak_bytes, reset_peak
-from train.optim import count, trainable
+from train.optim import Rule, count, trainable
 from train.settings import Settings, parse
 from train.studies import engine
 from train.studies.attention_data import Measure, training_mark, training_records
@@ -173,12 +173,12 @@ def count_tokens(records: Sequence[Record], processor: Processor, samples: int) 
     return round(samples * sum(lengths) / len(lengths)) if lengths else 0
 
 
-def fine_tune(settings: Settings, folder: Path, study: FineTuningStudy) -> PaliGemma:
-    """The base with the adapter in `folder`, which is trained if it is absent."""
+def fine_tune(settings: Settings, folder: Path, study: FineTuningStudy, first_rules: Sequence[Rule] = ()) -> PaliGemma:
+    """The base with the adapter in `folder`, which is trained if it is absent. first_rules: see `open_model`."""
     if (folder / adapter.CONFIG_FILE).exists():
         return open_finished(settings, folder, study)
     reset_peak(study.world.device)
-    model, optimizer = open_model(settings, study.world.device)
+    model, optimizer = open_model(settings, study.world.device, first_rules=first_rules)
     records, _ = training_records(settings, study.base.seed)
     progress = train_on(records, model, optimizer, study.processor, settings, folder, study.world)
     facts = {name: progress[name] for name in ("seconds", "samples")}
@@ -188,6 +188,12 @@ def fine_tune(settings: Settings, folder: Path, study: FineTuningStudy) -> PaliG
     adapter.save(model, folder, settings.base, settings.question_prompt)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return model
+
+
+def fine_tune_slow_maps(settings: Settings, folder: Path, study: FineTuningStudy) -> PaliGemma:
+    """`fine_tune`, where all that changes queries and keys learns at a quarter of the rate."""
+    pattern = r".*\.(q_proj\.lora|k_proj\.lora|q2|k2)\..*"
+    return fine_tune(settings, folder, study, [Rule(pattern, settings.lr / 4, settings.weight_decay)])
 
 
 def fine_tune_scattered(settings: Settings, folder: Path, study: FineTuningStudy) -> PaliGemma:

@@ -67,6 +67,7 @@ AS_IN_TEXT = "as in train.text"
 DEFAULTS = TextSettings(preset="0.6m", tokens=6e5, checkpoint_every=250)
 SIZES = ("0.3m", "0.2m")  # beside the default size
 QUICK = {"preset": "0.3m", "sizes": ("0.1m",), "tokens": 1.5e5, "limit": 50, "most_seeds": rules.LEAST_SEEDS}
+QUICK |= {"rates": (1.2e-2, 2.4e-2, 4.8e-2)}
 
 
 @dataclass(frozen=True)

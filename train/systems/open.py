@@ -15,6 +15,7 @@ from lora import adapter
 from model.common import UserError
 from model.device import choose_dtype
 from model.differential import default_options, graft
+from model.graft import check_adapted
 from model.language import LanguageModel
 from model.paligemma import PaliGemma
 from model.processor import Processor
@@ -71,11 +72,12 @@ def load_start(settings: Settings, device: torch.device) -> PaliGemma:
 
 
 def open_model(
-    settings: Settings, device: torch.device, start: PaliGemma | None = None
+    settings: Settings, device: torch.device, start: PaliGemma | None = None, first_rules: Sequence[Rule] = ()
 ) -> tuple[PaliGemma, torch.optim.Optimizer]:
     """The base, grafted and adapted, or the model of a stage, with an optimizer over the parameters that are trained.
 
-    start: of `load_start`, changed in place; None loads it. Raises UserError for settings that exclude each other.
+    start: of `load_start`, changed in place; None loads it. first_rules: of the optimizer, before its own. Raises
+    UserError for settings that exclude each other.
     """
     model = load_start(settings, device) if start is None else start
     rules = adapt(model, settings) if settings.stage is None else stage_rules(settings)
@@ -84,7 +86,7 @@ def open_model(
         if settings.writes_model or settings.shard:
             raise UserError("--quantize holds frozen weights in few bits: leave --full, --stage and --shard out")
         adapter.quantize(model, settings.quantize)
-    return model, make_optimizer(model, rules, settings)
+    return model, make_optimizer(model, [*first_rules, *rules], settings)
 
 
 def make_optimizer(model: PaliGemma, rules: Sequence[Rule], settings: Settings) -> torch.optim.Optimizer:
@@ -114,6 +116,7 @@ def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
         return rules
     torch.manual_seed(settings.seed)  # LoRA's A is drawn here
     adapter.inject(model, settings.targets, settings.r, settings.alpha, settings.dropout)
+    check_adapted(model)
     names = list(trainable(model))
     rules = [Rule("|".join(names).replace(".", r"\."), settings.lr, settings.weight_decay)]
     if any(re.fullmatch(SCALARS, name) for name in names):
