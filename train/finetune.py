@@ -85,7 +85,7 @@ def fine_tune(
             model.base_fingerprint = adapter.fingerprint(model)  # which every saved adapter stores
         if world.is_first:
             fingerprints = {"base": base_fingerprint(model, settings), **data_fingerprints(records)}
-            kept["origin"] = origin_of(settings, fingerprints, world.device, weights_dtype(settings, world.device))
+            kept["origin"] = origin_of(settings, fingerprints, world, weights_dtype(settings, world.device))
             check_resume(run, kept["origin"], arguments.allow_changed)
         if begins and settings.is_grafted:
             kept["start"] = measure(model, title="start")
@@ -172,7 +172,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     device = choose_device(settings.device)
     outline, _ = open_model(settings, torch.device("meta"))
-    with several(choose_processes(arguments.processes, settings, outline), settings.device, argv) as meet:
+    processes = choose_processes(arguments.processes, settings, outline, arguments.resume)
+    with several(processes, settings.device, argv) as meet:
         fine_tune(settings, arguments, outline, meet, device)
 
 

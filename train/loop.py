@@ -116,7 +116,7 @@ def fit(
             scaler.unscale_(optimizer)
             losses, norms = read_numbers(losses, clip_gradients(parameters.values(), scalars, options.clip))
             loss_sum, stopping = world.totals(sum(losses), float(bool(received)))
-            check_finite(loss_sum, losses, step, micros, world)
+            check_finite(loss_sum, losses, step, micros, world, 0.0 if scaler.is_enabled() else norms["gradient_norm"])
             set_rates(optimizer, rate_factor(step, order.total, options.warmup, options.schedule))
             record = {"step": step, "loss": loss_sum / tokens, "lr": optimizer.param_groups[-1]["lr"], **norms}
             record |= measure(step, micro) if measure else {}
@@ -184,9 +184,17 @@ def check_samples(progress: dict) -> None:
         raise UserError(f"all {len(progress['bad'])} records were unusable; the first: {progress['bad'][0]}")
 
 
-def check_finite(total: float, losses: Sequence[float], step: int, micros: Sequence[Micro], world: World) -> None:
-    """Raise Diverged in every process, naming the records, if the loss of a micro-batch of any is not finite."""
+def check_finite(
+    total: float, losses: Sequence[float], step: int, micros: Sequence[Micro], world: World, norm: float = 0.0
+) -> None:
+    """Raise Diverged in every process, naming the records, if the loss of a micro-batch of any is not finite.
+
+    norm: of the gradient that all processes have; if it is not finite, the step would leave no weight finite. A
+    gradient scaler leaves such steps out itself.
+    """
     if math.isfinite(total):
+        if not math.isfinite(norm):
+            raise Diverged(f"step {step}: the loss is finite, but the norm of its gradient is {norm}: lower --lr")
         return
     own = [(loss, *micro.names) for loss, micro in zip(losses, micros, strict=True) if not math.isfinite(loss)]
     loss, *names = next(chain.from_iterable(world.gather(own)), (total, "all"))

@@ -17,7 +17,7 @@ from model.common import atomic_path, file_errors
 from train.distributed import World
 
 # Fields of the metrics that differ from run to run: the seconds of training so far, evaluations included; samples and
-# supervised tokens a second, of the step alone; the most memory so far in MiB
+# supervised tokens a second, of the step alone; the most memory so far in MiB, of the first process
 MEASURED = ("seconds", "samples_per_second", "tokens_per_second", "peak_memory")
 
 

@@ -20,6 +20,7 @@ from model.device import autocast_of, numerics, processor_name
 from train.checkpoint import checkpoints, read_state
 from train.data.shards import Shards
 from train.data.sources import Mixture
+from train.distributed import World
 from train.flags import flag_name
 from train.metrics import saved_metrics
 
@@ -30,11 +31,11 @@ PICTURES = 2048  # whose content is read
 BLOCK = 1 << 16  # bytes read at either end of a file
 
 
-def origin_of(settings, fingerprints: Mapping[str, str], device: torch.device, dtype: torch.dtype) -> dict:
+def origin_of(settings, fingerprints: Mapping[str, str], world: World, dtype: torch.dtype) -> dict:
     """The settings, a dataclass, the fingerprints of what they name, such as {"base": …, "pictures": …}, and what they
-    were resolved to on this machine: device, processor, threads, autocast, and the dtype of the weights."""
-    with autocast_of(settings.autocast, device):
-        resolved = numerics(device) | {"dtype": str(dtype)}
+    were resolved to on this machine: device, processor, threads, processes, autocast, and the dtype of the weights."""
+    with autocast_of(settings.autocast, world.device):
+        resolved = numerics(world.device) | {"dtype": str(dtype), "processes": f"{world.size} processes"}
     return {"settings": asdict(settings), "fingerprints": dict(fingerprints), "numerics": resolved}
 
 
@@ -94,7 +95,10 @@ def check_resume(run: Path, origin: dict, allow_changed: bool) -> None:
     resolved = before.get("numerics") or {}  # an older version wrote fewer of them, elsewhere
     for name, now in origin["numerics"].items():
         if (old := resolved.get(name, now)) != now:
-            print(f"{run}: {name}: {shown(old)} before, {now} now: losses may differ by rounding", file=sys.stderr)
+            masks = " and masks of dropout" if name == "processes" and origin["settings"].get("dropout") else ""
+            print(
+                f"{run}: {name}: {shown(old)} before, {now} now: losses may differ by rounding{masks}", file=sys.stderr
+            )
     changes = differences(before, origin)
     if saved_metrics(run / "metrics.jsonl", progress) is None:
         changes.append("metrics.jsonl (cut or edited: --allow-changed keeps the lines that can be read)")
@@ -132,6 +136,7 @@ def commit_of_code() -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # or it is installed in another one's folder
         return git("rev-parse", "--short=10", "HEAD") + "+" * bool(git("status", "--porcelain", "-uno"))
     except (OSError, subprocess.SubprocessError):
         return "no commit"

@@ -6,6 +6,8 @@ that splits rows. The run is the same for any number of processes, up to the ord
 
 import contextlib
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from torch import nn
 
 from model.common import UserError, shown
 from model.device import choose_device
+from train.checkpoint import checkpoints, read_state
 from train.distributed import World, join_world, leave_world
 from train.settings import Settings, step_layout
 
@@ -29,14 +32,16 @@ MOST = 4  # processes by default
 SMALL = 100e6  # bytes of weights: the operations of a larger model are large enough for threads
 LEAST_ROWS = 8  # of a micro-batch on each process: fewer rows take hardly less time
 LONG = 3000  # rows of a run: a process takes about five seconds to start
+NOTICED = 10  # seconds within which a process that has closed its connections has ended
 PLACE = "DMT_PROCESS"  # in the environment of a started process: its rank, their number, threads, and where they meet
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def choose_processes(wanted: int | None, settings: Settings, model: nn.Module) -> int:
-    """The number of processes that split the rows of a run of `model`; None: as many as save time. 1 of `torchrun`.
+def choose_processes(wanted: int | None, settings: Settings, model: nn.Module, resumed: Path | None = None) -> int:
+    """The number of processes that split the rows of a run of `model`. 1 of `torchrun`.
 
-    Raises UserError for a number that cannot be had.
+    wanted: None is as many as the `resumed` run has had, for the same sums and masks of dropout; for a new one, as many
+    as save time. Raises UserError for a number that cannot be had.
     """
     is_alone = not {PLACE, "WORLD_SIZE"} & os.environ.keys() and not dist.is_initialized()
     if wanted == 1 or not is_alone and wanted is None or PLACE in os.environ:
@@ -50,12 +55,25 @@ def choose_processes(wanted: int | None, settings: Settings, model: nn.Module) -
         if wanted > rows:
             raise UserError(f"--processes {wanted}: a micro-batch has only {rows} rows for them, see --batch-size")
         return wanted
+    if (before := processes_before(resumed)) is not None:
+        return min(before, rows)
     trained = settings.steps * rows * micro_batches if settings.steps else settings.epochs * settings.samples
     is_long = trained >= LONG or not (settings.steps or settings.is_embedded)  # how much data there is is not known yet
     is_small = sum(parameter.nbytes for parameter in model.parameters()) <= SMALL
     if not (is_long and is_small) or sys.platform == "win32":  # where none of this has been tried
         return 1
     return max(1, min(MOST, torch.get_num_threads(), rows // LEAST_ROWS))
+
+
+def processes_before(run: Path | None) -> int | None:
+    """The number of processes that split the rows of `run` when its newest checkpoint was written; None: not known."""
+    found = checkpoints(run) if run is not None else []
+    progress = read_state(found[-1])["progress"] if found else {}
+    written = re.fullmatch(
+        r"([1-9]\d{0,3}) processes", str(progress.get("origin", {}).get("numerics", {}).get("processes"))
+    )
+    is_split = progress.get("processes", 1) == 1  # else `torchrun` has started them
+    return int(written[1]) if written and is_split else None
 
 
 @contextlib.contextmanager
@@ -69,6 +87,7 @@ def several(processes: int, device: str, arguments: Sequence[str] | None) -> Ite
     place, threads, others = os.environ.get(PLACE), torch.get_num_threads(), []
     try:
         if place is not None:
+            threading.Thread(target=_end_with_first, daemon=True).start()
             yield lambda: _meet_first(*place.split(" ", 3))
         elif processes == 1:
             yield lambda: join_world(device)
@@ -80,10 +99,13 @@ def several(processes: int, device: str, arguments: Sequence[str] | None) -> Ite
                 for rank in range(1, processes):
                     others.append(Other(rank, f"{rank} {processes} {share} {folder}/store", words, share))
                 yield lambda: _meet_others(f"{folder}/store", others)
-    except RuntimeError:  # of gloo: a process that ends closes its connections
-        time.sleep(1 if others else 0)
-        for other in others:
-            other.check()
+    except RuntimeError as error:
+        ends = time.monotonic() + NOTICED
+        while others and "gloo" in str(error) and time.monotonic() < ends:  # a process that ends closes its connections
+            time.sleep(0.1)
+            for other in others:
+                if other.process.poll():
+                    other.check()
         raise
     finally:
         leave_world()
@@ -133,12 +155,13 @@ def _meet_others(file: str, others: Sequence[Other]) -> World:
         for other in others:
             other.check()
         time.sleep(0.02)
-    return _world(store, 0, len(others) + 1)
+    world = _world(store, 0, len(others) + 1)
+    shutil.rmtree(Path(file).parent)  # all are connected: a process that is killed leaves nothing behind
+    return world
 
 
 def _meet_first(rank: str, size: str, threads: str, file: str) -> World:
     """Join the process that has started this one."""
-    threading.Thread(target=_end_with_first, daemon=True).start()
     torch.set_num_threads(int(threads))
     store = dist.FileStore(file, int(size))
     store.set(rank, "ready")
@@ -164,4 +187,5 @@ def _world(store: dist.Store, rank: int, size: int) -> World:
     finally:
         if adds:
             del os.environ[INTERFACE]
+    dist.barrier()
     return World(rank, size, torch.device("cpu"), splits_rows=True)

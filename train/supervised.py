@@ -78,10 +78,14 @@ def train_on(
         return micro
 
     def measure(step: int, micro: MicroBatch) -> dict:
-        return distances(model, prepare(micro)) if step % settings.measure_every == 0 else {}
+        if step % settings.measure_every or micro.is_empty and not world.splits_rows:
+            return {}
+        found = distances(model, prepare(micro))
+        return mean_over_rows(found, micro, world) if world.splits_rows else found
 
     # a part of a sharded model cannot be called alone
-    measures = settings.measure_every and world.is_first and not is_sharded(settings, world)
+    is_asked = world.is_first or world.splits_rows
+    measures = settings.measure_every and is_asked and not is_sharded(settings, world)
     return fit(
         model,
         optimizer,
@@ -203,3 +207,19 @@ def distances(model: PaliGemma, micro: MicroBatch) -> dict:
         "map_distance": {path: value.item() for path, value in distance.items()},
     }
     return {name: by_layer for name, by_layer in record.items() if by_layer}
+
+
+def mean_over_rows(found: dict, micro: MicroBatch, world: World) -> dict:
+    """The `distances` of a micro-batch whose rows are split, from those of the processes' parts.
+
+    Each counts by the queries that it was averaged over: tokens in the decoder, pictures in the vision tower, of which
+    one that two processes share counts twice. A part without rows does not count.
+    """
+    queries = int(micro.batch.attention_mask.sum()), len(micro.batch.pixel_values)
+    sums: dict[str, list[tuple[float, int]]] = {}
+    for of_part, (tokens, pictures) in world.gather(({} if micro.is_empty else found.get("map_distance", {}), queries)):
+        for path, value in of_part.items():
+            if number := tokens if path.startswith("language_model.") else pictures:
+                sums.setdefault(path, []).append((value, number))
+    means = {path: sum(v * n for v, n in pairs) / sum(n for _, n in pairs) for path, pairs in sums.items()}
+    return {name: by_layer for name, by_layer in (found | {"map_distance": means}).items() if by_layer}

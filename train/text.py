@@ -60,9 +60,9 @@ def train(settings: TextSettings, arguments: RunArguments, world: World) -> None
             corpus = corpus or open_corpus(folder, settings.text, settings.vocab_size, SYMBOLS)
             texts = f"{len(corpus.ids['train']):,} tokens of text to learn from"
             print(f"{texts}, {len(corpus.starts['train']) - 1} documents", flush=True)
-            tokens = tensor_fingerprint({**corpus.ids, **{f"{name}/starts": t for name, t in corpus.starts.items()}})
-            fingerprints = {"corpus": f"{corpus.digest} {tokens}"}
-            kept["origin"] = origin_of(settings, fingerprints, world.device, torch.float32)
+            ids = tensor_fingerprint({**corpus.ids, **{f"{name}/starts": t for name, t in corpus.starts.items()}})
+            fingerprints = {"corpus": f"{corpus.digest} {ids}"}
+            kept["origin"] = origin_of(settings, fingerprints, world, torch.float32)
             check_resume(run, kept["origin"], arguments.allow_changed)
         world.barrier()  # the first process has written the corpus
         model, progress = learn(settings, corpus or kept_corpus(folder), run, world, kept)
@@ -73,8 +73,9 @@ def train(settings: TextSettings, arguments: RunArguments, world: World) -> None
         if not world.is_first:
             return
         draw_loss(run)
+        tokens = settings.steps * settings.rows * settings.length
         print(
-            f"{count(model.parameters()):,} parameters, {settings.attention} attention, {settings.tokens:,.0f} tokens "
+            f"{count(model.parameters()):,} parameters, {settings.attention} attention, {tokens:,} tokens "
             f"in {progress['seconds']:.0f} s; in {run}: model/, metrics.jsonl, loss.png, checkpoints/"
         )
         print(f"next: python -m eval.text all {run}")

@@ -4,9 +4,13 @@ import json
 import os
 import shutil
 import sys
+import tempfile
+import time
 from dataclasses import replace
+from math import nan
 from pathlib import Path
 from threading import Barrier, Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,7 +34,7 @@ from train.distributed import World, ask_together, average_gradients, divide, jo
 from train.loop import Diverged, check_finite
 from train.optim import Rule, make_adamw, parameter_groups
 from train.settings import parse, step_layout
-from train.supervised import make_order
+from train.supervised import make_order, mean_over_rows
 from weights.load import load_model
 
 
@@ -271,7 +275,7 @@ def test_two_processes_answer_as_one(tmp_path):
 SPLIT = (
     "--base tiny --samples 41 --batch-size 8 --accumulate 2 --checkpoint-every 1 --keep 3 --eval-limit 8 --tasks vqa"
 )
-SPLIT = f"{SPLIT} --measure-every 0 --device cpu --attention twin --lr 1e-2 --warmup 0".split()
+SPLIT = f"{SPLIT} --measure-every 1 --device cpu --attention twin --lr 1e-2 --warmup 0".split()
 
 
 @pytest.mark.long
@@ -290,7 +294,9 @@ def test_two_processes_train_as_one(tmp_path, monkeypatch):
     expected, found = metrics(one), metrics(two)
     assert len(expected) == 3 and expected[0] == found[0] and expected[1:] != found[1:]
     for before, after in zip(expected, found, strict=True):
-        assert after == {name: pytest.approx(value, rel=2e-5) for name, value in before.items()}
+        for name in ("lambda", "map_distance"):
+            assert after[name] == {layer: pytest.approx(value, rel=1e-3) for layer, value in before.pop(name).items()}
+        assert after == after | {name: pytest.approx(value, rel=2e-5) for name, value in before.items()}
     weights = [load_file(folder / "adapter_model.safetensors") for folder in (one, two)]
     # AdamW divides a gradient by its size: a few that are almost zero step by their rounding
     assert all((tensor - weights[1][name]).norm() < 1e-3 * tensor.norm() for name, tensor in weights[0].items())
@@ -300,17 +306,30 @@ def test_two_processes_train_as_one(tmp_path, monkeypatch):
 
 
 def test_processes_are_started_where_they_save_time(monkeypatch):
-    """Breaks when a short run, a large model, a GPU, one thread or torchrun gets them, or a wrong number no error."""
+    """Breaks when a short run, a large model, a GPU, one thread or torchrun gets them, or a wrong number no error; or
+    when a resumed run goes on with another number than it had, and so to other weights."""
     small, large = (nn.Linear(side, side, device="meta") for side in (100, 6000))
 
-    def number(*flags, wanted=None, threads=8, model=small) -> int:
+    def number(*flags, wanted=None, threads=8, model=small, resumed=None) -> int:
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-        return processes.choose_processes(wanted, parse([*flags, "--device", "cpu"])[0], model)
+        return processes.choose_processes(wanted, parse([*flags, "--device", "cpu"])[0], model, resumed)
 
     assert [number(threads=threads) for threads in (1, 2, 3, 64)] == [1, 2, 3, 4]
     assert number("--data", "jsonl:x") == 4 and number("--batch-size", "16") == 2 == number("--samples", "1", wanted=2)
     short = number("--samples", "2000"), number("--steps", "50"), number("--batch-size", "15")
     assert (*short, number("--shard"), number(model=large), number(wanted=1)) == (1,) * 6
+    monkeypatch.setattr(processes, "checkpoints", lambda run: [run])
+    for had, world, rows, expected in (
+        ("3", 1, 32, 3),
+        ("1", 1, 32, 1),
+        ("9", 1, 8, 8),
+        ("3", 3, 32, 4),
+        ("x", 1, 32, 4),
+    ):
+        progress = {"processes": world, "origin": {"numerics": {"processes": f"{had} processes"}}}
+        monkeypatch.setattr(processes, "read_state", lambda folder, progress=progress: {"progress": progress})
+        assert number("--batch-size", str(rows), resumed=Path("run")) == expected
+    assert number(wanted=2, resumed=Path("run")) == 2
     for flags, wanted, problem in ((["--shard"], 2, "share a CPU"), (["--batch-size", "3"], 4, "has only 3 rows")):
         with pytest.raises(UserError, match=f"^--processes {wanted}: .*{problem}"):
             number(*flags, wanted=wanted)
@@ -326,7 +345,7 @@ def test_processes_are_started_where_they_save_time(monkeypatch):
 
 
 ENDS = """#!{python}
-import os, sys
+import os, sys, time
 if {early}:
     sys.exit("error: no room")
 import torch.distributed as dist
@@ -334,6 +353,9 @@ rank, size, _, file = os.environ["DMT_PROCESS"].split()
 store = dist.FileStore(file, int(size))
 store.set(rank, "ready")
 dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(size))
+dist.barrier()
+dist.destroy_process_group()
+time.sleep(1.5)
 os.kill(os.getpid(), 9)
 """
 
@@ -342,14 +364,43 @@ os.kill(os.getpid(), 9)
     ("early", "problem"), [(True, r"ended with code 1 \(error: no room\)"), (False, "was killed by signal 9 ")]
 )
 def test_a_process_that_ends_ends_the_run(early, problem, tmp_path, monkeypatch):
-    """Breaks when the first process waits for one that could not start, or was killed in a step."""
+    """Breaks when the first process waits for one that could not start, or was killed in a step, or takes an error of
+    its own for that; or when the folder in which they met is there longer than they need it."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     script = tmp_path / "python"
     script.write_text(ENDS.format(python=sys.executable, early=early))
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
     with pytest.raises(UserError, match=f"^process 2 {problem}"), processes.several(2, "cpu", []) as meet:
-        meet().totals(1.0)
+        world = meet()
+        assert not any((tmp_path / "temporary").iterdir())
+        world.totals(1.0)
     assert not dist.is_initialized()
+    if early:
+        with pytest.raises(RuntimeError, match="^of its own"), processes.several(2, "cpu", []):
+            time.sleep(0.5)
+            raise RuntimeError("of its own")
+
+
+def test_distances_are_those_of_all_rows():
+    """Breaks when the distance between the maps is that of the first process's rows, or of a row that is no record."""
+    decoder, tower = "language_model.layers.0", "vision_tower.encoder.layers.0"
+
+    def measured(world: World, rows: tuple[int, int]) -> dict:
+        number, pictures = rows[world.rank], (2, 0)[world.rank]
+        batch = SimpleNamespace(attention_mask=torch.ones(number, 3), pixel_values=torch.ones(pictures, 1))
+        found = {
+            "lambda": {decoder: 0.5},
+            "map_distance": {decoder: (0.1, 0.4)[world.rank], tower: (0.2, nan)[world.rank]},
+        }
+        return mean_over_rows(found, SimpleNamespace(batch=batch, is_empty=not number), world)
+
+    of_both = {decoder: pytest.approx((0.1 + 2 * 0.4) / 3), tower: pytest.approx(0.2)}
+    assert as_two(lambda world: measured(world, (1, 2))) == [{"lambda": {decoder: 0.5}, "map_distance": of_both}] * 2
+    second = as_two(lambda world: measured(world, (0, 2)))[0]
+    assert second == {"lambda": {decoder: 0.5}, "map_distance": {decoder: pytest.approx(0.4)}}
+    assert as_two(lambda world: measured(world, (0, 0)))[0] == {"lambda": {decoder: 0.5}}
 
 
 def test_a_process_ends_with_the_first(tmp_path, monkeypatch):

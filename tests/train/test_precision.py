@@ -15,7 +15,7 @@ from tests.runs import in_processes
 from train import finetune
 from train.checkpoint import checkpoints, read_state
 from train.distributed import World, set_gradient_sync
-from train.loop import LoopOptions, fit
+from train.loop import Diverged, LoopOptions, fit
 from train.optim import Rule, make_adamw, parameter_groups, trainable
 from train.settings import parse
 from train.systems import open as systems
@@ -155,6 +155,19 @@ def test_the_gradient_scaler_is_restored(tmp_path):
     fresh = torch.amp.GradScaler("cpu").state_dict()
     assert whole["scale"] < fresh["scale"] and whole["_growth_tracker"] == 2
     assert resumed == whole
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path):
+    """Breaks when a step with a finite loss leaves no weight finite, and a checkpoint of them is written."""
+    model = nn.Linear(4, 1)
+    optimizer = make_adamw(parameter_groups(model, [Rule(".*", 1e-3)]), (0.9, 0.98))
+
+    def loss(model, row):
+        return square(model, row) + (0 * model.weight).sum().sqrt()
+
+    with pytest.raises(Diverged, match="^step 0: the loss is finite, but the norm of its gradient is nan: lower --lr"):
+        fit(model, optimizer, Rows(2), loss, LoopOptions(checkpoint_every=1), tmp_path, World(0, 1, CPU))
+    assert all(p.isfinite().all() for p in model.parameters()) and not checkpoints(tmp_path)
 
 
 def test_the_last_micro_batch_alone_exchanges_gradients_when_compiled(tmp_path):

@@ -318,17 +318,41 @@ def test_another_number_of_threads_is_mentioned(run, capsys):
 
 def test_another_machine_is_mentioned(run, capsys):
     """Breaks when a run goes on elsewhere, with losses that differ in the last digits, without a word."""
-    numerics = origin.numerics(torch.device("cpu")) | {"dtype": "torch.float32"}
-    found = origin.origin_of(Settings(autocast="bf16"), {}, torch.device("cpu"), torch.bfloat16)["numerics"]
+    numerics = origin.numerics(torch.device("cpu")) | {"dtype": "torch.float32", "processes": "1 processes"}
+    found = origin.origin_of(Settings(autocast="bf16"), {}, WORLD, torch.bfloat16)["numerics"]
     assert found == numerics | {"dtype": "torch.bfloat16", "autocast": "torch.bfloat16"}
-    for name, other in {"processor": "another", "device": "cuda", "autocast": "torch.bfloat16", "dtype": "x"}.items():
+    for name, other in {
+        "processor": "another",
+        "device": "cuda",
+        "autocast": "torch.bfloat16",
+        "dtype": "x",
+        "processes": "2 processes",
+    }.items():
         state = state_with(numerics | {name: other})
+        state["progress"]["origin"]["settings"]["dropout"] = 0.1
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(origin, "read_state", lambda folder, state=state: state)
             origin.check_resume(run, state["progress"]["origin"] | {"numerics": numerics}, False)
+        masks = " and masks of dropout" * (name == "processes")  # each process draws its own
         assert capsys.readouterr().err == (
-            f"run: {name}: {other} before, {numerics[name]} now: losses may differ by rounding\n"
+            f"run: {name}: {other} before, {numerics[name]} now: losses may differ by rounding{masks}\n"
         )
+
+
+def test_a_commit_is_of_this_code(tmp_path, monkeypatch):
+    """Breaks when a result names the commit of another repository, in whose folder this code is installed."""
+
+    def git(*arguments: str) -> None:
+        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=b", *arguments], check=True)
+
+    (tmp_path / "origin.py").touch()
+    monkeypatch.setattr(origin, "__file__", str(tmp_path / "origin.py"))
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "another's")
+    assert origin.commit_of_code() == "no commit"
+    git("add", "origin.py")
+    git("commit", "-q", "-m", "own")
+    assert len(origin.commit_of_code()) == 10
 
 
 def state_with(numerics: dict) -> dict:

@@ -158,7 +158,10 @@ def test_a_run_resumes_to_the_bit(text_folder, tmp_path, kind, capsys):
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
     assert {"model", "loss.png", "config.json", "checkpoints"} <= {p.name for p in (tmp_path / "cut").iterdir()}
     assert (tmp_path / "cut" / "model" / "tokenizer.model").exists()
-    assert "python -m eval.text" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert (
+        "python -m eval.text" in said and " attention, 2,048 tokens in " in said
+    )  # those learned, not those asked for
 
 
 @pytest.mark.long
