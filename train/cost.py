@@ -52,7 +52,8 @@ FLOPS = {
 class StepCost:
     """Bytes at the peak of a step, and the FLOPs of one micro-batch's matrix products.
 
-    moments: both of Adam or the one of Muon, in the parameters' dtype. activations: whatever else is alive at the peak.
+    gradients: also their copies, where GPUs exchange them. moments: both of Adam or the one of Muon, in the parameters'
+    dtype. activations: whatever else is alive at the peak.
     """
 
     weights: float
@@ -134,6 +135,8 @@ def step_costs(
     learned, by_muon = trainable(model), optimizer == "muon"
     moments = sum((1 if by_muon and is_inner_matrix(*one) else 2) * one[1].nbytes for one in learned.items())
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    # RAdam has no fused kernel: on a GPU it updates all parameters at once, with a tensor of the size of each
+    least = sum(parameter.nbytes for parameter in learned.values()) if optimizer == "radam" else 0
     gradients = sum(parameter.nbytes for parameter in learned.values())
     for checkpointing in (False, True):
         counter = _Counter()
@@ -149,7 +152,7 @@ def step_costs(
             with torch.autocast("cpu", autocast, enabled=autocast is not None):
                 value = loss(model, shapes)
             (value / micro.tokens).backward()
-        costs.append(StepCost(weights, gradients, moments, counter.peak - gradients, counter.flops))
+        costs.append(StepCost(weights, gradients, moments, max(least, counter.peak - gradients), counter.flops))
     return costs[0], costs[1]
 
 

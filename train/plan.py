@@ -92,8 +92,8 @@ def plan(
     gathered = gathered_bytes(model, autocast)
     costs = step_costs(model, sample.widest, autocast, accumulates, optimizer=settings.optimizer)
     kept = 4 * trained + costs[0].moments  # in a checkpoint
-    if settings.shard and gpus > 1:
-        costs = tuple(spread_cost(cost, gpus, gathered) for cost in costs)
+    if gpus > 1:
+        costs = tuple(spread_cost(cost, gpus, gathered if settings.shard else None) for cost in costs)
     samples = min(order.total * rows * micro_batches, settings.epochs * len(records))
     tokens = samples * sample.tokens / sample.rows
     return PlanRow(
@@ -159,8 +159,10 @@ def gathered_bytes(model: PaliGemma, autocast: torch.dtype | None) -> float:
     return (2 * max(sizes) + outside) * (0.5 if halved else 1)
 
 
-def spread_cost(cost: StepCost, gpus: int, gathered: float) -> StepCost:
-    """The cost of one of `gpus` GPUs under `--shard`."""
+def spread_cost(cost: StepCost, gpus: int, gathered: float | None) -> StepCost:
+    """The cost of one of `gpus` GPUs. gathered: see `gathered_bytes`, under `--shard`; None without it."""
+    if gathered is None:  # DDP exchanges copies of the gradients
+        return replace(cost, gradients=2 * cost.gradients)
     gradients, moments = cost.gradients / gpus, cost.moments / gpus
     return replace(cost, weights=cost.weights / gpus + gathered, gradients=gradients, moments=moments)
 

@@ -15,7 +15,7 @@ from model.config import PRESETS
 from model.generate import CompiledStep, generate
 from model.images import load_image
 from train.benchmark import command as benchmark
-from train.benchmark import growth, pictures, sections
+from train.benchmark import growth, pictures, sections, timing
 from train.benchmark import work as works_module
 from train.benchmark.sections import SECTIONS
 from train.benchmark.setup import Setup, matmul_flops, our_model, prompt, random_state, their_model
@@ -194,8 +194,12 @@ def test_pictures_are_measured_as_training_reads_them(tmp_path, setup, processor
     assert load_image(pictures.draw(tmp_path, 1)[0]).size == (640, 480)
 
 
-def test_shares_of_the_limits():
-    """Breaks when a GPU's share is computed from other seconds than the row's median."""
+def test_shares_of_the_limits(monkeypatch):
+    """Breaks when a share is computed from other seconds than the row's median, or, on a CPU, of products that another
+    path computes faster."""
+    monkeypatch.setattr(timing, "read_bandwidth", lambda: 5.0)
+    monkeypatch.setattr(timing, "matmul_peak", lambda *given, rounds: {"onednn": 2.0, "torch": 1.0}[cpu.path])
+    assert timing.limits_of.__wrapped__(CPU, torch.float32) == (2.0, 5.0)
     row = Measurement("train", "step", {OURS: [0.5, 2.0, 0.5]})
     note = sections.notes(row, OURS, Work(print, flops=2e12, moved=3e11), {}, (8e12, 2e12))
     assert note == f"50 % of 8 TFLOP/s, 30 % of 2000 GB/s, {500 / STEPS:.2f} ms a step"
@@ -308,11 +312,12 @@ def test_collected_reports_say_what_is_missing(tmp_path):
         "command": "C",
     }
     for name, device in (("a", "cpu"), ("b", "cuda")):
-        rows = [Measurement("train", f"step {name}", {OURS: [1.0], THEIRS: [2.0]})]
+        rows = [Measurement("train", f"step {name}", {OURS: [1.0] * n, THEIRS: [2.0] * n}) for n in (1, 3)]
         benchmark.write_report(rows, about | {"device": device}, tmp_path / name)
     benchmark.main(["--collect", str(tmp_path / "a"), "--out", str(tmp_path)])
     text = (tmp_path / "BENCHMARKS.md").read_text()
     assert "## M: tiny, fp32, cpu\n" in text
+    assert "[quartiles], 1 to 3 rounds." in text
     assert "step a" in text and text.count("not yet measured") == len(benchmark.GPU_WORK)
     benchmark.main(["--collect", *(str(tmp_path / name) for name in "ab"), "--out", str(tmp_path)])
     text = (tmp_path / "BENCHMARKS.md").read_text()

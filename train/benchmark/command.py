@@ -62,11 +62,10 @@ def report(measurements: Sequence[Measurement], about: dict) -> str:
     ]
     for name in dict.fromkeys(measured.section for measured in measurements):
         own = [measured for measured in measurements if measured.section == name]
-        against, rounds = (
-            " or ".join(dict.fromkeys(one.against for one in own)),
-            max(len(seconds) for one in own for seconds in one.seconds.values()),
-        )
-        method = f"÷: against {against}, median of the rounds' own ratios [quartiles], {rounds} rounds."
+        against = " or ".join(dict.fromkeys(one.against for one in own))
+        rounds = sorted({len(seconds) for one in own for seconds in one.seconds.values() if seconds})
+        spelled = " to ".join(map(str, dict.fromkeys([*rounds[:1], *rounds[-1:]]))) or "no"
+        method = f"÷: against {against}, median of the rounds' own ratios [quartiles], {spelled} rounds."
         parts += ["", f"### {SECTIONS[name].title}", "", table(own), "", method]
     return "\n".join(parts) + "\n"
 

@@ -188,7 +188,7 @@ def load_and_forward(folder: Path, side: str, setup: Setup) -> dict[str, float]:
     synchronize(device)
     loaded = time.perf_counter()
     with torch.inference_mode():
-        model(**inputs, **{"logits_to_keep" if side == THEIRS else "positions_to_keep": 1})
+        model(**inputs, **{"logits_to_keep": 1, "use_cache": False} if side == THEIRS else {"positions_to_keep": 1})
     synchronize(device)
     return {
         "load": loaded - started,
