@@ -2,6 +2,8 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from train import compare
 from train.optim import count, make_adamw
 from train.studies import scratch
 from train.studies.attention_data import Measure
-from train.studies.scratch_report import LOOKED_AT, LOOKS
+from train.studies.cells import FACTS
+from train.studies.scratch_report import LOOKED_AT, LOOKS, summarize_shares
 
 
 def fake_measures(settings, split: str, limit: int, options, rungs) -> list[Measure]:
@@ -77,3 +80,38 @@ def test_no_row_has_an_advantage_and_no_cell_is_done_twice(tmp_path, monkeypatch
     monkeypatch.setattr(scratch, "fit", None)
     compare.main(given)
     assert capsys.readouterr().out.splitlines()[:20] == printed.splitlines()[:20]
+
+
+def test_a_run_that_is_killed_while_it_writes_goes_on(tmp_path, monkeypatch):
+    """Breaks when weights that are half written end each further call, or checkpoints go before they are whole."""
+    monkeypatch.setattr(scratch, "sight_of", lambda *_: None)
+    monkeypatch.setattr(scratch, "start", lambda *_: torch.nn.Linear(2, 2))
+    monkeypatch.setattr(scratch, "parameter_groups", lambda *_: None)
+    monkeypatch.setattr(
+        scratch, "learn", lambda model, name, settings, folder, *_: (folder / name).mkdir(exist_ok=True)
+    )
+
+    def killed(tensors, file):
+        Path(file).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    given = SimpleNamespace(seed=0, lr=0.01), tmp_path, SimpleNamespace(out=tmp_path, processor=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(scratch, "save_file", killed)
+        with pytest.raises(KeyboardInterrupt):
+            scratch.from_nothing(*given)
+    assert all((tmp_path / name).is_dir() for name in scratch.PHASES)
+    model = scratch.from_nothing(*given)
+    assert {path.name for path in tmp_path.iterdir()} == {FACTS, "model.safetensors"}
+    assert torch.equal(scratch.from_nothing(*given).weight, model.weight)
+
+
+def test_less_attention_on_distractors_is_better():
+    """Breaks when more attention on what disturbs is called better."""
+
+    def runs(on_needle, on_others):
+        layer = {look: on_others if "distractors" in look else on_needle for look in LOOKS}
+        return [{kind: [layer] * 2 for kind in LOOKED_AT}] * 5
+
+    found = summarize_shares({"plain": runs(20.0, 50.0), "split": runs(30.0, 40.0)})["difference"]["split"]
+    assert {one["verdict"] for one in found.values()} == {"better"} and len(found) == len(LOOKS) * len(LOOKED_AT)

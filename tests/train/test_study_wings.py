@@ -246,3 +246,32 @@ def test_rows_are_compared_where_they_read_equally_many_pictures():
     found = compare_at_levels([[slow], [slow, fast]], [[fast], [fast]], 2)
     assert found["50"]["difference"]["mean"] == pytest.approx(0.5 * (62.5 - 100 * 13 / 18))
     assert found["90"] == {"reached": [1, 2], "seeds": 2}
+
+
+@pytest.mark.parametrize("stage", ["text", "first", "second"])
+def test_checkpoints_are_kept_until_a_model_is_graded(stage, tmp_path, monkeypatch):
+    """Breaks when a study that is interrupted while it asks its questions has to train the model again."""
+    folder, model = tmp_path / "run", torch.nn.Linear(1, 1)
+
+    def train(*_):
+        folder.mkdir()
+        return model if stage == "text" else {"course": []}
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    for name in ("learn", "train_text_base"):
+        monkeypatch.setattr(wings_runs, name, train)
+    monkeypatch.setattr(wings_runs, "load_model", lambda _: model)
+    monkeypatch.setattr(wings_runs, "pictures_to_learn", lambda *_: ([], []))
+    monkeypatch.setattr(wings_runs, "grade_pictures", lambda *_: [1.0])
+    monkeypatch.setattr(wings_runs, "grade", interrupted)
+    study = WingsStudy(tmp_path, 1.0, 4, "", None, None)
+    work = {
+        "text": lambda: wings_runs.train_text(study, 0, tmp_path),
+        "first": lambda: wings_runs.first_stage(study, False, tmp_path, tmp_path, 0, tmp_path),
+        "second": lambda: wings_runs.second_stage(study, "full", 1e-3, 0.0, tmp_path, tmp_path, 0, tmp_path),
+    }
+    with pytest.raises(KeyboardInterrupt):
+        work[stage]()
+    assert folder.is_dir()

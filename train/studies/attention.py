@@ -23,7 +23,7 @@ The rules are those of `train/studies/rules.py`. Of this study's own are:
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -34,16 +34,7 @@ from train.studies.attention_data import HARDEST, LADDERS, TASKS, embedded_measu
 from train.studies.attention_report import draw, summarize, to_markdown
 from train.studies.attention_rows import QUICK, QUICK_SAMPLES, SAMPLES, AttentionOptions, pick_rows
 from train.studies.attention_runs import compare, first_rates, mean_score
-from train.studies.cells import (
-    FineTuningRow,
-    FineTuningStudy,
-    name_cell,
-    open_study,
-    read_study,
-    run_cell,
-    run_cells,
-    spell_scores,
-)
+from train.studies.cells import FineTuningRow, FineTuningStudy, open_study, read_study, run_ahead, run_cells
 
 DECIDED = (*"attention feed_forward option tasks lr seed full arch stage wings".split(),)
 DECIDED += ("resume", "plan", "show_batch", "evaluate", "eval_limit", "eval_data")
@@ -78,21 +69,7 @@ def open_for(base: Settings, options: AttentionOptions, rungs: tuple[str, ...]) 
     study = open_study(base, options.out, measures, options.protocol)
     if options.processes == 1:
         return study
-
-    def ahead(names) -> None:
-        jobs = [(base, options, rungs, *name) for name in names]
-        if jobs:
-            engine.side_by_side(
-                work_ahead, jobs, options.processes, lambda job, cell: f"{name_cell(*job[3:])}: {spell_scores(cell)}"
-            )
-
-    return replace(study, ahead=ahead)
-
-
-def work_ahead(job: tuple) -> dict:
-    """One cell, in a process of its own."""
-    base, options, rungs, *name = job
-    return run_cell(open_for(base, replace(options, processes=1), rungs), *name)
+    return replace(study, ahead=partial(run_ahead, partial(open_for, base, options, rungs), options.processes))
 
 
 def choose_rungs(base: Settings, options: AttentionOptions) -> tuple[tuple[str, ...], dict[str, dict]]:
@@ -116,9 +93,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         positive = built.find(options.out, options.processes or 1) if options.positive else None
         results = compare(study, rows, options)
         mechanism = attention_mechanism.find(study, results) if options.mechanism else None
-        parts = {"positive": positive, "mechanism": mechanism}
-        found = summarize(study, results) | {"ladders": ladders} | parts
-        spent = [found, *(part for part in parts.values() if part)]
-        return found | {"cpu_seconds": round(sum(part["cpu_seconds"] for part in spent))}
+        return summarize(study, results) | {"ladders": ladders, "positive": positive, "mechanism": mechanism}
 
     engine.run_study(options.out, find, to_markdown, draw, print_json=options.json)

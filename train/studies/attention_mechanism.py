@@ -54,14 +54,8 @@ def find(study: FineTuningStudy, results: Sequence[RowResult]) -> dict | None:
     if not study.base.is_embedded:
         return None
     kinds = tuple(m.name for m in study.measures["test"] if m.name[:1] == "n") or ("n4o1",)
-    rows = measure_rows(study, results, kinds)
     controls = {one.row.name: one.control.row.name for one in results if one.control}
-    cells = {cell["file"]: cell for row in rows.values() for cell in (row.before, *row.after)}
-    return {
-        "kinds": kinds,
-        "rows": summarize(rows, controls),
-        "cpu_seconds": round(sum(cell["cpu_seconds"] for cell in cells.values())),
-    }
+    return {"kinds": kinds, "rows": summarize(measure_rows(study, results, kinds), controls)}
 
 
 # Cells
@@ -76,7 +70,7 @@ def measure_rows(study: FineTuningStudy, results: Sequence[RowResult], kinds: Se
 
         def work(_: Path) -> dict:
             found = measure_model(open_one().eval(), {kind: ask(kind, study.processor, device) for kind in kinds})
-            return found | {"file": str(file.relative_to(study.out))} | (training_of(run) if run else {})
+            return found | (training_of(run) if run else {})
 
         return engine.finish_cell(file, f"{title}, mechanism", work, lambda cell: f"{cell['cpu_seconds']} CPU seconds")
 

@@ -72,21 +72,17 @@ def add_differences(rows: Sequence[dict], results: Sequence[RowResult], measures
                 place, is_all = (result.row.name, name), name == OVERALL
                 inside[place] = bool(usable - {DOSE}) if is_all else name in usable
                 found[place] = overall(own, theirs, measures) if is_all else gain(own, theirs, name, measures)
-        judged = {}
+        seeds, judged = {row["name"]: row["seeds"] for row in rows}, {}
         for is_all in (True, False):  # the main differences are a family of their own
             family = {place: one for place, one in found.items() if (place[1] == OVERALL) == is_all}
-            for measurable in (True, False):
-                part = {place: one for place, one in family.items() if inside[place] == measurable}
-                judged |= rules.judge(part, measurable)
+            judged |= rules.judge(family, inside, seeds={place: seeds[place[0]] for place in family})
         for row in rows:
             for place in [one for one in found if one[0] == row["name"]]:
-                one_seed = {"verdict": "one seed"} if row["seeds"] == 1 else {}  # says nothing of other runs
-                row.setdefault(key, {})[place[1]] = engine.verdict(found[place]) | judged[place] | one_seed
+                row.setdefault(key, {})[place[1]] = engine.verdict(found[place]) | judged[place]
 
 
 def summarize(study: FineTuningStudy, results: Sequence[RowResult]) -> dict:
     """comparison.json: all numbers of the report, and more. Accuracies are in percent."""
-    cells = {cell["file"]: cell for result in results for cell in result.cells}
     measures = study.measures["test"]
     rows = [summarize_row(result, measures) for result in results]
     add_differences(rows, results, measures)
@@ -108,7 +104,6 @@ def summarize(study: FineTuningStudy, results: Sequence[RowResult]) -> dict:
             for m in measures
         ],
         "examples": {split: {m.name: len(m.examples) for m in of_split} for split, of_split in study.measures.items()},
-        "cpu_seconds": round(sum(cell["cpu_seconds"] for cell in cells.values())),
         "rows": rows,
         "edges": [one.row.name for one in results if one.is_at_edge],
         "predictions": rules.check(PREDICTIONS, verdicts),
@@ -279,7 +274,8 @@ def conclusions(summary: dict) -> list[str]:
                 f"{row['name']} ({row['trainable']:,} parameters) against {row['control']} "
                 f"({row['control_trainable']:,}): {words}."
             )
-    sentences += rules.limits(len(summary["seeds"]), summary["edges"])
+    seeds = [row["seeds"] for row in summary["rows"] if "difference" in row] or [len(summary["seeds"])]
+    sentences += rules.limits(min(seeds), summary["edges"])
     below = [
         f"{row['name']} in {test['name']}"
         for row in summary["rows"]

@@ -100,13 +100,11 @@ def spell_run(result: dict) -> str:
 
 def find(out: Path, processes: int = 1) -> dict:
     """The rows of the built task, their judged differences to plain attention, and the predictions."""
-    kinds, spent = ("softmax", *(one.row for one in PREDICTIONS)), {}
+    kinds = ("softmax", *(one.row for one in PREDICTIONS))
 
     def runs(names: list[tuple[str, float, int]]) -> list[dict]:
         jobs = [Job(out, *name) for name in names]
-        cells = engine.side_by_side(run, jobs, processes, lambda job, cell: f"built task, {job}: {spell_run(cell)}")
-        spent.update({name: cell["cpu_seconds"] for name, cell in zip(names, cells, strict=True)})
-        return cells
+        return engine.side_by_side(run, jobs, processes, lambda job, cell: f"built task, {job}: {spell_run(cell)}")
 
     def score(rates) -> dict[str, dict[float, float]]:
         names = [(kind, rate, seed) for kind in kinds for rate in rates for seed in range(rules.TUNING_SEEDS)]
@@ -128,5 +126,4 @@ def find(out: Path, processes: int = 1) -> dict:
         "differences": {kind: engine.verdict(gains[kind]) | judged[kind] for kind in gains},
         "predictions": rules.check(PREDICTIONS, {kind: {"built": one["verdict"]} for kind, one in judged.items()}),
         "seeds": len(seeds),
-        "cpu_seconds": round(sum(spent.values())),
     }

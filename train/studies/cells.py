@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -278,6 +279,19 @@ def run_cells(study: FineTuningStudy, names: Sequence[CellName]) -> list[dict]:
     if study.ahead:
         study.ahead([name for name in names if not cell_file(study, *name).exists()])
     return [run_cell(study, *name) for name in names]
+
+
+def run_ahead(opener: Callable[[], FineTuningStudy], processes: int, names: Sequence[CellName]) -> None:
+    """Compute cells side by side. opener: opens the study, once in each process."""
+    engine.side_by_side(partial(_run_opened, opener), names, processes, _spell_cell)
+
+
+def _run_opened(opener: Callable[[], FineTuningStudy], name: CellName) -> dict:
+    return run_cell(opener(), *name)
+
+
+def _spell_cell(name: CellName, result: dict) -> str:
+    return f"{name_cell(*name)}: {spell_scores(result)}"
 
 
 def run_cell(study: FineTuningStudy, row: FineTuningRow, rate: float, seed: int, split: str) -> dict:

@@ -16,6 +16,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -121,29 +122,49 @@ def cell_folder(out: Path, *parts) -> Path:
     return out / "cells" / digest(*parts)
 
 
+USED: set[Path] = set()  # the folders of all cells that a study has finished or read
+REPORTED = [0.0]  # the CPU seconds of this process that results, or files of what was interrupted, account for
+
+
 def finish_cell(
     file: Path, title: str, work: Callable[[Path], dict], spell_result: Callable[[dict], str] | None = None
 ) -> dict:
     """The JSON result in `file`. If the file is absent, `work(folder)` makes it, and `title` and result go to stderr.
 
-    "cpu_seconds" is added to it, with those of calls that were interrupted. An interrupted study goes on, since its
-    finished cells are read.
+    "cpu_seconds" is added to it, with those of calls that were interrupted, without those of cells that `work` finishes
+    in turn. An interrupted study goes on, since its finished cells are read.
     """
+    USED.add(file.parent)
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        spent, started = file.with_suffix(".seconds"), time.process_time()
-        if spent.exists():
-            started -= float(spent.read_text())
+        spent = file.with_suffix(".seconds")
+        before, started = float(spent.read_text()) if spent.exists() else 0.0, time.process_time() - REPORTED[0]
+
+        def seconds() -> float:
+            own = time.process_time() - REPORTED[0] - started
+            REPORTED[0] += own
+            return before + own
+
         try:
             result = work(file.parent)
         except BaseException:
-            write_text(spent, f"{time.process_time() - started}\n")
+            write_text(spent, f"{seconds()}\n")
             raise
-        result["cpu_seconds"] = round(time.process_time() - started, 2)
+        result["cpu_seconds"] = round(seconds(), 2)
         write_text(file, json.dumps(result) + "\n")
         spent.unlink(missing_ok=True)
         tqdm.write(f"{title}: {(spell_result or _spell_numbers)(result)}", file=sys.stderr)
     return json.loads(file.read_text())
+
+
+def seconds_in(folders: Collection[Path]) -> float:
+    """The CPU seconds of all results in the folders of cells, each once.
+
+    Those of splits and questions that are no longer asked count too: the first result of a cell has the seconds of its
+    training.
+    """
+    files = [file for folder in folders for file in folder.glob("*.json") if not file.name.startswith(".")]
+    return sum(json.loads(file.read_text()).get("cpu_seconds", 0.0) for file in files)
 
 
 def _spell_numbers(result: dict) -> str:
@@ -170,7 +191,14 @@ class ScaledStudy:
 
 
 def prepare_process(threads: int) -> None:
-    """Set up a process that computes cells: its progress bars would overwrite those of the others."""
+    """Set up a process that computes cells: its progress bars would overwrite those of the others, and a signal ends a
+    cell that is not in training too, so that its seconds are kept."""
+
+    def interrupt(number: int, frame) -> None:
+        raise Interrupted(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, interrupt)
     torch.set_num_threads(threads)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
@@ -192,12 +220,18 @@ def work_unless_ended(work: Callable[[Job], dict], job: Job) -> dict:
 def side_by_side(
     work: Callable[[Job], dict], jobs: Sequence[Job], processes: int, spell_result: Callable[[Job, dict], str]
 ) -> list[dict]:
-    """`work` of each job, in so many processes; each result is a line on stderr.
+    """`work` of each job, a cell each, in so many processes; each new result is a line on stderr.
 
     A signal ends them all after their running steps, as `Interrupted`.
     """
-    if processes == 1:
-        return [work(job) for job in jobs]
+    if processes > 1 and jobs:
+        _compute_ahead(work, jobs, processes, spell_result)
+    return [work(job) for job in jobs]  # of other processes: read
+
+
+def _compute_ahead(
+    work: Callable[[Job], dict], jobs: Sequence[Job], processes: int, spell_result: Callable[[Job, dict], str]
+) -> None:
     threads = max(1, torch.get_num_threads() // processes)
     spawn = multiprocessing.get_context("spawn")
     with (
@@ -217,7 +251,6 @@ def side_by_side(
             for process in multiprocessing.active_children():
                 process.terminate()
             raise
-        return [done.result() for done in running]
 
 
 def default_processes(device: str, threads: int | None = None) -> int:
@@ -266,24 +299,15 @@ def chart(intervals: Mapping[str, Mapping], title: str, label: str, reference: t
     return figures.interval_chart(points, title, label, reference=reference)
 
 
-def conclude(
-    differences: Mapping[str, Mapping[str, Mapping]],
-    seeds: int,
-    rates: Mapping[str, tuple[float, Collection[float]]] | None = None,
-    *,
-    lower_is_better: Collection[str] = (),
-    digits: int = 2,
-) -> list[str]:
+def conclude(differences: Mapping[str, Mapping[str, Mapping]], seeds: int) -> list[str]:
     """What the differences show, and what they do not, in sentences.
 
-    differences: by pair ("row against control") and measure, as `difference` gives them. rates: by row, the chosen
-    rate and all that were tried. lower_is_better: measures in which a negative difference is an improvement.
+    differences: by pair ("row against control") and measure, as `difference` gives them; more is better.
     """
     sentences = []
     for pair, by_measure in differences.items():
         parts = [
-            f"{'better' if (gain['mean'] < 0) == (name in lower_is_better) else 'worse'} in {name} "
-            f"({spell(gain, digits)})"
+            f"{'better' if gain['mean'] > 0 else 'worse'} in {name} ({spell(gain)})"
             for name, gain in by_measure.items()
             if gain["significant"]
         ]
@@ -300,14 +324,6 @@ def conclude(
         sentences.append("One seed: the intervals know nothing of how runs differ, so no difference may be believed.")
     elif seeds < 10:
         sentences.append(f"{seeds} seeds are few: bootstrap intervals, which resample them, are rather too narrow.")
-    edges = [
-        row for row, (chosen, tried) in (rates or {}).items() if len(tried) > 1 and chosen in (min(tried), max(tried))
-    ]
-    if edges:
-        sentences.append(
-            "The best rate is the lowest or the highest tried, and a better one may lie beyond, for: "
-            f"{', '.join(edges)}."
-        )
     return sentences
 
 
@@ -362,11 +378,13 @@ def run_study(
 ) -> None:
     """Find a study's results, write NAME.md, NAME.json and the pictures to its folder, and print the report.
 
-    find() is the content of NAME.json, write(it) that of NAME.md, draw(it) by file name the parts of each picture.
+    find() is the content of NAME.json but for "cpu_seconds", write(it) that of NAME.md, draw(it) by file name the parts
+    of each picture.
     """
     started = time.perf_counter()
+    USED.clear()
     with same_command_goes_on():
-        summary = find() | provenance()
+        summary = find() | provenance() | {"cpu_seconds": round(seconds_in(USED))}
     report, pictures = f"{write(summary)}\n{made_by(summary)}\n", draw(summary)
     write_text(out / f"{name}.json", json.dumps(summary, indent=indent) + "\n")
     write_text(out / f"{name}.md", report)

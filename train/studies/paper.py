@@ -266,7 +266,6 @@ def reproduce(work: Reproduction) -> dict:
         "needles": {kind: result | {"published": NEEDLE_SCORES[kind]} for kind, result in needles.items()},
         "differences": gains,
         "from": {name: str(run) for name, run in runs.items()},
-        "cpu_seconds": round(sum(result["run"]["cpu_seconds"] for result in results)),
     }
 
 

@@ -10,7 +10,7 @@
 What a control and a positive control are, is the study's own; `train/studies/attention.py` has both.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from eval.statistics import Estimate, holm
@@ -100,23 +100,39 @@ def enough(main: Sequence[Estimate], seeds: int, least: int = LEAST_SEEDS, most:
     return seeds >= most or seeds >= least and all(one.high - one.low <= 2 * MARGIN for one in main)
 
 
-def judge(differences: Mapping[Name, Estimate], measurable: bool = True) -> dict[Name, dict]:
-    """By name {"p", "p_equivalent", "visible", "verdict"} of a table's differences: p-values are Holm's over them.
+def judge(
+    differences: Mapping[Name, Estimate],
+    measurable: bool | Mapping[Name, bool] = True,
+    *,
+    seeds: Mapping[Name, int] | None = None,
+    less_is_better: Collection[Name] = (),
+) -> dict[Name, dict]:
+    """By name {"p", "p_equivalent", "visible", "verdict"} of a table's differences: p-values are Holm's over them, over
+    those in range and the others apart.
 
-    visible: the true difference that would have been found in 80 % of such studies. A difference that is shown to be
-    within ±3 points is "equivalent" also where it is not 0.
+    measurable: whether the control is in range. seeds: of each difference; one says nothing of other runs. visible: the
+    true difference that would have been found in 80 % of such studies. A difference that is shown to be within ±3
+    points is "equivalent" also where it is not 0.
     """
+    if isinstance(measurable, Mapping):
+        found: dict[Name, dict] = {}
+        for is_inside in (True, False):
+            part = {name: one for name, one in differences.items() if bool(measurable[name]) == is_inside}
+            found |= judge(part, is_inside, seeds=seeds, less_is_better=less_is_better)
+        return found
     unequal = holm([one.p for one in differences.values()])
     equal = holm([one.equivalence(MARGIN) for one in differences.values()])
     found = {}
     for (name, one), p, p_equivalent in zip(differences.items(), unequal, equal, strict=True):
         verdict = "undecided"
-        if not measurable:
+        if seeds and seeds[name] == 1:
+            verdict = "one seed"
+        elif not measurable:
             verdict = "out of range"
         elif p_equivalent < 0.05:
             verdict = "equivalent"
         elif p < 0.05:
-            verdict = "better" if one.mean > 0 else "worse"
+            verdict = "better" if (one.mean > 0) != (name in less_is_better) else "worse"
         visible = one.visible(len(differences))
         found[name] = {"p": p, "p_equivalent": p_equivalent, "visible": visible, "verdict": verdict}
     return found

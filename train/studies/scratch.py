@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from eval import scenes
 from eval.needle import PROTOCOLS
 from eval.records import Record, sample_record
-from model.common import write_text
+from model.common import atomic_path, write_text
 from model.config import PRESETS
 from model.differential import graft, lambdas
 from model.paligemma import PaliGemma, initialize
@@ -49,14 +49,13 @@ from train.studies.attention_maps import ask, measure_layers
 from train.studies.attention_runs import RowResult, collect, paired_ratio, test, test_common_rate, tune
 from train.studies.cells import (
     FACTS,
+    CellName,
     FineTuningRow,
     FineTuningStudy,
     cell_file,
     cell_settings,
-    name_cell,
-    run_cell,
+    run_ahead,
     run_cells,
-    spell_scores,
 )
 from train.studies.encoded import EncodedOrder, EncodedRecords, encode, encoded_loss, projected
 from train.studies.engine import PlannedOptions, StudyOptions, read_rates
@@ -165,9 +164,10 @@ def from_nothing(settings: Settings, folder: Path, study: FineTuningStudy) -> Pa
     if not file.exists():
         facts = {name: learn(model, name, settings, folder, study.processor, sight) for name in PHASES}
         write_text(folder / FACTS, json.dumps(facts) + "\n")
-        save_file(model.state_dict(), file)
-        for name in PHASES:
-            shutil.rmtree(folder / name)
+        with atomic_path(file) as temporary:  # a part of it would end each further call
+            save_file(model.state_dict(), temporary)
+    for name in PHASES:
+        shutil.rmtree(folder / name, ignore_errors=True)
     parameter_groups(model, [Rule(TRAINED, settings.lr)])
     model.load_state_dict(load_file(file))
     return model
@@ -248,11 +248,10 @@ def open_for(options: ScratchOptions, rungs: tuple[str, ...] = ()) -> FineTuning
     if options.processes == 1:
         return study
 
-    def ahead(names) -> None:
+    def ahead(names: Sequence[CellName]) -> None:
         seeds = [(options.out, seed) for seed in sorted({seed for _, _, seed, _ in names})]
-        for work, jobs in ((make_sight, seeds), (work_ahead, [(options, rungs, *name) for name in names])):
-            if jobs:
-                engine.side_by_side(work, jobs, options.processes, spell_job)
+        engine.side_by_side(make_sight, seeds, options.processes, lambda job, _: f"vision tower, seed {job[1]}")
+        run_ahead(partial(open_for, options, rungs), options.processes, names)
 
     return replace(study, ahead=ahead)
 
@@ -260,16 +259,6 @@ def open_for(options: ScratchOptions, rungs: tuple[str, ...] = ()) -> FineTuning
 def make_sight(job: tuple) -> dict:
     """A seed's vision tower, in a process of its own."""
     return {"folder": str(sight_of(*job))}
-
-
-def work_ahead(job: tuple) -> dict:
-    """One cell, in a process of its own."""
-    options, rungs, *name = job
-    return run_cell(open_for(replace(options, processes=1), rungs), *name)
-
-
-def spell_job(job: tuple, result: dict) -> str:
-    return f"{name_cell(*job[2:])}: {spell_scores(result)}" if "scores" in result else f"vision tower, seed {job[1]}"
 
 
 def compare(options: ScratchOptions) -> tuple[FineTuningStudy, list[RowResult], dict[str, dict]]:
@@ -359,10 +348,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         equal = [(one, curves(study, one)) for one in results if one.settings.samples == options.samples]
         of_rows = {one.row.name: (found, shares(study, one)) for one, found in equal if found}
         summary = summarize(study, results, of_rows, PREDICTIONS) | {"ladders": ladders}
-        more = [run for _, of_row in of_rows.values() for run in of_row]
-        more += [
-            json.loads((sight_of(options.out, seed).parent / "sight.json").read_text()) for seed in summary["seeds"]
-        ]
-        return summary | {"cpu_seconds": summary["cpu_seconds"] + round(sum(one["cpu_seconds"] for one in more))}
+        for seed in summary["seeds"]:
+            sight_of(options.out, seed)  # so that its seconds count, also where all cells were there
+        return summary
 
     engine.run_study(options.out, find, to_markdown, draw)

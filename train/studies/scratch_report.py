@@ -50,14 +50,12 @@ def summarize(
     found = {row["name"]: {m: one["verdict"] for m, one in row.get("difference", {}).items()} for row in rows}
     for row, by_look in attention["difference"].items():
         found[row] |= {name: one["verdict"] for name, one in by_look.items()}
-    cells = {cell["file"]: cell["cpu_seconds"] for result in results for cell in result.cells}
     return {
         "version": VERSION,
         "seeds": list(range(max(result.seeds for result in results))),
         "samples": study.base.samples,
         "measures": [{"name": m.name, "title": m.title, "chance": m.chance} for m in measures],
         "examples": {split: {m.name: len(m.examples) for m in of_split} for split, of_split in study.measures.items()},
-        "cpu_seconds": round(sum(cells.values())),
         "rows": rows,
         "edges": [one.row.name for one in results if one.is_at_edge],
         "predictions": rules.check(predictions, found),
@@ -68,7 +66,7 @@ def summarize(
 
 def summarize_shares(shares: Shares) -> dict[str, dict]:
     """Shares of the attention, the mean over layers: by row the mean of the seeds, and of all but the first row the
-    judged difference to it, over seeds."""
+    judged difference to it, over seeds. Less on distractors is better."""
     by_row = {
         row: {
             f"{look}, {kind}": np.array([[np.mean([layer[look] for layer in run[kind]])] for run in runs])
@@ -85,10 +83,9 @@ def summarize_shares(shares: Shares) -> dict[str, dict]:
     for row in others:
         seeds = min(len(shares[row]), len(shares[first]))
         gains = {name: estimate(one[:seeds] - by_row[first][name][:seeds]) for name, one in by_row[row].items()}
-        judgements, one_seed = rules.judge(gains), {"verdict": "one seed"} if seeds == 1 else {}
-        found["difference"][row] = {
-            name: engine.verdict(one) | judgements[name] | one_seed for name, one in gains.items()
-        }
+        less = [name for name in gains if " on distractors" in name]
+        judgements = rules.judge(gains, seeds=dict.fromkeys(gains, seeds), less_is_better=less)
+        found["difference"][row] = {name: engine.verdict(one) | judgements[name] for name, one in gains.items()}
     return found
 
 
@@ -167,7 +164,10 @@ def to_markdown(summary: dict) -> str:
         ("Table 3: minus plain, trained as long", difference_table(summary, "difference_timed", "timed")),
         ("Table 4: as Table 2, all rows at one rate", difference_table(summary, "difference_common", "control")),
         ("4×4 needle by the number of distractors, %; more than 3 were never trained on", dose_table(summary)),
-        ("Attention on the needle and on all distractors, mean over layers", share_table(summary["attention"])),
+        (
+            "Attention on the needle and on all distractors (less is better), mean over layers",
+            share_table(summary["attention"]),
+        ),
         ("Loss of held-out questions, nats a token", curve_table(summary["curves"], plain)),
         ("λ by layer", lambda_table(summary["curves"])),
         ("Range of the measures", range_table(summary)),

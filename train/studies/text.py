@@ -34,11 +34,10 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from eval.text.corpus import Corpus, find_corpus, kept_corpus, open_corpus
-from eval.text.measures import DEPTHS, MEASURES, Scores, context_bins
+from eval.text.measures import DEPTHS, MEASURES, Scores
 from eval.text.tasks import SYMBOLS
 from model.common import UserError, write_text
 from model.device import autocast_dtype
@@ -53,7 +52,7 @@ from train.recipes import GPUS
 from train.studies import engine, rules
 from train.studies.engine import PlannedOptions, ScaledOptions, cell_folder, deciding, finish_cell, read_rates
 from train.studies.text_report import KINDS, MAIN, draw, to_markdown
-from train.studies.text_verdicts import LADDERS, PREDICTIONS, choose_rungs, climb, gains, judge_sizes
+from train.studies.text_verdicts import LADDERS, PREDICTIONS, choose_rungs, climb, gains, judge_sizes, window_losses
 from train.systems.text import TextOrder, TextSettings, check, learn, text_loss, validation_loss
 from weights.checkpoint import empty_model
 from weights.export import export_model
@@ -201,13 +200,12 @@ def run_cells(jobs: Sequence[Job], processes: int) -> list[dict]:
 
 
 class Runs:
-    """The cells of a study, each computed once; `spent` has the CPU seconds of all."""
+    """The cells of a study, each computed once."""
 
     def __init__(self, options: TextOptions, settings: TextSettings):
         self.options, self.settings = options, settings
         self.sizes = (settings.preset, *options.sizes)
         self.rows = list(product(KINDS, self.sizes))
-        self.spent: dict[Job, float] = {}
 
     def cells(self, wanted: Sequence[tuple[str, str, float, int, float]], limit: int) -> list[dict]:
         """Those of (kind, size, rate, seed, share of the tokens)."""
@@ -221,9 +219,7 @@ class Runs:
             )
             for kind, size, rate, seed, share in wanted
         ]
-        cells = run_cells(jobs, self.options.processes or 1)
-        self.spent |= {job: cell["cpu_seconds"] for job, cell in zip(jobs, cells, strict=True)}
-        return cells
+        return run_cells(jobs, self.options.processes or 1)
 
     def tune(self) -> rules.Scores:
         """Minus the validation loss, by row and rate: the mean over seeds."""
@@ -297,8 +293,7 @@ def compare(options: TextOptions, settings: TextSettings) -> dict:
         "predictions": rules.check(
             PREDICTIONS, {KINDS[1]: {name: one["verdict"] for name, one in judged[main].items()}}
         ),
-        "cpu_seconds": round(sum(runs.spent.values())),
-        "scaling": [scaling_point(size, share, pair, settings) for size, share, pair in points],
+        "scaling": [scaling_point(size, share, pair) for size, share, pair in points],
         "panels": {
             name: {kind: [cell["panels"][name] for cell in pairs[main][kind]] for kind in KINDS}
             for name in pairs[main][KINDS[0]][0]["panels"]
@@ -306,21 +301,16 @@ def compare(options: TextOptions, settings: TextSettings) -> dict:
     }
 
 
-def scaling_point(size: str, share: float, runs: Mapping[str, list[dict]], settings: TextSettings) -> dict:
+def scaling_point(size: str, share: float, runs: Mapping[str, list[dict]]) -> dict:
     """A size and a share of the tokens: the loss of each window of each run, and the documents of the windows."""
-    bins = context_bins(settings.length)
-    widths = [(last - first) / settings.length for first, last in bins]
-    scores = {kind: [Scores(**cell["panels"]["nll"]) for cell in cells] for kind, cells in runs.items()}
+    scores = {kind: [window_losses(Scores(**cell["panels"]["nll"])) for cell in cells] for kind, cells in runs.items()}
     return {
         "preset": size,
         "share": share,
         "parameters": {kind: cells[0]["parameters"] for kind, cells in runs.items()},
         "tokens": runs["plain"][0]["tokens"],
-        "losses": {
-            kind: [(np.reshape(one.values, (-1, len(bins))) @ widths).tolist() for one in own]
-            for kind, own in scores.items()
-        },
-        "documents": scores["plain"][0].groups[:: len(bins)],
+        "losses": {kind: [losses.tolist() for losses, _ in own] for kind, own in scores.items()},
+        "documents": scores["plain"][0][1],
     }
 
 

@@ -4,12 +4,11 @@ In: cells of `train/studies/text.py`. Out: by size and measure, differential min
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import product
 
 import numpy as np
 
 from eval.statistics import Estimate, estimate
-from eval.text.measures import Scores, chance
+from eval.text.measures import Scores, chance, context_bins
 from train.studies import engine, rules
 from train.studies.rules import Prediction
 from train.studies.text_report import KINDS, MAIN
@@ -54,16 +53,27 @@ def choose_rungs(plain: Sequence[dict]) -> dict[str, dict]:
     return rungs
 
 
+def window_losses(nll: Scores) -> tuple[np.ndarray, list]:
+    """The loss of each window of text in nats a token, and its document: the panel "nll" has means over bins."""
+    bins = context_bins(max(nll.labels))
+    widths = [(last - first) / bins[-1][1] for first, last in bins]
+    return np.reshape(nll.values, (-1, len(bins))) @ widths, nll.groups[:: len(bins)]
+
+
 def gains(pair: Mapping[str, Sequence[dict]], rungs: Mapping[str, Mapping]) -> dict[str, Estimate]:
     """Differential minus plain by measure, paired by seed and example, so that more is better: points, or hundredths of
     a nat. MAIN: the mean over the measures of LADDERS that are in range, or if there are none, over all of them."""
     parts, found = {}, {}
     for measure, panel in ("loss", "nll"), *((name, name) for name in LADDERS), ("order", "examples-margin"):
         plain, ours = ([Scores(**cell["panels"][panel]) for cell in pair[kind]] for kind in KINDS)
-        rung = None if measure == "loss" else rungs["examples" if measure == "order" else measure]["chosen"]
-        chosen = [number for number, label in enumerate(plain[0].labels) if rung in (None, label)]
-        groups = [f"{measure}/{plain[0].groups[number]}" for number in chosen]
-        values = [np.array([[run.values[number] for number in chosen] for run in runs]) for runs in (ours, plain)]
+        if measure == "loss":
+            values = [np.array([window_losses(run)[0] for run in runs]) for runs in (ours, plain)]
+            groups = window_losses(plain[0])[1]
+        else:
+            rung = rungs["examples" if measure == "order" else measure]["chosen"]
+            chosen = [number for number, label in enumerate(plain[0].labels) if label == rung]
+            values = [np.array([[run.values[number] for number in chosen] for run in runs]) for runs in (ours, plain)]
+            groups = [f"{measure}/{plain[0].groups[number]}" for number in chosen]
         parts[measure] = 100 * plain[0].better * (values[0] - values[1]), groups
         found[measure] = estimate(*parts[measure])
     main = [parts[name] for name in LADDERS if rungs[name]["inside"]] or [parts[name] for name in LADDERS]
@@ -81,12 +91,12 @@ def judge_sizes(pairs: Mapping[str, Mapping], rungs: Mapping[str, Mapping]) -> d
             return any(one["inside"] for one in rungs[size].values())
         return name == "loss" or rungs[size]["examples" if name == "order" else name]["inside"]
 
-    judged: dict[tuple[str, str], dict] = {}
-    for is_main, inside in product((True, False), repeat=2):
-        family = {key: one for key, one in found.items() if ((key[1] == MAIN), is_inside(*key)) == (is_main, inside)}
-        judged |= rules.judge(family, inside)
+    inside, judged = {key: is_inside(*key) for key in found}, {}
+    seeds = {(size, name): len(pairs[size][KINDS[0]]) for size, name in found}
+    for is_main in (True, False):
+        family = {key: one for key, one in found.items() if (key[1] == MAIN) == is_main}
+        judged |= rules.judge(family, inside, seeds=seeds)
     table: dict[str, dict[str, dict]] = {size: {} for size in pairs}
     for (size, name), one in found.items():
-        few = {"verdict": "one seed"} if len(pairs[size][KINDS[0]]) == 1 else {}
-        table[size][name] = engine.verdict(one) | judged[size, name] | few
+        table[size][name] = engine.verdict(one) | judged[size, name]
     return table

@@ -36,7 +36,7 @@ from train.flags import flag
 from train.studies import engine
 from train.studies.engine import QuickOptions, ScaledOptions, describe, difference
 from train.studies.rules import Prediction, best_rate, check
-from train.studies.wings_front import compare_at_levels, pictures_of
+from train.studies.wings_front import compare_at_levels, judge_levels, pictures_of
 from train.studies.wings_report import draw, to_markdown
 from train.studies.wings_runs import (
     FACTOR,
@@ -88,7 +88,6 @@ class WingsResults:
     starts: dict[bool, list[dict]]
     runs: dict[tuple[str, float, int, float], dict]
     rates: dict[str, float]
-    cpu_seconds: float
 
     @property
     def arms(self) -> list[tuple[str, float]]:
@@ -117,12 +116,10 @@ class Cells:
         fingerprint = exact_fingerprint(base)
         plan = QUICK if options.quick else FULL
         self.study = WingsStudy(options.out, options.scale, options.limit, fingerprint, processor, base, plan)
-        self.seconds: dict[Path, float] = {}
 
     def finish(self, title: str, parts: tuple, work: Callable[[Path], dict]) -> tuple[tuple, dict, Path]:
         """`parts`, which decide a cell, its result, and the folder of its model."""
         result, folder = self.study.finish(title, parts, work)
-        self.seconds[folder] = result["cpu_seconds"]
         return parts, result, folder / "model"
 
     def pictures(self) -> tuple[tuple, dict, Path]:
@@ -174,9 +171,7 @@ def collect(options: WingsOptions, cells: Cells, processes: int) -> WingsResults
     """All cells. Those that do not need each other are computed side by side."""
 
     def finish(jobs: Sequence[tuple]) -> list[dict]:
-        if processes > 1:
-            engine.side_by_side(partial(compute, options), jobs, processes, spell_job)
-        return [cells.get(*job) for job in jobs]
+        return engine.side_by_side(partial(compute, options), jobs, processes, spell_job)
 
     seeds, plan = range(options.seeds), cells.study.plan
     decoders = {cells.decoder(seed): ("text", cells.decoder(seed)) for seed in seeds}
@@ -191,7 +186,7 @@ def collect(options: WingsOptions, cells: Cells, processes: int) -> WingsResults
     mixed = [(name, rates[name], seed, share) for seed in seeds for share in plan.mixed for name in MIXED]
     found |= zip(mixed, finish([("tuned", *run) for run in mixed]), strict=True)
     by_learners = {learners: [starts[learners, seed] for seed in seeds] for learners in (True, False)}
-    return WingsResults(before, by_learners, found, rates, sum(cells.seconds.values()))
+    return WingsResults(before, by_learners, found, rates)
 
 
 def validation(runs: Mapping[tuple[str, float, int, float], dict], name: str) -> dict[float, float]:
@@ -265,6 +260,7 @@ def summarize(study: WingsStudy, results: WingsResults, seeds: Sequence[int]) ->
                 "at_levels": compare_at_levels(*curves, quarter(study)),
             }
     at_levels = {name: row["at_levels"] for name, row in rows.items() if "at_levels" in row}
+    judge_levels(at_levels)
     verdicts = {
         name: {level: found["verdict"] for level, found in of_row.items() if "verdict" in found}
         for name, of_row in at_levels.items()
@@ -279,7 +275,6 @@ def summarize(study: WingsStudy, results: WingsResults, seeds: Sequence[int]) ->
         "limit": study.limit,
         "steps": study.steps,
         "rank": RANK,
-        "cpu_seconds": round(results.cpu_seconds),
         "rows": rows,
         "before": describe_cells(results.before, before),
         "stage_1": {START_TITLES[on]: describe_cells(cells, before) for on, cells in results.starts.items()},
@@ -293,7 +288,7 @@ def summarize(study: WingsStudy, results: WingsResults, seeds: Sequence[int]) ->
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = engine.read_options(WingsOptions, "wings", __doc__, argv)
-    cells, processes = Cells(options), engine.default_processes("cpu", options.threads)
+    cells, processes = open_cells(options), engine.default_processes("cpu", options.threads)
 
     def find() -> dict:
         return summarize(cells.study, collect(options, cells, processes), range(options.seeds))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from eval.statistics import estimate
+from eval.statistics import Estimate
 from train.studies.engine import describe, difference
 from train.studies.rules import judge
 
@@ -55,9 +55,9 @@ def compare_at_levels(
     """By level: text of the row and of its control with intervals, and the difference, paired by seed and sentence.
 
     row, control: by seed, by rate, the points of a run. A level that a run does not reach has only "reached", the
-    numbers of seeds. The verdicts, see `train.studies.rules.judge`, are corrected for the number of levels.
+    numbers of seeds.
     """
-    found, gains = {}, {}
+    found = {}
     for level in LEVELS:
         both = [[best_at(of_seed, level, most) for of_seed in runs] for runs in (row, control)]
         reached = [[text for text in of_row if text is not None] for of_row in both]
@@ -65,7 +65,16 @@ def compare_at_levels(
         if all(len(of_row) == len(row) for of_row in reached):
             own, other = map(np.array, reached)
             result |= {"text": describe(own), "control": describe(other), "difference": difference(own, other)}
-            gains[str(level)] = estimate(own - other)
-    for level, judged in judge(gains).items():
-        found[level] |= judged
     return found
+
+
+def judge_levels(by_row: Mapping[str, Mapping[str, dict]]) -> None:
+    """Put the verdicts, see `train.studies.rules.judge`, beside all differences of a table, by row and level."""
+    places = {(row, level): found for row, levels in by_row.items() for level, found in levels.items()}
+    gains = {
+        place: Estimate(*(found["difference"][field] for field in Estimate._fields))
+        for place, found in places.items()
+        if "difference" in found
+    }
+    for place, judged in judge(gains, seeds={place: places[place]["seeds"] for place in gains}).items():
+        places[place] |= judged

@@ -55,7 +55,8 @@ def to_markdown(summary: dict) -> str:
         markdown_table(["pair", "text, points", "pictures, points", "attention shift"], pairs),
         "## Text that is left where both have read equally many of the pictures",
         f"Where a run first reads so many of the pictures, by a straight line between its {summary['per_run']} "
-        "checkpoints, on a quarter of the questions; of each row the rate that keeps most text there.",
+        "checkpoints, on a quarter of the questions; of each row the rate that keeps most text there. Verdicts are "
+        "corrected for the number of differences in this table (Holm).",
         levels_table(rows),
         "## LAWS, % of all attention, before and after the second stage",
         laws_table(rows),
@@ -79,11 +80,11 @@ def levels_table(rows: Mapping[str, dict]) -> list[str]:
     body = []
     for name, row in rows.items():
         for level, found in row.get("at_levels", {}).items():
-            told = [spell(found[what]) for what in ("text", "control", "difference") if what in found]
+            cells = [spell(found[what]) for what in ("text", "control", "difference") if what in found]
             own, other = found["reached"]
-            told = told or ["", "", f"reached by {own} and {other} of {found['seeds']} seeds"]
+            cells = cells or ["", "", f"reached by {own} and {other} of {found['seeds']} seeds"]
             seen = f"{found['visible']:.1f}" if "visible" in found else ""
-            body.append([f"{name} - {row['control']}", f"{level} %", *told, found.get("verdict", ""), seen])
+            body.append([f"{name} - {row['control']}", f"{level} %", *cells, found.get("verdict", ""), seen])
     head = ["pair", "pictures", "text, %", "of the control", "difference, points", "verdict", "could be seen"]
     return markdown_table(head, body)
 

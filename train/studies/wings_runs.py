@@ -187,8 +187,7 @@ def grade(study: WingsStudy, model: PaliGemma) -> dict:
 def train_text(study: WingsStudy, seed: int, folder: Path) -> dict:
     """The decoder trained on text alone, beside the embedded vision tower."""
     model = train_text_base(study.base, study.processor, study.scaled(text_base.STEPS, 2), seed, folder / "run")
-    keep(model, folder)
-    return grade(study, model)
+    return grade_and_keep(study, model, folder)
 
 
 def first_stage(study: WingsStudy, learners: bool, base: Path, pictures: Path, seed: int, folder: Path) -> dict:
@@ -198,8 +197,14 @@ def first_stage(study: WingsStudy, learners: bool, base: Path, pictures: Path, s
         model = attach(model, RANK, seed=seed)
     rule = Rule(f"{PROJECTOR}|{VISUAL}" if learners else PROJECTOR, FIRST_RATE, 1e-9)
     learn(model, [rule], micros, folder / "run")
+    return grade_and_keep(study, model, folder)
+
+
+def grade_and_keep(study: WingsStudy, model: PaliGemma, folder: Path) -> dict:
+    """`grade`; then the model is written to `folder`, and its checkpoints, by which a study goes on, are deleted."""
+    found = grade(study, model)
     keep(model, folder)
-    return grade(study, model)
+    return found
 
 
 def second_stage(
@@ -223,13 +228,14 @@ def second_stage(
         return {}
 
     course = learn(model, rules, micros, folder / "run", watch)["course"]
-    shutil.rmtree(folder / "run")
-    return {
+    found = {
         "validation": 100 * float(np.mean(grade_pictures(study, model, "validation"))),
         "trained": count(p for p in model.parameters() if p.requires_grad),
         "course": course,
         **grade(study, model),
     }
+    shutil.rmtree(folder / "run")  # last: by it an interrupted study goes on
+    return found
 
 
 def measure_checkpoint(study: WingsStudy, model: PaliGemma, step: int) -> dict:
