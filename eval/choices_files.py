@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from string import ascii_uppercase
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from typing import NamedTuple
 from eval import scenes
 from eval.command import Picture
 from eval.datasets import LIST, NAME, TEXT, fill_prompt, find_images, lines_of, read_id, read_table
+from eval.own_files import picture_names
 from eval.pictures import Dice
 from eval.text import sentences
 from model.common import Expected, UserError, quoted, read_field, read_json, shown
@@ -160,11 +161,12 @@ def arc(args: Namespace) -> Iterator[Item]:
 def own(args: Namespace) -> Iterator[Item]:
     """{"question", "choices", "answer"}, JSON lines: the answer is a choice's number, from 0, its text or its letter.
 
-    "subject" and "image", the name of a picture, may be given.
+    "subject" and "image", the name of a picture or a list of them, may be given.
     """
     records = lines_of(args.data)[: args.limit]
-    names = {where: read_field(record, "image", NAME, where) for where, record in records if "image" in record}
-    pictures = find_images(names.values(), args.images or Path(args.data).parent, args.data, args.allow_outside)
+    names = {where: picture_names(record, where) for where, record in records}
+    folder, every = args.images or Path(args.data).parent, chain(*names.values())
+    pictures = find_images(every, folder, args.data, args.allow_outside)
     for number, (where, record) in enumerate(records, start=1):
         choices, right = texts(read_field(record, "choices", LIST, where), where), record.get("answer")
         if isinstance(right, str):
@@ -176,8 +178,8 @@ def own(args: Namespace) -> Iterator[Item]:
             )
         prompt = fill_prompt(args.prompt, read_field(record, "question", TEXT, where))
         subject = read_field(record, "subject", NAME, where, default="own")
-        picture = ((pictures[names[where]],), names[where]) if where in names else ()
-        yield Item(str(number), subject, prompt, choices, right, *picture)
+        of_record = tuple(pictures[name] for name in names[where])
+        yield Item(str(number), subject, prompt, choices, right, of_record, "\n".join(names[where]))
 
 
 def texts(values: list, where: str) -> tuple[str, ...]:

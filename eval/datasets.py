@@ -11,7 +11,7 @@ import csv
 import io
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -165,6 +165,19 @@ def find_image(folder: str | Path, name: str, allow_outside: bool = False) -> Pa
         return inside(folder, path.name, allow_outside) if not path.exists() and flat.exists() else path
 
 
+def check_flat(found: Mapping[str, Path], source: str | Path) -> None:
+    """Raise UserError if two pictures of the file `source`, in folders of their own, were found as one flat file."""
+    names: dict[Path, str] = {}
+    for name, path in found.items():
+        folders = {Path(other).parent for other in (name, names.setdefault(path, name))} - {Path()}
+        if len(folders) > 1:
+            both = some([names[path], name])
+            raise UserError(
+                f"{shown(source)}: its pictures {both} would both be {shown(path)}: give the folder above theirs "
+                "(--images DIR)"
+            )
+
+
 def find_images(
     names: Iterable[str], folder: str | Path, source: str | Path, allow_outside: bool = False
 ) -> dict[str, Path]:
@@ -173,6 +186,7 @@ def find_images(
         paths = {name: find_image(folder, name, allow_outside) for name in dict.fromkeys(names)}
     except UserError as error:
         raise UserError(f"{shown(source)}: {error}") from None
+    check_flat(paths, source)
     absent = [name for name, path in paths.items() if not path.is_file()]
     if absent:
         raise UserError(

@@ -12,6 +12,7 @@ score: it is 1 for every box, or with --confidence the geometric mean of the pro
 """
 
 import argparse
+import contextlib
 import json
 import math
 import re
@@ -20,18 +21,22 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from PIL import ExifTags, Image
+
 from eval import figures
 from eval.command import Ask, Command, Report, add_flag, ask_of
 from eval.datasets import LIST, TEXT, records_of
 from eval.detection_scoring import Found, match, score_boxes
 from eval.entry import main_of
-from eval.records import Box, Record, blind, embedded_records, read_data
+from eval.own_files import NUMBER
+from eval.records import Box, Record, blind, embedded_records, read_data, refused
 from eval.report import markdown_table
 from model.common import Expected, UserError, read_field, read_json, run_command, shown, write_text
 
 LOCATION = re.compile(r"<loc(\d{4})>")
 PART = re.compile(r"(?:\s*<loc\d{4}>)*(?:<seg\d{3}>)*([^<>]*)")
 SIDE = Expected(float, 0, 1e9)
+TURNED = 5  # EXIF orientations from here on exchange width and height
 COLUMNS = ("AP", "AP50", "AP75", "AR100", "malformed")
 EMBEDDED = 300  # pictures, by default
 DRAWN = 12  # of them, on the sheet
@@ -51,7 +56,7 @@ def parse(text: str, width: float, height: float, asked: Collection[str], scores
 
     A part without four locations is no box; an empty box, or a name that was not asked for, is one that is wrong.
     """
-    names = {name.lower(): name for name in asked}
+    names = {name.lower(): name for name in asked} | {name: name for name in asked}  # some differ by case alone
     found, parts, malformed, problems = [], 0, 0, Counter()
     for number, part in enumerate(text.split(";")):
         if not part.strip():
@@ -60,7 +65,7 @@ def parse(text: str, width: float, height: float, asked: Collection[str], scores
         wrong = ["not four locations and a name"]
         if match and len(places) == 4 and max(places) <= 1:
             top, left, bottom, right = places
-            label = names.get(match[1].strip().lower())
+            label = names.get(match[1].strip(), names.get(match[1].strip().lower()))
             wrong = ["a name that was not asked for"] * (label is None)
             wrong += ["an empty box"] * (bottom <= top or right <= left)
             box = left * width, top * height, max(0, right - left) * width, max(0, bottom - top) * height
@@ -95,8 +100,21 @@ def load(args: argparse.Namespace) -> tuple[list[Record], dict[str, list[Ask]]]:
         records = read_data(args.data, images=args.images, allow_outside=args.allow_outside)[: args.limit]
         if bare := [record.name for record in records if record.turns and record.detection is None]:
             raise UserError(f"{shown(args.data)}: {shown(bare[0])} has no boxes: give coco:ANNOTATIONS.json")
+        records = [upright(record) for record in records]
     sets = {"detect": [ask_of(record) for record in records]}
     return records, sets | ({"blind": [ask_of(record) for record in blind(records)]} if args.blind else {})
+
+
+def upright(record: Record) -> Record:
+    """The record; refused if its boxes are those of a picture as it is stored, which EXIF turns by 90°."""
+    for path in record.pictures if record.detection else ():
+        with contextlib.suppress(OSError, ValueError, SyntaxError), Image.open(path) as image:
+            (width, height), annotated = image.size, (record.detection.width, record.detection.height)
+            turns = image.getexif().get(ExifTags.Base.Orientation, 1) >= TURNED
+            if turns and width != height and annotated == image.size:
+                problem = f"has boxes for {width}×{height} pixels, but EXIF turns it to {height}×{width}"
+                return refused(record.name, record.key, f"{shown(path)}: {problem}: save it upright, annotate that")
+    return record
 
 
 class Answer(NamedTuple):
@@ -148,7 +166,7 @@ def score(args: argparse.Namespace) -> Report:
     for where, record in records_of(read_json(args.results, object), shown(args.results)):
         boxes = []
         for place, entry in records_of(read_field(record, "boxes", LIST, where), f"{where}: boxes"):
-            sides = (read_field(entry, side, SIDE, place) for side in ("x", "y", "width", "height", "area"))
+            sides = (read_field(entry, side, NUMBER, place) for side in ("x", "y", "width", "height", "area"))
             crowd = read_field(entry, "is_crowd", Expected(bool), place, default=False)
             boxes.append(Box(read_field(entry, "label", TEXT, place), *sides, crowd))
         texts = (read_field(record, key, TEXT, where) for key in ("question_id", "question", "answer"))

@@ -6,12 +6,13 @@ pictures, which are not opened. `eval/records.py` makes records of them.
 A record that breaks its format is a `UserError` with its place in the file, and the remedy.
 """
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.datasets import LIST, NAME, TEXT, find_image, read_id, records_of
+from eval.datasets import LIST, NAME, TEXT, check_flat, check_unique, find_image, read_id, records_of
 from model.common import Expected, UserError, json_name, open_regular, quoted, read_field, read_json, read_jsonl, shown
 from model.turns import SLOT, check_marks
 
@@ -71,22 +72,23 @@ def read_examples(
     Raises UserError, with its place, for a malformed record and for a picture that is absent or outside of the folder
     (see `inside`). Such errors are given to `bad` if there is one; a file without any sound record is an error.
     """
-    folder, examples = Path(path).parent if images is None else Path(images), []
+    folder, examples, found = Path(path).parent if images is None else Path(images), [], {}
     for where, record in _objects(path, bad):
         try:
-            names = _names(record, where)
+            names = picture_names(record, where)
             turns, answers = read_turns(record, where)
             try:
                 check_marks(len(names), turns)
             except UserError as error:
                 raise UserError(f"{where}: {error}") from None
-            pictures = tuple(_picture(folder, name, allow_outside, where) for name in names)
+            pictures = tuple(_picture(folder, name, allow_outside, where, found) for name in names)
         except UserError as error:
             if bad is None:
                 raise
             bad(error)
         else:
             examples.append(Example(where.removeprefix(shown(path)), pictures, turns, answers))
+    check_flat(found, path)
     if not examples and bad is None:
         raise UserError(f"{shown(path)}: holds no records: expected JSON objects, one on each line or in a list")
     return examples
@@ -110,13 +112,21 @@ def _objects(path: str | Path, bad: Bad | None) -> Iterator[tuple[str, dict]]:
         bad(error)
 
 
-def _names(record: dict, where: str) -> list[str]:
+def picture_names(record: dict, where: str) -> list[str]:
+    """The names of a record's pictures under "image": one, a list, or none. Raises UserError.
+
+    A key of nearly this name is one, too: the record would be asked without its picture.
+    """
+    other = [key for key in record if re.match("image|img|picture|photo", key, re.IGNORECASE)]
+    if other and "image" not in record:
+        raise UserError(f"{where}: has {quoted(other[0])}, but no 'image', which names the pictures: rename it")
     given = record.get("image")
     names = given if isinstance(given, list) else [] if given is None else [given]
     return [read_field({"image": name}, "image", NAME, where) for name in names]
 
 
-def _picture(folder: Path, name: str, allow_outside: bool, where: str) -> Path:
+def _picture(folder: Path, name: str, allow_outside: bool, where: str, found: dict[str, Path]) -> Path:
+    """The path of a picture, kept in `found` by its name. Raises UserError."""
     try:
         image = find_image(folder, name, allow_outside)
     except UserError as error:
@@ -125,6 +135,7 @@ def _picture(folder: Path, name: str, allow_outside: bool, where: str) -> Path:
         raise UserError(
             f"{where}: picture {quoted(name)} is not in {shown(folder)}: give the folder that holds it (--images DIR)"
         )
+    found[name] = image
     return image
 
 
@@ -177,23 +188,27 @@ def read_coco(
     value = read_json(path)
     name = shown(path)
     folder = Path(path).parent if images is None else Path(images)
+    categories, entries = (_entries(value, key, name) for key in ("categories", "images"))
+    for listed in (categories, entries):
+        check_unique((entry["id"] for _, entry in listed if "id" in entry), path)
     labels = {}
-    for where, entry in _entries(value, "categories", name):
-        label = labels[read_id(entry, "id", where)] = read_field(entry, "name", NAME, where)
-        if ";" in label:
-            raise UserError(f"{where}: name is {quoted(label)}, but ; stands between the names of a prompt: rename it")
-    found: dict[int | str, list[tuple[str, dict]]] = defaultdict(list)
+    for where, entry in categories:
+        label = labels[read_id(entry, "id", where)] = " ".join(read_field(entry, "name", NAME, where).split())
+        if not label or set(";<>") & set(label):
+            problem = "but ; < > stand between the names of prompts and answers: rename it"
+            raise UserError(f"{where}: name is {quoted(entry['name'])}, {problem}")
+    of_image: dict[int | str, list[tuple[str, dict]]] = defaultdict(list)
     for where, entry in _entries(value, "annotations", name):
-        found[read_id(entry, "image_id", where)].append((where, entry))
-    examples = []
-    for where, entry in _entries(value, "images", name):
+        of_image[read_id(entry, "image_id", where)].append((where, entry))
+    examples, found = [], {}
+    for where, entry in entries:
         try:
             width, height = (read_field(entry, side, SIDE, where) for side in ("width", "height"))
             id_ = read_id(entry, "id", where)
-            boxes = [_box(annotation, labels, place) for place, annotation in found[id_]]
+            boxes = [_box(annotation, labels, place) for place, annotation in of_image[id_]]
             if all(box.is_crowd for box in boxes):
                 continue
-            picture = _picture(folder, read_field(entry, "file_name", NAME, where), allow_outside, where)
+            picture = _picture(folder, read_field(entry, "file_name", NAME, where), allow_outside, where, found)
         except UserError as error:
             if bad is None:
                 raise
@@ -203,6 +218,7 @@ def read_coco(
             order = list(labels.values())
             turn = detection_turn(detection, order)
             examples.append((id_, Example(where.removeprefix(name), (picture,), (turn,), (), detection)))
+    check_flat(found, path)
     # in COCO's order of pictures, which decides between boxes of one score
     return [example for _, example in sorted(examples, key=lambda pair: (isinstance(pair[0], str), pair[0]))]
 

@@ -1,5 +1,6 @@
 """Detection: COCO's measures against its own evaluation code, the answers that are parsed, and the command."""
 
+import argparse
 import json
 import math
 import random
@@ -7,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from pycocotools import coco
 from pycocotools.cocoeval import COCOeval
 
@@ -129,6 +130,35 @@ def test_answers_are_parsed_strictly(text, boxes, malformed, problems):
     assert said.malformed == malformed and sum(said.problems.values()) == sum(problems.values())
     for kind, count in problems.items():
         assert sum(n for problem, n in said.problems.items() if kind in problem) == count
+
+
+def test_names_may_differ_by_case_alone():
+    """Every box of the first of two such classes is taken for the other one's."""
+    text = " ; ".join(f"{loc(0, 0, 1023, 1023)} {name}" for name in ("Apple", "apple", "APPLE"))
+    assert [one.label for one in detect.parse(text, 9, 9, ["Apple", "apple"]).found] == ["Apple", "apple", "apple"]
+
+
+def test_boxes_of_a_picture_that_exif_turns(source, tmp_path, monkeypatch, capsys):
+    """A picture is asked about upright and scored by the boxes of the picture as it lies; or a negative x is lost."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("eval.session.ask_all", lambda model, processor, asks, **_: [loc(0, 0, 9, 9) for _ in asks])
+    exif, images, annotations = Image.Exif(), [], []
+    for number, (turn, width, height) in enumerate(((1, 64, 48), (6, 64, 48), (6, 48, 64), (3, 64, 48))):
+        exif[ExifTags.Base.Orientation] = turn
+        Image.new("RGB", (64, 48)).save(f"{number}.jpg", exif=exif)
+        images.append({"id": number, "file_name": f"{number}.jpg", "width": width, "height": height})
+        annotations.append({"image_id": number, "category_id": 1, "bbox": [-0.5, 0, 9, 9]})
+    content = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "dog"}]}
+    (tmp_path / "coco.json").write_text(json.dumps(content))
+    args = argparse.Namespace(data="coco:coco.json", images=None, allow_outside=False, limit=None, blind=False)
+    records, sets = detect.load(args)
+    assert [bool(record.turns) for record in records] == [True, False, True, True]
+    with pytest.raises(UserError, match="1.jpg: has boxes for 64×48 pixels, but EXIF turns it to 48×64"):
+        sets["detect"][1].images()
+    detect.main(["--model", source, "--data", "coco:coco.json", "--limit", "1", "--out", "out", "--json"])
+    printed = capsys.readouterr().out
+    detect.main(["score", "--results", "out/results.json", "--json"])
+    assert capsys.readouterr().out == printed
 
 
 def test_confidence_is_the_mean_over_a_name():

@@ -243,6 +243,49 @@ def test_coco_s_boxes_are_paligemma_s(tmp_path, processor):
     assert bad.startswith("instances.json:annotations[4]: category_id 5 is not")  # its picture, the second
 
 
+def test_a_picture_that_is_called_otherwise_is_not_forgotten(tmp_path):
+    """Breaks when a record is asked without its picture, since its key is nearly the right one."""
+    row = {"prefix": "a", "suffix": "b"}
+    for key in ("images", "image_path", "img", "Picture"):
+        with pytest.raises(UserError, match=rf"own.jsonl:2: has '{key}', but no 'image'"):
+            read_examples(write(tmp_path, "own.jsonl", [row, row | {key: "a.png"}]))
+    assert len(read_examples(write(tmp_path, "own.jsonl", [row, row | {"image": None, "image_id": 3}]))) == 2
+
+
+@pytest.mark.parametrize("layout", ["own", "coco"])
+def test_two_pictures_of_one_name_are_not_one(layout, tmp_path):
+    """Breaks when test/a.png is asked about where train/a.png is meant, since --images is the folder test."""
+    draw(tmp_path, "test/a.png")
+    rows = [{"image": f"{folder}a.png", "prefix": "a", "suffix": "b"} for folder in ("train/", "test/")]
+    if layout == "coco":
+        value = coco(tmp_path)
+        value["images"] = [value["images"][number] | {"file_name": row["image"]} for number, row in enumerate(rows)]
+        value["annotations"][4]["iscrowd"] = 0
+        rows = value
+    file = write(tmp_path, f"{layout}.json", rows)
+    with pytest.raises(UserError, match=rf"{layout}.json: its pictures 'train/a.png', 'test/a.png' would both be"):
+        read_data(f"{'coco' if layout == 'coco' else 'jsonl'}:{file}", images=tmp_path / "test")
+    draw(tmp_path, "train/a.png")
+    assert len(read_data(f"{'coco' if layout == 'coco' else 'jsonl'}:{file}", images=tmp_path)) == 2
+
+
+def test_coco_s_ids_and_names_are_sound(tmp_path):
+    """Breaks when a picture is counted twice, a category has another's name, or an answer's name cannot be read."""
+    for key, entry, message in (
+        ("images", {"id": 1, "file_name": "b.png", "width": 640, "height": 480}, r"1 duplicate id\(s\) \(1\)"),
+        ("categories", {"id": 18, "name": "cat"}, r"1 duplicate id\(s\) \(18\)"),
+        ("categories", {"id": 5, "name": "<dog>"}, "name is '<dog>', but ; < >"),
+    ):
+        value = coco(tmp_path)
+        value[key].append(entry)
+        with pytest.raises(UserError, match=message):
+            read_data(f"coco:{write(tmp_path, 'instances.json', value)}")
+    value = coco(tmp_path)
+    value["categories"][0]["name"] = " dog "
+    (record,) = read_data(f"coco:{write(tmp_path, 'instances.json', value)}")
+    assert record.prefix == "detect dog ; traffic light" and record.detection.boxes[1].label == "dog"
+
+
 def test_embedded_boxes_are_the_squares_of_the_answer():
     """Breaks when the truth that eval.detect scores is not what the answer says."""
     for record in read_data("embedded", tasks=("detect",), samples=5):
