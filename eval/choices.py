@@ -45,7 +45,8 @@ def load(args: argparse.Namespace) -> tuple[list[Item], dict[str, list[Ask]]]:
     check_unique((item.id for item in items), args.data or args.task)
     sets = {"choices": [ask_of(item, item.pictures, number) for number, item in enumerate(items)]}
     if args.blind:
-        sets["blind"] = [ask_of(item, (gray_picture,), number) for number, item in enumerate(items)]
+        gray = [(gray_picture,) * max(1, len(item.pictures)) for item in items]
+        sets["blind"] = [ask_of(item, gray[number], number) for number, item in enumerate(items)]
     return items, sets
 
 
@@ -60,8 +61,6 @@ def finish(args: argparse.Namespace, items: list[Item], answers: dict[str, list[
         name: [(item, json.loads(text)) for item, text in zip(items, texts, strict=True) if text is not None]
         for name, texts in answers.items()
     }
-    if not scored["choices"]:
-        raise UserError(f"none of the {len(items)} questions could be asked: repair what is named above")
     results = [
         {name: getattr(item, name) for name in WRITTEN} | {"log_likelihoods": totals}
         for item, totals in scored["choices"]

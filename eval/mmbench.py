@@ -76,6 +76,10 @@ def read_rows(path: str) -> list[Row]:
             raise UserError(f"{where}: answer is {quoted(values['answer'])}, not one of {', '.join(options)}")
         rows.append(Row(where, int(values["index"]), values, options))
     check_unique((row.index for row in rows), path)
+    images = {str(row.index): row.values["image"] for row in rows}
+    for row in rows:
+        if len(row.values["image"]) <= 64:  # the index of a row with the same picture
+            row.values["image"] = images.get(row.values["image"], row.values["image"])
     for base, group in groups_of(rows).items():
         turns = sorted(row.index // BASE for row in group)
         if turns != list(range(len(group[0].options))):
@@ -92,6 +96,11 @@ def groups_of(rows: Sequence[Row]) -> dict[int, list[Row]]:
     for row in rows:
         groups[row.index % BASE].append(row)
     return groups
+
+
+def key_of(row: Row) -> str:
+    """Names the picture, which several questions may share."""
+    return hashlib.sha256(row.values["image"].encode()).hexdigest()[:16]
 
 
 def open_picture(text: str, where: str) -> io.BytesIO:
@@ -176,7 +185,7 @@ def report_of(rows: Sequence[Row], answers: Mapping[int, str]) -> Report:
     for split, by_name in splits.items():
         cells = [[name, str(len(hits[split][name])), f"{value:.2f}"] for name, value in by_name.items()]
         lines += ["", *markdown_table([split, "questions", "%"], cells)]
-    pictures = {id_: id_ for id_ in scores}
+    pictures = {str(base): key_of(group[0]) for base, group in groups_of(rows).items()}
     return Report(values | {"splits": splits}, lines, (), {"CircularEval": scores}, pictures=pictures)
 
 
@@ -187,18 +196,12 @@ def load(args: argparse.Namespace) -> tuple[list[Row], dict[str, list[Ask]]]:
     """The rows of the first questions, and what to ask. Raises UserError."""
     if args.tsv is None:
         raise UserError("--tsv is missing: give MMBench's file for CircularEval")
-    every = read_rows(args.tsv)
-    rows = [row for group in list(groups_of(every).values())[: args.limit] for row in group]
-    images = {str(row.index): row.values["image"] for row in every}
+    rows = [row for group in list(groups_of(read_rows(args.tsv)).values())[: args.limit] for row in group]
     asks = []
     for row in rows:
-        text = row.values["image"]
-        if len(text) <= 64:  # of another row
-            text = images.get(text, text)
-        key, values = hashlib.sha256(text.encode()).hexdigest()[:16], row.values
-        prompt = prompt_of(args.wording, values["question"], values.get("hint", ""), row.options)
-        picture = partial(open_picture, text, row.where)
-        asks.append(Ask(str(row.index), key, picture, prompt, choices_of(row, args) if args.likelihood else ()))
+        prompt = prompt_of(args.wording, row.values["question"], row.values.get("hint", ""), row.options)
+        picture = partial(open_picture, row.values["image"], row.where)
+        asks.append(Ask(str(row.index), key_of(row), picture, prompt, choices_of(row, args) if args.likelihood else ()))
     return rows, {"mmbench": asks}
 
 

@@ -25,7 +25,7 @@ from PIL import Image
 
 from eval import scenes
 from eval.command import Ask, Command, Report, add_flag, whole
-from eval.datasets import find_images, inside
+from eval.datasets import find_image, find_images
 from eval.entry import ask_model, main_of
 from eval.figures import contact_sheet, draw_boxes, heatmaps, save
 from eval.haystacks import FIRST_ABSENT_ID, build_haystack, choose, draw_tests
@@ -154,10 +154,15 @@ def answer(
 def asks_of(trials: Sequence[Trial], protocol: str) -> list[Ask]:
     """What is asked about the trials, one after the other. Raises UserError for a protocol that cannot ask them."""
     return [
-        Ask(f"{test.id}/{number}", sha256(repr(test.haystack).encode()).hexdigest(), pictures, prompt, choices, files)
+        Ask(f"{test.id}/{number}", key_of(test), pictures, prompt, choices, files)
         for test, pictures, files in trials
         for number, (prompt, choices) in enumerate(prompts_of(test, protocol))
     ]
+
+
+def key_of(test: NeedleTest) -> str:
+    """Names the haystack, which several tests may share."""
+    return sha256(repr(test.haystack).encode()).hexdigest()
 
 
 def by_trial(trials: Sequence[Trial], protocol: str, answers: Iterable[str | None]) -> list[list[str | None]]:
@@ -231,9 +236,9 @@ def coco_trials(args: argparse.Namespace) -> dict[str, list[Trial]]:
     kinds = (False, True)[: 1 + args.negatives]
     if args.metadata is None:
         listed = read_captions(args.captions)
-        named = {name: text for bare, text in listed.items() for name in (f"val2014/{bare}", bare)}
-        pictures = {name: inside(args.coco, name, args.allow_outside) for name in named}
-        captions = {name: text for name, text in named.items() if pictures[name].is_file()}
+        listed = {name if Path(name).name != name else f"val2014/{name}": text for name, text in listed.items()}
+        pictures = {name: find_image(args.coco, name, args.allow_outside) for name in listed}
+        captions = {name: text for name, text in listed.items() if pictures[name].is_file()}
         if not captions:
             raise UserError(
                 f"{args.captions}: none of its {len(listed)} pictures is in {args.coco} (nor in val2014 "
@@ -284,6 +289,8 @@ def draw_sheet(trials: Sequence[Trial], records: Sequence[dict], answers: Sequen
 
 def load(args: argparse.Namespace) -> tuple[dict[str, list[Trial]], dict[str, list[Ask]]]:
     """The trials of each kind, on COCO's pictures or on the embedded scenes, and what to ask."""
+    if args.negatives and args.limit > FIRST_ABSENT_ID:
+        raise UserError(f"--limit {args.limit} with --negatives, whose ids begin at {FIRST_ABSENT_ID}: lower it")
     if args.coco is not None:
         cases = coco_trials(args)
     elif args.captions or args.metadata or (args.pictures, args.side) != (1, 2):
@@ -302,7 +309,7 @@ def load(args: argparse.Namespace) -> tuple[dict[str, list[Trial]], dict[str, li
 
 def finish(args, cases: dict[str, list[Trial]], answers: dict, session) -> Report:
     """A response file and a sheet of pictures for each kind, a heatmap for all, and the accuracies beside chance."""
-    results, grids, files, scores, (out, title) = {}, {}, [], {}, (session.out, session.title)
+    results, grids, files, scores, pictures, (out, title) = {}, {}, [], {}, {}, (session.out, session.title)
     for name, trials in cases.items():
         said = by_trial(trials, args.protocol, answers[name])
         records, side = responses_of(trials, said, args.protocol), trials[0].test.side
@@ -316,6 +323,7 @@ def finish(args, cases: dict[str, list[Trial]], answers: dict, session) -> Repor
                 result[half] = score_responses(chosen)
         judged = {f"{name}/{r['id']}": verdict[2] for r in records if (verdict := judge(r)) is not None}
         scores[f"exact, {name}"] = judged
+        pictures |= {f"{name}/{test.id}": key_of(test) for test, *_ in trials}
         places = len(trials[0].test.haystack) * side**2
         results[name] = result | {"chance": places**-args.needles, "places": grids[name]}
         if result["tests"]:
@@ -329,7 +337,6 @@ def finish(args, cases: dict[str, list[Trial]], answers: dict, session) -> Repor
     lines = table(f"needle accuracy (%), protocol {args.protocol}, {title}", results)
     for result in results.values():  # JSON has no NaN
         result["places"] = [[None if isnan(value) else value for value in row] for row in result["places"]]
-    pictures = {id_: id_ for by_id in scores.values() for id_ in by_id}  # each test has its own
     return Report(results, lines, [*files, "heatmap.png"], scores, pictures=pictures)
 
 

@@ -21,7 +21,7 @@ from eval import scenes
 from eval.command import Ask, Command, Report, add_flag, add_prompt_flag, make_asks
 from eval.datasets import TEXT, PopeQuestion, check_ids, check_unique, find_images, lines_of, read_id, read_pope
 from eval.entry import main_of
-from model.common import UserError, quoted, read_field, run_command, write_text
+from model.common import UserError, quoted, read_field, run_command, shown, write_text
 
 
 def parse_answer(text: str) -> str:
@@ -112,6 +112,8 @@ def load(args: argparse.Namespace) -> tuple[dict[str, list[PopeQuestion]], dict[
     else:
         sets = {}
         for file in args.questions:
+            if Path(file).stem in (*sets, "mean"):
+                raise UserError(f"{shown(file)}: results are named after their file, and this one is taken: rename it")
             questions = read_pope(file)[: args.limit]
             pictures = find_images((q.image for q in questions), args.images, file, args.allow_outside)
             sets[Path(file).stem] = questions, pictures

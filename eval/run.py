@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from eval.command import Ask
 from eval.text.reader import TextReader
+from lora.layer import LoRALinear
 from model.common import Expected, UserError, file_errors, parse_json, read_field, read_text, shown, write_text
 from model.generate import CompiledStep, NonFiniteError, check_finite, finite_rows, generate, last_valid
 from model.paligemma import PaliGemma
@@ -55,7 +56,7 @@ def ask_all(
     answers: list[str | None] = [None] * len(questions)
     marks, left = [""] * len(questions), range(len(questions))
     if log is not None:
-        asked_of = [exact_fingerprint(model), str(model.config), max_new_tokens]
+        asked_of = [exact_fingerprint(model), str(model.config), max_new_tokens, *_beside_weights(model, processor)]
         versions = {q.key: q.versions() for q in {q.key: q for q in questions}.values()}
         marks = [
             _digest(
@@ -288,6 +289,12 @@ def _windows(questions: list[Numbered], size: int) -> Iterator[list[Numbered]]:
 
 def _digest(*parts) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _beside_weights(model: torch.nn.Module, processor: Processor) -> list:
+    """What decides answers beside weights and configuration: the strength of LoRA, and where texts are cut."""
+    found: list = [[path, layer.alpha] for path, layer in model.named_modules() if isinstance(layer, LoRALinear)]
+    return found + [processor.max_length] * isinstance(processor, TextReader)
 
 
 def _ids(processor: Processor, question: Ask) -> list[int]:

@@ -206,13 +206,18 @@ def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
     for name in ("config.json", "adapter_config.json") if folder else ():
         path = folder / name
         stored = read_json(path) if path.is_file() else {}
-        data = stored.get("data", "vqav2:")
-        sources = [str(one) for one in (data if isinstance(data, list) else [data])]
+        sources = data_of(stored) if "data" in stored else ["vqav2:"]
         if not any(one.startswith(("vqav2:", "shards:")) for one in sources):
             return PROMPT if any(one.startswith(EMBEDDED) for one in sources) else default
         if "prompt" in stored:
             return check_prompt(read_field(stored, "prompt", TEXT, shown(path)))
     return default
+
+
+def data_of(stored: Mapping[str, Any]) -> list[str]:
+    """The sources in a run's config.json, which older runs wrote as one text."""
+    data = stored.get("data") or []
+    return [str(source) for source in (data if isinstance(data, list) else [data])]
 
 
 def open_model(args: Namespace, subject: Subject) -> tuple[PaliGemma, Processor]:
@@ -305,7 +310,7 @@ class Session:
         stored = read_json(config) if config else {}
         if stored.get("base") != EMBEDDED or not isinstance(stored.get("tasks"), str):
             return None
-        is_embedded = any(str(data).startswith(EMBEDDED) for data in stored.get("data") or ())
+        is_embedded = any(source.startswith(EMBEDDED) for source in data_of(stored))
         return set(stored["tasks"].split(",")) if is_embedded else set()
 
 
@@ -363,9 +368,9 @@ def answer(command: Command, args: Namespace, session: Session, data: Any, sets:
         for name, asks in sets.items()
     }
     report_left_out(left_out, session.out / "left_out.json")
-    if all(text is None for of_set in answers.values() for text in of_set):
-        count = sum(map(len, answers.values()))
-        raise UserError(f"none of the {count} questions could be asked: repair what is named above")
+    for name, of_set in answers.items():  # no accuracy is known of such a set, not one of 0
+        if all(text is None for text in of_set):
+            raise UserError(f"{name}: none of the {len(of_set)} questions could be asked: repair what is named above")
     report = command.finish(args, data, answers, session)
     return report._replace(values={**report.values, "left_out": left_out}) if left_out else report
 

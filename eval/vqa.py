@@ -57,12 +57,14 @@ def write_results(
     write_text(path, json.dumps(results, ensure_ascii=False, indent=0) + "\n")
 
 
-def read_results(path: str | Path, expected: Iterable[int | str], against: str | Path) -> dict[int | str, str]:
+def read_results(
+    path: str | Path, expected: Iterable[int | str] | None = None, against: str | Path = ""
+) -> dict[int | str, str]:
     """Answer by question id, from [{"question_id", "answer"}, …]; GQA calls them "questionId" and "prediction", VizWiz
     calls the id "image".
 
-    Raises UserError that names missing, extra or duplicate ids: the file must hold exactly the `expected` ones, which
-    are those of the file `against`.
+    Raises UserError that names duplicate ids, and missing and extra ones: the file must hold exactly the `expected`
+    ones, which are those of the file `against`; None: whichever.
     """
     rows = []
     for where, record in records_of(read_json(path, object), shown(path)):
@@ -71,7 +73,8 @@ def read_results(path: str | Path, expected: Iterable[int | str], against: str |
         name = "prediction" if "prediction" in record else "answer"
         rows.append((id_, read_field(record, name, TEXT, f"{where} ({shown(id_)})")))
     check_unique((id_ for id_, _ in rows), path)
-    check_ids((id_ for id_, _ in rows), expected, path, against)
+    if expected is not None:
+        check_ids((id_ for id_, _ in rows), expected, path, against)
     return dict(rows)
 
 
@@ -256,12 +259,13 @@ def score(args: argparse.Namespace) -> Report:
     annotations_of(questions.values(), annotations, args.questions, source)
     check_scoring(scoring, annotations, source)
     answers = read_results(args.results, ids, source)
-    summary, blind = summarize(annotations, question_accuracies(annotations, answers, scoring)), {}
+    accuracies, blind = question_accuracies(annotations, answers, scoring), {}
+    summary = summarize(annotations, accuracies)
     if args.blind is not None:
         check_ids(questions, ids, args.questions, source)
         test = Benchmark([questions[id_] for id_ in ids], annotations, {})
         blind = {"blind": score_answers(test, blind_of(args, test), scoring)}
-    title = f"VQA accuracy (%), {scoring} scoring, {len(annotations)} questions"
+    title = f"VQA accuracy (%), {scoring} scoring, {len(accuracies)} questions"
     return Report(summary | blind, table(title, {scoring: summary} | blind))
 
 
@@ -345,7 +349,8 @@ def finish(args: argparse.Namespace, data: Data | list[Record], answers: dict, s
     columns = {name: summarize(annotations, of_name) for name, of_name in accuracies.items()}
     if data.blind is not None:  # on the same questions as the model
         columns["blind"] = score_answers(benchmark, {id_: data.blind[id_] for id_ in said}, scoring)
-    lines = table(f"VQA accuracy (%), {scoring} scoring, {len(said)} questions, {session.title}", columns)
+    count = len(accuracies["model"])
+    lines = table(f"VQA accuracy (%), {scoring} scoring, {count} questions, {session.title}", columns)
     if "answerability" in answers:
         unsure = {id_: math.exp(*json.loads(text)) for id_, text in by_id(benchmark, answers["answerability"]).items()}
         found = answerability([a.answerable == 0 for a in annotations], [unsure[a.question_id] for a in annotations])

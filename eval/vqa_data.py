@@ -10,7 +10,7 @@ import json
 
 from eval.command import Ask, Report, ask_of
 from eval.compare import compare
-from eval.records import Record, blind, read_data
+from eval.records import Record, blind, groups_of, read_data
 from eval.vqa_scoring import exact_match, vqa_accuracy
 from model.common import UserError, shown, write_text
 
@@ -39,7 +39,7 @@ def finish(args: argparse.Namespace, records: list[Record], answers: dict[str, l
         if text is not None
     ]
     write_text(session.out / "results.json", json.dumps(results, ensure_ascii=False, indent=1) + "\n")
-    pictures = {record.name: record.key for record in records}
+    pictures = groups_of(records)
     report = Report({}, [], ["results.json", "answers.jsonl"], scores["data"], scores.get("blind", {}), pictures)
     values, lines = compare({session.title: report})
     if "blind" in scores and values[f"{session.title}, blind"]["exact_match"]["difference"]["high"] >= 0:
@@ -48,8 +48,8 @@ def finish(args: argparse.Namespace, records: list[Record], answers: dict[str, l
 
 
 def truths_of(record: Record) -> list[str]:
-    """The right answers."""
-    return list(record.answers or (record.suffix,))
+    """The right answers, a suffix that is given beside "answers" included."""
+    return [*record.answers, *[record.suffix] * (record.suffix not in record.answers)]
 
 
 def score(records: list[Record], answers: list[str | None]) -> dict[str, dict[str, float]]:

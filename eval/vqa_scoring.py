@@ -7,6 +7,7 @@ The VQAv2 scorer follows the official one, its oddities included, since they are
 """
 
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
@@ -111,13 +112,15 @@ def vizwiz(annotation: Annotation, prediction: str) -> float:
 
 
 def gqa(annotation: Annotation, prediction: str) -> float:
-    """GQA's exact match, without periods at the ends and without case."""
-    return float(prediction.strip(".").lower() == annotation.answer.strip(".").lower())
+    """GQA's exact match, without blanks and periods at the ends and without case."""
+    said, right = (text.strip().strip(".").lower() for text in (prediction, annotation.answer))
+    return float(said == right)
 
 
 def exact_match(answer: str, truths: Iterable[str]) -> bool:
-    """Whether the answer is one of the right ones, case and space at the ends aside."""
-    return answer.strip().lower() in {truth.strip().lower() for truth in truths}
+    """Whether the answer is one of the right ones; case, space at the ends, and how accents are written aside."""
+    said, *right = (unicodedata.normalize("NFC", text).strip().lower() for text in (answer, *truths))
+    return said in right
 
 
 def vqa_accuracy(answer: str, answers: Sequence[str]) -> float | None:

@@ -18,8 +18,8 @@ from eval.needle import words_of
 from eval.needle_scoring import judge, read_responses
 from eval.records import Record
 from eval.vqa_data import truths_of
-from eval.vqa_scoring import exact_match, question_accuracies
-from model.common import UserError, read_json, shown
+from eval.vqa_scoring import SCORERS, exact_match
+from model.common import UserError, shown
 from model.images import load_image
 
 
@@ -59,7 +59,7 @@ def both(items: Sequence, hits: Sequence[bool], limit: int) -> list:
 
 def vqa_questions(args: argparse.Namespace, prompt: str) -> list[Question]:
     """Of eval.vqa's results.json, with the truth from --data."""
-    results = {str(line["question_id"]): line["answer"] for line in read_json(args.gallery / "results.json", list)}
+    results = {str(id_): text for id_, text in vqa.read_results(args.gallery / "results.json").items()}
     data, asks = read_questions(args, prompt, len(results))
     if isinstance(data, list):
         truths = {r.name: (truths_of(r)[0], partial(exact_match, truths=truths_of(r))) for r in data}
@@ -77,18 +77,18 @@ def vqa_questions(args: argparse.Namespace, prompt: str) -> list[Question]:
 
 
 def read_questions(args: argparse.Namespace, prompt: str, limit: int) -> tuple[vqa.Benchmark | list[Record], list[Ask]]:
-    """The first questions of --data, as eval.vqa asks them, and their truth. Raises UserError."""
+    """The questions of --data, the first ones if embedded, as eval.vqa asks them, and their truth. Raises UserError."""
     if args.data == "embedded":
         benchmark = vqa.embedded(limit)
         return benchmark, vqa.asks_of(benchmark, prompt)
     flags = {"data": args.data, "images": args.images, "allow_outside": args.allow_outside, "prompt": prompt}
-    unused = dict.fromkeys(("questions", "annotations", "scoring", "blind"))
-    data, sets = vqa.load(Namespace(**flags, **unused, limit=limit))
+    unused = dict.fromkeys(("questions", "annotations", "scoring", "blind", "answerability", "limit"))
+    data, sets = vqa.load(Namespace(**flags, **unused))
     return data if isinstance(data, list) else data.benchmark, next(iter(sets.values()))
 
 
 def _is_right(answer: str, annotation, scoring: str) -> bool:
-    return question_accuracies([annotation], {annotation.question_id: answer}, scoring)[annotation.question_id] >= 0.5
+    return SCORERS[scoring](annotation, answer) >= 0.5
 
 
 def needle_questions(args: argparse.Namespace, kind: str, limit: int) -> list[Question]:

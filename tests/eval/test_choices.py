@@ -77,11 +77,12 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
         )
     ]
     (tmp_path / "own").write_text("".join(json.dumps(record) + "\n" for record in records))
-    choices.main(
-        ["--task", "jsonl", "--data", str(tmp_path / "own"), "--model", str(tmp_path / kind), "--prompt", "{question}"]
-        + ["--dtype", "fp32", "--out", str(tmp_path / "out"), "--blind"]
-    )
+    flags = ["--task", "jsonl", "--data", str(tmp_path / "own"), "--model", str(tmp_path / kind)]
+    flags += ["--prompt", "{question}", "--dtype", "fp32", "--out", str(tmp_path / "out")]
+    with pytest.raises(UserError, match="blind: none of the 3 questions could be asked"):
+        choices.main([*flags, "--blind"])
     assert "the model reads text alone, no pictures" in capsys.readouterr().err
+    choices.main(flags)
     rows = json.loads((tmp_path / "out" / "results.json").read_text())
     begin = [2] if kind == "gemma2" else []
     for record, row in zip(records, rows, strict=True):
@@ -99,6 +100,10 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
             each = logits[len(prompt) - 1 : -1].gather(-1, torch.tensor(ids)[:, None])
             assert likelihood == pytest.approx(float(each.sum()), abs=1e-5)
     assert len(begin + known) > 48  # the last is cut
+    before = [row["log_likelihoods"] for row in rows]
+    choices.main([*flags, "--max-length", "40"])  # not as the log has it
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert rows[0]["log_likelihoods"] == pytest.approx(before[0]) and rows[2]["log_likelihoods"] != before[2]
 
 
 def test_accuracies_by_hand():
@@ -240,6 +245,7 @@ def test_several_models_and_a_resumed_run(files, source, twin, workplace, capsys
         ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": ""}', "own.jsonl:1: answer is ''"),
         ("jsonl", "own.jsonl", '{"question": "q", "choices": [""], "answer": 0}', "own.jsonl:1: choices is ''"),
         ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": 0, "image": "../x"}', "outside"),
+        ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": 0, "img": "x"}', "has 'img', but no"),
         ("jsonl", "none.jsonl", None, "none.jsonl: not found"),
         ("mmlu", "none", None, "holds no test/*_test.csv"),
         ("scenes", "own.jsonl", None, "--task scenes takes no --data"),

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -206,6 +207,16 @@ def test_answers_of_another_model_or_prompt_are_not_taken(model, processor, tmp_
     assert sum(sizes) == 48
 
 
+def test_answers_of_another_strength_of_lora_are_not_taken(processor, tmp_path, monkeypatch):
+    """The log answers for an adapter whose lora_alpha was changed: its weights are the same."""
+    sizes, asks = interrupt_after(monkeypatch, 99), questions_on(1)
+    for alpha, asked in ((4.0, 6), (8.0, 12), (4.0, 12)):
+        torch.manual_seed(0)
+        adapter.inject(strong := random_model(), adapter.DECODER_TARGETS, 2, alpha)
+        run.ask_all(strong, processor, asks, max_new_tokens=1, log=tmp_path / "log.jsonl")
+        assert sum(sizes) == asked
+
+
 def test_a_replaced_picture_is_asked_anew(model, processor, tmp_path, monkeypatch):
     """The log answers about a picture that is no longer the one of that name, or that lies in another folder."""
     log, folders = tmp_path / "log.jsonl", [tmp_path / "a", tmp_path / "b"]
@@ -374,6 +385,20 @@ def test_no_picture_can_be_read(official, source):
         path.write_bytes(b"")
     with pytest.raises(UserError, match="none of the 6 questions could be asked"):
         vqa.main(official_flags(folder, source))
+
+
+def test_each_set_has_its_own_results_or_none(official, source):
+    """A set that nobody could be asked has an accuracy of 0, which enters the mean; or two of one name are one."""
+    folder = official[0]
+    for name in ("1.json", "2.json", "x/1.json", "mean.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        image = f"COCO_val2014_{1 + (name == '2.json'):012d}.jpg"  # the second is cut off
+        (folder / name).write_text(json.dumps({"question_id": 1, "image": image, "text": "A cat?", "label": "yes"}))
+    for names, message in (("1 2", "2: none of the 1 questions could be"), ("1 x/1", "taken"), ("1 mean", "taken")):
+        files = [str(folder / f"{name}.json") for name in names.split()]
+        flags = ["--images", str(folder / "val2014"), "--out", str(folder / "out"), *FAST]
+        with pytest.raises(UserError, match=message):
+            pope.main(["--model", source, "--questions", *files, *flags])
 
 
 def test_files_for_studies(official, model, processor):
@@ -575,14 +600,16 @@ def test_what_a_model_was_trained_on(workplace):
 
     for name, config in (
         ("scenes", {"base": "embedded", "data": ["embedded"], "tasks": "vqa,n2o1"}),
+        ("old", {"base": "embedded", "data": "embedded", "tasks": "vqa,n2o1"}),
         ("own", {"base": "embedded", "data": ["jsonl:a.jsonl"], "tasks": "vqa,n2o1"}),
         ("other", {"base": "google/x", "data": ["embedded"], "tasks": "vqa,n2o1"}),
     ):
         (workplace / name / "best").mkdir(parents=True)
         (workplace / name / "config.json").write_text(json.dumps(config))
     (workplace / "peft").mkdir()
-    runs = {name: tasks(("embedded", Path(name))) for name in ("scenes", "scenes/best", "own", "other", "peft")}
+    runs = {name: tasks(("embedded", Path(name))) for name in ("scenes", "scenes/best", "old", "own", "other", "peft")}
     both = {"vqa", "n2o1"}
+    assert runs.pop("old") == both
     assert runs == {"scenes": both, "scenes/best": both, "own": set(), "other": None, "peft": None}
     assert tasks(("embedded", None)) == set() and tasks(("google/x", None)) is None
     assert tasks(("scenes/model", None)) == both
@@ -636,6 +663,26 @@ def test_official_metadata(coco, source, capsys):
     needle.main(coco_flags(coco, source, "--metadata", str(coco), "--limit", "2", "--negatives", "--protocol=official"))
     records = json.loads((coco / "out" / "responses-1_2_2.json").read_text())
     assert [r["id"] for r in records][2:] == [5000, 5001] and len(records) == 4
+
+
+def test_pictures_and_haystacks_are_counted_once(coco, monkeypatch):
+    """A picture that lies flat and in val2014 is drawn as two, or tests of one haystack count as independent."""
+    name = "COCO_val2014_000000000001.jpg"
+    (coco / name).write_bytes((coco / "val2014" / name).read_bytes())
+    drawn, parser = [], command_parser("x", "")
+    needle.add_flags(parser)
+    args = parser.parse_args(["--coco", str(coco), "--captions", str(coco / "C")])
+    args.limit, args.allow_outside = 8, False
+    with monkeypatch.context() as patch:
+        patch.setattr(needle, "draw_tests", lambda captions, *_, **options: drawn.extend(captions) or [])
+        needle.load(args)
+    assert sorted(drawn) == sorted(f"val2014/{path.name}" for path in (coco / "val2014").iterdir())
+    args.metadata = str(coco)
+    trials, asks = needle.load(args)
+    monkeypatch.setattr(needle, "save", lambda figure, path: None)
+    answers = {kind: ["top"] * len(of_kind) for kind, of_kind in asks.items()}
+    report = needle.finish(args, trials, answers, SimpleNamespace(out=coco / "out", title="x"))
+    assert len(report.pictures) == 8 and len(set(report.pictures.values())) == 2
 
 
 @pytest.mark.long
@@ -864,6 +911,7 @@ BAD = [
     (needle, ["--side", "4"], "belong to --coco"),
     (needle, ["--needles", "5", "--kind", "n2o1"], "5 needles in 2×2"),
     (needle, ["--negatives", "--protocol", "constrained"], "constrained"),
+    (needle, ["--negatives", "--limit", "5001"], "--limit 5001 with --negatives, whose ids begin at 5000"),
     (needle, ["--coco", ".", "--captions", "C"], r"C: none of its 1 pictures is in \."),
     (needle, ["--coco", ".", "--captions", "C", "--metadata", "."], "2_2.json: not found"),
     (attention, ["--image", "gone.png", "--prompt", "x"], "gone.png: not found"),

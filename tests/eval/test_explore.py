@@ -13,7 +13,7 @@ from PIL import Image
 
 from eval import needle, scenes, vqa
 from eval.attention import look
-from eval.explore import command, page
+from eval.explore import command, gallery, page
 from eval.explore.page import Case
 from eval.explore.record import Maps, Said, answer, maps_of
 from model.attention import attention_modules
@@ -170,6 +170,20 @@ def test_explore_command(source, twin, workplace, capsys):
     vqa.write_results(workplace / "v/results.json", dict.fromkeys(said, "yes"))
     command.main(["--model", source, "--gallery", "v", "--limit", "4", "--out", "v.html", *few])
     assert "4 of 4 answers differ from those in v" in capsys.readouterr().err
+
+
+def test_a_gallery_of_own_data(workplace):
+    """Results about a user's own file are a traceback, or where questions were left out the last ones are lost."""
+    picture().save("p.png")
+    rows = [{"image": "p.png", "prefix": f"is {n}?", "suffix": "yes"} for n in range(3)]
+    (workplace / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    vqa.write_results(workplace / "v/results.json", {"own.jsonl:2": "yes", "own.jsonl:3": "no"})
+    args = {"gallery": workplace / "v", "data": "jsonl:own.jsonl", "images": None, "allow_outside": False, "limit": 4}
+    found = gallery.questions_of(SimpleNamespace(**args), "{question}")
+    assert [(q.prompt, q.truth, q.said) for q in found] == [("is 1?", "yes", "yes"), ("is 2?", "yes", "no")]
+    (workplace / "v/results.json").write_text('[{"prediction": "yes"}]')
+    with pytest.raises(UserError, match=r"results.json\[0\]: question_id is missing"):
+        gallery.questions_of(SimpleNamespace(**args), "{question}")
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,13 @@ def test_thirty_questions_by_hand(tmp_path, capsys):
     assert found["splits"]["test"]["l3-1"] == round(100 * sum(third) / len(third), 2)
 
 
+def test_questions_on_one_picture_belong_together(tmp_path):
+    """An interval is too narrow, since questions on one picture, which may stand in another's row, count alone."""
+    rows = mmbench.read_rows(write(tmp_path / "T", rows_of()))
+    pictures = mmbench.report_of(rows, {row.index: "A" for row in rows}).pictures
+    assert pictures["2"] == pictures["3"] != pictures["1"] == pictures["0"] and len(pictures) == 30
+
+
 def test_prompts_by_hand():
     """Breaks when a wording is not the one that its models were evaluated with."""
     options = {"A": "cat", "B": "dog"}

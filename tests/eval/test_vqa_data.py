@@ -26,7 +26,20 @@ def test_every_question_is_scored_by_what_its_data_has():
     records = [record("a", "Red"), record("b", "x", ("one", "two")), record("c", "yes", ("yes",) * 9 + ("no",))]
     scores = vqa_data.score([*records, record("d", "y")], ["red ", "TWO", "no", None])
     assert scores == {"exact_match": {"a": 1, "b": 1, "c": 1}, "vqa_accuracy": {"c": pytest.approx(0.3)}}
-    assert vqa_data.score(records[:2], ["blue", "x"]) == {"exact_match": {"a": 0, "b": 0}}
+    assert vqa_data.score(records[:2], ["blue", "y"]) == {"exact_match": {"a": 0, "b": 0}}
+    assert vqa_data.truths_of(records[1]) == ["one", "two", "x"] and len(vqa_data.truths_of(records[2])) == 10
+
+
+def test_questions_on_one_picture_belong_together(source, tmp_path, monkeypatch, capsys):
+    """An interval is too narrow, since two names of a file, or one picture of several, are taken for two pictures."""
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (9, 9)).save("a.png")
+    (tmp_path / "b.png").symlink_to("a.png")
+    rows = [{"image": name, "prefix": "caption en", "suffix": "?"} for name in ("a.png", "b.png", ["b.png", "a.png"])]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr("eval.session.ask_all", lambda model, processor, asks, **_: ["?"] * len(asks))
+    vqa.main(["--model", source, "--data", "jsonl:own.jsonl"])
+    assert "3 questions, 95 % intervals over pictures" in capsys.readouterr().out
 
 
 def test_own_examples(source, tmp_path, monkeypatch, capsys):

@@ -236,7 +236,8 @@ def test_vizwiz(answers, prediction, accuracy):
 
 @pytest.mark.parametrize(
     ("answer", "prediction", "accuracy"),
-    [("yes", "Yes.", 1), ("yes", "yes", 1), ("yes", "yes it is", 0), ("t-shirt", "t shirt", 0), ("two", "2", 0)],
+    [("yes", "Yes.", 1), ("yes", "yes", 1), ("yes", "yes it is", 0), ("t-shirt", "t shirt", 0), ("two", "2", 0)]
+    + [(" yes\n", "yes.", 1), ("yes", " Yes. ", 1)],
 )
 def test_gqa(answer, prediction, accuracy):
     """GQA is exact match without case and periods; more normalisation inflates it."""
@@ -255,6 +256,7 @@ def test_exact_match_ignores_case_and_outer_space_only():
         ("dark  red", ["dark red"], False),
         ("re", ["red"], False),
         ("", [], False),
+        ("cafe\u0301", ["caf\u00e9"], True),  # an accent of its own, as some systems write it
     ):
         assert vqa_scoring.exact_match(answer, truths) is right
 
@@ -473,6 +475,8 @@ def test_one_file_layouts(tmp_path, capsys, scoring, questions, results, summary
     paths = ["--questions", str(tmp_path / "Q"), "--results", str(tmp_path / "R")]
     vqa.main(["score", *paths, "--scoring", scoring, "--json"])
     assert json.loads(capsys.readouterr().out) == summary
+    vqa.main(["score", *paths])
+    assert f"{scoring} scoring, {len(results) - (scoring == 'gqa')} questions\n" in capsys.readouterr().out
 
 
 def test_command_fails_with_one_line_and_code_2(files):
