@@ -53,7 +53,7 @@ class StepCost:
     """Bytes at the peak of a step, and the FLOPs of one micro-batch's matrix products.
 
     gradients: also their copies, where GPUs exchange them. moments: both of Adam or the one of Muon, in the parameters'
-    dtype. activations: whatever else is alive at the peak.
+    dtype. activations: whatever else is alive at the peak. update: what the optimizer's step takes, after them.
     """
 
     weights: float
@@ -61,10 +61,11 @@ class StepCost:
     moments: float
     activations: float
     flops: float
+    update: float = 0.0
 
     @property
     def memory(self) -> float:
-        return self.weights + self.gradients + self.moments + self.activations
+        return self.weights + self.gradients + self.moments + max(self.activations, self.update)
 
 
 class _Counter(TorchDispatchMode):
@@ -135,9 +136,9 @@ def step_costs(
     learned, by_muon = trainable(model), optimizer == "muon"
     moments = sum((1 if by_muon and is_inner_matrix(*one) else 2) * one[1].nbytes for one in learned.items())
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    # RAdam has no fused kernel: on a GPU it updates all parameters at once, with a tensor of the size of each
-    least = sum(parameter.nbytes for parameter in learned.values()) if optimizer == "radam" else 0
     gradients = sum(parameter.nbytes for parameter in learned.values())
+    # RAdam has no fused kernel: on a GPU it updates all parameters at once, with a tensor of the size of each
+    update = gradients if optimizer == "radam" else 0
     for checkpointing in (False, True):
         counter = _Counter()
         with fake, counter, without_values():
@@ -152,7 +153,7 @@ def step_costs(
             with torch.autocast("cpu", autocast, enabled=autocast is not None):
                 value = loss(model, shapes)
             (value / micro.tokens).backward()
-        costs.append(StepCost(weights, gradients, moments, max(least, counter.peak - gradients), counter.flops))
+        costs.append(StepCost(weights, gradients, moments, counter.peak - gradients, counter.flops, update))
     return costs[0], costs[1]
 
 

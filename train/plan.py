@@ -163,8 +163,8 @@ def spread_cost(cost: StepCost, gpus: int, gathered: float | None) -> StepCost:
     """The cost of one of `gpus` GPUs. gathered: see `gathered_bytes`, under `--shard`; None without it."""
     if gathered is None:  # DDP exchanges copies of the gradients
         return replace(cost, gradients=2 * cost.gradients)
-    gradients, moments = cost.gradients / gpus, cost.moments / gpus
-    return replace(cost, weights=cost.weights / gpus + gathered, gradients=gradients, moments=moments)
+    parts = {name: getattr(cost, name) / gpus for name in ("gradients", "moments", "update")}
+    return replace(cost, weights=cost.weights / gpus + gathered, **parts)
 
 
 def spell(number: float) -> str:

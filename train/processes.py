@@ -69,9 +69,8 @@ def processes_before(run: Path | None) -> int | None:
     """The number of processes that split the rows of `run` when its newest checkpoint was written; None: not known."""
     found = checkpoints(run) if run is not None else []
     progress = read_state(found[-1])["progress"] if found else {}
-    written = re.fullmatch(
-        r"([1-9]\d{0,3}) processes", str(progress.get("origin", {}).get("numerics", {}).get("processes"))
-    )
+    numerics = progress.get("origin", {}).get("numerics") or {}  # an older version has not written it
+    written = re.fullmatch(r"([1-9]\d{0,3}) processes", str(numerics.get("processes")))
     is_split = progress.get("processes", 1) == 1  # else `torchrun` has started them
     return int(written[1]) if written and is_split else None
 

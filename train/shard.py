@@ -49,18 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if data.startswith("shards:"):
         raise UserError(f"{data}: these are shards already: give what they were made of")
     # all records: --validation and --fraction apply where the shards are read
-    settings = Settings(
-        data=(data,),
-        prompt=options.prompt,
-        samples=options.samples,
-        seed=options.seed,
-        fraction=1.0,
-        validation=0.0,
-        answers="sampled",
-        images=options.images,
-        allow_outside=options.allow_outside,
-    )
-    records = read_records(settings)
+    shared = {name: getattr(options, name) for name in ("prompt", "samples", "seed", "images", "allow_outside")}
+    records = read_records(Settings(data=(data,), fraction=1.0, validation=0.0, answers="sampled", **shared))
     paths = make(records, out, options.per_shard, options.megabytes, options.seed, options.max_bad)
     first, last = (path.stem.removeprefix(f"{out.name}-") for path in (paths[0], paths[-1]))
     pattern = out.with_name(f"{out.name}-{{{first}..{last}}}.tar")

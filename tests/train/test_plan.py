@@ -151,7 +151,7 @@ def test_moments_are_what_the_optimizer_keeps(optimizer, monkeypatch):
         kept.param_groups[0]["foreach"] = True  # as on a GPU
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             kept.step()
-        assert row.checkpointed.activations == pytest.approx(peak_of(profiled), rel=1e-3)
+        assert row.checkpointed.update == pytest.approx(peak_of(profiled), rel=1e-3)
 
 
 def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(tmp_path, monkeypatch, capsys):
@@ -186,6 +186,7 @@ def test_the_paper_s_model_has_611_million_parameters_to_train():
     layer = sum(p.nbytes for p in model.language_model.layers[0].parameters())
     gathered = gathered_bytes(model, torch.bfloat16)
     assert 2 * layer + 2 * 257216 * 2048 < gathered < 2.1 * layer + 2.1 * 257216 * 2048
-    one = StepCost(80.0, 8.0, 16.0, 5.0, 1e12)
-    assert spread_cost(one, 8, 3.0) == StepCost(13.0, 1.0, 2.0, 5.0, 1e12)
-    assert spread_cost(one, 8, None) == StepCost(80.0, 16.0, 16.0, 5.0, 1e12)
+    one = StepCost(80.0, 8.0, 16.0, 5.0, 1e12, 8.0)
+    assert one.memory == 80 + 8 + 16 + 8
+    assert spread_cost(one, 8, 3.0) == StepCost(13.0, 1.0, 2.0, 5.0, 1e12, 1.0)
+    assert spread_cost(one, 8, None) == StepCost(80.0, 16.0, 16.0, 5.0, 1e12, 8.0)

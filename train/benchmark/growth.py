@@ -16,16 +16,7 @@ from eval import figures
 from model.common import UserError
 from model.differential import graft
 from train.benchmark.mamba import Sizes, language_models, steps_after
-from train.benchmark.setup import (
-    SUFFIX,
-    Setup,
-    import_theirs,
-    our_model,
-    prompt,
-    random_state,
-    their_model,
-    use_threads,
-)
+from train.benchmark.setup import SUFFIX, Setup, begin_process, our_model, prompt, random_state, their_model
 from train.benchmark.timing import OURS, THEIRS, Measurement, free_memory, in_own_process, take_turns
 from train.metrics import peak_bytes, reset_peak
 
@@ -144,10 +135,7 @@ def installed(setup: Setup) -> dict[str, nn.Module]:
 
 def peaks(setup: Setup, side: str, axis: str) -> list[int]:
     """In a process of its own: bytes at the peak of each amount of work, weights included, as far as memory lasts."""
-    use_threads(setup)
-    if side == THEIRS:
-        import_theirs()
-    before, found, model = 0 if setup.on_gpu else peak_bytes(), [], None
+    before, found, model = begin_process(setup, side), [], None
     for value in AXES[axis].values:
         given = sized(setup, axis, value)
         if model is None or axis == "picture":

@@ -25,7 +25,7 @@ from model.device import dtype_name
 from model.differential import KINDS
 from model.processor import Processor
 from train.benchmark import growth, mamba, pictures, work
-from train.benchmark.setup import Options, Setup, import_theirs, our_model, prompt, random_state, use_threads
+from train.benchmark.setup import Options, Setup, begin_process, our_model, prompt, random_state
 from train.benchmark.timing import (
     COMPILED,
     OURS,
@@ -123,10 +123,7 @@ def peaks_of(name: str, side: str, setup: Setup) -> dict[str, int]:
 
     On a CPU it is the peak of all works so far; they are ordered by size.
     """
-    use_threads(setup)
-    if side == THEIRS:
-        import_theirs()
-    before, peaks = 0 if setup.on_gpu else peak_bytes(), {}
+    before, peaks = begin_process(setup, side), {}
     works = SECTIONS[name].make(setup, side, random_state(setup.config, setup.dtype, setup.device))
     for work_name, one in works.items():
         if setup.on_gpu:
@@ -173,13 +170,11 @@ def _load_in_turns(folder: Path, setup: Setup, rounds: int) -> dict[str, list[di
 
 def load_and_forward(folder: Path, side: str, setup: Setup) -> dict[str, float]:
     """In a process of its own: seconds of load and first forward pass, and the peak beyond what the imports took."""
-    use_threads(setup)
     device, dtype = setup.device, setup.dtype
-    if side == THEIRS:
-        import_theirs()
-        from transformers import PaliGemmaForConditionalGeneration as HFModel
     inputs = prompt(replace(setup, config=examine(folder).config), 1)
-    before = 0 if setup.on_gpu else peak_bytes()
+    if side == THEIRS:
+        from transformers import PaliGemmaForConditionalGeneration as HFModel
+    before = begin_process(setup, side)
     started = time.perf_counter()
     if side == THEIRS:
         model = HFModel.from_pretrained(folder, dtype=dtype).to(device).eval()

@@ -16,8 +16,10 @@ from model.config import PRESETS, PaliGemmaConfig
 from model.device import DTYPES, choose_device
 from model.paligemma import PaliGemma
 from model.processor import Batch
+from train.benchmark.timing import THEIRS
 from train.data.batches import MicroBatch, supervised
 from train.flags import flag
+from train.metrics import peak_bytes
 from train.optim import count
 from weights.checkpoint import empty_model
 
@@ -79,6 +81,14 @@ def import_theirs() -> None:
     modeling.logging.disable_progress_bar()
     if find_spec("peft"):
         import peft  # noqa: F401
+
+
+def begin_process(setup: Setup, side: str) -> int:
+    """Give this process its threads and its side's imports; returns the bytes that do not count as its memory."""
+    use_threads(setup)
+    if side == THEIRS:
+        import_theirs()
+    return 0 if setup.on_gpu else peak_bytes()
 
 
 State = dict[str, torch.Tensor]

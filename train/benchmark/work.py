@@ -170,15 +170,26 @@ def our_step(
     model.language_model.checkpointing = checkpointing
     called, micro = torch.compile(model) if compiled else model, micro_batch(setup, setup.batch)
 
-    def run():
+    def loss() -> torch.Tensor:
         if compiled:
             free_sizes(micro)
+        return supervised_loss(called, micro) / micro.tokens
+
+    return step_of(setup, loss, optimizer)
+
+
+def step_of(
+    setup: Setup, loss: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer
+) -> Callable[[], torch.Tensor]:
+    """The training step of any side: the loss, its gradients, the update."""
+
+    def run() -> torch.Tensor:
         with torch.autocast(setup.device.type, torch.bfloat16, enabled=setup.on_gpu):
-            loss = supervised_loss(called, micro) / micro.tokens
-        loss.backward()
+            value = loss()
+        value.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return value.detach()
 
     return run
 
@@ -197,21 +208,9 @@ def their_step(setup: Setup, state: State, checkpointing: bool = False) -> Calla
     torch.manual_seed(0)  # the same A as ours
     model = peft.get_peft_model(model, config).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, betas=(0.9, 0.98))
-    batch = micro_batch(setup, setup.batch).batch
-    inputs = {
-        name: getattr(batch, name)
-        for name in ("input_ids", "pixel_values", "token_type_ids", "attention_mask", "labels")
-    }
-
-    def run():
-        with torch.autocast(setup.device.type, torch.bfloat16, enabled=setup.on_gpu):
-            loss = model(**inputs).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return run
+    inputs = {**vars(micro_batch(setup, setup.batch).batch)}
+    del inputs["image_index"]  # each row has a picture of its own
+    return step_of(setup, lambda: model(**inputs).loss, optimizer)
 
 
 def attention(setup: Setup, side: str, state: State) -> dict[str, Work]:

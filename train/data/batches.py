@@ -87,6 +87,27 @@ def plan_windows(
             yield chosen[batch].tolist()
 
 
+class Planned(Sequence):
+    """Records that plan their epochs themselves, since there are too many to read all: tar shards, and mixtures.
+
+    `samples` is their number in an epoch; `window` of them are shuffled together. order(seed, epoch): the numbers of an
+    epoch's samples. describe(numbers, picture_tokens): what stands for the pictures of these records, and their
+    approximate lengths in tokens, without those of their first picture.
+    """
+
+    samples: int
+    window: int
+    order: Callable[[int, int], np.ndarray]
+    describe: Callable[..., tuple[list, list[int]]]
+
+    def plan(
+        self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0, picture_tokens: int = 0
+    ) -> Iterator[list[int]]:
+        """The micro-batches of an epoch from number `first` on, see `plan_windows`."""
+        order, describe = self.order(seed, epoch), partial(self.describe, picture_tokens=picture_tokens)
+        yield from plan_windows(order, describe, batch_size, seed, epoch, per_picture, first, self.window)
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """What one forward and backward pass reads.
@@ -118,16 +139,17 @@ class MicroBatch:
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> "MicroBatch":
         """The micro-batch on `device`, its pixels as `dtype`."""
-        tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in self._tensors()}
-        return replace(self, batch=self.batch.to(device, dtype), **tensors)
+        moved = each_tensor(self, lambda tensor: tensor.to(device, non_blocking=True))
+        return replace(moved, batch=self.batch.to(device, dtype))
 
     def pin_memory(self) -> "MicroBatch":
         """The micro-batch in page-locked memory; DataLoader calls it."""
-        tensors = {name: tensor.pin_memory() for name, tensor in self._tensors()}
-        return replace(self, batch=self.batch.pin_memory(), **tensors)
+        return replace(each_tensor(self, torch.Tensor.pin_memory), batch=self.batch.pin_memory())
 
-    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)]
+
+def each_tensor(value, function: Callable[[torch.Tensor], torch.Tensor]):
+    """The dataclass `value` with what `function` makes of its tensors."""
+    return replace(value, **{name: function(own) for name, own in vars(value).items() if isinstance(own, torch.Tensor)})
 
 
 def text_length(record: Record) -> int:
@@ -289,7 +311,7 @@ class Order:
         self.records, self.processor, self.cache, self.part, self.parts = records, processor, cache, part, parts
         self.accumulate, self.rank, self.world_size, self.seed = accumulate, rank, world_size, seed
         samples, picture_tokens = len(records), processor.config.num_image_tokens
-        if hasattr(records, "plan"):
+        if isinstance(records, Planned):
             self.plan = partial(records.plan, batch_size, seed, per_picture=per_picture, picture_tokens=picture_tokens)
             samples = records.samples
         else:

@@ -36,7 +36,7 @@ from eval.own_files import read_turns
 from eval.records import Record
 from model.common import Expected, UserError, atomic_path, open_regular, parse_json, quoted, read_field, shown
 from model.turns import check_marks
-from train.data.batches import CHARACTERS, plan_windows
+from train.data.batches import CHARACTERS, Planned
 
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2")
 # Columns of an index, one row for each record: the number of its sample, the number of its question in the sample,
@@ -223,7 +223,7 @@ def open_picture(shard: Path, offset: int, size: int, number: int = 0) -> BytesI
     return file
 
 
-class Shards(Sequence):
+class Shards(Planned):
     """The records of tar shards by number, each read when it is needed; 64 bytes of memory for each record.
 
     split, fraction, validation: as for other data on disk, by sample: all questions of one are in the same split.
@@ -242,7 +242,7 @@ class Shards(Sequence):
         buffer: int = 10_000,
         sampled: bool = False,
     ):
-        self.paths, self.buffer, self.sampled = expand(pattern), buffer, sampled
+        self.paths, self.window, self.sampled = expand(pattern), buffer, sampled
         absent = [str(path) for path in self.paths if not path.is_file()]
         if absent:
             raise UserError(
@@ -300,13 +300,6 @@ class Shards(Sequence):
         )  # longer ones are cut off
         name = entry["name"] if isinstance(entry.get("name"), str) else f"{shard.name}/{stem}[{question}]"
         return Record(name, f"{shard}: {sample} {shown_ones}", pictures, turns, answers, self.sampled)
-
-    def plan(
-        self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0, picture_tokens: int = 0
-    ) -> Iterator[list[int]]:
-        """The micro-batches of an epoch from number `first` on, see `plan_windows`."""
-        order, describe = self.order(seed, epoch), partial(self.describe, picture_tokens=picture_tokens)
-        yield from plan_windows(order, describe, batch_size, seed, epoch, per_picture, first, self.buffer)
 
     def order(self, seed: int | str, epoch: int) -> np.ndarray:
         """The numbers of all records, those of a shard together, the shards shuffled."""

@@ -6,9 +6,8 @@ In: settings. Out: a sequence of records, or a `Mixture`, which `train/data/batc
 import random
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from eval.datasets import real_path, some
 from eval.records import Record, read_data, source_parts, split_records
 from model.common import UserError
-from train.data.batches import CHARACTERS, plan_windows, text_length
+from train.data.batches import CHARACTERS, Planned, text_length
 from train.data.shards import Shards
 from train.settings import Settings
 
@@ -133,20 +132,21 @@ def _warn_of_common(train: Sequence[Sequence[Record]], held_out: Sequence[Sequen
         )
 
 
-class Mixture(Sequence):
+class Mixture(Planned):
     """Several sources in one order. Records are numbered through, source by source.
 
     weights: the share of each source in the samples of an epoch, None: each record once. buffer: how many samples are
     shuffled together where a source is a set of tar shards. sources: the name of each; records of tar shards get theirs
-    when they are read. `samples` is the number of samples in an epoch.
+    when they are read.
     """
 
     def __init__(
         self, parts: Sequence[Sequence[Record]], weights: Sequence[float] | None, buffer: int, sources: Sequence[str]
     ):
-        self.parts, self.weights, self.buffer, self.sources = parts, weights, buffer, sources
+        self.parts, self.weights, self.sources = parts, weights, sources
         self.ends = np.cumsum([len(part) for part in parts])
         self.samples = int(self.ends[-1])
+        self.window = buffer if any(isinstance(part, Shards) for part in parts) else self.samples
         self.counts = [len(part) for part in parts]
         if weights is not None:
             bounds = np.round(np.cumsum(weights) / sum(weights) * self.samples).astype(int)
@@ -185,14 +185,6 @@ class Mixture(Sequence):
         numbers = list(range(len(part)))
         random.Random(f"mixture/{seed}/{turn}").shuffle(numbers)
         return np.array(numbers)
-
-    def plan(
-        self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0, picture_tokens: int = 0
-    ) -> Iterator[list[int]]:
-        """The micro-batches of an epoch from number `first` on, see `plan_windows`."""
-        window = self.buffer if any(isinstance(part, Shards) for part in self.parts) else self.samples
-        order, describe = self.order(seed, epoch), partial(self.describe, picture_tokens=picture_tokens)
-        yield from plan_windows(order, describe, batch_size, seed, epoch, per_picture, first, window)
 
     def describe(self, numbers: Sequence[int], picture_tokens: int = 0) -> tuple[list, list[int]]:
         """The keys of records, and their approximate lengths in tokens, see `Shards.describe`."""

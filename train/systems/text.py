@@ -19,7 +19,7 @@ from eval.text.tasks import MOST_ASKED, Tasks
 from model.common import UserError
 from model.system_configs import TEXT_PRESETS
 from model.text import TextModel, new_model
-from train.data.batches import load
+from train.data.batches import each_tensor, load
 from train.distributed import World
 from train.flags import check_ranges, flag
 from train.loop import LoopOptions, fit
@@ -109,15 +109,11 @@ class TextBatch:
     bad: tuple[str, ...] = ()
 
     def to(self, device: str | torch.device) -> "TextBatch":
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True) for name in ("input_ids", "documents", "targets")
-        }
-        return replace(self, **moved)
+        return each_tensor(self, lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "TextBatch":
         """The batch in page-locked memory; DataLoader calls it."""
-        pinned = {name: getattr(self, name).pin_memory() for name in ("input_ids", "documents", "targets")}
-        return replace(self, **pinned)
+        return each_tensor(self, torch.Tensor.pin_memory)
 
 
 def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -> list[list[int]]:
