@@ -81,16 +81,21 @@ def add_differences(rows: Sequence[dict], results: Sequence[RowResult], measures
                 row.setdefault(key, {})[place[1]] = engine.verdict(found[place]) | judged[place]
 
 
-def summarize(study: FineTuningStudy, results: Sequence[RowResult]) -> dict:
-    """comparison.json: all numbers of the report, and more. Accuracies are in percent."""
+def summarize(
+    study: FineTuningStudy,
+    results: Sequence[RowResult],
+    predictions: Sequence[rules.Prediction] = PREDICTIONS,
+    more: Mapping[str, Mapping[str, Mapping]] | None = None,
+) -> dict:
+    """comparison.json: all numbers of the report, and more. Accuracies are in percent.
+
+    more: judged differences by row that are predicted too.
+    """
     measures = study.measures["test"]
     rows = [summarize_row(result, measures) for result in results]
     add_differences(rows, results, measures)
-    verdicts = {
-        row["name"]: {name: one["verdict"] for name, one in row["difference"].items()}
-        for row in rows
-        if "difference" in row
-    }
+    judged_of = {row["name"]: {**row.get("difference", {}), **(more or {}).get(row["name"], {})} for row in rows}
+    verdicts = {row: {name: one["verdict"] for name, one in of_row.items()} for row, of_row in judged_of.items()}
     return {
         "base": study.base.base,
         "fingerprint": study.fingerprint,
@@ -106,7 +111,7 @@ def summarize(study: FineTuningStudy, results: Sequence[RowResult]) -> dict:
         "examples": {split: {m.name: len(m.examples) for m in of_split} for split, of_split in study.measures.items()},
         "rows": rows,
         "edges": [one.row.name for one in results if one.is_at_edge],
-        "predictions": rules.check(PREDICTIONS, verdicts),
+        "predictions": rules.check(predictions, verdicts),
     }
 
 
@@ -136,7 +141,7 @@ def accuracy_table(summary: dict) -> list[str]:
     return markdown_table(head, body)
 
 
-def difference_table(summary: dict, key: str, control: str) -> list[str]:
+def difference_table(summary: dict, key: str = "difference", control: str = "control") -> list[str]:
     """The differences of all rows to a control, with their verdicts; a table without rows is empty."""
     rows = [row for row in summary["rows"] if key in row]
     if not rows:
@@ -217,37 +222,33 @@ def positive_blocks(positive: Mapping | None) -> list:
     ]
 
 
+def counts_of(summary: dict) -> dict[str, str]:
+    """By split, the numbers of examples in words."""
+    examples = summary["examples"].items()
+    return {split: ", ".join(f"{n:,} of {name}" for name, n in of_split.items()) for split, of_split in examples}
+
+
 def to_markdown(summary: dict) -> str:
     """comparison.md."""
     settings = summary["settings"]
     size = f"{settings['samples']:,} samples" if summary["data"] == "embedded" else f"{settings['epochs']} epoch(s)"
-    counts = {
-        split: ", ".join(f"{n:,} of {name}" for name, n in of_split.items())
-        for split, of_split in summary["examples"].items()
-    }
+    counts = counts_of(summary)
     blocks = [
         f"{size} a run. Rates by the mean of up to {rules.TUNING_SEEDS} seeds on the validation split, of all plain "
         f"rows together (examples: {counts['validation']}); below is the test split ({counts['test']}), needles by "
         f"protocol {summary['protocol']}. Accuracies in %, with 95 % bootstrap intervals over seeds and pictures; "
         "differences in points, paired by seed and example, with 95 % intervals of Student's t over seeds and "
         f"pictures. {rules.VERDICTS}",
-        "## Table 1: accuracy at each row's rate",
-        accuracy_table(summary),
-        "## Table 2: minus plain LoRA with at least as many parameters",
-        difference_table(summary, "difference", "control"),
+        *engine.sections(
+            ("Table 1: accuracy at each row's rate", accuracy_table(summary)),
+            ("Table 2: minus plain LoRA with at least as many parameters", difference_table(summary)),
+            ("Table 3: minus plain LoRA trained as long", difference_table(summary, "difference_timed", "timed")),
+            ("Table 4: as Table 2, all rows at one rate", difference_table(summary, "difference_common")),
+            ("Noise dose: 4×4 needle by the number of distractors, %", dose_table(summary)),
+            ("Range of the measures", range_table(summary)),
+            ("Predictions", prediction_table(summary["predictions"])),
+        ),
     ]
-    for title, key, control in (
-        ("Table 3: minus plain LoRA trained as long", "difference_timed", "timed"),
-        ("Table 4: as Table 2, all rows at one rate", "difference_common", "control"),
-    ):
-        if table := difference_table(summary, key, control):
-            blocks += [f"## {title}", table]
-    for title, table in (
-        ("Noise dose: 4×4 needle by the number of distractors, %", dose_table(summary)),
-        ("Range of the measures", range_table(summary)),
-        ("Predictions", prediction_table(summary["predictions"])),
-    ):
-        blocks += [f"## {title}", table] if table else []
     if any(one["by_place"] for one in summary["measures"]):
         blocks += ["## Figure 2: needle by place", "![accuracy by place](figure2.png)"]
     title = f"Comparison: base {summary['base']}, data {summary['data']}"
@@ -257,19 +258,12 @@ def to_markdown(summary: dict) -> str:
 
 def conclusions(summary: dict) -> list[str]:
     """The verdicts in words, and what limits them."""
-    titles = {one["name"]: one["title"] for one in summary["measures"]} | {OVERALL: "the mean of those in range"}
+    titles = {one["name"]: one["title"] for one in summary["measures"]}
+    titles |= {OVERALL: "the mean of those in range", DOSE: "the slope over distractors"}
     sentences = []
     for row in summary["rows"]:
         if "difference" in row:
-            parts: dict[str, list[str]] = {}
-            for name, one in row["difference"].items():
-                about = "the slope over distractors" if name == DOSE else titles[name]
-                if one["verdict"] in ("better", "worse"):
-                    about += f" ({one['mean']:+.1f})"
-                elif one["verdict"] == "undecided":
-                    about += f" (±{one['visible']:.1f} would have been seen)"
-                parts.setdefault(one["verdict"], []).append(about)
-            words = "; ".join(f"{verdict} in {', '.join(of_verdict)}" for verdict, of_verdict in parts.items())
+            words = rules.in_words({titles[name]: one for name, one in row["difference"].items()})
             sentences.append(
                 f"{row['name']} ({row['trainable']:,} parameters) against {row['control']} "
                 f"({row['control_trainable']:,}): {words}."
@@ -307,10 +301,8 @@ def draw(summary: dict) -> dict[str, list[Image.Image]]:
     by the accuracy that is drawn would be biased.
     """
     rows, pictures = {row["name"]: row for row in summary["rows"]}, {}
-    measures, placed = (
-        [m for m in summary["measures"] if m["name"] != DOSE],
-        [m for m in summary["measures"] if m["by_place"]],
-    )
+    measures = [m for m in summary["measures"] if m["name"] != DOSE]
+    placed = [m for m in summary["measures"] if m["by_place"]]
     others = [row for row in rows.values() if "control" in row]
     shown = [row for row in rows.values() if "control" not in row and not row["is_control"]]
     if others:

@@ -7,7 +7,6 @@ from eval.needle import PROTOCOLS
 from model.common import UserError
 from train.flags import flag
 from train.recipes import RECIPES
-from train.studies import rules
 from train.studies.cells import (
     FineTuningRow,
     NeedleOptions,
@@ -16,7 +15,7 @@ from train.studies.cells import (
     open_base,
     without,
 )
-from train.studies.engine import PlannedOptions, StudyOptions, read_rates
+from train.studies.engine import SeededOptions, read_rates
 from train.studies.rules import Prediction
 
 SAMPLES = 3_200  # of a run on the embedded scenes
@@ -72,7 +71,7 @@ NAMES = "; ".join(f"{group}: {', '.join(row.name for row in rows)}" for group, r
 
 
 @dataclass(frozen=True)
-class AttentionOptions(NeedleOptions, PlannedOptions, StudyOptions):
+class AttentionOptions(NeedleOptions, SeededOptions):
     """The flags of the attention study, besides those of `train.finetune`."""
 
     rows: str = flag(
@@ -81,17 +80,12 @@ class AttentionOptions(NeedleOptions, PlannedOptions, StudyOptions):
         "qmamba, text, scratch",
         metavar="NAME,…",
     )
-    seeds: int = flag(rules.LEAST_SEEDS, "runs of a row, at least", least=1, metavar="N")
-    most_seeds: int = flag(
-        rules.MOST_SEEDS, "runs of a row whose main difference is not yet known to ±3 points", least=1
-    )
     rates: tuple[float, ...] | None = flag(
         None,
         "peak learning rates to try first (default: the first row's own, its double and fourfold)",
         type=read_rates,
         metavar="A,B,…",
     )
-    grow: bool = flag(True, "try more rates until the best of every row is inside the grid")
     rungs: str = flag("", "difficulties on the embedded scenes, as n2o2,n4o1 (default: chosen by the control's score)")
     timed: bool = flag(True, "on the embedded scenes: a second control that trains as long as its row")
     positive: bool = flag(True, "the positive control, a minute")

@@ -41,7 +41,7 @@ class RowResult:
     timed: "RowResult | None" = None
     is_at_edge: bool = False  # its best rate is the lowest or the highest tried
     is_control: bool = False  # and not one of the rows that were asked for
-    cells: list[dict] = field(default_factory=list)  # all, those of other rates first
+    cells: list[dict] = field(default_factory=list)  # all, those of the validation split first
 
     @property
     def seeds(self) -> int:
@@ -106,14 +106,11 @@ def tune(
             for rate in grid
             for result in results
         ]
-        found: dict[str, dict[float, list[dict]]] = {name: {rate: [] for rate in grid} for name in by_name}
-        for (row, rate, *_), cell in zip(names, run_cells(study, names), strict=True):
-            found[row.name][rate].append(cell)
-        for name, of_row in found.items():
-            by_name[name].cells = [cell for cells in of_row.values() for cell in cells]
-            by_name[name].validation = {
-                rate: float(np.mean([mean_score(cell) for cell in cells])) for rate, cells in of_row.items()
-            }
+        cells = run_cells(study, names)
+        found = rules.mean_scores([(row.name, rate) for row, rate, *_ in names], map(mean_score, cells))
+        for name, result in by_name.items():
+            result.validation = found[name]
+            result.cells = [cell for (row, *_), cell in zip(names, cells, strict=True) if row.name == name]
         plain = [result for result in results if not result.row.needs_control(result.settings)]
         shared = {rate: float(np.mean([result.validation[rate] for result in plain])) for rate in grid} if plain else {}
         return {name: shared if one in plain else one.validation for name, one in by_name.items()}
@@ -162,18 +159,20 @@ def add_controls(study: FineTuningStudy, results: list[RowResult], rate: float) 
 def add_timed_controls(study: FineTuningStudy, results: list[RowResult]) -> None:
     """Give each row a control that trains as long: its control, at its rate, on more samples."""
     for result in [one for one in results if one.control]:
-        control = result.control
-        ratio = round(step_ratio(study, result), 1)
-        result.timed = control
-        if ratio > 1:
-            samples = round(control.settings.samples * ratio)
-            row = replace(control.row, name=f"{control.row.name}, {ratio} × steps")
-            row = replace(row, changes=row.changes | {"samples": samples})
-            result.timed = next((one for one in results if one.row.name == row.name), None)
-            if result.timed is None:
-                settings = replace(control.settings, samples=samples)
-                result.timed = RowResult(row, settings, control.trainable, is_control=True)
-                results.append(result.timed)
+        result.timed = add_timed_control(result.control, round(step_ratio(study, result), 1), results)
+
+
+def add_timed_control(control: RowResult, ratio: float, results: list[RowResult]) -> RowResult:
+    """A control that trains `ratio` times as long, one of `results`; the control itself if that is no longer."""
+    if ratio <= 1:
+        return control
+    samples = {"samples": round(control.settings.samples * ratio)}
+    row = replace(control.row, name=f"{control.row.name}, {ratio} × steps", changes=control.row.changes | samples)
+    timed = next((one for one in results if one.row.name == row.name), None)
+    if timed is None:
+        timed = RowResult(row, replace(control.settings, **samples), control.trainable, is_control=True)
+        results.append(timed)
+    return timed
 
 
 def paired_ratio(steps: Sequence[tuple[Callable[[], torch.Tensor], torch.optim.Optimizer]], rounds: int = 12) -> float:

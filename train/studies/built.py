@@ -108,10 +108,7 @@ def find(out: Path, processes: int = 1) -> dict:
 
     def score(rates) -> dict[str, dict[float, float]]:
         names = [(kind, rate, seed) for kind in kinds for rate in rates for seed in range(rules.TUNING_SEEDS)]
-        found: dict[str, dict[float, float]] = {kind: dict.fromkeys(rates, 0.0) for kind in kinds}
-        for (kind, rate, _), cell in zip(names, runs(names), strict=True):
-            found[kind][rate] += float(np.mean(cell["validation"])) / rules.TUNING_SEEDS
-        return found
+        return rules.mean_scores(names, (np.mean(cell["validation"]) for cell in runs(names)))
 
     validation = rules.bracket(RATES, score)
     rates = {kind: rules.best_rate(tried) for kind, tried in validation.items()}

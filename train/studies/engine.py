@@ -42,6 +42,7 @@ from train.flags import flag, read_flags
 from train.optim import count, trainable
 from train.origin import FREE, provenance
 from train.signals import Interrupted, catch_signals, same_command_goes_on
+from train.studies import rules
 from weights.checkpoint import empty_model
 
 OUT_HELP = "folder of results and cells; what it holds is not done again"
@@ -83,6 +84,17 @@ class PlannedOptions(QuickOptions):
     def __post_init__(self):
         if self.quick and self.full:
             raise UserError("--quick and --full exclude each other: give one")
+
+
+@dataclass(frozen=True)
+class SeededOptions(PlannedOptions, StudyOptions):
+    """The flags of a study that chooses the seeds and the rate of each row by these rules."""
+
+    seeds: int = flag(rules.LEAST_SEEDS, "runs of a row, at least", least=1, metavar="N")
+    most_seeds: int = flag(
+        rules.MOST_SEEDS, "runs of a row whose main difference is not yet known to ±3 points", least=1
+    )
+    grow: bool = flag(True, "try more rates until the best of every row is inside the grid")
 
 
 Options = TypeVar("Options", bound=ScaledOptions)
@@ -343,6 +355,11 @@ def compose(
     if published:
         paragraphs += ["## The paper's experiments", "\n".join(markdown_table(["published", "here"], published))]
     return "\n\n".join([f"# {title}", *paragraphs, *end]) + "\n"
+
+
+def sections(*parts: tuple[str, Sequence[str]]) -> list[str | Sequence[str]]:
+    """The blocks of tables with their titles; without those that are empty."""
+    return [block for title, table in parts if table for block in (f"## {title}", table)]
 
 
 def made_by(summary: Mapping) -> str:

@@ -10,8 +10,10 @@
 What a control and a positive control are, is the study's own; `train/studies/attention.py` has both.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from eval.statistics import Estimate, holm
 
@@ -67,6 +69,14 @@ def choose_rungs(
         title: {"chosen": choose_rung(ladder, scores, chances), "pilot": {rung: scores[rung] for rung in ladder}}
         for title, ladder in ladders.items()
     }
+
+
+def mean_scores(names: Iterable[tuple], values: Iterable[float]) -> Scores:
+    """The mean of values by row and rate, with which each of `names` begins; a seed may follow."""
+    found: dict[str, dict[float, list[float]]] = {}
+    for (row, rate, *_), value in zip(names, values, strict=True):
+        found.setdefault(row, {}).setdefault(rate, []).append(value)
+    return {row: {rate: float(np.mean(of_rate)) for rate, of_rate in of_row.items()} for row, of_row in found.items()}
 
 
 def best_rate(validation: Mapping[float, float], margin: float = TIE) -> float:
@@ -136,6 +146,18 @@ def judge(
         visible = one.visible(len(differences))
         found[name] = {"p": p, "p_equivalent": p_equivalent, "visible": visible, "verdict": verdict}
     return found
+
+
+def in_words(judged: Mapping[str, Mapping], sizes: bool = True) -> str:
+    """Judged differences by verdict, such as "worse in VQA (-3.2); undecided in 2×2 (±4.0 would have been seen)"."""
+    parts: dict[str, list[str]] = {}
+    for about, one in judged.items():
+        if one["verdict"] == "undecided":
+            about += f" (±{one['visible']:.1f} would have been seen)"
+        elif sizes and one["verdict"] in ("better", "worse"):
+            about += f" ({one['mean']:+.1f})"
+        parts.setdefault(one["verdict"], []).append(about)
+    return "; ".join(f"{verdict} in {', '.join(of_verdict)}" for verdict, of_verdict in parts.items())
 
 
 def limits(seeds: int, edges: Sequence[str]) -> list[str]:

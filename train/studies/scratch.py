@@ -46,7 +46,15 @@ from train.settings import Settings
 from train.studies import engine, rules
 from train.studies.attention_data import make_measures
 from train.studies.attention_maps import ask, measure_layers
-from train.studies.attention_runs import RowResult, collect, paired_ratio, test, test_common_rate, tune
+from train.studies.attention_runs import (
+    RowResult,
+    add_timed_control,
+    collect,
+    paired_ratio,
+    test,
+    test_common_rate,
+    tune,
+)
 from train.studies.cells import (
     FACTS,
     CellName,
@@ -58,7 +66,7 @@ from train.studies.cells import (
     run_cells,
 )
 from train.studies.encoded import EncodedOrder, EncodedRecords, encode, encoded_loss, projected
-from train.studies.engine import PlannedOptions, StudyOptions, read_rates
+from train.studies.engine import SeededOptions, read_rates
 from train.studies.rules import Prediction
 from train.studies.scratch_report import LOOKED_AT, LOOKS, draw, summarize, to_markdown
 from train.supervised import row_losses
@@ -84,12 +92,10 @@ QUICK = {"samples": 7_200, "rates": (0.01,), "limit": 192, "grow": False}
 
 
 @dataclass(frozen=True)
-class ScratchOptions(PlannedOptions, StudyOptions):
+class ScratchOptions(SeededOptions):
     """The flags of this study."""
 
     out: Path = flag(Path("runs/compare-scratch"), engine.OUT_HELP, metavar="DIR")
-    seeds: int = flag(rules.LEAST_SEEDS, "runs of a row, at least", least=1, metavar="N")
-    most_seeds: int = flag(rules.MOST_SEEDS, "of a row whose main difference is not yet known to ±3 points", least=1)
     samples: int = flag(SAMPLES, "of pretraining; half as many of tuning", least=1, metavar="N")
     rates: tuple[float, ...] = flag(
         (0.005, 0.01, 0.02),
@@ -97,7 +103,6 @@ class ScratchOptions(PlannedOptions, StudyOptions):
         type=read_rates,
         metavar="A,B,…",
     )
-    grow: bool = flag(True, "try more rates until the best of every row is inside the grid")
     limit: int = flag(384, "VQA questions of the test split; half as many of each other kind", least=1, metavar="N")
     protocol: str = flag("constrained", "of the needle tests, as in the attention study", choices=PROTOCOLS[:2])
 
@@ -244,7 +249,9 @@ def open_for(options: ScratchOptions, rungs: tuple[str, ...] = ()) -> FineTuning
     measures = {"validation": make_measures(base, "validation", max(1, options.limit // 2), options, every)}
     if rungs:
         measures["test"] = make_measures(base, "test", options.limit, options, rungs)
-    study = FineTuningStudy(base, options.out, ALONE, Processor.from_source(EMBEDDED), "nothing", measures)
+    study = FineTuningStudy(
+        base, options.out, ALONE, Processor.from_source(EMBEDDED), "nothing", measures, options.protocol
+    )
     if options.processes == 1:
         return study
 
@@ -278,12 +285,7 @@ def compare(options: ScratchOptions) -> tuple[FineTuningStudy, list[RowResult], 
         results = results[:2]
     else:
         others[1].settings = replace(others[1].settings, lr=plain.settings.lr)
-        if (ratio := step_ratio(study, others[0])) > 1:
-            row = replace(
-                plain.row, name=f"plain, {ratio} × steps", changes={"samples": round(ratio * options.samples)}
-            )
-            others[0].timed = RowResult(row, replace(plain.settings, **row.changes), is_control=True)
-            results.append(others[0].timed)
+        others[0].timed = add_timed_control(plain, step_ratio(study, others[0]), results)
     test(study, results, options)
     test_common_rate(study, results, options)
     for one in results:

@@ -11,20 +11,19 @@ from PIL import Image
 from eval import figures
 from eval.report import markdown_table
 from eval.statistics import estimate
-from train.studies import engine, rules
+from train.studies import attention_report, engine, rules
 from train.studies.attention_report import (
     accuracy_table,
-    add_differences,
     conclusions,
+    counts_of,
     difference_table,
     dose_table,
     judged,
     prediction_table,
     range_table,
-    summarize_row,
 )
 from train.studies.attention_runs import RowResult
-from train.studies.cells import VERSION, FineTuningStudy
+from train.studies.cells import FineTuningStudy
 
 Curves = Mapping[str, Sequence[Mapping[str, Mapping[str, list]]]]  # by row, of each seed, by phase
 Shares = Mapping[str, Sequence[Mapping[str, list[dict[str, float]]]]]  # by row, of each seed, by kind of needle
@@ -44,24 +43,9 @@ def summarize(
 ) -> dict:
     """comparison.json. Accuracies are in percent. of_rows: `Curves` and `Shares` of each row."""
     attention = summarize_shares({row: shares for row, (_, shares) in of_rows.items()})
-    measures = study.measures["test"]
-    rows = [summarize_row(result, measures) for result in results]
-    add_differences(rows, results, measures)
-    found = {row["name"]: {m: one["verdict"] for m, one in row.get("difference", {}).items()} for row in rows}
-    for row, by_look in attention["difference"].items():
-        found[row] |= {name: one["verdict"] for name, one in by_look.items()}
-    return {
-        "version": VERSION,
-        "seeds": list(range(max(result.seeds for result in results))),
-        "samples": study.base.samples,
-        "measures": [{"name": m.name, "title": m.title, "chance": m.chance} for m in measures],
-        "examples": {split: {m.name: len(m.examples) for m in of_split} for split, of_split in study.measures.items()},
-        "rows": rows,
-        "edges": [one.row.name for one in results if one.is_at_edge],
-        "predictions": rules.check(predictions, found),
-        "curves": summarize_curves({row: curves for row, (curves, _) in of_rows.items()}),
-        "attention": attention,
-    }
+    curves = summarize_curves({row: curves for row, (curves, _) in of_rows.items()})
+    summary = attention_report.summarize(study, results, predictions, attention["difference"])
+    return summary | {"curves": curves, "attention": attention}
 
 
 def summarize_shares(shares: Shares) -> dict[str, dict]:
@@ -144,37 +128,30 @@ def lambda_table(curves: Mapping[str, dict]) -> list[str]:
 
 def to_markdown(summary: dict) -> str:
     """comparison.md."""
-    counts = {
-        split: ", ".join(f"{n:,} of {name}" for name, n in of_split.items())
-        for split, of_split in summary["examples"].items()
-    }
-    plain = summary["rows"][0]["name"]
+    counts, samples, plain = counts_of(summary), summary["settings"]["samples"], summary["rows"][0]["name"]
     blocks = [
-        f"{summary['samples']:,} questions of pretraining and half as many of tuning a run, of random weights; rows of "
+        f"{samples:,} questions of pretraining and half as many of tuning a run, of random weights; rows of "
         f"a seed begin with the same weights and learn the same questions in the same order. Rates by the mean of up "
         f"to {rules.TUNING_SEEDS} seeds on the validation split ({counts['validation']}); below is the test split "
         f"({counts['test']}). Accuracies in %, with 95 % bootstrap intervals over seeds and pictures; differences in "
         f"points, paired by seed and example, with 95 % intervals of Student's t. {rules.VERDICTS}",
-        "## Table 1: accuracy after tuning, at each row's rate",
-        accuracy_table(summary),
-        "## Table 2: minus plain, of as many parameters",
-        difference_table(summary, "difference", "control"),
-    ]
-    for title, table in (
-        ("Table 3: minus plain, trained as long", difference_table(summary, "difference_timed", "timed")),
-        ("Table 4: as Table 2, all rows at one rate", difference_table(summary, "difference_common", "control")),
-        ("4×4 needle by the number of distractors, %; more than 3 were never trained on", dose_table(summary)),
-        (
-            "Attention on the needle and on all distractors (less is better), mean over layers",
-            share_table(summary["attention"]),
+        *engine.sections(
+            ("Table 1: accuracy after tuning, at each row's rate", accuracy_table(summary)),
+            ("Table 2: minus plain, of as many parameters", difference_table(summary)),
+            ("Table 3: minus plain, trained as long", difference_table(summary, "difference_timed", "timed")),
+            ("Table 4: as Table 2, all rows at one rate", difference_table(summary, "difference_common")),
+            ("4×4 needle by the number of distractors, %; more than 3 were never trained on", dose_table(summary)),
+            (
+                "Attention on the needle and on all distractors (less is better), mean over layers",
+                share_table(summary["attention"]),
+            ),
+            ("Loss of held-out questions, nats a token", curve_table(summary["curves"], plain)),
+            ("λ by layer", lambda_table(summary["curves"])),
+            ("Range of the measures", range_table(summary)),
+            ("Predictions", prediction_table(summary["predictions"])),
         ),
-        ("Loss of held-out questions, nats a token", curve_table(summary["curves"], plain)),
-        ("λ by layer", lambda_table(summary["curves"])),
-        ("Range of the measures", range_table(summary)),
-        ("Predictions", prediction_table(summary["predictions"])),
-    ):
-        blocks += [f"## {title}", table] if table else []
-    blocks.append("![loss](curves.png)")
+        "![loss](curves.png)",
+    ]
     words = [*conclusions(summary), CLAIM]
     return engine.compose("A base with differential attention, from nothing", *blocks, conclusions=words)
 

@@ -229,10 +229,8 @@ class Runs:
 
         def score(rates: Sequence[float]) -> rules.Scores:
             wanted = [(*row, rate, seed, options.search) for seed in seeds for rate in rates for row in self.rows]
-            found: dict[str, dict[float, float]] = {name_of(row): dict.fromkeys(rates, 0.0) for row in self.rows}
-            for (kind, size, rate, *_), cell in zip(wanted, self.cells(wanted, limit), strict=True):
-                found[name_of((kind, size))][rate] -= cell["loss"] / len(seeds)
-            return found
+            names = [(name_of((kind, size)), rate) for kind, size, rate, *_ in wanted]
+            return rules.mean_scores(names, (-cell["loss"] for cell in self.cells(wanted, limit)))
 
         if len(options.rates) == 1:
             return {name_of(row): {options.rates[0]: 0.0} for row in self.rows}

@@ -152,7 +152,7 @@ def fit_share(points: Sequence[dict], axis: str, resamples: int = 4000) -> tuple
     the loss over their logarithm, each with its bootstrap interval over runs and documents.
 
     Both losses are taken as lines over the logarithm, with a common slope b: a gap g between them is worth a factor of
-    exp(−g/b). The share is NaN where the slope is not below 0.
+    exp(−g/b); where the slope is not below 0, no factor is enough.
     """
     x = np.log([position(point, axis) for point in points])
     runs = min(len(of_kind) for point in points for of_kind in point["losses"].values())
@@ -169,7 +169,7 @@ def fit_share(points: Sequence[dict], axis: str, resamples: int = 4000) -> tuple
     slope = means.mean(axis=2) @ (x - x.mean()) / np.square(x - x.mean()).sum()
     gap = (means[:, :, 1] - means[:, :, 0]).mean(axis=1)
     with np.errstate(all="ignore"):
-        share = np.where(slope < -1e-9, np.exp(-gap / slope), np.nan)
+        share = np.where(slope < -1e-9, np.exp(-gap / slope), np.where(gap > 0, np.inf, 0.0))
     return tuple(Interval(float(one[0]), *np.quantile(one[1:], (0.025, 0.975)).tolist()) for one in (share, slope))
 
 
@@ -212,12 +212,7 @@ def conclusions(summary: dict) -> list[str]:
     """The verdicts in words, and what limits them."""
     sentences = []
     for size, of_size in summary["judged"].items():
-        parts: dict[str, list[str]] = {}
-        for name, one in of_size.items():
-            seen = f" (±{one['visible']:.1f} would have been seen)" if one["verdict"] == "undecided" else ""
-            parts.setdefault(one["verdict"], []).append(name + seen)
-        words = "; ".join(f"{verdict} in {', '.join(names)}" for verdict, names in parts.items())
-        sentences.append(f"differential against plain, {size}: {words}.")
+        sentences.append(f"differential against plain, {size}: {rules.in_words(of_size, sizes=False)}.")
     sentences += rules.limits(summary["least_seeds"], summary["edges"])
     axes = scaling_axes(summary)
     return [*sentences, *(equal_loss(scaling_points(summary, axis), axis) for axis in axes)]

@@ -10,6 +10,7 @@ import numpy as np
 from eval.statistics import Estimate, estimate
 from eval.text.measures import Scores, chance, context_bins
 from train.studies import engine, rules
+from train.studies.attention_report import by_label
 from train.studies.rules import Prediction
 from train.studies.text_report import KINDS, MAIN
 
@@ -26,10 +27,7 @@ PREDICTIONS = (
 
 def climb(scores: Scores) -> dict[str, float]:
     """Percent right by difficulty."""
-    by: dict[str, list[float]] = {}
-    for label, value in zip(scores.labels, scores.values, strict=True):
-        by.setdefault(str(label), []).append(100 * value)
-    return {label: float(np.mean(values)) for label, values in by.items()}
+    return by_label(100 * np.array([scores.values]), scores.labels)
 
 
 def choose_rungs(plain: Sequence[dict]) -> dict[str, dict]:

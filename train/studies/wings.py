@@ -35,7 +35,7 @@ from train.embedded import text as text_base
 from train.flags import flag
 from train.studies import engine
 from train.studies.engine import QuickOptions, ScaledOptions, describe, difference
-from train.studies.rules import Prediction, best_rate, check
+from train.studies.rules import Prediction, best_rate, check, mean_scores
 from train.studies.wings_front import compare_at_levels, judge_levels, pictures_of
 from train.studies.wings_report import draw, to_markdown
 from train.studies.wings_runs import (
@@ -118,15 +118,13 @@ class Cells:
         self.study = WingsStudy(options.out, options.scale, options.limit, fingerprint, processor, base, plan)
 
     def finish(self, title: str, parts: tuple, work: Callable[[Path], dict]) -> tuple[tuple, dict, Path]:
-        """`parts`, which decide a cell, its result, and the folder of its model."""
-        result, folder = self.study.finish(title, parts, work)
-        return parts, result, folder / "model"
+        """`parts`, which decide a cell, its result, and its folder."""
+        return parts, *self.study.finish(title, parts, work)
 
     def pictures(self) -> tuple[tuple, dict, Path]:
         """Those of training, encoded."""
         parts = ("pictures", VERSION, self.study.fingerprint, self.study.steps, ROWS_A_STEP)
-        parts, result, model = self.finish("the training pictures", parts, partial(encode_training, self.study))
-        return parts, result, model.parent
+        return self.finish("the training pictures", parts, partial(encode_training, self.study))
 
     def text(self, seed: int) -> tuple[tuple, dict, Path]:
         study, seed = self.study, self.decoder(seed)
@@ -139,16 +137,16 @@ class Cells:
 
     def first(self, learners: bool, seed: int) -> tuple[tuple, dict, Path]:
         """The first stage."""
-        study, (parts, _, base), pictures = self.study, self.text(seed), self.pictures()[2]
+        study, (parts, _, text), pictures = self.study, self.text(seed), self.pictures()[2]
         parts += (seed, learners, study.plan.steps, ROWS_A_STEP, FIRST_RATE, RANK, QUESTION)
         title = f"stage 1 {'with' if learners else 'without'} learners, seed {seed}"
-        return self.finish(title, parts, partial(first_stage, study, learners, base, pictures, seed))
+        return self.finish(title, parts, partial(first_stage, study, learners, text / "model", pictures, seed))
 
     def tuned(self, name: str, rate: float, seed: int, text: float) -> tuple[tuple, dict, Path]:
         """The second stage of a row, with a share of text."""
         parts, _, start = self.first(ROWS[name].learners, seed)
         parts += (name, rate, text, FACTOR, self.study.plan.checkpoints)
-        work = partial(second_stage, self.study, name, rate, text, start, self.pictures()[2], seed)
+        work = partial(second_stage, self.study, name, rate, text, start / "model", self.pictures()[2], seed)
         return self.finish(f"{arm_title(name, text)}, rate {rate:g}, seed {seed}", parts, work)
 
     def get(self, kind: str, *arguments) -> dict:
@@ -191,11 +189,8 @@ def collect(options: WingsOptions, cells: Cells, processes: int) -> WingsResults
 
 def validation(runs: Mapping[tuple[str, float, int, float], dict], name: str) -> dict[float, float]:
     """Percent of the validation pictures, mean over seeds, by the rates that were tried for a row."""
-    found: dict[float, list[float]] = {}
-    for (row, rate, _, share), cell in runs.items():
-        if (row, share) == (name, 0.0):
-            found.setdefault(rate, []).append(cell["validation"])
-    return {rate: float(np.mean(of_rate)) for rate, of_rate in found.items()}
+    own = {place: cell for place, cell in runs.items() if (place[0], place[-1]) == (name, 0.0)}
+    return mean_scores(own, (cell["validation"] for cell in own.values()))[name]
 
 
 def arm_title(name: str, share: float) -> str:
