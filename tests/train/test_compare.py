@@ -352,6 +352,21 @@ def test_a_diverged_run_scores_nothing_and_is_named(processor, tmp_path, monkeyp
     )
 
 
+def test_a_row_that_diverges_at_the_first_rate_has_a_control(processor, tmp_path, monkeypatch):
+    """Breaks when such a row silently gets no control, and so no verdict."""
+
+    def train(records, model, optimizer, processor, settings, *rest):
+        if settings.attention == "dex" and settings.lr < 2e-3:
+            raise Diverged("step 7: the loss is nan")
+        return PROGRESS
+
+    monkeypatch.setattr("train.studies.cells.train_on", train)
+    results = [RowResult(ROWS["dex"], cell_settings(study := fake_study(tmp_path, processor), ROWS["dex"], 1e-3, 0))]
+    attention_runs.add_controls(study, results, 1e-3)
+    assert [one.row.name for one in results] == ["dex", "LoRA r18"] and results[0].control is results[1]
+    assert results[0].trainable == 188_420
+
+
 @pytest.mark.long
 def test_a_row_may_run_itself(processor, tmp_path, trainings):
     """Breaks when a later experiment cannot bring its own training, or then gets no control."""

@@ -326,6 +326,17 @@ def test_the_interval_of_a_share_knows_the_slope():
     """Breaks when the share's interval takes the slope of the loss as known."""
     points = scaling(-0.1, 0.2)
     assert fit_share(points, "parameters")[0] == pytest.approx((2**-0.5,) * 3)
+    for number, point in enumerate(points):  # how fast the loss falls differs by document
+        point["losses"] = {
+            kind: (np.array(own) + number * np.array([0.1, -0.1])).tolist() for kind, own in point["losses"].items()
+        }
+    share, slope = fit_share(points, "parameters")
+    assert share.mean == pytest.approx(2**-0.5) and share.low < 0.67 and slope.low < slope.mean < slope.high < 0
+
+
+def test_a_share_has_an_interval_where_a_few_samples_have_no_slope():
+    """Breaks when an interval is no number since in a few samples of the runs the loss does not fall."""
+    points = scaling(-0.1, 0.2)
     # five runs fall by 1, 1, 1, 1 and rise by 0.6: in 0.7 % of the samples, four times the last, the loss rises
     falls = np.array([[1.0], [1.0], [1.0], [1.0], [-0.6]]) * math.log(2)
     for step, point in enumerate(points):
@@ -334,12 +345,6 @@ def test_the_interval_of_a_share_knows_the_slope():
     share, slope = fit_share(points, "parameters")
     assert slope.high == pytest.approx(-0.04) and share.high == pytest.approx(math.exp(0.01 / 0.04))
     assert "takes 101 % [101, 128] of plain" in equal_loss(points, "parameters")
-    for number, point in enumerate(points):  # how fast the loss falls differs by document
-        point["losses"] = {
-            kind: (np.array(own) + number * np.array([0.1, -0.1])).tolist() for kind, own in point["losses"].items()
-        }
-    share, slope = fit_share(points, "parameters")
-    assert share.mean == pytest.approx(2**-0.5) and share.low < 0.67 and slope.low < slope.mean < slope.high < 0
 
 
 def test_a_plan_trains_nothing(text_folder, tmp_path, monkeypatch, capsys):

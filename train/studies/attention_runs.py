@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from eval.statistics import Estimate, estimate, slope_scores
+from train.optim import count, trainable
 from train.settings import Settings
 from train.studies import engine, rules
 from train.studies.attention_data import DOSE, Measure, training_records
@@ -143,6 +144,9 @@ def add_controls(study: FineTuningStudy, results: list[RowResult], rate: float) 
     cells = run_cells(study, [(r.row, rate, 0, "validation") for r in trained])
     for result, cell in zip(trained, cells, strict=True):
         result.cells, result.trainable = [cell], cell["trainable"] or 0
+        if cell["diverged"]:  # it has a control all the same
+            settings = cell_settings(study, result.row, rate, 0)
+            result.trainable = count(trainable(open_model(settings, study.world.device)[0]).values())
     for result in [one for one in trained if one.trainable and one.row.needs_control(one.settings)]:
         control = make_control(study, result)
         own = replace(study.base, **control.changes)

@@ -138,6 +138,12 @@ USED: set[Path] = set()  # the folders of all cells that a study has finished or
 REPORTED = [0.0]  # the CPU seconds of this process that results, or files of what was interrupted, account for
 
 
+def cpu_time() -> float:
+    """The CPU seconds of this process, and of those that it has started and that have ended, such as `--workers`."""
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
+
+
 def finish_cell(
     file: Path, title: str, work: Callable[[Path], dict], spell_result: Callable[[dict], str] | None = None
 ) -> dict:
@@ -150,10 +156,10 @@ def finish_cell(
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         spent = file.with_suffix(".seconds")
-        before, started = float(spent.read_text()) if spent.exists() else 0.0, time.process_time() - REPORTED[0]
+        before, started = float(spent.read_text()) if spent.exists() else 0.0, cpu_time() - REPORTED[0]
 
         def seconds() -> float:
-            own = time.process_time() - REPORTED[0] - started
+            own = cpu_time() - REPORTED[0] - started
             REPORTED[0] += own
             return before + own
 

@@ -170,7 +170,7 @@ def fit_share(points: Sequence[dict], axis: str, resamples: int = 4000) -> tuple
     gap = (means[:, :, 1] - means[:, :, 0]).mean(axis=1)
     with np.errstate(all="ignore"):
         share = np.where(slope < -1e-9, np.exp(-gap / slope), np.where(gap > 0, np.inf, 0.0))
-    return tuple(Interval(float(one[0]), *np.quantile(one[1:], (0.025, 0.975)).tolist()) for one in (share, slope))
+        return tuple(Interval(float(one[0]), *np.quantile(one[1:], (0.025, 0.975)).tolist()) for one in (share, slope))
 
 
 def equal_loss(points: Sequence[dict], axis: str) -> str:
