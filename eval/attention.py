@@ -12,25 +12,26 @@ to 1, so the LAWS of all groups add up to the number of queries. The picture com
 the picture and the text after it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import sqrt
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
 
 from eval import figures
 from eval.command import Report, add_flag, add_json_flag, command_parser, print_report
+from eval.explore.record import answer
 from eval.overlay import Panel, full_color, sheet
 from eval.session import add_model_flags, model_of, open_model, open_plain, out_folder
 from model.attention import Attention, attention_modules, tapped
 from model.common import UserError, quoted, run_command
-from model.generate import NonFiniteError, check_finite, generate
+from model.generate import check_finite
 from model.images import load_image
 from model.paligemma import PaliGemma
-from model.processor import Processor
+from model.text import TextModel
 
 
 class Look(NamedTuple):
@@ -41,20 +42,31 @@ class Look(NamedTuple):
 
 
 @torch.no_grad()
-def look(model: PaliGemma, name: str, **batch) -> list[list[Look]]:
-    """The one or two maps of each decoder layer, A₁ first, in a forward pass of one row; `batch` are the model's
-    arguments. Each map is reduced at once: complete maps of a long prompt would fill the memory. Raises NonFiniteError,
-    which `name`s the question."""
+def decoder_maps(model: PaliGemma | TextModel, reduce: Callable[[torch.Tensor], Any], name: str, **batch) -> list[list]:
+    """What `reduce` makes of the one or two maps (B, N, Sq, Sk) of each decoder layer, A₁ first, in a forward pass.
+
+    batch: the model's arguments. Each map is reduced at once: complete maps of a long prompt would fill the memory.
+    Raises NonFiniteError, which `name`s the question.
+    """
     layers = [m for path, m in attention_modules(model).items() if path.startswith("language_model.")]
-    found: dict[Attention, list[Look]] = {layer: [] for layer in layers}
+    found: dict[Attention, list] = {layer: [] for layer in layers}
 
-    def reduce(maps: list[Look], weights: torch.Tensor) -> None:
-        mean = weights[0].float().mean(0)  # (Sq, Sk)
-        maps.append(Look(mean.sum(0).cpu(), mean[-1].cpu()))
+    def tap(maps: list, weights: torch.Tensor) -> None:
+        maps.append(reduce(weights))
 
-    with tapped({layer: partial(reduce, maps) for layer, maps in found.items()}):
+    with tapped({layer: partial(tap, maps) for layer, maps in found.items()}):
         check_finite(model(**batch, positions_to_keep=1), name)
     return list(found.values())
+
+
+def look(model: PaliGemma, name: str, **batch) -> list[list[Look]]:
+    """The maps of each decoder layer, see `decoder_maps`; `batch` is of one row."""
+
+    def reduce(weights: torch.Tensor) -> Look:
+        mean = weights[0].float().mean(0)  # (Sq, Sk)
+        return Look(mean.sum(0).cpu(), mean[-1].cpu())
+
+    return decoder_maps(model, reduce, name, **batch)
 
 
 def laws(maps: Sequence[Look], is_picture: torch.Tensor) -> list[tuple[float, float]]:
@@ -96,29 +108,6 @@ def spread(layers: int, most: int = 4) -> list[int]:
     return sorted({round(1 + (layers - 1) * step / max(1, most - 1)) for step in range(most)})
 
 
-def answer(
-    model: PaliGemma, processor: Processor, image: Image.Image, prompt: str, token: int
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The ids of the greedy answer, and the model's inputs up to the position that decides its token number `token`.
-
-    Raises UserError for a number that the answer does not have.
-    """
-    batch = processor([image], [prompt]).to(next(model.parameters()).device)
-    inputs = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
-    try:
-        new = generate(model, *inputs, max(32, min(token + 1, processor.max_length or token + 1)))[0]
-    except NonFiniteError as error:
-        raise NonFiniteError(error.rows, quoted(prompt)) from None
-    if not 0 <= token < len(new):
-        raise UserError(f"--token {token}: the answer {processor.decode(new)!r} has tokens 0 to {len(new) - 1}")
-    before = new[:token]  # the position before a token decides it: it is the last query
-    return new, {
-        "input_ids": torch.cat((batch.input_ids[0], before))[None],
-        "pixel_values": batch.pixel_values,
-        "token_type_ids": torch.cat((batch.token_type_ids[0], torch.ones_like(before)))[None],
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.attention", __doc__)
     add_model_flags(parser)
@@ -138,7 +127,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     layers = args.layers or spread(depth)
     if not all(1 <= layer <= depth for layer in layers):
         raise UserError(f"--layers {' '.join(map(str, layers))}: expected numbers from 1 to {depth}")
-    new, inputs = answer(model, processor, image, args.prompt, args.token)
+    limit = max(32, min(args.token + 1, processor.max_length or args.token + 1))
+    said = answer(model, processor, image, args.prompt, limit)
+    if not 0 <= args.token < len(said.new):
+        raise UserError(f"--token {args.token}: the answer {said.text!r} has tokens 0 to {len(said.new) - 1}")
+    inputs = said.inputs(args.token)
     maps = list(zip(*look(model, quoted(args.prompt), **inputs), strict=True))  # one or two, each with a Look per layer
     columns = dict(zip(("A1", "A2") if len(maps) == 2 else (title,), maps, strict=True))
     if subject.run is not None:
@@ -148,12 +141,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         columns = {"plain": [map_ for (map_,) in plain]} | columns
 
     is_picture = (inputs["input_ids"][0] == processor.config.image_token_id).cpu()
-    number = int(new[args.token])
+    number = int(said.new[args.token])
     is_piece = number < processor.tokenizer.vocab_size()  # the embedding has a few rows more
     token = processor.tokenizer.id_to_piece(number).replace("\u2581", " ").strip() if is_piece else f"id {number}"
     drawn = overlays(image, columns, is_picture, layers, f"{title}: attention that decides {token!r}")
     figures.save(drawn, out / "attention.png")
-    report = report_of(columns, is_picture, token, processor.decode(new))
+    report = report_of(columns, is_picture, token, said.text)
     chart = figures.line_chart(
         {
             name: [(n, 100 * picture / (picture + text)) for n, (picture, text) in enumerate(laws(maps, is_picture), 1)]
@@ -164,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "LAWS, % of the weight of all queries",
     )
     figures.save(chart, out / "laws.png")
-    lines = [f"{args.prompt} | {processor.decode(new)}", *report.lines, f"in {out}: laws.png, attention.png"]
+    lines = [f"{args.prompt} | {said.text}", *report.lines, f"in {out}: laws.png, attention.png"]
     print_report(Report(report.values, lines), args.json)
 
 

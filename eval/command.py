@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from eval.datasets import PROMPT, check_prompt, fill_prompt
+from eval.datasets import PROMPT, Question, check_prompt, fill_prompt
 from eval.records import Record
 from model.common import quoted, shown
 
@@ -142,10 +142,7 @@ def ask_of(record: Record) -> Ask:
     return Ask(record.name, record.key, record.pictures, record.prefix, before=record.turns[:-1])
 
 
-def make_asks(questions: Iterable[tuple[int | str, str, str]], pictures: Mapping, template: str) -> list[Ask]:
-    """The `Ask`s of (id, name of the picture, question) triples; `pictures` has the pictures by name.
-
-    Raises UserError for a template without {question}.
-    """
+def make_asks(questions: Iterable[Question], pictures: Mapping, template: str) -> list[Ask]:
+    """What is asked; `pictures` has the pictures by name. Raises UserError for a template without {question}."""
     check_prompt(template)
-    return [Ask(str(id_), name, pictures[name], fill_prompt(template, text)) for id_, name, text in questions]
+    return [Ask(str(q.question_id), q.image, pictures[q.image], fill_prompt(template, q.question)) for q in questions]

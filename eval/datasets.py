@@ -340,12 +340,9 @@ def _annotation(record: dict, where: str) -> Annotation:
 
 
 @dataclass(frozen=True)
-class PopeQuestion:
+class PopeQuestion(Question):
     """Is the object in the picture? `label` is "yes" or "no"."""
 
-    question_id: int | str
-    image: str
-    text: str
     label: str
 
 

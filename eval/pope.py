@@ -78,10 +78,10 @@ def read_answers(path: str | Path, questions: Sequence[PopeQuestion], against: s
             "answer a question, in the same order, or give the ids"
         )
     for (where, record), question in zip(records, questions, strict=True):
-        asked = read_field(record, "question", TEXT, where, default=question.text)
-        if asked.strip().lower() != question.text.strip().lower():
+        asked = read_field(record, "question", TEXT, where, default=question.question)
+        if asked.strip().lower() != question.question.strip().lower():
             raise UserError(
-                f"{where}: answers {quoted(asked)} where {against} asks {quoted(question.text)}: keep the order"
+                f"{where}: answers {quoted(asked)} where {against} asks {quoted(question.question)}: keep the order"
             )
     return texts
 
@@ -117,10 +117,7 @@ def load(args: argparse.Namespace) -> tuple[dict[str, list[PopeQuestion]], dict[
             questions = read_pope(file)[: args.limit]
             pictures = find_images((q.image for q in questions), args.images, file, args.allow_outside)
             sets[Path(file).stem] = questions, pictures
-    asks = {
-        name: make_asks(((q.question_id, q.image, q.text) for q in questions), pictures, args.prompt)
-        for name, (questions, pictures) in sets.items()
-    }
+    asks = {name: make_asks(questions, pictures, args.prompt) for name, (questions, pictures) in sets.items()}
     for name in list(asks) if args.probability else ():
         asks[f"{name}, P(yes)"] = [replace(ask, choices=("yes", "no"), scored=True) for ask in asks[name]]
     return {name: questions for name, (questions, _) in sets.items()}, asks

@@ -144,6 +144,11 @@ class Subject(NamedTuple):
         """What a user reads about where the answers come from."""
         return self.source if self.run is None else f"{self.run} on {self.source}"
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the run that made it, if it has one: `--full` writes RUN/model."""
+        return self.run or (Path(self.source).parent if Path(self.source).name == "model" else None)
+
 
 def model_of(args: Namespace) -> Subject:
     """The model that the flags name; the last run is named on stderr. Raises UserError for a folder without adapter."""
@@ -201,8 +206,7 @@ def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
     It is in the run's config.json, where it counts for data that has questions: those of the embedded scenes and of
     JSONL files are complete prompts; else in adapter_config.json. Raises UserError for one without {question}.
     """
-    source, run = subject.source, subject.run
-    folder = run or (Path(source).parent if Path(source).name == "model" else None)
+    folder = subject.folder
     for name in ("config.json", "adapter_config.json") if folder else ():
         path = folder / name
         stored = read_json(path) if path.is_file() else {}
@@ -300,14 +304,11 @@ class Session:
 
     def trained_tasks(self) -> set[str] | None:
         """The tasks of the embedded scenes that the model was fine-tuned on; None where that is not known."""
-        source, run, *_ = self.subject
-        folder = run or (Path(source).parent if Path(source).name == "model" else None)
+        folder = self.subject.folder
         if folder is None:
-            return set() if source == EMBEDDED else None
-        config = next(
-            (path for path in (folder / "config.json", folder.parent / "config.json") if path.is_file()), None
-        )
-        stored = read_json(config) if config else {}
+            return set() if self.subject.source == EMBEDDED else None
+        files = [path / "config.json" for path in (folder, folder.parent)]
+        stored = next((read_json(file) for file in files if file.is_file()), {})
         if stored.get("base") != EMBEDDED or not isinstance(stored.get("tasks"), str):
             return None
         is_embedded = any(source.startswith(EMBEDDED) for source in data_of(stored))

@@ -20,7 +20,6 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,14 +27,13 @@ import torch
 from PIL import Image
 
 from eval import figures, scenes
+from eval.attention import decoder_maps
 from eval.command import Report, add_flag, add_json_flag, add_outside_flag, command_parser, positive, print_report
 from eval.own_files import read_examples
 from eval.report import interval_text
 from eval.session import add_model_flags, model_of, open_model, out_folder
 from eval.statistics import Interval, bootstrap
-from model.attention import Attention, attention_modules, tapped
 from model.common import UserError, run_command, write_text
-from model.generate import check_finite
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.system_configs import WingsConfig
@@ -112,16 +110,13 @@ def laws_of_rows(model: PaliGemma, name: str, input_ids: torch.Tensor, **batch) 
     is_picture = input_ids == model.config.image_token_id
     after = is_picture.cumsum(1) > 0
     groups = torch.stack((~after, is_picture, after & ~is_picture), dim=2).float()
-    layers = [m for path, m in attention_modules(model).items() if path.startswith("language_model.")]
-    found: dict[Attention, list[torch.Tensor]] = {layer: [] for layer in layers}
 
-    def reduce(sums: list[torch.Tensor], weights: torch.Tensor) -> None:
+    def reduce(weights: torch.Tensor) -> torch.Tensor:
         received = weights.float().mean(1).sum(1, keepdim=True)  # (B, 1, S)
-        sums.append((received @ groups)[:, 0])
+        return (received @ groups)[:, 0]
 
-    with tapped({layer: partial(reduce, sums) for layer, sums in found.items()}):
-        check_finite(model(input_ids=input_ids, **batch, positions_to_keep=1), name)
-    return torch.stack([sums[0] for sums in found.values()], dim=1).cpu().numpy()
+    found = decoder_maps(model, reduce, name, input_ids=input_ids, **batch)
+    return torch.stack([sums for sums, *_ in found], dim=1).cpu().numpy()
 
 
 def embedded_examples(count: int, split: str = "test") -> list[tuple[Callable, str]]:

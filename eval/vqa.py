@@ -156,9 +156,7 @@ def by_id(benchmark: Benchmark, answers: Iterable[str | None]) -> dict[int | str
 
 
 def asks_of(benchmark: Benchmark, prompt: str = PROMPT) -> list[Ask]:
-    return list(benchmark.asks) or make_asks(
-        ((q.question_id, q.image, q.question) for q in benchmark.questions), benchmark.pictures, prompt
-    )
+    return list(benchmark.asks) or make_asks(benchmark.questions, benchmark.pictures, prompt)
 
 
 def score_answers(benchmark: Benchmark, answers: Mapping, scoring: str | None = None) -> dict:
@@ -358,14 +356,9 @@ def finish(args: argparse.Namespace, data: Data | list[Record], answers: dict, s
         write_results(out / "answerability.json", {id_: 1 - p for id_, p in unsure.items()}, ("image", "answerable"))
         files.append("answerability.json")
         lines += [f"answerability: AP {found['ap']:.2f}, F1 {found['f1']:.2f}"]
-    scores, blind = (
-        {f"VQA accuracy, {scoring} scoring": {str(id_): value for id_, value in accuracies[name].items()}}
-        if name in accuracies
-        else {}
-        for name in ("model", "gray")
-    )
-    pictures = {str(q.question_id): q.image for q in benchmark.questions}
-    return Report(columns.pop("model") | columns, lines, files, scores, blind, pictures)
+    measure, pictures = f"VQA accuracy, {scoring} scoring", {str(q.question_id): q.image for q in benchmark.questions}
+    scores = {name: {measure: {str(id_): value for id_, value in by.items()}} for name, by in accuracies.items()}
+    return Report(columns.pop("model") | columns, lines, files, scores["model"], scores.get("gray", {}), pictures)
 
 
 def add_data_flags(parser: argparse.ArgumentParser, required: bool) -> None:

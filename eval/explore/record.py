@@ -33,10 +33,9 @@ class Said:
     words: dict[int, str]
     slots: np.ndarray
 
-    @property
-    def inputs(self) -> dict[str, torch.Tensor]:
-        """The model's arguments up to the position that decides the last token."""
-        before = self.new[:-1].to(self.batch.input_ids.device)
+    def inputs(self, token: int) -> dict[str, torch.Tensor]:
+        """The model's arguments up to the position that decides token number `token`: the one before it."""
+        before = self.new[:token].to(self.batch.input_ids.device)
         types = self.batch.token_type_ids[0]
         return {
             "input_ids": torch.cat((self.batch.input_ids[0], before))[None],
@@ -106,7 +105,7 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
     hooks = [layer.register_forward_pre_hook(watch) for layer in double]
     try:
         with tapped({layer: partial(tap, layer) for layer in layers}):
-            logits = model(**said.inputs, positions_to_keep=count)
+            logits = model(**said.inputs(count - 1), positions_to_keep=count)
     finally:
         for hook in hooks:
             hook.remove()

@@ -28,13 +28,14 @@ from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 
 from eval import figures
+from eval.attention import decoder_maps
 from eval.command import Report, add_flag, add_json_flag, command_parser, positive, print_report
 from eval.report import interval_text, markdown_table
 from eval.session import out_folder
 from eval.statistics import bootstrap
 from eval.text.corpus import BOS, PAD, Corpus, kept_corpus
 from eval.text.tasks import LETTERS, SHOWN, Document, Tasks
-from model.attention import Attention, attention_modules, tapped
+from model.attention import attention_modules
 from model.common import UserError
 from model.device import choose_device
 from model.generate import NonFiniteError, check_finite, finite_rows
@@ -172,16 +173,10 @@ def attention_shares(model: TextModel, document: Document, name: str = "document
     Absolute values, since a difference may be negative, and the norm by head takes any factor out.
     """
     (start, end), (first, last) = document.answers[0], document.needles[0]
-    found: dict[Attention, list[torch.Tensor]] = {layer: [] for layer in attention_modules(model).values()}
-
-    def keep_answer(maps: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
-        return lambda weights: maps.append(weights[0, :, start - 1 : end - 1].float())
-
-    with tapped({layer: keep_answer(maps) for layer, maps in found.items()}):
-        ids = torch.tensor([document.ids[: end - 1]], device=device_of(model))
-        check_finite(model(ids, positions_to_keep=1), name)
+    ids = torch.tensor([document.ids[: end - 1]], device=device_of(model))
+    found = decoder_maps(model, lambda weights: weights[0, :, start - 1 : end - 1].float(), name, input_ids=ids)
     shares = []
-    for layer, maps in found.items():
+    for layer, maps in zip(attention_modules(model).values(), found, strict=True):
         weights = (maps[0] if len(maps) == 1 else maps[0] - layer.coefficient() * maps[1]).abs()  # (N, answer, S)
         weights = weights / weights.sum(-1, keepdim=True)
         answer = weights[..., first:last].sum(-1).mean()
@@ -252,13 +247,6 @@ MEASURES: dict[str, Callable[..., dict[str, Scores]]] = {
     "attention": attention,
     "examples": examples,
 }
-PANELS = {  # of each measure
-    "nll": ("nll",),
-    "recall": ("recall",),
-    "needle": ("needle", "needle-map"),
-    "attention": ("attention", "attention-noise"),
-    "examples": ("examples", "examples-margin"),
-}
 
 
 # Several runs
@@ -324,9 +312,6 @@ def chart(panel: Scores, rows: Mapping) -> Image.Image:
         marks = [f"{depth:g} %" for depth in depths], [f"{n:g}" for n in columns]
         return figures.heatmaps(grids, panel.title, axes=("depth of the needle", "needles"), marks=marks)
     log = all(isinstance(label, int) for label in labels)
-    if not all(isinstance(label, int | float) for label in labels):  # (N, R) is not a number
-        bars = [(f"{label} {kind}", *rows[label][kind]) for label in labels for kind in kinds]
-        return figures.interval_chart(bars, panel.title, f"{panel.y_label} ({panel.x_label})")
     lines = {kind: [(label, rows[label][kind].mean) for label in labels] for kind in kinds}
     bars = {kind: [(label, *rows[label][kind][1:]) for label in labels] for kind in kinds}
     return figures.line_chart(lines, panel.title, panel.x_label, panel.y_label, log_x=log, intervals=bars)

@@ -344,19 +344,8 @@ def official(tmp_path):
 
 
 def official_flags(folder, source):
-    return [
-        "--model",
-        source,
-        "--questions",
-        f"{folder / 'Q'}",
-        "--annotations",
-        f"{folder / 'A'}",
-        "--images",
-        str(folder),
-        "--out",
-        f"{folder / 'out'}",
-        *FAST,
-    ]
+    files = {"questions": "Q", "annotations": "A", "images": "", "out": "out"}
+    return ["--model", source, *(f"--{flag}={folder / name}" for flag, name in files.items()), *FAST]
 
 
 def test_unreadable_pictures_are_named_and_asked_when_repaired(official, source, capsys, monkeypatch):
@@ -625,19 +614,8 @@ def coco(tmp_path):
 
 
 def coco_flags(coco, source, *more):
-    return [
-        "--model",
-        source,
-        "--coco",
-        str(coco),
-        "--captions",
-        str(coco / "C"),
-        "--out",
-        str(coco / "out"),
-        *FAST,
-        "--json",
-        *more,
-    ]
+    files = ["--coco", str(coco), "--captions", str(coco / "C"), "--out", str(coco / "out")]
+    return ["--model", source, *files, *FAST, "--json", *more]
 
 
 @pytest.mark.long
@@ -733,11 +711,13 @@ def test_pope_on_the_embedded_scenes(source, workplace, capsys):
     pope.main(["--model", source, "--limit", "18", *FAST, "--json"])
     printed = json.loads(capsys.readouterr().out)
     assert list(printed) == ["random", "popular", "adversarial"]
-    asked = {tuple(q.text for q in pope.embedded(strategy, 18)[0]) for strategy in printed}
+    asked = {tuple(q.question for q in pope.embedded(strategy, 18)[0]) for strategy in printed}
     assert len(asked) == 3  # each has other absent objects
     for strategy, found in printed.items():
         questions, _ = pope.embedded(strategy, 18)
-        lines = [{"question_id": q.question_id, "image": q.image, "text": q.text, "label": q.label} for q in questions]
+        lines = [
+            {"question_id": q.question_id, "image": q.image, "text": q.question, "label": q.label} for q in questions
+        ]
         (workplace / "Q").write_text("\r\n".join(map(json.dumps, lines)))
         answers = workplace / "runs" / "eval" / "random" / "pope" / f"answers-{strategy}.jsonl"
         pope.main(["score", "--questions", "Q", "--answers", str(answers), "--json"])
@@ -758,17 +738,8 @@ def test_pope_on_files(official, source, capsys, monkeypatch):
         for n in range(6)
     ]
     (folder / "pope.json").write_text("\r\n".join(map(json.dumps, lines)) + "\r\n")
-    flags = [
-        "--model",
-        source,
-        "--questions",
-        str(folder / "pope.json"),
-        "--images",
-        str(folder / "val2014"),
-        "--out",
-        str(folder / "out"),
-        *FAST,
-    ]
+    files = {"questions": "pope.json", "images": "val2014", "out": "out"}
+    flags = ["--model", source, *(f"--{flag}={folder / name}" for flag, name in files.items()), *FAST]
     asked, layout = [], Processor.layout
     monkeypatch.setattr(Processor, "layout", lambda self, n, *text: asked.append(text[0]) or layout(self, n, *text))
     pope.main([*flags, "--prompt", "Look. {question}"])

@@ -105,7 +105,7 @@ def test_a_run_is_asked_as_it_was_trained(command, settings, stored, prompt, run
             command.main(["--adapter", folder, *FAST])
         return
     command.main(["--adapter", folder, *FAST])
-    question = QUESTION if command is vqa else pope.embedded("random", 1)[0][0].text
+    question = QUESTION if command is vqa else pope.embedded("random", 1)[0][0].question
     assert fill_prompt(prompt, question) in asked
     asked.clear()
     command.main(["--adapter", folder, *FAST, "--prompt", "{question}", "--out", "other"])
