@@ -214,11 +214,12 @@ class Watch:
             return {}
         scores = self.held_out.scores(self.held_out.evaluate(model, most=self.most, cache=cache))
         loss, exact, best = scores["loss"], scores["exact_match"], progress.get("best")
-        if loss is None or not math.isfinite(loss):  # no example could be used, or nothing would be better
-            return {}
         if best and settings.keep_best and read_step(self.run / "best") != best["step"]:
             best = None  # the run was resumed from a step before that of the folder: its weights are of another course
-        if best is None or (exact or 0, -loss) > (best["exact_match"] or 0, -best["loss"]):
+        is_number = loss is not None and math.isfinite(loss)
+        if not is_number and best is None:  # no example could be used, or nothing would be better
+            return {}
+        if best is None or is_number and (exact or 0, -loss) > (best["exact_match"] or 0, -best["loss"]):
             progress["best"] = {"step": step, "loss": loss, "exact_match": exact, "since": 0}
             if settings.keep_best:
                 write_folder(partial(self.keep, model, step), self.run / "best", self.held_out.world)
@@ -226,6 +227,8 @@ class Watch:
             progress["best"] = best | {"since": best["since"] + 1}
         if settings.patience and progress["best"]["since"] >= settings.patience:
             progress["stopped"] = step
+        if not is_number:
+            return {}
         return {"held_out_loss": loss} | ({} if exact is None else {"exact_match": exact})
 
     def keep(self, model: PaliGemma, step: int, folder: Path) -> None:

@@ -154,6 +154,9 @@ def test_weights_of_another_course_are_not_the_best(tmp_path):
     scores["loss"], progress["best"] = 3.5, {"step": 2, "loss": 3.0, "exact_match": 10.0, "since": 0}  # of step 2
     watch.check(None, None, 100, 3, progress)
     assert progress["best"]["step"] == read_step(tmp_path / "best") == 3
+    scores["loss"] = float("nan")
+    assert watch.check(None, None, 100, 4, progress) == {}
+    assert progress["best"]["step"] == 3 and progress["best"]["since"] == 1  # the last weights are not the best ones
 
 
 def test_a_picture_that_was_not_used_is_reported(capsys):
