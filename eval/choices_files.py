@@ -176,6 +176,8 @@ def own(args: Namespace) -> Iterator[Item]:
             raise UserError(
                 f"{where}: answer is {found}, expected one of the choices, its letter, or its number from 0"
             )
+        if choices.count(choices[right]) > 1:  # the first of equally likely ones counts, which may be the other
+            raise UserError(f"{where}: choices has {quoted(choices[right])}, the right one, twice: remove one")
         prompt = fill_prompt(args.prompt, read_field(record, "question", TEXT, where))
         subject = read_field(record, "subject", NAME, where, default="own")
         of_record = tuple(pictures[name] for name in names[where])
