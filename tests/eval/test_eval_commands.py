@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from copy import copy
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -345,7 +346,7 @@ def official(tmp_path):
 
 def official_flags(folder, source):
     files = {"questions": "Q", "annotations": "A", "images": "", "out": "out"}
-    return ["--model", source, *(f"--{flag}={folder / name}" for flag, name in files.items()), *FAST]
+    return ["--model", source, *chain(*((f"--{flag}", str(folder / name)) for flag, name in files.items())), *FAST]
 
 
 def test_unreadable_pictures_are_named_and_asked_when_repaired(official, source, capsys, monkeypatch):
