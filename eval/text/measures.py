@@ -312,6 +312,9 @@ def chart(panel: Scores, rows: Mapping) -> Image.Image:
         marks = [f"{depth:g} %" for depth in depths], [f"{n:g}" for n in columns]
         return figures.heatmaps(grids, panel.title, axes=("depth of the needle", "needles"), marks=marks)
     log = all(isinstance(label, int) for label in labels)
+    if not all(isinstance(label, int | float) for label in labels):  # (N, R) is not a number
+        bars = [(f"{label} {kind}", *rows[label][kind]) for label in labels for kind in kinds]
+        return figures.interval_chart(bars, panel.title, f"{panel.y_label} ({panel.x_label})")
     lines = {kind: [(label, rows[label][kind].mean) for label in labels] for kind in kinds}
     bars = {kind: [(label, *rows[label][kind][1:]) for label in labels] for kind in kinds}
     return figures.line_chart(lines, panel.title, panel.x_label, panel.y_label, log_x=log, intervals=bars)
