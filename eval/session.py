@@ -332,7 +332,8 @@ def run(command: Command, args: Namespace) -> None:
         stored_prompt(subject, reader.PROMPT if text else PROMPT) if own else getattr(args, "prompt", None)
         for subject, text in zip(subjects, texts, strict=True)
     ]
-    loaded = {prompt: command.load(Namespace(**{**vars(args), "prompt": prompt})) for prompt in dict.fromkeys(prompts)}
+    flags = vars(args) | {"prompt_given": not own}
+    loaded = {prompt: command.load(Namespace(**(flags | {"prompt": prompt}))) for prompt in dict.fromkeys(prompts)}
     for subject, out, prompt in zip(subjects, folders, prompts, strict=True):
         open_it = open_any if command.reads_text else open_model
         session = Session(*open_it(args, subject), subject.title, out, subject)

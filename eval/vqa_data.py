@@ -19,8 +19,9 @@ def load(args: argparse.Namespace) -> tuple[list[Record], dict[str, list[Ask]]]:
     """The records of --data, and what to ask. Raises UserError."""
     if args.blind:
         raise UserError("--blind with --data takes no files: the same model is asked about gray pictures")
-    prompt = {} if args.prompt is None else {"prompt": args.prompt}
-    records = read_data(args.data, images=args.images, allow_outside=args.allow_outside, **prompt)[: args.limit]
+    if getattr(args, "prompt_given", False):
+        raise UserError(f"--prompt: {shown(args.data)} has complete prompts: leave the flag out, or change the file")
+    records = read_data(args.data, images=args.images, allow_outside=args.allow_outside)[: args.limit]
     if any(record.detection for record in records):
         raise UserError(f"{shown(args.data)}: boxes are scored by python -m eval.detect --data {shown(args.data)}")
     sets = {"data": [ask_of(record) for record in records]}

@@ -107,6 +107,7 @@ def test_gray_pictures_of_published_questions(source, tmp_path, monkeypatch, cap
         (["--data", "jsonl:gone.jsonl"], "gone.jsonl"),
         (["--data", "jsonl:own.jsonl", "--questions", "Q"], "leave --data out"),
         (["--data", "jsonl:own.jsonl", "--blind", "Q", "A"], "takes no files"),
+        (["--data", "jsonl:own.jsonl", "--prompt", "answer en {question}"], "has complete prompts"),
         (["--data", "vqav2:."], "v2_OpenEnded_mscoco_train2014_questions.json: not found"),
         (["--images", "."], "go together"),
     ],
