@@ -95,4 +95,4 @@ def main(argv: Sequence[str] | None = None) -> None:
         mechanism = attention_mechanism.find(study, results) if options.mechanism else None
         return summarize(study, results) | {"ladders": ladders, "positive": positive, "mechanism": mechanism}
 
-    engine.run_study(options.out, find, to_markdown, draw, print_json=options.json)
+    engine.run_study(options.out, find, to_markdown, draw, processes=options.processes, print_json=options.json)

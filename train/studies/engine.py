@@ -384,8 +384,9 @@ def tables_of(text: str) -> list[list[str]]:
 
 
 def quotable(summary: Mapping, report: str) -> dict:
-    """quoted.json: the tables of a report, and what they were made with. RESULTS.md quotes no other."""
-    return {"made_by": made_by(summary), "tables": tables_of(report)}
+    """quoted.json: tables and sentences of a report, and what they were made with. RESULTS.md quotes no other."""
+    words = [line for line in report.splitlines() if line.startswith("- ")]
+    return {"made_by": made_by(summary), "tables": tables_of(report), "words": words}
 
 
 def run_study(
@@ -395,7 +396,7 @@ def run_study(
     draw: Callable[[dict], Mapping[str, Sequence[Image.Image]]],
     *,
     name: str = "comparison",
-    workers: str | None = None,
+    processes: int = 1,
     indent: int | None = 1,
     print_json: bool = False,
 ) -> None:
@@ -417,7 +418,7 @@ def run_study(
     if print_json:
         print(json.dumps(summary))
         return
-    workers = workers or f"{torch.get_num_threads()} threads"
+    workers = f"{processes} processes" if processes > 1 else f"{torch.get_num_threads()} threads"
     files = ", ".join([f"{name}.md", f"{name}.json", "quoted.json", *pictures])
     print(
         f"{report}\n{summary['cpu_seconds']:,} CPU seconds for all cells; this call "

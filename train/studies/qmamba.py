@@ -346,19 +346,18 @@ def summarize(study: QMambaStudy, found: dict[str, list[dict]]) -> dict:
         }
         for name, cells in found.items()
     }
-    differences, judgements = {}, {}
+    differences = {}
     for table in study.tables.values():
         gains = table_gains(study, table, scores)
         inside = {pair: rules.is_inside(scores[pair[1]]["mean"].mean(), chance.get("mean", 0.0)) for pair in gains}
-        for is_inside in (True, False):
-            judgements |= rules.judge({pair: gains[pair] for pair in gains if inside[pair] == is_inside}, is_inside)
+        seeds = {pair: min(len(scores[name]["mean"]) for name in pair) for pair in gains}
+        judged = rules.judge(gains, inside, seeds=seeds)
         for pair in gains:
             of_pair = {m: engine.verdict(gain(study, scores, pair, m)) for m in groups}
-            seeds = min(len(scores[name]["mean"]) for name in pair)
-            of_pair["mean"] |= judgements[pair] | {"seeds": seeds} | ({"verdict": "one seed"} if seeds == 1 else {})
+            of_pair["mean"] |= judged[pair] | {"seeds": seeds[pair]}
             differences[" - ".join(pair)] = of_pair
     has_transformer = any(study.all_rows[name].is_transformer for name in study.names)
-    language = run_language(study) if has_transformer else {"cpu_seconds": 0}
+    language = run_language(study) if has_transformer else {}
     verdicts = {pair.split(" - ")[0]: {"mean": of["mean"]["verdict"]} for pair, of in differences.items()}
     return {
         "version": VERSION,
@@ -371,7 +370,6 @@ def summarize(study: QMambaStudy, found: dict[str, list[dict]]) -> dict:
         "tables": {title: asdict(table) for title, table in study.tables.items()},
         "settings": {str(stage): asdict(study.settings(stage, 0)) for stage in STAGES},
         "chance": chance,
-        "cpu_seconds": round(language["cpu_seconds"] + sum(rows[name]["cpu_seconds"] for name in study.names)),
         "rows": rows,
         "differences": differences,
         "predictions": rules.check(PREDICTIONS, verdicts) if study.is_embedded else [],
@@ -442,5 +440,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     def find() -> dict:
         return summarize(study, collect(study, options.seeds, options.most_seeds, processes))
 
-    workers = f"{processes} processes" if processes > 1 else None
-    engine.run_study(options.out, find, to_markdown, draw, workers=workers)
+    engine.run_study(options.out, find, to_markdown, draw, processes=processes)

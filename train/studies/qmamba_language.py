@@ -24,7 +24,7 @@ ROUNDS, GAP = 6, 0.5  # of the search for their number: trainings, points of acc
 
 def run_language(study: ScaledStudy) -> dict:
     """`learn_language` of as many scenes as make it know what the embedded Mamba does, found by bisection on validation
-    scenes; "cpu_seconds" are those of the whole search."""
+    scenes."""
     known = run_mamba(study)["validation"]
     low, high = 0, study.scaled(SCENES_IN_WORDS, BATCH) // BATCH
     tried: dict[int, dict] = {}
@@ -33,8 +33,7 @@ def run_language(study: ScaledStudy) -> dict:
         if abs(found["validation"] - known) <= GAP:
             break
         low, high = (steps, high) if found["validation"] < known else (low, steps)
-    nearest = min(tried.values(), key=lambda one: abs(one["validation"] - known))
-    return nearest | {"cpu_seconds": sum(one["cpu_seconds"] for one in tried.values())}
+    return min(tried.values(), key=lambda one: abs(one["validation"] - known))
 
 
 def run_mamba(study: ScaledStudy) -> dict:

@@ -159,7 +159,7 @@ def to_markdown(summary: dict) -> str:
 
 def spell_gain(one: Mapping, other: str) -> str:
     """A judged difference to the row `other`."""
-    return f"{judged(one)} to {other} (±{one['visible']:.1f})"
+    return f"{judged(one)}, beside {other} (±{one['visible']:.1f})"
 
 
 def conclusions(summary: dict) -> list[str]:
@@ -168,7 +168,8 @@ def conclusions(summary: dict) -> list[str]:
         f"{pair.replace(' - ', ' against ')}: {judged(of['mean'])}, {of['mean']['seeds']} seeds."
         for pair, of in summary["differences"].items()
     ]
-    sentences += rules.limits(len(summary["seeds"]), ())
+    fewest = min((of["mean"]["seeds"] for of in summary["differences"].values()), default=len(summary["seeds"]))
+    sentences += rules.limits(fewest, ())
     if summary["language"]:
         sentences.append(
             "Asked about scenes in words, before they saw a picture, the embedded Mamba had {Mamba:.1f} % of the "

@@ -354,4 +354,4 @@ def main(argv: Sequence[str] | None = None) -> None:
             sight_of(options.out, seed)  # so that its seconds count, also where all cells were there
         return summary
 
-    engine.run_study(options.out, find, to_markdown, draw)
+    engine.run_study(options.out, find, to_markdown, draw, processes=options.processes)

@@ -366,6 +366,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     corpus = open_corpus(Path(settings.corpus), settings.text, settings.vocab_size, SYMBOLS)
     print(f"{len(corpus.ids['train']):,} tokens of text to learn from", file=sys.stderr)
-    workers = f"{options.processes} processes"
     write = partial(to_markdown, out=options.out)
-    engine.run_study(options.out, lambda: compare(options, settings), write, draw, workers=workers, indent=None)
+    engine.run_study(
+        options.out, lambda: compare(options, settings), write, draw, processes=options.processes, indent=None
+    )

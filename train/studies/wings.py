@@ -288,4 +288,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     def find() -> dict:
         return summarize(cells.study, collect(options, cells, processes), range(options.seeds))
 
-    engine.run_study(options.out, find, to_markdown, draw, workers=f"{processes} processes")
+    engine.run_study(options.out, find, to_markdown, draw, processes=processes)
