@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from eval.statistics import Estimate, estimate
+from eval.statistics import Estimate
 from model.common import UserError, shown
 from model.mamba import choose_kernel
 from model.paligemma import PaliGemma, initialize
@@ -47,8 +47,9 @@ from train.loop import LoopOptions, fit
 from train.optim import count
 from train.plan import plan, plan_table
 from train.settings import Settings
-from train.studies import engine, rules
+from train.studies import attention_runs, engine, rules
 from train.studies.attention_data import Measure, training_records, vqa_measure
+from train.studies.attention_runs import OVERALL, Scores, gain
 from train.studies.cells import read_flags_of_both
 from train.studies.encoded import encoded_loss
 from train.studies.engine import QuickOptions, ScaledOptions, ScaledStudy, deciding, describe_runs
@@ -79,7 +80,6 @@ from weights.load import load_mamba, load_siglip
 VERSION = 3  # of the code that decides a cell's result: raise it to compute all cells again
 
 STAGES = (1, 2)
-Scores = Mapping[str, Mapping[str, np.ndarray]]  # by row and measure, (seeds, examples), in percent
 DECIDED = (*"arch stage wings recipe full seed resume evaluate eval_limit show_batch cache_features".split(),)
 
 
@@ -303,37 +303,26 @@ def collect(study: QMambaStudy, seeds: int, most_seeds: int, processes: int = 1)
         wanted = {name: min(most_seeds, number + (name in more)) for name, number in wanted.items()}
 
 
-def scores_of(study: QMambaStudy, found: Mapping[str, Sequence[dict]]) -> Scores:
+def scores_of(study: QMambaStudy, found: Mapping[str, Sequence[dict]]) -> dict[str, Scores]:
     """The answers of each row, in percent; "mean" is all of them."""
-    scores = {}
-    for name, cells in found.items():
-        by_task = {one.name: 100 * np.array([cell["scores"][one.name] for cell in cells]) for one in study.measures}
-        scores[name] = {"mean": np.concatenate(list(by_task.values()), axis=1), **by_task}
-    return scores
+    by_row = {name: attention_runs.collect(cells) for name, cells in found.items()}
+    every = [one.name for one in study.measures]
+    return {
+        name: {"mean": np.concatenate([scores[task] for task in every], axis=1), **scores}
+        for name, scores in by_row.items()
+    }
 
 
-def gain(study: QMambaStudy, scores: Scores, pair: tuple[str, str], measure: str) -> Estimate:
-    """One row minus another, paired by seed and example."""
-    one, other = (scores[name][measure] for name in pair)
-    seeds = min(len(one), len(other))
-    return estimate(one[:seeds] - other[:seeds], groups_of(study)[measure])
-
-
-def groups_of(study: QMambaStudy) -> dict[str, list[str]]:
-    """By measure, the picture of each example."""
-    pictures = {one.name: one.pictures for one in study.measures}
-    return {"mean": sum(pictures.values(), []), **pictures}
-
-
-def table_gains(study: QMambaStudy, table: Table, scores: Scores) -> dict[tuple[str, str], Estimate]:
+def table_gains(study: QMambaStudy, table: Table, scores: Mapping[str, Scores]) -> dict[tuple[str, str], Estimate]:
     """The differences of a table in the mean of all questions."""
     pairs = [(name, other) for name, other in table.rows.items() if other is not None]
-    return {pair: gain(study, scores, pair, "mean") for pair in pairs}
+    return {pair: gain(*(scores[name] for name in pair), OVERALL, study.measures) for pair in pairs}
 
 
 def summarize(study: QMambaStudy, found: dict[str, list[dict]]) -> dict:
     """comparison.json. Accuracies are in percent; "mean" is over all measures."""
-    groups, scores = groups_of(study), scores_of(study, found)
+    scores, pictures = scores_of(study, found), {one.name: one.pictures for one in study.measures}
+    groups = {"mean": sum(pictures.values(), []), **pictures}
     chance = {one.name: one.chance for one in study.measures if one.chance is not None}
     chance |= {"mean": sum(chance.values()) / len(chance)} if chance else {}
     rows = {
@@ -353,8 +342,9 @@ def summarize(study: QMambaStudy, found: dict[str, list[dict]]) -> dict:
         seeds = {pair: min(len(scores[name]["mean"]) for name in pair) for pair in gains}
         judged = rules.judge(gains, inside, seeds=seeds)
         for pair in gains:
-            of_pair = {m: engine.verdict(gain(study, scores, pair, m)) for m in groups}
-            of_pair["mean"] |= judged[pair] | {"seeds": seeds[pair]}
+            one, other = (scores[name] for name in pair)
+            of_pair = {m: engine.verdict(gain(one, other, m, study.measures)) for m in pictures}
+            of_pair["mean"] = engine.verdict(gains[pair]) | judged[pair] | {"seeds": seeds[pair]}
             differences[" - ".join(pair)] = of_pair
     has_transformer = any(study.all_rows[name].is_transformer for name in study.names)
     language = run_language(study) if has_transformer else {}
