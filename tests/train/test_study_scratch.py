@@ -39,6 +39,14 @@ def test_no_row_has_an_advantage_and_no_cell_is_done_twice(tmp_path, monkeypatch
     monkeypatch.setattr(scratch, "paired_ratio", lambda steps: 1.46)
     monkeypatch.setattr(scratch, "ask", lambda *_: None)
     monkeypatch.setattr(scratch, "measure_layers", lambda *_: [dict.fromkeys(LOOKS, 0.25)] * 4)
+    row, gap = {"mean": 84.0, "low": 83.0, "high": 85.0, "rate": 0.1}, {"mean": 15.0, "low": 14.0, "high": 16.0}
+    gap |= {"significant": True, "verdict": "better"}
+
+    def built_task(out, processes, predictions):
+        rows, gaps = {"softmax": row, predictions[0].row: row}, {predictions[0].row: gap}
+        return {"best_of_one_map": 84.7, "rows": rows, "differences": gaps, "predictions": [], "seeds": 5}
+
+    monkeypatch.setattr(scratch.built, "find", built_task)
     real = scratch.encoded_loss
 
     def loss(model, micro):
@@ -58,9 +66,19 @@ def test_no_row_has_an_advantage_and_no_cell_is_done_twice(tmp_path, monkeypatch
     assert plain == narrow < split < 1.001 * plain
     assert summary["rows"][1]["control"] == "plain" and set(summary["rows"][1]["difference"]) == {"VQA", "n2o1", "all"}
     assert summary["rows"][1]["timed"] == "plain, 1.5 × steps" and summary["ladders"]["2×2"]["chosen"] == "n2o1"
+    assert summary["positive"]["differences"] == {"split": gap} and "+15.0 [+14.0, +16.0] better" in printed
     assert summary["attention"]["mean"]["split"] == {f"{look}, {kind}": 25.0 for kind in LOOKED_AT for look in LOOKS}
     assert [len(layers) for layers in summary["curves"]["pretraining"]["lambda"]["split"]] == [4, 4]
-    for title in ("Table 2", "Table 4", "Attention on", "Loss of held-out", "λ by layer", "Range", "Predictions"):
+    for title in (
+        "Table 2",
+        "Table 4",
+        "Attention on",
+        "Loss of held-out",
+        "λ by layer",
+        "Range",
+        "Predictions",
+        "Positive control",
+    ):
         assert f"## {title}" in printed
 
     sight = scratch.sight_of(tmp_path, 0)

@@ -53,6 +53,7 @@ def flags(text_folder: Path, out: Path, *more: str) -> list[str]:
         "2",
         "--out",
         str(out),
+        "--no-positive",
         *more,
     ]
 
@@ -61,6 +62,7 @@ def test_the_comparison_runs_end_to_end_and_only_once(text_folder, tmp_path, cap
     """Breaks when `--rows text` does not reach the study, results are computed again, or the report lacks a
     measurement, a picture, an interval or the distance to the published claim."""
     out = tmp_path / "out"
+    monkeypatch.setattr(study_text, "paired_ratio", lambda steps: 1.5 + sum(loss().item() < 0 for loss, _ in steps))
     given = ["--rows", "text", "--processes", "1", *flags(text_folder, out, "--seeds", "1")]
     compare.main(given)
     printed = capsys.readouterr().out
@@ -79,6 +81,9 @@ def test_the_comparison_runs_end_to_end_and_only_once(text_folder, tmp_path, cap
     assert "plain, nano: one seed in loss, recall, needle, examples, order, mean of those in range." in report
     assert [point[0] for point in summary["rows"][rows[0]][0]["curve"]] == [512, 1024, 1536]  # 3 steps of 2 rows
     assert {one["share"] for one in summary["scaling"]} == {1.0, 0.25, 0.5}
+    trained = [json.loads(file.read_text())["tokens"] for file in out.glob("cells/*/result.json")]
+    assert sorted(trained) == [512, 512, 1024, 1024, 1536, 1536, 2560]  # the last: plain, as long as differential
+    assert list(summary["timed"]) == ["nano, 1.5 × tokens"] and "minus plain attention trained as long" in report
     for folder in (out / summary["rows"][row][0]["folder"] for row in rows):
         assert str(folder) in report.rpartition("all")[2]
 
@@ -142,6 +147,7 @@ def fake(monkeypatch, loss, nats=lambda own: [1.0, 2.0], right=lambda own: 0.5) 
         return [cell(own, loss(own), nats(own), right(own)) for own in (job.settings for job in jobs)]
 
     monkeypatch.setattr(study_text, "run_cells", run_cells)
+    monkeypatch.setattr(study_text.Runs, "step_ratio", lambda runs: 1.0)
     return asked
 
 

@@ -88,7 +88,6 @@ class AttentionOptions(NeedleOptions, SeededOptions):
     )
     rungs: str = flag("", "difficulties on the embedded scenes, as n2o2,n4o1 (default: chosen by the control's score)")
     timed: bool = flag(True, "on the embedded scenes: a second control that trains as long as its row")
-    positive: bool = flag(True, "the positive control, a minute")
     mechanism: bool = flag(True, "on the embedded scenes: what the attention of every row does, two seconds a run")
     limit: int = flag(
         600,

@@ -81,6 +81,8 @@ class PlannedOptions(QuickOptions):
         None, "cells side by side (default: 2 on a CPU of two cores or more, else 1)", least=1, metavar="N"
     )
 
+    positive: bool = flag(True, "the positive control, a minute")
+
     def __post_init__(self):
         if self.quick and self.full:
             raise UserError("--quick and --full exclude each other: give one")

@@ -15,7 +15,8 @@ the same order: decoder, projector and embeddings, the tower stays. First questi
 to 5 objects; then needles (`TUNING`) with up to 3 distractors: a picture with more of them is never trained on.
 
 The rules are those of `train/studies/rules.py`. One rate serves both phases of a row. A second control of `split` is
-`plain`, trained as long. PREDICTIONS were written before the study was run.
+`plain`, trained as long; the positive control is `train/studies/built.py`, learned by `split`. PREDICTIONS were written
+before the study was run.
 """
 
 import json
@@ -43,7 +44,7 @@ from train.flags import flag, read_flags
 from train.loop import LoopOptions, fit
 from train.optim import MuonAdamW, Rule, parameter_groups
 from train.settings import Settings
-from train.studies import engine, rules
+from train.studies import built, engine, rules
 from train.studies.attention_data import make_measures
 from train.studies.attention_maps import ask, measure_layers
 from train.studies.attention_runs import (
@@ -88,7 +89,7 @@ TRAINED = r"(language_model|multi_modal_projector)\..*"
 MARKS, HELD_OUT = 6, 192  # of the curve of a run: points, questions
 RECIPE = repr((1, SIGHT, PHASES, MARKS, HELD_OUT, ROWS_A_STEP))
 SAMPLES = 15_000
-QUICK = {"samples": 7_200, "rates": (0.01,), "limit": 192, "grow": False}
+QUICK = {"samples": 7_200, "rates": (0.01,), "limit": 192, "grow": False, "positive": False}
 
 
 @dataclass(frozen=True)
@@ -352,6 +353,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         summary = summarize(study, results, of_rows, PREDICTIONS) | {"ladders": ladders}
         for seed in summary["seeds"]:
             sight_of(options.out, seed)  # so that its seconds count, also where all cells were there
-        return summary
+        positive = built.find(options.out, options.processes, built.ORIGINAL) if options.positive else None
+        return summary | {"positive": positive}
 
     engine.run_study(options.out, find, to_markdown, draw, processes=options.processes)

@@ -19,6 +19,7 @@ from train.studies.attention_report import (
     difference_table,
     dose_table,
     judged,
+    positive_blocks,
     prediction_table,
     range_table,
 )
@@ -151,6 +152,7 @@ def to_markdown(summary: dict) -> str:
             ("Predictions", prediction_table(summary["predictions"])),
         ),
         "![loss](curves.png)",
+        *positive_blocks(summary.get("positive")),
     ]
     words = [*conclusions(summary), CLAIM]
     return engine.compose("A base with differential attention, from nothing", *blocks, conclusions=words)

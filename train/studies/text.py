@@ -16,8 +16,9 @@ The rules are those of `train/studies/rules.py`. Of this study's own are:
 - How many records, needles or examples a test has, is chosen for each size on the validation split: the hardest number
   at which plain attention is in range. The main difference of a size is the mean over the measures in range.
 - The loss is judged in hundredths of a nat, which is about a percent of perplexity.
-- PREDICTIONS, written before the study was run, as the rest in `train/studies/text_verdicts.py`. There is no control of
-  equal time: --full would take twice as long.
+- A second control of the first size trains as long: on as many times the tokens as a step of differential attention
+  takes the time of a plain one. The positive control is `train/studies/built.py`, learned by the same attention.
+- PREDICTIONS, written before the study was run, as the rest in `train/studies/text_verdicts.py`.
 
 A cell is one kind of attention, size, number of tokens, rate and seed, kept as a run folder that
 `eval/text/measures.py` measures too. Cells are independent: `--processes` of them run side by side.
@@ -43,17 +44,19 @@ from model.common import UserError, write_text
 from model.device import autocast_dtype
 from model.differential import lambdas
 from model.system_configs import TEXT_PRESETS, TextModelConfig
+from model.text import new_model
 from train.cost import step_costs
 from train.distributed import join_world
 from train.flags import flag
 from train.optim import count
 from train.plan import PlanRow, plan_table
 from train.recipes import GPUS
-from train.studies import engine, rules
+from train.studies import built, engine, rules
+from train.studies.attention_runs import paired_ratio
 from train.studies.engine import PlannedOptions, ScaledOptions, cell_folder, deciding, finish_cell, read_rates
 from train.studies.text_report import KINDS, MAIN, draw, to_markdown
 from train.studies.text_verdicts import LADDERS, PREDICTIONS, choose_rungs, climb, gains, judge_sizes, window_losses
-from train.systems.text import TextOrder, TextSettings, check, learn, text_loss, validation_loss
+from train.systems.text import TextOrder, TextSettings, check, learn, make_optimizer, text_loss, validation_loss
 from weights.checkpoint import empty_model
 from weights.export import export_model
 
@@ -66,7 +69,7 @@ AS_IN_TEXT = "as in train.text"
 DEFAULTS = TextSettings(preset="0.6m", tokens=6e5, checkpoint_every=250)
 SIZES = ("0.3m", "0.2m")  # beside the default size
 QUICK = {"preset": "0.3m", "sizes": ("0.1m",), "tokens": 1.5e5, "limit": 50, "most_seeds": rules.LEAST_SEEDS}
-QUICK |= {"rates": (1.2e-2, 2.4e-2, 4.8e-2)}
+QUICK |= {"rates": (1.2e-2, 2.4e-2, 4.8e-2), "positive": False}
 
 
 @dataclass(frozen=True)
@@ -236,11 +239,30 @@ class Runs:
             return {name_of(row): {options.rates[0]: 0.0} for row in self.rows}
         return rules.bracket(options.rates, score)
 
-    def pair(self, size: str, rates: Mapping[str, float], seeds: int, share: float = 1.0) -> dict[str, list[dict]]:
-        """The cells of both kinds, by seed."""
-        wanted = [(kind, size, rates[name_of((kind, size))], seed, share) for seed in range(seeds) for kind in KINDS]
+    def step_ratio(self) -> float:
+        """The CPU time of a training step of differential attention, the first size, in that of a plain one, measured
+        once, to a tenth."""
+
+        def work(folder: Path) -> dict:
+            steps = []
+            for kind in reversed(KINDS):
+                settings = replace(self.settings, attention=kind)
+                model = new_model(settings.preset, kind == "differential", 0)
+                batch = TextOrder(kept_corpus(Path(settings.corpus)), settings).batch(0)
+                steps.append((partial(text_loss, model, batch), make_optimizer(model, settings)))
+            return {"ratio": paired_ratio(steps)}
+
+        own = deciding(replace(self.settings, corpus=""))
+        file = cell_folder(self.options.out, "step", VERSION, own) / "step.json"
+        return round(finish_cell(file, "a step of both kinds", work)["ratio"], 1)
+
+    def pair(
+        self, size: str, rates: Mapping[str, float], seeds: int, share: float = 1.0, kinds: Sequence[str] = KINDS
+    ) -> dict[str, list[dict]]:
+        """The cells of both kinds, or of one, by seed."""
+        wanted = [(kind, size, rates[name_of((kind, size))], seed, share) for seed in range(seeds) for kind in kinds]
         cells = self.cells(wanted, self.options.limit)
-        return {kind: cells[number :: len(KINDS)] for number, kind in enumerate(KINDS)}
+        return {kind: cells[number :: len(kinds)] for number, kind in enumerate(kinds)}
 
 
 def name_of(row: tuple[str, str]) -> str:
@@ -263,7 +285,10 @@ def compare(options: TextOptions, settings: TextSettings) -> dict:
     shares = () if options.quick else SHARES
     points = [(size, 1.0, pair) for size, pair in pairs.items()]
     points += [(main, share, runs.pair(main, rates, options.seeds, share)) for share in shares]
-    judged, common = judge_sizes(pairs, rungs), {}
+    judged, timed, common = judge_sizes(pairs, rungs), {}, {}
+    if not options.quick and (ratio := runs.step_ratio()) > 1:
+        pair = pairs[main] | runs.pair(main, rates, count_, ratio, KINDS[:1])
+        timed = {f"{main}, {ratio} × tokens": judge_sizes({main: pair}, rungs)[main]}
     if rates[name_of((KINDS[0], main))] != rates[name_of((KINDS[1], main))]:
         same = rates | {name_of((KINDS[1], main)): rates[name_of((KINDS[0], main))]}
         pair = runs.pair(main, same, min(rules.TUNING_SEEDS, options.seeds))
@@ -287,7 +312,9 @@ def compare(options: TextOptions, settings: TextSettings) -> dict:
         },
         "rungs": rungs,
         "judged": judged,
+        "timed": timed,
         "common": common,
+        "positive": built.find(options.out, options.processes or 1, built.ORIGINAL) if options.positive else None,
         "predictions": rules.check(
             PREDICTIONS, {KINDS[1]: {name: one["verdict"] for name, one in judged[main].items()}}
         ),

@@ -14,7 +14,7 @@ from eval.report import interval_text, markdown_table
 from eval.statistics import Interval, bootstrap, estimate
 from eval.text.measures import DEPTHS, Scores, by_label, chance, chart, table
 from train.studies import engine, rules
-from train.studies.attention_report import judged, prediction_table
+from train.studies.attention_report import judged, positive_blocks, prediction_table
 
 KINDS = ("plain", "differential")
 MAIN = "mean of those in range"
@@ -232,10 +232,11 @@ def to_markdown(summary: dict, out: Path) -> str:
         "## Table 1: each kind and size at its own rate",
         judged_table(summary["judged"]),
     ]
-    if summary["common"]:
-        blocks += ["## Table 2: both kinds at plain attention's rate", judged_table(summary["common"])]
+    for title, name in ("minus plain attention trained as long", "timed"), ("at plain attention's rate", "common"):
+        if summary[name]:
+            blocks += [f"## Differential attention {title}", judged_table(summary[name])]
     blocks += ["## Range of the measures (validation split)", range_table(summary)]
-    blocks += ["## Predictions", prediction_table(summary["predictions"])]
+    blocks += ["## Predictions", prediction_table(summary["predictions"]), *positive_blocks(summary["positive"])]
     tuning = min(rules.TUNING_SEEDS, summary["least_seeds"])
     searched = f"Rates by the mean of {tuning} seeds, for {100 * summary['search']:.0f} % of the tokens."
     blocks += ["## Runs", searched, run_table(summary)]
