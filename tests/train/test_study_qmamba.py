@@ -1,6 +1,7 @@
 """The study of Q-Mamba compares what it says it compares: same samples, same questions, one thing changed at a time."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,7 +181,7 @@ def test_the_study_runs_and_goes_on(tiny, tmp_path, monkeypatch, capsys):
         "--threads",
         "1",
     ]
-    flags += ["--samples", "32"]
+    flags += ["--samples", "32", "--factors", "1"]
     compare(flags)
     text = (tmp_path / "comparison.md").read_text()
     assert text in capsys.readouterr().out
@@ -253,7 +254,7 @@ def test_differences_are_paired_and_told(study, monkeypatch):
     gain = summary["differences"]["global - local"]["mean"]
     assert (gain["mean"], gain["significant"]) == (-100.0, True)
     assert summary["differences"]["4 queries - local"]["vqa"]["significant"] is False
-    told = conclusions(summary)
+    told = conclusions(summary | {"rates": {}, "edges": []})
     assert "global against local: -100.0 [-100.0, -100.0] out of range, 2 seeds." in told  # the control is perfect
     assert any(line.startswith("global cannot be told from guessing") for line in told)
     assert not any(line.startswith("local cannot") for line in told)
@@ -281,6 +282,43 @@ def test_seeds_are_added_where_a_difference_is_uncertain(study, monkeypatch):
     tables = {title: table for title, table in SCENE_TABLES.items() if title.split()[1] in ("2:", "4:")}
     study_qmamba.collect(replace(study, tables=tables), 2, 5)
     assert asked == [{"local": seeds, "global": seeds, "connector": 2, "trained connector": 2} for seeds in range(2, 6)]
+
+
+def test_each_row_has_the_rate_that_is_best_for_it(study, monkeypatch):
+    """Breaks when a rate is chosen on what is reported, a row is tried at other rates or seeds than another, trains at
+    another's rate, or the second table has rows at different rates."""
+    best, asked = {"local": 1.0, "global": 4.0, "connector": 1.0, "trained connector": 0.5}, []
+
+    def run_row(study, name, seed):
+        factor = study.factor(name)
+        lr, examples = study.settings(2, seed, name).lr, study.measures[0].examples
+        assert lr == pytest.approx(factor * study.stages[2].lr) and study.settings(1, 0).samples == 2000 * study.share
+        asked.append((name, seed, factor, study.split, study.share, study.factor(study.all_rows[name].connector)))
+        assert str(examples[0]).startswith(study.split) == (study.split == "validation")
+        scores = dict.fromkeys(TASKS, [float(factor == best[name]), 0.0, 1.0, 0.0])
+        accuracy = 50 - abs(math.log2(factor / best[name]))
+        read = {order: scores for order in ("forward", "backward")} if name == "trained connector" else {}
+        return {"scores": scores, "read": read, "trainable": 1, "accuracy": accuracy, "cpu_seconds": 1.0, "file": "x"}
+
+    monkeypatch.setattr(study_qmamba, "run_row", run_row)
+    tables = {title: table for title, table in SCENE_TABLES.items() if title.split()[1] in ("2:", "4:")}
+    options = read_arguments(["--seeds", "5", "--most-seeds", "5", "--out", str(study.out)])[1]
+    assert options.factors == (0.5, 1.0, 2.0)
+    summary = study_qmamba.compare(replace(study, tables=tables), options, 1)
+    tried = {(name, seed, factor) for name, seed, factor, split, *_ in asked if split == "validation"}
+    assert {(one[4], one[5]) for one in asked if one[3] == "validation"} == {(0.5, 1.0)}
+    assert tried == {(name, seed, 0.25 * 2**n) for name in best for seed in range(3) for n in range(6)}
+    assert {row: one["factor"] for row, one in summary["rates"].items()} == best and not summary["edges"]
+    told = [(name, seed, factor) for name, seed, factor, split, *_ in asked if split == "test"]
+    assert told[: 4 * 5] == [(name, seed, best[name]) for seed in range(5) for name in best]
+    assert set(told[4 * 5 :]) == {(name, seed, 1.0) for name in best for seed in range(3)}
+    assert (
+        summary["differences"]["global - local"]["mean"]["mean"]
+        == 0
+        > summary["common"]["global - local"]["mean"]["mean"]
+    )
+    report = study_qmamba.to_markdown(summary | {"language": {}})
+    assert "| global            |      4 |" in report and "All rows at the rates of the first" in report
 
 
 def test_the_transformer_knows_as_much_as_the_mamba(study, monkeypatch):

@@ -14,167 +14,70 @@ All rows of a seed are trained on the same pictures in the same order, and answe
 that to the row it is compared with, example by example. Each model is in cells/…/model, for other benchmarks. On the
 embedded scenes the tower encodes every picture once for all rows, and there is a transformer as well: it is first
 trained on scenes in words until it knows what the embedded Mamba does (`train/studies/qmamba_language.py`). `--quick`
-makes Table 2 and the first part of Table 1 there, of three seeds and half as long training. Range, seeds and verdicts
-are those of `train/studies/rules.py`; the rates are the same for all rows.
+makes Table 2 and the first part of Table 1 there, of three seeds and half as long training, at the rates of the recipe.
+Range, rates, seeds and verdicts are those of `train/studies/rules.py`: on the embedded scenes each row has a factor of
+both stages' rates, by the mean of three seeds on validation scenes after a share of the training.
 
 The trained connector of Table 3 is that of row `connector`, which has no queries: connector and linear projector
 before Mamba, as in VL-Mamba, of the same seed; --option connector_from=MODEL takes another. Table 4 takes models that
 were trained in both directions and scans in one direction alone, as the paper does; nothing is trained for it.
 """
 
-import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from eval.statistics import Estimate
 from model.common import UserError, shown
 from model.mamba import choose_kernel
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.qmamba import QMamba, set_scan_order
-from model.source import EMBEDDED
 from train.distributed import World, join_world
-from train.flags import RunArguments, flag
+from train.flags import RunArguments
 from train.loop import LoopOptions, fit
 from train.optim import count
 from train.plan import plan, plan_table
 from train.settings import Settings
-from train.studies import attention_runs, engine, rules
-from train.studies.attention_data import Measure, training_records, vqa_measure
-from train.studies.attention_runs import OVERALL, Scores, gain
+from train.studies import engine, rules
+from train.studies.attention_data import training_records
 from train.studies.cells import read_flags_of_both
 from train.studies.encoded import encoded_loss
-from train.studies.engine import QuickOptions, ScaledOptions, ScaledStudy, deciding, describe_runs
+from train.studies.engine import deciding, describe_runs
 from train.studies.qmamba_language import run_language, run_mamba
-from train.studies.qmamba_scenes import embedded_measures, encoded_samples, shuffled, vision_tower
+from train.studies.qmamba_scenes import encoded_samples, shuffled, vision_tower
+from train.studies.qmamba_study import STAGES, QMambaOptions, QMambaStudy
 from train.studies.qmamba_tables import (
     CONTROL,
     ORDERS,
-    PAPER,
     PAPER_TABLES,
     PREDICTIONS,
     QUICK_SCALE,
     QUICK_TABLES,
     SCENE_TABLES,
-    SCENES,
     ProjectorRow,
-    Table,
     draw,
+    judge_tables,
+    scores_of,
+    table_gains,
     to_markdown,
 )
 from train.supervised import train_on
 from train.systems.open import make_optimizer, open_processor, open_stage, stage_rules
-from train.systems.qmamba import UNUSED, language_model, read_options
+from train.systems.qmamba import language_model
 from weights.export import export_model
 from weights.fingerprint import exact_fingerprint
 from weights.load import load_mamba, load_siglip
 
 VERSION = 3  # of the code that decides a cell's result: raise it to compute all cells again
 
-STAGES = (1, 2)
 DECIDED = (*"arch stage wings recipe full seed resume evaluate eval_limit show_batch cache_features".split(),)
-
-
-@dataclass(frozen=True)
-class QMambaOptions(QuickOptions, ScaledOptions):
-    """The flags of this study, besides those of `train.finetune`."""
-
-    seeds: int | None = flag(
-        None,
-        f"runs of a row, at least (default: {rules.LEAST_SEEDS}; 3 with --quick, or if data or models are given)",
-        least=1,
-        metavar="N",
-    )
-    most_seeds: int | None = flag(
-        None,
-        "of the rows of a table whose differences are not yet known to ±3 points (default: "
-        f"{rules.MOST_SEEDS} of the embedded scenes, else --seeds)",
-        least=1,
-        metavar="N",
-    )
-    limit: int | None = flag(
-        None, "questions of each task (default: 400 of the embedded scenes, else all that are held out)", least=1
-    )
-    tables: str = flag("1,2,3,4", "tables of the paper, comma-separated", metavar="N,…")
-    stage_1_data: str | None = flag(None, "data of stage 1 (default: that of --data)", metavar="SOURCE")
-    out: Path = flag(Path("runs/compare-qmamba"), engine.OUT_HELP, metavar="DIR")
-
-
-@dataclass(frozen=True)
-class QMambaStudy(ScaledStudy):
-    """What all cells share. limit: questions of a measure. stages: the settings of each stage, of the first seed."""
-
-    stages: dict[int, Settings]
-    tables: dict[str, Table]
-    world: World
-
-    @property
-    def is_embedded(self) -> bool:
-        """Whether models and data are the embedded ones, whose pictures are encoded once."""
-        return self.stages[1].base == EMBEDDED and all(settings.is_embedded for settings in self.stages.values())
-
-    @property
-    def all_rows(self) -> dict[str, ProjectorRow]:
-        return SCENES if self.is_embedded else PAPER
-
-    @property
-    def names(self) -> list[str]:
-        """The rows to train: those of the tables, and those whose connectors they start from, first."""
-        asked = {name.split(", ")[0] for table in self.tables.values() for name in table.rows}
-        donors = {row.connector for name, row in self.all_rows.items() if name in asked and self.trains_donor(row)}
-        return [name for name in self.all_rows if name in asked | donors]
-
-    def trains_donor(self, row: ProjectorRow) -> bool:
-        """Whether the row starts from the connector of another one."""
-        return row.connector is not None and "connector_from" not in self.stages[1].options
-
-    @property
-    def measures(self) -> list[Measure]:
-        if self.is_embedded:
-            return embedded_measures(self.limit)
-        return [benchmark(self.stages[2], self.limit)]
-
-    def settings(self, stage: int, seed: int) -> Settings:
-        """Those of `python -m train.finetune --arch qmamba`, but for the number of embedded samples."""
-        own = replace(self.stages[stage], seed=seed)
-        if not self.is_embedded:
-            return own
-        return replace(own, samples=self.scaled(own.samples, 32), checkpoint_every=10**9, measure_every=0)
-
-    def first_settings(self, row: ProjectorRow, seed: int, donor: str | None = None) -> Settings:
-        """Those of stage 1 with the options of a row. donor: the model whose connector it starts from."""
-        own = self.settings(1, seed)
-        options = own.options | row.changes
-        if row.connector is None:
-            options.pop("connector_from", None)
-        elif donor is not None:
-            options["connector_from"] = donor
-        for name in UNUSED.get(options.get("projector"), ()):
-            options.pop(name, None)
-        if options.get("queries") in QUERIES:
-            options["queries"] = QUERIES[options["queries"]](own)
-        return replace(own, option=tuple(f"{name}={json.dumps(value)}" for name, value in options.items()))
-
-
-# numbers of queries that a row names
-QUERIES: dict[object, Callable[[Settings], int]] = {
-    "all": lambda settings: load_siglip(settings.base, device="meta").config.num_image_tokens,
-    "half": lambda settings: max(1, read_options(settings)[1].queries // 2),
-}
-
-
-@lru_cache(maxsize=1)
-def benchmark(settings: Settings, limit: int | None) -> Measure:
-    """The questions held out of the data of stage 2."""
-    return vqa_measure(settings, "test", limit)
 
 
 def make_qmamba(study: QMambaStudy, row: ProjectorRow, seed: int) -> QMamba:
@@ -202,7 +105,7 @@ def run_row(study: QMambaStudy, name: str, seed: int) -> dict:
 
     "file": the folder of the trained model, which the transformer does not have.
     """
-    row, stages = study.all_rows[name], {stage: study.settings(stage, seed) for stage in STAGES}
+    row, stages = study.all_rows[name], {stage: study.settings(stage, seed, name) for stage in STAGES}
 
     def work(folder: Path) -> dict:
         model = make_transformer(study, seed) if row.is_transformer else make_qmamba(study, row, seed)
@@ -221,7 +124,7 @@ def run_row(study: QMambaStudy, name: str, seed: int) -> dict:
             return {one.name: one.grade(model, processor, stages[2], folder) for one in study.measures}
 
         result["scores"] = scores = grade()
-        for order in ORDERS if row.orders else ():
+        for order in ORDERS if row.orders and study.split == "test" else ():
             set_scan_order(model, order)
             result["read"][order] = grade()
         for stage in STAGES:
@@ -235,7 +138,13 @@ def run_row(study: QMambaStudy, name: str, seed: int) -> dict:
     asked = [(one.name, one.examples) for one in study.measures]
     sizes = (CONTROL, run_language(study)["file"]) if row.is_transformer else ()
     parts = ("row", VERSION, study.fingerprint, row, donor, sizes, data, engine.digest(asked), settings)
-    return study.finish(f"{name}, seed {seed}", parts, work)[0]
+    parts += (study.factor(row.connector),) if study.factor(row.connector) != 1 else ()
+    return study.finish(spell_row(study, name, seed), parts, work)[0]
+
+
+def spell_row(study: QMambaStudy, name: str, seed: int) -> str:
+    shared = f", {study.share:g} of the training" if study.share < 1 else ""
+    return f"{name}, seed {seed}{shared}, rates × {study.factor(name):g}"
 
 
 def learn(study: QMambaStudy, model: PaliGemma, processor: Processor, settings: Settings, folder: Path) -> float:
@@ -253,16 +162,57 @@ def learn(study: QMambaStudy, model: PaliGemma, processor: Processor, settings: 
     return progress["seconds"] / max(1, steps)
 
 
-LANGUAGE = "language"  # as a job: `run_language`
+LANGUAGE = "language"  # as the row of a job: `run_language`
 
 
-def run_job(study: QMambaStudy, job: tuple[str, int]) -> dict:
-    name, seed = job
-    return run_language(study) if name == LANGUAGE else run_row(study, name, seed)
+class Job(NamedTuple):
+    """A cell. factor: of the rates of the row alone, where it is tried; else all rows have those of the study."""
+
+    row: str
+    seed: int
+    factor: float | None = None
+
+    def of(self, study: QMambaStudy) -> QMambaStudy:
+        return study if self.factor is None else replace(study, factors={self.row: self.factor})
 
 
-def spell_job(job: tuple[str, int], result: dict) -> str:
-    return f"{job[0]}, seed {job[1]}: {result['cpu_seconds']:.0f} CPU seconds"
+def run_job(study: QMambaStudy, job: Job) -> dict:
+    return run_language(study) if job.row == LANGUAGE else run_row(job.of(study), job.row, job.seed)
+
+
+def spell_job(study: QMambaStudy, job: Job, result: dict) -> str:
+    return f"{spell_row(job.of(study), job.row, job.seed)}: {result['cpu_seconds']:.0f} CPU seconds"
+
+
+def run_jobs(study: QMambaStudy, jobs: Sequence[Job], processes: int) -> list[dict]:
+    """The cells of jobs; `processes` compute them side by side, after those that others start from."""
+    rows = {name: study.all_rows[name] for name in dict.fromkeys(job.row for job in jobs)}
+    late = [name for name, row in rows.items() if row.is_transformer or study.trains_donor(row)]
+    if processes > 1:
+        donors = [
+            Job(donor, job.seed, None if job.factor is None else 1.0)
+            for job in jobs
+            if job.row in late and (donor := rows[job.row].connector)
+        ]
+        language = [Job(LANGUAGE, 0)] if any(row.is_transformer for row in rows.values()) else []
+        first = dict.fromkeys([*donors, *language, *(job for job in jobs if job.row not in late)])
+        for some in (list(first), [job for job in jobs if job.row in late]):
+            engine.side_by_side(partial(run_job, study), some, processes, partial(spell_job, study))
+    return [run_job(study, job) for job in jobs]
+
+
+def tune(study: QMambaStudy, options: QMambaOptions, processes: int) -> rules.Scores:
+    """The accuracies on validation scenes, by row and factor of the rates: the mean over seeds."""
+    short = replace(study, share=options.search, split="validation")
+    seeds = range(min(rules.TUNING_SEEDS, options.seeds or 1))
+
+    def score(factors: Sequence[float]) -> rules.Scores:
+        jobs = [Job(name, seed, factor) for seed in seeds for factor in factors for name in study.names]
+        cells = run_jobs(short, jobs, processes)
+        names = [(job.row, job.factor) for job in jobs]
+        return rules.mean_scores(names, (cell["accuracy"] / 100 for cell in cells))
+
+    return rules.bracket(options.factors or (1.0,), score)
 
 
 def compute(study: QMambaStudy, wanted: Mapping[str, int], processes: int) -> dict[str, list[dict]]:
@@ -270,18 +220,11 @@ def compute(study: QMambaStudy, wanted: Mapping[str, int], processes: int) -> di
 
     wanted: seeds of each row.
     """
-    rows = {name: study.all_rows[name] for name in wanted}
-    late = [name for name, row in rows.items() if row.is_transformer or study.trains_donor(row)]
-    jobs = [(name, seed) for seed in range(max(wanted.values())) for name in rows if seed < wanted[name]]
-    if processes > 1:
-        first = [job for job in jobs if job[0] not in late]
-        first += [(LANGUAGE, 0)] if any(row.is_transformer for row in rows.values()) else []
-        for some in (first, [job for job in jobs if job[0] in late]):
-            engine.side_by_side(partial(run_job, study), some, processes, spell_job)
-    cells = {job: run_job(study, job) for job in jobs}
+    jobs = [Job(name, seed) for seed in range(max(wanted.values())) for name in wanted if seed < wanted[name]]
+    cells = dict(zip(jobs, run_jobs(study, jobs, processes), strict=True))
     found = {}
     for name, seeds in wanted.items():
-        found[name] = of_row = [cells[name, seed] for seed in range(seeds)]
+        found[name] = of_row = [cells[Job(name, seed)] for seed in range(seeds)]
         for order in of_row[0]["read"]:
             found[f"{name}, {order}"] = [cell | {"scores": cell["read"][order]} for cell in of_row]
     return found
@@ -292,9 +235,9 @@ def collect(study: QMambaStudy, seeds: int, most_seeds: int, processes: int = 1)
     wanted = dict.fromkeys(study.names, seeds)
     while True:
         found = compute(study, wanted, processes)
-        scores, more = scores_of(study, found), set()
+        scores, more = scores_of(study.measures, found), set()
         for table in study.tables.values():
-            gains = table_gains(study, table, scores).values()
+            gains = table_gains(study.measures, table, scores).values()
             asked = {part for name in table.rows if (part := name.split(", ")[0]) in wanted}
             if not rules.enough([*gains], min(wanted[name] for name in asked), seeds, most_seeds):
                 more |= asked | {name for one in asked if (name := study.all_rows[one].connector) in wanted}
@@ -303,25 +246,29 @@ def collect(study: QMambaStudy, seeds: int, most_seeds: int, processes: int = 1)
         wanted = {name: min(most_seeds, number + (name in more)) for name, number in wanted.items()}
 
 
-def scores_of(study: QMambaStudy, found: Mapping[str, Sequence[dict]]) -> dict[str, Scores]:
-    """The answers of each row, in percent; "mean" is all of them."""
-    by_row = {name: attention_runs.collect(cells) for name, cells in found.items()}
-    every = [one.name for one in study.measures]
-    return {
-        name: {"mean": np.concatenate([scores[task] for task in every], axis=1), **scores}
-        for name, scores in by_row.items()
+def compare(study: QMambaStudy, options: QMambaOptions, processes: int) -> dict:
+    """Find the rates and train all rows at theirs, and at those of the control. Returns comparison.json."""
+    factors = options.factors or (1.0,)
+    tried = tune(study, options, processes) if len(factors) > 1 else dict.fromkeys(study.names, {factors[0]: 0.0})
+    own = replace(study, factors={name: rules.best_rate(of_row) for name, of_row in tried.items()})
+    summary = summarize(own, collect(own, options.seeds or 1, options.most_seeds or 1, processes))
+    common = {}
+    if len(set(own.factors.values())) > 1:
+        same = replace(study, factors=dict.fromkeys(study.names, own.factor(study.names[0])))
+        seeds = min(rules.TUNING_SEEDS, options.seeds or 1)
+        scores = scores_of(study.measures, compute(same, dict.fromkeys(study.names, seeds), processes))
+        common = judge_tables(study.measures, study.tables, scores, summary["chance"])
+    rates = {
+        name: {"factor": own.factor(name), "validation": {f"{factor:g}": 100 * one for factor, one in of_row.items()}}
+        for name, of_row in tried.items()
+        if len(of_row) > 1
     }
-
-
-def table_gains(study: QMambaStudy, table: Table, scores: Mapping[str, Scores]) -> dict[tuple[str, str], Estimate]:
-    """The differences of a table in the mean of all questions."""
-    pairs = [(name, other) for name, other in table.rows.items() if other is not None]
-    return {pair: gain(*(scores[name] for name in pair), OVERALL, study.measures) for pair in pairs}
+    return summary | {"rates": rates, "edges": rules.edges(tried), "common": common}
 
 
 def summarize(study: QMambaStudy, found: dict[str, list[dict]]) -> dict:
     """comparison.json. Accuracies are in percent; "mean" is over all measures."""
-    scores, pictures = scores_of(study, found), {one.name: one.pictures for one in study.measures}
+    scores, pictures = scores_of(study.measures, found), {one.name: one.pictures for one in study.measures}
     groups = {"mean": sum(pictures.values(), []), **pictures}
     chance = {one.name: one.chance for one in study.measures if one.chance is not None}
     chance |= {"mean": sum(chance.values()) / len(chance)} if chance else {}
@@ -335,17 +282,7 @@ def summarize(study: QMambaStudy, found: dict[str, list[dict]]) -> dict:
         }
         for name, cells in found.items()
     }
-    differences = {}
-    for table in study.tables.values():
-        gains = table_gains(study, table, scores)
-        inside = {pair: rules.is_inside(scores[pair[1]]["mean"].mean(), chance.get("mean", 0.0)) for pair in gains}
-        seeds = {pair: min(len(scores[name]["mean"]) for name in pair) for pair in gains}
-        judged = rules.judge(gains, inside, seeds=seeds)
-        for pair in gains:
-            one, other = (scores[name] for name in pair)
-            of_pair = {m: engine.verdict(gain(one, other, m, study.measures)) for m in pictures}
-            of_pair["mean"] = engine.verdict(gains[pair]) | judged[pair] | {"seeds": seeds[pair]}
-            differences[" - ".join(pair)] = of_pair
+    differences = judge_tables(study.measures, study.tables, scores, chance)
     has_transformer = any(study.all_rows[name].is_transformer for name in study.names)
     language = run_language(study) if has_transformer else {}
     verdicts = {pair.split(" - ")[0]: {"mean": of["mean"]["verdict"]} for pair, of in differences.items()}
@@ -389,6 +326,10 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[QMambaStudy, QMambaOptio
     is_whole = study.is_embedded and not options.quick
     seeds = options.seeds or (rules.LEAST_SEEDS if is_whole else 3)
     options = replace(options, seeds=seeds, most_seeds=options.most_seeds or max(seeds, is_whole * rules.MOST_SEEDS))
+    if options.factors and not study.is_embedded:
+        raise UserError("--factors is of the embedded scenes: with data of your own give --lr")
+    if options.factors is None and is_whole:
+        options = replace(options, factors=(0.5, 1.0, 2.0))
     numbers = options.tables.split(",")
     if unknown := [number for number in numbers if number not in ("1", "2", "3", "4")]:
         raise UserError(f"--tables {shown(unknown[0])}: choose of 1, 2, 3, 4")
@@ -427,7 +368,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     study = replace(study, fingerprint="".join(map(exact_fingerprint, parts)), world=world)
     processes = engine.default_processes("cpu", options.threads) if study.is_embedded else 1
 
-    def find() -> dict:
-        return summarize(study, collect(study, options.seeds, options.most_seeds, processes))
-
-    engine.run_study(options.out, find, to_markdown, draw, processes=processes)
+    engine.run_study(options.out, lambda: compare(study, options, processes), to_markdown, draw, processes=processes)

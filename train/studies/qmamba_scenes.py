@@ -49,11 +49,11 @@ def shuffled(samples: EncodedRecords, processor: Processor, batch_size: int, see
 
 
 @cache
-def embedded_measures(limit: int) -> list[Measure]:
-    """Each task of the embedded scenes on the test split: whether each answer is exactly right."""
+def embedded_measures(limit: int, split: str = "test") -> list[Measure]:
+    """Each task of the embedded scenes on a split: whether each answer is exactly right."""
 
     def measure(task: str) -> Measure:
-        asked = [scenes.sample(task, "test", number) for number in range(limit)]
+        asked = [scenes.sample(task, split, number) for number in range(limit)]
         asks = [Ask(str(number), str(s.image_id), s.scene.render, s.prefix) for number, s in enumerate(asked)]
 
         def grade(model: PaliGemma, processor: Processor, settings: Settings, folder: Path) -> list[float]:
@@ -61,7 +61,8 @@ def embedded_measures(limit: int) -> list[Measure]:
             return [float(answer == sample.suffix) for answer, sample in zip(answers, asked, strict=True)]
 
         train = [scenes.sample(task, "train", number) for number in range(2_000)]
-        examples, pictures = list(range(limit)), [f"{task}/{sample.image_id}" for sample in asked]
+        examples: list = [*range(limit)] if split == "test" else [f"{split}/{number}" for number in range(limit)]
+        pictures = [f"{task}/{sample.image_id}" for sample in asked]
         return Measure(task, task, examples, pictures, [task] * limit, scenes.blind(train, asked)["overall"], grade)
 
     return [measure(task) for task in TASKS]

@@ -1,17 +1,22 @@
 """The rows of the Q-Mamba study and the tables of the paper that they make, on the embedded scenes and as published.
 
-In: comparison.json of `train/studies/qmamba.py`, which trains the rows. Out: comparison.md, rows.png, differences.png.
+In: cells of `train/studies/qmamba.py`, which trains the rows. Out: judged differences, comparison.md, rows.png,
+differences.png.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 from PIL import Image
 
 from eval.report import markdown_table
+from eval.statistics import Estimate
 from model.config import PRESETS
-from train.studies import engine, rules
+from train.studies import attention_runs, engine, rules
+from train.studies.attention_data import Measure
 from train.studies.attention_report import judged, prediction_table
+from train.studies.attention_runs import OVERALL, Scores, gain
 from train.studies.engine import spell
 from train.studies.rules import Prediction
 
@@ -119,6 +124,42 @@ PUBLISHED = (
 )
 
 
+def scores_of(measures: Sequence[Measure], found: Mapping[str, Sequence[dict]]) -> dict[str, Scores]:
+    """The answers of each row, in percent; "mean" is all of them."""
+    by_row = {name: attention_runs.collect(cells) for name, cells in found.items()}
+    every = [one.name for one in measures]
+    return {
+        name: {"mean": np.concatenate([scores[task] for task in every], axis=1), **scores}
+        for name, scores in by_row.items()
+    }
+
+
+def table_gains(
+    measures: Sequence[Measure], table: Table, scores: Mapping[str, Scores]
+) -> dict[tuple[str, str], Estimate]:
+    """The differences of a table in the mean of all questions."""
+    pairs = [(name, other) for name, other in table.rows.items() if other is not None]
+    return {pair: gain(*(scores[name] for name in pair), OVERALL, measures) for pair in pairs}
+
+
+def judge_tables(
+    measures: Sequence[Measure], tables: Mapping[str, Table], scores: Mapping[str, Scores], chance: Mapping[str, float]
+) -> dict[str, dict]:
+    """By pair of rows and measure, the difference; that of the mean of all questions is judged by table."""
+    differences = {}
+    for table in tables.values():
+        gains = table_gains(measures, table, scores)
+        inside = {pair: rules.is_inside(scores[pair[1]]["mean"].mean(), chance.get("mean", 0.0)) for pair in gains}
+        seeds = {pair: min(len(scores[name]["mean"]) for name in pair) for pair in gains}
+        judged = rules.judge(gains, inside, seeds=seeds)
+        for pair in gains:
+            one, other = (scores[name] for name in pair)
+            of_pair = {m.name: engine.verdict(gain(one, other, m.name, measures)) for m in measures}
+            of_pair["mean"] = engine.verdict(gains[pair]) | judged[pair] | {"seeds": seeds[pair]}
+            differences[" - ".join(pair)] = of_pair
+    return differences
+
+
 def to_markdown(summary: dict) -> str:
     """comparison.md."""
     tasks, chance = summary["questions"], summary["chance"]
@@ -146,6 +187,14 @@ def to_markdown(summary: dict) -> str:
             )
         head = ["row", "parameters", "seeds", "s a step", *measures, "difference of the mean"]
         blocks += [f"## {title}", table["published"], markdown_table(head, body)]
+    pairs = [[pair, spell_gain(of["mean"])] for pair, of in summary["common"].items()]
+    blocks += engine.sections(
+        (
+            "All rows at the rates of the first",
+            markdown_table(["pair", "difference of the mean"], pairs) if pairs else [],
+        ),
+        ("Factor of the rates of both stages, and % right on validation scenes", rate_table(summary["rates"])),
+    )
     if summary["predictions"]:
         blocks += ["## Predictions", prediction_table(summary["predictions"])]
     models = [
@@ -157,9 +206,18 @@ def to_markdown(summary: dict) -> str:
     return engine.compose(summary["title"], *blocks, conclusions=conclusions(summary), published=PUBLISHED)
 
 
-def spell_gain(one: Mapping, other: str) -> str:
-    """A judged difference to the row `other`."""
-    return f"{judged(one)}, beside {other} (±{one['visible']:.1f})"
+def rate_table(rates: Mapping[str, Mapping]) -> list[str]:
+    """The factors that were tried for each row, and the one that it has."""
+    body = [
+        [name, f"{one['factor']:g}", ", ".join(f"{factor}: {value:.1f}" for factor, value in one["validation"].items())]
+        for name, one in rates.items()
+    ]
+    return markdown_table(["row", "factor", "by factor"], body) if body else []
+
+
+def spell_gain(one: Mapping, other: str = "") -> str:
+    """A judged difference, to the row `other`."""
+    return f"{judged(one)}{f', beside {other}' * bool(other)} (±{one['visible']:.1f})"
 
 
 def conclusions(summary: dict) -> list[str]:
@@ -169,7 +227,7 @@ def conclusions(summary: dict) -> list[str]:
         for pair, of in summary["differences"].items()
     ]
     fewest = min((of["mean"]["seeds"] for of in summary["differences"].values()), default=len(summary["seeds"]))
-    sentences += rules.limits(fewest, ())
+    sentences += rules.limits(fewest, summary["edges"])
     if summary["language"]:
         sentences.append(
             "Asked about scenes in words, before they saw a picture, the embedded Mamba had {Mamba:.1f} % of the "
@@ -183,7 +241,10 @@ def conclusions(summary: dict) -> list[str]:
             sentences.append(f"{name} cannot be told from guessing without a picture ({guess:.1f} %).")
     if summary["scale"] < 1:
         sentences.append(f"Training was {summary['scale']:g} times as long as in the whole study.")
-    sentences.append("All rows share the rates of the stages; those of the embedded models were found on row `local`.")
+    if not summary["rates"]:
+        sentences.append(
+            "All rows share the rates of the stages; those of the embedded models were found on row `local`."
+        )
     return sentences
 
 
