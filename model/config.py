@@ -178,7 +178,7 @@ class PaliGemmaConfig(Config):
         require_type(raw, "paligemma", where, ": this loader opens PaliGemma 1 and 2; pick such a checkpoint")
         vision, text = read_section(raw, "vision_config", where), read_section(raw, "text_config", where)
         return cls(
-            vision=_read_vision(vision, text, where),
+            vision=read_vision(vision, where, text.get("num_image_tokens")) if vision else VisionConfig(),
             text=_read_paligemma_text(text, raw, where),
             image_token_id=_first(raw.get("image_token_index"), raw.get("image_token_id"), 256000),
             **{name: _first(raw.get(name), text.get(name), default) for name, default in CONTROL_TOKENS.items()},
@@ -242,20 +242,23 @@ def read_known(cls, raw: dict, **overrides) -> Any:
     return cls(**(known | overrides))
 
 
-def _read_vision(raw: dict, text: dict, where: str) -> VisionConfig:
-    kind = raw.get("model_type", "siglip_vision_model")
-    if kind != "siglip_vision_model":
-        raise UserError(f"{where}: vision_config.model_type is {quoted(kind)}, expected 'siglip_vision_model'")
-    size = raw.get("image_size")
-    if size is None:  # num_positions is stale in the published files of 448 and 896 px; the token count is not
-        tokens = _first(raw.get("num_image_tokens"), text.get("num_image_tokens"), VisionConfig().num_image_tokens)
-        patch = _first(raw.get("patch_size"), VisionConfig.patch_size)
-        given = {"num_image_tokens": tokens, "patch_size": patch}
-        side = isqrt(read_field(given, "num_image_tokens", PICTURE_TOKENS, where))
-        if side**2 != tokens:
-            raise UserError(f"{where}: num_image_tokens is {tokens}, expected a square: correct the file")
-        size = side * read_field(given, "patch_size", SIZE, where)
-    return read_known(VisionConfig, raw, image_size=size)
+# what transformers' SiglipVisionConfig has where a file leaves it out; no shape would show another number of heads
+_SIGLIP = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+
+
+def read_vision(raw: dict, where: str, tokens: Any = None) -> VisionConfig:
+    """SigLIP of a vision_config. tokens: of a picture, where that does not say. UserError for another tower."""
+    for name, expected in (("model_type", "siglip_vision_model"), ("hidden_act", "gelu_pytorch_tanh")):
+        if raw.get(name, expected) != expected:
+            raise UserError(f"{where}: vision_config.{name} is {quoted(raw[name])}, expected {expected!r}")
+    raw = _SIGLIP | {"patch_size": 16, "num_image_tokens": tokens} | {k: v for k, v in raw.items() if v is not None}
+    # num_positions is stale in the published files of 448 and 896 px; the token count is not
+    if "image_size" not in raw and raw["num_image_tokens"] is not None:
+        side = isqrt(read_field(raw, "num_image_tokens", PICTURE_TOKENS, where))
+        if side**2 != raw["num_image_tokens"]:
+            raise UserError(f"{where}: num_image_tokens is {raw['num_image_tokens']}, expected a square")
+        raw["image_size"] = side * read_field(raw, "patch_size", SIZE, where)
+    return read_known(VisionConfig, raw)
 
 
 def _read_paligemma_text(raw: dict, top: dict, where: str) -> TextConfig:
@@ -272,7 +275,7 @@ def _read_paligemma_text(raw: dict, top: dict, where: str) -> TextConfig:
 def read_decoder(raw: dict, where: str) -> TextConfig:
     """The decoder of a config.json, or of its text_config. Raises UserError for one that is computed otherwise."""
     kind = raw.get("model_type", "gemma")
-    rope = read_section(raw, "rope_parameters", where) or read_section(raw, "rope_scaling", where)
+    rope = read_section(raw, "rope_scaling", where) or read_section(raw, "rope_parameters", where)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type != "default":
         raise UserError(f"{where}: rope type {quoted(rope_type)} is not computed here, expected 'default'")
@@ -295,6 +298,8 @@ def read_decoder(raw: dict, where: str) -> TextConfig:
                 f"{where}: layer_types differs from Gemma 2's, in which every even layer has a sliding window"
             )
         overrides |= {name: raw[name] for name in _GEMMA2_OPTIONAL}
+    else:  # it has none of them, whatever the file says
+        overrides |= dict.fromkeys((*_GEMMA2_OPTIONAL, "query_pre_attn_scalar"))
     return replace(read_known(TextConfig, raw), **overrides)
 
 

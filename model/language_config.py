@@ -14,7 +14,7 @@ from model.config import CONTROL_TOKENS, SIZE, Config, TextConfig, read_decoder
 # transformers' classes, by model_type
 CLASSES = {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 _SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
-_UNUSED = ("sliding_window", "layer_types", "hidden_act")  # of Qwen, where nothing slides; checked before
+_UNUSED = ("layer_types", "hidden_act")  # of Qwen; checked before
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from model.common import UserError, read_json
-from model.config import VisionConfig, read_known
+from model.config import VisionConfig, read_section, read_vision
 from model.language import LanguageModel
 from model.language_config import LanguageConfig
 from model.mamba import MambaLM
@@ -88,9 +88,11 @@ def load_siglip(source: str | Path, dtype: torch.dtype = torch.float32, device: 
                 f"{source}: a language model for text alone has no vision tower: give a SigLIP, a PaliGemma"
             )
         return model.vision_tower
-    return open_checkpoint(source, dtype, device, read=_read_siglip)
+    return open_checkpoint(source, dtype, device, read=read_siglip)
 
 
-def _read_siglip(path: Path) -> VisionConfig:
+def read_siglip(path: Path) -> VisionConfig:
+    """The vision tower in the config.json of a SigLIP, whole or its tower alone. Raises UserError."""
     raw = read_json(path)
-    return read_known(VisionConfig, raw.get("vision_config") or raw)
+    is_whole = raw.get("model_type") == "siglip"
+    return read_vision(read_section(raw, "vision_config", str(path)) if is_whole else raw, str(path))

@@ -6,8 +6,9 @@ import pytest
 from transformers import PaliGemmaConfig as HFConfig
 
 from model.common import UserError
-from model.config import PRESETS, PaliGemmaConfig, TextConfig
+from model.config import PRESETS, PaliGemmaConfig, TextConfig, read_decoder
 from model.system_configs import MambaConfig, QMambaConfig, TextModelConfig, WingsConfig, read_config
+from weights.load import read_siglip
 
 # what the hub's files hold, shortened to what matters; both leave out whatever equalled the defaults of their day
 PUBLISHED_1 = {
@@ -80,6 +81,7 @@ PUBLISHED_2 = {
         "vision_use_head": False,
     },
 }
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 
 
 def changed(raw: dict, part: str | None = None, **values) -> dict:
@@ -137,6 +139,27 @@ def test_a_null_switches_a_cap_off():
     assert (text.final_logit_softcapping, text.head_dim) == (30.0, 256)
 
 
+@pytest.mark.parametrize("name", ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"])
+def test_a_size_that_is_left_out_is_that_of_transformers(name, tmp_path):
+    """Breaks when a tower of 12 heads, which older versions leave out as the default, is cut into 16: no shape says so.
+
+    So of a SigLIP by itself, whose published files leave out more."""
+    raw = changed(PUBLISHED_1, "vision_config", hidden_size=1152)
+    del raw["vision_config"][name]
+    theirs = HFConfig(**json.loads(json.dumps(raw))).vision_config
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "siglip", "vision_config": raw["vision_config"]}))
+    for vision in (PaliGemmaConfig.from_dict(raw).vision, read_siglip(tmp_path / "config.json")):
+        assert getattr(vision, name) == getattr(theirs, name)
+
+
+@pytest.mark.parametrize("model_type", ["gemma", "qwen2"])
+def test_fields_of_gemma_2_are_its_own(model_type):
+    """Breaks when another decoder gets caps, a window or a scale, which transformers does not read there."""
+    raw = changed(PUBLISHED_1["text_config"], None, model_type=model_type)
+    given = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 8}
+    assert read_decoder(raw | given | {"query_pre_attn_scalar": 144}, "config.json") == read_decoder(raw, "config.json")
+
+
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
@@ -151,6 +174,12 @@ def test_a_null_switches_a_cap_off():
         (changed(PUBLISHED_1, "text_config", hidden_activation="relu"), "'relu'"),
         (changed(PUBLISHED_1, "text_config", attention_bias=True), "attention_bias"),
         (changed(PUBLISHED_1, "text_config", rope_scaling={"type": "linear", "factor": 2}), "'linear'"),
+        (
+            changed(PUBLISHED_1, "text_config", rope_parameters={"rope_type": "default"}, rope_scaling=LINEAR),
+            "'linear'",
+        ),
+        (changed(PUBLISHED_1, "vision_config", hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (changed(PUBLISHED_2, "vision_config", hidden_act="quick_gelu"), "hidden_act is 'quick_gelu'"),
         (changed(PUBLISHED_2, "text_config", layer_types=["full_attention"] * 26), "layer_types"),
     ],
 )
