@@ -19,11 +19,11 @@ from lora.files import (
     GRAFT_PREFIX,
     HF_PREFIX,
     TENSOR_FILE,
-    alphas_of,
     base_of,
     matching,
     our_path,
     promised,
+    ranks_and_alphas,
     read_config,
     read_tensors,
     split_name,
@@ -248,19 +248,16 @@ def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[s
         )
     layers = _free_layers(model)
     spelt, found = _by_our_names(tensors, layers, folder / TENSOR_FILE)
-    named = promised(config, layers)  # and missing in the file, if it is not in `spelt`
-    ranks = {}
+    # those that are named and missing in the file, too
+    spelt = {path: HF_PREFIX + path for path in promised(config, layers)} | spelt
+    ranks, alphas = ranks_and_alphas(config, spelt.values())
     wanted = {GRAFT_PREFIX + name: tuple(parameter.shape) for name, parameter in new_parameters(model).items()}
-    for path, layer in layers.items():
-        if path in spelt or path in named:
-            half = found.get(tensor_name(path, "lora_A"), torch.empty(1, 0))
-            ranks[path] = max(1, len(half) if half.dim() else 0)
-            wanted[tensor_name(path, "lora_A")] = (ranks[path], layer.in_features)
-            wanted[tensor_name(path, "lora_B")] = (layer.out_features, ranks[path])
+    for path, name in spelt.items():
+        wanted[tensor_name(path, "lora_A")] = (ranks[name], layers[path].in_features)
+        wanted[tensor_name(path, "lora_B")] = (layers[path].out_features, ranks[name])
     _check_tensors(found, wanted, folder / TENSOR_FILE)
-    alphas = alphas_of(config, {spelt[path]: rank for path, rank in ranks.items()})
-    for path, rank in ranks.items():
-        lora = LoRALinear(layers[path], rank, alphas[spelt[path]], config.get("lora_dropout", 0.0))
+    for path, name in spelt.items():
+        lora = LoRALinear(layers[path], ranks[name], alphas[name], config.get("lora_dropout", 0.0))
         model.set_submodule(path, lora)
     _train_adapter_only(model)
     with torch.no_grad():

@@ -7,8 +7,9 @@ computes something else), and the fingerprint of the base in the metadata of the
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -140,19 +141,24 @@ def promised(config: Mapping, paths: Iterable[str]) -> set[str]:
     return matching(config.get("target_modules", []), paths) - matching(config.get("exclude_modules", []), paths)
 
 
-def alphas_of(config: Mapping, ranks: Mapping[str, int]) -> dict[str, float]:
-    """alpha of each layer, given its rank, by its path as the file spells it; LoRA is scaled by alpha / r.
+def ranks_and_alphas(config: Mapping, paths: Collection[str]) -> tuple[dict[str, int], dict[str, float]]:
+    """r and alpha of each layer by its path as the file spells it; LoRA is scaled by alpha / r.
 
     As in PEFT, the first pattern that matches an ending of the path counts; an ending begins at a dot.
     """
-    by_pattern = config.get("alpha_pattern", {})
-    found = full_matches([f"{ENDING}({pattern})" for pattern in by_pattern], ranks)
-    alphas = {path: config.get("lora_alpha", 8) for path in ranks}
-    for alpha, paths in reversed(list(zip(by_pattern.values(), found, strict=True))):
-        alphas |= dict.fromkeys(paths, alpha)
+
+    def chosen(by_pattern: Mapping[str, Any], default: Any) -> dict[str, Any]:
+        found = full_matches([f"{ENDING}({pattern})" for pattern in by_pattern], paths)
+        values = dict.fromkeys(paths, default)
+        for value, matched in reversed(list(zip(by_pattern.values(), found, strict=True))):
+            values |= dict.fromkeys(matched, value)
+        return values
+
+    ranks = chosen(config.get("rank_pattern", {}), config.get("r", 8))
+    alphas = chosen(config.get("alpha_pattern", {}), config.get("lora_alpha", 8))
     if config.get("use_rslora"):  # scaled by alpha / √r
         alphas = {path: alpha * ranks[path] ** 0.5 for path, alpha in alphas.items()}
-    return alphas
+    return ranks, alphas
 
 
 def base_of(folder: str | Path) -> str | None:

@@ -629,6 +629,18 @@ def test_tensors_that_do_not_fit(tmp_path, hf, model, change, says):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("config", [{"r": 8}, {"rank_pattern": {"q_proj": 8}}, {"r": 4, "rank_pattern": {}}])
+def test_tensors_of_another_rank_than_the_config_says(tmp_path, hf, model, config):
+    """Breaks when LoRA is scaled by alpha / r with an r that PEFT, which has the config's, would not take."""
+    peft_adapter(hf, tmp_path, target_modules=["q_proj", "fc1"], rank_pattern={"q_proj": 2})
+    load(ours(hf), tmp_path)
+    edit_config(tmp_path, **config)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        peft.PeftModel.from_pretrained(copy.deepcopy(hf), str(tmp_path))
+    with pytest.raises(UserError, match="lora_A.weight is .*, expected "):
+        load(model, tmp_path)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "says"),
