@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from model.chat import TextTokenizer
-from model.common import UserError, quoted, shown
-from model.config import PaliGemmaConfig
+from model.common import UserError, quoted, read_json, shown
+from model.config import PaliGemmaConfig, read_section
 from model.images import Drawn, Picture, fit, to_pixels
 from model.language_config import LanguageConfig
 from model.source import preset_of
@@ -99,11 +99,13 @@ class Processor:
     def from_source(cls, source: str | Path, *, revision: str | None = None, **options) -> "Processor":
         """The processor of a model: a folder, `embedded`, a hub id, or a preset with the embedded model's vocabulary.
 
-        Needs config.json and tokenizer.json, or tokenizer.model where there is none, and downloads nothing else.
-        options: those of the constructor. Raises UserError.
+        Needs config.json and tokenizer.json, or tokenizer.model where there is none. Of a PaliGemma's image processor
+        the file, if there is one, must say what is done here. options: those of the constructor. Raises UserError.
         """
         preset, file = preset_of(source), find_tokenizer(source, revision)
         config = preset or read_config(file.with_name("config.json"))
+        if preset is None and type(config) is PaliGemmaConfig:
+            _check_pixels(file.parent, config.vision.image_size)
         if isinstance(config, TextModelConfig | LanguageConfig):
             raise UserError(f"{shown(source)}: is a language model for text alone: give a model that reads pictures")
         tokenizer = load_tokenizer(file)
@@ -276,6 +278,21 @@ class Processor:
             ids = ids[: ids.index(self.config.eos_token_id)]
         pieces = self.tokenizer.vocab_size()  # the embedding has a few rows more
         return self.tokenizer.decode([i for i in ids if 0 <= i < pieces and i not in self._not_text])
+
+
+def _check_pixels(folder: Path, size: int) -> None:
+    """Raise UserError if the model's own image processor makes other pixels than `model/images.py`."""
+    expected = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True) | {"do_center_crop": False}
+    expected |= {"size": {"height": size, "width": size}, "resample": 3, "rescale_factor": 1 / 255}  # 3: bicubic
+    expected |= dict.fromkeys(("image_mean", "image_std"), [0.5] * 3)
+    for file in (folder / "processor_config.json", folder / "preprocessor_config.json"):
+        raw = read_json(file) if file.is_file() else {}
+        raw = read_section(raw, "image_processor", str(file)) or raw
+        for name, value in expected.items():
+            if raw.get(name) not in (None, value):
+                raise UserError(
+                    f"{file}: {name} is {quoted(raw[name])}, but {value} is computed here: take another model"
+                )
 
 
 def _check_tokenizer(config: PaliGemmaConfig | QMambaConfig, tokenizer: Tokenizer) -> None:

@@ -195,17 +195,20 @@ class GemmaTokenizer:
         return [id_ for id_ in ids if id_ >= 0]
 
 
+# what `model/processor.py` and `model/chat.py` read besides
+BESIDE = ("config.json", "processor_config.json", "preprocessor_config.json")
+
 Tokenizer = sentencepiece.SentencePieceProcessor | GemmaTokenizer | BytePairTokenizer
 
 
 def find_tokenizer(source: str | Path, revision: str | None = None) -> Path:
     """The tokenizer.json of a model, or tokenizer.model where it has none; presets read with the embedded base's.
 
-    Downloads from the hub config.json, which is beside it, and nothing else. The file of the second name need not
-    exist: `load_tokenizer` says so.
+    Downloads from the hub the small files beside it, too. The file of the second name need not exist: `load_tokenizer`
+    says so.
     """
     source = EMBEDDED if preset_of(source) else source
-    file = resolve(source, ["config.json", "tokenizer.json"], revision) / "tokenizer.json"
+    file = resolve(source, ["tokenizer.json", *BESIDE], revision) / "tokenizer.json"
     return file if file.exists() else resolve(source, ["tokenizer.model"], revision) / "tokenizer.model"
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import threading
 from functools import partial
 from itertools import product
@@ -463,6 +464,37 @@ def hub(folder, tmp_path, monkeypatch):
     yield state
     server.shutdown()
     server.server_close()
+
+
+PIXEL_OPTIONS = [
+    {"size": {"height": 2 * SIDE, "width": 2 * SIDE}},
+    {"resample": 2},
+    {"image_mean": [0.485, 0.456, 0.406]},
+    {"image_std": [1.0, 1.0, 1.0]},
+    {"rescale_factor": 1 / 127.5},
+    {"do_normalize": False},
+    {"do_resize": False},
+    {"do_center_crop": True, "crop_size": {"height": SIDE, "width": SIDE}},
+]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_pixels_that_are_prepared_otherwise_are_refused(folder, hf, tmp_path, nested):
+    """Breaks when a model that was trained with other pixels, as its own file says, is given ours."""
+    for file in folder.iterdir():
+        shutil.copy(file, tmp_path)
+    name = "processor_config.json" if nested else "preprocessor_config.json"
+    for options in [{}, *PIXEL_OPTIONS]:
+        theirs = SiglipImageProcessorPil(**({"size": {"height": SIDE, "width": SIDE}} | options))
+        theirs.image_seq_length = TOKENS
+        (PaliGemmaProcessor(theirs, hf.tokenizer) if nested else theirs).save_pretrained(tmp_path / "saved")
+        shutil.copy(tmp_path / "saved" / name, tmp_path)
+        if options:
+            with pytest.raises(UserError, match=f"{name}: {next(iter(options))} is "):
+                Processor.from_source(tmp_path)
+            continue
+        pixels = theirs(picture(), return_tensors="pt")["pixel_values"]
+        assert torch.equal(Processor.from_source(tmp_path)([picture()], ["a"]).pixel_values, pixels)
 
 
 def test_hub_fetches_only_what_is_needed(hub, processor):
