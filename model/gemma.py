@@ -142,7 +142,7 @@ class Gemma(nn.Module):
         for index, layer in enumerate(self.layers):
             mask = full if self.config.window(index) is None else sliding
             keep = positions_to_keep if index + 1 == len(self.layers) else None
-            if self.checkpointing and torch.is_grad_enabled():
+            if self.checkpointing and torch.is_grad_enabled() and cache is None:
                 x = checkpoint(layer, x, rope, mask, None, keep, use_reentrant=False)
             else:
                 x = layer(x, rope, mask, None if cache is None else cache[index], keep)

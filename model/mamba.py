@@ -156,7 +156,7 @@ class Mamba(nn.Module):
         else:
             valid = None
         for index, layer in enumerate(self.layers):
-            if self.checkpointing and torch.is_grad_enabled():
+            if self.checkpointing and torch.is_grad_enabled() and cache is None:
                 x = checkpoint(layer, x, valid, use_reentrant=False)
             else:
                 x = layer(x, valid, None if cache is None else cache[index])

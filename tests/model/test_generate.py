@@ -98,6 +98,7 @@ def test_cached_equals_uncached(generation):
     hf = hf_model(generation)
     model, inputs = ours(hf), batch(hf, ((5, 12), (3, 12)))
     whole = model(**inputs)
+    model.set_checkpointing(True)  # of training, and gradients are on: a cache is read all the same
     cache = model.new_cache(whole.shape[1])
     start = whole.shape[1] - 12
     types, valid = inputs["token_type_ids"], inputs["attention_mask"]
