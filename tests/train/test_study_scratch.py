@@ -133,3 +133,6 @@ def test_less_attention_on_distractors_is_better():
 
     found = summarize_shares({"plain": runs(20.0, 50.0), "split": runs(30.0, 40.0)})["difference"]["split"]
     assert {one["verdict"] for one in found.values()} == {"better"} and len(found) == len(LOOKS) * len(LOOKED_AT)
+    for (needle, others), verdict in ((21.0, 5.4), "equivalent"), ((21.0, 6.0), "worse"):  # by a twelfth, by a fifth
+        found = summarize_shares({"plain": runs(20.0, 5.0), "split": runs(needle, others)})["difference"]["split"]
+        assert {one["verdict"] for name, one in found.items() if "distractors" in name} == {verdict}

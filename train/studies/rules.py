@@ -116,22 +116,23 @@ def judge(
     *,
     seeds: Mapping[Name, int] | None = None,
     less_is_better: Collection[Name] = (),
+    margins: Mapping[Name, float] | None = None,
 ) -> dict[Name, dict]:
     """By name {"p", "p_equivalent", "visible", "verdict"} of a table's differences: p-values are Holm's over them, over
     those in range and the others apart.
 
     measurable: whether the control is in range. seeds: of each difference; one says nothing of other runs. visible: the
     true difference that would have been found in 80 % of such studies. A difference that is shown to be within ±3
-    points is "equivalent" also where it is not 0.
+    points, or the given margin, is "equivalent" also where it is not 0.
     """
     if isinstance(measurable, Mapping):
         found: dict[Name, dict] = {}
         for is_inside in (True, False):
             part = {name: one for name, one in differences.items() if bool(measurable[name]) == is_inside}
-            found |= judge(part, is_inside, seeds=seeds, less_is_better=less_is_better)
+            found |= judge(part, is_inside, seeds=seeds, less_is_better=less_is_better, margins=margins)
         return found
     unequal = holm([one.p for one in differences.values()])
-    equal = holm([one.equivalence(MARGIN) for one in differences.values()])
+    equal = holm([one.equivalence((margins or {}).get(name, MARGIN)) for name, one in differences.items()])
     found = {}
     for (name, one), p, p_equivalent in zip(differences.items(), unequal, equal, strict=True):
         verdict = "undecided"

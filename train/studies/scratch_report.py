@@ -29,6 +29,7 @@ from train.studies.cells import FineTuningStudy
 Curves = Mapping[str, Sequence[Mapping[str, Mapping[str, list]]]]  # by row, of each seed, by phase
 Shares = Mapping[str, Sequence[Mapping[str, list[dict[str, float]]]]]  # by row, of each seed, by kind of needle
 LOOKED_AT = ("n4d3", "n4o1")
+SHARE = 0.1  # the smallest difference of interest between shares of attention, as a share of plain attention's
 LOOKS = ("answer on needle", "answer on distractors", "name on needle", "name on distractors")
 CLAIM = (
     "Published (Ye et al. 2024): less loss at equal size, better retrieval, less attention on noise, in language "
@@ -51,7 +52,8 @@ def summarize(
 
 def summarize_shares(shares: Shares) -> dict[str, dict]:
     """Shares of the attention, the mean over layers: by row the mean of the seeds, and of all but the first row the
-    judged difference to it, over seeds. Less on distractors is better."""
+    judged difference to it, over seeds. Less on distractors is better; equivalent is what differs by less than SHARE of
+    the first row's."""
     by_row = {
         row: {
             f"{look}, {kind}": np.array([[np.mean([layer[look] for layer in run[kind]])] for run in runs])
@@ -69,7 +71,8 @@ def summarize_shares(shares: Shares) -> dict[str, dict]:
         seeds = min(len(shares[row]), len(shares[first]))
         gains = {name: estimate(one[:seeds] - by_row[first][name][:seeds]) for name, one in by_row[row].items()}
         less = [name for name in gains if " on distractors" in name]
-        judgements = rules.judge(gains, seeds=dict.fromkeys(gains, seeds), less_is_better=less)
+        margins = {name: SHARE * float(of_first.mean()) for name, of_first in by_row[first].items()}
+        judgements = rules.judge(gains, seeds=dict.fromkeys(gains, seeds), less_is_better=less, margins=margins)
         found["difference"][row] = {name: engine.verdict(one) | judgements[name] for name, one in gains.items()}
     return found
 
@@ -143,7 +146,8 @@ def to_markdown(summary: dict) -> str:
             ("Table 4: as Table 2, all rows at one rate", difference_table(summary, "difference_common")),
             ("4×4 needle by the number of distractors, %; more than 3 were never trained on", dose_table(summary)),
             (
-                "Attention on the needle and on all distractors (less is better), mean over layers",
+                "Attention on the needle and on all distractors (less is better), mean over layers; equivalent: within "
+                f"{100 * SHARE:g} % of plain's",
                 share_table(summary["attention"]),
             ),
             ("Loss of held-out questions, nats a token", curve_table(summary["curves"], plain)),
