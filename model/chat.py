@@ -4,13 +4,15 @@ In: a text, or prompts with their answers. Out: token ids for `model/language.py
 cannot spell control tokens: they are placed here.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from model.common import UserError
+from model.common import UserError, quoted, read_json, read_text, shown
 from model.language_config import LanguageConfig
 from model.source import resolve
 from model.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
@@ -37,9 +39,11 @@ CHAT_FORMATS = {"gemma": _GEMMA, "gemma2": _GEMMA, "qwen2": _CHATML}
 class TextTokenizer:
     """Text to ids and back, for the model of `config`."""
 
-    def __init__(self, config: LanguageConfig, tokenizer: Tokenizer, max_length: int | None = None):
+    def __init__(
+        self, config: LanguageConfig, tokenizer: Tokenizer, max_length: int | None = None, template: str | None = None
+    ):
         """max_length: tokens that a prompt or chat may have, at most those that the model was trained to read; a longer
-        one is an error, it is never cut.
+        one is an error, it is never cut. template: the model's own chat template, which says its system turn.
 
         Raises UserError if the tokenizer has more pieces than the embedding rows.
         """
@@ -48,7 +52,7 @@ class TextTokenizer:
                 f"the tokenizer is of another model: it has {pieces} pieces, but the embedding only "
                 f"{config.text.vocab_size} rows: take both files from one model"
             )
-        self.config, self.tokenizer = config, tokenizer
+        self.config, self.tokenizer, self.template = config, tokenizer, template
         self.max_length = min(max_length or config.max_position_embeddings, config.max_position_embeddings)
         self.format = CHAT_FORMATS[config.text.model_type]
         control = {*config.eos_token_id, config.pad_token_id, tokenizer.unk_id()}
@@ -90,7 +94,7 @@ class TextTokenizer:
             raise UserError(f"the tokenizer has no {form.start} and {form.end}: ask this model without a chat's turns")
         if system is not None and form.system is None:
             raise UserError(f"a conversation of {self.config.text.model_type} has no system turn: put it in the prompt")
-        system = form.system if system is None else system
+        system = self.system if system is None else system
         start, end = self._marks[form.start], self._marks[form.end]
         ids = self._begin()
         ids += [] if system is None else [start, *self.encode(f"system\n{system}"), end, *newline]
@@ -107,6 +111,25 @@ class TextTokenizer:
             ids += given + reply
             learned += [0] * len(given) + [1] * len(reply)
         return ids, learned
+
+    @cached_property
+    def system(self) -> str | None:
+        """The system turn where none is given: models of one family differ. Raises UserError for a foreign template."""
+        if self.template is None:
+            return self.format.system
+        from jinja2.sandbox import ImmutableSandboxedEnvironment  # slow to import; PyTorch needs the package, too
+
+        start, end, role = (re.escape(text) for text in (self.format.start, self.format.end, self.format.model_role))
+        given = {"messages": [{"role": "user", "content": "?"}], "add_generation_prompt": True, "bos_token": ""}
+        try:
+            environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+            text = environment.from_string(self.template).render(given)
+        except Exception as error:  # a template may raise anything
+            raise UserError(f"the model's chat template cannot be read ({shown(str(error))})") from None
+        turns = rf"(?:{start}system\n(.*){end}\n)?{start}user\n\?{end}\n{start}{role}\n"
+        if not (found := re.fullmatch(turns, text, re.DOTALL)):
+            raise UserError(f"the model's chat template has other turns than {self.format.start}: {quoted(text)}")
+        return found[1]
 
     @property
     def end_of_turn(self) -> list[int]:
@@ -140,6 +163,10 @@ def load_text_tokenizer(
 
     Qwen's needs the package `tokenizers`. Raises UserError.
     """
-    folder = resolve(source, ["config.json", "generation_config.json"], revision)
-    config = LanguageConfig.from_file(folder / "config.json")
-    return TextTokenizer(config, load_tokenizer(find_tokenizer(source, revision)), max_length)
+    names = ["config.json", "generation_config.json", "chat_template.jinja", "tokenizer_config.json"]
+    folder = resolve(source, names, revision)
+    own, older = folder / names[2], folder / names[3]
+    template = read_text(own) if own.is_file() else older.is_file() and read_json(older).get("chat_template")
+    config = LanguageConfig.from_file(folder / names[0])
+    tokenizer = load_tokenizer(find_tokenizer(source, revision))
+    return TextTokenizer(config, tokenizer, max_length, template if isinstance(template, str) else None)

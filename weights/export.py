@@ -53,6 +53,7 @@ COMPANIONS = [
     "tokenizer.model",
     "tokenizer.json",
     "tokenizer_config.json",
+    "chat_template.jinja",
     "special_tokens_map.json",
     "added_tokens.json",
     "preprocessor_config.json",

@@ -1,6 +1,7 @@
 """The tokenizers of Gemma and Qwen and their turns: ids equal those of transformers and its chat template."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -39,6 +40,16 @@ TEMPLATES = {
         "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     ),
+}
+QWEN2 = TEMPLATES["qwen2"]
+SYSTEMS = {
+    "as Qwen2.5 has it": QWEN2.replace("You are", "You are Qwen, created by Alibaba Cloud. You are"),
+    "none": "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}\n{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n",
+    "from a variable": "{% set text = 'Be \"kind\"\nand short.' %}{% if messages[0]['role'] == 'system' %}"
+    "{% set text = messages[0]['content'] %}{% endif %}{{ '<|im_start|>system\n' + text + '<|im_end|>\n' }}"
+    "{% for m in messages if m['role'] != 'system' %}{{'<|im_start|>' + m['role'] + '\n' + m['content']"
+    " + '<|im_end|>\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
 }
 MARKS = {"gemma2": ["<start_of_turn>", "<end_of_turn>"], "qwen2": ["<|im_start|>", "<|im_end|>"]}
 TEXTS = (
@@ -131,6 +142,36 @@ def test_turns_are_those_of_the_chat_template(kind, ours, theirs):
     assert ours.end_of_turn == [theirs.convert_tokens_to_ids(MARKS[kind][1])]
     answer = [*ours.encode("yes"), *ours.end_of_turn, *ours.encode("no")]
     assert ours.decode(torch.tensor(answer)) == "yes"
+
+
+@pytest.mark.parametrize("kind", ["qwen2"], indirect=True)
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_the_system_turn_is_the_models_own(folder, theirs, tmp_path, file):
+    """Breaks when a model, such as Qwen2.5, is asked after a system text that it was not trained with."""
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(folder / name, tmp_path)
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+
+    def opened(template: str) -> TextTokenizer:
+        is_own = file == "chat_template.jinja"
+        (tmp_path / file).write_text(template if is_own else json.dumps({"chat_template": template}))
+        return load_text_tokenizer(tmp_path)
+
+    for template in SYSTEMS.values():
+        for system in (None, "Be short."):
+            given = messages if system is None else [{"role": "system", "content": system}, *messages]
+            rendered = theirs.apply_chat_template(
+                given, chat_template=template, add_generation_prompt=True, return_dict=False
+            )
+            assert opened(template).chat([("a", "b"), ("c", None)], system) == rendered
+    for template in ("{{ messages[0].content }}", "{{ raise_exception('no') }}", "{% if %}", "{{ [].append(1) }}"):
+        with pytest.raises(UserError, match="^the model's chat template "):
+            opened(template).chat([("a", None)])
+        assert opened(template).prompt("a")  # a base model may bring any
 
 
 def test_what_cannot_be_asked_is_refused(kind, folder, ours, tmp_path, monkeypatch):
