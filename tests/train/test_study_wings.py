@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,10 +29,10 @@ from train.settings import parse
 from train.studies import wings as study_wings
 from train.studies import wings_front, wings_runs
 from train.studies.encoded import EncodedOrder, answer, encoded_loss, prepare
-from train.studies.rules import best_rate
-from train.studies.wings import MARGIN
-from train.studies.wings_front import best_at, compare_at_levels, text_at
-from train.studies.wings_runs import FULL, WingsStudy, lora_rank
+from train.studies.rules import edges
+from train.studies.wings import WingsOptions
+from train.studies.wings_front import compare_at_levels, kept, text_at
+from train.studies.wings_runs import FULL, RATES, WingsStudy, lora_rank
 from train.supervised import supervised_loss
 from train.systems.open import open_stage
 from weights.load import load_model
@@ -151,14 +152,26 @@ def test_answers_to_text_alone_and_to_pictures(processor):
 
 def test_the_study_goes_on_and_tells_what_it_found(tmp_path, capsys, monkeypatch):
     """Breaks when a small study fails, does finished cells again, or leaves a pair or a result out."""
-    rates = {name: of_row if name == "wings" else of_row[:1] for name, of_row in FULL.rates.items()}
-    monkeypatch.setattr(study_wings, "FULL", replace(FULL, rates=rates, mixed=(0.5,)))
-    monkeypatch.setattr(wings_front, "LEVELS", (0, 95))
+    monkeypatch.setattr(study_wings, "FULL", replace(FULL, factors=(1.0,), mixed=(0.5,)))
+    monkeypatch.setattr(wings_front, "LEVELS", (0, 90, 95))
     predicted = [one._replace(measure="0", verdict="undecided") for one in study_wings.PREDICTIONS]
     monkeypatch.setattr(study_wings, "PREDICTIONS", predicted)
     monkeypatch.setattr(wings_runs, "ROWS_A_STEP", 4)
     monkeypatch.setattr(text_base, "ROWS", 6)
-    command = ["--rows", "wings", "--seeds", "1", "--scale", "0.01", "--limit", "3", "--out", str(tmp_path)]
+    command = [
+        "--rows",
+        "wings",
+        "--seeds",
+        "1",
+        "--most-seeds",
+        "1",
+        "--scale",
+        "0.01",
+        "--limit",
+        "3",
+        "--out",
+        str(tmp_path),
+    ]
     command += ["--threads", str(torch.get_num_threads())]
     compare.main(command)
     told = capsys.readouterr().out
@@ -176,8 +189,8 @@ def test_the_study_goes_on_and_tells_what_it_found(tmp_path, capsys, monkeypatch
     assert trained["full"] == decoder + projector
     assert trained["wings"] - trained["full"] == trained["learners"] - projector <= trained["lora"] - projector
     # of each run three steps
-    assert summary["runs"] == 7 and [p["step"] for p in summary["checkpoints"]] == [1, 2, 3] * 7
-    assert "21 checkpoints of 7 runs of stage 2" in told and "→" in told and "100 multimodal language models" in told
+    assert summary["runs"] == 6 and [p["step"] for p in summary["checkpoints"]] == [1, 2, 3] * 6
+    assert "18 checkpoints of 6 runs of stage 2" in told and "→" in told and "100 multimodal language models" in told
     with monkeypatch.context() as patch:
         patch.setattr(wings_runs, "learn", None)  # nothing is trained again
         compare.main(command)
@@ -219,15 +232,6 @@ def test_a_run_starts_from_text_alone_and_says_what_is_left_of_it(tmp_path, monk
     assert parse(["--wings", "--stage", "1", "--data", "jsonl:x"])[0].base == "embedded"  # as older runs had
 
 
-@pytest.mark.parametrize(
-    ("validation", "chosen"),
-    [({5e-4: 98.5, 1e-3: 99.4}, 5e-4), ({5e-4: 97.0, 1e-3: 99.4}, 1e-3), ({1e-3: 99.0, 1e-2: 30.0}, 1e-3)],
-)
-def test_the_lowest_rate_that_reads_pictures_is_taken(validation, chosen):
-    """Breaks when a higher rate, which costs more text, is taken for a gain in pictures that is none."""
-    assert best_rate(validation, MARGIN) == chosen
-
-
 def point(pictures: float, *text: int) -> dict:
     return {"pictures": [pictures, pictures], "text": {"add": text[:2], "copy": text[2:]}}
 
@@ -241,11 +245,43 @@ def test_rows_are_compared_where_they_read_equally_many_pictures():
     assert text_at(slow, 60, 1).tolist() == [100, 50]
     assert text_at(slow, 90, 2) is None and text_at(slow, 0, 2).tolist() == [100] * 4
     assert text_at(fast, 45, 2) == pytest.approx([100, 100, 50, 50])
-    assert best_at([slow, fast], 40, 2) == pytest.approx([100, 100, 100 * 5 / 9, 100 * 5 / 9])
-    assert best_at([slow, fast], 85, 2) is not None and best_at([slow], 85, 2) is None
-    found = compare_at_levels([[slow], [slow, fast]], [[fast], [fast]], 2)
-    assert found["50"]["difference"]["mean"] == pytest.approx(0.5 * (62.5 - 100 * 13 / 18))
+    found = compare_at_levels([slow, fast], [fast, fast], 2)
+    assert found["50"]["difference"]["mean"] == pytest.approx(((75 + 0) / 2 - (100 + 100 * 4 / 9) / 2) / 2)
     assert found["90"] == {"reached": [1, 2], "seeds": 2}
+    assert kept(slow, 2) == 0 and kept(fast, 2) == 0.5  # of sentences that the comparison has not
+
+
+def test_each_row_has_the_rate_that_keeps_most_text(tmp_path, monkeypatch):
+    """Breaks when a rate is chosen by the sentences that are reported, a row is tried at other factors than another,
+    seeds end too early, or rows with text have another rate."""
+    best, asked = {"wings": 0.25, "full": 0.5, "learners": 1.0, "lora": 0.5}, []
+
+    def compute(_, job):
+        asked.append(job)
+        if job[0] != "tuned":
+            return point(0.0, 1, 1, 1, 1)
+        name, rate, seed, _ = job[1:]
+        text = int(rate == best[name] * RATES[name])
+        reached = point(1.0, text, seed % 2, text, seed % 2 if name == "wings" else 1 - seed % 2)
+        return {"course": [reached], "validation": 99.0}
+
+    cells = SimpleNamespace(
+        study=WingsStudy(tmp_path, 1.0, 8, "", None, None),
+        decoder=lambda seed: seed,
+        get=lambda *job: compute(None, job),
+    )
+    monkeypatch.setattr(study_wings, "compute", compute)
+    options = WingsOptions(seeds=5, most_seeds=6, out=tmp_path)
+    results = study_wings.collect(options, cells, 1)
+    assert {name: results.factor(name) for name in best} == best and not edges(results.tried)
+    tuned = [job[1:] for job in asked if job[0] == "tuned"]
+    tried = {(name, rate / RATES[name], seed) for name, rate, seed, text in tuned if not text and seed < 3}
+    assert tried == {(name, 2.0**-n, seed) for name in best for n in range(-1, 4) for seed in range(3)}
+    later = {(name, rate / RATES[name], seed) for name, rate, seed, text in tuned if not text and seed >= 3}
+    assert later == {(name, factor, seed) for name, factor in best.items() for seed in (3, 4, 5)}  # to the most: noise
+    mixed = {(name, rate / RATES[name], seed, text) for name, rate, seed, text in tuned if text}
+    assert mixed == {(n, best[n], s, text) for n in ("wings", "full") for s in range(6) for text in FULL.mixed}
+    assert len(results.before) == len(results.starts[True]) == len(results.points("wings", 0.2)) == 6
 
 
 @pytest.mark.parametrize("stage", ["text", "first", "second"])

@@ -10,18 +10,19 @@ The decoder is trained from random weights on text, once for each seed, and join
 projector. Every row of a seed is then trained on the same pictures in the same order; seeds differ in the order, in the
 place of the picture within the question, and in all weights that are fresh. The answer names what is in each of the 16
 squares. In the first stage the projector is trained (and WINGS's visual learners), in the second what the row says.
-Attention is causal everywhere. The rate of a row in the second stage is the lowest of those tried that reads the
-validation pictures about as well as the best, mean over seeds. Further rows have 5 and 20 % of text among the pictures.
+Attention is causal everywhere. Further rows have 5 and 20 % of text among the pictures, at the rates of those without.
 Rows are compared at the end of their runs, and where they first read as many pictures as each other, see
-`train/studies/wings_front.py`. With `--quick` one decoder serves all seeds, training is shorter, and only the first
-pair is trained, at one rate and without text. Two pairs of rows differ in nothing but the learners:
+`train/studies/wings_front.py`: there a row has the rate of the second stage that keeps most text, mean of three seeds.
+Rates, seeds and verdicts are those of `train/studies/rules.py`; the main difference is wings − full. With `--quick` one
+decoder serves all seeds, training is shorter, and only the first pair is trained, at one rate and without text. Two
+pairs of rows differ in nothing but the learners:
 
     wings     decoder, projector, learners and routers      against full, decoder and projector
     learners  projector, learners and routers               against lora, projector and as many parameters of LoRA
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -33,10 +34,10 @@ from model.processor import Processor
 from model.source import EMBEDDED
 from train.embedded import text as text_base
 from train.flags import flag
-from train.studies import engine
+from train.studies import engine, rules
 from train.studies.engine import QuickOptions, ScaledOptions, describe, difference
-from train.studies.rules import Prediction, best_rate, check, mean_scores
-from train.studies.wings_front import compare_at_levels, judge_levels, pictures_of
+from train.studies.rules import Prediction
+from train.studies.wings_front import compare_at_levels, judge_levels, kept, main_gain, pictures_of
 from train.studies.wings_report import draw, to_markdown
 from train.studies.wings_runs import (
     FACTOR,
@@ -46,6 +47,7 @@ from train.studies.wings_runs import (
     QUESTION,
     QUICK,
     RANK,
+    RATES,
     ROWS,
     ROWS_A_STEP,
     WingsStudy,
@@ -61,7 +63,6 @@ from weights.load import load_model
 
 VERSION = 4  # of the code that decides a cell's result: raise it to compute all cells again
 
-MARGIN = 1.0  # points on the validation pictures that a lower rate may cost
 PAIRS = {"wings": "full", "learners": "lora"}
 # written before rows were compared at an equal accuracy; the measure is a level of `train/studies/wings_front.py`
 PREDICTIONS = (
@@ -75,6 +76,15 @@ START_TITLES = {True: "projector, learners", False: "projector"}  # what is trai
 class WingsOptions(QuickOptions, ScaledOptions):
     """The flags of this study."""
 
+    seeds: int | None = flag(
+        None, f"runs of a row, at least (default: {rules.LEAST_SEEDS}; 3 with --quick)", least=1, metavar="N"
+    )
+    most_seeds: int | None = flag(
+        None,
+        f"runs of a row if wings - full is not yet known to ±3 points (default: {rules.MOST_SEEDS}; 3 with --quick)",
+        least=1,
+        metavar="N",
+    )
     limit: int = flag(100, "questions of each text task, and pictures", least=1, metavar="N")
     out: Path = flag(Path("runs/compare-wings"), engine.OUT_HELP, metavar="DIR")
 
@@ -82,30 +92,36 @@ class WingsOptions(QuickOptions, ScaledOptions):
 @dataclass(frozen=True)
 class WingsResults:
     """Cells: of the text-only decoders by seed, of the first stage by whether it has learners and by seed, and of each
-    row by rate, seed and share of text; the rate that is chosen for a row."""
+    row by rate, seed and share of text; what was tried, by row and factor of its rate."""
 
     before: list[dict]
     starts: dict[bool, list[dict]]
     runs: dict[tuple[str, float, int, float], dict]
-    rates: dict[str, float]
+    tried: rules.Scores
 
     @property
     def arms(self) -> list[tuple[str, float]]:
         """Rows and shares of text."""
         return list(dict.fromkeys((name, share) for name, _, _, share in self.runs))
 
-    def of_arm(self, name: str, share: float) -> list[dict]:
-        """The cells of a row with so much text, at its rate, by seed."""
-        wanted = name, self.rates[name], share
-        return [cell for (row, rate, _, text), cell in self.runs.items() if (row, rate, text) == wanted]
+    def factor(self, name: str) -> float:
+        return rules.best_rate(self.tried[name])
 
-    def points(self, name: str, share: float) -> list[list[list[dict]]]:
-        """By seed and rate, the start of the second stage and its checkpoints."""
-        found: dict[int, list[list[dict]]] = {}
-        for (row, _, seed, text), cell in self.runs.items():
-            if (row, text) == (name, share):
-                found.setdefault(seed, []).append([self.starts[ROWS[name].learners][seed], *cell["course"]])
+    def rate(self, name: str) -> float:
+        """That of a row, which it also has with text among the pictures."""
+        return self.factor(name) * RATES[name]
+
+    def of_arm(self, name: str, share: float, rate: float | None = None) -> list[dict]:
+        """The cells of a row with so much text, at its rate or another, by seed."""
+        wanted = name, rate or self.rate(name), share
+        found = {seed: cell for (row, rate, seed, text), cell in self.runs.items() if (row, rate, text) == wanted}
         return [found[seed] for seed in sorted(found)]
+
+    def points(self, name: str, share: float, rate: float | None = None) -> list[list[dict]]:
+        """By seed, the start of the second stage and its checkpoints."""
+        starts = self.starts[ROWS[name].learners]
+        cells = self.of_arm(name, share, rate)
+        return [[start, *cell["course"]] for start, cell in zip(starts, cells, strict=False)]
 
 
 class Cells:
@@ -166,31 +182,61 @@ def compute(options: WingsOptions, job: tuple) -> dict:
 
 
 def collect(options: WingsOptions, cells: Cells, processes: int) -> WingsResults:
-    """All cells. Those that do not need each other are computed side by side."""
+    """All cells: of the first seeds at all rates, then of as many as are needed at the rate of each row. Those that do
+    not need each other are computed side by side."""
 
     def finish(jobs: Sequence[tuple]) -> list[dict]:
         return engine.side_by_side(partial(compute, options), jobs, processes, spell_job)
 
-    seeds, plan = range(options.seeds), cells.study.plan
-    decoders = {cells.decoder(seed): ("text", cells.decoder(seed)) for seed in seeds}
-    finish([*decoders.values(), ("pictures",)])
-    before = [cells.get("text", seed) for seed in seeds]
-    first = [(learners, seed) for learners in (True, False) for seed in seeds]
-    starts = dict(zip(first, finish([("first", *run) for run in first]), strict=True))
-    # seed by seed: a process reads the pictures of a seed once
-    runs = [(name, rate, seed, 0.0) for seed in seeds for name, of_row in plan.rates.items() for rate in of_row]
-    found = dict(zip(runs, finish([("tuned", *run) for run in runs]), strict=True))
-    rates = {name: best_rate(validation(found, name), MARGIN) for name in plan.rates}
-    mixed = [(name, rates[name], seed, share) for seed in seeds for share in plan.mixed for name in MIXED]
-    found |= zip(mixed, finish([("tuned", *run) for run in mixed]), strict=True)
-    by_learners = {learners: [starts[learners, seed] for seed in seeds] for learners in (True, False)}
-    return WingsResults(before, by_learners, found, rates)
+    def begin(seeds: Sequence[int]) -> None:
+        decoders = {cells.decoder(seed): ("text", cells.decoder(seed)) for seed in seeds}
+        finish([*decoders.values(), ("pictures",)])
+        results.before.extend(cells.get("text", seed) for seed in seeds)
+        first = [(learners, seed) for learners in (True, False) for seed in seeds]
+        for (learners, _), cell in zip(first, finish([("first", *run) for run in first]), strict=True):
+            results.starts[learners].append(cell)
+
+    def tune(seeds: Sequence[int], rates: Mapping[str, Sequence[float]], shares: Sequence[float] = (0.0,)) -> None:
+        """Seed by seed: a process reads the pictures of a seed once."""
+        wanted = [
+            (name, rate, seed, share) for seed in seeds for share in shares for name in rates for rate in rates[name]
+        ]
+        results.runs.update(zip(wanted, finish([("tuned", *run) for run in wanted]), strict=True))
+
+    def score(factors: Sequence[float]) -> rules.Scores:
+        tune(first, {name: [factor * RATES[name] for factor in factors] for name in plan.rows})
+        return {
+            name: {
+                factor: float(
+                    np.mean([kept(points, most) for points in results.points(name, 0.0, factor * RATES[name])])
+                )
+                for factor in factors
+            }
+            for name in plan.rows
+        }
+
+    def main_pair() -> list[list[list[dict]]]:
+        return [results.points(name, 0.0) for name in MIXED]
+
+    plan, most, least = cells.study.plan, quarter(cells.study), options.seeds or rules.LEAST_SEEDS
+    results = WingsResults([], {True: [], False: []}, {}, {})
+    first = range(min(least, rules.TUNING_SEEDS))
+    begin(first)
+    results.tried.update(rules.bracket(plan.factors, score) if len(plan.factors) > 1 else score(plan.factors))
+    done = len(first)
+    while done < least or not rules.enough(main_gain(*main_pair(), most), done, least, options.most_seeds or least):
+        more = range(done, max(least, done + 1))
+        begin(more)
+        tune(more, {name: [results.rate(name)] for name in plan.rows})
+        done = more.stop
+    tune(range(done), {name: [results.rate(name)] for name in MIXED}, plan.mixed)
+    return results
 
 
 def validation(runs: Mapping[tuple[str, float, int, float], dict], name: str) -> dict[float, float]:
     """Percent of the validation pictures, mean over seeds, by the rates that were tried for a row."""
     own = {place: cell for place, cell in runs.items() if (place[0], place[-1]) == (name, 0.0)}
-    return mean_scores(own, (cell["validation"] for cell in own.values()))[name]
+    return rules.mean_scores(own, (cell["validation"] for cell in own.values()))[name]
 
 
 def arm_title(name: str, share: float) -> str:
@@ -231,16 +277,17 @@ def describe_cells(cells: Sequence[dict], before: np.ndarray) -> dict:
     return found | {"change": difference(scores["text"], before), "by_task": by_task(cells)}
 
 
-def summarize(study: WingsStudy, results: WingsResults, seeds: Sequence[int]) -> dict:
+def summarize(study: WingsStudy, results: WingsResults) -> dict:
     """comparison.json."""
     rows, before = {}, pooled(results.before)
     for name, share in results.arms:
-        cells, rate = results.of_arm(name, share), results.rates[name]
+        cells = results.of_arm(name, share)
         starts = results.starts[ROWS[name].learners]
         rows[arm_title(name, share)] = describe_cells(cells, before) | {
             "trains": ROWS[name].title,
             "trained": cells[0]["trained"],
-            "rate": rate,
+            "rate": results.rate(name),
+            "kept": {f"{factor * RATES[name]:g}": 100 * text for factor, text in results.tried[name].items()},
             "validation": {f"{rate:g}": accuracy for rate, accuracy in validation(results.runs, name).items()},
             "laws_percent": np.mean([cell["laws"] for cell in cells], axis=0).tolist(),
             "laws_percent_before": np.mean([start["laws"] for start in starts], axis=0).tolist(),
@@ -255,7 +302,14 @@ def summarize(study: WingsStudy, results: WingsResults, seeds: Sequence[int]) ->
                 "at_levels": compare_at_levels(*curves, quarter(study)),
             }
     at_levels = {name: row["at_levels"] for name, row in rows.items() if "at_levels" in row}
+    common = {}
+    for name, control in PAIRS.items():
+        if name in rows and (factor := results.factor(control)) != results.factor(name):
+            both = (results.points(row, 0.0, factor * RATES[row]) for row in (name, control))
+            one, other = (points[: rules.TUNING_SEEDS] for points in both)
+            common[name] = {"control": control, "at_levels": compare_at_levels(one, other, quarter(study))}
     judge_levels(at_levels)
+    judge_levels({name: row["at_levels"] for name, row in common.items()})
     verdicts = {
         name: {level: found["verdict"] for level, found in of_row.items() if "verdict" in found}
         for name, of_row in at_levels.items()
@@ -265,15 +319,17 @@ def summarize(study: WingsStudy, results: WingsResults, seeds: Sequence[int]) ->
     rho = correlation([one["shift"] for one in points], [one["lost"] for one in points], run)
     return {
         "quick": study.plan is QUICK,
-        "seeds": list(seeds),
+        "seeds": list(range(len(results.before))),
         "scale": study.scale,
         "limit": study.limit,
         "steps": study.steps,
         "rank": RANK,
         "rows": rows,
+        "common": common,
+        "edges": rules.edges(results.tried),
         "before": describe_cells(results.before, before),
         "stage_1": {START_TITLES[on]: describe_cells(cells, before) for on, cells in results.starts.items()},
-        "predictions": check(PREDICTIONS, verdicts),
+        "predictions": rules.check(PREDICTIONS, verdicts),
         "per_run": study.plan.checkpoints,
         "runs": len(set(run)),
         "checkpoints": points,
@@ -283,9 +339,12 @@ def summarize(study: WingsStudy, results: WingsResults, seeds: Sequence[int]) ->
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = engine.read_options(WingsOptions, "wings", __doc__, argv)
+    seeds = options.seeds or (3 if options.quick else rules.LEAST_SEEDS)
+    most = options.most_seeds or (seeds if options.quick else rules.MOST_SEEDS)
+    options = replace(options, seeds=seeds, most_seeds=max(seeds, most))
     cells, processes = open_cells(options), engine.default_processes("cpu", options.threads)
 
     def find() -> dict:
-        return summarize(cells.study, collect(options, cells, processes), range(options.seeds))
+        return summarize(cells.study, collect(options, cells, processes))
 
     engine.run_study(options.out, find, to_markdown, draw, processes=processes)

@@ -3,8 +3,7 @@
 In: the points of runs, from the start of the second stage on: pictures and text of a run at its checkpoints. Out: the
 text of each sentence at the moment at which a run first reads so many of the pictures, and differences of rows there.
 
-A row is as good as its best rate at that level, by the text that is left: the Pareto front over rates and steps. Both
-rows of a pair have as many rates and checkpoints to choose from.
+A row has the rate that keeps most text at MAIN_LEVEL: on every other sentence, and for the reported ones the others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from train.studies.engine import describe, difference
 from train.studies.rules import judge
 
 LEVELS = (50, 80, 90, 95)  # percent of the pictures
+MAIN_LEVEL = 90
 
 
 def pictures_of(point: Mapping) -> float:
@@ -43,24 +43,24 @@ def text_at(points: Sequence[Mapping], level: float, most: int) -> np.ndarray | 
     return None
 
 
-def best_at(runs: Sequence[Sequence[Mapping]], level: float, most: int) -> np.ndarray | None:
-    """The same for the run, one of each rate, that has kept most of its text there."""
-    found = [text for points in runs if (text := text_at(points, level, most)) is not None]
-    return max(found, key=np.mean) if found else None
+def kept(points: Sequence[Mapping], most: int) -> float:
+    """The text (0 to 1) of a run at MAIN_LEVEL, on the sentences that choose rates; 0 if it does not get there."""
+    text = text_at(points, MAIN_LEVEL, most)
+    return 0.0 if text is None else float(text[::2].mean()) / 100
 
 
 def compare_at_levels(
-    row: Sequence[Sequence[Sequence[Mapping]]], control: Sequence[Sequence[Sequence[Mapping]]], most: int
+    row: Sequence[Sequence[Mapping]], control: Sequence[Sequence[Mapping]], most: int
 ) -> dict[str, dict]:
     """By level: text of the row and of its control with intervals, and the difference, paired by seed and sentence.
 
-    row, control: by seed, by rate, the points of a run. A level that a run does not reach has only "reached", the
-    numbers of seeds.
+    row, control: by seed, the points of a run. A level that a run does not reach has only "reached", the numbers of
+    seeds.
     """
     found = {}
     for level in LEVELS:
-        both = [[best_at(of_seed, level, most) for of_seed in runs] for runs in (row, control)]
-        reached = [[text for text in of_row if text is not None] for of_row in both]
+        both = [[text_at(points, level, most) for points in runs] for runs in (row, control)]
+        reached = [[text[1::2] for text in of_row if text is not None] for of_row in both]
         found[str(level)] = result = {"reached": [len(of_row) for of_row in reached], "seeds": len(row)}
         if all(len(of_row) == len(row) for of_row in reached):
             own, other = map(np.array, reached)
@@ -68,13 +68,19 @@ def compare_at_levels(
     return found
 
 
+def main_gain(row: Sequence[Sequence[Mapping]], control: Sequence[Sequence[Mapping]], most: int) -> list[Estimate]:
+    """The difference at MAIN_LEVEL, as `compare_at_levels` has it; none if a seed does not get there."""
+    found = compare_at_levels(row, control, most)[str(MAIN_LEVEL)]
+    return [_estimate(found)] if "difference" in found else []
+
+
+def _estimate(found: Mapping[str, Mapping]) -> Estimate:
+    return Estimate(*(found["difference"][field] for field in Estimate._fields))
+
+
 def judge_levels(by_row: Mapping[str, Mapping[str, dict]]) -> None:
     """Put the verdicts, see `train.studies.rules.judge`, beside all differences of a table, by row and level."""
     places = {(row, level): found for row, levels in by_row.items() for level, found in levels.items()}
-    gains = {
-        place: Estimate(*(found["difference"][field] for field in Estimate._fields))
-        for place, found in places.items()
-        if "difference" in found
-    }
+    gains = {place: _estimate(found) for place, found in places.items() if "difference" in found}
     for place, judged in judge(gains, seeds={place: places[place]["seeds"] for place in gains}).items():
         places[place] |= judged

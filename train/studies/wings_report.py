@@ -11,8 +11,9 @@ from eval import figures
 from eval.report import markdown_table
 from eval.shift import GROUPS
 from eval.text import sentences
-from train.studies import engine
+from train.studies import engine, rules
 from train.studies.engine import spell
+from train.studies.wings_front import MAIN_LEVEL
 
 PUBLISHED = (
     ("text-only forgetting, and learners against it", "in miniature: text tasks before and after pictures"),
@@ -55,9 +56,11 @@ def to_markdown(summary: dict) -> str:
         markdown_table(["pair", "text, points", "pictures, points", "attention shift"], pairs),
         "## Text that is left where both have read equally many of the pictures",
         f"Where a run first reads so many of the pictures, by a straight line between its {summary['per_run']} "
-        "checkpoints, on a quarter of the questions; of each row the rate that keeps most text there. Verdicts are "
-        "corrected for the number of differences in this table (Holm).",
+        f"checkpoints. A row has the rate that keeps most text at {MAIN_LEVEL} %, mean of up to {rules.TUNING_SEEDS} "
+        "seeds, on an eighth of the questions; the table has another eighth. Verdicts are corrected for the number of "
+        "differences in a table (Holm).",
         levels_table(rows),
+        *engine.sections(("The same, both rows at the control's factor of the rates", levels_table(summary["common"]))),
         "## LAWS, % of all attention, before and after the second stage",
         laws_table(rows),
         "## Attention shift and the loss of text",
@@ -86,7 +89,7 @@ def levels_table(rows: Mapping[str, dict]) -> list[str]:
             seen = f"{found['visible']:.1f}" if "visible" in found else ""
             body.append([f"{name} - {row['control']}", f"{level} %", *cells, found.get("verdict", ""), seen])
     head = ["pair", "pictures", "text, %", "of the control", "difference, points", "verdict", "could be seen"]
-    return markdown_table(head, body)
+    return markdown_table(head, body) if body else []
 
 
 def laws_table(rows: Mapping[str, dict]) -> list[str]:
@@ -128,10 +131,16 @@ def conclusions(summary: dict) -> list[str]:
         for one in summary["predictions"]
     ]
     tried = "; ".join(
-        f"{name} " + ", ".join(f"{rate} ({accuracy:.1f})" for rate, accuracy in row["validation"].items())
+        f"{name} "
+        + ", ".join(f"{rate} ({text:.1f}, {row['validation'][rate]:.1f})" for rate, text in row["kept"].items())
         for name, row in rows.items()
+        if " text" not in name
     )
-    lines.append(f"Rates tried, with the validation pictures read in %: {tried}.")
+    lines.append(
+        f"Rates tried, with the text kept at {MAIN_LEVEL} % of the pictures (0 for a seed that does not read so many) "
+        f"and the validation pictures read at the end, in %: {tried}."
+    )
+    lines += rules.limits(len(summary["seeds"]), summary["edges"])
     if summary["quick"]:
         lines.append("This is the quick plan: one pair of rows at one rate, in shorter runs than those of the whole.")
     if summary["correlation"] is not None:

@@ -5,7 +5,7 @@ In: a `WingsStudy` and what decides a cell, see `train/studies/wings.py`. Out: t
 
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -37,6 +37,7 @@ ROWS_A_STEP = 32
 FEATURES = "features.safetensors"  # of the training pictures
 FRESH = 1 << 20  # the number of the first sentence that no decoder has been trained on
 FIRST_RATE = 3e-3  # of the first stage
+RATES = {"wings": 1e-3, "full": 1e-3, "learners": 1e-2, "lora": 6e-3}  # of the second stage, at factor 1
 FACTOR = 5  # the projector's rate in the second stage over that of the decoder, if it is trained; from the paper
 RANK = 16  # of the learners
 QUESTION = "What is in the image?"
@@ -62,27 +63,22 @@ ROWS = {
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """rates: those to try, by row. steps: of tuning in two stages. checkpoints: of a run in the second stage, at which
-    it is measured. one_decoder: the text model of seed 0 serves all seeds. mixed: shares of text in the training of the
-    second stage, for further rows."""
+    """factors: of RATES, to try first. steps: of tuning in two stages. checkpoints: of a run in the second stage, at
+    which it is measured. one_decoder: the text model of seed 0 serves all seeds. mixed: shares of text in the training
+    of the second stage, for further rows."""
 
-    rates: Mapping[str, tuple[float, ...]]
+    rows: Sequence[str]
+    factors: tuple[float, ...]
     steps: tuple[int, int]
     checkpoints: int
     one_decoder: bool
     mixed: tuple[float, ...] = ()
 
 
-FULL = Plan(
-    {"wings": (5e-4, 1e-3), "full": (5e-4, 1e-3), "learners": (5e-3, 1e-2), "lora": (3e-3, 6e-3)},
-    (100, 320),
-    8,
-    False,
-    (0.05, 0.2),
-)
+FULL = Plan(tuple(ROWS), (0.25, 0.5, 1.0), (100, 320), 8, False, (0.05, 0.2))
 MIXED = ("wings", "full")  # the rows that are trained with text as well
 # learners or LoRA alone do not learn the pictures in so few steps
-QUICK = Plan({"wings": (1e-3,), "full": (1e-3,)}, (100, 240), 3, True)
+QUICK = Plan(("wings", "full"), (1.0,), (100, 240), 3, True)
 
 
 @dataclass(frozen=True)
