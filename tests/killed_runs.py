@@ -13,16 +13,23 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch._dynamo  # every optimizer imports it: once here, or for a second in each child
 from safetensors import safe_open
 
+from model.config import PRESETS
 from tests.runs import metrics
 from train import finetune
 from train.checkpoint import checkpoints
 
+SMALL = replace(  # when files are written does not depend on the model
+    PRESETS["tiny"],
+    vision=replace(PRESETS["tiny"].vision, num_hidden_layers=1),
+    text=replace(PRESETS["tiny"].text, num_hidden_layers=2),
+)
 RUN = [
     "--base",
     "tiny",
@@ -72,36 +79,42 @@ def look(run: Path) -> int:
     return int(found[-1].name.removeprefix("step-")) if found else 0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.killed_runs", description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--kills", type=int, default=50)
-    args = parser.parse_args()
+def kill_often(folder: Path, kills: int) -> dict:
+    """How many kills, in how many runs, at which steps, and whether all ended with the metrics of a run without any."""
     torch.set_num_threads(1)
-    whole = args.folder / "whole"
+    PRESETS["tiny"] = SMALL
+    whole = folder / "whole"
     began = time.perf_counter()
     assert os.waitstatus_to_exitcode(os.waitpid(start([*RUN, "--out", str(whole)]), 0)[1]) == 0
     length = time.perf_counter() - began
-    dice, kills, steps, number, equal = random.Random(0), 0, set(), 0, []
-    while kills < args.kills:
+    dice, killed, steps, number, equal = random.Random(0), 0, set(), 0, []
+    while killed < kills:
         number += 1
-        run, last, ended = args.folder / f"run-{number}", 0, False
+        run, last, ended = folder / f"run-{number}", 0, False
         while not ended:
             arguments = ["--resume", str(run)] if (run / "config.json").exists() else [*RUN, "--out", str(run)]
             child = start(arguments)
-            if kills < args.kills:
+            if killed < kills:
                 time.sleep(dice.uniform(0, length))
                 os.kill(child, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             assert code in (0, -signal.SIGKILL), f"exit code {code} of {arguments}"
-            kills += code != 0
+            killed += code != 0
             ended = code == 0
             newest = look(run)
             assert newest >= last, f"{run}: step {last} was reached, {newest} is left"
             last = newest
             steps.add(newest)
         equal.append(metrics(run) == metrics(whole))
-    print(json.dumps({"kills": kills, "runs": number, "steps": sorted(steps), "equal": all(equal)}))
+    return {"kills": killed, "runs": number, "steps": sorted(steps), "equal": all(equal)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.killed_runs", description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=50)
+    args = parser.parse_args()
+    print(json.dumps(kill_often(args.folder, args.kills)))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
 import json
 import os
+import signal
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -12,6 +11,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -20,7 +20,6 @@ from train import finetune
 from train.distributed import World
 from train.metrics import MEASURED
 
-ROOT = Path(__file__).resolve().parents[1]
 WORLD = World(0, 1, torch.device("cpu"))
 QUICK = "--base tiny --no-evaluate --batch-size 2 --samples 60 --dropout 0.1 --measure-every 5 --device cpu".split()
 
@@ -45,13 +44,34 @@ def _run(arguments: list[str], errors: Path, environment: dict[str, str]) -> Non
     run_command(partial(finetune.main, arguments))
 
 
+FINE_TUNE = """
+import torch
+from model.common import run_command
+from train import finetune
+torch.set_num_threads(1)
+run_command(finetune.main)
+"""
+
+
 def torchrun(processes: int, *arguments) -> None:
-    """`train.finetune` under torchrun itself, on so many processes of one thread each; its error if it fails."""
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "-m", "train.finetune"]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [*launch, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=one_thread, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    """`train.finetune` under torchrun itself, on so many processes of one thread each; its error if it fails.
+
+    They are forked from `SERVER`: torchrun would start Python and import everything once more for each.
+    """
+    from torch.distributed.run import main
+
+    ours = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        script = Path(folder, "script.py")
+        script.write_text(FINE_TUNE)
+        flags = f"--standalone --nproc-per-node={processes} --start-method=forkserver --redirects=3 --log-dir={folder}"
+        try:
+            main([*flags.split(), "--run-path", str(script), *map(str, arguments)])
+        except Exception as error:
+            raise AssertionError(*(file.read_text()[-3000:] for file in Path(folder).rglob("stderr.log"))) from error
+        finally:
+            for number, handler in ours.items():  # torchrun has taken them
+                signal.signal(number, handler)
 
 
 def in_processes(count: int, *arguments) -> None:

@@ -3,10 +3,8 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +17,8 @@ from lora import adapter
 from model.common import UserError
 from model.differential import KINDS
 from tests.files import write_vqav2
-from tests.runs import QUICK, WORLD, in_processes, metrics, run, start, torchrun
+from tests.killed_runs import kill_often
+from tests.runs import QUICK, SERVER, WORLD, in_processes, metrics, run, start, torchrun
 from train import align, finetune, loop, supervised
 from train import metrics as log_of_a_run
 from train.data.batches import collate
@@ -29,8 +28,6 @@ from train.recipes import RECIPES
 from train.settings import Settings, parse
 from train.systems.open import open_model
 from weights.load import load_model
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def settings(*arguments) -> Settings:
@@ -161,15 +158,8 @@ def test_kill_9_at_any_moment(tmp_path):
 
     The command kills fifty times where it is not told otherwise.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.killed_runs", str(tmp_path), "--kills", "25"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    with ProcessPoolExecutor(1, SERVER) as pool:  # it has no threads, and its children are forked from it
+        report = pool.submit(kill_often, tmp_path, 25).result()
     assert report["kills"] == 25 and report["equal"]
     assert len(report["steps"]) >= 4  # it died in different places
 
