@@ -23,7 +23,9 @@ from weights.load import load_model
 IMAGE_TOKEN = 127
 
 
-def hf_model(generation: int = 1, image_size: int = 56, backend: str = "eager", seed: int = 0, **text):
+def hf_model(
+    generation: int = 1, image_size: int = 56, backend: str = "eager", seed: int = 0, vision_heads: int = 4, **text
+):
     """A random transformers PaliGemma in fp32: 16 image tokens (patch 14), hidden 72, three or four layers."""
     common = {"vocab_size": 128, "hidden_size": 72, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
     if generation == 1:
@@ -35,7 +37,7 @@ def hf_model(generation: int = 1, image_size: int = 56, backend: str = "eager", 
         hidden_size=40,
         intermediate_size=56,
         num_hidden_layers=2,
-        num_attention_heads=4,
+        num_attention_heads=vision_heads,
         patch_size=14,
         image_size=image_size,
         vision_use_head=False,
