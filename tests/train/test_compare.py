@@ -113,7 +113,7 @@ def arguments(source, out):
         "--batch-size",
         "16",
         "--limit",
-        "32",
+        "16",
         "--most-seeds",
         "2",
         "--rates",
@@ -207,6 +207,16 @@ def test_a_finished_comparison_gains_its_mechanism(done, source, tmp_path, train
 @pytest.mark.long
 def test_an_interrupted_comparison_goes_on(done, source, tmp_path, monkeypatch):
     """Breaks when a signal in the middle of a run loses finished cells or the started one, or changes the result."""
+
+    def is_missing(cell: Path) -> bool:
+        """Three of the twelve trained cells: the second seed at the second rate."""
+        settings = json.loads((cell / "config.json").read_text())
+        return (settings["lr"], settings["seed"]) == (5e-2, 1)
+
+    cells = [cell for cell in (done / "cells").iterdir() if not is_missing(cell)]
+    for cell in cells:
+        shutil.copytree(cell, tmp_path / "cells" / cell.name)
+    assert len(cells) == len(list((done / "cells").iterdir())) - 3
     steps, loss = [], supervised.supervised_loss
 
     def interrupted_at(number):
@@ -218,12 +228,12 @@ def test_an_interrupted_comparison_goes_on(done, source, tmp_path, monkeypatch):
 
         return supervised_loss
 
-    monkeypatch.setattr(supervised, "supervised_loss", interrupted_at(8))  # of 36: the second of the third cell
+    monkeypatch.setattr(supervised, "supervised_loss", interrupted_at(5))  # of 9: the second of the second cell
     with pytest.raises(SystemExit) as stopped:
         compare.main(arguments(source, tmp_path))
-    assert stopped.value.code == 128 + signal.SIGTERM and len(steps) == 8
+    assert stopped.value.code == 128 + signal.SIGTERM and len(steps) == 5
     compare.main(arguments(source, tmp_path))
-    assert len(steps) == 36
+    assert len(steps) == 9
     assert results(tmp_path) == results(done)
 
 
