@@ -12,7 +12,6 @@ score: it is 1 for every box, or with --confidence the geometric mean of the pro
 """
 
 import argparse
-import contextlib
 import json
 import math
 import re
@@ -21,22 +20,19 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from PIL import ExifTags, Image
-
 from eval import figures
 from eval.command import Ask, Command, Report, add_flag, ask_of
 from eval.datasets import LIST, TEXT, records_of
 from eval.detection_scoring import Found, match, score_boxes
 from eval.entry import main_of
 from eval.own_files import NUMBER
-from eval.records import Box, Record, blind, embedded_records, read_data, refused
+from eval.records import Box, Record, blind, embedded_records, read_data
 from eval.report import markdown_table
 from model.common import Expected, UserError, read_field, read_json, run_command, shown, write_text
 
 LOCATION = re.compile(r"<loc(\d{4})>")
 PART = re.compile(r"(?:\s*<loc\d{4}>)*(?:<seg\d{3}>)*([^<>]*)")
 SIDE = Expected(float, 0, 1e9)
-TURNED = 5  # EXIF orientations from here on exchange width and height
 COLUMNS = ("AP", "AP50", "AP75", "AR100", "malformed")
 EMBEDDED = 300  # pictures, by default
 DRAWN = 12  # of them, on the sheet
@@ -100,21 +96,8 @@ def load(args: argparse.Namespace) -> tuple[list[Record], dict[str, list[Ask]]]:
         records = read_data(args.data, images=args.images, allow_outside=args.allow_outside)[: args.limit]
         if bare := [record.name for record in records if record.turns and record.detection is None]:
             raise UserError(f"{shown(args.data)}: {shown(bare[0])} has no boxes: give coco:ANNOTATIONS.json")
-        records = [upright(record) for record in records]
     sets = {"detect": [ask_of(record) for record in records]}
     return records, sets | ({"blind": [ask_of(record) for record in blind(records)]} if args.blind else {})
-
-
-def upright(record: Record) -> Record:
-    """The record; refused if its boxes are those of a picture as it is stored, which EXIF turns by 90°."""
-    for path in record.pictures if record.detection else ():
-        with contextlib.suppress(OSError, ValueError, SyntaxError), Image.open(path) as image:
-            (width, height), annotated = image.size, (record.detection.width, record.detection.height)
-            turns = image.getexif().get(ExifTags.Base.Orientation, 1) >= TURNED
-            if turns and width != height and annotated == image.size:
-                problem = f"has boxes for {width}×{height} pixels, but EXIF turns it to {height}×{width}"
-                return refused(record.name, record.key, f"{shown(path)}: {problem}: save it upright, annotate that")
-    return record
 
 
 class Answer(NamedTuple):

@@ -4,6 +4,7 @@ In: a source, such as `jsonl:FILE`, and which share of it to use. Out: a list of
 Tar shards of records are read by `train/data/shards.py`.
 """
 
+import contextlib
 import random
 import re
 from collections import defaultdict
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
 from eval import scenes
 from eval.datasets import (
@@ -37,6 +38,7 @@ ANNOTATIONS_FILE = "v2_mscoco_train2014_annotations.json"
 EMBEDDED_TASKS = ("vqa", "n2o1", "vqa", "n2o2")
 gray_picture = partial(Image.new, "RGB", (64, 64), (127, 127, 127))  # of whatever size, a model sees the same
 
+TURNED = 5  # EXIF orientations from here on exchange width and height
 KINDS = ("vqav2", "jsonl", "coco", "shards")
 SOURCES = (
     "embedded, vqav2:DIR (official files), jsonl:FILE (image with prefix and suffix, or LLaVA's conversations; lines "
@@ -278,8 +280,23 @@ def own_records(
     records = []
     for e in examples:
         key = "\n".join(map(str, e.pictures)) or f"{path}{e.place}"
-        records.append(Record(f"{path.name}{e.place}", key, e.pictures, e.turns, e.answers, sampled, e.detection))
+        record = Record(f"{path.name}{e.place}", key, e.pictures, e.turns, e.answers, sampled, e.detection)
+        records.append(upright(record))
     for error in bad:
         place, _, problem = str(error).removeprefix(shown(path)).partition(": ")
         records.append(refused(f"{path.name}{place}", f"{path}{place}", problem))
     return records
+
+
+def upright(record: Record) -> Record:
+    """The record; refused if its boxes are those of a picture as it is stored, which EXIF turns by 90°."""
+    for path in record.pictures if record.detection else ():
+        # what cannot be opened says so later; a PNG whose header has no EXIF would be decoded to look for one
+        with contextlib.suppress(Exception), Image.open(path) as image:
+            (width, height), annotated = image.size, (record.detection.width, record.detection.height)
+            if width == height or annotated != image.size or image.format == "PNG" and "exif" not in image.info:
+                continue
+            if image.getexif().get(ExifTags.Base.Orientation, 1) >= TURNED:
+                problem = f"has boxes for {width}×{height} pixels, but EXIF turns it to {height}×{width}"
+                return refused(record.name, record.key, f"{shown(path)}: {problem}: save it upright, annotate that")
+    return record

@@ -71,10 +71,22 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
     """Train the vision tower for `settings.align` passes over the pictures of `records`, in place.
 
     Returns the loss of each step. Records without exactly one picture, and pictures that cannot be read, are left out:
-    training itself reports them. Every process does the same work, and takes the tower of the first. Raises UserError
-    as `check_align`, and for a loss that is not finite.
+    training itself reports them. All processes take the tower of the first; those that share a CPU wait for it, and it
+    has the threads of all. Raises UserError as `check_align`, and for a loss that is not finite.
     """
     check_align(model, records)
+    threads, losses = torch.get_num_threads(), []
+    if world.is_first or not world.splits_rows:
+        torch.set_num_threads(threads * world.size if world.splits_rows else threads)
+        losses = _learn(model, records, settings, world)
+        torch.set_num_threads(threads)
+    for parameter in model.vision_tower.parameters() if world.size > 1 else ():  # GPUs need not agree to the bit
+        dist.broadcast(parameter.detach(), 0)
+    return losses
+
+
+def _learn(model: PaliGemma, records: Sequence[Record], settings: Settings, world: World) -> list[float]:
+    """The work of `align`; returns the loss of each step."""
     asked = examples(records)
     pictures = {record.key: record.pictures[0] for record in records if record.key in asked}
     autocast = "none" if settings.autocast == "fp16" else settings.autocast  # no gradient is scaled here
@@ -114,8 +126,6 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
             optimizer.zero_grad()
         model.zero_grad()  # the projector's too
         bar.set_postfix(loss=f"{losses[-1]:.3f}")
-    for parameter in tower.parameters() if world.size > 1 else ():  # GPUs need not agree to the bit
-        dist.broadcast(parameter.detach(), 0)
     return losses
 
 

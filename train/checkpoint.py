@@ -54,6 +54,7 @@ _PROGRESS = {  # what the loop keeps, see `train/loop.py`
     "seconds": Expected(float, 0),
     "samples": Expected(int, 0),
     "processes": Expected(int, 1),
+    "empty_steps": Expected(int, 0),
     "origin": Expected(dict),
     "best": Expected(dict),
     "stopped": Expected(int, 1),

@@ -63,8 +63,7 @@ def fine_tune(
     """
     check_empty(arguments.out)
     choose_kernel(outline, settings.kernel, device)
-    files_read: dict = {}
-    records = read_records(settings, known=files_read)  # mistakes are found before weights are read
+    records = read_records(settings, known=(files_read := {}))  # mistakes are found before weights are read
     if settings.align:
         check_align(outline, records)
     world = meet()
@@ -114,7 +113,8 @@ def fine_tune(
                 results["best"] = held_out.measure(model, "held-out, best")
             results["blind"] = held_out.measure(model, "held-out, blind", without_pictures=True)
         if world.is_first:
-            summary = summarize(settings, progress, results, learned, held_out)
+            split = world.size if world.splits_rows else arguments.processes
+            summary = summarize(settings, split, progress, results, learned, held_out)
             write_text(run / "summary.json", json.dumps(summary, indent=1) + "\n")
             draw_loss(run)
             answers = write_answers(run, held_out, results) if held_out else []

@@ -88,8 +88,8 @@ def fit(
 
     loss(model, micro): the sum over the supervised tokens. measure(step, micro), before, and validate(step, progress),
     after a step is taken: more values for the metrics; "stopped" in the progress ends training. kept: stored in the
-    progress. Raises Diverged if the loss is not finite, UserError for too many unusable records, Interrupted after
-    SIGTERM or Ctrl-C, with a checkpoint written.
+    progress. A step without any usable record changes nothing and has no loss. Raises Diverged if the loss is not
+    finite, UserError for too many unusable records, Interrupted after SIGTERM or Ctrl-C, with a checkpoint written.
     """
     autocast, dtype = autocast_of(options.autocast, world.device), autocast_dtype(options.autocast, world.device)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
@@ -104,24 +104,22 @@ def fit(
         steps = order.steps(step, options.workers, pin=world.device.type == "cuda")
         for micros in takewhile(lambda _: "stopped" not in progress, steps):
             seed((options.seed * 1_000_003 + step) * 1_009 + world.rank, world.device)  # so no random state is saved
-            tokens = max(1, count_records(micros, progress, options.max_bad, world))
-            losses, weight = [], world.size / tokens  # DDP and FSDP2 average gradients over processes
-            for number, micro in enumerate(micros):
-                set_gradient_sync(called, number == len(micros) - 1)
-                with autocast:
-                    value = loss(called, micro := micro.to(world.device))
-                losses.append(value.detach())
-                scaler.scale(value * weight).backward()
+            tokens = count_records(micros, progress, options.max_bad, world)
+            scale = world.size / max(1, tokens)  # DDP and FSDP2 average gradients over processes
+            losses = add_gradients(called, micros if tokens else (), loss, scale, scaler, autocast, world)
             average_gradients(parameters.values(), world)
-            scaler.unscale_(optimizer)
+            if tokens:
+                scaler.unscale_(optimizer)
             losses, norms = read_numbers(losses, clip_gradients(parameters.values(), scalars, options.clip))
             loss_sum, stopping = world.totals(sum(losses), float(bool(received)))
             check_finite(loss_sum, losses, step, micros, world, 0.0 if scaler.is_enabled() else norms["gradient_norm"])
             set_rates(optimizer, rate_factor(step, order.total, options.warmup, options.schedule))
-            record = {"step": step, "loss": loss_sum / tokens, "lr": optimizer.param_groups[-1]["lr"], **norms}
-            record |= measure(step, micro) if measure else {}
-            scaler.step(optimizer)
-            scaler.update()
+            record = {"step": step, **({"loss": loss_sum / tokens} if tokens else {})}
+            record |= {"lr": optimizer.param_groups[-1]["lr"], **norms}
+            record |= measure(step, micros[-1]) if measure and tokens else {}
+            if tokens:  # else momentum and decay would move the weights all the same
+                scaler.step(optimizer)
+                scaler.update()
             optimizer.zero_grad(set_to_none=True)
             step += 1
             record |= log.speed(tokens)
@@ -136,6 +134,26 @@ def fit(
                 raise Interrupted(received[0] if received else signal.SIGTERM)
     check_samples(progress)
     return progress
+
+
+def add_gradients(
+    model: nn.Module,
+    micros: Sequence[Micro],
+    loss: Callable[[nn.Module, Micro], torch.Tensor],
+    scale: float,
+    scaler: torch.amp.GradScaler,
+    autocast: torch.autocast,
+    world: World,
+) -> list[torch.Tensor]:
+    """Add the gradients of `scale` times the loss of each micro-batch; returns the losses."""
+    losses = []
+    for number, micro in enumerate(micros):
+        set_gradient_sync(model, number == len(micros) - 1)
+        with autocast:
+            value = loss(model, micro.to(world.device))
+        losses.append(value.detach())
+        scaler.scale(value * scale).backward()
+    return losses
 
 
 def seed(number: int, device: torch.device) -> None:
@@ -169,6 +187,8 @@ def count_records(micros: Sequence[Micro], progress: dict, max_bad: int, world: 
         sum(len(micro.names) for micro in micros), sum(micro.tokens for micro in micros), len(bad)
     )
     progress["samples"] += int(samples)
+    if not tokens:
+        progress["empty_steps"] = progress.get("empty_steps", 0) + 1
     if count:  # every epoch reports a record again
         progress["bad"] = list(dict.fromkeys([*progress["bad"], *chain.from_iterable(world.gather(bad))]))
     if len(progress["bad"]) > max_bad:

@@ -35,7 +35,7 @@ def _lines_before(path: Path, step: int) -> bytes:
     for line in path.read_bytes().splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError):
             record = json.loads(line)
-            if 0 <= record["step"] < step and isinstance(record["loss"], float):
+            if 0 <= record["step"] < step and isinstance(record.get("loss", 0.0), float):
                 lines.setdefault(record["step"], line + b"\n")
     return b"".join(lines[number] for number in sorted(lines))
 
@@ -94,7 +94,8 @@ class Log:
                 self.held_out = f"held-out {record['held_out_loss']:.3f}, "
                 self.held_out += f"{record['exact_match']:.1f} %, " if "exact_match" in record else ""
             samples_per_second = self.progress["samples"] / self.seconds()
-            self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {self.held_out}{samples_per_second:.0f} samples/s")
+            loss = f"loss {record['loss']:.3f}" if "loss" in record else "no usable record"
+            self.bar.set_postfix_str(f"{loss}, {self.held_out}{samples_per_second:.0f} samples/s")
             self.bar.update()
         if self.board is not None:
             for name, value in record.items():
@@ -138,13 +139,12 @@ def reset_peak(device: torch.device | str = "cpu") -> None:
 def draw_loss(run: Path) -> None:
     """Write `loss.png`: the loss of every step, its running mean, and the loss on held-out examples."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps, losses = [r["step"] for r in records], [r["loss"] for r in records]
+    logged = [(r["step"], r["loss"]) for r in records if "loss" in r]
+    losses = [loss for _, loss in logged]
     width = max(1, len(losses) // 50)
     smooth = [sum(losses[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(losses))]
-    lines = {
-        "each step": list(zip(steps, losses, strict=True)),
-        f"mean of {width}": list(zip(steps, smooth, strict=True)),
-    }
+    means = [(step, mean) for (step, _), mean in zip(logged, smooth, strict=True)]
+    lines = {"each step": logged, f"mean of {width}": means}
     if held_out := [(r["step"], r["held_out_loss"]) for r in records if "held_out_loss" in r]:
         lines["held-out"] = held_out
     chart = figures.line_chart(

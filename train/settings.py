@@ -250,9 +250,12 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
     return settings, arguments
 
 
-def command_of(settings: Settings) -> str:
-    """The command that gives `settings`: the flags that differ from their defaults, or that a stage has its own for."""
-    words = ["python", "-m", "train.finetune"]
+def command_of(settings: Settings, processes: int | None = None) -> str:
+    """The command that gives `settings`: the flags that differ from their defaults, or that a stage has its own for.
+
+    processes: that split the rows; None: as many as the command itself would start.
+    """
+    words = ["python", "-m", "train.finetune", *(["--processes", str(processes)] if processes else [])]
     of_stage = stage_defaults(settings.arch, settings.stage, settings.is_embedded)
     for field in fields(settings):
         value, name = getattr(settings, field.name), flag_name(field.name)

@@ -72,10 +72,18 @@ def grade_text(
 
 
 def summarize(
-    settings: Settings, progress: dict, results: Mapping[str, dict], trainable: int, held_out: HeldOut | None
+    settings: Settings,
+    processes: int | None,
+    progress: dict,
+    results: Mapping[str, dict],
+    trainable: int,
+    held_out: HeldOut | None,
 ) -> dict:
-    """The content of summary.json. results: by column of the tables, of `evaluate`; "best" and "blind", the trained
-    model on gray pictures, have "held_out" and "records" alone."""
+    """The content of summary.json.
+
+    processes: see `command_of`. results: by column of the tables, of `evaluate`; "best" and "blind", the trained model
+    on gray pictures, have "held_out" and "records" alone.
+    """
     own = {
         name: {key: value for key, value in result.items() if key not in ("held_out", "records")}
         for name, result in results.items()
@@ -83,11 +91,12 @@ def summarize(
     }
     summary = {
         **{"before": NO_ACCURACY, "after": NO_ACCURACY, **own},
-        "command": command_of(settings),
+        "command": command_of(settings, processes),
         "trainable_parameters": trainable,
         "seconds": round(progress["seconds"], 1),
         "samples": progress["samples"],
         "left_out": progress["bad"],
+        "empty_steps": progress.get("empty_steps", 0),
     }
     if settings.evaluate and settings.is_embedded:
         summary["blind"] = vqa.blind_embedded(settings.eval_limit)
@@ -170,6 +179,8 @@ def print_summary(summary: dict, results: Mapping[str, dict], settings: Settings
         print_held_out(summary["held_out"], settings, run)
     if summary["left_out"]:
         print(f"left out {len(summary['left_out'])} records: {summary['left_out'][0]} …")
+    if empty := summary["empty_steps"]:
+        print(f"{empty} {'steps' if empty > 1 else 'step'} had no usable record, and changed nothing")
     names = ["model/"] if settings.writes_model else ["adapter_model.safetensors", "adapter_config.json"]
     names += ["metrics.jsonl", "loss.png", "summary.json", *files, "checkpoints/"]
     names += ["best/"] if (run / "best").is_dir() else []

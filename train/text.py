@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from eval.text.corpus import find_corpus, kept_corpus, open_corpus, read_texts
+from eval.text.corpus import find_corpus, kept_corpus, open_corpus
 from eval.text.tasks import SYMBOLS
 from model.common import run_command
 from train.checkpoint import checkpoints, write_folder
@@ -50,8 +50,6 @@ def train(settings: TextSettings, arguments: RunArguments, world: World) -> None
     """The whole run: prepare the corpus, train, write the result."""
     if world.is_first:
         check_empty(arguments.out)
-        if settings.text and arguments.resume is None:
-            read_texts(settings.text)  # a wrong path is refused before a folder is made
     with run_folder(arguments, settings, f"text-{settings.attention}", "train.text", world) as run:
         folder = Path(settings.corpus or run / "corpus")
         # a run that goes on keeps its tokens, whatever has become of the text: a new corpus would replace them

@@ -7,6 +7,7 @@ kept in a folder (tokenizer.model, tokens.safetensors, corpus.json) and read fro
 
 import io
 import json
+import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from model.common import UserError, atomic_path, write_text
+from model.common import UserError, atomic_path, shown, write_text
 
 PAD, EOS, BOS, UNK = range(4)
 NEWLINE = "\n"
@@ -52,8 +53,9 @@ def standard_library() -> dict[str, str]:
 
 
 def read_texts(paths: Sequence[str | Path]) -> dict[str, str]:
-    """Texts by name. A folder stands for all its UTF-8 files; fewer than HELD_OUT files are cut at line ends into
-    HELD_OUT parts each, so that no split is empty. Raises UserError for a path that is absent or not text."""
+    """Texts by name. A folder stands for all its UTF-8 files, and a line on stderr counts the others; fewer than
+    HELD_OUT files are cut at line ends into HELD_OUT parts each, so that no split is empty. Raises UserError for a path
+    that is absent or not text."""
     texts = {}
     for path in map(Path, paths):
         if path.is_dir():
@@ -61,6 +63,9 @@ def read_texts(paths: Sequence[str | Path]) -> dict[str, str]:
             if not any(found.values()):
                 raise UserError(f"--text {path}: no UTF-8 text in this folder: give files, or a folder that has some")
             texts |= {name: text for name, text in found.items() if text}
+            if other := [name for name, text in found.items() if text is None]:
+                counted = f"{len(other)} of {len(found)} files are no UTF-8 text and left out"
+                print(f"--text {shown(path)}: {counted}, the first: {shown(other[0])}", file=sys.stderr)
         elif not path.is_file():
             raise UserError(f"--text {path}: no such file or folder: check the path")
         elif (text := _decoded(path)) is None:

@@ -108,6 +108,14 @@ def test_one_file_is_cut_into_documents(tmp_path):
     assert all(len(documents) for documents in split(texts).values())
 
 
+def test_files_that_are_no_text_are_counted(tmp_path, capsys):
+    """Breaks when a folder of texts in another encoding is left out without a word."""
+    for name, content in {"a.txt": b"caf\xe9", "b.txt": prose(1, 60).encode(), "c.png": b"\0"}.items():
+        (tmp_path / name).write_bytes(content)
+    open_corpus(tmp_path / "corpus", [tmp_path], 512)
+    assert f"2 of 3 files are no UTF-8 text and left out, the first: {tmp_path}/a.txt\n" in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_the_default_corpus_is_the_library_without_its_tests():
     """Breaks when what a machine has installed, or ships as tests, becomes part of the benchmark."""

@@ -10,6 +10,7 @@ from eval.records import Record
 from model.common import UserError
 from tests.runs import WORLD
 from train import align as alignment
+from train.distributed import World
 from train.settings import parse
 from train.systems.open import open_model
 from weights.load import load_model
@@ -46,6 +47,19 @@ def test_the_tower_alone_learns_the_answers():
     changed = {name for name, tensor in models[0].state_dict().items() if not torch.equal(tensor, before[name])}
     tower = {name for name in before if name.startswith("vision_tower.")}
     assert changed <= tower and len(changed) > 0.9 * len(tower)
+
+
+def test_processes_on_one_cpu_do_the_work_once(monkeypatch):
+    """Breaks when each process computes the whole stage, or the tower of the first does not reach the others."""
+    tower, threads = [], torch.get_num_threads()
+    monkeypatch.setattr(alignment.dist, "broadcast", lambda tensor, _: tower.append(tensor))
+    losses = []
+    for rank in range(2):
+        world = World(rank, 2, torch.device("cpu"), splits_rows=True)
+        losses.append(alignment.align(load_model("tiny"), records(4), parse(["--recipe", "own"])[0], world))
+    assert losses[0] and not losses[1] and torch.get_num_threads() == threads
+    half = len(tower) // 2
+    assert half and not all(map(torch.equal, tower[:half], tower[half:]))
 
 
 def test_what_the_tower_has_learned_is_kept():

@@ -301,6 +301,7 @@ def test_two_processes_train_as_one(tmp_path, monkeypatch):
     # AdamW divides a gradient by its size: a few that are almost zero step by their rounding
     assert all((tensor - weights[1][name]).norm() < 1e-3 * tensor.norm() for name, tensor in weights[0].items())
     first, second = (json.loads((folder / "summary.json").read_text()) for folder in (one, two))
+    assert "--processes 2 " in second["command"] and "--processes" not in first["command"]
     assert first["samples"] == second["samples"] == 41 and first["after"] == second["after"]
     assert first["held_out"]["after"]["loss"] == pytest.approx(second["held_out"]["after"]["loss"], rel=1e-4)
 

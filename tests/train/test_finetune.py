@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from eval import records
@@ -299,6 +300,26 @@ def test_too_many_bad_records_stop_the_run(tmp_path):
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(UserError, match="unusable records"):
         run("--data", f"jsonl:{tmp_path / 'own.jsonl'}", "--max-bad", 3, "--validation", 0, out=tmp_path / "run")
+
+
+@pytest.mark.parametrize("flags", [(), ("--full", "--attention", "softmax", "--optimizer", "muon")])
+def test_a_step_without_a_usable_record_changes_nothing(flags, tmp_path, capsys):
+    """Breaks when momentum or decay moves the weights in a step that learns nothing, or its loss is logged as 0."""
+    for number in range(4):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{number}.png")
+    (tmp_path / "1.png").write_bytes(b"broken")
+    lines = [{"image": f"{number}.png", "prefix": "what", "suffix": "a dog"} for number in range(4)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = "--data", f"jsonl:{tmp_path / 'own.jsonl'}", "--validation", 0, "--batch-size", 1, "--weight-decay", 0.1
+    saved = "--checkpoint-every", 1, "--keep", 9, "--measure-every", 1
+    logged = run(*data, *saved, *flags, out=tmp_path / "run")
+    empty = [record["step"] for record in logged if "loss" not in record]
+    assert len(logged) == 4 and len(empty) == 1 and empty[0] > 0 and logged[empty[0]]["lr"] > 0
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["empty_steps"] == 1 and "1 step had no usable record" in capsys.readouterr().out
+    for file in ("trainable.safetensors", "optimizer.safetensors"):
+        at = [load_file(tmp_path / f"run/checkpoints/step-{number}" / file) for number in (*empty, empty[0] + 1)]
+        assert all(torch.equal(at[0][name], at[1][name]) for name in at[1])
 
 
 @pytest.mark.long

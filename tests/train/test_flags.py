@@ -53,6 +53,8 @@ def test_the_command_of_a_run_gives_its_settings(flags):
     """Breaks when the command in a summary or model card trains something else."""
     settings = parse(flags)[0]
     assert parse(shlex.split(command_of(settings))[3:])[0] == settings
+    again = parse(shlex.split(command_of(settings, 2))[3:])
+    assert again[0] == settings and again[1].processes == 2
 
 
 @pytest.mark.parametrize("without", [["--no-evaluate"], ["--eval-every", "0"]])

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from eval import scenes
 from model.common import UserError
@@ -158,6 +158,20 @@ def test_wrong_sources_are_named(flags, message, folder, monkeypatch):
     monkeypatch.chdir(folder)
     with pytest.raises(UserError, match=message):
         read_records(parse(flags)[0])
+
+
+def test_boxes_of_a_picture_that_exif_turns_are_not_learned(tmp_path, processor):
+    """Breaks when training learns the boxes of a picture as it lies, while it sees the picture upright."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    for number, options in enumerate(({}, {"exif": exif})):
+        Image.new("RGB", (64, 48)).save(tmp_path / f"{number}.jpg", **options)
+    images = [{"id": number, "file_name": f"{number}.jpg", "width": 64, "height": 48} for number in range(2)]
+    boxes = [{"image_id": number, "category_id": 1, "bbox": [0, 0, 9, 9]} for number in range(2)]
+    content = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "dog"}]}
+    (tmp_path / "boxes.json").write_text(json.dumps(content))
+    micro = batches.collate(read_records(settings(tmp_path, "coco:boxes.json", validation=0)), processor)
+    assert len(micro.names) == 1 and "has boxes for 64×48 pixels, but EXIF turns it to 48×64" in micro.bad[0]
 
 
 def test_a_run_of_one_text_is_resumed(folder):
