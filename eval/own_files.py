@@ -14,7 +14,7 @@ from pathlib import Path
 
 from eval.datasets import LIST, NAME, TEXT, check_flat, check_unique, find_image, read_id, records_of
 from model.common import Expected, UserError, json_name, open_regular, quoted, read_field, read_json, read_jsonl, shown
-from model.turns import SLOT, check_marks
+from model.turns import SLOT, check_turns
 
 ROLES = ("human", "gpt")  # of LLaVA's conversations, in turn
 NUMBER = Expected(float, -1e9, 1e9)
@@ -78,7 +78,7 @@ def read_examples(
             names = picture_names(record, where)
             turns, answers = read_turns(record, where)
             try:
-                check_marks(len(names), turns)
+                check_turns(len(names), turns)
             except UserError as error:
                 raise UserError(f"{where}: {error}") from None
             pictures = tuple(_picture(folder, name, allow_outside, where, found) for name in names)

@@ -147,7 +147,9 @@ def source_parts(source: str) -> tuple[str, Path]:
     if source == "embedded" or kind in KINDS and path:
         return kind, Path(path)
     ending = Path(source).suffix.lower()
-    kind = {".jsonl": "jsonl", ".json": "jsonl", ".tar": "shards"}.get(ending, "vqav2" if Path(source).is_dir() else "")
+    kind = {".jsonl": "jsonl", ".json": "jsonl", ".tar": "shards"}.get(
+        ending, "vqav2" if source and Path(source).is_dir() else ""
+    )
     proposal = f"did you mean {kind}:{shown(source)}?" if kind else f"expected {SOURCES}"
     raise UserError(f"{quoted(source)} does not say what kind of data it is: {proposal}")
 
@@ -168,7 +170,7 @@ def split_records(
     if split == "validation":
         chosen = set(names[:held_out])
     else:
-        chosen = set(names[held_out : held_out + max(1, round((len(names) - held_out) * fraction))])
+        chosen = set(names[held_out : held_out + round((len(names) - held_out) * fraction)])
     return [r for r in records if (groups[r.name] in chosen if r.turns else split == "train")]
 
 

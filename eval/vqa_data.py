@@ -49,8 +49,9 @@ def finish(args: argparse.Namespace, records: list[Record], answers: dict[str, l
 
 
 def truths_of(record: Record) -> list[str]:
-    """The right answers, a suffix that is given beside "answers" included."""
-    return [*record.answers, *[record.suffix] * (record.suffix not in record.answers)]
+    """The right answers, a suffix that is given beside "answers" included; who said nothing gave none."""
+    given = [*record.answers, *[record.suffix] * (record.suffix not in record.answers)]
+    return [text for text in given if text.strip()]
 
 
 def score(records: list[Record], answers: list[str | None]) -> dict[str, dict[str, float]]:

@@ -32,7 +32,7 @@ def check_empty(out: Path | None) -> None:
 def run_folder(arguments: RunArguments, settings, stem: str, program: str, world: World) -> Iterator[Path]:
     """The folder of a run for the block, locked: a new one with the settings, a dataclass, in it, or the resumed one.
 
-    A new folder is `--out`, or the next runs/STEM-NUMBER. If the block raises UserError before training begins, the
+    A new folder is `--out`, or the next runs/STEM-NUMBER. If the block raises UserError before anything is learned, the
     new folder is deleted. An interrupted block ends the program, with advice. Raises UserError if another process
     writes to the folder, or if it is not empty.
     """
@@ -46,7 +46,8 @@ def run_folder(arguments: RunArguments, settings, stem: str, program: str, world
     except Interrupted as interrupted:
         end_program(interrupted, f"go on with: python -m {program} --resume {run}")
     except UserError:
-        if lock and not arguments.resume and not (run / "metrics.jsonl").exists():
+        metrics = run / "metrics.jsonl"
+        if lock and not arguments.resume and not (metrics.exists() and '"loss"' in metrics.read_text()):
             _clear(run)
         raise
     finally:

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from eval import run, vqa, vqa_data, vqa_scoring
-from eval.records import Record
+from eval.records import Record, read_data
 from model.common import UserError
 
 
@@ -28,6 +28,15 @@ def test_every_question_is_scored_by_what_its_data_has():
     assert scores == {"exact_match": {"a": 1, "b": 1, "c": 1}, "vqa_accuracy": {"c": pytest.approx(0.3)}}
     assert vqa_data.score(records[:2], ["blue", "y"]) == {"exact_match": {"a": 0, "b": 0}}
     assert vqa_data.truths_of(records[1]) == ["one", "two", "x"] and len(vqa_data.truths_of(records[2])) == 10
+
+
+def test_an_empty_answer_is_never_right(tmp_path):
+    """Breaks when a model that says nothing is right where a file lacks the answer, which training refuses."""
+    lines = [{"prefix": "what", **given} for given in ({"suffix": " "}, {"answers": ["", ""]}, {"answers": ["a", ""]})]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    records = read_data(f"jsonl:{tmp_path / 'own.jsonl'}")
+    assert sorted(len(record.turns) for record in records) == [0, 0, 1]
+    assert vqa_data.score(records[:1], [""])["exact_match"] == {"own.jsonl:3": 0}
 
 
 def test_questions_on_one_picture_belong_together(source, tmp_path, monkeypatch, capsys):

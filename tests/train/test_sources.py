@@ -145,6 +145,8 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys, 
         (["--data", "jsonl:few.jsonl@1", "--data", "jsonl:many.jsonl"], "give each source a weight above 0, or none"),
         (["--data", "jsonl:few.jsonl@1", "--data", "jsonl:many.jsonl@0"], "give each source a weight above 0, or none"),
         (["--data", "jsonl:few.jsonl", "--eval-data", "jsonl:many.jsonl@1"], "leave @WEIGHT out"),
+        (["--data", "jsonl:few.jsonl", "--fraction", "0.01"], "no train records: check --validation and --fraction"),
+        (["--data", ""], "'' does not say what kind of data it is: expected embedded"),
         (["--data", "few.jsonl"], "did you mean jsonl:few.jsonl?"),
         (["--data", "jsonl:few.jsonl", "--eval-data", "many.jsonl"], "did you mean jsonl:many.jsonl?"),
         (
