@@ -13,9 +13,11 @@ from pathlib import Path
 import sentencepiece
 
 from model.bpe import BytePairTokenizer, load_bpe
-from model.common import UserError, read_json
+from model.common import UserError, quoted, read_json
 from model.source import EMBEDDED, preset_of, resolve
+from model.turns import SLOT
 
+ADDED = "added_tokens.json"
 SPACE = "\u2581"  # stands for a space in pieces
 MAX_PIECES = 1 << 24
 NORMALIZER = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
@@ -209,7 +211,7 @@ def find_tokenizer(source: str | Path, revision: str | None = None) -> Path:
     """
     source = EMBEDDED if preset_of(source) else source
     file = resolve(source, ["tokenizer.json", *BESIDE], revision) / "tokenizer.json"
-    return file if file.exists() else resolve(source, ["tokenizer.model"], revision) / "tokenizer.model"
+    return file if file.exists() else resolve(source, ["tokenizer.model", ADDED], revision) / "tokenizer.model"
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -227,9 +229,14 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             return load_bpe(path)
         return _read_gemma(raw, path)
     try:
-        return sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+        found = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
     except (RuntimeError, OSError) as error:
         raise UserError(f"{path}: not a sentencepiece model ({error}): download the file again") from None
+    beside = path.with_name(ADDED)  # of a model that has learned more tokens
+    added = read_json(beside).keys() - {SLOT} if beside.is_file() else ()
+    if foreign := [token for token in sorted(added) if found.id_to_piece(found.piece_to_id(token)) != token]:
+        raise UserError(f"{beside}: adds {quoted(foreign)} to {path.name}: save both as a tokenizer.json")
+    return found
 
 
 def _read_gemma(raw: dict, path: Path) -> GemmaTokenizer:

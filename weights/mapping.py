@@ -64,10 +64,9 @@ PALIGEMMA_NAMES = Names(tuple(DIALECTS), dict.fromkeys(HEADS, EMBEDDING))
 LANGUAGE_NAMES = Names((TEXT,), {"lm_head.weight": EMBEDDING})
 # the original repository's name of the embedding, and the tied head
 MAMBA_NAMES = Names(aliases=dict.fromkeys(("backbone.embedding.weight", "lm_head.weight"), MAMBA_EMBEDDING))
-# the text tower and the pooling head are left out
-SIGLIP_NAMES = Names(
-    (SIGLIP,), ignored=("text_model.", "logit_", "vision_model.head.", "vision_model.embeddings.position_ids")
-)
+# the text tower and the pooling head are left out; transformers 5 saves a tower by itself without a prefix
+_NO_TOWER = "text_model.", "logit_", "head.", "vision_model.head.", "vision_model.embeddings.position_ids"
+SIGLIP_NAMES = Names((SIGLIP, OWN), ignored=_NO_TOWER)
 
 
 def dialect_names(ours: Iterable[str], dialect: str) -> dict[str, str]:

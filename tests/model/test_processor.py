@@ -497,6 +497,19 @@ def test_pixels_that_are_prepared_otherwise_are_refused(folder, hf, tmp_path, ne
         assert torch.equal(Processor.from_source(tmp_path)([picture()], ["a"]).pixel_values, pixels)
 
 
+def test_tokens_that_were_added_to_a_tokenizer_model(folder, processor, tmp_path):
+    """Breaks when a token that a model has learned is spelled out in pieces, since tokenizer.model does not have it."""
+    for file in folder.iterdir():
+        shutil.copy(file, tmp_path)
+    (tmp_path / "added_tokens.json").write_text(
+        json.dumps({"<image>": processor.config.image_token_id, "<unk>": 3, "\n": 9})
+    )
+    assert Processor.from_source(tmp_path).encode("a dog") == processor.encode("a dog")
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<image>": 7, "<robot>": processor.config.image_token_id}))
+    with pytest.raises(UserError, match="added_tokens.json: adds .'<robot>'. to tokenizer.model"):
+        Processor.from_source(tmp_path)
+
+
 def test_hub_fetches_only_what_is_needed(hub, processor):
     """Breaks when opening a processor downloads gigabytes of weights, or twice, or asks the hub more than needed."""
     for _ in range(2):

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import PaliGemmaForConditionalGeneration
+from transformers import PaliGemmaForConditionalGeneration, SiglipVisionConfig, SiglipVisionModel
 
 import tests.make_checkpoint as make_checkpoint
 import weights.checkpoint
@@ -145,6 +145,17 @@ def test_what_transformers_saves_loads(hf, tmp_path):
     hf.save_pretrained(tmp_path, max_shard_size="100KB")
     assert (tmp_path / INDEX_FILE).exists()
     assert_same_state(load_model(tmp_path), hf)
+
+
+def test_a_tower_that_transformers_saves_alone_loads(tmp_path):
+    """Breaks when the tower of a SigLIP by itself, whose names have no prefix since transformers 5, is not opened."""
+    sizes = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 1, "patch_size": 14, "image_size": 28}
+    torch.manual_seed(0)
+    theirs = SiglipVisionModel(SiglipVisionConfig(**sizes)).eval()
+    theirs.save_pretrained(tmp_path)
+    pixels = torch.randn(2, 3, 28, 28)
+    with torch.no_grad():
+        assert relative_error(load_siglip(tmp_path)(pixels), theirs(pixels).last_hidden_state) <= 1e-6
 
 
 @pytest.mark.long
