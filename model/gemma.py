@@ -177,6 +177,10 @@ class Gemma(nn.Module):
             sliding = mask(self.config.sliding_window)
         return rope, full, sliding
 
+    def new_cache(self, capacity: int) -> list:
+        """An empty cache of `capacity` positions for each layer."""
+        return [LayerCache(capacity) for _ in self.layers]
+
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states (…, H) to float32 logits (…, V), soft-capped in Gemma 2."""
         logits = self.embed_tokens.logits(hidden) if self.lm_head is None else self.lm_head(hidden)

@@ -55,6 +55,10 @@ class Adaptable(nn.Module):
         """Let the layers of the decoder compute their activations again in the backward pass, to save memory."""
         self.language_model.checkpointing = on
 
+    def new_cache(self, capacity: int) -> list:
+        """An empty memory of `capacity` positions for each layer of the decoder."""
+        return self.language_model.new_cache(capacity)
+
 
 class SwiGLU(nn.Module):
     """(swish(x·W_G) ⊙ x·W_1)·W_2 with a hidden width of int(8/3·H), fresh (the paper, Eq. 7).

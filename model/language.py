@@ -69,11 +69,3 @@ class LanguageModel(Adaptable):
             attention_mask = torch.ones(len(embeddings), length, dtype=torch.int64, device=embeddings.device)
         causal = torch.ones_like(attention_mask)
         return self.language_model(embeddings, attention_mask.bool(), causal, cache, positions_to_keep, documents)
-
-    def set_checkpointing(self, on: bool) -> None:
-        """Let the layers of the decoder compute their activations again in the backward pass, to save memory."""
-        self.language_model.checkpointing = on
-
-    def new_cache(self, capacity: int) -> list[LayerCache]:
-        """An empty cache of `capacity` positions for each layer."""
-        return [LayerCache(capacity) for _ in self.language_model.layers]

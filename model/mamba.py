@@ -168,8 +168,8 @@ class Mamba(nn.Module):
         weight = self.embeddings.weight
         return linear(hidden.to(weight.dtype), weight).float()
 
-    def new_cache(self) -> list[MambaState]:
-        """An empty state for each layer."""
+    def new_cache(self, capacity: int | None = None) -> list[MambaState]:
+        """An empty state for each layer; its size does not depend on `capacity`."""
         return [MambaState() for _ in self.layers]
 
 
@@ -203,7 +203,6 @@ class MambaLM(nn.Module):
         return self.backbone.head(self.backbone(x, attention_mask, None, cache, positions_to_keep))
 
     def new_cache(self, capacity: int | None = None) -> list[MambaState]:
-        """An empty state for each layer; its size does not depend on `capacity`."""
         return self.backbone.new_cache()
 
 

@@ -119,10 +119,6 @@ class PaliGemma(Adaptable):
             return embeddings
         return embeddings.masked_scatter(is_image[..., None], image_features.to(embeddings.dtype))
 
-    def new_cache(self, capacity: int) -> list[LayerCache]:
-        """An empty cache of `capacity` positions for each decoder layer."""
-        return [LayerCache(capacity) for _ in self.language_model.layers]
-
 
 def check_slots(tokens: Sequence[int], pictures: int, length: int) -> None:
     """Raise UserError unless the rows' counts of image `tokens` make whole slots of `length`, one for each picture."""

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from model.attention import Attention
 from model.common import UserError
 from model.linear import Linear
-from model.mamba import Mamba, MambaMixer, MambaState, initialize_mamba, initialize_mixer
+from model.mamba import Mamba, MambaMixer, initialize_mamba, initialize_mixer
 from model.paligemma import PaliGemma, Projector, initialize
 from model.system_configs import ProjectorConfig, QMambaConfig
 
@@ -164,10 +164,6 @@ class QMamba(PaliGemma):
         """For the blocks of the projector, too."""
         super().set_checkpointing(on)
         self.multi_modal_projector.checkpointing = on
-
-    def new_cache(self, capacity: int | None = None) -> list[MambaState]:
-        """An empty state for each decoder layer; its size does not depend on `capacity`."""
-        return self.language_model.new_cache()
 
 
 def build_projector(config: QMambaConfig) -> nn.Module:

@@ -267,6 +267,9 @@ class WingsGemma(Gemma):
         self.router = config.router if config.routed else None
         self.router_width = config.router_width
 
+    def new_cache(self, capacity: int) -> list:
+        return [WingsCache(capacity) for _ in self.layers]
+
     def geometry(self, x, valid, types, cache: list | None = None, documents=None):
         """As `Gemma.geometry`; the rope is a `WingsRope` with the inputs of the learners and routers.
 
@@ -341,10 +344,6 @@ class Wings(PaliGemma):
         if first and not input_ids.is_cuda and not is_text.all():
             raise UserError("a picture comes after what the cache holds: give all pictures in the first call")
         return super().forward(input_ids, pixel_values, F.pad(is_text, (first, 0)), attention_mask, **options)
-
-    def new_cache(self, capacity: int) -> list[WingsCache]:
-        """An empty cache of `capacity` positions for each decoder layer."""
-        return [WingsCache(capacity) for _ in self.language_model.layers]
 
 
 def attach(base: PaliGemma, rank: int = 64, *, routed: bool = False, seed: int = 0, **options) -> Wings:
