@@ -176,6 +176,8 @@ def own(args: Namespace) -> Iterator[Item]:
             raise UserError(
                 f"{where}: answer is {found}, expected one of the choices, its letter, or its number from 0"
             )
+        if len(choices) == 1:
+            raise UserError(f"{where}: choices has the right one alone, which no model misses: give others, too")
         if choices.count(choices[right]) > 1:  # the first of equally likely ones counts, which may be the other
             raise UserError(f"{where}: choices has {quoted(choices[right])}, the right one, twice: remove one")
         prompt = fill_prompt(args.prompt, read_field(record, "question", TEXT, where))

@@ -205,7 +205,7 @@ def read_coco(
         try:
             width, height = (read_field(entry, side, SIDE, where) for side in ("width", "height"))
             id_ = read_id(entry, "id", where)
-            boxes = [_box(annotation, labels, place) for place, annotation in of_image[id_]]
+            boxes = [_box(annotation, labels, place, width, height) for place, annotation in of_image[id_]]
             if all(box.is_crowd for box in boxes):
                 continue
             picture = _picture(folder, read_field(entry, "file_name", NAME, where), allow_outside, where, found)
@@ -228,7 +228,8 @@ def _entries(value: dict, key: str, name: str) -> list[tuple[str, dict]]:
     return records_of(entries, f"{name}:{key}") if entries else []
 
 
-def _box(entry: dict, labels: dict, where: str) -> Box:
+def _box(entry: dict, labels: dict, where: str, of_width: int, of_height: int) -> Box:
+    """The box of an annotation of a picture of that size. Raises UserError."""
     label = labels.get(read_id(entry, "category_id", where))
     if label is None:
         raise UserError(f"{where}: category_id {quoted(entry['category_id'])} is not among the categories")
@@ -236,6 +237,8 @@ def _box(entry: dict, labels: dict, where: str) -> Box:
     x, y, width, height = (read_field({"bbox": side}, "bbox", NUMBER, where) for side in corner)
     if width < 0 or height < 0:
         raise UserError(f"{where}: bbox is {quoted(corner)}, expected [x, y, width, height] of at least 0")
+    if x > of_width or y > of_height or x + width < 0 or y + height < 0:
+        raise UserError(f"{where}: bbox {quoted(corner)} is outside of the picture, {of_width}×{of_height} pixels")
     area = read_field(entry, "area", NUMBER, where, default=width * height)
     crowd = read_field(entry, "iscrowd", Expected(int, choices=(0, 1)), where, default=0)
     return Box(label, x, y, width, height, area, bool(crowd))

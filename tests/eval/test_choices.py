@@ -242,6 +242,7 @@ def test_several_models_and_a_resumed_run(files, source, twin, workplace, capsys
         ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a", "a"], "answer": "a"}', "own.jsonl:1: answer is 'a'"),
         ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": 1}', "own.jsonl:1: answer is 1"),
         ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a", "a"], "answer": 1}', "'a', the right one, twice"),
+        ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": 0}', "has the right one alone"),
         ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": "AB"}', "own.jsonl:1: answer is 'AB'"),
         ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": ""}', "own.jsonl:1: answer is ''"),
         ("jsonl", "own.jsonl", '{"question": "q", "choices": [""], "answer": 0}', "own.jsonl:1: choices is ''"),

@@ -241,6 +241,9 @@ def test_coco_s_boxes_are_paligemma_s(tmp_path, processor):
     value["annotations"][4]["category_id"] = 5
     (bad,) = collate(read_data(f"coco:{write(tmp_path, 'instances.json', value)}"), processor).bad
     assert bad.startswith("instances.json:annotations[4]: category_id 5 is not")  # its picture, the second
+    value["annotations"][0]["bbox"] = [641, 0, 9, 9]
+    with pytest.raises(UserError, match=r"annotations\[0\]: bbox \[641, 0, 9, 9\] is outside of the picture, 640×480"):
+        read_data(f"coco:{write(tmp_path, 'instances.json', value)}")
 
 
 def test_a_picture_that_is_called_otherwise_is_not_forgotten(tmp_path):
