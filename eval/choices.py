@@ -36,7 +36,8 @@ Scored = tuple[Item, Sequence[float]]  # a question, and the log-probability of 
 def load(args: argparse.Namespace) -> tuple[list[Item], dict[str, list[Ask]]]:
     """The questions of the task, and what to ask. Raises UserError."""
     if (args.data is None) != (args.task in EMBEDDED):
-        raise UserError(f"--task {args.task} {'takes no --data' if args.data else 'needs --data: its official files'}")
+        without = "takes no --data: leave it out, or name its task, such as --task jsonl"
+        raise UserError(f"--task {args.task} {without if args.data else 'needs --data: its official files'}")
     if args.shots is not None and args.task not in EXAMS:
         raise UserError(f"--shots {args.shots}: only {' and '.join(EXAMS)} have a dev file of examples: leave it out")
     args.shots = 5 if args.shots is None else args.shots
