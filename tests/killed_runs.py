@@ -1,4 +1,4 @@
-"""Kill a small fine-tuning run at random moments, many times, and look at what is left each time.
+"""Kill a small fine-tuning run many times at random moments, half of them in a save, and look at what is left.
 
     python -m tests.killed_runs FOLDER --kills 50
 
@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from safetensors import safe_open
 
 from model.config import PRESETS
 from tests.runs import metrics
-from train import finetune
+from train import finetune, loop
 from train.checkpoint import checkpoints
 
 SMALL = replace(  # when files are written does not depend on the model
@@ -41,11 +42,11 @@ RUN = [
     "--samples",
     "60",
     "--steps",
-    "12",
+    "8",
     "--dropout",
     "0.1",
     "--checkpoint-every",
-    "2",
+    "1",
     "--measure-every",
     "5",
     "--device",
@@ -53,18 +54,38 @@ RUN = [
 ]
 
 
-def start(arguments: list[str]) -> int:
-    """Fork a child that runs `python -m train.finetune ARGUMENTS`, silently; its process id."""
+def start(arguments: list[str], part: float | None = None) -> int:
+    """Fork a child that runs `python -m train.finetune ARGUMENTS`, silently; its process id.
+
+    It dies after this `part` of its second save, as the first one was timed: most of a run's time is spent elsewhere.
+    """
     child = os.fork()
     if child:
         return child
     try:
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        if part is not None:
+            loop.save_checkpoint = dying(loop.save_checkpoint, part)
         finetune.main(arguments)
         os._exit(0)
     except BaseException:
         os._exit(1)
+
+
+def dying(save: Callable[..., Path], part: float) -> Callable[..., Path]:
+    """`save_checkpoint`, in which a timer ends the process: by a signal that nothing catches, as SIGKILL."""
+    seconds: list[float] = []
+
+    def timed(*args, **options) -> Path:
+        began = time.perf_counter()
+        if seconds:
+            signal.setitimer(signal.ITIMER_REAL, max(1e-6, part * seconds[0]))
+        folder = save(*args, **options)
+        seconds.append(time.perf_counter() - began)
+        return folder
+
+    return timed
 
 
 def look(run: Path) -> int:
@@ -93,12 +114,13 @@ def kill_often(folder: Path, kills: int) -> dict:
         run, last, ended = folder / f"run-{number}", 0, False
         while not ended:
             arguments = ["--resume", str(run)] if (run / "config.json").exists() else [*RUN, "--out", str(run)]
-            child = start(arguments)
-            if killed < kills:
+            in_save = killed < kills and dice.random() < 0.5
+            child = start(arguments, dice.random() if in_save else None)
+            if killed < kills and not in_save:
                 time.sleep(dice.uniform(0, length))
                 os.kill(child, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            assert code in (0, -signal.SIGKILL), f"exit code {code} of {arguments}"
+            assert code in (0, -signal.SIGKILL, -signal.SIGALRM), f"exit code {code} of {arguments}"
             killed += code != 0
             ended = code == 0
             newest = look(run)
