@@ -4,10 +4,13 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from train.studies.engine import tables_of
 
 ROOT = Path(__file__).parent.parent
-KEPT = [json.loads(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "docs/results").glob("*.json"))]
+FILES = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "docs/results").glob("*"))}
+KEPT = list(FILES.values())
 NUMBER = r"[+−-]?\d+(?:\.\d+)?"
 ESTIMATE = re.compile(rf"({NUMBER})(?: (?:points|nats|%))?[ (]*\[({NUMBER}),\s({NUMBER})\]")
 
@@ -52,3 +55,53 @@ def test_every_estimate_in_the_text_was_written_by_a_command():
     assert not foreign, f"not in docs/results: {foreign}"
     mean, low, high = known[0]
     assert not is_known((f"{mean + 0.2:.1f}", f"{low:.1f}", f"{high:.1f}"), known[:1])
+
+
+WORDS = re.compile(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?!\w)")
+# numbers of the text that are no findings of a kept report: settings, the papers' figures, what was run before
+STATED = {
+    "Does differential": "4,000 6.25 560 480 200",
+    "Does it help": "7,500 22,500 0.005 0.02",
+    "WINGS and Q-Mamba": "12,000 906 491 18 17 92 48.8 32.5 75.0 75.9 5.2 3.2 0.23 1,024 4,096",
+    "The Differential Transformer": "400,000 0.02 0.27 0.40 0.64 0.18 0.28",
+}
+# numbers of tables that RESULTS.md does not show: the file, and how the line begins
+QUOTED = {
+    "54.6": ("scratch-full.json", "| answer on distractors, n4o1 "),
+    "0.051": ("text-full.json", "| all "),
+    "0.876": ("text-full.json", "| all "),
+    "187,392": ("text-full.json", "| 187,392 "),
+}
+
+
+def numbers(text: str) -> list[str]:
+    return [one.replace(",", "") for one in WORDS.findall(text)]
+
+
+def foreign_numbers(section: str) -> list[str]:
+    """The numbers of a section's text that stand neither in its tables nor in the text of the reports that it names.
+
+    Estimates with an interval are checked whole, above.
+    """
+    prose = " ".join(line for line in section.splitlines() if line[:1] != "|")
+    prose = ESTIMATE.sub(" ", re.sub(r"```.*?```|`[^`]*`", "", prose))
+    named = {"earlier.json", *re.findall(r"docs/results/([\w-]+\.json)", section)}
+    written = [line for line in section.splitlines() if line[:1] == "|"]
+    written += [line for name in named for line in [FILES[name]["made_by"], *FILES[name].get("words", [])]]
+    for number, (name, start) in QUOTED.items():
+        lines = [line for table in FILES[name]["tables"] for line in table if line.startswith(start)]
+        written += [number] * any(number.replace(",", "") in numbers(line) for line in lines)
+    written.append(next(stated for title, stated in STATED.items() if section.startswith(title)))
+    known = [float(one) for line in written for one in numbers(re.sub("[−-]", " ", line))]
+    return [
+        one
+        for one in set(numbers(prose))
+        if not any(abs(float(one) - other) <= 0.5001 * 10.0 ** -len(one.partition(".")[2]) for other in known)
+    ]
+
+
+@pytest.mark.parametrize("section", (ROOT / "RESULTS.md").read_text(encoding="utf-8").split("\n## ")[1:])
+def test_every_number_of_the_text_is_that_of_a_table_or_report(section):
+    """Breaks when a number of RESULTS.md's text becomes one that its section's tables and reports do not have."""
+    assert not foreign_numbers(section)
+    assert foreign_numbers(f"{section}\n12,345.6 of them") == ["12345.6"]

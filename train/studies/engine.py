@@ -386,8 +386,9 @@ def tables_of(text: str) -> list[list[str]]:
 
 
 def quotable(summary: Mapping, report: str) -> dict:
-    """quoted.json: tables and text of a report, and what they were made with. RESULTS.md quotes no other."""
-    words = [line for line in report.splitlines() if line and not line.startswith(("|", "#", "!"))]
+    """quoted.json: tables and text of a report, without its commands, which name folders, and what they were made with.
+    RESULTS.md quotes no other."""
+    words = [line for line in report.splitlines() if line and not line.startswith(("|", "#", "!")) and "`" not in line]
     return {"made_by": made_by(summary), "tables": tables_of(report), "words": words}
 
 
