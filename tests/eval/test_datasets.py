@@ -30,8 +30,8 @@ def picture(path):
 def test_examples_are_read_beside_their_pictures(tmp_path):
     """Paths are taken from where the command runs instead of from where the file lies."""
     picture(tmp_path / "p/a.png")
-    full, empty = ("what?", "é\u2028x"), ("", "")
-    rows = lines(*({"image": "p/a.png", "prefix": prefix, "suffix": suffix} for prefix, suffix in (full, empty)))
+    first, second = ("what?", "é\u2028x"), ("and?", "y")
+    rows = lines(*({"image": "p/a.png", "prefix": prefix, "suffix": suffix} for prefix, suffix in (first, second)))
     for end in ("\n", "\r\n"):
         examples = own_files.read_examples(write(tmp_path / "d.jsonl", "\ufeff" + rows + "\n", end))
         assert examples[0] == own_files.Example(":1", (tmp_path / "p/a.png",), (("what?", "é\u2028x"),))
