@@ -116,7 +116,7 @@ def tune(
         shared = {rate: float(np.mean([result.validation[rate] for result in plain])) for rate in grid} if plain else {}
         return {name: shared if one in plain else one.validation for name, one in by_name.items()}
 
-    scores = rules.bracket(rates, score) if options.grow and len(rates) > 1 else score(rates)
+    scores = rules.bracket(rates, score) if options.grow else score(rates)
     for name, result in by_name.items():
         result.settings = cell_settings(study, result.row, rules.best_rate(scores[name]), 0)
         result.is_at_edge = bool(rules.edges({name: scores[name]}))

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
@@ -108,6 +108,13 @@ def read_options(options: type[Options], name: str, description: str | None, arg
     chosen = read_flags(options, f"train.compare --rows {name}", description, argv)
     torch.set_num_threads(chosen.threads)
     return chosen
+
+
+def with_seeds(options, is_whole: bool):
+    """The options of a study with its numbers of seeds; where none is given, those of the rules, of a part of it 3."""
+    seeds = options.seeds or (rules.LEAST_SEEDS if is_whole else 3)
+    most = options.most_seeds or (rules.MOST_SEEDS if is_whole else seeds)
+    return replace(options, seeds=seeds, most_seeds=max(seeds, most))
 
 
 def read_rates(text: str) -> tuple[float, ...]:

@@ -324,8 +324,7 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[QMambaStudy, QMambaOptio
     if options.quick:
         study, tables = replace(study, scale=QUICK_SCALE * options.scale), QUICK_TABLES
     is_whole = study.is_embedded and not options.quick
-    seeds = options.seeds or (rules.LEAST_SEEDS if is_whole else 3)
-    options = replace(options, seeds=seeds, most_seeds=options.most_seeds or max(seeds, is_whole * rules.MOST_SEEDS))
+    options = engine.with_seeds(options, is_whole)
     if options.factors and not study.is_embedded:
         raise UserError("--factors is of the embedded scenes: with data of your own give --lr")
     if options.factors is None and is_whole:

@@ -88,11 +88,13 @@ def best_rate(validation: Mapping[float, float], margin: float = TIE) -> float:
 def bracket(rates: Sequence[float], score: Callable[[Sequence[float]], Scores]) -> Scores:
     """The scores of all rows at all rates of a grid with every row's best inside, or of `MOST_RATES`.
 
-    score(rates): of every row at these rates, and at those given before.
+    score(rates): of every row at these rates, and at those given before. A single rate is not searched for.
     """
     grid = sorted(rates)
     while True:
         scores = score(grid)
+        if len(grid) == 1:
+            return scores
         best = {best_rate(of_row) for of_row in scores.values()}
         more = [grid[0] / 2] * (grid[0] in best) + [grid[-1] * 2] * (grid[-1] in best)
         if not more or len(grid) + len(more) > MOST_RATES:

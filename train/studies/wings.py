@@ -22,7 +22,7 @@ pairs of rows differ in nothing but the learners:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -222,7 +222,7 @@ def collect(options: WingsOptions, cells: Cells, processes: int) -> WingsResults
     results = WingsResults([], {True: [], False: []}, {}, {})
     first = range(min(least, rules.TUNING_SEEDS))
     begin(first)
-    results.tried.update(rules.bracket(plan.factors, score) if len(plan.factors) > 1 else score(plan.factors))
+    results.tried.update(rules.bracket(plan.factors, score))
     done = len(first)
     while done < least or not rules.enough(main_gain(*main_pair(), most), done, least, options.most_seeds or least):
         more = range(done, max(least, done + 1))
@@ -339,9 +339,7 @@ def summarize(study: WingsStudy, results: WingsResults) -> dict:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = engine.read_options(WingsOptions, "wings", __doc__, argv)
-    seeds = options.seeds or (3 if options.quick else rules.LEAST_SEEDS)
-    most = options.most_seeds or (seeds if options.quick else rules.MOST_SEEDS)
-    options = replace(options, seeds=seeds, most_seeds=max(seeds, most))
+    options = engine.with_seeds(options, not options.quick)
     cells, processes = open_cells(options), engine.default_processes("cpu", options.threads)
 
     def find() -> dict:
