@@ -1,5 +1,6 @@
 """The plan of a run: memory and operations from shapes alone are those of the step itself, and nothing is trained."""
 
+import gc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ def measured_peak(settings) -> int:
     model, optimizer = open_model(settings, CPU)
     micro = first_batch(settings, model)
     model.train()
+    gc.collect()  # what an earlier profile saw allocated would count as freed in this one
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         for _ in range(2):
             for _ in range(settings.accumulate or 1):
