@@ -71,8 +71,10 @@ class Exam:
 
     def read(self, path: Path) -> list[tuple[str, int]]:
         """The text of each question with its options, and the number of the right one. Raises UserError."""
-        found = []
-        for where, row in read_table(path)[self.has_head :]:
+        found, rows = [], read_table(path)
+        if self.has_head and rows and rows[0][1][-1] in tuple(LETTERS):
+            raise UserError(f"{rows[0][0]}: is a question, expected the names of the columns: add that line")
+        for where, row in rows[self.has_head :]:
             if len(row) != 6 + self.has_head or row[-1] not in tuple(LETTERS):
                 raise UserError(f"{where}: expected a question, four options and the right letter: correct the file")
             options = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, row[-5:-1], strict=True))

@@ -18,13 +18,17 @@ def compare(reports: Mapping[str, Report]) -> tuple[dict, list[str]]:
         rows |= {title: report.scores, **({f"{title}, blind": report.blind} if report.blind else {})}
     pictures = {id_: picture for report in reports.values() for id_, picture in report.pictures.items()}
     first, values, lines = next(iter(rows.values())), {}, []
+    measures = dict.fromkeys(measure for scores in rows.values() for measure in scores)
     for name, scores in rows.items():
         values[name], cells = {}, [name]
-        for measure, by_id in scores.items():
+        for measure in measures:
+            if not (by_id := scores.get(measure)):
+                cells += [""] * (1 + (len(rows) > 1))
+                continue
             mean = percent(by_id, pictures)
             values[name][measure] = mean._asdict() | {"questions": len(by_id)}
             cells.append(interval_text(mean))
-            both = {id_: by_id[id_] - before for id_, before in first[measure].items() if id_ in by_id}
+            both = {id_: by_id[id_] - before for id_, before in first.get(measure, {}).items() if id_ in by_id}
             if scores is not first and both:
                 difference = percent(both, pictures)
                 values[name][measure]["difference"] = difference._asdict()
@@ -32,16 +36,19 @@ def compare(reports: Mapping[str, Report]) -> tuple[dict, list[str]]:
             elif len(rows) > 1:
                 cells.append("")
         lines.append(cells)
-    if not first:  # questions without right answers
+    if not measures:  # questions without right answers
         return values, []
     head = ["%"]
-    for measure in first:
+    for measure in measures:
         head += [measure.replace("_", " "), "difference"] if len(rows) > 1 else [measure.replace("_", " ")]
-    questions = len({id_ for by_id in first.values() for id_ in by_id})
+    asked = {name: {id_ for by_id in scores.values() for id_ in by_id} for name, scores in rows.items()}
+    every = set().union(*asked.values())
+    fewer = [f"{name} has answered only {len(ids)} of them" for name, ids in asked.items() if len(ids) < len(every)]
     note = "; differences to the first line, * where the interval has no 0" if len(rows) > 1 else ""
     note += "; blind: the same model on gray pictures" if any(report.blind for report in reports.values()) else ""
+    note += "".join(f"; {one}" for one in fewer)
     over = "pictures" if len(set(pictures.values())) < len(pictures) else "questions"
-    return values, [f"{questions} questions, 95 % intervals over {over}{note}", "", *markdown_table(head, lines)]
+    return values, [f"{len(every)} questions, 95 % intervals over {over}{note}", "", *markdown_table(head, lines)]
 
 
 def percent(scores: Mapping[str, float], pictures: Mapping[str, str]) -> Interval:

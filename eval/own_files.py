@@ -8,7 +8,7 @@ A record that breaks its format is a `UserError` with its place in the file, and
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -183,14 +183,15 @@ def read_coco(
 
     The prompt names all classes that the picture has, in the order of their ids; the answer has the boxes in the same
     order, and those of a class from top to bottom and left to right. Crowds are not part of it, but of `detection`.
-    Pictures without any object that could be asked for are left out. Raises UserError; errors of a picture go to `bad`.
+    Pictures without any object that could be asked for are left out. Raises UserError, also for boxes that cannot be
+    [x, y, width, height] in pixels; errors of a picture, and objects of pictures that are not listed, go to `bad`.
     """
     value = read_json(path)
     name = shown(path)
     folder = Path(path).parent if images is None else Path(images)
     categories, entries = (_entries(value, key, name) for key in ("categories", "images"))
-    for listed in (categories, entries):
-        check_unique((entry["id"] for _, entry in listed if "id" in entry), path)
+    for objects in (categories, entries):
+        check_unique((entry["id"] for _, entry in objects if "id" in entry), path)
     labels = {}
     for where, entry in categories:
         label = labels[read_id(entry, "id", where)] = " ".join(read_field(entry, "name", NAME, where).split())
@@ -200,11 +201,12 @@ def read_coco(
     of_image: dict[int | str, list[tuple[str, dict]]] = defaultdict(list)
     for where, entry in _entries(value, "annotations", name):
         of_image[read_id(entry, "image_id", where)].append((where, entry))
-    examples, found = [], {}
+    examples, found, listed = [], {}, set()
     for where, entry in entries:
         try:
-            width, height = (read_field(entry, side, SIDE, where) for side in ("width", "height"))
             id_ = read_id(entry, "id", where)
+            listed.add(id_)
+            width, height = (read_field(entry, side, SIDE, where) for side in ("width", "height"))
             boxes = [_box(annotation, labels, place, width, height) for place, annotation in of_image[id_]]
             if all(box.is_crowd for box in boxes):
                 continue
@@ -219,6 +221,12 @@ def read_coco(
             turn = detection_turn(detection, order)
             examples.append((id_, Example(where.removeprefix(name), (picture,), (turn,), (), detection)))
     check_flat(found, path)
+    _check_units([example.detection for _, example in examples], name)
+    if stray := [place for id_, boxes in of_image.items() if id_ not in listed for place, _ in boxes]:
+        error = UserError(f"{stray[0]}: image_id is not among the images, as of {len(stray)} annotation(s): list it")
+        if bad is None:
+            raise error
+        bad(error)
     # in COCO's order of pictures, which decides between boxes of one score
     return [example for _, example in sorted(examples, key=lambda pair: (isinstance(pair[0], str), pair[0]))]
 
@@ -242,6 +250,17 @@ def _box(entry: dict, labels: dict, where: str, of_width: int, of_height: int) -
     area = read_field(entry, "area", NUMBER, where, default=width * height)
     crowd = read_field(entry, "iscrowd", Expected(int, choices=(0, 1)), where, default=0)
     return Box(label, x, y, width, height, area, bool(crowd))
+
+
+def _check_units(detections: Sequence[Detection], name: str) -> None:
+    """Raise UserError if the boxes of a file cannot all be [x, y, width, height] in pixels: each by itself can."""
+    sized = [(box, of) for of in detections if min(of.width, of.height) > 1 for box in of.boxes]
+    if sized and all(max(box.x, box.y, box.width, box.height) <= 1 for box, _ in sized):
+        raise UserError(f"{name}: every bbox lies within 0 to 1, as if in shares of the sides: give pixels")
+    are_outside = any(box.x + box.width > of.width + 1 or box.y + box.height > of.height + 1 for box, of in sized)
+    if are_outside and all(box.width >= box.x and box.height >= box.y for box, _ in sized):
+        problem = "and the third and fourth number are never less than the first two, as in [x1, y1, x2, y2]"
+        raise UserError(f"{name}: boxes reach out of their pictures, {problem}: give [x, y, width, height]")
 
 
 def detection_turn(detection: Detection, order: list[str]) -> tuple[str, str]:

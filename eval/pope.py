@@ -13,7 +13,7 @@ Source: Li et al., "Evaluating Object Hallucination in Large Vision-Language Mod
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,17 +51,17 @@ def _ratio(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-def write_answers(path: str | Path, answers: dict[int | str, str]) -> None:
-    """Write an answers file: JSON lines of {"question_id", "answer"}."""
-    lines = (json.dumps({"question_id": id_, "answer": text}, ensure_ascii=False) for id_, text in answers.items())
-    write_text(path, "".join(f"{line}\n" for line in lines))
+def write_answers(path: str | Path, answers: Iterable[tuple[PopeQuestion, str]]) -> None:
+    """Write an answers file, JSON lines of {"question_id", "question", "answer"}."""
+    lines = [{"question_id": q.question_id, "question": q.question, "answer": text} for q, text in answers]
+    write_text(path, "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines))
 
 
 def read_answers(path: str | Path, questions: Sequence[PopeQuestion], against: str | Path) -> list[str]:
     """Free-text answers in the order of `questions`, from JSON lines of {"question_id", "answer"} (or "text").
 
-    The published script's own files have no ids, only the order: then there must be one answer per question, and a
-    repeated "question" must agree. Raises UserError that names missing, extra or duplicate ids.
+    The published script's own files have no ids, only the order: then there must be one answer per question. A repeated
+    "question" must agree: POPE's files share their ids. Raises UserError that names missing, extra or duplicate ids.
     """
     records = lines_of(path)
     name = {where: "text" if "text" in record and "answer" not in record else "answer" for where, record in records}
@@ -70,9 +70,9 @@ def read_answers(path: str | Path, questions: Sequence[PopeQuestion], against: s
         ids = [read_id(record, "question_id", where) for where, record in records]
         check_unique(ids, path)
         check_ids(ids, [question.question_id for question in questions], path, against)
-        by_id = dict(zip(ids, texts, strict=True))
-        return [by_id[question.question_id] for question in questions]
-    if len(records) != len(questions):
+        by_id = dict(zip(ids, zip(records, texts, strict=True), strict=True))
+        records, texts = zip(*(by_id[question.question_id] for question in questions), strict=True)
+    elif len(records) != len(questions):
         raise UserError(
             f"{path}: {len(records)} answers without question_id to the {len(questions)} questions of {against}: one "
             "answer a question, in the same order, or give the ids"
@@ -81,9 +81,10 @@ def read_answers(path: str | Path, questions: Sequence[PopeQuestion], against: s
         asked = read_field(record, "question", TEXT, where, default=question.question)
         if asked.strip().lower() != question.question.strip().lower():
             raise UserError(
-                f"{where}: answers {quoted(asked)} where {against} asks {quoted(question.question)}: keep the order"
+                f"{where}: answers {quoted(asked)} where {against} asks {quoted(question.question)}: give the "
+                "answers to that file, in its order where they have no ids"
             )
-    return texts
+    return list(texts)
 
 
 def embedded(strategy: str, limit: int = 600) -> tuple[list[PopeQuestion], dict[str, Callable]]:
@@ -128,7 +129,7 @@ def finish(args, sets: dict[str, list[PopeQuestion]], answers: dict, session) ->
     results, scores, pictures = {}, {}, {}
     for name, questions in sets.items():
         answered = [(q, text) for q, text in zip(questions, answers[name], strict=True) if text is not None]
-        write_answers(session.out / f"answers-{name}.jsonl", {q.question_id: text for q, text in answered})
+        write_answers(session.out / f"answers-{name}.jsonl", answered)
         labels, parsed = [q.label for q, _ in answered], [parse_answer(text) for _, text in answered]
         results[name] = {"questions": len(answered)} | score_answers(labels, parsed)
         pairs = [(f"{name}/{q.question_id}", q, said) for (q, _), said in zip(answered, parsed, strict=True)]

@@ -231,6 +231,12 @@ def test_several_models_and_a_resumed_run(files, source, twin, workplace, capsys
         ("mmlu", "mmlu/test/anatomy_test.csv", b"\xff\xfe", "anatomy_test.csv: is not UTF-8"),
         ("mmlu", "mmlu/dev/anatomy_dev.csv", "q,a,b,c,d,A\n", "anatomy_dev.csv: holds 1 questions: lower --shots 3"),
         ("cmmlu", "cmmlu/test/college_law.csv", "x\n水是,冰,气,液,火,C\n", "college_law.csv:2: expected a question"),
+        (
+            "cmmlu",
+            "cmmlu/test/college_law.csv",
+            "0,水是,冰,气,液,火,C\n" * 2,
+            "college_law.csv:1: is a question, expected",
+        ),
         ("race", "race/test/high/1.txt", '{"article": 3}', "1.txt: questions is missing"),
         (
             "race",

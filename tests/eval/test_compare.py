@@ -39,6 +39,16 @@ def test_differences_are_paired():
     assert rows[2][2] == "" and rows[3][2].endswith("*") and rows[4][2].endswith("n.s.")
 
 
+def test_models_that_answered_other_questions():
+    """A mean over fewer questions looks like one over all, or a measure that the first model lacks is a crash."""
+    every = {"0": 1.0, "1": 0.0, "2": 1.0}
+    a, b = report({"0": 1.0}), report(every)._replace(scores={"accuracy": every, "vqa": every})
+    values, lines = compare({"a": a, "b": b})
+    assert lines[0].startswith("3 questions, ") and lines[0].endswith("; a has answered only 1 of them")
+    assert values["a"].keys() == {"accuracy"} and "difference" not in values["b"]["vqa"]
+    assert len({line.count("|") for line in lines[2:]}) == 1
+
+
 def test_a_model_in_few_bits_is_one_of_the_table(source, twin, tmp_path, monkeypatch, capsys):
     """--quantize changes the answers of the whole model too, is not in bf16, or forgets the adapter."""
     opened = []

@@ -1,6 +1,7 @@
 """POPE: the answer parse, the measures and the files, against cases worked out by hand."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -109,9 +110,19 @@ def test_published_answer_files_go_by_order(tmp_path, capsys):
 
 def test_written_answers_are_read_back(tmp_path):
     """Our own answers file must be one that our scorer reads."""
-    pope.write_answers(tmp_path / "A", {4: "d", 3: "c", 2: "b", 1: "é"})
     questions = read_pope(write(tmp_path / "Q", QUESTIONS))
+    said = list(zip(questions, ["é", "b", "c", "d"], strict=True))
+    pope.write_answers(tmp_path / "A", said[::-1])
     assert pope.read_answers(tmp_path / "A", questions, "Q") == ["é", "b", "c", "d"]
+
+
+def test_answers_to_another_of_the_files_are_refused(tmp_path):
+    """POPE's three files have the same ids: answers to one of them are scored by another's labels."""
+    questions = read_pope(write(tmp_path / "Q", QUESTIONS))
+    pope.write_answers(tmp_path / "A", [(q, "yes") for q in questions[::-1]])
+    others = [*questions[:3], replace(questions[3], question="Is there a zebra?")]
+    with pytest.raises(UserError, match="A:1: answers .* where Q asks 'Is there a zebra"):
+        pope.read_answers(tmp_path / "A", others, "Q")
 
 
 @pytest.mark.parametrize(

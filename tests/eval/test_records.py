@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from eval.command import ask_of
-from eval.own_files import Box, read_examples
+from eval.own_files import Box, read_coco, read_examples
 from eval.records import blind, own_records, read_data, split_records
 from eval.run import layout
 from model.common import UserError
@@ -244,6 +244,42 @@ def test_coco_s_boxes_are_paligemma_s(tmp_path, processor):
     value["annotations"][0]["bbox"] = [641, 0, 9, 9]
     with pytest.raises(UserError, match=r"annotations\[0\]: bbox \[641, 0, 9, 9\] is outside of the picture, 640×480"):
         read_data(f"coco:{write(tmp_path, 'instances.json', value)}")
+
+
+def test_boxes_of_no_listed_picture_are_named(tmp_path, processor):
+    """Breaks when annotations are left out in silence because ids are text in one list and numbers in the other."""
+    value = coco(tmp_path)
+    for number in (0, 2):
+        value["annotations"][number]["image_id"] = "1"
+    made = read_data(f"coco:{write(tmp_path, 'instances.json', value)}")
+    assert made[0].prefix == "detect dog" and len(made) == 2
+    (bad,) = collate(made, processor).bad
+    assert bad.startswith("instances.json:annotations[0]: image_id is not among the images, as of 2 annotation(s)")
+    with pytest.raises(UserError, match="as of 2 annotation"):
+        read_coco(tmp_path / "instances.json")
+    value = coco(tmp_path)
+    value["images"][1]["id"] = [1]
+    made = read_data(f"coco:{write(tmp_path, 'instances.json', value)}")
+    assert any("id is [1], expected an integer" in line for line in collate(made, processor).bad)
+
+
+@pytest.mark.parametrize("has_crowds", [True, False])
+def test_boxes_in_other_units_are_refused(has_crowds, tmp_path):
+    """Breaks when shares of the sides, or corners, are learned as widths and heights in pixels."""
+
+    def read(change):
+        value = coco(tmp_path)
+        value["annotations"] = [
+            one | {"bbox": change(*one["bbox"])} for one in value["annotations"][: 5 if has_crowds else 3]
+        ]
+        return read_coco(write(tmp_path, "instances.json", value))
+
+    assert read(lambda *box: list(box)) and read(lambda x, y, w, h: [x, y, w + 0.9, h])  # as COCO's own rounding
+    with pytest.raises(UserError, match="instances.json: every bbox lies within 0 to 1"):
+        read(lambda x, y, w, h: [x / 640, y / 480, w / 640, h / 480])
+    with pytest.raises(UserError, match=r"instances.json: boxes reach out of their pictures, .* \[x1, y1, x2, y2\]"):
+        read(lambda x, y, w, h: [x, y, x + w, y + h])
+    assert read(lambda x, y, w, h: [x, y, w + 300, h])  # objects that reach out of the picture, as some data have them
 
 
 def test_a_picture_that_is_called_otherwise_is_not_forgotten(tmp_path):

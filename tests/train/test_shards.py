@@ -544,6 +544,24 @@ def test_an_interrupted_making_goes_on(tmp_path, monkeypatch):
         shard.make(given[:-1], tmp_path / "cut/s", 3, 1000)
 
 
+def test_shards_of_other_pictures_are_not_kept(tmp_path):
+    """Breaks when pictures are replaced, or tars of something else have the names, and the old ones stay in silence."""
+    given, prefix = own_records(write_jsonl(tmp_path)), tmp_path / "s"
+    paths, manifest = shard.make(given, prefix, 5, 1000), tmp_path / "s.json"
+    old = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({name: value for name, value in old.items() if name != "pictures"}))
+    assert shard.make(given, prefix, 5, 1000) == paths and json.loads(manifest.read_text()) == old
+    (tmp_path / "0.png").write_bytes(picture(9, size=(64, 64)))
+    with pytest.raises(UserError, match="belongs to shards of other records, pictures"):
+        shard.make(given, prefix, 5, 1000)
+    next(path for path in paths if b'"dog 0"' in path.read_bytes()).unlink()  # its pictures are still to be packed
+    assert shard.make(given, prefix, 5, 1000) == paths
+    manifest.unlink()
+    with pytest.raises(UserError, match="s-000.tar is there, but not"):
+        shard.make(given, prefix, 5, 1000)
+    assert not manifest.exists()
+
+
 def test_sizes_of_shards(tmp_path):
     """Breaks when a shard grows beyond --per-shard or --megabytes, or a sample falls between two."""
     samples, size = shard.group(own_records(write_jsonl(tmp_path)), seed=0), 1000

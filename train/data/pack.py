@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from eval.own_files import ROLES
 from eval.records import Picture, Record, groups_of
-from model.common import UserError, atomic_path, read_bytes, read_text, shown, write_text
+from model.common import Expected, UserError, atomic_path, read_bytes, read_field, read_json, shown, write_text
 from model.images import load_image
 from train.data.shards import MAX_BYTES, PICTURES, index_of
 
@@ -124,6 +124,31 @@ def write_shard(path: Path, samples: dict[int, list[Record]], max_bad: int) -> l
     return bad
 
 
+def fingerprint(samples: Sequence[Sequence[Record]]) -> str:
+    """A hash of the sizes and times of the picture files of a shard."""
+    files = [path for sample in samples for path in pictures_of(sample) if isinstance(path, Path) and path.is_file()]
+    states = [(status.st_size, status.st_mtime_ns) for status in (path.stat() for path in files)]
+    return hashlib.sha256(json.dumps(states).encode()).hexdigest()[:16]
+
+
+def check_made(manifest: Path, plan: dict, paths: Sequence[Path], prefix: Path) -> None:
+    """Raise UserError if shards that are there already were not made by this plan, of these pictures.
+
+    A picture of a shard that is still to be made may have been repaired. Older manifests say nothing of pictures.
+    """
+    remedy = "give another prefix, or delete that file and all shards of this prefix"
+    if manifest.exists():
+        stored = read_json(manifest)
+        before = read_field(stored, "pictures", Expected(list), shown(manifest), default=plan["pictures"])
+        changed = [path for path, old, new in zip(paths, before, plan["pictures"], strict=False) if old != new]
+        if stored | {"pictures": before} != plan | {"pictures": before} or any(path.exists() for path in changed):
+            raise UserError(
+                f"--out {prefix}: {manifest} belongs to shards of other records, pictures or sizes: {remedy}"
+            )
+    elif found := [path for path in paths if path.exists()]:
+        raise UserError(f"--out {prefix}: {found[0]} is there, but not {manifest}, which says what it holds: {remedy}")
+
+
 def make(
     records: Sequence[Record], prefix: Path, per_shard: int, megabytes: float, seed: int = 0, max_bad: int = 0
 ) -> list[Path]:
@@ -138,16 +163,12 @@ def make(
     for sample in samples:
         digest.update(texts(sample, list(pictures_of(sample))))
     plan = {"records": len(records), "ends": [shard.stop for shard in shards], "sha256": digest.hexdigest()}
-    manifest = prefix.with_name(f"{prefix.name}.json")
-    if not manifest.exists():
-        write_text(manifest, json.dumps(plan) + "\n")
-    elif read_text(manifest) != json.dumps(plan) + "\n":
-        raise UserError(
-            f"--out {prefix}: {manifest} belongs to shards of other records, pictures or sizes: give another prefix, "
-            "or delete that file and its shards"
-        )
+    plan["pictures"] = [fingerprint(samples[numbers.start : numbers.stop]) for numbers in shards]
     digits = max(3, len(str(len(shards) - 1)))
     paths = [prefix.with_name(f"{prefix.name}-{number:0{digits}}.tar") for number in range(len(shards))]
+    manifest = prefix.with_name(f"{prefix.name}.json")
+    check_made(manifest, plan, paths, prefix)
+    write_text(manifest, json.dumps(plan) + "\n")
     with tqdm(total=len(samples), desc=str(prefix), unit="picture") as bar:
         for path, numbers in zip(paths, shards, strict=True):
             if not path.exists():
