@@ -1,5 +1,6 @@
 """Intervals and tests of differences between runs: against SciPy's and statsmodels' values, and by simulation."""
 
+import json
 import math
 
 import numpy as np
@@ -47,6 +48,20 @@ def test_components_of_variance_by_hand():
         assert (found.mean, found.error, found.freedom) == pytest.approx((30, 30 / 3**0.5, 2))
     # a group of three and one of one: the mean is that of the examples
     assert estimate([[1.0, 1.0, 1.0, 5.0]], ["a", "a", "a", "b"]).mean == 2
+
+
+def test_few_runs_that_are_alike_by_chance_decide_nothing():
+    """Breaks when the degrees of freedom of examples serve for runs too: p-values below 0.002 are then too many."""
+    runs, examples = np.array([[4.0], [5], [6], [5], [5]]), np.linspace(-20, 20, 41)
+    found = estimate(runs + examples)
+    of_runs, of_examples = math.sqrt(0.5 / 5), math.sqrt(143.5 / 41)  # variances 0.5 and 143.5
+    half = math.hypot(2.7764451051977934 * of_runs, 2.0210753903062715 * of_examples)  # scipy.stats.t.ppf(0.975, …)
+    assert (found.low, found.high) == pytest.approx((5 - half, 5 + half))
+    assert found.reach(1 - found.p / 2) == pytest.approx(found.mean)
+    assert found.visible(4) == pytest.approx(found.reach(1 - 0.025 / 4) + found.reach(0.8))
+    assert json.loads(json.dumps(found._asdict())) == found._asdict()  # as reports keep it
+    levels = estimate(runs + 0.01 * examples)  # with 4 degrees of freedom, not with those of examples
+    assert levels.p == pytest.approx(2 * t_tail(levels.mean / levels.error, 4), rel=0.02)
 
 
 def test_holm_and_what_could_be_seen():

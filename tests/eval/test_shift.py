@@ -10,7 +10,7 @@ from PIL import Image
 
 from eval import shift
 from eval.shift import GROUPS, Shift, measure, put_slot
-from eval.statistics import bootstrap, correlation
+from eval.statistics import bootstrap
 from model.attention import attention_modules
 from model.common import UserError
 from model.differential import graft
@@ -73,22 +73,6 @@ def test_the_shift_is_one_minus_the_correlation_over_layers():
     assert math.isnan(found.each[3])
     assert found.interval == bootstrap(found.each[[0, 1, 2, 4]])
     assert Shift(laws[3:4], np.ones(1)).interval is None
-
-
-def test_a_correlation_resamples_whole_runs():
-    """Breaks when it is not Pearson's, when checkpoints of a run count as independent, or a constant gives a number."""
-    dice = np.random.default_rng(0)
-    level = dice.normal(size=20)  # runs differ, and their eight checkpoints hardly do
-    x, y = np.repeat(level, 8) + 0.01 * dice.normal(size=160), np.repeat(level + dice.normal(size=20), 8)
-    runs = [f"run {number // 8}" for number in range(160)]
-    found = correlation(x, y, runs)
-    assert found.mean == pytest.approx(np.corrcoef(x, y)[0, 1]) and found.low < found.mean < found.high
-    drawn = [dice.integers(20, size=20) for _ in range(4000)]
-    by_hand = [np.corrcoef(x.reshape(20, 8)[d].ravel(), y.reshape(20, 8)[d].ravel())[0, 1] for d in drawn]
-    assert found[1:] == pytest.approx(np.quantile(by_hand, (0.025, 0.975)), abs=0.02)
-    alone = correlation(x, y, range(160))
-    assert alone.high - alone.low < 0.6 * (found.high - found.low)
-    assert correlation(x, np.full(160, 0.1), runs) is None
 
 
 @pytest.mark.parametrize(

@@ -440,8 +440,26 @@ def test_the_words_follow_the_intervals(processor, tmp_path, trainings):
     assert "against LoRA r20 (215,040): equivalent in VQA." in text
     assert "against LoRA r18 (193,536): worse in VQA (-20.0)." in text
     assert "+0.0 [+0.0, +0.0] equivalent" in text and "2 seed(s): fewer than 5 decide nothing." in text
+    pooled = [line[:-1].split("|") for line in text.partition("## Table 5")[2].splitlines() if line[:6] == "| twin"]
+    assert pooled[0][2:4] == [" 2 rows, r 18 to 20 ", " +0.0 [+0.0, +0.0] equivalent "]
     alone = compare_rows(study, [ROWS["dex"]], 1, [1e-3])
     assert "-20.0 [-20.0, -20.0] one seed" in attention_report.to_markdown(attention_report.summarize(study, alone))
+
+
+def test_a_pool_holds_what_differs_in_rank_alone(processor, tmp_path):
+    """Breaks when the mean of plain rows has one that trained longer or otherwise, or mixes seeds."""
+    study = fake_study(tmp_path, processor)
+
+    def plain(name, score, **changes):
+        row = FineTuningRow(name, PLAIN | changes)
+        return RowResult(row, cell_settings(study, row, 1e-3, 0), scores={"VQA": np.array(score, float)})
+
+    control, wide = plain("r2", [[0, 100], [100, 100]], r=2), plain("r3", [[100, 100], [0, 100], [0, 0]], r=3)
+    others = [plain("long", [[0, 0]], samples=9), plain("steep", [[0, 0]], beta2=0.9)]
+    others.append(RowResult(ROWS["dex"], cell_settings(study, ROWS["dex"], 1e-3, 0), scores=control.scores))
+    pool = attention_report.peers(control, [*others, wide, control])
+    assert pool == [wide, control] and attention_report.peers(control, [*others, control]) == []
+    assert attention_report.mean_scores(pool)["VQA"].tolist() == [[50, 100], [50, 100]]
 
 
 def test_verdicts_are_computed():

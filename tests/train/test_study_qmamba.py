@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,7 +27,7 @@ from train.studies import qmamba_language
 from train.studies.encoded import encoded_loss
 from train.studies.qmamba import QMambaStudy, encoded_samples, read_arguments, shuffled
 from train.studies.qmamba_scenes import TASKS
-from train.studies.qmamba_tables import CONTROL, SCENE_TABLES, SCENES, conclusions
+from train.studies.qmamba_tables import CONTROL, SCENE_TABLES, SCENES, Table, conclusions, judge_tables
 from train.systems import qmamba
 from weights.export import export_model
 from weights.load import load_mamba, load_model
@@ -255,6 +256,21 @@ def test_differences_are_paired_and_told(study, monkeypatch):
     assert (gain["mean"], gain["significant"]) == (-100.0, True)
     assert summary["differences"]["4 queries - local"]["vqa"]["significant"] is False
     told = conclusions(summary | {"rates": {}, "edges": []})
+    noisy = {task: 50 + np.array([[0.0, 9, 0, 9], [9, 0, 9, 0]] * 3) for task in TASKS}
+    shifts = {"local": (0, 0), "global": (-20, 20)}  # what one task gains another loses
+    scores = {
+        name: noisy | {TASKS[0]: noisy[TASKS[0]] + lost, TASKS[1]: noisy[TASKS[1]] + won}
+        for name, (lost, won) in shifts.items()
+    }
+    scores = {name: {"mean": np.hstack(list(of_row.values()))} | of_row for name, of_row in scores.items()}
+    table = Table("", {"local": None, "global": "local"})
+    of_pair = judge_tables(study.measures, {"2": table}, scores, {})["global - local"]
+    assert (
+        of_pair["mean"]["verdict"] == "undecided"
+        and of_pair["mean"]["mean"] == 0
+        and of_pair[TASKS[0]]["verdict"] == "worse"
+    )
+    assert of_pair[TASKS[1]]["verdict"] == "better" and of_pair[TASKS[2]]["verdict"] == "equivalent"
     assert "global against local: -100.0 [-100.0, -100.0] out of range, 2 seeds." in told  # the control is perfect
     assert any(line.startswith("global cannot be told from guessing") for line in told)
     assert not any(line.startswith("local cannot") for line in told)

@@ -327,6 +327,13 @@ def test_a_share_for_equal_loss_needs_losses_that_support_it(points, words):
     assert words in equal_loss(points, "parameters")
 
 
+def test_a_gap_that_closes_is_worth_nothing():
+    """Breaks when a lead of the smaller models counts for the largest, which has none."""
+    points = scaling(-0.1, 0.2)
+    points[-1]["losses"]["differential"] = points[-1]["losses"]["plain"]
+    assert "takes 100 % [100, 100] of plain attention's parameters, n.s." in equal_loss(points, "parameters")
+
+
 def test_the_interval_of_a_share_knows_the_slope():
     """Breaks when the share's interval takes the slope of the loss as known."""
     points = scaling(-0.1, 0.2)

@@ -236,6 +236,18 @@ def point(pictures: float, *text: int) -> dict:
     return {"pictures": [pictures, pictures], "text": {"add": text[:2], "copy": text[2:]}}
 
 
+def test_a_correlation_counts_decoders():
+    """Breaks when runs of one decoder count as independent, levels of decoders as a correlation, or a constant does."""
+    slopes, line = (1, 1, 1, -1, 0), range(8)  # of each decoder, over all of its checkpoints
+    points = [
+        {"seed": seed, "shift": x, "lost": 100 * seed + slope * x} for seed, slope in enumerate(slopes) for x in line
+    ]
+    found = study_wings.correlation(points)
+    assert found is not None and found.mean == pytest.approx(0.5) and found.freedom == 3  # of 1, 1, 1, -1
+    assert found.high == pytest.approx(0.5 + 3.182446305284263 * 0.5)  # scipy.stats.t.ppf(0.975, 3)
+    assert study_wings.correlation(points[:8]) is None
+
+
 def test_rows_are_compared_where_they_read_equally_many_pictures():
     """Breaks when text is taken at another moment, of another rate or seed, or a level that is not reached counts."""
     slow = [point(0.0, 1, 1, 1, 1), point(0.4, 1, 1, 1, 0), point(0.8, 1, 0, 0, 0), point(0.6, 0, 0, 0, 0)]

@@ -4,7 +4,7 @@ In: the results of all rows (`train/studies/attention_runs.py`). Out: a summary,
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import nan
 
 import numpy as np
@@ -13,10 +13,11 @@ from PIL import Image
 from eval import figures
 from eval.report import markdown_table
 from eval.statistics import estimate, slope_scores
+from train.settings import Settings
 from train.studies import attention_mechanism, engine, rules
 from train.studies.attention_data import DOSE, Measure
 from train.studies.attention_rows import PREDICTIONS
-from train.studies.attention_runs import OVERALL, RowResult, gain, in_range, overall
+from train.studies.attention_runs import OVERALL, RowResult, Scores, gain, in_range, overall
 from train.studies.cells import VERSION, FineTuningStudy
 from train.studies.engine import describe_runs, spell
 
@@ -54,19 +55,39 @@ def summarize_row(result: RowResult, measures: Sequence[Measure]) -> dict:
     return summary
 
 
+def peers(control: RowResult, results: Sequence[RowResult]) -> list[RowResult]:
+    """The rows of plain LoRA that differ from a control in nothing but the rank, with itself; none if it is alone."""
+
+    def but_rank(one: RowResult) -> Settings:
+        return replace(one.settings, r=1, alpha=1.0)
+
+    plain = [one for one in results if one.row.is_trained and not one.row.needs_control(one.settings)]
+    found = [one for one in plain if but_rank(one) == but_rank(control)]
+    return found if len(found) > 1 else []
+
+
+def mean_scores(results: Sequence[RowResult]) -> Scores:
+    """The mean of the scores of some rows, run by run and example by example."""
+    runs = min(one.seeds for one in results)
+    return {name: np.mean([one.scores[name][:runs] for one in results], axis=0) for name in results[0].scores}
+
+
 def add_differences(rows: Sequence[dict], results: Sequence[RowResult], measures: Sequence[Measure]) -> None:
     """Put the judged differences of all rows to their controls into the rows of the summary."""
     others = [m for m in measures if m.name != DOSE]
     names = [m.name for m in measures] + [OVERALL] * (len(others) > 1)
+    pools = {one.row.name: peers(one.control, results) if one.control else [] for one in results}
+    for row in rows:
+        if ranks := sorted(one.settings.r for one in pools[row["name"]]):
+            row["pooled"] = f"{len(ranks)} rows, r {ranks[0]} to {ranks[-1]}"
     for key, find in (
-        ("difference", lambda one: (one.control, one.scores, "scores")),
-        ("difference_timed", lambda one: (one.timed, one.scores, "scores")),
-        ("difference_common", lambda one: (one.control if one.common else None, one.common, "common")),
+        ("difference", lambda one: one.control and (one.scores, one.control.scores)),
+        ("difference_timed", lambda one: one.timed and (one.scores, one.timed.scores)),
+        ("difference_pooled", lambda one: pools[one.row.name] and (one.scores, mean_scores(pools[one.row.name]))),
+        ("difference_common", lambda one: one.control and one.common and (one.common, one.control.common)),
     ):
         found, inside = {}, {}
-        for result in [one for one in results if find(one)[0]]:
-            control, own, field_name = find(result)
-            theirs = getattr(control, field_name)
+        for result, (own, theirs) in [(one, pair) for one in results if (pair := find(one))]:
             usable = {m.name for m in in_range(theirs, measures)}
             for name in names:
                 place, is_all = (result.row.name, name), name == OVERALL
@@ -244,6 +265,10 @@ def to_markdown(summary: dict) -> str:
             ("Table 2: minus plain LoRA with at least as many parameters", difference_table(summary)),
             ("Table 3: minus plain LoRA trained as long", difference_table(summary, "difference_timed", "timed")),
             ("Table 4: as Table 2, all rows at one rate", difference_table(summary, "difference_common")),
+            (
+                "Table 5: minus the mean of all plain rows, which is known better than that of one",
+                difference_table(summary, "difference_pooled", "pooled"),
+            ),
             ("Noise dose: 4×4 needle by the number of distractors, %", dose_table(summary)),
             ("Range of the measures", range_table(summary)),
             ("Predictions", prediction_table(summary["predictions"])),

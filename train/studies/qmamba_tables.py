@@ -145,19 +145,31 @@ def table_gains(
 def judge_tables(
     measures: Sequence[Measure], tables: Mapping[str, Table], scores: Mapping[str, Scores], chance: Mapping[str, float]
 ) -> dict[str, dict]:
-    """By pair of rows and measure, the difference; that of the mean of all questions is judged by table."""
-    differences = {}
+    """By pair of rows and measure, the difference and its verdict: of the mean of all questions by table, of tasks over
+    all tables. Tasks that a row gains and loses add up to nothing in the mean."""
+    differences, by_task, measurable, seeds = {}, {}, {}, {}
     for table in tables.values():
         gains = table_gains(measures, table, scores)
         inside = {pair: rules.is_inside(scores[pair[1]]["mean"].mean(), chance.get("mean", 0.0)) for pair in gains}
-        seeds = {pair: min(len(scores[name]["mean"]) for name in pair) for pair in gains}
-        judged = rules.judge(gains, inside, seeds=seeds)
+        runs = {pair: min(len(scores[name]["mean"]) for name in pair) for pair in gains}
+        judged = rules.judge(gains, inside, seeds=runs)
         for pair in gains:
-            one, other = (scores[name] for name in pair)
-            of_pair = {m.name: engine.verdict(gain(one, other, m.name, measures)) for m in measures}
-            of_pair["mean"] = engine.verdict(gains[pair]) | judged[pair] | {"seeds": seeds[pair]}
-            differences[" - ".join(pair)] = of_pair
-    return differences
+            differences[pair] = {"mean": engine.verdict(gains[pair]) | judged[pair] | {"seeds": runs[pair]}}
+            for task in (m.name for m in measures):
+                by_task[pair, task] = gain(*(scores[name] for name in pair), task, measures)
+                seeds[pair, task] = runs[pair]
+                control = scores[pair[1]][task].mean()
+                measurable[pair, task] = rules.is_inside(control, chance.get(task, 0.0))
+    for (pair, task), one in rules.judge(by_task, measurable, seeds=seeds).items():
+        differences[pair][task] = engine.verdict(by_task[pair, task]) | one
+    return {" - ".join(pair): of_pair for pair, of_pair in differences.items()}
+
+
+def task_table(summary: dict) -> list[str]:
+    """Each pair of rows by task."""
+    tasks = list(summary["questions"])
+    body = [[pair, *(judged(of_pair[task]) for task in tasks)] for pair, of_pair in summary["differences"].items()]
+    return markdown_table(["pair", *tasks], body) if len(tasks) > 1 else []
 
 
 def to_markdown(summary: dict) -> str:
@@ -189,6 +201,7 @@ def to_markdown(summary: dict) -> str:
         blocks += [f"## {title}", table["published"], markdown_table(head, body)]
     pairs = [[pair, spell_gain(of["mean"])] for pair, of in summary["common"].items()]
     blocks += engine.sections(
+        ("By task, points", task_table(summary)),
         (
             "All rows at the rates of the first",
             markdown_table(["pair", "difference of the mean"], pairs) if pairs else [],

@@ -291,10 +291,11 @@ def compare(options: TextOptions, settings: TextSettings) -> dict:
     if not options.quick and (ratio := runs.step_ratio()) > 1:
         pair = pairs[main] | runs.pair(main, rates, count_, ratio, KINDS[:1])
         timed = {f"{main}, {ratio} × tokens": judge_sizes({main: pair}, rungs)[main]}
-    if rates[name_of((KINDS[0], main))] != rates[name_of((KINDS[1], main))]:
-        same = rates | {name_of((KINDS[1], main)): rates[name_of((KINDS[0], main))]}
-        pair = runs.pair(main, same, min(rules.TUNING_SEEDS, options.seeds))
-        common = judge_sizes({main: pair}, rungs)
+    for size in pairs:
+        plain, other = (name_of((kind, size)) for kind in KINDS)
+        if rates[plain] != rates[other]:
+            pair = runs.pair(size, rates | {other: rates[plain]}, min(rules.TUNING_SEEDS, options.seeds))
+            common |= judge_sizes({size: pair}, rungs)
     return {
         "settings": asdict(settings),
         "quick": options.quick,

@@ -151,8 +151,8 @@ def fit_share(points: Sequence[dict], axis: str, resamples: int = 4000) -> tuple
     """The share of parameters or tokens that gives differential attention the loss of plain attention, and the slope of
     the loss over their logarithm, each with its bootstrap interval over runs and documents.
 
-    Both losses are taken as lines over the logarithm, with a common slope b: a gap g between them is worth a factor of
-    exp(−g/b); where the slope is not below 0, no factor is enough.
+    Losses are taken as lines over the logarithm, with a slope b for both: the gap g at the last point, from which all
+    else would be extrapolated, is worth a factor of exp(−g/b); where the slope is not below 0, no factor is enough.
     """
     x = np.log([position(point, axis) for point in points])
     runs = min(len(of_kind) for point in points for of_kind in point["losses"].values())
@@ -167,7 +167,7 @@ def fit_share(points: Sequence[dict], axis: str, resamples: int = 4000) -> tuple
     by_run, by_document = (counts / counts.sum(axis=1, keepdims=True) for counts in (by_run, by_document))
     means = np.einsum("br,pkrw,bw->bpk", by_run, losses, by_document, optimize=True)
     slope = means.mean(axis=2) @ (x - x.mean()) / np.square(x - x.mean()).sum()
-    gap = (means[:, :, 1] - means[:, :, 0]).mean(axis=1)
+    gap = means[:, -1, 1] - means[:, -1, 0]
     with np.errstate(all="ignore"):
         share = np.where(slope < -1e-9, np.exp(-gap / slope), np.where(gap > 0, np.inf, 0.0))
         return tuple(Interval(float(one[0]), *np.quantile(one[1:], (0.025, 0.975)).tolist()) for one in (share, slope))
@@ -191,8 +191,8 @@ def equal_loss(points: Sequence[dict], axis: str) -> str:
         )
     unsure = ", n.s." if share.low <= 1 <= share.high else ""
     return (
-        f"For equal loss differential attention takes {found} of plain attention's {axis}{unsure} (published: "
-        f"{SHARES[axis]}), from {len(points)} sizes or numbers, {places[0]:,.0f} to {places[-1]:,.0f}."
+        f"For the loss at {places[-1]:,.0f} {axis} differential attention takes {found} of plain attention's {axis}"
+        f"{unsure} (published: {SHARES[axis]}), by the slope of {len(points)} points from {places[0]:,.0f} on."
     )
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eval.statistics import correlation
+from eval.statistics import Estimate, estimate
 from eval.text import sentences
 from model.processor import Processor
 from model.source import EMBEDDED
@@ -259,6 +259,17 @@ def checkpoints(study: WingsStudy, results: WingsResults) -> list[dict]:
     ]
 
 
+def correlation(points: Sequence[Mapping]) -> Estimate | None:
+    """Correlation (Pearson) of attention shift and lost text over a seed's checkpoints, mean over seeds: all runs of
+    a seed start from one decoder, and count as one. None where fewer than two seeds have one."""
+    each = []
+    for seed in sorted({one["seed"] for one in points}):
+        both = np.array([(one["shift"], one["lost"]) for one in points if one["seed"] == seed])
+        if both.std(axis=0).min() > 1e-9:
+            each.append(np.corrcoef(both.T)[0, 1])
+    return estimate(each) if len(each) > 1 else None
+
+
 def by_task(cells: Sequence[dict]) -> dict[str, float]:
     return {task: 100 * float(np.mean([cell["text"][task] for cell in cells])) for task in sentences.TASKS}
 
@@ -315,8 +326,7 @@ def summarize(study: WingsStudy, results: WingsResults) -> dict:
         for name, of_row in at_levels.items()
     }
     points = checkpoints(study, results)
-    run = [f"{one['row']} {one['rate']} {one['seed']}" for one in points]
-    rho = correlation([one["shift"] for one in points], [one["lost"] for one in points], run)
+    rho = correlation(points)
     return {
         "quick": study.plan is QUICK,
         "seeds": list(range(len(results.before))),
@@ -331,7 +341,7 @@ def summarize(study: WingsStudy, results: WingsResults) -> dict:
         "stage_1": {START_TITLES[on]: describe_cells(cells, before) for on, cells in results.starts.items()},
         "predictions": rules.check(PREDICTIONS, verdicts),
         "per_run": study.plan.checkpoints,
-        "runs": len(set(run)),
+        "runs": len({(one["row"], one["rate"], one["seed"]) for one in points}),
         "checkpoints": points,
         "correlation": rho and engine.verdict(rho),
     }

@@ -108,7 +108,7 @@ def shift_table(summary: dict) -> list[str]:
     """The correlation of attention shift with the loss of text, beside the paper's."""
     rho = summary["correlation"]
     here = f"{len(summary['checkpoints'])} checkpoints of {summary['runs']} runs of stage 2"
-    found = "not defined: one of them never changes" if rho is None else spell(rho)
+    found = "not defined: one of them never changes, or one seed" if rho is None else spell(rho)
     body = [
         ["models", "more than 100 multimodal language models", here],
         ["correlation of attention shift with the loss of text", "positive (a figure without a number)", found],
@@ -145,8 +145,9 @@ def conclusions(summary: dict) -> list[str]:
         lines.append("This is the quick plan: one pair of rows at one rate, in shorter runs than those of the whole.")
     if summary["correlation"] is not None:
         lines.append(
-            "The correlation over checkpoints has a 95 % bootstrap interval over whole runs, since checkpoints of one "
-            "run are alike. Text and shift of a checkpoint are measured on a quarter of the questions."
+            "The correlation is the mean of those of each seed's checkpoints, with a 95 % interval of Student's t over "
+            "seeds, since all runs of a seed start from one decoder. Text and shift of a checkpoint are measured on a "
+            "quarter of the questions."
         )
     if flat := sum(row["flat"] for row in rows.values()):
         lines.append(f"{flat} prompts have no correlation of LAWS, since a curve is flat; they count as 1.")
