@@ -70,6 +70,12 @@ def test_weights_are_shares_of_the_samples(first, second, folder, processor, mon
     assert read(other) != steps
 
 
+def test_a_weight_below_one_sample_is_refused(folder):
+    """Breaks when a source that was asked for is left out of every epoch without a word."""
+    with pytest.raises(UserError, match="few.jsonl: its weight is less than one of an epoch's 42 samples"):
+        read_records(settings(folder, "jsonl:few.jsonl@0.01", "jsonl:many.jsonl@1", validation=0))
+
+
 def test_without_weights_each_record_comes_once(folder, processor):
     """Breaks when a mixture loses or doubles a record, or records of two sources get each other's pictures."""
     for sources in (["jsonl:few.jsonl", "jsonl:many.jsonl"], ["shards:s-{000..002}.tar", "jsonl:many.jsonl"]):
