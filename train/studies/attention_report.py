@@ -4,7 +4,7 @@ In: the results of all rows (`train/studies/attention_runs.py`). Out: a summary,
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from math import nan
 
 import numpy as np
@@ -13,11 +13,10 @@ from PIL import Image
 from eval import figures
 from eval.report import markdown_table
 from eval.statistics import estimate, slope_scores
-from train.settings import Settings
 from train.studies import attention_mechanism, engine, rules
 from train.studies.attention_data import DOSE, Measure
 from train.studies.attention_rows import PREDICTIONS
-from train.studies.attention_runs import OVERALL, RowResult, Scores, gain, in_range, overall
+from train.studies.attention_runs import OVERALL, RowResult, Scores, gain, in_range, overall, peers
 from train.studies.cells import VERSION, FineTuningStudy
 from train.studies.engine import describe_runs, spell
 
@@ -53,17 +52,6 @@ def summarize_row(result: RowResult, measures: Sequence[Measure]) -> dict:
         if control:
             summary[name], summary[f"{name}_trainable"] = control.row.name, control.trainable
     return summary
-
-
-def peers(control: RowResult, results: Sequence[RowResult]) -> list[RowResult]:
-    """The rows of plain LoRA that differ from a control in nothing but the rank, with itself; none if it is alone."""
-
-    def but_rank(one: RowResult) -> Settings:
-        return replace(one.settings, r=1, alpha=1.0)
-
-    plain = [one for one in results if one.row.is_trained and not one.row.needs_control(one.settings)]
-    found = [one for one in plain if but_rank(one) == but_rank(control)]
-    return found if len(found) > 1 else []
 
 
 def mean_scores(results: Sequence[RowResult]) -> Scores:

@@ -195,6 +195,17 @@ def paired_ratio(steps: Sequence[tuple[Callable[[], torch.Tensor], torch.optim.O
     return statistics.median(ratios)
 
 
+def peers(control: RowResult, results: Sequence[RowResult]) -> list[RowResult]:
+    """The rows of plain LoRA that differ from a control in nothing but the rank, with itself; none if it is alone."""
+
+    def but_rank(one: RowResult) -> Settings:
+        return replace(one.settings, r=1, alpha=1.0)
+
+    plain = [one for one in results if one.row.is_trained and not one.row.needs_control(one.settings)]
+    found = [one for one in plain if but_rank(one) == but_rank(control)]
+    return found if len(found) > 1 else []
+
+
 def step_ratio(study: FineTuningStudy, result: RowResult) -> float:
     """The CPU time of a row's training step in that of its control's, measured once."""
     both = [replace(settings, samples=64, lr=1e-3) for settings in (result.settings, result.control.settings)]
@@ -252,7 +263,7 @@ def announce(results: Sequence[RowResult], rates: Sequence[float], options: Atte
 
 
 def test(study: FineTuningStudy, results: Sequence[RowResult], options: AttentionOptions) -> None:
-    """Run each row at its rate on the test split with as many seeds as it needs."""
+    """Run each row at its rate on the test split with as many seeds as it needs, and what stands beside it."""
     active, count = list(results), options.seeds
     while active:
         names = [(r.row, r.settings.lr, seed, "test") for seed in range(count) for r in active]
@@ -272,7 +283,8 @@ def test(study: FineTuningStudy, results: Sequence[RowResult], options: Attentio
                 max(options.seeds, options.most_seeds),
             )
         ]
-        wanted = {one.row.name for row in unsure for one in (row, row.control, row.timed) if one}
+        beside = [(row, row.control, row.timed, *peers(row.control, active)) for row in unsure]
+        wanted = {one.row.name for rows in beside for one in rows if one}
         active, count = [one for one in active if one.row.name in wanted], count + 1
 
 
