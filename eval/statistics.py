@@ -103,28 +103,28 @@ class Estimate(NamedTuple):
 
     def reach(self, probability: float) -> float:
         """How far the mean is above the truth at most, with a `probability` of at least 0.5."""
+        return self._reach(1 - probability)
+
+    def _reach(self, p: float) -> float:
+        """How far the mean is above the truth with a probability of at most p ≤ 0.5."""
         return math.hypot(
-            self.error and self.error * t_quantile(probability, self.freedom),
-            self.shared_error and self.shared_error * t_quantile(probability, self.shared_freedom),
+            self.error and self.error * t_point(p, self.freedom),
+            self.shared_error and self.shared_error * t_point(p, self.shared_freedom),
         )
 
     def _tail(self, distance: float) -> float:
-        """The p with `reach(1 - p)` = distance, by Newton's method for the quantile of the runs."""
+        """The p with `_reach(p)` = distance, by halving the range of its logarithm."""
         if distance < 0:
             return 1 - self._tail(-distance)
-        whole = math.hypot(self.error, self.shared_error)
-        if whole == 0 or distance == 0:
-            return 0.5 if whole else float(distance == 0)
+        if not (self.error or self.shared_error):
+            return float(distance == 0)
         if not self.shared_error:
             return t_tail(distance / self.error, self.freedom)
-        t, step = distance / whole, 1.0
-        while abs(step) > 1e-9 * t:
-            shared = t_point(max(1e-300, t_tail(t, self.freedom)), self.shared_freedom)
-            slope = t_density(t, self.freedom) / t_density(shared, self.shared_freedom)
-            far = math.hypot(self.error * t, self.shared_error * shared)
-            step = (distance - far) * far / (self.error**2 * t + self.shared_error**2 * shared * slope)
-            t = max(t / 2, t + step)
-        return t_tail(t, self.freedom)
+        low, high = math.log(2), 690.0  # of −ln p
+        while high - low > 1e-10:
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._reach(math.exp(-middle)) < distance else (low, middle)
+        return math.exp(-low)
 
 
 def estimate(scores, groups: Sequence[int | str] | None = None) -> Estimate:
@@ -179,13 +179,15 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(100)
 def t_tail(t: float, freedom: float) -> float:
     """P(T > t) of Student's t.
 
-    With t = √f·tan θ the density is c·cos^(f − 1) θ, which is smooth on a finite range: Gauss-Legendre integrates it.
+    With t = √f·tan θ the density is c·cos^(f − 1) θ, which is smooth on a finite range: Gauss-Legendre integrates it, the
+    tail itself where 0.5 minus the rest would cancel, as far as it is not below e⁻⁵⁰ of its beginning.
     """
     if math.isinf(freedom):
         return 0.5 * math.erfc(t / math.sqrt(2))
     end = math.atan2(abs(t), math.sqrt(freedom))
-    is_far = end > 0.2  # there the tail itself is integrated, so that nothing cancels
-    start, stop = (end, math.pi / 2) if is_far else (0.0, end)
+    is_far = abs(t) > 1
+    last = math.acos(math.cos(end) * math.exp(-50 / (freedom - 1))) if freedom > 1 else math.pi / 2
+    start, stop = (end, last) if is_far else (0.0, end)
     angles = start + (stop - start) * (_NODES + 1) / 2
     area = float(np.cos(angles) ** (freedom - 1) @ _WEIGHTS) * (stop - start) / 2 * _t_scale(freedom)
     above = area if is_far else 0.5 - area
@@ -204,15 +206,11 @@ def _t_scale(freedom: float) -> float:
     return math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
 
 
-def t_quantile(probability: float, freedom: float) -> float:
-    """The t with P(T ≤ t) = `probability`."""
-    return t_point(1 - probability, freedom) if probability >= 0.5 else -t_point(probability, freedom)
-
-
 def t_point(p: float, freedom: float) -> float:
-    """The t with P(T > t) = p ≤ 0.5, by Newton's method: from 0 on the tail is convex, so it never overshoots."""
+    """The t with P(T > t) = p ≤ 0.5, by Newton's method: from 0 on the tail is convex, so that t only grows, and a step
+    back is one of rounding."""
     t, step = 0.0, 1.0
-    while abs(step) > 1e-12 * (1 + t):
+    while step > 1e-12 * (1 + t):
         step = (t_tail(t, freedom) - p) / t_density(t, freedom)
         t += step
     return t
