@@ -179,8 +179,8 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(100)
 def t_tail(t: float, freedom: float) -> float:
     """P(T > t) of Student's t.
 
-    With t = √f·tan θ the density is c·cos^(f − 1) θ, which is smooth on a finite range: Gauss-Legendre integrates it, the
-    tail itself where 0.5 minus the rest would cancel, as far as it is not below e⁻⁵⁰ of its beginning.
+    With t = √f·tan θ the density is c·cos^(f − 1) θ, which is smooth on a finite range: Gauss-Legendre integrates it.
+    Beyond 1 the tail itself, or the digits would cancel, to where the integrand has fallen to e⁻⁵⁰ of its first value.
     """
     if math.isinf(freedom):
         return 0.5 * math.erfc(t / math.sqrt(2))
