@@ -99,31 +99,27 @@ class Estimate(NamedTuple):
 
     def visible(self, tests: int = 1, power: float = 0.8) -> float:
         """The smallest true difference that is found with this `power`, tested at 5 % shared among so many `tests`."""
-        return self.reach(1 - 0.025 / tests) + self.reach(power)
+        return self.reach(0.025 / tests) + self.reach(1 - power)
 
-    def reach(self, probability: float) -> float:
-        """How far the mean is above the truth at most, with a `probability` of at least 0.5."""
-        return self._reach(1 - probability)
-
-    def _reach(self, p: float) -> float:
-        """How far the mean is above the truth with a probability of at most p ≤ 0.5."""
+    def reach(self, p: float) -> float:
+        """What the mean is above the truth by, or more, with a probability of p ≤ 0.5."""
         return math.hypot(
-            self.error and self.error * t_point(p, self.freedom),
+            self.error * t_point(p, self.freedom),
             self.shared_error and self.shared_error * t_point(p, self.shared_freedom),
         )
 
     def _tail(self, distance: float) -> float:
-        """The p with `_reach(p)` = distance, by halving the range of its logarithm."""
+        """The p with `reach(p)` = distance, by halving the range of its logarithm."""
         if distance < 0:
             return 1 - self._tail(-distance)
-        if not (self.error or self.shared_error):
+        if not self.error:
             return float(distance == 0)
         if not self.shared_error:
             return t_tail(distance / self.error, self.freedom)
         low, high = math.log(2), 690.0  # of −ln p
         while high - low > 1e-10:
             middle = (low + high) / 2
-            low, high = (middle, high) if self._reach(math.exp(-middle)) < distance else (low, middle)
+            low, high = (middle, high) if self.reach(math.exp(-middle)) < distance else (low, middle)
         return math.exp(-low)
 
 
@@ -149,7 +145,7 @@ def estimate(scores, groups: Sequence[int | str] | None = None) -> Estimate:
     parts = [(squares[0], runs - 1), (max(squares[1] - squares[2], 0.0), number - 1)]
     parts = [(math.sqrt(part / (runs * number)), freedom) for part, freedom in parts if part > 1e-24 * max(1, mean**2)]
     found = Estimate(mean, mean, mean, *sum(parts, ()) or (0.0, math.inf))
-    half = found.reach(0.975)
+    half = found.reach(0.025)
     return found._replace(low=mean - half, high=mean + half)
 
 

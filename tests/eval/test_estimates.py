@@ -56,8 +56,8 @@ def test_few_runs_that_are_alike_by_chance_decide_nothing():
     of_runs, of_examples = math.sqrt(0.5 / 5), math.sqrt(143.5 / 41)  # variances 0.5 and 143.5
     half = math.hypot(2.7764451051977934 * of_runs, 2.0210753903062715 * of_examples)  # scipy.stats.t.ppf(0.975, …)
     assert (found.low, found.high) == pytest.approx((5 - half, 5 + half))
-    assert found.reach(1 - found.p / 2) == pytest.approx(found.mean)
-    assert found.visible(4) == pytest.approx(found.reach(1 - 0.025 / 4) + found.reach(0.8))
+    assert found.reach(found.p / 2) == pytest.approx(found.mean)
+    assert found.visible(4) == pytest.approx(found.reach(0.025 / 4) + found.reach(0.2))
     assert json.loads(json.dumps(found._asdict())) == found._asdict()  # as reports keep it
     levels = estimate(runs + 0.01 * examples)  # with 4 degrees of freedom, not with those of examples
     assert levels.p == pytest.approx(2 * t_tail(levels.mean / levels.error, 4), rel=0.02)

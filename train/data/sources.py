@@ -151,14 +151,14 @@ class Mixture(Planned):
         if weights is not None:
             bounds = np.round(np.cumsum(weights) / sum(weights) * self.samples).astype(int)
             self.counts = np.diff(bounds, prepend=0).tolist()
-        for part, count, source in zip(parts, self.counts, sources, strict=True):
-            if not len(part) and (count or weights is not None):
-                raise UserError("a source of the mixture has no records: check --validation and --fraction")
-            if not count and weights is not None:
-                raise UserError(
-                    f"{source}: its weight is less than one of an epoch's {self.samples:,} samples: raise it, or leave "
-                    "the source out"
-                )
+            for part, count, source in zip(parts, self.counts, sources, strict=True):
+                if not len(part):
+                    raise UserError("a source of the mixture has no records: check --validation and --fraction")
+                if not count:
+                    raise UserError(
+                        f"{source}: its weight is less than one of an epoch's {self.samples:,} samples: raise it, or "
+                        "leave the source out"
+                    )
 
     def __len__(self) -> int:
         return int(self.ends[-1])
