@@ -70,7 +70,7 @@ QUOTED = {
     "50.8": ("scratch-full.json", "| answer on distractors, n4o1 "),
     "0.269": ("scratch-full.json", "| split |      tuning |  234 "),
     "0.051": ("text-full.json", "| all "),
-    "0.876": ("text-full.json", "| all "),
+    "0.888": ("text-full.json", "| all "),
     "187,392": ("text-full.json", "| 187,392 "),
 }
 
