@@ -26,12 +26,12 @@ from train.embedded import text as text_base
 from train.embedded.text import text_records
 from train.optim import count, trainable
 from train.settings import parse
+from train.studies import rules, wings_front, wings_runs
 from train.studies import wings as study_wings
-from train.studies import wings_front, wings_runs
 from train.studies.encoded import EncodedOrder, answer, encoded_loss, prepare
 from train.studies.rules import edges
 from train.studies.wings import WingsOptions
-from train.studies.wings_front import compare_at_levels, kept, text_at
+from train.studies.wings_front import compare_at_levels, judge_levels, kept, main_gain, text_at
 from train.studies.wings_runs import FULL, RATES, WingsStudy, lora_rank
 from train.supervised import supervised_loss
 from train.systems.open import open_stage
@@ -261,6 +261,21 @@ def test_rows_are_compared_where_they_read_equally_many_pictures():
     assert found["50"]["difference"]["mean"] == pytest.approx(((75 + 0) / 2 - (100 + 100 * 4 / 9) / 2) / 2)
     assert found["90"] == {"reached": [1, 2], "seeds": 2}
     assert kept(slow, 2) == 0 and kept(fast, 2) == 0.5  # of sentences that the comparison has not
+
+
+def test_runs_that_do_not_read_the_pictures_give_no_verdict():
+    """Breaks when a difference that leaves out the runs that learn badly is judged, or ends the study early."""
+    slow = [point(0.0, 1, 1, 1, 1), point(0.4, 1, 1, 1, 0)]
+    fast = [point(0.0, 1, 1, 1, 1), point(0.95, 1, 1, 0, 0)]
+    found = compare_at_levels([fast, slow, fast, fast], [fast] * 4, 2)
+    assert found["90"]["reached"] == [3, 4] and found["90"]["difference"]["mean"] == 0
+    assert len(compare_at_levels([fast, slow, slow, fast], [fast] * 4, 2)["90"]) == 2  # of two seeds, nothing
+    judge_levels({"wings": found})
+    levels = compare_at_levels([fast] * 4, [fast] * 4, 2)
+    judge_levels({"wings": levels})
+    assert "verdict" not in found["90"] and "verdict" in levels["90"]
+    assert not main_gain([fast, slow, fast, fast], [fast] * 4, 2) and main_gain([fast] * 4, [fast] * 4, 2)
+    assert not rules.enough([], 5) and rules.enough([], 10)
 
 
 def test_each_row_has_the_rate_that_keeps_most_text(tmp_path, monkeypatch):

@@ -108,8 +108,9 @@ def edges(scores: Scores) -> list[str]:
 
 
 def enough(main: Sequence[Estimate], seeds: int, least: int = LEAST_SEEDS, most: int = MOST_SEEDS) -> bool:
-    """Whether no more seeds are needed for these differences."""
-    return seeds >= most or seeds >= least and all(one.high - one.low <= 2 * MARGIN for one in main)
+    """Whether no more seeds are needed for these differences. Where there are none, nothing is known yet."""
+    known = bool(main) and all(one.high - one.low <= 2 * MARGIN for one in main)
+    return seeds >= most or seeds >= least and known
 
 
 def judge(

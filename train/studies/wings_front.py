@@ -12,7 +12,7 @@ import numpy as np
 
 from eval.statistics import Estimate
 from train.studies.engine import describe, difference
-from train.studies.rules import judge
+from train.studies.rules import TUNING_SEEDS, judge
 
 LEVELS = (50, 80, 90, 95)  # percent of the pictures
 MAIN_LEVEL = 90
@@ -54,24 +54,33 @@ def compare_at_levels(
 ) -> dict[str, dict]:
     """By level: text of the row and of its control with intervals, and the difference, paired by seed and sentence.
 
-    row, control: by seed, the points of a run. A level that a run does not reach has only "reached", the numbers of
-    seeds.
+    row, control: by seed, the points of a run. "reached": how many seeds of both get to the level. Where some do not,
+    the difference is that of the seeds in which both do, if these are at least three; it has no verdict, since runs
+    that learn badly are left out of it.
     """
     found = {}
     for level in LEVELS:
         both = [[text_at(points, level, most) for points in runs] for runs in (row, control)]
-        reached = [[text[1::2] for text in of_row if text is not None] for of_row in both]
-        found[str(level)] = result = {"reached": [len(of_row) for of_row in reached], "seeds": len(row)}
-        if all(len(of_row) == len(row) for of_row in reached):
-            own, other = map(np.array, reached)
+        reached = [sum(text is not None for text in of_row) for of_row in both]
+        found[str(level)] = result = {"reached": reached, "seeds": len(row)}
+        pairs = [
+            (own[1::2], other[1::2]) for own, other in zip(*both, strict=True) if not (own is None or other is None)
+        ]
+        if len(pairs) >= min(TUNING_SEEDS, len(row)):
+            own, other = map(np.array, zip(*pairs, strict=True))
             result |= {"text": describe(own), "control": describe(other), "difference": difference(own, other)}
     return found
+
+
+def is_whole(found: Mapping) -> bool:
+    """Whether all seeds of a row and its control get to a level."""
+    return min(found["reached"]) == found["seeds"]
 
 
 def main_gain(row: Sequence[Sequence[Mapping]], control: Sequence[Sequence[Mapping]], most: int) -> list[Estimate]:
     """The difference at MAIN_LEVEL, as `compare_at_levels` has it; none if a seed does not get there."""
     found = compare_at_levels(row, control, most)[str(MAIN_LEVEL)]
-    return [_estimate(found)] if "difference" in found else []
+    return [_estimate(found)] if is_whole(found) else []
 
 
 def _estimate(found: Mapping[str, Mapping]) -> Estimate:
@@ -81,6 +90,6 @@ def _estimate(found: Mapping[str, Mapping]) -> Estimate:
 def judge_levels(by_row: Mapping[str, Mapping[str, dict]]) -> None:
     """Put the verdicts, see `train.studies.rules.judge`, beside all differences of a table, by row and level."""
     places = {(row, level): found for row, levels in by_row.items() for level, found in levels.items()}
-    gains = {place: _estimate(found) for place, found in places.items() if "difference" in found}
+    gains = {place: _estimate(found) for place, found in places.items() if is_whole(found)}
     for place, judged in judge(gains, seeds={place: places[place]["seeds"] for place in gains}).items():
         places[place] |= judged

@@ -58,7 +58,8 @@ def to_markdown(summary: dict) -> str:
         f"Where a run first reads so many of the pictures, by a straight line between its {summary['per_run']} "
         f"checkpoints. A row has the rate that keeps most text at {MAIN_LEVEL} %, mean of up to {rules.TUNING_SEEDS} "
         "seeds, on an eighth of the questions; the table has another eighth. Verdicts are corrected for the number of "
-        "differences in a table (Holm).",
+        "differences in a table (Holm). Where not all seeds get there, the difference is that of the seeds in which "
+        "both do, without a verdict: runs that learn badly are left out of it.",
         levels_table(rows),
         *engine.sections(("The same, both rows at the control's factor of the rates", levels_table(summary["common"]))),
         "## LAWS, % of all attention, before and after the second stage",
@@ -85,9 +86,10 @@ def levels_table(rows: Mapping[str, dict]) -> list[str]:
         for level, found in row.get("at_levels", {}).items():
             cells = [spell(found[what]) for what in ("text", "control", "difference") if what in found]
             own, other = found["reached"]
-            cells = cells or ["", "", f"reached by {own} and {other} of {found['seeds']} seeds"]
+            missing = f"reached by {own} and {other} of {found['seeds']} seeds"
             seen = f"{found['visible']:.1f}" if "visible" in found else ""
-            body.append([f"{name} - {row['control']}", f"{level} %", *cells, found.get("verdict", ""), seen])
+            cells = [*(cells or [""] * 3), found.get("verdict", missing), seen]
+            body.append([f"{name} - {row['control']}", f"{level} %", *cells])
     head = ["pair", "pictures", "text, %", "of the control", "difference, points", "verdict", "could be seen"]
     return markdown_table(head, body) if body else []
 
