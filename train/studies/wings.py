@@ -13,9 +13,9 @@ squares. In the first stage the projector is trained (and WINGS's visual learner
 Attention is causal everywhere. Further rows have 5 and 20 % of text among the pictures, at the rates of those without.
 Rows are compared at the end of their runs, and where they first read as many pictures as each other, see
 `train/studies/wings_front.py`: there a row has the rate of the second stage that keeps most text, mean of three seeds.
-Rates, seeds and verdicts are those of `train/studies/rules.py`; the main difference is wings − full. With `--quick` one
-decoder serves all seeds, training is shorter, and only the first pair is trained, at one rate and without text. Two
-pairs of rows differ in nothing but the learners:
+Rates, seeds and verdicts are those of `train/studies/rules.py`; the main difference is wings − full, which is not known
+while a run of either does not read so many. With `--quick` one decoder serves all seeds, training is shorter, and only
+the first pair is trained, at one rate and without text. Two pairs of rows differ in nothing but the learners:
 
     wings     decoder, projector, learners and routers      against full, decoder and projector
     learners  projector, learners and routers               against lora, projector and as many parameters of LoRA
