@@ -101,9 +101,9 @@ def test_verdicts_on_text_at_equal_pictures_are_those_of_the_whole_table():
     """Breaks when p-values are corrected for the levels of one pair of rows alone, or one seed decides."""
 
     def level(mean, error, seeds=5):
-        return {"seeds": seeds, "difference": engine.verdict(row(mean, error))}
+        return {"reached": [seeds, seeds], "seeds": seeds, "difference": engine.verdict(row(mean, error))}
 
-    table = {name: {"50": level(4, 1.08), "90": {"seeds": 5}} for name in "abcd"}
+    table = {name: {"50": level(4, 1.08), "90": {"reached": [3, 5], "seeds": 5}} for name in "abcd"}
     wings_front.judge_levels(table)
     assert {one["50"]["verdict"] for one in table.values()} == {"undecided"}
     assert "verdict" not in table["a"]["90"]
