@@ -237,9 +237,9 @@ def collect(study: QMambaStudy, seeds: int, most_seeds: int, processes: int = 1)
         found = compute(study, wanted, processes)
         scores, more = scores_of(study.measures, found), set()
         for table in study.tables.values():
-            gains = [*table_gains(study.measures, table, scores).values()]
+            gains = table_gains(study.measures, table, scores).values()
             asked = {part for name in table.rows if (part := name.split(", ")[0]) in wanted}
-            if gains and not rules.enough(gains, min(wanted[name] for name in asked), seeds, most_seeds):
+            if not rules.enough([*gains], min(wanted[name] for name in asked), seeds, most_seeds):
                 more |= asked | {name for one in asked if (name := study.all_rows[one].connector) in wanted}
         if not more:
             return found

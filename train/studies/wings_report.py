@@ -84,12 +84,11 @@ def levels_table(rows: Mapping[str, dict]) -> list[str]:
     body = []
     for name, row in rows.items():
         for level, found in row.get("at_levels", {}).items():
-            cells = [spell(found[what]) for what in ("text", "control", "difference") if what in found]
+            cells = [spell(found[what]) if what in found else "" for what in ("text", "control", "difference")]
             own, other = found["reached"]
-            missing = f"reached by {own} and {other} of {found['seeds']} seeds"
+            verdict = found.get("verdict", f"reached by {own} and {other} of {found['seeds']} seeds")
             seen = f"{found['visible']:.1f}" if "visible" in found else ""
-            cells = [*(cells or [""] * 3), found.get("verdict", missing), seen]
-            body.append([f"{name} - {row['control']}", f"{level} %", *cells])
+            body.append([f"{name} - {row['control']}", f"{level} %", *cells, verdict, seen])
     head = ["pair", "pictures", "text, %", "of the control", "difference, points", "verdict", "could be seen"]
     return markdown_table(head, body) if body else []
 
