@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from eval.statistics import estimate
+from model.common import UserError
+from train import compare
 from train.signals import Interrupted
 from train.studies import attention_report, engine, rules, wings_front
 from train.studies.engine import difference, finish_cell
@@ -123,3 +125,12 @@ def test_a_report_names_the_fewest_seeds():
     summary = {"measures": [{"name": "VQA", "title": "VQA", "chance": None}], "rows": rows, "edges": []}
     sentences = attention_report.conclusions(summary | {"seeds": list(range(10)), "protocol": "paper"})
     assert "3 seed(s): fewer than 5 decide nothing." in sentences
+
+
+@pytest.mark.parametrize("rows", ["", *compare.STUDIES])
+def test_every_study_takes_the_same_flags_of_its_plan(rows, tmp_path):
+    """Breaks when a study lacks --quick or --full, or trains when both are given."""
+    names = ["--rows", rows] if rows else []
+    with pytest.raises(UserError, match="--quick and --full exclude each other"):
+        compare.main([*names, "--quick", "--full", "--out", str(tmp_path / "study")])
+    assert not (tmp_path / "study").exists()

@@ -67,25 +67,24 @@ class ScaledOptions(StudyOptions):
 
 @dataclass(frozen=True)
 class QuickOptions:
-    """The flag of a study that has a plan of minutes beside the whole one."""
+    """The flags of a study that has a plan of minutes beside the whole one. Raises UserError for both at once."""
 
     quick: bool = flag(False, "a plan of at most ten minutes on two cores; the report says what it leaves out")
-
-
-@dataclass(frozen=True)
-class PlannedOptions(QuickOptions):
-    """The flags of a study by all of `train/studies/rules.py`. Raises UserError for both plans at once."""
-
     full: bool = flag(False, "the whole plan, which is also the default: about 90 minutes on two cores")
-    processes: int | None = flag(
-        None, "cells side by side (default: 2 on a CPU of two cores or more, else 1)", least=1, metavar="N"
-    )
-
-    positive: bool = flag(True, "the positive control, a minute")
 
     def __post_init__(self):
         if self.quick and self.full:
             raise UserError("--quick and --full exclude each other: give one")
+
+
+@dataclass(frozen=True)
+class PlannedOptions(QuickOptions):
+    """The flags of a study by all of `train/studies/rules.py`."""
+
+    processes: int | None = flag(
+        None, "cells side by side (default: 2 on a CPU of two cores or more, else 1)", least=1, metavar="N"
+    )
+    positive: bool = flag(True, "the positive control, a minute")
 
 
 @dataclass(frozen=True)
