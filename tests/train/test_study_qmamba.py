@@ -48,6 +48,7 @@ def tiny(monkeypatch):
     small = replace(qmamba.TINY, hidden_size=16, num_blocks=1)
     monkeypatch.setattr(qmamba, "TINY", small)
     monkeypatch.setattr(qmamba_language, "SCENES_IN_WORDS", 32)
+    monkeypatch.setattr(qmamba_language, "ASKED", 32)
 
 
 def processor_of(model) -> Processor:
@@ -352,6 +353,18 @@ def test_the_transformer_knows_as_much_as_the_mamba(study, monkeypatch):
     assert len(tried) <= 6
     tried.clear()
     assert qmamba_language.run_language(replace(study, scale=0.01))["scenes"] == max(tried)  # never as much: the most
+
+
+def test_what_models_know_is_measured_to_the_gap(study, monkeypatch):
+    """Breaks when so few scenes are asked that models that know the same differ by more than GAP by chance alone."""
+    asked = {}
+    monkeypatch.setattr(qmamba_language, "accuracy", lambda model, words, number, split: asked.update({split: number}))
+    qmamba_language.run_mamba(study)
+    processor, share = qmamba_language.open_processor(), 0.64  # of the tokens that the Mamba knows
+    for split in ("validation", "test"):
+        few = embedded_mamba.described_batches(processor, 320, 32, split)
+        tokens = sum(int(((of.labels >= 0) & (of.labels != processor.config.eos_token_id)).sum()) for of in few)
+        assert 100 * math.sqrt(2 * share * (1 - share) / (tokens * asked[split] / 320)) < qmamba_language.GAP
 
 
 @pytest.mark.parametrize(("flags", "told"), [(["--scale", "0"], "--scale is 0.0, expected a number of at least 1e-06")])
