@@ -16,7 +16,7 @@ embedded scenes the tower encodes every picture once for all rows, and there is 
 trained on scenes in words until it knows what the embedded Mamba does (`train/studies/qmamba_language.py`). `--quick`
 makes Table 2 and the first part of Table 1 there, of three seeds and half as long training, at the rates of the recipe.
 Range, rates, seeds and verdicts are those of `train/studies/rules.py`: on the embedded scenes each row has a factor of
-both stages' rates, by the mean of three seeds on validation scenes after a share of the training.
+both stages' rates, by the mean of three seeds on validation scenes.
 
 The trained connector of Table 3 is that of row `connector`, which has no queries: connector and linear projector
 before Mamba, as in VL-Mamba, of the same seed; --option connector_from=MODEL takes another. Table 4 takes models that
@@ -143,8 +143,7 @@ def run_row(study: QMambaStudy, name: str, seed: int) -> dict:
 
 
 def spell_row(study: QMambaStudy, name: str, seed: int) -> str:
-    shared = f", {study.share:g} of the training" if study.share < 1 else ""
-    return f"{name}, seed {seed}{shared}, rates × {study.factor(name):g}"
+    return f"{name}, seed {seed}, rates × {study.factor(name):g}"
 
 
 def learn(study: QMambaStudy, model: PaliGemma, processor: Processor, settings: Settings, folder: Path) -> float:
@@ -203,12 +202,12 @@ def run_jobs(study: QMambaStudy, jobs: Sequence[Job], processes: int) -> list[di
 
 def tune(study: QMambaStudy, options: QMambaOptions, processes: int) -> rules.Scores:
     """The accuracies on validation scenes, by row and factor of the rates: the mean over seeds."""
-    short = replace(study, share=options.search, split="validation")
+    on_validation = replace(study, split="validation")
     seeds = range(min(rules.TUNING_SEEDS, options.seeds or 1))
 
     def score(factors: Sequence[float]) -> rules.Scores:
         jobs = [Job(name, seed, factor) for seed in seeds for factor in factors for name in study.names]
-        cells = run_jobs(short, jobs, processes)
+        cells = run_jobs(on_validation, jobs, processes)
         names = [(job.row, job.factor) for job in jobs]
         return rules.mean_scores(names, (cell["accuracy"] / 100 for cell in cells))
 

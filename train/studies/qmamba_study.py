@@ -47,7 +47,6 @@ class QMambaOptions(QuickOptions, ScaledOptions):
         type=read_rates,
         metavar="A,B,…",
     )
-    search: float = flag(0.5, "share of the training that a factor is tried for", share=True, metavar="SHARE")
     limit: int | None = flag(
         None, "questions of each task (default: 400 of the embedded scenes, else all that are held out)", least=1
     )
@@ -59,13 +58,12 @@ class QMambaOptions(QuickOptions, ScaledOptions):
 @dataclass(frozen=True)
 class QMambaStudy(ScaledStudy):
     """What all cells share. limit: questions of a measure. stages: the settings of each stage, of the first seed.
-    factors: of their rates, by row. share: of the training; on `split` the embedded questions are asked."""
+    factors: of their rates, by row. split: of the embedded questions."""
 
     stages: dict[int, Settings]
     tables: dict[str, Table]
     world: World
     factors: Mapping[str, float] = field(default_factory=dict)
-    share: float = 1.0
     split: str = "test"
 
     @property
@@ -100,7 +98,7 @@ class QMambaStudy(ScaledStudy):
         own = replace(self.stages[stage], seed=seed)
         if not self.is_embedded:
             return own
-        own = replace(own, samples=self.scaled(round(self.share * own.samples), 32), lr=own.lr * self.factor(name))
+        own = replace(own, samples=self.scaled(own.samples, 32), lr=own.lr * self.factor(name))
         return replace(own, checkpoint_every=10**9, measure_every=0)
 
     def factor(self, name: str | None) -> float:
