@@ -234,8 +234,9 @@ def test_the_tables_are_made_of_any_base_and_data(tmp_path, capsys):
     logs = [(asked / title / "answers.jsonl").read_text().splitlines() for title in titles]
     one, other = ({json.loads(line)["mark"] for line in log} for log in logs)
     assert len(one) == 2 and not one & other  # what is answered in one order is not taken for another
-    with pytest.raises(UserError, match="--scale and --quick are of the embedded scenes"):
-        study_of(out, *flags, "--quick")
+    for flag in ("--quick", "--full"):
+        with pytest.raises(UserError, match="--scale, --quick and --full are of the embedded scenes"):
+            study_of(out, *flags, flag)
     with pytest.raises(UserError, match="--tables 5: choose of 1, 2, 3, 4"):
         study_of(out, "--tables", "5")
 
@@ -356,7 +357,7 @@ def test_the_transformer_knows_as_much_as_the_mamba(study, monkeypatch):
 
 
 def test_what_models_know_is_measured_to_the_gap(study, monkeypatch):
-    """Breaks when so few scenes are asked that models that know the same differ by more than GAP by chance alone."""
+    """Breaks when so few scenes are asked that the standard error of a difference is above GAP."""
     asked = {}
     monkeypatch.setattr(qmamba_language, "accuracy", lambda model, words, number, split: asked.update({split: number}))
     qmamba_language.run_mamba(study)

@@ -36,7 +36,7 @@ from train.studies.attention_rows import QUICK, QUICK_SAMPLES, SAMPLES, Attentio
 from train.studies.attention_runs import compare, first_rates, mean_score
 from train.studies.cells import FineTuningRow, FineTuningStudy, open_study, read_study, run_ahead, run_cells
 
-DECIDED = (*"attention feed_forward option tasks lr seed full arch stage wings".split(),)
+DECIDED = (*"attention feed_forward option tasks lr seed arch stage wings".split(),)
 DECIDED += ("resume", "plan", "show_batch", "evaluate", "eval_limit", "eval_data")
 
 

@@ -67,10 +67,13 @@ class ScaledOptions(StudyOptions):
 
 @dataclass(frozen=True)
 class QuickOptions:
-    """The flags of a study that has a plan of minutes beside the whole one. Raises UserError for both at once."""
+    """The flags of a study that has a plan of minutes beside the whole one. Raises UserError for both at once.
+
+    `full` names the default and changes nothing.
+    """
 
     quick: bool = flag(False, "a plan of at most ten minutes on two cores; the report says what it leaves out")
-    full: bool = flag(False, "the whole plan, which is also the default: about 90 minutes on two cores")
+    full: bool = flag(False, "the whole plan, which is also the default: up to 90 minutes on two cores")
 
     def __post_init__(self):
         if self.quick and self.full:

@@ -16,7 +16,7 @@ embedded scenes the tower encodes every picture once for all rows, and there is 
 trained on scenes in words until it knows what the embedded Mamba does (`train/studies/qmamba_language.py`). `--quick`
 makes Table 2 and the first part of Table 1 there, of three seeds and half as long training, at the rates of the recipe.
 Range, rates, seeds and verdicts are those of `train/studies/rules.py`: on the embedded scenes each row has a factor of
-both stages' rates, by the mean of three seeds on validation scenes.
+both stages' rates, by the mean of three seeds on validation scenes after the whole training.
 
 The trained connector of Table 3 is that of row `connector`, which has no queries: connector and linear projector
 before Mamba, as in VL-Mamba, of the same seed; --option connector_from=MODEL takes another. Table 4 takes models that
@@ -77,7 +77,7 @@ from weights.load import load_mamba, load_siglip
 
 VERSION = 3  # of the code that decides a cell's result: raise it to compute all cells again
 
-DECIDED = (*"arch stage wings recipe full seed resume evaluate eval_limit show_batch cache_features".split(),)
+DECIDED = (*"arch stage wings recipe seed resume evaluate eval_limit show_batch cache_features".split(),)
 
 
 def make_qmamba(study: QMambaStudy, row: ProjectorRow, seed: int) -> QMamba:
@@ -331,8 +331,8 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[QMambaStudy, QMambaOptio
     numbers = options.tables.split(",")
     if unknown := [number for number in numbers if number not in ("1", "2", "3", "4")]:
         raise UserError(f"--tables {shown(unknown[0])}: choose of 1, 2, 3, 4")
-    if (study.scale != 1 or options.quick) and not study.is_embedded:
-        raise UserError("--scale and --quick are of the embedded scenes: take --fraction or --steps")
+    if (study.scale != 1 or options.quick or options.full) and not study.is_embedded:
+        raise UserError("--scale, --quick and --full are of the embedded scenes: take --fraction or --steps")
     if study.is_embedded and options.limit is None:
         study = replace(study, limit=400)
     picked = {title: table for title, table in tables.items() if title.split()[1].rstrip(":") in numbers}

@@ -20,7 +20,7 @@ from weights.load import load_mamba
 VERSION = 4  # of the code that decides what is learned: raise it to train all again
 SCENES_IN_WORDS = 20_000  # at most
 ROUNDS, GAP = 6, 0.5  # of the search for their number: trainings, points of accuracy
-ASKED = 3_200  # scenes that measure what a model knows; with a tenth of them, chance alone exceeds GAP
+ASKED = 3_200  # scenes that measure what a model knows: the standard error of a difference is below GAP
 
 
 def run_language(study: ScaledStudy) -> dict:
