@@ -366,6 +366,9 @@ def test_what_models_know_is_measured_to_the_gap(study, monkeypatch):
         few = embedded_mamba.described_batches(processor, 320, 32, split)
         tokens = sum(int(((of.labels >= 0) & (of.labels != processor.config.eos_token_id)).sum()) for of in few)
         assert 100 * math.sqrt(2 * share * (1 - share) / (tokens * asked[split] / 320)) < qmamba_language.GAP
+    monkeypatch.setattr(qmamba_language, "ASKED", 32)
+    qmamba_language.run_mamba(study)
+    assert set(asked.values()) == {32}  # what was measured on other scenes is not read again
 
 
 @pytest.mark.parametrize(("flags", "told"), [(["--scale", "0"], "--scale is 0.0, expected a number of at least 1e-06")])

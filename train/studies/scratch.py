@@ -1,6 +1,6 @@
 """Study: is a base that is pretrained with differential attention better than its plain twin?
 
-    python -m train.compare --rows scratch              three rows, five to ten seeds: 60 to 90 minutes on two cores
+    python -m train.compare --rows scratch              three rows, five to ten seeds: 45 to 90 minutes on two cores
     python -m train.compare --rows scratch --quick      two rows at one rate: ten minutes
 
 In: the embedded scenes. Out: comparison.md, comparison.json and curves.png. No weight is a pretrained one. Rows:
