@@ -28,7 +28,7 @@ from model.images import to_pixels
 from model.paligemma import PaliGemma
 from train.data.batches import load
 from train.distributed import World
-from train.optim import MuonAdamW, Rule, count, make_adamw, parameter_groups, rate_factor, set_rates
+from train.optim import MuonAdamW, Rule, count, make_adamw, matching, parameter_groups, rate_factor, set_rates
 from train.settings import Settings
 
 PICTURES = 64  # of a step
@@ -75,11 +75,7 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
     has the threads of all. Raises UserError as `check_align`, and for a loss that is not finite.
     """
     check_align(model, records)
-    threads, losses = torch.get_num_threads(), []
-    if world.is_first or not world.splits_rows:
-        torch.set_num_threads(threads * world.size if world.splits_rows else threads)
-        losses = _learn(model, records, settings, world)
-        torch.set_num_threads(threads)
+    losses = _learn(model, records, settings, world)
     for parameter in model.vision_tower.parameters() if world.size > 1 else ():  # GPUs need not agree to the bit
         dist.broadcast(parameter.detach(), 0)
     return losses
@@ -96,8 +92,8 @@ def _learn(model: PaliGemma, records: Sequence[Record], settings: Settings, worl
         head = AnswerHead(width, COMMON + 1, COMMON).to(device)
     tower = model.vision_tower
     optimizers = [
-        MuonAdamW(parameter_groups(tower, [Rule(".*", MUON_LR)]), (0.9, 0.98), ADAMW_RATIO),
-        make_adamw(parameter_groups(head, [Rule(".*", HEAD_LR)]), (0.9, 0.98)),
+        MuonAdamW(parameter_groups(tower, [Rule(matching(tower, ".*"), MUON_LR)]), (0.9, 0.98), ADAMW_RATIO),
+        make_adamw(parameter_groups(head, [Rule(matching(head, ".*"), HEAD_LR)]), (0.9, 0.98)),
     ]
     rng, size = random.Random(f"align/{settings.seed}"), model.config.vision.image_size
     order = [key for _ in range(settings.align) for key in rng.sample(sorted(asked), len(asked))]

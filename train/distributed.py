@@ -6,9 +6,8 @@ questions that all processes share.
 
 import gc
 import os
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,26 +29,16 @@ LAYERS = ("vision_tower.encoder.layers", "language_model.layers", "multi_modal_p
 
 @dataclass(frozen=True)
 class World:
-    """The rank of this process among `size` processes, and its device.
-
-    splits_rows: each micro-batch is split by rows over all processes, see `train/processes.py`; else each process takes
-    micro-batches of its own.
-    """
+    """The rank of this process among `size` processes, and its device."""
 
     rank: int
     size: int
     device: torch.device
-    splits_rows: bool = False
 
     @property
     def is_first(self) -> bool:
         """Whether this process is the one that prints and writes."""
         return self.rank == 0
-
-    @property
-    def at_once(self) -> int:
-        """The number of micro-batches that the processes compute at a time."""
-        return 1 if self.splits_rows else self.size
 
     def totals(self, *values: float) -> list[float]:
         """The sum of each value over all processes: on the CPU, so that no process waits for its GPU."""
@@ -72,12 +61,12 @@ class World:
 
         A run resumed with another number of processes keeps the micro-batches of its steps.
         """
-        if micro_batches % self.at_once:
+        if micro_batches % self.size:
             raise UserError(
                 f"a step of this run takes {micro_batches} micro-batches, which {self.size} processes cannot share "
                 "equally: start a number of processes that divides it"
             )
-        return micro_batches // self.at_once
+        return micro_batches // self.size
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -117,12 +106,11 @@ def spread(
     """The module to call in place of `model`: itself in one process, else wrapped by DDP, or with `shard` sharded by
     FSDP2 layer by layer; all by torch.compile if it `compiles`.
 
-    Both average gradients over processes, so the loss must be multiplied by `world.size`; where processes split rows,
-    `average_gradients` does, after the backward passes. A sharded model in fp32 that is called under `autocast` to bf16
-    gathers its weights in bf16, and sums gradients in fp32.
+    Both average gradients over processes, so the loss must be multiplied by `world.size`. A sharded model in fp32 that
+    is called under `autocast` to bf16 gathers its weights in bf16, and sums gradients in fp32.
     """
     if world.size == 1 or not shard:
-        if world.at_once > 1:
+        if world.size > 1:
             ids = [world.device.index] if world.device.type == "cuda" else None
             model = DistributedDataParallel(model, device_ids=ids)
         return torch.compile(model) if compiles else model
@@ -167,38 +155,6 @@ def set_gradient_sync(model: nn.Module, sync: bool) -> None:
         model.require_backward_grad_sync = sync
 
 
-@torch.no_grad()
-def average_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
-    """Give all processes that split rows the mean of their gradients, by one exchange. DDP would take longer for many
-    small tensors, and needs a gradient of every parameter; here one that no process has stays None."""
-    if not world.splits_rows:
-        return
-    parameters = list(parameters)
-    has_one = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32)
-    flat = torch.cat([has_one, *((torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters)])
-    dist.all_reduce(flat)
-    owners, *sums = flat.split([len(parameters), *(p.numel() for p in parameters)])
-    for parameter, count, total in zip(parameters, owners.tolist(), sums, strict=True):
-        if count:
-            parameter.grad = total.div_(world.size).view_as(parameter).to(parameter.dtype)
-
-
-def divide(world: World, items: Sequence, work: Callable[[list], Sequence], key: Callable[..., Hashable]) -> list:
-    """`work(items)`, one result for each item, in order: each process works on its share, and all get all results.
-
-    Items with the same `key` go to the same process. The items are not padded to a multiple of the processes, so each
-    is worked on once. Every process must call it with the same items.
-    """
-    numbers: dict[Hashable, int] = {}
-    owners = [numbers.setdefault(key(item), len(numbers)) % world.size for item in items]
-    own = [place for place, owner in enumerate(owners) if owner == world.rank]
-    results: list = [None] * len(items)
-    for places, done in world.gather((own, list(work([items[place] for place in own])))):
-        for place, result in zip(places, done, strict=True):
-            results[place] = result
-    return results
-
-
 def ask_together(
     world: World,
     model: PaliGemma,
@@ -207,20 +163,23 @@ def ask_together(
     *,
     progress: str | None = None,
     left_out: dict[str, str] | None = None,
-    log: Path | None = None,
     **options,
 ) -> list[str | None]:
-    """`eval.run.ask_all`, shared by all processes: each asks its copy of the model about its share of the pictures. All
-    get all answers, one for each question, in order. It writes no log."""
-    assert log is None, "the lines of several processes would mix"
-    problems = None if left_out is None else {}
+    """`eval.run.ask_all`, shared by all processes: each asks its copy of the model about its share of the pictures.
 
-    def work(own: list[Ask]) -> list[str | None]:
-        title = progress if world.is_first else None
-        return ask_all(model, processor, own, progress=title, left_out=problems, **options)
-
-    answers = divide(world, questions, work, key=lambda question: question.key)
-    if left_out is not None:
-        for found in world.gather(problems):
-            left_out |= found
-    return answers
+    All get all answers, in order. The questions are not padded to a multiple of the processes, so each is asked once.
+    Every process must call it with the same questions.
+    """
+    numbers: dict[Hashable, int] = {}
+    owners = [numbers.setdefault(question.key, len(numbers)) % world.size for question in questions]
+    places = [place for place, owner in enumerate(owners) if owner == world.rank]
+    problems: dict[str, str] | None = None if left_out is None else {}
+    share, title = [questions[place] for place in places], progress if world.is_first else None
+    answers = ask_all(model, processor, share, progress=title, left_out=problems, **options)
+    together: list[str | None] = [None] * len(questions)
+    for of_process, problems_of_process in world.gather((list(zip(places, answers, strict=True)), problems)):
+        for place, answer in of_process:
+            together[place] = answer
+        if left_out is not None:
+            left_out |= problems_of_process
+    return together

@@ -20,145 +20,109 @@ if not __package__:  # `python train/finetune.py`: the project's other packages 
     sys.exit(2)
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 
 from lora import adapter
 from model.common import run_command, shown, write_text
-from model.device import choose_device
 from model.differential import KINDS
 from model.mamba import choose_kernel
 from model.paligemma import PaliGemma
 from train.align import align, check_align
-from train.checkpoint import checkpoints, write_folder
+from train.checkpoint import Progress, newest_progress, write_folder
 from train.data.sources import read_records
-from train.distributed import World, whole_model
+from train.distributed import World, join_world, leave_world
 from train.flags import RunArguments
 from train.metrics import draw_loss
 from train.optim import count, trainable
 from train.origin import check_resume, data_fingerprints, origin_of
 from train.plan import plan, plan_table
-from train.processes import choose_processes, several
-from train.run_folder import check_empty, run_folder
-from train.settings import Settings, parse, run_stem, step_layout
+from train.run import check_empty, run_folder
+from train.settings import Settings, parse, run_stem
 from train.show_batch import show_batch
 from train.summary import can_export, evaluate, print_summary, summarize, write_answers
-from train.supervised import is_sharded, processes_of, train_on
-from train.systems.open import load_base, load_start, open_model, open_processor, weights_dtype
-from train.validation import ASKED, Watch, open_held_out
-from weights.export import export_model
+from train.supervised import is_sharded, make_order, train_in_order
+from train.systems.open import load_start, open_model, open_processor, open_trained, weights_dtype, write_trained
+from train.validation import TrainingWatch, open_held_out
 from weights.fingerprint import tensor_fingerprint
 
 
-def fine_tune(
-    settings: Settings, arguments: RunArguments, outline: PaliGemma, meet: Callable[[], World], device: torch.device
-) -> None:
-    """The whole run: measure, train, write the result, measure again, write the summary.
-
-    outline: the model on the meta device. meet: joins the processes of the run.
-    """
+def fine_tune(settings: Settings, arguments: RunArguments, world: World) -> None:
+    """The whole run: data, model, loop, summary."""
     check_empty(arguments.out)
-    choose_kernel(outline, settings.kernel, device)
-    records = read_records(settings, known=(files_read := {}))  # mistakes are found before weights are read
+    outline, _ = open_model(settings, torch.device("meta"))  # mistakes are reported before weights are read
+    choose_kernel(outline, settings.kernel, world.device)
+    records = read_records(settings, known=(files_read := {}))
+    processor, files = open_processor(settings, outline)
     if settings.align:
         check_align(outline, records)
-    world = meet()
-    step_layout(settings, processes_of(arguments.resume, world))
-    model = load_start(settings, world.device)
-    processor, files = open_processor(settings, model)
-    held_out = open_held_out(settings, processor, world, files_read) if settings.evaluate else None
-    learned = count(trainable(outline).values())
-    if world.is_first:
-        print_start(count(outline.parameters()), learned, settings, world)
     with run_folder(arguments, settings, run_stem(settings), "train.finetune", world) as run:
-        kept, begins = {}, settings.evaluate and not checkpoints(run)
-        measure = partial(evaluate, processor=processor, settings=settings, world=world, held_out=held_out)
-        if begins:
-            kept["before"] = measure(model, title="before")
+        progress = newest_progress(run) or Progress(world.size)
+        begins = progress.step == 0
+        order = make_order(records, processor, settings, world, progress.processes)
+        held_out = open_held_out(settings, processor, world, files_read) if settings.evaluate else None
+
+        model, results = load_start(settings, world.device), progress.results
+        if world.is_first:
+            print_start(outline, settings, world)
+        if begins and settings.evaluate:
+            results["before"] = evaluate(model, processor, settings, "before", world, held_out)
         model, optimizer = open_model(settings, world.device, model)
         if not settings.writes_model:
             model.base_fingerprint = adapter.fingerprint(model)  # which every saved adapter stores
         if world.is_first:
-            fingerprints = {"base": base_fingerprint(model, settings), **data_fingerprints(records)}
-            kept["origin"] = origin_of(settings, fingerprints, world, weights_dtype(settings, world.device))
-            check_resume(run, kept["origin"], arguments.allow_changed)
-        if begins and settings.is_grafted:
-            kept["start"] = measure(model, title="start")
-        if settings.align and not checkpoints(run):
+            base = tensor_fingerprint(model.state_dict()) if settings.writes_model else model.base_fingerprint
+            fingerprints = {"base": base, **data_fingerprints(records)}
+            origin = origin_of(settings, fingerprints, world, weights_dtype(settings, world.device))
+            if not begins:
+                check_resume(run, progress, origin, arguments.allow_changed)
+            progress.origin = origin
+        if begins and settings.evaluate and settings.is_grafted:
+            results["start"] = evaluate(model, processor, settings, "start", world, held_out)
+        if begins and settings.align:
             align(model, records, settings, world)
-        write = partial(write_weights, settings=settings, world=world, files=files)
-        watch = None
-        if held_out and settings.eval_every != 0:
-            watch = Watch(held_out, run, write, most=0 if is_sharded(settings, world) else ASKED)
-        progress = train_on(records, model, optimizer, processor, settings, run, world, kept, watch and watch.check)
+
+        watch = TrainingWatch(model, held_out, settings, run, world, order.total, files)
+        progress = train_in_order(order, model, optimizer, settings, run, world, watch, progress)
+
         result = run / "model" if settings.writes_model else run
         if settings.writes_model:
-            write_folder(partial(write, model), result, world)
+            write_folder(lambda folder: write_trained(model, folder, settings, world, files), result, world)
         else:
-            write(model, result)
-        results = {name: progress[name] for name in ("before", "start") if name in progress}
+            write_trained(model, result, settings, world, files)
         if settings.evaluate:
             if is_sharded(settings, world):
-                del model, optimizer
-                model = reopen(settings, result, world)
-            results["after"] = measure(model, title="after")
+                del model, optimizer, watch
+                model = open_trained(settings, result, world.device)
+            results["after"] = evaluate(model, processor, settings, "after", world, held_out)
         if held_out:
-            if settings.keep_best and progress.get("best", {}).get("since"):
-                model = optimizer = None  # one model at a time: it may be as large as the memory
-                model = reopen(settings, run / "best", world)
+            if settings.keep_best and progress.best and progress.best.since:
+                model = optimizer = watch = None  # one model at a time: it may be as large as the memory
+                model = open_trained(settings, run / "best", world.device)
                 results["best"] = held_out.measure(model, "held-out, best")
             results["blind"] = held_out.measure(model, "held-out, blind", without_pictures=True)
         if world.is_first:
-            split = world.size if world.splits_rows else arguments.processes
-            summary = summarize(settings, split, progress, results, learned, held_out)
+            summary = summarize(settings, progress, results, count(trainable(outline).values()), held_out)
             write_text(run / "summary.json", json.dumps(summary, indent=1) + "\n")
             draw_loss(run)
             answers = write_answers(run, held_out, results) if held_out else []
             print_summary(summary, results, settings, run, answers)
 
 
-def base_fingerprint(model: PaliGemma, settings: Settings) -> str:
-    """A hash of the weights that training starts from: of the base, or of the whole model that is trained."""
-    return tensor_fingerprint(model.state_dict()) if settings.writes_model else adapter.fingerprint(model)
-
-
-def print_start(total: int, learned: int, settings: Settings, world: World) -> None:
+def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
     """Print what is trained: the base, its size, the share of it that is trained, the device."""
-    staged = settings.stage is not None
+    staged, total, trained = settings.stage is not None, count(outline.parameters()), count(trainable(outline).values())
     kind = f"{settings.arch}, stage {settings.stage}" if staged else f"attention {settings.attention}"
     print(
-        f"{settings.base}: {total:,} parameters, {learned:,} of them trainable "
-        f"({100 * learned / total:.2f} %), {kind}, on {world.device}"
+        f"{settings.base}: {total:,} parameters, {trained:,} of them trainable "
+        f"({100 * trained / total:.2f} %), {kind}, on {world.device}"
         + (f", {world.size} processes" if world.size > 1 else ""),
         flush=True,
     )
     if not staged and not can_export(settings):
         foldable = " and ".join(f"--attention {name}" for name, kind in KINDS.items() if kind.foldable)
         print(f"this model cannot become plain weights (weights.export); {foldable} can, without swiglu-new")
-
-
-def write_weights(model: PaliGemma, folder: Path, settings: Settings, world: World, files: Sequence[Path]) -> None:
-    """Write the adapter, or the whole model with the `files` that belong beside it. Every process must call it."""
-    if not settings.writes_model:
-        adapter.save(model, folder, settings.base, settings.question_prompt, write=world.is_first)
-    else:
-        whole = whole_model(model, world) if is_sharded(settings, world) else model
-        if world.is_first:
-            export_model(whole, folder, companions=files)
-    world.barrier()
-
-
-def reopen(settings: Settings, folder: Path, world: World) -> PaliGemma:
-    """The trained model from the files that `write_weights` has written, whole on each process."""
-    if settings.writes_model:
-        return load_base(replace(settings, base=str(folder)), world.device)
-    model = load_base(settings, world.device)
-    adapter.load(model, folder)
-    return model
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -170,11 +134,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         for line in show_batch(settings, arguments.show_batch):
             print(shown(line, 10_000))
         return
-    device = choose_device(settings.device)
-    outline, _ = open_model(settings, torch.device("meta"))
-    processes = choose_processes(arguments.processes, settings, outline, arguments.resume)
-    with several(processes, settings.device, argv) as meet:
-        fine_tune(settings, arguments, outline, meet, device)
+    world = join_world(settings.device)
+    try:
+        fine_tune(settings, arguments, world)
+    finally:
+        leave_world()
 
 
 if __name__ == "__main__":

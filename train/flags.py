@@ -5,12 +5,11 @@ In: a frozen dataclass whose fields are made by `flag`. Out: its instance, from 
 
 import argparse
 import dataclasses
-import difflib
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from model.common import Expected, UserError, quoted, read_json, shown
 from train.recipes import GPUS
@@ -48,26 +47,10 @@ def flag_name(name: str) -> str:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser that proposes the flag that an unknown one was meant to be."""
+    """A parser that prints the lines of its description as they are."""
 
     def __init__(self, **options):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-
-    def error(self, message: str) -> NoReturn:
-        prefix = "unrecognized arguments: "
-        if message.startswith(prefix):
-            unknown = [word.partition("=")[0] for word in message.removeprefix(prefix).split() if word.startswith("--")]
-            meant = [name for name in map(self.closest, unknown) if name is not None]
-            message += f" (did you mean {', '.join(dict.fromkeys(meant))}?)" if meant else ""
-        super().error(message)
-
-    def closest(self, name: str) -> str | None:
-        """The flag that is spelled like `name`, or has its initials or its last word: --lr for --learning-rate."""
-        words = name.removeprefix("--").split("-")
-        wanted = ["-".join(words[1:]), words[-1], "".join(word[:1] for word in words)]
-        known = list(self._option_string_actions)
-        exact = [flag for flag in (f"--{word}" for word in wanted) if flag in known and flag != "--"]
-        return next(iter([*exact, *difflib.get_close_matches(name, known, 1)]), None)
 
 
 def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
@@ -114,7 +97,6 @@ class RunArguments:
     gpu: str = "H100"
     gpus: int = 1
     show_batch: Path | None = None
-    processes: int | None = None
 
 
 def take_run_arguments(given: dict) -> RunArguments:
@@ -125,9 +107,8 @@ def take_run_arguments(given: dict) -> RunArguments:
         raise UserError("--resume goes on with the run's own settings: leave the other flags out")
     if arguments.allow_changed and arguments.resume is None:
         raise UserError("--allow-changed goes with --resume: leave it out")
-    for name in ("gpus", "processes"):
-        if (number := getattr(arguments, name)) is not None and number < 1:
-            raise UserError(f"--{name} {number}: expected 1 or more")
+    if arguments.gpus < 1:
+        raise UserError(f"--gpus {arguments.gpus}: expected 1 or more")
     return arguments
 
 
@@ -188,16 +169,15 @@ def check_ranges(settings, where: str = "") -> None:
 
 
 def read_config(settings: type[Settings], run: Path, program: str) -> Settings:
-    """The settings in the config.json of a run folder. Raises UserError if `run` is not a run folder of `program`, or
-    a value is not as expected. A field that the file lacks has its default: an older version had no such flag."""
+    """The settings in the config.json of a run folder. Raises UserError if `program` has not written it as it is."""
     try:
         raw = read_json(run / RUN_CONFIG)
-        if unknown := sorted(raw.keys() - {field.name for field in dataclasses.fields(settings)}):
-            raise UserError(f"{RUN_CONFIG} has {quoted(unknown[0])}, which it does not know")
+        if raw.keys() != {field.name for field in dataclasses.fields(settings)}:
+            raise UserError(f"{RUN_CONFIG} has other settings than this version")
     except UserError as error:
         raise UserError(
             f"--resume {shown(run)}: no run folder of {program} ({error}): give the folder that it has written"
         ) from None
-    found = from_values(settings, raw)
-    check_ranges(found, f"--resume {shown(run)}: in {RUN_CONFIG}, ")
-    return found
+    chosen = from_values(settings, raw)
+    check_ranges(chosen, f"--resume {shown(run)}: in {RUN_CONFIG}, ")
+    return chosen

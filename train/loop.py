@@ -7,8 +7,8 @@ metrics.jsonl and checkpoints in the run folder. It knows no command line and no
 import math
 import re
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Protocol
@@ -18,12 +18,36 @@ from torch import nn
 
 from model.common import UserError
 from model.device import autocast_dtype, autocast_of
-from train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from train.distributed import World, average_gradients, set_gradient_sync, spread
+from train.checkpoint import Progress, load_checkpoint, newest_progress, save_checkpoint
+from train.distributed import World, set_gradient_sync, spread
+from train.flags import flag
 from train.metrics import Log
 from train.optim import SCALARS, rate_factor, reconnect, set_rates, trainable
-from train.signals import Interrupted, catch_signals
+from train.run import Interrupted, catch_signals
 from weights.fingerprint import gathered
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """The settings of the loop, which those of every training command inherit. Each is a flag of the same name."""
+
+    schedule: str = flag("cosine", "decay after warm-up", choices=["linear", "cosine", "constant"])
+    warmup: float = flag(20, "warm-up steps; below 1, a share of all steps", least=0, most=1e12)
+    clip: float = flag(1.0, "largest gradient norm; 0 does not clip", least=0, most=1e12)
+    seed: int = flag(0, "of initialisation, order and dropout", least=0)
+    device: str = flag("auto", "cuda, mps, cpu, … (default: cuda or mps if there is one)")
+    autocast: str = flag(
+        "auto", "autocast dtype (default: bf16 on CUDA, else none)", choices=["auto", "none", "bf16", "fp16"]
+    )
+    shard: bool = flag(False, "with torchrun: FSDP2 instead of DDP")
+    compile: bool = flag(False, "torch.compile the model")
+    checkpointing: bool = flag(
+        False, "recompute the activations of decoder and projector in the backward pass, for memory"
+    )
+    workers: int | None = flag(None, "processes that prepare batches (default: 0, on CUDA up to 8)", least=0, most=1024)
+    max_bad: int = flag(20, "unusable records to leave out before the run stops", least=0)
+    checkpoint_every: int = flag(200, "steps between checkpoints", least=1)
+    keep: int = flag(2, "checkpoints to keep", least=1)
 
 
 class Micro(Protocol):
@@ -44,27 +68,16 @@ class Order(Protocol):
     def steps(self, first: int, workers: int | None = 0, pin: bool = False) -> Iterator[Sequence[Micro]]: ...
 
 
-@dataclass(frozen=True)
-class LoopOptions:
-    """Settings of the loop. `train/settings.py` describes each."""
+class Watch:
+    """What the loop calls at every step for more metrics. This one has none."""
 
-    schedule: str = "cosine"
-    warmup: float = 20
-    clip: float = 1.0
-    seed: int = 0
-    autocast: str = "auto"
-    compile: bool = False
-    shard: bool = False
-    workers: int | None = None
-    max_bad: int = 20
-    checkpoint_every: int = 200
-    keep: int = 2
+    def measure(self, step: int, micro: Micro) -> dict:
+        """Metrics of a step before its update."""
+        return {}
 
-    @classmethod
-    def of(cls, settings) -> "LoopOptions":
-        """The fields that the dataclass `settings` has too."""
-        names = [field.name for field in fields(cls) if hasattr(settings, field.name)]
-        return cls(**{name: getattr(settings, name) for name in names})
+    def validate(self, step: int, progress: Progress) -> dict:
+        """Metrics after `step` updates. `progress.stopped` ends training."""
+        return {}
 
 
 class Diverged(UserError):
@@ -76,84 +89,72 @@ def fit(
     optimizer: torch.optim.Optimizer,
     order: Order,
     loss: Callable[[nn.Module, Micro], torch.Tensor],
-    options: LoopOptions,
+    settings: LoopSettings,
     run: Path,
     world: World,
     *,
-    measure: Callable[[int, Micro], dict] | None = None,
-    validate: Callable[[int, dict], dict] | None = None,
-    kept: Mapping | None = None,
-) -> dict:
+    watch: Watch | None = None,
+    progress: Progress | None = None,
+) -> Progress:
     """Train `model` in place, from the newest checkpoint in `run` if there is one; returns the run's progress.
 
-    loss(model, micro): the sum over the supervised tokens. measure(step, micro), before, and validate(step, progress),
-    after a step is taken: more values for the metrics; "stopped" in the progress ends training. kept: stored in the
-    progress. A step without any usable record changes nothing and has no loss. Raises Diverged if the loss is not
+    loss(model, micro): the sum over the supervised tokens. progress: of the newest checkpoint, or of a run that begins;
+    None reads it. A step without any usable record changes nothing and has no loss. Raises Diverged if the loss is not
     finite, UserError for too many unusable records, Interrupted after SIGTERM or Ctrl-C, with a checkpoint written.
     """
-    autocast, dtype = autocast_of(options.autocast, world.device), autocast_dtype(options.autocast, world.device)
+    progress, watch = progress or newest_progress(run) or Progress(world.size), watch or Watch()
+    autocast, dtype = autocast_of(settings.autocast, world.device), autocast_dtype(settings.autocast, world.device)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
-    called = spread(model, world, options.shard, dtype, options.compile)
+    called = spread(model, world, settings.shard, dtype, settings.compile)
     reconnect(optimizer, model)
-    step, progress = restore(run, model, optimizer, scaler, kept or {}, world)
+    if progress.step:
+        load_checkpoint(run, progress, model, optimizer, scaler)
     parameters = trainable(model)
     scalars = [parameter for name, parameter in parameters.items() if re.fullmatch(SCALARS, name)]
-    log = Log(run, step, order.total, progress, world)
+    log = Log(run, order.total, progress, world)
     model.train()
     with catch_signals() as received, log.bar:
-        steps = order.steps(step, options.workers, pin=world.device.type == "cuda")
-        for micros in takewhile(lambda _: "stopped" not in progress, steps):
-            seed((options.seed * 1_000_003 + step) * 1_009 + world.rank, world.device)  # so no random state is saved
-            tokens = count_records(micros, progress, options.max_bad, world)
+        steps = order.steps(progress.step, settings.workers, pin=world.device.type == "cuda")
+        for micros in takewhile(lambda _: progress.stopped is None, steps):
+            step = progress.step
+            seed((settings.seed * 1_000_003 + step) * 1_009 + world.rank, world.device)  # so no random state is saved
+            tokens = count_records(micros, progress, settings.max_bad, world)
             scale = world.size / max(1, tokens)  # DDP and FSDP2 average gradients over processes
-            losses = add_gradients(called, micros if tokens else (), loss, scale, scaler, autocast, world)
-            average_gradients(parameters.values(), world)
+            losses = []
+            for number, micro in enumerate(micros if tokens else ()):
+                set_gradient_sync(called, number == len(micros) - 1)
+                with autocast:
+                    value = loss(called, micro.to(world.device))
+                losses.append(value.detach())
+                scaler.scale(value * scale).backward()
             if tokens:
                 scaler.unscale_(optimizer)
-            losses, norms = read_numbers(losses, clip_gradients(parameters.values(), scalars, options.clip))
+            losses, norms = read_numbers(losses, clip_gradients(list(parameters.values()), scalars, settings.clip))
             loss_sum, stopping = world.totals(sum(losses), float(bool(received)))
             check_finite(loss_sum, losses, step, micros, world, 0.0 if scaler.is_enabled() else norms["gradient_norm"])
-            set_rates(optimizer, rate_factor(step, order.total, options.warmup, options.schedule))
+            set_rates(optimizer, rate_factor(step, order.total, settings.warmup, settings.schedule))
             record = {"step": step, **({"loss": loss_sum / tokens} if tokens else {})}
             record |= {"lr": optimizer.param_groups[-1]["lr"], **norms}
-            record |= measure(step, micros[-1]) if measure and tokens else {}
+            record |= watch.measure(step, micros[-1]) if tokens else {}
             if tokens:  # else momentum and decay would move the weights all the same
                 scaler.step(optimizer)
                 scaler.update()
             optimizer.zero_grad(set_to_none=True)
-            step += 1
+            progress.step += 1
             record |= log.speed(tokens)
-            record |= validate(step, progress) if validate else {}
+            record |= watch.validate(progress.step, progress)
             log.write(record)
-            if stopping or step == order.total or "stopped" in progress or step % options.checkpoint_every == 0:
+            is_last = stopping or progress.step == order.total or progress.stopped is not None
+            if is_last or progress.step % settings.checkpoint_every == 0:
                 log.sync()
-                save_checkpoint(run, step, model, optimizer, progress, scaler, options.keep, write=world.is_first)
+                save_checkpoint(run, progress, model, optimizer, scaler, settings.keep, write=world.is_first)
                 world.barrier()
                 log.go_on()
             if stopping:
                 raise Interrupted(received[0] if received else signal.SIGTERM)
-    check_samples(progress)
+    if not progress.samples:
+        raise UserError(f"all {len(progress.bad)} records were unusable; the first: {progress.bad[0]}")
     return progress
-
-
-def add_gradients(
-    model: nn.Module,
-    micros: Sequence[Micro],
-    loss: Callable[[nn.Module, Micro], torch.Tensor],
-    scale: float,
-    scaler: torch.amp.GradScaler,
-    autocast: torch.autocast,
-    world: World,
-) -> list[torch.Tensor]:
-    """Add the gradients of `scale` times the loss of each micro-batch; returns the losses."""
-    losses = []
-    for number, micro in enumerate(micros):
-        set_gradient_sync(model, number == len(micros) - 1)
-        with autocast:
-            value = loss(model, micro.to(world.device))
-        losses.append(value.detach())
-        scaler.scale(value * scale).backward()
-    return losses
 
 
 def seed(number: int, device: torch.device) -> None:
@@ -161,23 +162,7 @@ def seed(number: int, device: torch.device) -> None:
     (torch.default_generator if device.type == "cpu" else torch).manual_seed(number)
 
 
-def restore(
-    run: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    kept: Mapping,
-    world: World,
-) -> tuple[int, dict]:
-    """Restore the newest checkpoint of `run`; its step and progress, or those of a run that begins, with `kept`."""
-    found = checkpoints(run)
-    if found:
-        state = load_checkpoint(found[-1], model, optimizer, scaler)
-        return state["step"], state["progress"] | kept
-    return 0, {"metrics_bytes": 0, "bad": [], "seconds": 0.0, "samples": 0, "processes": world.at_once, **kept}
-
-
-def count_records(micros: Sequence[Micro], progress: dict, max_bad: int, world: World) -> int:
+def count_records(micros: Sequence[Micro], progress: Progress, max_bad: int, world: World) -> int:
     """Add the samples and unusable records of a step to `progress`; returns its supervised tokens, of all processes.
 
     Raises UserError for more than `max_bad` unusable records.
@@ -186,26 +171,19 @@ def count_records(micros: Sequence[Micro], progress: dict, max_bad: int, world: 
     samples, tokens, count = world.totals(
         sum(len(micro.names) for micro in micros), sum(micro.tokens for micro in micros), len(bad)
     )
-    progress["samples"] += int(samples)
-    if not tokens:
-        progress["empty_steps"] = progress.get("empty_steps", 0) + 1
+    progress.samples += int(samples)
+    progress.empty_steps += not tokens
     if count:  # every epoch reports a record again
-        progress["bad"] = list(dict.fromkeys([*progress["bad"], *chain.from_iterable(world.gather(bad))]))
-    if len(progress["bad"]) > max_bad:
+        progress.bad = list(dict.fromkeys([*progress.bad, *chain.from_iterable(world.gather(bad))]))
+    if len(progress.bad) > max_bad:
         raise UserError(
-            f"{len(progress['bad'])} unusable records, more than --max-bad {max_bad}; the last: {progress['bad'][-1]}"
+            f"{len(progress.bad)} unusable records, more than --max-bad {max_bad}; the last: {progress.bad[-1]}"
         )
     return int(tokens)
 
 
-def check_samples(progress: dict) -> None:
-    """Raise UserError for a run that has learned from no record at all."""
-    if not progress["samples"]:
-        raise UserError(f"all {len(progress['bad'])} records were unusable; the first: {progress['bad'][0]}")
-
-
 def check_finite(
-    total: float, losses: Sequence[float], step: int, micros: Sequence[Micro], world: World, norm: float = 0.0
+    total: float, losses: Sequence[float], step: int, micros: Sequence[Micro], world: World, norm: float
 ) -> None:
     """Raise Diverged in every process, naming the records, if the loss of a micro-batch of any is not finite.
 
@@ -216,16 +194,15 @@ def check_finite(
         if not math.isfinite(norm):
             raise Diverged(f"step {step}: the loss is finite, but the norm of its gradient is {norm}: lower --lr")
         return
-    own = [(loss, *micro.names) for loss, micro in zip(losses, micros, strict=True) if not math.isfinite(loss)]
-    loss, *names = next(chain.from_iterable(world.gather(own)), (total, "all"))
+    damaged = [(loss, *micro.names) for loss, micro in zip(losses, micros, strict=True) if not math.isfinite(loss)]
+    loss, *names = next(chain.from_iterable(world.gather(damaged)), (total, "all"))
     raise Diverged(f"step {step}: the loss is {loss} on {', '.join(names)}: lower --lr, or look at these records")
 
 
 def clip_gradients(
-    parameters: Iterable[nn.Parameter], scalars: Sequence[nn.Parameter], largest: float
+    parameters: Sequence[nn.Parameter], scalars: Sequence[nn.Parameter], largest: float
 ) -> dict[str, torch.Tensor]:
     """Clip the gradients to the norm `largest` (0: leave them); returns their norms before that, for the metrics."""
-    parameters = list(parameters)
     norms = {"gradient_norm": gradient_norm(parameters)}
     if scalars:
         norms["scalar_gradient_norm"] = gradient_norm(scalars)
@@ -234,7 +211,7 @@ def clip_gradients(
     return norms
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+def gradient_norm(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """The norm of all gradients, taken as one vector."""
     return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from eval import figures
 from model.common import atomic_path, file_errors
+from train.checkpoint import Progress
 from train.distributed import World
 
 # Fields of the metrics that differ from run to run: the seconds of training so far, evaluations included; samples and
@@ -21,11 +22,11 @@ from train.distributed import World
 MEASURED = ("seconds", "samples_per_second", "tokens_per_second", "peak_memory")
 
 
-def saved_metrics(path: Path, progress: dict) -> bytes | None:
+def saved_metrics(path: Path, progress: Progress) -> bytes | None:
     """The metrics as they were when `progress` was saved; None if the file does not begin with them any more."""
-    size = progress["metrics_bytes"]
-    before = path.read_bytes()[:size] if path.exists() else b""
-    is_same = len(before) == size and progress.get("metrics_sha256") in (None, hashlib.sha256(before).hexdigest())
+    before = path.read_bytes()[: progress.metrics_bytes] if path.exists() else b""
+    digest = hashlib.sha256(before).hexdigest()
+    is_same = len(before) == progress.metrics_bytes and progress.metrics_sha256 in (None, digest)
     return before if is_same else None
 
 
@@ -43,22 +44,22 @@ def _lines_before(path: Path, step: int) -> bytes:
 class Log:
     """The metrics, the progress bar and the clock of a run; only the process with `writes` writes.
 
-    progress: the counts of the run; `sync` updates "seconds" of training, "metrics_bytes" and "metrics_sha256". What
-    metrics.jsonl holds after the first "metrics_bytes" is cut off: it belongs to steps after the checkpoint that the
-    run resumes from. If the file has been changed, the lines that can be read are kept.
+    progress: of the run; `sync` updates its `seconds`, `metrics_bytes` and `metrics_sha256`. What metrics.jsonl holds
+    after the first `metrics_bytes` is cut off: it belongs to steps after the checkpoint that the run resumes from. If
+    the file has been changed, the lines that can be read are kept.
     """
 
-    def __init__(self, run: Path, step: int, total: int, progress: dict, world: World):
-        self.progress, self.seconds_before, self.started = progress, progress["seconds"], time.perf_counter()
-        self.device, self.samples, self.written, self.held_out = world.device, progress["samples"], self.started, ""
-        self.bar = tqdm(total=total, initial=step, desc="training", unit="step", disable=not world.is_first)
+    def __init__(self, run: Path, total: int, progress: Progress, world: World):
+        self.progress, self.seconds_before, self.started = progress, progress.seconds, time.perf_counter()
+        self.device, self.samples, self.written, self.held_out = world.device, progress.samples, self.started, ""
+        self.bar = tqdm(total=total, initial=progress.step, desc="training", unit="step", disable=not world.is_first)
         self.path, self.file, self.board = run / "metrics.jsonl", None, None
         if not world.is_first:
             return
         with file_errors(self.path):
             self.path.touch()
             if (kept := saved_metrics(self.path, progress)) is None:
-                kept = _lines_before(self.path, step)
+                kept = _lines_before(self.path, progress.step)
                 with atomic_path(self.path) as temporary:
                     temporary.write_bytes(kept)
             os.truncate(self.path, len(kept))
@@ -76,7 +77,7 @@ class Log:
     def speed(self, tokens: int) -> dict[str, float]:
         """The fields MEASURED of a step with so many supervised tokens, which ends now."""
         took = time.perf_counter() - self.written
-        samples = self.progress["samples"] - self.samples
+        samples = self.progress.samples - self.samples
         values = self.seconds(), samples / took, tokens / took, peak_bytes(self.device) / 2**20
         return dict(zip(MEASURED, (round(value, 3) for value in values), strict=True))
 
@@ -93,7 +94,7 @@ class Log:
             if "held_out_loss" in record:
                 self.held_out = f"held-out {record['held_out_loss']:.3f}, "
                 self.held_out += f"{record['exact_match']:.1f} %, " if "exact_match" in record else ""
-            samples_per_second = self.progress["samples"] / self.seconds()
+            samples_per_second = self.progress.samples / self.seconds()
             loss = f"loss {record['loss']:.3f}" if "loss" in record else "no usable record"
             self.bar.set_postfix_str(f"{loss}, {self.held_out}{samples_per_second:.0f} samples/s")
             self.bar.update()
@@ -101,7 +102,7 @@ class Log:
             for name, value in record.items():
                 if isinstance(value, float):
                     self.board.add_scalar(name, value, record["step"])
-        self.samples = self.progress["samples"]
+        self.samples = self.progress.samples
         self.go_on()
 
     def go_on(self) -> None:
@@ -110,11 +111,11 @@ class Log:
 
     def sync(self) -> None:
         """Flush the metrics to disk, and update `progress`."""
-        self.progress["seconds"] = self.seconds()
+        self.progress.seconds = self.seconds()
         if self.file is not None:
             with file_errors(self.path):
                 os.fsync(self.file.fileno())
-            self.progress |= {"metrics_bytes": self.size, "metrics_sha256": self.digest.hexdigest()}
+            self.progress.metrics_bytes, self.progress.metrics_sha256 = self.size, self.digest.hexdigest()
 
 
 def peak_bytes(device: torch.device | str = "cpu") -> int:

@@ -1,6 +1,6 @@
 """Which parameters are trained, at which rate, on which schedule.
 
-In: a model and rules (name pattern, rate, decay). Out: an optimizer with one group for each rule, and the factor of the
+In: a model and rules (names, rate, decay). Out: an optimizer with one group for each rule, and the factor of the
 rate at every step.
 """
 
@@ -21,39 +21,35 @@ SCALARS = r".*\.(lambda_\w+|lambda_proj\.\w+|mu|subln\.weight)"
 
 @dataclass(frozen=True)
 class Rule:
-    """Parameters whose whole name matches `pattern` (re.fullmatch) are trained at `lr` with `weight_decay`."""
+    """Parameters, by name, that are trained at `lr` with `weight_decay`."""
 
-    pattern: str
+    names: Sequence[str]
     lr: float
     weight_decay: float = 0.0
 
 
-def parameter_groups(model: nn.Module, rules: Sequence[Rule]) -> list[dict]:
-    """Optimizer groups, one for each rule; a parameter belongs to the first that matches, and is frozen if none does.
+def matching(model: nn.Module, pattern: str) -> list[str]:
+    """The names of the parameters whose whole name matches `pattern` (re.fullmatch)."""
+    names = [name for name, _ in model.named_parameters() if re.fullmatch(pattern, name)]
+    assert names, f"no parameter matches {pattern!r}"
+    return names
 
-    Sets `requires_grad` accordingly. Each group has its `pattern` and `names`. Raises UserError for a rule that matches
-    no remaining parameter: a misspelt pattern would otherwise train nothing without a word.
+
+def parameter_groups(model: nn.Module, rules: Sequence[Rule]) -> list[dict]:
+    """Optimizer groups with their "names", one for each rule; a parameter belongs to the first rule that names it.
+
+    All other parameters are frozen: `requires_grad` is set accordingly.
     """
-    groups = [
-        {
-            "pattern": rule.pattern,
-            "lr": rule.lr,
-            "base_lr": rule.lr,
-            "weight_decay": rule.weight_decay,
-            "names": [],
-            "params": [],
-        }
-        for rule in rules
-    ]
-    for name, parameter in model.named_parameters():
-        group = next((group for group in groups if re.fullmatch(group["pattern"], name)), None)
-        parameter.requires_grad_(group is not None)
-        if group is not None:
-            group["names"].append(name)
-            group["params"].append(parameter)
-    for group in groups:
-        if not group["params"]:
-            raise UserError(f"no parameter is left for the pattern {group['pattern']!r}: check its spelling and order")
+    parameters = dict(model.named_parameters())
+    groups, taken = [], set()
+    for rule in rules:
+        names = [name for name in rule.names if name not in taken]
+        assert names, f"the rules before have taken all of {', '.join(rule.names)}"
+        taken.update(names)
+        rates = {"lr": rule.lr, "base_lr": rule.lr, "weight_decay": rule.weight_decay}
+        groups.append({**rates, "names": names, "params": [parameters[name] for name in names]})
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in taken)
     return groups
 
 

@@ -5,6 +5,7 @@ In: settings, the opened model, and the records. Out: a JSON object that every c
 """
 
 import hashlib
+import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,9 @@ import numpy as np
 import torch
 
 from eval.records import Record
-from model.common import UserError, open_regular, quoted, shown
+from model.common import UserError, quoted, shown
 from model.device import autocast_of, numerics, processor_name
-from train.checkpoint import checkpoints, read_state
+from train.checkpoint import Progress
 from train.data.shards import Shards
 from train.data.sources import Mixture
 from train.distributed import World
@@ -67,11 +68,11 @@ def _files_fingerprint(paths: Sequence[Path]) -> str:
             size = path.stat().st_size
             digest.update(size.to_bytes(8, "little"))
             if number in chosen:
-                with open_regular(path) as file:
+                with path.open("rb") as file:
                     digest.update(file.read(BLOCK))
                     file.seek(max(0, size - BLOCK))
                     digest.update(file.read(BLOCK))
-        except (OSError, UserError):  # or no regular file, which reading could wait for
+        except OSError:
             digest.update(b"-")
     return f"{len(paths)} {digest.hexdigest()[:16]}"
 
@@ -80,52 +81,34 @@ def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def check_resume(run: Path, origin: dict, allow_changed: bool) -> None:
-    """Raise UserError if the newest checkpoint of `run` is of another origin, naming what has changed.
+def check_resume(run: Path, progress: Progress, origin: dict, allow_changed: bool) -> None:
+    """Raise UserError if the checkpoint that `progress` is of has another origin, naming what has changed.
 
     With `allow_changed`, and for what changes the losses by rounding only, print the change on stderr instead.
     """
-    if not (found := checkpoints(run)):
-        return
-    progress = read_state(found[-1])["progress"]
-    before = progress.get("origin")
-    if before is None:
-        print(f"{run}: of an older version: whether its base and data have changed is not checked", file=sys.stderr)
-        before = origin
-    resolved = before.get("numerics") or {}  # an older version wrote fewer of them, elsewhere
+    before = progress.origin
+    assert before is not None
     for name, now in origin["numerics"].items():
-        if (old := resolved.get(name, now)) != now:
+        if (old := before["numerics"].get(name)) != now:
             masks = " and masks of dropout" if name == "processes" and origin["settings"].get("dropout") else ""
-            print(
-                f"{run}: {name}: {shown(old)} before, {now} now: losses may differ by rounding{masks}", file=sys.stderr
-            )
-    changes = differences(before, origin)
+            print(f"{run}: {name}: {old} before, {now} now: losses may differ by rounding{masks}", file=sys.stderr)
+    old, new = before["settings"], json.loads(json.dumps(origin["settings"]))  # tuples became lists
+    changes = [
+        f"{flag_name(name)} is {quoted(new[name])}, was {quoted(old.get(name))}"
+        for name in new
+        if name not in FREE and old.get(name) != new[name]
+    ]
+    old, new = before["fingerprints"], origin["fingerprints"]
+    changes += [f"the {name}" for name in new if old.get(name) != new[name]]
     if saved_metrics(run / "metrics.jsonl", progress) is None:
         changes.append("metrics.jsonl (cut or edited: --allow-changed keeps the lines that can be read)")
     if changes and not allow_changed:
         raise UserError(
-            f"--resume {shown(run)}: changed since {found[-1].name} was written: {'; '.join(changes)}: undo that, or "
-            "add --allow-changed"
+            f"--resume {shown(run)}: changed since step {progress.step}: {'; '.join(changes)}: undo that, or add "
+            "--allow-changed"
         )
     for change in changes:
         print(f"{run}: changed, and allowed: {change}", file=sys.stderr)
-
-
-def differences(before: dict, now: dict) -> list[str]:
-    """What differs between two origins, by name."""
-    old, new = before.get("settings") or {}, now["settings"]
-    changes = [
-        f"{flag_name(name)} is {quoted(new[name])}, was {quoted(old[name])}"
-        for name in new
-        if name in old and name not in FREE and _plain(old[name]) != _plain(new[name])
-    ]
-    old, new = before.get("fingerprints") or {}, now["fingerprints"]
-    return changes + [f"the {name}" for name in new if old.get(name) != new[name]]
-
-
-def _plain(value):
-    """A value as JSON gives it back; a text as a list of it: some flags could not be repeated when it was written."""
-    return list(value) if isinstance(value, tuple) else [value] if isinstance(value, str) else value
 
 
 def commit_of_code() -> str:

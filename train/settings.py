@@ -32,6 +32,7 @@ from train.flags import (
     read_config,
     take_run_arguments,
 )
+from train.loop import LoopSettings
 from train.optim import OPTIMIZERS
 from train.recipes import RECIPES, STAGES, stage_defaults
 
@@ -39,7 +40,7 @@ EMBEDDED = ("embedded",)
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(LoopSettings):
     """All settings of a run. Each is a flag of the same name; see `train.flags.flag`."""
 
     base: str = flag("embedded", "model: a folder, a hub id, or `embedded`")
@@ -97,16 +98,8 @@ class Settings:
     )
     weight_decay: float = flag(1e-9, "AdamW weight decay; none on λ, μ and norms", least=0, most=1e6)
     beta2: float = flag(0.98, "AdamW's second momentum", least=0, most=0.9999999)
-    schedule: str = flag("cosine", "decay after warm-up", choices=["linear", "cosine", "constant"])
-    warmup: float = flag(20, "warm-up steps; below 1, a share of all steps", least=0, most=1e12)
-    clip: float = flag(1.0, "largest gradient norm; 0 does not clip", least=0, most=1e12)
     batch_size: int = flag(32, "rows of a micro-batch, at most", least=1)
-    step_batch: int | None = flag(
-        None, "rows of a step over all processes (default: --batch-size times --accumulate on each)", least=1
-    )
-    accumulate: int | None = flag(
-        None, "micro-batches of a step, on each process (default: what --step-batch takes, or 1)", least=1
-    )
+    step_batch: int | None = flag(None, "rows of a step over all processes (default: --batch-size on each)", least=1)
     epochs: int = flag(1, "passes over the data", least=1)
     steps: int | None = flag(None, "stop after so many steps (default: all epochs)", least=1)
     samples: int = flag(16000, "size of an epoch of the embedded data", least=1, most=10**8)
@@ -124,35 +117,15 @@ class Settings:
     images: str | None = flag(None, "folder of the pictures (default: vqav2:DIR itself, or where the FILE is)")
     allow_outside: bool = flag(False, "read pictures outside of that folder too, where the data's names lead there")
     max_length: int = flag(8192, "tokens of an example, its picture's included; longer ones are left out", least=1)
-    max_bad: int = flag(20, "unusable records to leave out before the run stops", least=0)
-    workers: int | None = flag(
-        None,
-        "processes that decode pictures (default: 0, on CUDA up to 8): as evaluation does, but for JPEGs of 8 times "
-        "the model's size and more (1792 pixels on both sides at 224), whose pixels may differ by up to 4 of 255",
-        least=0,
-        most=1024,
-    )
-    cache_features: str | None = flag(
-        None, "folder to keep the features of a frozen vision tower in, for later epochs and runs (default: none)"
-    )
     dtype: str = flag(
         "auto",
         "dtype of the base (default: bf16 on CUDA, else fp32; with --full and --stage fp32 everywhere, "
         "in all about 18 bytes for each trained parameter)",
         choices=["auto", *DTYPES],
     )
-    autocast: str = flag(
-        "auto", "autocast dtype (default: bf16 on CUDA, else none)", choices=["auto", "none", "bf16", "fp16"]
-    )
-    device: str = flag("auto", "cuda, mps, cpu, … (default: cuda or mps if there is one)")
     quantize: str | None = flag(
         None, "hold the frozen weights in 8 bits, or 4 (QLoRA), for memory (default: as --dtype)", list(QUANTIZED)
     )
-    checkpointing: bool = flag(
-        False, "recompute the activations of decoder and projector in the backward pass, for memory"
-    )
-    shard: bool = flag(False, "with torchrun: FSDP2 instead of DDP")
-    compile: bool = flag(False, "torch.compile the model")
     kernel: str | None = flag(None, "for the scan of Mamba, on CUDA (default: PyTorch alone)", choices=KERNELS)
     evaluate: bool = flag(True, "evaluate on held-out examples, before, during and after training")
     eval_limit: int = flag(400, "held-out examples of each evaluation", least=4)
@@ -162,14 +135,6 @@ class Settings:
     keep_best: bool = flag(True, "keep the weights with the best held-out score in RUN/best")
     patience: int = flag(0, "stop after so many evaluations without a better score; 0 never", least=0)
     measure_every: int = flag(50, "steps between measurements of the distance between the two maps; 0 never", least=0)
-    checkpoint_every: int = flag(200, "steps between checkpoints", least=1)
-    keep: int = flag(2, "checkpoints to keep", least=1)
-    seed: int = flag(0, "of initialisation, order and dropout", least=0)
-
-    def __post_init__(self):
-        for name in ("data", "eval_data"):  # one source as text, as older versions wrote it
-            if isinstance(value := getattr(self, name), str):
-                object.__setattr__(self, name, (value,))
 
     @property
     def options(self) -> dict[str, object]:
@@ -219,23 +184,8 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
         default=argparse.SUPPRESS,
         help="settings of the paper's Table 1, of PaliGemma's authors, or for own pictures on the embedded base",
     )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=argparse.SUPPRESS,
-        help="processes that split the rows of each micro-batch, on a CPU; the run is the same, but for the order of "
-        "its sums and the masks of dropout (default: for a small model and a long run one a thread, up to 4, else 1)",
-    )
     add_plan_flags(parser)
     add_flags(parser, Settings)
-    parser.add_argument(
-        "--wings",
-        dest="arch",
-        action="store_const",
-        const="wings",
-        default=argparse.SUPPRESS,
-        help="the same as --arch wings",
-    )
     given = vars(parser.parse_args(argv))
     arguments = take_run_arguments(given)
     if arguments.resume is not None:
@@ -243,19 +193,14 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
     recipe = given.pop("recipe", None)
     defaults = stage_defaults(given.get("arch"), given.get("stage"), tuple(given.get("data", EMBEDDED)) == EMBEDDED)
     defaults = {**defaults, **RECIPES.get(recipe, {})}
-    if "accumulate" in given:
-        defaults.pop("step_batch", None)
     settings = from_values(Settings, {**defaults, **given})
     check(settings)
     return settings, arguments
 
 
-def command_of(settings: Settings, processes: int | None = None) -> str:
-    """The command that gives `settings`: the flags that differ from their defaults, or that a stage has its own for.
-
-    processes: that split the rows; None: as many as the command itself would start.
-    """
-    words = ["python", "-m", "train.finetune", *(["--processes", str(processes)] if processes else [])]
+def command_of(settings: Settings) -> str:
+    """The command that gives `settings`: the flags that differ from their defaults, or that a stage has its own for."""
+    words = ["python", "-m", "train.finetune"]
     of_stage = stage_defaults(settings.arch, settings.stage, settings.is_embedded)
     for field in fields(settings):
         value, name = getattr(settings, field.name), flag_name(field.name)
@@ -264,8 +209,8 @@ def command_of(settings: Settings, processes: int | None = None) -> str:
         if isinstance(value, bool):
             words.append(name if value else name.replace("--", "--no-", 1))
             continue
-        for one in value if isinstance(value, tuple) else (value,):
-            words += [name, str(one)]
+        for part in value if isinstance(value, tuple) else (value,):
+            words += [name, str(part)]
     return shlex.join(words)
 
 
@@ -308,13 +253,7 @@ def step_layout(settings: Settings, processes: int) -> tuple[int, int]:
 
     Raises UserError where they cannot make up the rows of `step_batch`.
     """
-    wanted = settings.step_batch
-    if wanted is None:
-        return settings.batch_size, (settings.accumulate or 1) * processes
-    if settings.accumulate is not None:
-        raise UserError(
-            f"--step-batch {wanted} --accumulate {settings.accumulate}: one decides the other: leave one out"
-        )
+    wanted = settings.step_batch or settings.batch_size * processes
     rows = max(1, min(settings.batch_size, wanted // processes))
     if wanted % (rows * processes):
         raise UserError(

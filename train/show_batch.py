@@ -27,7 +27,7 @@ def show_batch(settings: Settings, sheet: Path) -> list[str]:
     records = read_records(settings)
     device = torch.device("meta")  # shapes and the tokenizer are enough
     processor = open_processor(settings, open_model(settings, device)[0])[0]
-    one = replace(settings, step_batch=None, accumulate=1)  # a micro-batch is shown where data are too few for a step
+    one = replace(settings, step_batch=None)  # a micro-batch is shown where data are too few for a step
     micro = next(make_order(records, processor, one, World(0, 1, torch.device("cpu"))).steps(0))[0]
     lines = [*batch_lines(micro, processor), *(f"left out {line}" for line in micro.bad)]
     pixels = ((micro.batch.pixel_values + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()

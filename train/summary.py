@@ -16,13 +16,14 @@ import numpy as np
 from eval import figures, needle, scenes, vqa
 from eval.command import Ask
 from eval.datasets import PROMPT, fill_prompt
-from eval.statistics import bootstrap
+from eval.statistics import estimate
 from eval.text import sentences
 from model.common import write_text
 from model.differential import KINDS
 from model.images import load_image
 from model.paligemma import PaliGemma
 from model.processor import Processor
+from train.checkpoint import Progress
 from train.data.sources import WEIGHT
 from train.distributed import World, ask_together
 from train.settings import Settings, command_of
@@ -72,53 +73,47 @@ def grade_text(
 
 
 def summarize(
-    settings: Settings,
-    processes: int | None,
-    progress: dict,
-    results: Mapping[str, dict],
-    trainable: int,
-    held_out: HeldOut | None,
+    settings: Settings, progress: Progress, results: Mapping[str, dict], trainable: int, held_out: HeldOut | None
 ) -> dict:
     """The content of summary.json.
 
-    processes: see `command_of`. results: by column of the tables, of `evaluate`; "best" and "blind", the trained model
-    on gray pictures, have "held_out" and "records" alone.
+    results: by column of the tables, of `evaluate`; "best" and "blind", the trained model on gray pictures, have
+    "held_out" and "records" alone.
     """
-    own = {
+    scores = {
         name: {key: value for key, value in result.items() if key not in ("held_out", "records")}
         for name, result in results.items()
         if name not in ("best", "blind")
     }
     summary = {
-        **{"before": NO_ACCURACY, "after": NO_ACCURACY, **own},
-        "command": command_of(settings, processes),
+        **{"before": NO_ACCURACY, "after": NO_ACCURACY, **scores},
+        "command": command_of(settings),
         "trainable_parameters": trainable,
-        "seconds": round(progress["seconds"], 1),
-        "samples": progress["samples"],
-        "left_out": progress["bad"],
-        "empty_steps": progress.get("empty_steps", 0),
+        "seconds": round(progress.seconds, 1),
+        "samples": progress.samples,
+        "left_out": progress.bad,
+        "empty_steps": progress.empty_steps,
     }
     if settings.evaluate and settings.is_embedded:
         summary["blind"] = vqa.blind_embedded(settings.eval_limit)
     if held_out is not None:
-        best = progress.get("best")
         summary["held_out"] = {
             "examples": len(held_out.records),
             **{name: result["held_out"] for name, result in results.items()},
-            "best_step": best and best["step"],
-            "stopped": progress.get("stopped"),
+            "best_step": progress.best and progress.best.step,
+            "stopped": progress.stopped,
             "over_blind": gain_over_blind(held_out, results),
         }
     return summary
 
 
 def gain_over_blind(held_out: HeldOut, results: Mapping[str, dict]) -> dict | None:
-    """By how much the trained model is better with pictures than with gray ones, paired, over pictures: "measure", and
-    the fields of an `Interval`. It is the loss where nothing is matched. None for data without pictures."""
+    """By how much the trained model is better with pictures than with gray ones, paired, over pictures: "measure",
+    "mean", "low" and "high". It is the loss where nothing is matched. None for data without pictures."""
     trained, blind = (Result(**results[name]["records"]) for name in (trained_column(results), "blind"))
-    scores = held_out.matches(trained), held_out.matches(blind)
+    scores, factor, measure = (held_out.matches(trained), held_out.matches(blind)), 100, "% exact match"
     if not any(score for of_model in scores for score in of_model):
-        scores = blind.losses, trained.losses
+        scores, factor, measure = (blind.losses, trained.losses), 1, "nats an answer"
     pairs = [
         (after - before, record.key)
         for after, before, record in zip(*scores, held_out.records, strict=True)
@@ -126,9 +121,9 @@ def gain_over_blind(held_out: HeldOut, results: Mapping[str, dict]) -> dict | No
     ]
     if not pairs:
         return None
-    factor, measure = (1, "nats an answer") if scores[0] is blind.losses else (100, "% exact match")
     differences, keys = zip(*pairs, strict=True)
-    return {"measure": measure, **bootstrap(factor * np.array(differences), keys)._asdict()}
+    gain = estimate(factor * np.array(differences), keys)
+    return {"measure": measure, "mean": gain.mean, "low": gain.low, "high": gain.high}
 
 
 def trained_column(results: Mapping[str, dict]) -> str:
@@ -200,8 +195,8 @@ def print_held_out(held_out: dict, settings: Settings, run: Path) -> None:
         print(f"best, by {by}: after step {held_out['best_step']}{where}")
     if (gain := held_out["over_blind"]) is not None and gain["low"] <= 0:
         print(
-            "the picture was not used: with every picture gray the trained model is not worse by more than chance "
-            f"(by {gain['mean']:.2f} {gain['measure']}, 95 % interval {gain['low']:.2f} to {gain['high']:.2f})"
+            "not shown to use the picture: with every picture gray the trained model loses "
+            f"{gain['mean']:.2f} {gain['measure']} (±{(gain['high'] - gain['low']) / 2:.2f}, a 95 % interval)"
         )
 
 

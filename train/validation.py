@@ -4,14 +4,14 @@ In: records that are not trained on, and a model. Out: loss, exact match and VQA
 an evaluation, the best weights in RUN/best, and whether to stop early. `train/summary.py` prints the tables.
 
 An evaluation changes nothing in training: weights, gradients, modes and random numbers are what they were before.
-Several processes share the examples, and all get the whole result.
+The processes of a run share the examples, and all get the whole result.
 """
 
 import contextlib
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,14 @@ from model.common import UserError, write_text
 from model.device import autocast_of
 from model.paligemma import MAX_LOGITS, PaliGemma
 from model.processor import Processor
-from train.checkpoint import write_folder
-from train.data.batches import load_batches, text_length
-from train.data.features import FeatureCache
+from train.checkpoint import Best, Progress, write_folder
+from train.data.batches import MicroBatch, load_batches, text_length
 from train.data.sources import read_records
 from train.distributed import World, ask_together
+from train.loop import Watch
 from train.settings import Settings
-from train.supervised import ready, row_losses
+from train.supervised import distances, is_sharded, ready, row_losses
+from train.systems.open import write_trained
 
 ASKED = 200  # examples that a model answers at an evaluation during training; the loss is of all
 STEP_FILE = "step"  # of RUN/best
@@ -66,13 +67,7 @@ class HeldOut:
     world: World
 
     def evaluate(
-        self,
-        model: PaliGemma,
-        title: str | None = None,
-        *,
-        most: int | None = None,
-        without_pictures: bool = False,
-        cache: FeatureCache | None = None,
+        self, model: PaliGemma, title: str | None = None, *, most: int | None = None, without_pictures: bool = False
     ) -> Result:
         """The losses of all records, and the answers to `most` of them (None: to all).
 
@@ -83,40 +78,35 @@ class HeldOut:
         answers: list[str | None] = [None] * len(records)
         numbers = choose(self.asked, len(self.asked) if most is None else most)
         with evaluating(model, self.world.device):
-            losses, tokens = self._losses(model, records, cache)
+            losses, tokens = self._losses(model, records)
             if numbers:
-                asks = [ask_of(records[number]) for number in numbers]
+                questions = [ask_of(records[number]) for number in numbers]
                 longest = min(LONGEST, max(self.lengths[number] for number in numbers))
                 options = {"max_new_tokens": longest, "progress": title, "left_out": {}}
-                for number, answer in zip(
-                    numbers, ask_together(self.world, model, self.processor, asks, **options), strict=True
-                ):
+                said = ask_together(self.world, model, self.processor, questions, **options)
+                for number, answer in zip(numbers, said, strict=True):
                     answers[number] = answer
         return Result(losses, tokens, answers)
 
     def measure(self, model: PaliGemma, title: str, without_pictures: bool = False) -> dict:
         """ "held_out", the `scores` of a model, and "records", the fields of the `Result`."""
-        found = self.evaluate(model, title, without_pictures=without_pictures)
-        return {"held_out": self.scores(found), "records": asdict(found)}
+        result = self.evaluate(model, title, without_pictures=without_pictures)
+        return {"held_out": self.scores(result), "records": asdict(result)}
 
-    def _losses(
-        self, model: PaliGemma, records: Sequence[Record], cache: FeatureCache | None
-    ) -> tuple[list[float | None], list[int]]:
+    def _losses(self, model: PaliGemma, records: Sequence[Record]) -> tuple[list[float | None], list[int]]:
         """Nats and tokens by record. All processes call the model equally often, since FSDP2 computes in step."""
         rank, size = self.world.rank, self.world.size
         plan = [*self.plan, *[[]] * (-len(self.plan) % size)]
-        places, found = {record.name: number for number, record in enumerate(records)}, []
+        places, shares = {record.name: number for number, record in enumerate(records)}, []
         on_gpu = self.world.device.type == "cuda"
-        own, workers = plan[rank::size], self.settings.workers
-        for micro in load_batches(records, own, self.processor, workers, on_gpu, cache=cache):
-            names = micro.names
-            micro = ready(micro, model, self.processor, self.world.device, cache)
+        for micro in load_batches(records, plan[rank::size], self.processor, self.settings.workers, on_gpu):
+            names, micro = micro.names, ready(micro, self.processor, self.world.device)
             with autocast_of(self.settings.autocast, self.world.device):
                 by_row = row_losses(model, micro)
-            found += zip(names, by_row.tolist(), (micro.targets != -100).sum(1).tolist(), strict=False)
+            shares += zip(names, by_row.tolist(), (micro.targets != -100).sum(1).tolist(), strict=False)
         losses: list[float | None] = [None] * len(records)
         tokens = [0] * len(records)
-        for of_process in self.world.gather(found):
+        for of_process in self.world.gather(shares):
             for name, loss, count in of_process:
                 losses[places[name]], tokens[places[name]] = loss, count
         return losses, tokens
@@ -129,8 +119,8 @@ class HeldOut:
     def scores(self, result: Result) -> dict[str, float | None]:
         """Loss in nats a token, exact match and VQA accuracy in percent; None where there is none."""
         tokens, losses = sum(result.tokens), [loss for loss in result.losses if loss is not None]
-        found = score(self.records, result.answers)
-        percent = {name: 100 * sum(values.values()) / len(values) for name, values in found.items() if values}
+        by_measure = score(self.records, result.answers)
+        percent = {name: 100 * sum(values.values()) / len(values) for name, values in by_measure.items() if values}
         loss = {"loss": math.fsum(losses) / tokens if tokens else None}
         return loss | {name: percent.get(name) for name in ("exact_match", "vqa_accuracy")}
 
@@ -144,22 +134,22 @@ def open_held_out(
     UserError for --eval-data that cannot be read.
     """
     most = settings.eval_limit // 4 if settings.is_embedded else settings.eval_limit
-    records: Sequence[Record] = []
+    source: Sequence[Record] = []
     try:
-        records = read_records(replace(settings, samples=most), "validation", known)
+        source = read_records(replace(settings, samples=most), "validation", known)
     except UserError:  # too few pictures
         if settings.eval_data:
             raise
-    found: list[Record] = []
-    for number in choose(range(len(records)), most):
+    records: list[Record] = []
+    for number in choose(range(len(source)), most):
         with contextlib.suppress(UserError):  # of a damaged shard; training names what it leaves out
-            found.append(replace(records[number], sampled=False))
-    records = [record for record in found if record.turns]
+            records.append(replace(source[number], sampled=False))
+    records = [record for record in records if record.turns]
     if not records:
         if world.is_first and settings.validation > 0:
             print(
                 f"nothing is held out: --validation {settings.validation} of the pictures is none, or none that can be "
-                "used: no evaluation of the run; raise it, or give --eval-data",
+                "used: give --eval-data, or a larger share",
                 file=sys.stderr,
             )
         return None
@@ -192,54 +182,67 @@ def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Watch:
-    """What the loop calls after each step. write(model, folder): write the trained weights."""
+class TrainingWatch(Watch):
+    """What a fine-tuning run is watched by: distances of the two maps, held-out scores, and the best weights.
 
-    held_out: HeldOut
+    total: steps of the run. files: of the base, written beside a whole model. held_out: None evaluates nothing.
+    """
+
+    model: PaliGemma
+    held_out: HeldOut | None
+    settings: Settings
     run: Path
-    write: Callable[[PaliGemma, Path], None]
-    most: int = ASKED
+    world: World
+    total: int
+    files: Sequence[Path] = ()
 
-    def check(
-        self, model: PaliGemma, cache: FeatureCache | None, total: int, step: int, progress: dict
-    ) -> dict[str, float]:
-        """Evaluate the model every --eval-every steps and after the last of `total`; returns the metrics.
-
-        progress: "best" becomes this step if its exact match is the highest so far, or equal and its loss the lowest
-        (where no answer is generated, by the loss alone), and then RUN/best is written; "stopped" becomes it when
-        --patience is used up.
-        """
-        settings = self.held_out.settings
-        if step % (settings.eval_every or -(-total // 10)) and step != total:
+    def measure(self, step: int, micro: MicroBatch) -> dict:
+        """λ and the distance between the two maps, every --measure-every steps; of a sharded model nothing."""
+        every, is_first = self.settings.measure_every, self.world.is_first
+        if not every or step % every or micro.is_empty or not is_first or is_sharded(self.settings, self.world):
             return {}
-        scores = self.held_out.scores(self.held_out.evaluate(model, most=self.most, cache=cache))
-        loss, exact, best = scores["loss"], scores["exact_match"], progress.get("best")
-        if best and settings.keep_best and read_step(self.run / "best") != best["step"]:
+        return distances(self.model, micro.to(self.world.device))
+
+    def validate(self, step: int, progress: Progress) -> dict[str, float]:
+        """Evaluate the model every --eval-every steps and after the last; returns loss and exact match.
+
+        `progress.best` becomes this step if its exact match is the highest so far, or equal and its loss the lowest
+        (where no answer is generated, by the loss alone), and then RUN/best is written; `progress.stopped` becomes it
+        when --patience is used up.
+        """
+        settings, held_out = self.settings, self.held_out
+        if held_out is None or settings.eval_every == 0:
+            return {}
+        if step % (settings.eval_every or -(-self.total // 10)) and step != self.total:
+            return {}
+        most = 0 if is_sharded(settings, self.world) else ASKED
+        scores = held_out.scores(held_out.evaluate(self.model, most=most))
+        loss, exact, best = scores["loss"], scores["exact_match"], progress.best
+        if best and settings.keep_best and _read_step(self.run / "best") != best.step:
             best = None  # the run was resumed from a step before that of the folder: its weights are of another course
         is_number = loss is not None and math.isfinite(loss)
         if not is_number and best is None:  # no example could be used, or nothing would be better
             return {}
-        if best is None or is_number and (exact or 0, -loss) > (best["exact_match"] or 0, -best["loss"]):
-            progress["best"] = {"step": step, "loss": loss, "exact_match": exact, "since": 0}
+        if best is None or is_number and (exact or 0, -loss) > (best.exact_match or 0, -best.loss):
+            progress.best = Best(step, loss, exact)
             if settings.keep_best:
-                write_folder(partial(self.keep, model, step), self.run / "best", self.held_out.world)
+                write_folder(partial(self._write_best, step), self.run / "best", self.world)
         else:
-            progress["best"] = best | {"since": best["since"] + 1}
-        if settings.patience and progress["best"]["since"] >= settings.patience:
-            progress["stopped"] = step
+            progress.best = replace(best, since=best.since + 1)
+        if settings.patience and progress.best.since >= settings.patience:
+            progress.stopped = step
         if not is_number:
             return {}
         return {"held_out_loss": loss} | ({} if exact is None else {"exact_match": exact})
 
-    def keep(self, model: PaliGemma, step: int, folder: Path) -> None:
-        """Write the weights after a step, and its number."""
-        self.write(model, folder)
-        if self.held_out.world.is_first:
+    def _write_best(self, step: int, folder: Path) -> None:
+        write_trained(self.model, folder, self.settings, self.world, self.files)
+        if self.world.is_first:
             write_text(folder / STEP_FILE, f"{step}\n")
 
 
-def read_step(folder: Path) -> int | None:
-    """The step that the weights of RUN/best are of; None for a folder that is not there, or of an older version."""
+def _read_step(folder: Path) -> int | None:
+    """The step that the weights of RUN/best are of; None for a folder that is not there."""
     with contextlib.suppress(OSError, ValueError):
         return int((folder / STEP_FILE).read_text())
     return None

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset
 from eval.records import Record
 from model.common import UserError, shown
 from model.processor import Batch, Processor
-from train.data.features import FeatureCache
 
 BUCKET = 32  # tokens of text: rows of one batch have lengths of the same bucket
 CHARACTERS = 4  # in a token, roughly
@@ -112,9 +111,8 @@ class Planned(Sequence):
 class MicroBatch:
     """What one forward and backward pass reads.
 
-    positions (B, T): where the head runs. targets (B, T): the next token at each position; -100 is padding. With a
-    cache of features, `features` (pictures, I, H) holds the cached ones in bf16, and zeros at the pictures numbered
-    `unseen`; `batch.pixel_values` then holds the unseen pictures only, and `keys` their names in the cache.
+    positions (B, T): where the head runs. targets (B, T): the next token at each position; -100 is padding. features
+    (pictures, I, W): what a frozen vision tower made of the pictures beforehand; then `batch` has no pixels.
     """
 
     batch: Batch
@@ -124,8 +122,6 @@ class MicroBatch:
     names: tuple[str, ...]
     bad: tuple[str, ...] = ()  # one line for each record that was left out
     features: torch.Tensor | None = None
-    unseen: torch.Tensor | None = None
-    keys: tuple[str, ...] = ()
 
     @property
     def image_index(self) -> torch.Tensor:
@@ -184,9 +180,7 @@ def idle(processor: Processor) -> MicroBatch:
     return replace(micro, targets=torch.full_like(micro.targets, -100), tokens=0, names=())
 
 
-def collate(
-    records: Sequence[Record], processor: Processor, cache: FeatureCache | None = None, bad: Sequence[str] = ()
-) -> MicroBatch:
+def collate(records: Sequence[Record], processor: Processor, bad: Sequence[str] = ()) -> MicroBatch:
     """Open pictures, prepare them and the text, and lay them out as one micro-batch.
 
     A record whose picture or text cannot be used is left out and gets a line in `bad`, after those given: records that
@@ -207,31 +201,14 @@ def collate(
     batch = processor.pad(rows, [picture for r in good if r.pictures for picture in opened[r.key]])
     positions, targets = supervised(batch.labels)
     names = tuple(record.name for record in good)
-    micro = MicroBatch(batch, positions, targets, int((targets != -100).sum()), names, tuple(bad))
-    return micro if cache is None else look_up(micro, cache)
-
-
-def look_up(micro: MicroBatch, cache: FeatureCache) -> MicroBatch:
-    """The micro-batch with those features of its pictures that `cache` has."""
-    pixels = micro.batch.pixel_values
-    keys = [cache.key(picture) for picture in pixels]
-    found = [cache.load(key) for key in keys]
-    unseen = [number for number, features in enumerate(found) if features is None]
-    blank = torch.zeros(cache.shape, dtype=torch.bfloat16)
-    return replace(
-        micro,
-        batch=replace(micro.batch, pixel_values=pixels[unseen]),
-        unseen=torch.tensor(unseen, dtype=torch.int64),
-        features=torch.stack([blank if features is None else features for features in found] or [blank])[: len(found)],
-        keys=tuple(keys[number] for number in unseen),
-    )
+    return MicroBatch(batch, positions, targets, int((targets != -100).sum()), names, tuple(bad))
 
 
 class _MicroBatches(Dataset):
     """Micro-batches by the numbers of their records, for the workers of a DataLoader."""
 
-    def __init__(self, records: Sequence[Record], epoch_seed: str, processor: Processor, cache: FeatureCache | None):
-        self.records, self.epoch_seed, self.processor, self.cache = records, epoch_seed, processor, cache
+    def __init__(self, records: Sequence[Record], epoch_seed: str, processor: Processor):
+        self.records, self.epoch_seed, self.processor = records, epoch_seed, processor
 
     def __getitem__(self, numbers: Sequence[int]) -> MicroBatch:
         records, bad = [], []
@@ -240,7 +217,7 @@ class _MicroBatches(Dataset):
                 records.append(self._record(number))
             except UserError as error:
                 bad.append(shown(str(error), 600))
-        return collate(records, self.processor, self.cache, bad)
+        return collate(records, self.processor, bad)
 
     def _record(self, number: int) -> Record:
         record = self.records[number]
@@ -257,10 +234,9 @@ def load_batches(
     workers: int | None = 0,
     pin: bool = False,
     epoch_seed: str = "",
-    cache: FeatureCache | None = None,
 ) -> Iterator[MicroBatch]:
     """The micro-batches of a plan, in its order, decoded by `workers` processes."""
-    return load(_MicroBatches(records, epoch_seed, processor, cache), plan, workers, pin)
+    return load(_MicroBatches(records, epoch_seed, processor), plan, workers, pin)
 
 
 def load(batches: Dataset, plan: Iterable[Sequence], workers: int | None, pin: bool = False) -> Iterator:
@@ -286,9 +262,8 @@ class Order:
     """Which micro-batches a process reads at every step: a pure function of the seed, so a run can start anywhere.
 
     A step takes `accumulate` micro-batches on each of `world_size` processes; an epoch's last step takes what is left.
-    Of each micro-batch it takes the rows of one `part` of so many `parts`. `total` is the number of steps. records: a
-    list, planned as a whole, or a source with its own `plan` of `samples` an epoch, as in `train/data/shards.py`.
-    Raises UserError if there are too few records for one step.
+    `total` is the number of steps. records: a list, planned as a whole, or a `Planned` source. Raises UserError if
+    there are too few records for one step.
     """
 
     def __init__(
@@ -304,11 +279,8 @@ class Order:
         per_picture: int = 1,
         rank: int = 0,
         world_size: int = 1,
-        part: int = 0,
-        parts: int = 1,
-        cache: FeatureCache | None = None,
     ):
-        self.records, self.processor, self.cache, self.part, self.parts = records, processor, cache, part, parts
+        self.records, self.processor = records, processor
         self.accumulate, self.rank, self.world_size, self.seed = accumulate, rank, world_size, seed
         samples, picture_tokens = len(records), processor.config.num_image_tokens
         if isinstance(records, Planned):
@@ -326,7 +298,7 @@ class Order:
         if self.micro_batches < accumulate * world_size:
             raise UserError(
                 f"{samples} records make {self.micro_batches} micro-batches, but a step takes "
-                f"{accumulate * world_size}: lower --step-batch, --batch-size or --accumulate, or give more data"
+                f"{accumulate * world_size}: lower --step-batch or --batch-size, or give more data"
             )
         self.steps_per_epoch = -(-self.micro_batches // (accumulate * world_size))
         self.total = steps or self.steps_per_epoch * epochs
@@ -341,14 +313,9 @@ class Order:
         while step < self.total:
             epoch, done = divmod(step, self.steps_per_epoch)
             plan = self.plan(epoch=epoch, first=done * self.accumulate * self.world_size)
-            own = map(self._share, islice(plan, self.rank, None, self.world_size))
-            batches = load_batches(self.records, own, self.processor, workers, pin, f"{self.seed}/{epoch}", self.cache)
+            share = islice(plan, self.rank, None, self.world_size)
+            batches = load_batches(self.records, share, self.processor, workers, pin, f"{self.seed}/{epoch}")
             batches = chain(batches, [without_rows()] if 0 < over <= self.rank else [])
             for _ in range(min(self.steps_per_epoch - done, self.total - step)):
                 yield list(islice(batches, self.accumulate))
                 step += 1
-
-    def _share(self, numbers: Sequence[int]) -> Sequence[int]:
-        """This process's part of a micro-batch. Rows of one picture stand together in it, and mostly stay so."""
-        first, last = (len(numbers) * part // self.parts for part in (self.part, self.part + 1))
-        return numbers[first:last]

@@ -18,8 +18,7 @@ from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import EMBEDDED
 from train.optim import Rule
-from train.run_folder import lock_folder
-from train.signals import same_command_goes_on
+from train.run import lock_folder
 from train.studies.encoded import learn, prepare
 from weights.checkpoint import empty_model
 from weights.export import companions, export_model

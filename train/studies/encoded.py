@@ -19,7 +19,7 @@ from model.processor import Processor
 from model.siglip import Siglip
 from train.data.batches import MicroBatch, supervised
 from train.distributed import World
-from train.loop import LoopOptions, fit
+from train.loop import LoopSettings, fit
 from train.optim import Rule, make_adamw, parameter_groups
 from train.supervised import supervised_loss
 
@@ -109,7 +109,7 @@ def learn(
     run.mkdir(parents=True, exist_ok=True)
     optimizer = make_adamw(parameter_groups(model, rules), (0.9, 0.98))
     order = EncodedOrder(len(micros), micros.__getitem__)
-    options = LoopOptions(schedule="cosine", warmup=0.05, clip=1.0)
+    options = LoopSettings(schedule="cosine", warmup=0.05, clip=1.0)
     alone = World(0, 1, torch.device("cpu"))
     progress = fit(model, optimizer, order, encoded_loss, options, run, alone, validate=watch)
     model.eval()

@@ -6,7 +6,7 @@ system with stages is one file beside this one, its `STAGES` in `train/recipes.p
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,12 +20,13 @@ from model.language import LanguageModel
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.tokenizer import find_tokenizer, load_tokenizer
-from train.optim import OPTIMIZERS, SCALARS, MuonAdamW, Rule, parameter_groups, trainable
+from train.distributed import World, whole_model
+from train.optim import OPTIMIZERS, SCALARS, MuonAdamW, Rule, matching, parameter_groups, trainable
 from train.recipes import STAGES
 from train.settings import Settings
 from train.systems.qmamba import language_model, open_qmamba
 from train.systems.wings import open_wings, text_source
-from weights.export import companions
+from weights.export import companions, export_model
 from weights.load import load_model
 
 
@@ -80,7 +81,7 @@ def open_model(
     UserError for settings that exclude each other.
     """
     model = load_start(settings, device) if start is None else start
-    rules = adapt(model, settings) if settings.stage is None else stage_rules(settings)
+    rules = adapt(model, settings) if settings.stage is None else stage_rules(model, settings)
     model.set_checkpointing(settings.checkpointing)
     if settings.quantize:
         if settings.writes_model or settings.shard:
@@ -110,18 +111,19 @@ def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
     if settings.is_grafted:
         graft(model, settings.attention, **options)
     if settings.full:
-        rules = [Rule(".*", settings.lr, settings.weight_decay)]
+        rules = [Rule(matching(model, ".*"), settings.lr, settings.weight_decay)]
         if settings.align:  # the decoder's gradients undid at the full rate what the tower had learned of small shapes
-            rules.insert(0, Rule(r"vision_tower\..*", settings.lr / 10, settings.weight_decay))
+            tower = matching(model, r"vision_tower\..*")
+            rules.insert(0, Rule(tower, settings.lr / 10, settings.weight_decay))
         return rules
     torch.manual_seed(settings.seed)  # LoRA's A is drawn here
     adapter.inject(model, settings.targets, settings.r, settings.alpha, settings.dropout)
     check_adapted(model)
     names = list(trainable(model))
-    rules = [Rule("|".join(names).replace(".", r"\."), settings.lr, settings.weight_decay)]
-    if any(re.fullmatch(SCALARS, name) for name in names):
+    rules = [Rule(names, settings.lr, settings.weight_decay)]
+    if scalars := [name for name in names if re.fullmatch(SCALARS, name)]:
         own = settings.scalar_lr is not None and settings.optimizer != "muon"  # which applies it itself
-        rules.insert(0, Rule(SCALARS, settings.scalar_lr if own else settings.lr))
+        rules.insert(0, Rule(scalars, settings.scalar_lr if own else settings.lr))
     return rules
 
 
@@ -133,10 +135,12 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
     return SYSTEMS[settings.arch].open(settings, dtype, device)
 
 
-def stage_rules(settings: Settings) -> list[Rule]:
+def stage_rules(model: PaliGemma, settings: Settings) -> list[Rule]:
     """What a stage trains, at which rates."""
     rates = STAGES[settings.arch][settings.stage].rates
-    return [Rule(name, settings.lr * factor, settings.weight_decay) for name, factor in rates.items()]
+    return [
+        Rule(matching(model, pattern), settings.lr * factor, settings.weight_decay) for pattern, factor in rates.items()
+    ]
 
 
 def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, list[Path]]:
@@ -146,3 +150,23 @@ def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, lis
         return Processor.from_source(settings.base, **options), companions(settings.base)
     tokenizer = find_tokenizer(SYSTEMS[settings.arch].tokenizer_source(settings))
     return Processor(model.config, load_tokenizer(tokenizer), **options), [tokenizer]
+
+
+def write_trained(model: PaliGemma, folder: Path, settings: Settings, world: World, files: Sequence[Path]) -> None:
+    """Write the adapter, or the whole model with the `files` that belong beside it. Every process must call it."""
+    if not settings.writes_model:
+        adapter.save(model, folder, settings.base, settings.question_prompt, write=world.is_first)
+    else:
+        whole = whole_model(model, world) if settings.shard and world.size > 1 else model
+        if world.is_first:
+            export_model(whole, folder, companions=files)
+    world.barrier()
+
+
+def open_trained(settings: Settings, folder: Path, device: torch.device) -> PaliGemma:
+    """The trained model from the files that `write_trained` has written, whole on each process."""
+    if settings.writes_model:
+        return load_base(replace(settings, base=str(folder)), device)
+    model = load_base(settings, device)
+    adapter.load(model, folder)
+    return model

@@ -22,7 +22,7 @@ from model.text import TextModel, new_model
 from train.data.batches import each_tensor, load
 from train.distributed import World
 from train.flags import check_ranges, flag
-from train.loop import LoopOptions, fit
+from train.loop import LoopSettings, fit
 from train.optim import SCALARS, Rule, make_adamw, parameter_groups
 
 SHORTEST = 64  # positions that a needle document is given at least,
@@ -249,6 +249,6 @@ def learn(
     def validate(step: int, progress: dict) -> dict:
         return {"held_out_loss": validation_loss(model, corpus, settings, batches)} if step in points else {}
 
-    options = LoopOptions.of(settings)
+    options = LoopSettings.of(settings)
     progress = fit(model, optimizer, order, text_loss, options, run, world, validate=validate, kept=kept)
     return model.eval(), progress

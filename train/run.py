@@ -1,4 +1,7 @@
-"""The folder of a run: made when training starts, and locked while a process writes to it."""
+"""The folder of a run: made when training starts, and locked while a process writes to it; and the end by a signal.
+
+SIGTERM or Ctrl-C during training: the running step is finished, a checkpoint is written, the program ends.
+"""
 
 import contextlib
 import dataclasses
@@ -6,6 +9,8 @@ import fcntl
 import itertools
 import json
 import shutil
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -14,17 +19,44 @@ from model.common import UserError, file_errors, shown, write_text
 from train.checkpoint import checkpoints
 from train.distributed import World
 from train.flags import RUN_CONFIG, RunArguments
-from train.signals import Interrupted, end_program
 
 LOCK = ".lock"
 
 
+class Interrupted(Exception):
+    """A signal, its first argument, asked the run to end; the run has been saved."""
+
+    def end_program(self, advice: str) -> None:
+        """Print that the work is saved, with `advice`, and exit with the code that the signal itself would give."""
+        print(f"\nsaved; {advice}", file=sys.stderr)
+        sys.exit(128 + self.args[0])
+
+
+@contextlib.contextmanager
+def catch_signals() -> Iterator[list[int]]:
+    """SIGTERM and Ctrl-C are put into the yielded list instead of ending the process; a second signal ends it."""
+    received: list[int] = []
+
+    def handler(number, frame):
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    try:
+        before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:  # not the main thread
+        before = {}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def check_empty(out: Path | None) -> None:
     """Raise UserError if `out` holds anything but hidden files, which a killed run may have left."""
-    if out is None:
-        return
-    with file_errors(out):
-        if out.exists() and not all(path.name.startswith(".") for path in out.iterdir()):
+    with file_errors(out or "."):
+        if out is not None and out.exists() and not all(path.name.startswith(".") for path in out.iterdir()):
             raise UserError(f"--out {shown(out)}: not empty: choose another folder, or --resume it")
 
 
@@ -34,17 +66,19 @@ def run_folder(arguments: RunArguments, settings, stem: str, program: str, world
 
     A new folder is `--out`, or the next runs/STEM-NUMBER. If the block raises UserError before anything is learned, the
     new folder is deleted. An interrupted block ends the program, with advice. Raises UserError if another process
-    writes to the folder, or if it is not empty.
+    writes to the folder, if it is not empty, or if the processes do not share it.
     """
     run = lock = None
     if world.is_first:
-        run, lock = _claim(arguments, settings, stem)
+        run, lock = _open_folder(arguments, settings, stem)
     run = world.gather(run)[0]
     try:
-        check_seen_by_all(run, world)
+        steps = world.gather([path.name for path in checkpoints(run)])
+        if any(names != steps[0] for names in steps):  # each would begin at a step of its own
+            raise UserError(f"{shown(run)}: the processes see different checkpoints: give a folder that they share")
         yield run
     except Interrupted as interrupted:
-        end_program(interrupted, f"go on with: python -m {program} --resume {run}")
+        interrupted.end_program(f"go on with: python -m {program} --resume {run}")
     except UserError:
         metrics = run / "metrics.jsonl"
         if lock and not arguments.resume and not (metrics.exists() and '"loss"' in metrics.read_text()):
@@ -53,16 +87,6 @@ def run_folder(arguments: RunArguments, settings, stem: str, program: str, world
     finally:
         if lock:
             lock.close()
-
-
-def check_seen_by_all(run: Path, world: World) -> None:
-    """Raise UserError unless all processes find the same checkpoints: each would begin at a step of its own."""
-    found = world.gather([path.name for path in checkpoints(run)])
-    if any(names != found[0] for names in found):
-        lists = "; ".join(f"process {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(found))
-        raise UserError(
-            f"{shown(run)}: the processes find different checkpoints ({lists}): give a folder that they share"
-        )
 
 
 def _clear(run: Path) -> None:
@@ -76,7 +100,7 @@ def _clear(run: Path) -> None:
         run.rmdir()
 
 
-def _claim(arguments: RunArguments, settings, stem: str) -> tuple[Path, IO]:
+def _open_folder(arguments: RunArguments, settings, stem: str) -> tuple[Path, IO]:
     """Make or open the folder, and lock it."""
     run = arguments.resume or arguments.out
     with file_errors(run or "runs"):
@@ -106,9 +130,7 @@ def lock_folder(run: Path) -> IO:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         lock.close()
-        raise UserError(
-            f"{shown(run)}: another process is training in this folder: wait until it ends, or choose another one"
-        ) from None
+        raise UserError(f"{shown(run)}: another process writes to this folder: wait, or choose another one") from None
     except OSError:  # a file system without locks
         pass
     return lock
