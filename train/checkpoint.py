@@ -55,8 +55,8 @@ class Progress:
 
     processes: that the run began with. step: updates so far. samples, seconds: learned from, of training. bad: a line
     for each unusable record. empty_steps: steps without a usable record. stopped: the step of an early end. results:
-    evaluations before training, by column of the table. origin: see `train/origin.py`. metrics_bytes, metrics_sha256:
-    of metrics.jsonl. scaler: the state of the gradient scaler.
+    evaluations before training, by column of the table. origin: see `train/origin.py`. scaler: the state of the
+    gradient scaler.
     """
 
     processes: int = 1
@@ -69,8 +69,6 @@ class Progress:
     stopped: int | None = None
     results: dict[str, dict] = field(default_factory=dict)
     origin: dict | None = None
-    metrics_bytes: int = 0
-    metrics_sha256: str | None = None
     scaler: dict | None = None
 
     @classmethod

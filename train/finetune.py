@@ -33,13 +33,12 @@ from train.align import align, check_align
 from train.checkpoint import Progress, newest_progress, write_folder
 from train.data.sources import read_records
 from train.distributed import World, join_world, leave_world
-from train.flags import RunArguments
 from train.metrics import draw_loss
 from train.optim import count, trainable
 from train.origin import check_resume, data_fingerprints, origin_of
 from train.plan import plan, plan_table
 from train.run import check_empty, run_folder
-from train.settings import Settings, parse, run_stem
+from train.settings import Arguments, Settings, parse, run_stem
 from train.show_batch import show_batch
 from train.summary import can_export, evaluate, print_summary, summarize, write_answers
 from train.supervised import is_sharded, make_order, train_in_order
@@ -48,7 +47,7 @@ from train.validation import TrainingWatch, open_held_out
 from weights.fingerprint import tensor_fingerprint
 
 
-def fine_tune(settings: Settings, arguments: RunArguments, world: World) -> None:
+def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
     """The whole run: data, model, loop, summary."""
     check_empty(arguments.out)
     outline, _ = open_model(settings, torch.device("meta"))  # mistakes are reported before weights are read

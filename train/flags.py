@@ -12,7 +12,6 @@ from types import NoneType
 from typing import TypeVar
 
 from model.common import Expected, UserError, quoted, read_json, shown
-from train.recipes import GPUS
 
 Settings = TypeVar("Settings")
 MANY = 2**31 - 1  # the largest integer of a flag without another limit
@@ -69,6 +68,14 @@ def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
         parser.add_argument(flag_name(field.name), **arguments)
 
 
+def field_kind(settings: type, field: dataclasses.Field) -> type:
+    """The type of a field's value, None apart: int, float, bool, str, or list for a tuple of texts."""
+    hint = typing.get_type_hints(settings)[field.name]
+    if typing.get_origin(hint) is tuple:
+        return list
+    return next((kind for kind in typing.get_args(hint) if kind is not NoneType), hint)
+
+
 def read_flags(options: type[Settings], program: str, description: str | None, argv: Sequence[str] | None) -> Settings:
     """The flags of a command that has no others. Raises UserError for values out of range."""
     parser = FlagParser(prog=f"python -m {program}", description=description)
@@ -76,74 +83,6 @@ def read_flags(options: type[Settings], program: str, description: str | None, a
     chosen = from_values(options, vars(parser.parse_args(argv)))
     check_ranges(chosen)
     return chosen
-
-
-def field_kind(settings: type, field: dataclasses.Field) -> type:
-    """The type of a field's value, None apart: int, float, bool, str, or list for a tuple of texts."""
-    hint = typing.get_type_hints(settings)[field.name]
-    if typing.get_origin(hint) is tuple:
-        return list
-    return next((one for one in typing.get_args(hint) if one is not NoneType), hint)
-
-
-@dataclasses.dataclass(frozen=True)
-class RunArguments:
-    """Flags that are no settings. allow_changed: resume although the base, the data or a setting has changed."""
-
-    out: Path | None = None
-    resume: Path | None = None
-    allow_changed: bool = False
-    plan: bool = False
-    gpu: str = "H100"
-    gpus: int = 1
-    show_batch: Path | None = None
-
-
-def take_run_arguments(given: dict) -> RunArguments:
-    """Take the flags that are no settings out of `given`. Raises UserError for flags that exclude each other."""
-    names = [field.name for field in dataclasses.fields(RunArguments) if field.name in given]
-    arguments = RunArguments(**{name: given.pop(name) for name in names})
-    if arguments.resume is not None and (arguments.out is not None or given):
-        raise UserError("--resume goes on with the run's own settings: leave the other flags out")
-    if arguments.allow_changed and arguments.resume is None:
-        raise UserError("--allow-changed goes with --resume: leave it out")
-    if arguments.gpus < 1:
-        raise UserError(f"--gpus {arguments.gpus}: expected 1 or more")
-    return arguments
-
-
-def add_run_flags(parser: argparse.ArgumentParser, folder: str) -> None:
-    """Add the flags of a run folder. folder: what the help says of the default."""
-    parser.add_argument("--out", type=Path, help=f"run folder to make (default: {folder}, or the next number)")
-    parser.add_argument(
-        "--resume", type=Path, metavar="RUN", help="go on with an interrupted run, with its own settings"
-    )
-    parser.add_argument(
-        "--allow-changed",
-        action="store_true",
-        help="with --resume: go on although the base, the data or a setting is not what it was",
-    )
-
-
-def add_plan_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what shows a run without training: --show-batch, --plan, and the GPUs that it counts with."""
-    parser.add_argument(
-        "--show-batch",
-        type=Path,
-        nargs="?",
-        const=Path("batch.png"),
-        metavar="FILE",
-        help="train nothing: print the first batch as the model reads it, with what is learned marked, and write its "
-        "pictures to a sheet (default: batch.png)",
-    )
-    parser.add_argument(
-        "--plan",
-        action="store_true",
-        help="train nothing: open the data and the headers, and print what the run takes (memory, disk, hours)",
-    )
-    gpu, gpus = RunArguments.gpu, RunArguments.gpus
-    parser.add_argument("--gpu", choices=list(GPUS), default=gpu, help=f"GPU of --plan (default: {gpu})")
-    parser.add_argument("--gpus", type=int, default=gpus, help=f"number of them (default: {gpus})")
 
 
 def from_values(settings: type[Settings], values: Mapping[str, object]) -> Settings:
@@ -162,10 +101,37 @@ def check_ranges(settings, where: str = "") -> None:
         values = list(value) if isinstance(value, tuple) else value
         if value is None and field.default is None:
             continue
-        if not expected.accepts(values) or kind is list and not all(isinstance(one, str) for one in value):
+        if not expected.accepts(values) or kind is list and not all(isinstance(text, str) for text in value):
             raise UserError(f"{where}{flag_name(field.name)} is {quoted(value)}, expected {expected}")
-        if kind is str and "\0" in value:
-            raise UserError(f"{where}{flag_name(field.name)} is {quoted(value)}, expected a text without NUL")
+
+
+# Runs
+
+
+@dataclasses.dataclass(frozen=True)
+class RunArguments:
+    """The flags of a run's folder, which are no settings."""
+
+    out: Path | None = flag(None, "run folder to make (default: in runs/, with the next number)")
+    resume: Path | None = flag(None, "go on with an interrupted run, with its own settings", metavar="RUN")
+    allow_changed: bool = flag(
+        False, "with --resume: go on although the base, the data or a setting is not what it was"
+    )
+
+
+Arguments = TypeVar("Arguments", bound=RunArguments)
+
+
+def take_arguments(arguments: type[Arguments], given: dict) -> Arguments:
+    """Take the flags that are no settings out of `given`. Raises UserError for flags that exclude each other."""
+    names = [field.name for field in dataclasses.fields(arguments) if field.name in given]
+    chosen = from_values(arguments, {name: given.pop(name) for name in names})
+    check_ranges(chosen)
+    if chosen.resume is not None and (chosen.out is not None or given):
+        raise UserError("--resume goes on with the run's own settings: leave the other flags out")
+    if chosen.allow_changed and chosen.resume is None:
+        raise UserError("--allow-changed goes with --resume: leave it out")
+    return chosen
 
 
 def read_config(settings: type[Settings], run: Path, program: str) -> Settings:

@@ -1,7 +1,6 @@
 """The log of a run: metrics.jsonl, TensorBoard where installed, the progress bar, and the picture of its loss."""
 
 import contextlib
-import hashlib
 import json
 import os
 import resource
@@ -22,31 +21,19 @@ from train.distributed import World
 MEASURED = ("seconds", "samples_per_second", "tokens_per_second", "peak_memory")
 
 
-def saved_metrics(path: Path, progress: Progress) -> bytes | None:
-    """The metrics as they were when `progress` was saved; None if the file does not begin with them any more."""
-    before = path.read_bytes()[: progress.metrics_bytes] if path.exists() else b""
-    digest = hashlib.sha256(before).hexdigest()
-    is_same = len(before) == progress.metrics_bytes and progress.metrics_sha256 in (None, digest)
-    return before if is_same else None
-
-
-def _lines_before(path: Path, step: int) -> bytes:
-    """The lines of the metrics that can be read, of steps before `step`, each step once."""
-    lines = {}
-    for line in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            record = json.loads(line)
-            if 0 <= record["step"] < step and isinstance(record.get("loss", 0.0), float):
-                lines.setdefault(record["step"], line + b"\n")
-    return b"".join(lines[number] for number in sorted(lines))
+def saved_lines(path: Path, step: int) -> list[bytes]:
+    """The lines of the metrics of the steps before `step`; what was logged after the checkpoint is left out."""
+    lines: dict[int, bytes] = {}
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that was cut or edited
+            lines[int(json.loads(line)["step"])] = line + b"\n"
+    return [line for number, line in sorted(lines.items()) if number < step]
 
 
 class Log:
     """The metrics, the progress bar and the clock of a run; only the process with `writes` writes.
 
-    progress: of the run; `sync` updates its `seconds`, `metrics_bytes` and `metrics_sha256`. What metrics.jsonl holds
-    after the first `metrics_bytes` is cut off: it belongs to steps after the checkpoint that the run resumes from. If
-    the file has been changed, the lines that can be read are kept.
+    progress: of the run; `sync` updates its `seconds`. Steps that metrics.jsonl lacks are counted on stderr.
     """
 
     def __init__(self, run: Path, total: int, progress: Progress, world: World):
@@ -57,14 +44,12 @@ class Log:
         if not world.is_first:
             return
         with file_errors(self.path):
-            self.path.touch()
-            if (kept := saved_metrics(self.path, progress)) is None:
-                kept = _lines_before(self.path, progress.step)
-                with atomic_path(self.path) as temporary:
-                    temporary.write_bytes(kept)
-            os.truncate(self.path, len(kept))
-            self.size, self.digest = len(kept), hashlib.sha256(kept)
+            kept = saved_lines(self.path, progress.step)
+            with atomic_path(self.path) as temporary:
+                temporary.write_bytes(b"".join(kept))
             self.file = self.path.open("ab", buffering=0)
+        if lost := progress.step - len(kept):
+            print(f"{self.path}: the lines of {lost} steps are missing or cannot be read", file=sys.stderr)
         with contextlib.suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
 
@@ -89,8 +74,6 @@ class Log:
                 written = 0
                 while written < len(line):
                     written += self.file.write(line[written:])
-            self.size += len(line)
-            self.digest.update(line)
             if "held_out_loss" in record:
                 self.held_out = f"held-out {record['held_out_loss']:.3f}, "
                 self.held_out += f"{record['exact_match']:.1f} %, " if "exact_match" in record else ""
@@ -115,7 +98,6 @@ class Log:
         if self.file is not None:
             with file_errors(self.path):
                 os.fsync(self.file.fileno())
-            self.progress.metrics_bytes, self.progress.metrics_sha256 = self.size, self.digest.hexdigest()
 
 
 def peak_bytes(device: torch.device | str = "cpu") -> int:

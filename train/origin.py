@@ -23,7 +23,6 @@ from train.data.shards import Shards
 from train.data.sources import Mixture
 from train.distributed import World
 from train.flags import flag_name
-from train.metrics import saved_metrics
 
 # settings that do not change what is learned
 FREE = {"workers", "device", "checkpoint_every", "keep", "evaluate", "eval_limit", "measure_every", "max_bad"}
@@ -100,8 +99,6 @@ def check_resume(run: Path, progress: Progress, origin: dict, allow_changed: boo
     ]
     old, new = before["fingerprints"], origin["fingerprints"]
     changes += [f"the {name}" for name in new if old.get(name) != new[name]]
-    if saved_metrics(run / "metrics.jsonl", progress) is None:
-        changes.append("metrics.jsonl (cut or edited: --allow-changed keeps the lines that can be read)")
     if changes and not allow_changed:
         raise UserError(
             f"--resume {shown(run)}: changed since step {progress.step}: {'; '.join(changes)}: undo that, or add "

@@ -23,18 +23,16 @@ from train.flags import (
     FlagParser,
     RunArguments,
     add_flags,
-    add_plan_flags,
-    add_run_flags,
     check_ranges,
     flag,
     flag_name,
     from_values,
     read_config,
-    take_run_arguments,
+    take_arguments,
 )
 from train.loop import LoopSettings
 from train.optim import OPTIMIZERS
-from train.recipes import RECIPES, STAGES, stage_defaults
+from train.recipes import GPUS, RECIPES, STAGES, stage_defaults
 
 EMBEDDED = ("embedded",)
 
@@ -174,26 +172,44 @@ class Settings(LoopSettings):
         return self.full or self.stage is not None
 
 
-def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, RunArguments]:
+@dataclass(frozen=True)
+class Arguments(RunArguments):
+    """The flags of `train.finetune` that are no settings."""
+
+    show_batch: Path | None = flag(
+        None,
+        "train nothing: print the first batch as the model reads it, with what is learned marked, and write its "
+        "pictures to a sheet (default: batch.png)",
+        nargs="?",
+        const=Path("batch.png"),
+        metavar="FILE",
+    )
+    plan: bool = flag(
+        False, "train nothing: open the data and the headers, and print what the run takes (memory, disk, hours)"
+    )
+    gpu: str = flag("H100", "GPU of --plan", choices=list(GPUS))
+    gpus: int = flag(1, "number of them", least=1)
+
+
+def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, Arguments]:
     """The settings and the run folder of a command line; a recipe changes defaults, a flag overrides both."""
     parser = FlagParser(prog="python -m train.finetune", description=description)
-    add_run_flags(parser, "runs/BASE-ATTENTION-1 or runs/ARCH-stageN-1")
+    add_flags(parser, Arguments)
     parser.add_argument(
         "--recipe",
         choices=list(RECIPES),
         default=argparse.SUPPRESS,
         help="settings of the paper's Table 1, of PaliGemma's authors, or for own pictures on the embedded base",
     )
-    add_plan_flags(parser)
     add_flags(parser, Settings)
     given = vars(parser.parse_args(argv))
-    arguments = take_run_arguments(given)
+    arguments = take_arguments(Arguments, given)
     if arguments.resume is not None:
         return read_config(Settings, arguments.resume, "train.finetune"), arguments
-    recipe = given.pop("recipe", None)
-    defaults = stage_defaults(given.get("arch"), given.get("stage"), tuple(given.get("data", EMBEDDED)) == EMBEDDED)
-    defaults = {**defaults, **RECIPES.get(recipe, {})}
-    settings = from_values(Settings, {**defaults, **given})
+    recipe = RECIPES.get(given.pop("recipe", ""), {})
+    is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
+    defaults = stage_defaults(given.get("arch"), given.get("stage"), is_embedded)
+    settings = from_values(Settings, {**defaults, **recipe, **given})
     check(settings)
     return settings, arguments
 
