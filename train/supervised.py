@@ -94,7 +94,7 @@ def free_sizes(micro: MicroBatch) -> None:
     batch = micro.batch
     for tensor in (batch.input_ids, batch.token_type_ids, batch.attention_mask, micro.positions, micro.targets):
         torch._dynamo.maybe_mark_dynamic(tensor, (0, 1))
-    for tensor in (batch.pixel_values, micro.image_index):
+    for tensor in (batch.pixel_values, batch.image_index):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
@@ -119,7 +119,7 @@ def forward(model: nn.Module, micro: MicroBatch, targets: torch.Tensor | None = 
         batch.attention_mask,
         positions_to_keep=micro.positions,
         image_features=micro.features,
-        image_index=micro.image_index,
+        image_index=batch.image_index,
         targets=targets,
     )
 
@@ -134,7 +134,7 @@ def distances(model: PaliGemma, micro: MicroBatch) -> dict:
         pixel_values=batch.pixel_values,
         token_type_ids=batch.token_type_ids,
         attention_mask=batch.attention_mask,
-        image_index=micro.image_index,
+        image_index=batch.image_index,
     )
     model.train()
     record = {

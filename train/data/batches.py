@@ -63,29 +63,6 @@ def plan_epoch(
     return batches
 
 
-def plan_windows(
-    order: np.ndarray,
-    describe: Callable[[Sequence[int]], tuple[list, list[int]]],
-    batch_size: int,
-    seed: int,
-    epoch: int,
-    per_picture: int,
-    first: int,
-    buffer: int,
-) -> Iterator[list[int]]:
-    """The micro-batches of an epoch from number `first` on, planned by `plan_epoch` within one `buffer` at a time.
-
-    order: the numbers of all samples. describe: from numbers to keys and lengths. All micro-batches but the last have
-    `batch_size` samples.
-    """
-    window = batch_size * max(1, buffer // batch_size)
-    for start in range(first * batch_size // window * window, len(order), window):
-        chosen = order[start : start + window]
-        batches = plan_epoch(*describe(chosen), batch_size, f"{seed}/{start}", epoch, per_picture)
-        for batch in batches[max(0, first - start // batch_size) :]:
-            yield chosen[batch].tolist()
-
-
 class Planned(Sequence):
     """Records that plan their epochs themselves, since there are too many to read all: tar shards, and mixtures.
 
@@ -102,9 +79,17 @@ class Planned(Sequence):
     def plan(
         self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0, picture_tokens: int = 0
     ) -> Iterator[list[int]]:
-        """The micro-batches of an epoch from number `first` on, see `plan_windows`."""
-        order, describe = self.order(seed, epoch), partial(self.describe, picture_tokens=picture_tokens)
-        yield from plan_windows(order, describe, batch_size, seed, epoch, per_picture, first, self.window)
+        """The micro-batches of an epoch from number `first` on, planned by `plan_epoch` within one window at a time.
+
+        All but the last have `batch_size` samples.
+        """
+        order, window = self.order(seed, epoch), batch_size * max(1, self.window // batch_size)
+        for start in range(first * batch_size // window * window, len(order), window):
+            chosen = order[start : start + window]
+            keys, lengths = self.describe(chosen, picture_tokens=picture_tokens)
+            batches = plan_epoch(keys, lengths, batch_size, f"{seed}/{start}", epoch, per_picture)
+            for batch in batches[max(0, first - start // batch_size) :]:
+                yield chosen[batch].tolist()
 
 
 @dataclass(frozen=True)
@@ -287,7 +272,7 @@ class Order:
             self.plan = partial(records.plan, batch_size, seed, per_picture=per_picture, picture_tokens=picture_tokens)
             samples = records.samples
         else:
-            texts = ["".join(chain(*r.turns))[:MAX_PLANNED].encode("utf-8", "replace").decode() for r in records]
+            texts = ["".join(chain(*r.turns))[:MAX_PLANNED] for r in records]
             lengths = [len(ids) for ids in processor.tokenizer.encode(texts)]
             # beside one picture: a batch of equal records has the same length whatever a picture's tokens are
             more = [(len(r.pictures) - 1) * picture_tokens for r in records]
