@@ -41,7 +41,7 @@ from train.run import check_empty, run_folder
 from train.settings import Arguments, Settings, parse, run_stem
 from train.show_batch import show_batch
 from train.summary import can_export, evaluate, print_summary, summarize, write_answers
-from train.supervised import is_sharded, make_order, train_in_order
+from train.supervised import is_sharded, make_order, train_on
 from train.systems.open import load_start, open_model, open_processor, open_trained, weights_dtype, write_trained
 from train.validation import TrainingWatch, open_held_out
 from weights.fingerprint import tensor_fingerprint
@@ -83,7 +83,7 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
             align(model, records, settings, world)
 
         watch = TrainingWatch(model, held_out, settings, run, world, order.total, files)
-        progress = train_in_order(order, model, optimizer, settings, run, world, watch, progress)
+        progress = train_on(order, model, optimizer, settings, run, world, watch, progress)
 
         result = run / "model" if settings.writes_model else run
         if settings.writes_model:

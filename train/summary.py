@@ -154,10 +154,10 @@ def write_answers(run: Path, held_out: HeldOut, results: Mapping[str, dict]) -> 
     numbers = choose(scored, SHOWN)
     if not numbers:
         return ["answers.jsonl"]
+    shown = [(held_out.records[number], said.get("before", said[trained])[number]) for number in numbers]
     captions = [
-        f"{record.prefix}\ntruth: {record.suffix}\nbefore: {said.get('before', said[trained])[number]}\n"
-        f"after: {said[trained][number]}"
-        for number, record in ((number, held_out.records[number]) for number in numbers)
+        f"{record.prefix}\ntruth: {record.suffix}\nbefore: {before}\nafter: {said[trained][number]}"
+        for number, (record, before) in zip(numbers, shown, strict=True)
     ]
     pictures = [load_image(held_out.records[number].pictures[0]) for number in numbers]
     hits = [bool(right[number]) for number in numbers]
@@ -167,37 +167,29 @@ def write_answers(run: Path, held_out: HeldOut, results: Mapping[str, dict]) -> 
 
 
 def print_summary(summary: dict, results: Mapping[str, dict], settings: Settings, run: Path, files: list[str]) -> None:
-    """Print the accuracies, the files of the run, and the commands that go on from it."""
+    """Print the accuracies, the best step, whether the pictures were used, the files, and the commands that go on."""
     if results:
         print_accuracies(summary, results, settings)
-    if "held_out" in summary:
-        print_held_out(summary["held_out"], settings, run)
-    if summary["left_out"]:
-        print(f"left out {len(summary['left_out'])} records: {summary['left_out'][0]} …")
-    if empty := summary["empty_steps"]:
-        print(f"{empty} {'steps' if empty > 1 else 'step'} had no usable record, and changed nothing")
+    held_out = summary.get("held_out", {})
+    if step := held_out.get("stopped"):
+        print(f"stopped early, after step {step}: {settings.patience} evaluations without a better score")
+    if step := held_out.get("best_step"):
+        by = "loss" if held_out["after"]["exact_match"] is None else "exact match, then loss"
+        print(f"best, by {by}: after step {step}" + (f", in {run / 'best'}" if settings.keep_best else ""))
+    if (gain := held_out.get("over_blind")) and gain["low"] <= 0:
+        print(
+            "not shown to use the picture: with every picture gray the trained model loses "
+            f"{gain['mean']:.2f} {gain['measure']} (±{(gain['high'] - gain['low']) / 2:.2f}, a 95 % interval)"
+        )
+    if left_out := summary["left_out"]:
+        print(f"left out {len(left_out)} records: {left_out[0]} …")
+    if steps := summary["empty_steps"]:
+        print(f"{steps} {'steps' if steps > 1 else 'step'} had no usable record, and changed nothing")
     names = ["model/"] if settings.writes_model else ["adapter_model.safetensors", "adapter_config.json"]
     names += ["metrics.jsonl", "loss.png", "summary.json", *files, "checkpoints/"]
     names += ["best/"] if (run / "best").is_dir() else []
     print(f"\n{summary['samples']:,} samples in {summary['seconds']:.0f} s; in {run}: {', '.join(names)}")
     print("next:", "\n      ".join(next_commands(settings, run, trained_column(results) == "best")))
-
-
-def print_held_out(held_out: dict, settings: Settings, run: Path) -> None:
-    """Print which step was the best one, and whether the pictures were used."""
-    if held_out["stopped"]:
-        print(
-            f"stopped early, after step {held_out['stopped']}: {settings.patience} evaluations without a better score"
-        )
-    if held_out["best_step"]:
-        by = "loss" if held_out["after"]["exact_match"] is None else "exact match, then loss"
-        where = f", in {run / 'best'}" if settings.keep_best else ""
-        print(f"best, by {by}: after step {held_out['best_step']}{where}")
-    if (gain := held_out["over_blind"]) is not None and gain["low"] <= 0:
-        print(
-            "not shown to use the picture: with every picture gray the trained model loses "
-            f"{gain['mean']:.2f} {gain['measure']} (±{(gain['high'] - gain['low']) / 2:.2f}, a 95 % interval)"
-        )
 
 
 def next_commands(settings: Settings, run: Path, is_best_kept: bool) -> list[str]:
@@ -206,34 +198,28 @@ def next_commands(settings: Settings, run: Path, is_best_kept: bool) -> list[str
     Of the embedded data the table has the scores of the last weights, so the commands ask these.
     """
     best = is_best_kept and not settings.is_embedded
-    folder = run / "best" if best else run / "model" if settings.writes_model else run
-    what = f"--{'model' if settings.writes_model else 'adapter'} {shlex.quote(str(folder))}"
-    prompt = settings.question_prompt or PROMPT
+    folder = shlex.quote(str(run / "best" if best else run / "model" if settings.writes_model else run))
+    model, prompt = f"--{'model' if settings.writes_model else 'adapter'} {folder}", settings.question_prompt or PROMPT
     # an adapter stores its prompt, a model does not
     template = f" --prompt {shlex.quote(prompt)}" if settings.writes_model and prompt != PROMPT else ""
     images = f" --images {shlex.quote(settings.images)}" if settings.images else ""
     commands = []
-    for source in settings.eval_data or dict.fromkeys(map(unseen, settings.data)):
-        kind = source.partition(":")[0]
+    for source in settings.eval_data or dict.fromkeys(WEIGHT.sub(r"\1", source) for source in settings.data):
+        kind, _, path = source.partition(":")
         if kind == "embedded":
-            commands += [f"eval.vqa {what}{template}", f"eval.needle {what}"]
-            commands += [f"eval.detect {what}"] if "detect" in settings.tasks.split(",") else []
-        elif kind != "shards":
-            data = shlex.quote(source)
+            commands += [f"eval.vqa {model}{template}", f"eval.needle {model}"]
+        elif kind in ("vqav2", "jsonl", "coco"):
+            if kind != "vqav2" and not settings.eval_data:  # a file that was trained on says little
+                source = f"{kind}:TEST{Path(path).suffix}"
             scorer = "eval.detect" if kind == "coco" else "eval.vqa"
-            commands.append(f"{scorer} --data {data}{images} {what}{template if kind == 'vqav2' else ''}")
+            commands.append(
+                f"{scorer} --data {shlex.quote(source)}{images} {model}{template if kind == 'vqav2' else ''}"
+            )
     question = shlex.quote(fill_prompt(prompt, "Where is the dog?")) if settings.question_prompt else "PROMPT"
-    commands.append(f"eval.ask {what} --image FILE --prompt {question}")
+    commands.append(f"eval.ask {model} --image FILE --prompt {question}")
     if can_export(settings):
-        commands.append(f"weights.export {shlex.quote(str(folder))} FOLDER")
+        commands.append(f"weights.export {folder} FOLDER")
     return [f"python -m {command}" for command in commands]
-
-
-def unseen(source: str) -> str:
-    """Data of the kind of `source` to be scored on: a file that was trained on says little."""
-    source = WEIGHT.sub(r"\1", source)
-    kind, _, path = source.partition(":")
-    return f"{kind}:TEST{Path(path).suffix}" if kind in ("jsonl", "coco") else source
 
 
 def can_export(settings: Settings) -> bool:

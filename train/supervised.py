@@ -15,7 +15,7 @@ from eval.records import Record
 from model.differential import lambdas, map_distance
 from model.paligemma import PaliGemma
 from model.processor import Processor
-from train.checkpoint import Progress, newest_progress
+from train.checkpoint import Progress
 from train.data.batches import MicroBatch, Order, idle
 from train.distributed import World
 from train.loop import Watch, fit
@@ -23,31 +23,14 @@ from train.settings import Settings, step_layout
 
 
 def train_on(
-    records: Sequence[Record],
-    model: PaliGemma,
-    optimizer: torch.optim.Optimizer,
-    processor: Processor,
-    settings: Settings,
-    run: Path,
-    world: World,
-    *,
-    watch: Watch | None = None,
-) -> Progress:
-    """Train `model` in place on `records`, from the newest checkpoint in `run` if there is one."""
-    progress = newest_progress(run) or Progress(world.size)
-    order = make_order(records, processor, settings, world, progress.processes)
-    return train_in_order(order, model, optimizer, settings, run, world, watch, progress)
-
-
-def train_in_order(
     order: Order,
     model: PaliGemma,
     optimizer: torch.optim.Optimizer,
     settings: Settings,
     run: Path,
     world: World,
-    watch: Watch | None,
-    progress: Progress,
+    watch: Watch | None = None,
+    progress: Progress | None = None,
 ) -> Progress:
     """Train `model` in place on the micro-batches of `order`; returns the run's progress, see `train.loop.fit`."""
 
