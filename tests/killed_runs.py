@@ -1,13 +1,9 @@
 """Kill a small fine-tuning run many times at random moments, half of them in a save, and look at what is left.
 
-    python -m tests.killed_runs FOLDER --kills 50
-
-Every child is a fork of this process, which has imported everything but used no threads: so a run starts in a fraction
-of a second. Prints one JSON line: how many kills, at how many different steps, and whether the run that was killed so
-often ended with the metrics of one that never was.
+Every child is a fork of this process, which imports everything but uses no threads: so a run starts in a fraction of a
+second.
 """
 
-import argparse
 import json
 import os
 import random
@@ -22,7 +18,7 @@ import torch._dynamo  # every optimizer imports it: once here, or for a second i
 from safetensors import safe_open
 
 from model.config import PRESETS
-from tests.runs import metrics
+from tests.runs import QUICK, metrics, words
 from train import finetune, loop
 from train.checkpoint import checkpoints
 
@@ -31,33 +27,13 @@ SMALL = replace(  # when files are written does not depend on the model
     vision=replace(PRESETS["tiny"].vision, num_hidden_layers=1),
     text=replace(PRESETS["tiny"].text, num_hidden_layers=2),
 )
-RUN = [
-    "--base",
-    "tiny",
-    "--data",
-    "embedded",
-    "--no-evaluate",
-    "--batch-size",
-    "2",
-    "--samples",
-    "60",
-    "--steps",
-    "8",
-    "--dropout",
-    "0.1",
-    "--checkpoint-every",
-    "1",
-    "--measure-every",
-    "5",
-    "--device",
-    "cpu",
-]
+RUN = f"{QUICK} --steps 8 --checkpoint-every 1"
 
 
-def start(arguments: list[str], part: float | None = None) -> int:
+def start(arguments: str, part: float | None = None) -> int:
     """Fork a child that runs `python -m train.finetune ARGUMENTS`, silently; its process id.
 
-    It dies after this `part` of its second save, as the first one was timed: most of a run's time is spent elsewhere.
+    With `part` it dies after this part of its second save, as the first one was timed.
     """
     child = os.fork()
     if child:
@@ -67,7 +43,7 @@ def start(arguments: list[str], part: float | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         if part is not None:
             loop.save_checkpoint = dying(loop.save_checkpoint, part)
-        finetune.main(arguments)
+        finetune.main(words(arguments))
         os._exit(0)
     except BaseException:
         os._exit(1)
@@ -88,56 +64,40 @@ def dying(save: Callable[..., Path], part: float) -> Callable[..., Path]:
     return timed
 
 
-def look(run: Path) -> int:
-    """Check that all that bears a checkpoint's name is whole; the newest step."""
+def newest_step(run: Path) -> int:
+    """The step of the newest checkpoint; whatever bears a checkpoint's name is whole."""
     for folder in checkpoints(run):
-        step = json.loads((folder / "state.json").read_text())["step"]
-        assert folder.name == f"step-{step}", folder
+        assert json.loads((folder / "state.json").read_text())["step"] == int(folder.name.removeprefix("step-"))
         for name in ("trainable.safetensors", "optimizer.safetensors"):
             with safe_open(folder / name, "pt") as file:
                 assert all(torch.isfinite(file.get_tensor(key)).all() for key in file.keys()), folder
-    found = checkpoints(run)
-    return int(found[-1].name.removeprefix("step-")) if found else 0
+    return max((int(folder.name.removeprefix("step-")) for folder in checkpoints(run)), default=0)
 
 
-def kill_often(folder: Path, kills: int) -> dict:
-    """How many kills, in how many runs, at which steps, and whether all ended with the metrics of a run without any."""
+def kill_often(folder: Path, kills: int) -> tuple[set[int], bool]:
+    """The steps at which runs died, and whether all ended with the metrics of a run without any kill."""
     torch.set_num_threads(1)
     PRESETS["tiny"] = SMALL
-    whole = folder / "whole"
     began = time.perf_counter()
-    assert os.waitstatus_to_exitcode(os.waitpid(start([*RUN, "--out", str(whole)]), 0)[1]) == 0
+    assert os.waitpid(start(f"{RUN} --out {folder}/whole"), 0)[1] == 0
     length = time.perf_counter() - began
-    dice, killed, steps, number, equal = random.Random(0), 0, set(), 0, []
+    dice, number, killed, steps, equal = random.Random(0), 0, 0, set(), True
     while killed < kills:
-        number += 1
-        run, last, ended = folder / f"run-{number}", 0, False
-        while not ended:
-            arguments = ["--resume", str(run)] if (run / "config.json").exists() else [*RUN, "--out", str(run)]
-            in_save = killed < kills and dice.random() < 0.5
-            child = start(arguments, dice.random() if in_save else None)
-            if killed < kills and not in_save:
+        number, last, code = number + 1, 0, -1
+        run = folder / f"run-{number}"
+        while code:
+            arguments = f"--resume {run}" if (run / "config.json").exists() else f"{RUN} --out {run}"
+            dies, in_save = killed < kills, dice.random() < 0.5
+            child = start(arguments, dice.random() if dies and in_save else None)
+            if dies and not in_save:
                 time.sleep(dice.uniform(0, length))
                 os.kill(child, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             assert code in (0, -signal.SIGKILL, -signal.SIGALRM), f"exit code {code} of {arguments}"
             killed += code != 0
-            ended = code == 0
-            newest = look(run)
+            newest = newest_step(run)
             assert newest >= last, f"{run}: step {last} was reached, {newest} is left"
             last = newest
             steps.add(newest)
-        equal.append(metrics(run) == metrics(whole))
-    return {"kills": killed, "runs": number, "steps": sorted(steps), "equal": all(equal)}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.killed_runs", description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--kills", type=int, default=50)
-    args = parser.parse_args()
-    print(json.dumps(kill_often(args.folder, args.kills)))
-
-
-if __name__ == "__main__":
-    main()
+        equal &= metrics(run) == metrics(folder / "whole")
+    return steps, equal

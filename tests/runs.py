@@ -1,50 +1,34 @@
-"""Runs of train.finetune in several tests: started as torchrun does, and what they have logged."""
+"""Runs of train.finetune that tests start, alone or under torchrun, and what they log.
+
+A command line is given in words, which are split at spaces.
+"""
 
 import json
 import os
 import signal
-import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from multiprocessing import get_context
-from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 
-from model.common import run_command
+from model.common import UserError
 from train import finetune
 from train.distributed import World
 from train.metrics import MEASURED
 
 WORLD = World(0, 1, torch.device("cpu"))
-QUICK = "--base tiny --no-evaluate --batch-size 2 --samples 60 --dropout 0.1 --measure-every 5 --device cpu".split()
+QUICK = "--base tiny --no-evaluate --batch-size 2 --samples 60 --dropout 0.1 --measure-every 5 --device cpu"
 
-
-SERVER = get_context("forkserver")  # has imported everything once, and with no thread: its children start at once
+SERVER = get_context("forkserver")  # imports everything once, and starts no thread: its children start at once
 SERVER.set_forkserver_preload(["tests.runs", "torch._dynamo"])
 spawn = partial(torch.multiprocessing.start_processes, start_method="forkserver")  # as torch.multiprocessing.spawn
 
-
-def start(arguments: Sequence, errors: Path, **environment: str) -> ForkServerProcess:
-    """A process that runs `python -m train.finetune ARGUMENTS` on one thread; its stderr goes to the file `errors`."""
-    process = SERVER.Process(target=_run, args=([*map(str, arguments)], errors, environment), daemon=True)
-    process.start()
-    return process
-
-
-def _run(arguments: list[str], errors: Path, environment: dict[str, str]) -> None:
-    for stream, file in ((1, os.devnull), (2, errors)):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
-    os.environ |= environment
-    torch.set_num_threads(1)
-    run_command(partial(finetune.main, arguments))
-
-
-FINE_TUNE = """
+SCRIPT = """
 import torch
 from model.common import run_command
 from train import finetune
@@ -53,45 +37,25 @@ run_command(finetune.main)
 """
 
 
-def torchrun(processes: int, *arguments) -> None:
-    """`train.finetune` under torchrun itself, on so many processes of one thread each; its error if it fails.
-
-    They are forked from `SERVER`: torchrun would start Python and import everything once more for each.
-    """
-    from torch.distributed.run import main
-
-    ours = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, OMP_NUM_THREADS="1"):
-        script = Path(folder, "script.py")
-        script.write_text(FINE_TUNE)
-        flags = f"--standalone --nproc-per-node={processes} --start-method=forkserver --redirects=3 --log-dir={folder}"
-        try:
-            main([*flags.split(), "--run-path", str(script), *map(str, arguments)])
-        except Exception as error:
-            raise AssertionError(*(file.read_text()[-3000:] for file in Path(folder).rglob("stderr.log"))) from error
-        finally:
-            for number, handler in ours.items():  # torchrun has taken them
-                signal.signal(number, handler)
+def words(*arguments) -> list[str]:
+    """A command line, split at spaces."""
+    return " ".join(map(str, arguments)).split()
 
 
-def in_processes(count: int, *arguments) -> None:
-    """As `torchrun`, which imports everything once more in each process, but in a fraction of the time."""
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-        free.close()
-        running = {}
-        for rank in map(str, range(count)):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(count), "MASTER_PORT": port}
-            one = start(arguments, Path(folder, rank), MASTER_ADDR="127.0.0.1", **place)
-            running[one.sentinel] = one
-        failed = False
-        while running and not failed:
-            ended = [running.pop(sentinel) for sentinel in wait(list(running), timeout=300)]
-            failed = not ended or any(one.exitcode for one in ended)
-        for one in running.values():
-            one.kill()
-        assert not failed, "\n".join(file.read_text()[-3000:] for file in sorted(Path(folder).iterdir()))
+def refused(call: Callable[[], object], *parts: str) -> str:
+    """The message of the UserError that `call` raises: one line that holds all parts, such as a file name or a flag."""
+    with pytest.raises(UserError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(part in message for part in parts), message
+    return message
+
+
+def run(*arguments, out: Path) -> list[dict]:
+    """A short run of train.finetune into `out`; its metrics."""
+    finetune.main(words(QUICK, *arguments, "--out", out))
+    return metrics(out)
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -100,7 +64,19 @@ def metrics(folder: Path) -> list[dict]:
     return [{name: value for name, value in line.items() if name not in MEASURED} for line in lines]
 
 
-def run(*arguments, out: Path) -> list[dict]:
-    """A short run of train.finetune into `out`; its metrics."""
-    finetune.main([*QUICK, *map(str, arguments), "--out", str(out)])
-    return metrics(out)
+def torchrun(processes: int, *arguments) -> None:
+    """`train.finetune` under torchrun itself, on so many processes of one thread each; their errors if it fails."""
+    from torch.distributed.run import main
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        script = Path(folder, "script.py")
+        script.write_text(SCRIPT)
+        flags = f"--standalone --nproc-per-node={processes} --start-method=forkserver --redirects=3 --log-dir={folder}"
+        try:
+            main([*words(flags, "--run-path", script), *words(*arguments)])
+        except Exception as error:
+            raise AssertionError(*(file.read_text()[-3000:] for file in Path(folder).rglob("stderr.log"))) from error
+        finally:
+            for number, handler in handlers.items():  # torchrun replaces them
+                signal.signal(number, handler)
