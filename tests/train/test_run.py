@@ -82,31 +82,20 @@ def change_setting():
     Path("run/config.json").write_text(json.dumps(config | {"lr": 0.5, "workers": 0}))
 
 
-def cut_metrics():
-    os.truncate("run/metrics.jsonl", 100)
-
-
-CHANGES = {
-    change_answer: "records",
-    replace_picture: "pictures",
-    zero_base: "base",
-    change_setting: "--lr",
-    cut_metrics: "metrics.jsonl",
-}
+CHANGES = {change_answer: "records", replace_picture: "pictures", zero_base: "base", change_setting: "--lr"}
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_what_has_changed_is_named_and_can_be_allowed(change, run, capsys):
-    """Breaks when a run goes on, exit code 0, with other data, another base or another log than it began with."""
+    """Breaks when a run goes on, exit code 0, with other data, another base or other settings than it began with."""
     change()
     before = contents(run)
     message = refused(lambda: train("--resume run"), "--resume run", CHANGES[change], "--allow-changed")
     assert "--workers" not in message and contents(run) == before  # which changes nothing that is learned
     train("--resume run --allow-changed")
     assert CHANGES[change] in capsys.readouterr().err
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == sorted(set(steps)) and steps[-1] == 5
     train("--resume run")  # what was allowed is the run's from then on
+    assert [record["step"] for record in metrics(run)] == [*range(6)]
 
 
 STEP_2, STEP_4 = Path("run/checkpoints/step-2"), Path("run/checkpoints/step-4")
@@ -132,6 +121,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(name, run, tem
     train("--resume run")
     ours, whole = (load_file(folder / "run/adapter_model.safetensors") for folder in (Path(), template))
     assert all(torch.equal(ours[name], whole[name]) for name in whole) and metrics(run) == metrics(template / "run")
+
+
+def test_a_damaged_log_is_mentioned(run, template, capsys):
+    """Breaks when a run with a cut log cannot go on, or goes on without a word."""
+    log = run / "metrics.jsonl"
+    first, *_, last = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"\xff\x00\n" + first + last[:20])
+    train("--resume run")
+    kept = metrics(template / "run")
+    assert metrics(run) == [kept[0], *kept[4:]] and "metrics.jsonl" in capsys.readouterr().err
 
 
 def test_processes_that_see_different_checkpoints_are_refused(run):
