@@ -55,19 +55,6 @@ def test_the_newest_are_kept_in_numeric_order(tmp_path):
     assert json.loads((tmp_path / "checkpoints/step-10/state.json").read_text())["samples"] == 1  # written again
 
 
-def test_a_crash_while_writing_leaves_the_old_ones(tmp_path, monkeypatch):
-    """Breaks when a half-written folder bears a checkpoint's name, or its remains are in the way."""
-    model, optimizer = make()
-    step(model, optimizer)
-    save_checkpoint(tmp_path, Progress(step=1), model, optimizer)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("os.fsync", lambda file: (_ for _ in ()).throw(KeyboardInterrupt))
-        save_checkpoint(tmp_path, Progress(step=2), model, optimizer)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-1"]
-    save_checkpoint(tmp_path, Progress(step=2), model, optimizer)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-2"]
-
-
 def test_another_runs_checkpoint_is_refused(tmp_path):
     """Breaks when weights land in a model that trains other parameters."""
     model, optimizer = make()

@@ -144,10 +144,9 @@ def test_sampled_answers_follow_the_annotators_and_the_seed(tmp_path, processor)
 def test_a_users_own_lines(tmp_path, processor):
     """Breaks when a user's JSONL cannot be trained on, or a bad line is not named."""
     Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
-    lines = [{"image": "a.png", "prefix": "caption en", "suffix": "a cat"}] * 2
-    file = tmp_path / "own.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [(r.prefix, r.suffix) for r in own_records(file)] == [("caption en", "a cat")] * 2
-    file.write_text(json.dumps(lines[0]) + "\n{\n")
-    (bad,) = collate(own_records(file), processor).bad
-    assert bad.startswith("own.jsonl:2: not valid JSON")
+    line = json.dumps({"image": "a.png", "prefix": "caption en", "suffix": "a cat"})
+    (tmp_path / "own.jsonl").write_text(f"{line}\n{{\n")
+    good, _ = records = own_records(tmp_path / "own.jsonl")
+    micro = collate(records, processor)
+    assert (good.prefix, good.suffix) == ("caption en", "a cat") and len(micro.names) == 1
+    assert [line.split(": ")[0] for line in micro.bad] == ["own.jsonl:2"]

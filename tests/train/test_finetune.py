@@ -253,6 +253,7 @@ def test_a_step_without_a_usable_record_changes_nothing(flags, tmp_path, capsys)
         ("--targets nothing", "nothing"),
         ("--full --attention twin", "softmax"),
         ("--align 1", "--full"),
+        ("--arch wings --stage 1 --dtype bf16", "--autocast"),  # most updates would be lost
         ("--prompt answer", "{question}"),
         ("--device nonsense", "nonsense"),
     ],
