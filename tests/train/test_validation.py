@@ -21,7 +21,7 @@ from train.checkpoint import Best, Progress
 from train.data.batches import collate
 from train.data.sources import read_records
 from train.settings import Settings, parse
-from train.summary import gain_over_blind, print_held_out
+from train.summary import gain_over_blind, print_summary
 from train.validation import HeldOut, TrainingWatch, choose, open_held_out
 from weights.load import load_model
 
@@ -156,8 +156,9 @@ def test_a_picture_whose_use_is_not_shown_is_reported(capsys):
 
     def said(trained: dict, blind: dict) -> str:
         gain = gain_over_blind(held_out, {"before": result(0, 9), "after": trained, "blind": blind})
-        print_held_out({"stopped": None, "best_step": None, "over_blind": gain}, Settings(), Path("run"))
-        return capsys.readouterr().out
+        summary = {"held_out": {"over_blind": gain}, "left_out": [], "empty_steps": 0, "samples": 60, "seconds": 1.0}
+        print_summary(summary, {}, Settings(), Path("run"), [])
+        return "".join(line for line in capsys.readouterr().out.splitlines() if "the picture" in line)
 
     assert said(result(50, 1), result(20, 1)) == ""
     # two of 60 answers, those of one of 30 pictures: 3.33 % with a standard error of 3.33; Student's t(29) is 2.045
