@@ -1,32 +1,28 @@
 """Records in tar shards, as in webdataset: `name.jpg` beside `name.json`, which holds {"prefix", "suffix"}.
 
-In: tar files; a .json may hold a list, for several questions on one picture, and conversations, as a user's own file
-(`eval/own_files.py`). Where a sample has several pictures, name.0.jpg, name.1.jpg, …, or none, an entry says which it
-is about: "pictures": [0, 1]. Out: `Shards`, a sequence of records that `train/data/batches.py` accepts instead of a
-list.
+In: tar files. A .json may hold a list, for several questions on one picture, and conversations, as a user's own file
+(`eval/own_files.py`). A sample with other than one picture, name.0.jpg, name.1.jpg, …, says in each entry which of them
+it shows: "pictures": [0, 1]. Out: `Shards`, a sequence of records that `train/data/batches.py` accepts as a list.
 
-Beside each shard lies an index, written by `train/data/pack.py` or here: where every picture and text begins and how
-long it is. So a record is read by its number; dividing an epoch between processes and workers, or resuming in the
-middle, is arithmetic on numbers, and no record is lost or read twice. No part of a tar is unpacked, and names in it are
-never used as paths. The order is shuffled in two steps, so that reads stay close together: the shards, then a buffer
-of records.
+An index beside each shard says where every picture and text begins and how long it is. A record is read by its number:
+sharing an epoch between processes and workers, and resuming in its middle, are arithmetic on numbers. Nothing is
+unpacked, and no name in a tar is used as a path.
 """
 
-import hashlib
+import fcntl
 import os
 import random
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from io import BytesIO
-from itertools import chain, groupby, islice
+from itertools import chain, groupby
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
@@ -34,125 +30,96 @@ from tqdm import tqdm
 from eval.datasets import some
 from eval.own_files import read_turns
 from eval.records import Record
-from model.common import Expected, UserError, atomic_path, open_regular, parse_json, quoted, read_field, shown
-from model.turns import check_marks
+from model.common import UserError, atomic_path, parse_json, shown
 from train.data.batches import CHARACTERS, Planned
 
 PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2")
-# Columns of an index, one row for each record: the number of its sample, the number of its question in the sample,
-# offset and size of its first picture and of its text in bytes (0: there is none, or more than one text), the number
-# of its pictures, and of the characters in prompts and answers.
-SAMPLE, QUESTION, PICTURE, PICTURE_SIZE, TEXT, TEXT_SIZE, PICTURE_COUNT, LENGTH = range(8)
+# Columns of an index, a row for each record: numbers of its sample and of its question in the sample; offset and size
+# of the text in bytes; the sample's first picture in the table of pictures, and their number; characters of the turns.
+SAMPLE, QUESTION, TEXT, TEXT_SIZE, PICTURE, PICTURE_COUNT, LENGTH = range(7)
 BLOCK = tarfile.BLOCKSIZE
-MAX_BYTES = 64 << 20  # of one picture or text: a larger size is damage, or an attack
-RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+RANGE = re.compile(r"\{(\d{1,9})\.\.(\d{1,9})\}")
+MAX_SHARDS = 1_000_000
 
 
 def expand(pattern: str) -> list[Path]:
-    """The paths that a pattern with {first..last} stands for, with as many digits as `first`, as in a shell.
-
-    Raises UserError for a range that is empty, or of a million numbers and more.
-    """
-    found = RANGE.search(pattern)
-    if not found:
-        return [Path(pattern)]
-    first, last = int(found[1]), int(found[2])
-    if not first <= last < first + 1_000_000:
-        raise UserError(f"{pattern}: no range in {found[0]}: write {{first..last}}, such as {{000..127}}")
-    before, after = pattern[: found.start()], pattern[found.end() :]
-    return [path for number in range(first, last + 1) for path in expand(f"{before}{number:0{len(found[1])}}{after}")]
+    """The paths of a pattern with {first..last}, numbers with as many digits as `first`. Raises UserError if none."""
+    paths = [pattern]
+    while found := RANGE.search(paths[0]):
+        digits, numbers = len(found[1]), range(int(found[1]), int(found[2]) + 1)
+        if not 0 < len(paths) * len(numbers) <= MAX_SHARDS:
+            raise UserError(f"{pattern}: no range of 1 to {MAX_SHARDS:,} shards: write {{first..last}}: {{000..127}}")
+        paths = [RANGE.sub(f"{number:0{digits}}", path, count=1) for path in paths for number in numbers]
+    return list(map(Path, paths))
 
 
 # The index of a shard
 
 
-def index_of(shard: Path) -> np.ndarray:
-    """The index (records, 8) int64 of a shard; if there is none that fits, it is made and written beside the shard.
+def index_of(shard: Path) -> dict[str, np.ndarray]:
+    """The index of a shard, see `build_index`; if there is none that fits, it is made and written beside the shard.
 
-    Raises UserError for a shard that is absent, compressed, damaged or cut short.
+    One process makes it. Others that want it meanwhile wait, and read it.
     """
-    if not shard.is_file():
-        raise UserError(f"{shard}: not found: check the path, and the range of numbers in it")
-    _open.cache_clear()  # the file may have been replaced
     path = shard.with_suffix(".index.safetensors")
-    with suppress(OSError, SafetensorError, KeyError, ValueError, TypeError):
-        with open_regular(path):  # no pipe
-            tensors = load_file(path)
-        if _fits(tensors, shard):
-            return tensors["records"]
-    rows, end = build_index(shard)
-    with suppress(UserError), atomic_path(path) as temporary:  # the folder may be read-only
-        save_file(sealed(rows, np.array([shard.stat().st_size, end])), temporary)
-    return rows
+    with shard.open("rb") as file:
+        with suppress(OSError):  # a file system without locks: processes may do the same work
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if (index := _read_index(path, file)) is None:
+            index = build_index(shard)
+            with suppress(UserError), atomic_path(path) as temporary:  # the folder may be read-only
+                save_file(index, temporary)
+    return index
 
 
-def sealed(rows: np.ndarray, size_and_end: np.ndarray) -> dict[str, np.ndarray]:
-    """The tensors of an index: the records, what the shard must be like, and a hash of both."""
-    digest = hashlib.sha256(rows.tobytes() + size_and_end.tobytes()).digest()
-    return {"records": rows, "size_and_end": size_and_end, "sha256": np.frombuffer(digest, np.uint8).copy()}
+def _read_index(path: Path, shard: BinaryIO) -> dict[str, np.ndarray] | None:
+    """The index in the file `path`; None if there is none, or the shard was changed since."""
+    with suppress(OSError, SafetensorError, KeyError, ValueError):
+        index = load_file(path)
+        size, end = index["tar"].tolist()
+        # a member that `tar -r` appends stands where the tar ended, even if the padded size is the same
+        if size == os.fstat(shard.fileno()).st_size and os.pread(shard.fileno(), BLOCK, end) == bytes(BLOCK):
+            return index
+    return None
 
 
-def _fits(tensors: dict[str, np.ndarray], shard: Path) -> bool:
-    """Whether these tensors are a whole, well-formed index of the shard as it is now."""
-    rows, size_and_end, size = tensors["records"], tensors["size_and_end"], shard.stat().st_size
-    if rows.dtype != np.int64 or rows.ndim != 2 or rows.shape[1] != LENGTH + 1:
-        return False
-    if size_and_end.dtype != np.int64 or size_and_end.shape != (2,) or size_and_end[0] != size:
-        return False
-    steps = np.diff(rows[:, SAMPLE], prepend=0)
-    ends = rows[:, [PICTURE, TEXT]] + rows[:, [PICTURE_SIZE, TEXT_SIZE]]
-    if not ((rows >= 0).all() and (ends >= 0).all() and (ends <= size).all() and np.isin(steps, (0, 1)).all()):
-        return False
-    # a lost row changes the hash; an appended member stands where the tar ended, even if the padded size is the same
-    is_whole = np.array_equal(tensors["sha256"], sealed(rows, size_and_end)["sha256"])
-    return is_whole and os.pread(_open(shard).fileno(), BLOCK, int(size_and_end[1])) == bytes(BLOCK)
+def build_index(shard: Path) -> dict[str, np.ndarray]:
+    """The index of a shard, int64, from the tar alone.
 
-
-def build_index(shard: Path) -> tuple[np.ndarray, int]:
-    """The rows of a shard's index, from the tar alone, and the offset at which the tar ends.
-
+    "records" (records, 7): the columns above. "pictures" (pictures, 2): offset and size of each in bytes.
+    "tar" (2,): bytes of the file, and the offset at which the tar ends.
     Raises UserError for a shard that is compressed, damaged or cut short.
     """
-    rows, sample = [], 0
-    remedy = "make or copy it again; shards are plain tars, not compressed ones"
+    records, pictures, sample = [], [], 0
     try:
         with tarfile.open(shard, "r:") as tar:
-            for _, members in groupby(_files(tar), key=lambda member: _split(member.name)[0]):
-                by_kind = {"picture": [], "text": []}
-                for member in members:
-                    ending = _split(member.name)[1]
-                    kind = "text" if ending == "json" else "picture" if ending in PICTURES else None
-                    if kind:
-                        by_kind[kind].append((member.offset_data, member.size))
-                if not any(by_kind.values()):  # a README
+            for key, members in groupby(filter(tarfile.TarInfo.isreg, tar), key=lambda member: _split(member.name)[0]):
+                files = [(_split(member.name)[1], member) for member in members]
+                shows = [(member.offset_data, member.size) for ending, member in files if ending in PICTURES]
+                texts = [member for ending, member in files if ending == "json"]
+                if not key or not shows + texts:  # hidden files, a README
                     continue
-                pictures, texts = by_kind.values()
-                picture, text = pictures[0] if pictures else (0, 0), texts[0] if len(texts) == 1 else (0, 0)
-                rows += [
-                    (sample, number, *picture, *text, len(pictures), length)
-                    for number, length in enumerate(_lengths(shard, *text))
-                ]
+                place, lengths = (0, 0), [0]
+                if len(texts) == 1:
+                    place, lengths = (texts[0].offset_data, texts[0].size), _lengths(tar.extractfile(texts[0]))
+                for question, length in enumerate(lengths):
+                    records.append((sample, question, *place, len(pictures), len(shows), length))
+                pictures += shows
                 sample += 1
             end = tar.offset
-        # tarfile stops without an error where it cannot read a header; a complete tar ends with empty blocks
         with shard.open("rb") as file:
             file.seek(end)
-            if file.read(BLOCK) != bytes(BLOCK):
-                raise UserError(f"{shard}: damaged or cut short at byte {end:,}: {remedy}")
-    except UserError:
-        raise
+            if file.read(BLOCK) != bytes(BLOCK):  # tarfile stops without an error where it cannot read a header
+                raise EOFError(f"it ends at byte {end:,}")
     except Exception as error:  # tarfile raises errors of many kinds on damaged files
-        raise UserError(f"{shard}: cannot be read as a tar ({error}): {remedy}") from None
-    return np.array(rows, dtype=np.int64).reshape(-1, LENGTH + 1), end
-
-
-def _files(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The regular files of a tar: no links, folders or devices."""
-    for member in tar:
-        if member.size < 0:
-            raise tarfile.ReadError(f"a member of {member.size} bytes")
-        if member.isreg() and member.sparse is None and _split(member.name)[0]:
-            yield member
+        raise UserError(
+            f"{shard}: no whole tar, or a compressed one ({error}): make or copy it again, uncompressed"
+        ) from None
+    return {
+        "records": np.array(records, dtype=np.int64).reshape(-1, LENGTH + 1),
+        "pictures": np.array(pictures, dtype=np.int64).reshape(-1, 2),
+        "tar": np.array([shard.stat().st_size, end]),
+    }
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -162,20 +129,21 @@ def _split(name: str) -> tuple[str, str]:
     return (folder + slash + stem if stem else ""), file.rpartition(".")[2].lower()
 
 
-def _lengths(shard: Path, offset: int, size: int) -> list[int]:
-    """The characters of each question in a text; a damaged text counts as one, and is reported when it is read."""
-    try:
-        value = parse_json(read_member(shard, offset, size)[1], "")
-    except UserError:
-        return [0]
-    entries = value if isinstance(value, list) and value else [value]
+def _entries(file: BinaryIO) -> list:
+    """The questions in a sample's .json. Raises UserError if it is damaged."""
+    value = parse_json(file.read(), file.name)
+    return value if isinstance(value, list) else [value]
+
+
+def _lengths(file: BinaryIO) -> list[int]:
+    """The characters of each question of a sample; 0 for a damaged one, which is reported when it is read."""
     lengths = []
-    for entry in entries:
-        try:
-            lengths.append(sum(map(len, chain(*read_turns(entry, "")[0]))) if isinstance(entry, dict) else 0)
-        except UserError:
+    with suppress(UserError):
+        for entry in _entries(file):
             lengths.append(0)
-    return lengths
+            with suppress(UserError, TypeError):
+                lengths[-1] = sum(map(len, chain(*read_turns(entry, "")[0])))
+    return lengths or [0]
 
 
 # One record
@@ -186,10 +154,8 @@ def _open(shard: Path) -> BinaryIO:
     return shard.open("rb", buffering=0)
 
 
-def read_member(shard: Path, offset: int, size: int) -> tuple[str, bytes]:
-    """Name and bytes of the member whose content begins at `offset`. Raises UserError if there is no such member."""
-    if size > MAX_BYTES:
-        raise UserError(f"{shard}: a member of {size:,} bytes, expected at most {MAX_BYTES:,}: make the shard again")
+def read_member(shard: Path, offset: int, size: int) -> BytesIO:
+    """The member whose content begins at `offset`, in memory, with a `name` for messages. Raises UserError."""
     try:
         # pread: a worker shares the file and its position with the process that it was forked from
         raw = os.pread(_open(shard).fileno(), BLOCK + size, offset - BLOCK)
@@ -197,38 +163,18 @@ def read_member(shard: Path, offset: int, size: int) -> tuple[str, bytes]:
         if member.size != size or len(raw) != BLOCK + size:
             raise tarfile.HeaderError("another size")
     except (OSError, tarfile.HeaderError) as error:
-        index = shard.with_suffix(".index.safetensors").name
-        raise UserError(
-            f"{shard}: no member of {size:,} bytes at byte {offset:,} ({error}): "
-            f"delete {index} if the shard is not the one it was made for"
-        ) from None
-    return shown(member.name, 1000), raw[BLOCK:]
-
-
-def open_picture(shard: Path, offset: int, size: int, number: int = 0) -> BytesIO:
-    """Picture `number` of a sample whose first is at `offset`, as a file in memory, with a `name` for messages."""
-    if number:  # a header may take several blocks, and other members may stand between two pictures
-        try:
-            with shard.open("rb") as whole:  # not the file that is shared: tarfile moves its position
-                whole.seek(offset + -(-size // BLOCK) * BLOCK)
-                with tarfile.open(fileobj=whole, mode="r:") as tar:
-                    pictures = (member for member in _files(tar) if _split(member.name)[1] in PICTURES)
-                    member = next(islice(pictures, number - 1, None))
-        except Exception as error:  # tarfile raises errors of many kinds on damaged files
-            raise UserError(f"{shard}: no picture after byte {offset:,} ({error}): make the shard again") from None
-        offset, size = member.offset_data, member.size
-    name, raw = read_member(shard, offset, size)
-    file = BytesIO(raw)
-    file.name = f"{shard}: {name}"
+        place = f"{shard}: no member of {size:,} bytes at byte {offset:,} ({error})"
+        raise UserError(f"{place}: delete its .index.safetensors if the shard was changed") from None
+    file = BytesIO(raw[BLOCK:])
+    file.name = f"{shard}: {shown(member.name, 1000)}"
     return file
 
 
 class Shards(Planned):
-    """The records of tar shards by number, each read when it is needed; 64 bytes of memory for each record.
+    """The records of tar shards by number, each read when it is needed; about 70 bytes of memory for each.
 
     split, fraction, validation: as for other data on disk, by sample: all questions of one are in the same split.
-    buffer: how many records are shuffled together. sampled: each epoch draws one of "answers" ("choices" in older
-    shards).
+    buffer: how many records are shuffled together. sampled: each epoch draws one of "answers".
     Raises UserError for a pattern without readable shards.
     """
 
@@ -243,31 +189,27 @@ class Shards(Planned):
         sampled: bool = False,
     ):
         self.paths, self.window, self.sampled = expand(pattern), buffer, sampled
-        absent = [str(path) for path in self.paths if not path.is_file()]
-        if absent:
-            raise UserError(
-                f"{pattern}: {len(absent)} of {len(self.paths)} shards are not there ({some(absent)}): check the path "
-                "and the range"
-            )
-        # each process begins at another shard, so that all processes make missing indices together
-        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        numbers = list(range(len(self.paths)))
-        turn = rank * len(numbers) // size
-        rows = {
-            number: index_of(self.paths[number])
-            for number in tqdm(numbers[turn:] + numbers[:turn], "indices of shards", delay=2, disable=rank > 0)
-        }
-        parts, samples = [], 0
-        for number in numbers:
-            part = rows.pop(number)
+        if absent := [str(path) for path in self.paths if not path.is_file()]:
+            count = f"{len(absent)} of {len(self.paths)} shards"
+            raise UserError(f"{pattern}: {count} are not there ({some(absent)}): check the path and the range")
+        # Each process of torchrun begins at another shard, so that together they make the indices that are missing.
+        rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+        numbers = np.roll(range(len(self.paths)), -(len(self.paths) * rank // size)).tolist()
+        bar = tqdm(numbers, "indices of shards", delay=2, disable=rank > 0)
+        indices = {number: index_of(self.paths[number]) for number in bar}
+        rows, pictures, samples, shown_before = [], [], 0, 0
+        for number in range(len(self.paths)):
+            part = indices[number]["records"]
             count = int(part[-1, SAMPLE]) + 1 if len(part) else 0
             held_out, used = np.random.default_rng((seed, number)).random((2, count))[:, part[:, SAMPLE]]
             keep = held_out < validation if split == "validation" else (held_out >= validation) & (used < fraction)
             part[:, SAMPLE] += samples
-            samples += count
-            parts.append(part[keep])
-        self.ends = np.cumsum([len(part) for part in parts])
-        self.rows = np.concatenate(parts)
+            part[:, PICTURE] += shown_before
+            rows.append(part[keep])
+            pictures.append(indices[number]["pictures"])
+            samples, shown_before = samples + count, shown_before + len(pictures[-1])
+        self.ends = np.cumsum([len(part) for part in rows])
+        self.rows, self.pictures = np.concatenate(rows), np.concatenate(pictures)
         self.samples = len(self.rows)  # of an epoch
 
     def __len__(self) -> int:
@@ -276,30 +218,21 @@ class Shards(Planned):
     def __getitem__(self, index: int) -> Record:
         """The record `index`. Raises UserError, naming shard and member, for a damaged one."""
         shard = self.paths[int(np.searchsorted(self.ends, index, side="right"))]
-        sample, question, picture, picture_size, text, text_size, count, _ = self.rows[index].tolist()
-        if not text:
-            name = _split(read_member(shard, picture, picture_size)[0])[0] if picture else f"sample {sample}"
-            raise UserError(f"{shard}: {name}: has not one picture and one .json: make the shard again")
-        name, raw = read_member(shard, text, text_size)
-        where = f"{shard}: {name}"
-        value = parse_json(raw, where)
-        entries = value if isinstance(value, list) else [value]
-        entry = entries[question] if question < len(entries) else None
-        if not isinstance(entry, dict):
-            raise UserError(f'{where}: expected {{"prefix", "suffix"}}, or a list of such: make the shard again')
-        shown_ones = read_field(entry, "pictures", Expected(list), where, default=[0])
-        if "pictures" not in entry and count != 1:
-            raise UserError(f"{where}: has not one picture and one .json: make the shard again")
-        if not all(number in range(count) for number in shown_ones):
-            raise UserError(f"{where}: is about pictures {quoted(shown_ones)} of {count}: make the shard again")
-        turns, answers = read_turns({"answers": entry["choices"]} | entry if "choices" in entry else entry, where)
-        check_marks(len(shown_ones), turns)
-        pictures = tuple(partial(open_picture, shard, picture, picture_size, number) for number in shown_ones)
-        stem = (
-            _split(name)[0] if len(name.encode()) < 100 else f"{_split(name)[0]} ({sample})"
-        )  # longer ones are cut off
-        name = entry["name"] if isinstance(entry.get("name"), str) else f"{shard.name}/{stem}[{question}]"
-        return Record(name, f"{shard}: {sample} {shown_ones}", pictures, turns, answers, self.sampled)
+        sample, question, text, text_size, first, count, _ = self.rows[index].tolist()
+        places = self.pictures[first : first + count].tolist()
+        file = read_member(shard, *((text, text_size) if text else places[0]))
+        try:
+            entry = _entries(file)[question] if text else {}
+            chosen = entry.get("pictures", [0] if count == 1 else None)
+            pictures = tuple(partial(read_member, shard, *places[number]) for number in chosen)
+            turns, answers = read_turns(entry, file.name)
+        except (LookupError, TypeError, AttributeError):
+            problem = 'expected one picture and one .json of {"prefix", "suffix"}, or of "pictures" beside them'
+            raise UserError(f"{file.name}: {problem}: make the shard again") from None
+        member = file.name.removeprefix(f"{shard}: ")
+        key = _split(member)[0] + (f" ({sample})" if len(member.encode()) >= 100 else "")  # headers cut longer ones off
+        name = entry["name"] if isinstance(entry.get("name"), str) else f"{shard.name}/{key}[{question}]"
+        return Record(name, f"{shard}: {sample} {chosen}", pictures, turns, answers, self.sampled)
 
     def order(self, seed: int | str, epoch: int) -> np.ndarray:
         """The numbers of all records, those of a shard together, the shards shuffled."""
