@@ -3,15 +3,16 @@
 In: settings. Out: a sequence of records, or a `Mixture`, which `train/data/batches.py` accepts instead of a list.
 """
 
+import os
 import random
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
-import torch.distributed as dist
 
 from eval.datasets import real_path, some
 from eval.records import Record, read_data, source_parts, split_records
@@ -31,77 +32,67 @@ def read_records(
     known: filled with the records of every file, by source, so that a second call reads none again. Of several sources,
     no picture is in both splits. With --eval-data, which is the validation split, such pictures are counted on stderr.
     """
-    is_own = split == "validation" and settings.eval_data
-    flag, sources = ("--eval-data", settings.eval_data) if is_own else ("--data", settings.data)
-    names, weights = _weights(flag, sources)
-    asked = [one for one in _weights("--eval-data", settings.eval_data)[0] if one != "embedded"]  # has no files
     known = {} if known is None else known
-    parts = _read(settings, names, split, known)
+    is_eval = split == "validation" and bool(settings.eval_data)
+    flag, given = ("--eval-data", settings.eval_data) if is_eval else ("--data", settings.data)
+    sources, weights = _weights(flag, given)
+    parts = _read(settings, sources, split, known)
     if not any(map(len, parts)):
-        raise UserError(f"{flag} {' '.join(sources)}: no {split} records: check --validation and --fraction")
+        raise UserError(f"{flag} {' '.join(given)}: no {split} records: check --validation and --fraction")
+    asked = [source for source in _weights("--eval-data", settings.eval_data)[0] if source != "embedded"]
     if split == "train" and asked:
         _warn_of_common(parts, _read(settings, asked, "validation", known))
     if len(parts) == 1:
         return parts[0]
-    if split == "validation":
-        weights = None
-    if weights is None and not any(isinstance(part, Shards) for part in parts):
-        return [record for part in parts for record in part]
-    return Mixture(parts, weights, settings.shuffle_buffer, names)
+    if weights and split == "train" or any(isinstance(part, Shards) for part in parts):
+        return Mixture(parts, weights if split == "train" else None, settings.shuffle_buffer, sources)
+    return [record for part in parts for record in part]
 
 
-def _weights(flag: str, sources: Sequence[str]) -> tuple[list[str], list[float] | None]:
+def _weights(flag: str, given: Sequence[str]) -> tuple[list[str], list[float] | None]:
     """The sources without their weights, and these; None where there are none. Raises UserError for useless ones."""
-    found = [WEIGHT.fullmatch(source) for source in sources]
-    if not any(found):
-        return list(sources), None
-    where = f"{flag} {' '.join(sources)}"
-    if flag == "--eval-data":
-        raise UserError(f"{where}: all of the held-out records are asked: leave @WEIGHT out")
-    if len(sources) == 1:
-        raise UserError(f"{where}: a weight is for a mixture: leave @WEIGHT out, or take --fraction for a part")
-    if not all(found) or not all(float(one[2]) for one in found):
-        raise UserError(f"{where}: give each source a weight above 0, or none to any")
-    return [one[1] for one in found], [float(one[2]) for one in found]
+    matches = [WEIGHT.fullmatch(source) for source in given]
+    if not any(matches):
+        return list(given), None
+    if flag == "--eval-data" or len(given) == 1 or not all(match and float(match[2]) for match in matches):
+        rule = "@WEIGHT, above 0, stands at each source of a mixture in --data, or at none"
+        raise UserError(f"{flag} {' '.join(given)}: {rule}: add or leave out weights")
+    return [match[1] for match in matches], [float(match[2]) for match in matches]
 
 
 def _read(
     settings: Settings, sources: Sequence[str], split: str, known: dict[str, list[Record]]
 ) -> list[Sequence[Record]]:
     """The records of each source in a split; files are split together, so that a picture is in one split of all."""
-    sampled = settings.answers == "sampled"
-    has_own = bool(settings.eval_data)
-    share = {"fraction": 1.0 if has_own and split == "validation" else settings.fraction}
-    share |= {"validation": 0.0 if has_own else settings.validation, "seed": settings.seed}
-    whole = "train" if has_own else split  # the part of --eval-data, too, that is read: all of it
-    parts: list[Sequence[Record]] = []
-    files: list[tuple[int, Record]] = []
+    share = {"fraction": settings.fraction, "validation": settings.validation, "seed": settings.seed}
+    side = split
+    if settings.eval_data:  # nothing of --data is held out, and all of --eval-data is asked
+        side, share["validation"] = "train", 0.0
+        share["fraction"] = 1.0 if split == "validation" else settings.fraction
+    sampled, parts, files = settings.answers == "sampled", [], []
     for number, source in enumerate(sources):
         kind, path = source_parts(source)
         if kind == "shards":
-            parts.append(Shards(str(path), whole, sampled=sampled, buffer=settings.shuffle_buffer, **share))
+            parts.append(Shards(str(path), side, sampled=sampled, buffer=settings.shuffle_buffer, **share))
             continue
-        records = known.get(source) or read_data(
-            source,
-            split if kind == "embedded" else "all",
-            images=settings.images,
-            allow_outside=settings.allow_outside,
-            prompt=settings.prompt,
-            sampled=sampled,
-            seed=settings.seed,
-            tasks=settings.tasks.split(","),
-            samples=settings.samples,
-        )
+        if source not in known or kind == "embedded":
+            known[source] = read_data(
+                source,
+                split if kind == "embedded" else "all",
+                images=settings.images,
+                allow_outside=settings.allow_outside,
+                prompt=settings.prompt,
+                sampled=sampled,
+                seed=settings.seed,
+                tasks=settings.tasks.split(","),
+                samples=settings.samples,
+            )
+        parts.append([of_source(r, source) for r in known[source]] if len(sources) > 1 else known[source])
         if kind != "embedded":
-            known[source] = records
-        if len(sources) > 1:
-            records = [of_source(record, source) for record in records]
-        parts.append(records)
-        files += [(number, record) for record in records if kind != "embedded"]
-    if files:
-        kept = {id(record) for record in split_records([record for _, record in files], whole, **share)}
-        for number in {number for number, _ in files}:
-            parts[number] = [record for owner, record in files if owner == number and id(record) in kept]
+            files.append(number)
+    kept = {id(r) for r in split_records([r for number in files for r in parts[number]], side, **share)}
+    for number in files:
+        parts[number] = [record for record in parts[number] if id(record) in kept]
     return parts
 
 
@@ -110,26 +101,20 @@ def of_source(record: Record, source: str) -> Record:
     return replace(record, name=f"{source}: {record.name}", key=f"{source}: {record.key}")
 
 
-def _warn_of_common(train: Sequence[Sequence[Record]], held_out: Sequence[Sequence[Record]]) -> None:
-    """Print a line on stderr if pictures of --eval-data are trained on. Pictures in tar shards have no names."""
-    learned, asked = (
-        {
-            real_path(picture)
-            for part in parts
-            if not isinstance(part, Shards)
-            for record in part
-            for picture in record.pictures
-            if isinstance(picture, Path)
-        }
-        for parts in (train, held_out)
-    )
-    common = sorted(learned & asked)
-    if common and not (dist.is_initialized() and dist.get_rank()):
-        print(
-            f"warning: {len(common)} of the {len(asked)} pictures of --eval-data are in --data, too "
-            f"({some([Path(path).name for path in common])}): the scores say little about new pictures",
-            file=sys.stderr,
-        )
+def _warn_of_common(learned: Sequence[Sequence[Record]], asked: Sequence[Sequence[Record]]) -> None:
+    """Print a line on stderr if pictures of --eval-data are trained on."""
+    asked_files = _files(asked)
+    common = sorted(_files(learned) & asked_files)
+    if common and os.environ.get("RANK", "0") == "0":  # processes have not met yet
+        names = some([Path(path).name for path in common])
+        which = f"{len(common)} of the {len(asked_files)} pictures of --eval-data are in --data, too ({names})"
+        print(f"warning: {which}: the scores say little about new pictures", file=sys.stderr)
+
+
+def _files(parts: Sequence[Sequence[Record]]) -> set[str]:
+    """The picture files of records. Those in tar shards have no names."""
+    records = chain.from_iterable(part for part in parts if not isinstance(part, Shards))
+    return {real_path(picture) for record in records for picture in record.pictures if isinstance(picture, Path)}
 
 
 class Mixture(Planned):
@@ -143,43 +128,43 @@ class Mixture(Planned):
     def __init__(
         self, parts: Sequence[Sequence[Record]], weights: Sequence[float] | None, buffer: int, sources: Sequence[str]
     ):
-        self.parts, self.weights, self.sources = parts, weights, sources
-        self.ends = np.cumsum([len(part) for part in parts])
-        self.samples = int(self.ends[-1])
+        self.parts, self.sources = parts, sources
+        sizes = np.array([len(part) for part in parts])
+        self.begins, self.samples = np.cumsum(sizes) - sizes, int(sizes.sum())
         self.window = buffer if any(isinstance(part, Shards) for part in parts) else self.samples
-        self.counts = [len(part) for part in parts]
+        self.counts = sizes  # samples of each source in an epoch
         if weights is not None:
             bounds = np.round(np.cumsum(weights) / sum(weights) * self.samples).astype(int)
-            self.counts = np.diff(bounds, prepend=0).tolist()
-            for part, count, source in zip(parts, self.counts, sources, strict=True):
-                if not len(part):
-                    raise UserError("a source of the mixture has no records: check --validation and --fraction")
-                if not count:
-                    raise UserError(
-                        f"{source}: its weight is less than one of an epoch's {self.samples:,} samples: raise it, or "
-                        "leave the source out"
-                    )
+            self.counts = np.diff(bounds, prepend=0)
+            for size, count, source in zip(sizes, self.counts, sources, strict=True):
+                if not size or not count:
+                    problem = "its weight is less than one" if size else "it has no records: its weight is none"
+                    raise UserError(f"{source}: {problem} of an epoch's {self.samples:,} samples: leave it out")
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return self.samples
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The number of a record's source, and of the record in it."""
+        number = int(np.searchsorted(self.begins, index, side="right")) - 1
+        return number, int(index - self.begins[number])
 
     def __getitem__(self, index: int) -> Record:
-        number = int(np.searchsorted(self.ends, index, side="right"))
-        part = self.parts[number]
-        record = part[index - int(self.ends[number]) + len(part)]
-        return of_source(record, self.sources[number]) if isinstance(part, Shards) else record
+        number, within = self._place(index)
+        record = self.parts[number][within]
+        return of_source(record, self.sources[number]) if isinstance(self.parts[number], Shards) else record
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """The numbers of an epoch's samples: each source goes on where it has ended in the epoch before."""
         marks = np.repeat(np.arange(len(self.parts)), self.counts)
         np.random.default_rng((seed, epoch)).shuffle(marks)
         order = np.empty(self.samples, dtype=np.int64)
-        for number, (part, count) in enumerate(zip(self.parts, self.counts, strict=True)):
-            start, chosen = epoch * count, [np.empty(0, dtype=np.int64)]
-            while (done := sum(map(len, chosen))) < count:
-                turn, place = divmod(start + done, len(part))
-                chosen.append(self._pass(number, f"{seed}/{number}", turn)[place : place + count - done])
-            order[marks == number] = np.concatenate(chosen) + self.ends[number] - len(part)
+        for number, count in enumerate(self.counts):
+            if count:
+                passes, start = divmod(epoch * count, len(self.parts[number]))
+                turns = range(passes, passes - (start + count) // -len(self.parts[number]))
+                numbers = np.concatenate([self._pass(number, f"{seed}/{number}", turn) for turn in turns])
+                order[marks == number] = numbers[start : start + count] + self.begins[number]
         return order
 
     def _pass(self, number: int, seed: str, turn: int) -> np.ndarray:
@@ -187,24 +172,17 @@ class Mixture(Planned):
         part = self.parts[number]
         if isinstance(part, Shards):
             return part.order(seed, turn)
-        numbers = list(range(len(part)))
-        random.Random(f"mixture/{seed}/{turn}").shuffle(numbers)
-        return np.array(numbers)
+        return np.array(random.Random(f"mixture/{seed}/{turn}").sample(range(len(part)), len(part)))
 
     def describe(self, numbers: Sequence[int], picture_tokens: int = 0) -> tuple[list, list[int]]:
         """The keys of records, and their approximate lengths in tokens, see `Shards.describe`."""
-        keys: list = []
-        lengths: list[int] = []
-        for index in numbers:
-            number = int(np.searchsorted(self.ends, index, side="right"))
-            part = self.parts[number]
-            within = index - int(self.ends[number]) + len(part)
-            if isinstance(part, Shards):
+        keys, lengths = [], []
+        for number, within in map(self._place, numbers):
+            if isinstance(part := self.parts[number], Shards):
                 (key,), (length,) = part.describe([within], picture_tokens)
             else:
-                record = part[within]
-                key, length = record.key, text_length(record) // CHARACTERS
-                length += (len(record.pictures) - 1) * picture_tokens
+                key, length = part[within].key, text_length(part[within]) // CHARACTERS
+                length += (len(part[within].pictures) - 1) * picture_tokens
             keys.append((number, key))
             lengths.append(length)
         return keys, lengths
