@@ -17,11 +17,10 @@ from model.config import PRESETS
 from model.system_configs import QMAMBA_PRESETS, MambaConfig, QMambaConfig
 from tests.files import write_vqav2
 from train import finetune
-from train.cost import StepCost, step_costs
 from train.data.sources import read_records
 from train.distributed import World, layers_of
 from train.optim import count, trainable
-from train.plan import gathered_bytes, open_sample, open_tokenizer, plan, spread_cost
+from train.plan import StepCost, gathered_bytes, open_sample, open_tokenizer, plan, spread_cost, step_costs
 from train.settings import parse
 from train.supervised import make_order, supervised_loss
 from train.systems.open import open_model
@@ -40,7 +39,7 @@ GEMMA2 = {"model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_s
 
 def first_batch(settings, model):
     order = make_order(read_records(settings), open_tokenizer(settings, model), settings, World(0, 1, CPU))
-    return open_sample(order, settings).widest
+    return max(open_sample(order, settings)[0], key=lambda micro: micro.batch.input_ids.numel())
 
 
 def measured_peak(settings) -> int:
@@ -63,11 +62,15 @@ def measured_peak(settings) -> int:
 
 def peak_of(profiled: profile) -> int:
     """The most bytes that were allocated at a time, beyond those at the beginning."""
+    events = profiled.profiler.kineto_results.events()
+    # Within it oneDNN takes a workspace that grows with threads and differs between processors, and is no tensor.
+    convolutions = [(e.start_ns(), e.end_ns()) for e in events if e.name() == "aten::convolution_backward"]
     live = peak = 0
-    for event in profiled.profiler.kineto_results.events():
+    for event in events:
         if event.name() == "[memory]":
             live += event.nbytes()
-            peak = max(peak, live)
+            if not any(start <= event.start_ns() <= end for start, end in convolutions):
+                peak = max(peak, live)
     return peak
 
 
@@ -91,8 +94,7 @@ def test_memory_is_what_steps_allocate(sizes, flags, monkeypatch):
     settings = parse([*QUICK, *flags])[0]
     row = plan(settings)
     cost = row.checkpointed if settings.checkpointing else row.plain
-    # the patch embedding's backward pass takes a workspace of its own, which is no tensor: 5 % of so small a model
-    assert cost.memory == pytest.approx(measured_peak(settings), rel=0.1 if settings.full else 0.01)
+    assert cost.memory == pytest.approx(measured_peak(settings), rel=0.01)
     assert row.checkpointed.memory <= row.plain.memory and row.checkpointed.flops > row.plain.flops
     assert row.plain.gradients == 4 * row.trainable and row.plain.moments == 8 * row.trainable
 
@@ -148,7 +150,7 @@ def test_moments_are_what_the_optimizer_keeps(optimizer, monkeypatch):
     held = [value for state in kept.state.values() for value in state.values() if value.dim()]
     row = plan(settings)
     assert row.plain.moments == sum(tensor.nbytes for tensor in held)
-    assert row.disk == (4 * row.trainable + row.plain.moments) * (settings.keep + 1) + 2 * 4 * row.parameters
+    assert row.disk == (4 * row.trainable + row.plain.moments) * (settings.keep + 1) + 2 * 4 * count(model.parameters())
     if optimizer == "radam":
         kept.param_groups[0]["foreach"] = True  # as on a GPU
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -171,7 +173,6 @@ def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(tmp_path, monkeypa
     cells = [cell.strip() for cell in said.splitlines()[2].strip("|").split("|")]
     assert cells[:5] == ["embedded-softmax", "344,064", "4", "60", "15"]
     assert "312 TFLOP/s (bf16) of 1 × A100" in said and said.count("left out: 3") == 3
-    assert said.count("[picture ") == 4 and said.count("⟦yes<eos>⟧") == 4
     assert rows[0].hours("A100", 0.5) == pytest.approx(rows[0].flops / 156e12 / 3600) and rows[0].tokens >= 60 * 16
     with pytest.raises(UserError, match=r"3 of the first \d+ records are unusable; the last: 3"):
         plan(parse([*flags, "--max-bad", "2"])[0])

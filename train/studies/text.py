@@ -45,11 +45,10 @@ from model.device import autocast_dtype
 from model.differential import lambdas
 from model.system_configs import TEXT_PRESETS, TextModelConfig
 from model.text import new_model
-from train.cost import step_costs
 from train.distributed import join_world
 from train.flags import flag
 from train.optim import count
-from train.plan import PlanRow, plan_table
+from train.plan import PlanRow, plan_table, step_costs
 from train.recipes import GPUS
 from train.studies import built, engine, rules
 from train.studies.attention_runs import paired_ratio
@@ -347,7 +346,6 @@ def plan_rows(options: TextOptions, settings: TextSettings, corpus: Corpus) -> l
     rows = []
     batch = TextOrder(corpus, replace(settings, needles=0.0, examples=0.0)).batch(0)
     autocast = autocast_dtype(settings.autocast, torch.device("cuda" if options.device == "auto" else options.device))
-    shown = [f"⟦{text}⟧" for text in corpus.tokenizer.decode(batch.targets[:2].tolist())]
     for size, kind in product(dict.fromkeys((settings.preset, *options.sizes)), KINDS):
         model = empty_model(TextModelConfig.of(TEXT_PRESETS[size], kind == "differential"))
         parameters = count(model.parameters())
@@ -356,7 +354,6 @@ def plan_rows(options: TextOptions, settings: TextSettings, corpus: Corpus) -> l
             PlanRow(
                 name=f"{size}, {kind}",
                 gpus=1,
-                parameters=parameters,
                 trainable=parameters,
                 rows=settings.batch_size,
                 step_rows=settings.rows,
@@ -367,7 +364,6 @@ def plan_rows(options: TextOptions, settings: TextSettings, corpus: Corpus) -> l
                 checkpointed=costs[1],
                 disk=4 * parameters,  # checkpoints are deleted when a cell is finished
                 flops=costs[0].flops * settings.accumulate * settings.steps,
-                batch=tuple(shown),
                 left_out=(),
             )
         )
