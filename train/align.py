@@ -1,4 +1,4 @@
-"""An alignment stage for own pictures: the vision tower learns from the answers directly, before the decoder reads it.
+"""An alignment stage for pictures of one's own: the vision tower learns from the answers before the decoder reads it.
 
 In: a model and the records of its fine-tuning. Out: the same model with another vision tower, in place.
 
@@ -11,7 +11,7 @@ once for all of its questions, so that an answer costs a twentieth of what it do
 import contextlib
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -71,18 +71,10 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
     """Train the vision tower for `settings.align` passes over the pictures of `records`, in place.
 
     Returns the loss of each step. Records without exactly one picture, and pictures that cannot be read, are left out:
-    training itself reports them. All processes take the tower of the first; those that share a CPU wait for it, and it
-    has the threads of all. Raises UserError as `check_align`, and for a loss that is not finite.
+    training itself reports them. Every process does the same work and takes the tower of the first. Raises UserError as
+    `check_align`, and for a loss that is not finite.
     """
     check_align(model, records)
-    losses = _learn(model, records, settings, world)
-    for parameter in model.vision_tower.parameters() if world.size > 1 else ():  # GPUs need not agree to the bit
-        dist.broadcast(parameter.detach(), 0)
-    return losses
-
-
-def _learn(model: PaliGemma, records: Sequence[Record], settings: Settings, world: World) -> list[float]:
-    """The work of `align`; returns the loss of each step."""
     asked = examples(records)
     pictures = {record.key: record.pictures[0] for record in records if record.key in asked}
     autocast = "none" if settings.autocast == "fp16" else settings.autocast  # no gradient is scaled here
@@ -95,10 +87,10 @@ def _learn(model: PaliGemma, records: Sequence[Record], settings: Settings, worl
         MuonAdamW(parameter_groups(tower, [Rule(matching(tower, ".*"), MUON_LR)]), (0.9, 0.98), ADAMW_RATIO),
         make_adamw(parameter_groups(head, [Rule(matching(head, ".*"), HEAD_LR)]), (0.9, 0.98)),
     ]
-    rng, size = random.Random(f"align/{settings.seed}"), model.config.vision.image_size
+    rng, losses = random.Random(f"align/{settings.seed}"), []
     order = [key for _ in range(settings.align) for key in rng.sample(sorted(asked), len(asked))]
-    steps, losses = [order[start : start + PICTURES] for start in range(0, len(order), PICTURES)], []
-    batches = load(Pixels(pictures, size), steps, settings.workers)
+    steps = [order[start : start + PICTURES] for start in range(0, len(order), PICTURES)]
+    batches = load(Pixels(pictures, model.config.vision.image_size), steps, settings.workers)
     bar = tqdm(batches, desc="alignment", unit="batch", total=len(steps), disable=not world.is_first)
     for step, opened in enumerate(bar):
         if not opened:
@@ -111,9 +103,7 @@ def _learn(model: PaliGemma, records: Sequence[Record], settings: Settings, worl
         loss = F.cross_entropy(head(features[place], question), answer)
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
-            raise UserError(
-                f"alignment, step {step}: the loss is {losses[-1]}: use --autocast none, or leave --align out"
-            )
+            raise UserError(f"alignment, step {step}: the loss is {losses[-1]}: leave --align or --autocast out")
         loss.backward()
         nn.utils.clip_grad_norm_([*tower.parameters(), *head.parameters()], 1.0)
         for optimizer in optimizers:
@@ -122,6 +112,8 @@ def _learn(model: PaliGemma, records: Sequence[Record], settings: Settings, worl
             optimizer.zero_grad()
         model.zero_grad()  # the projector's too
         bar.set_postfix(loss=f"{losses[-1]:.3f}")
+    for parameter in tower.parameters() if world.size > 1 else ():  # GPUs need not agree to the bit
+        dist.broadcast(parameter.detach(), 0)
     return losses
 
 
@@ -140,23 +132,22 @@ class Pixels(Dataset):
         self.pictures, self.size = pictures, size
 
     def __getitem__(self, keys: Sequence[str]) -> dict[str, torch.Tensor]:
-        found = {}
+        opened = {}
         for key in keys:
             with contextlib.suppress(UserError):
-                found[key] = to_pixels(self.pictures[key], self.size)
-        return found
+                opened[key] = to_pixels(self.pictures[key], self.size)
+        return opened
 
 
 def examples(records: Sequence[Record]) -> dict[str, list[tuple[int, int]]]:
     """For each picture its questions and answers, by number. Question 0 stands for all that are not common."""
     usable = [record for record in records if len(record.pictures) == 1 and record.suffix]
-    questions = Counter(record.prefix for record in usable)
-    answers = Counter(record.suffix for record in usable)
-    question = {text: number for number, (text, _) in enumerate(questions.most_common(COMMON), 1)}
-    answer = {text: number for number, (text, _) in enumerate(answers.most_common(COMMON))}
-    asked: dict[str, list[tuple[int, int]]] = {}
+    questions = Counter(record.prefix for record in usable).most_common(COMMON)
+    answers = Counter(record.suffix for record in usable).most_common(COMMON)
+    question = {text: number for number, (text, _) in enumerate(questions, 1)}
+    answer = {text: number for number, (text, _) in enumerate(answers)}
+    asked = defaultdict(list)
     for record in usable:
         if record.suffix in answer:
-            pair = (question.get(record.prefix, 0), answer[record.suffix])
-            asked.setdefault(record.key, []).append(pair)
+            asked[record.key].append((question.get(record.prefix, 0), answer[record.suffix]))
     return asked

@@ -3,6 +3,7 @@
 In: settings. Out: the text of every row, with what is learned between ⟦ and ⟧, and a sheet of the pictures.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -25,15 +26,14 @@ def show_batch(settings: Settings, sheet: Path) -> list[str]:
     """The lines to print; the pictures are written to `sheet`. Raises UserError for what cannot be used."""
     figures.check_name(sheet)
     records = read_records(settings)
-    device = torch.device("meta")  # shapes and the tokenizer are enough
-    processor = open_processor(settings, open_model(settings, device)[0])[0]
-    one = replace(settings, step_batch=None)  # a micro-batch is shown where data are too few for a step
-    micro = next(make_order(records, processor, one, World(0, 1, torch.device("cpu"))).steps(0))[0]
+    model, _ = open_model(settings, torch.device("meta"))  # shapes and the tokenizer are enough
+    processor, _ = open_processor(settings, model)
+    single = replace(settings, step_batch=None)  # a micro-batch is shown where data are too few for a step
+    micro = next(make_order(records, processor, single, World(0, 1, torch.device("cpu"))).steps(0))[0]
     lines = [*batch_lines(micro, processor), *(f"left out {line}" for line in micro.bad)]
     pixels = ((micro.batch.pixel_values + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
-    images = [Image.fromarray(picture) for picture in pixels]
-    if images:
-        captions = [f"picture {number}" for number in range(1, len(images) + 1)]
+    if images := [Image.fromarray(picture) for picture in pixels]:
+        captions = [f"picture {number + 1}" for number in range(len(images))]
         figures.save(figures.contact_sheet(images, captions, title="the pictures, as the model sees them"), sheet)
         lines.append(f"in {shown(sheet)}: {len(images)} pictures of {images[0].width} px")
     return [*lines, "nothing was trained"]
@@ -45,26 +45,25 @@ def batch_lines(micro: MicroBatch, processor: Processor) -> list[str]:
     for number, name in enumerate(micro.names):
         valid = batch.attention_mask[number].bool()
         ids, labels = (tensor[number][valid].tolist() for tensor in (batch.input_ids, batch.labels))
-        learned = sum(label != -100 for label in labels)
-        parts = []
+        text = ""
         for is_learned, group in groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] != -100):
-            text = _spell([token for token, _ in group], processor, slots)
-            parts.append(f"⟦{text}⟧" if is_learned else text)
-        lines += [f"{number + 1}  {shown(name)}: {len(ids)} tokens, {learned} of them learned", f"   {''.join(parts)}"]
+            part = spell([token for token, _ in group], processor, slots)
+            text += f"⟦{part}⟧" if is_learned else part
+        learned = sum(label != -100 for label in labels)
+        lines += [f"{number + 1}  {shown(name)}: {len(ids)} tokens, {learned} of them learned", f"   {text}"]
     return lines
 
 
-def _spell(ids: list[int], processor: Processor, slots) -> str:
+def spell(ids: list[int], processor: Processor, slots: Iterator[int]) -> str:
     """Tokens as text; a picture's are one [picture n], control tokens have their names."""
-    config, spelled = processor.config, ""
+    config, text = processor.config, ""
     control = {config.bos_token_id, config.eos_token_id, config.pad_token_id}
     for kind, group in groupby(ids, key=lambda i: "picture" if i == config.image_token_id else i in control):
         tokens = list(group)
         if kind == "picture":
-            count = len(tokens) // config.num_image_tokens
-            spelled += "".join(f"[picture {next(slots)}]" for _ in range(count))
+            text += "".join(f"[picture {next(slots)}]" for _ in range(len(tokens) // config.num_image_tokens))
         elif kind:
-            spelled += "".join(map(processor.tokenizer.id_to_piece, tokens))
+            text += "".join(map(processor.tokenizer.id_to_piece, tokens))
         else:
-            spelled += processor.tokenizer.decode(tokens).replace("\n", "↵")
-    return spelled
+            text += processor.tokenizer.decode(tokens).replace("\n", "↵")
+    return text

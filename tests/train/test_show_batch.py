@@ -35,21 +35,21 @@ BOX = "[picture 1]<bos>detect dog↵⟦<loc0000><loc0000><loc0512><loc1023> dog<
 @pytest.mark.parametrize(
     ("data", "flags", "row", "tokens"),
     [
-        ("jsonl:own.json", [], PICTURE_FIRST, "32 tokens, 5"),
-        ("shards:s-000.tar", [], PICTURE_FIRST, "32 tokens, 5"),
-        ("coco:coco.json", [], BOX, "26 tokens, 6"),
-        ("jsonl:own.json", ["--wings", "--stage", "1"], PICTURE_INSIDE, "33 tokens, 5"),
-        ("jsonl:own.json", ["--arch", "qmamba", "--stage", "1"], PICTURE_INSIDE, "25 tokens, 5"),
+        ("jsonl:own.json", "", PICTURE_FIRST, "32 tokens, 5"),
+        ("shards:s-000.tar", "", PICTURE_FIRST, "32 tokens, 5"),
+        ("coco:coco.json", "", BOX, "26 tokens, 6"),
+        ("jsonl:own.json", "--arch wings --stage 1", PICTURE_INSIDE, "33 tokens, 5"),
+        ("jsonl:own.json", "--arch qmamba --stage 1", PICTURE_INSIDE, "25 tokens, 5"),
     ],
 )
 def test_a_batch_is_shown_as_it_is_learned(data, flags, row, tokens, own, tmp_path, monkeypatch, capsys):
     """Breaks when what is marked is not what carries loss, the picture is shown elsewhere, or a run begins."""
     monkeypatch.chdir(tmp_path)
     kind, _, name = data.partition(":")
-    flags = ["--data", f"{kind}:{own / name}", "--validation", "0", "--batch-size", "2", *flags]
+    flags = ["--data", f"{kind}:{own / name}", "--validation", "0", "--batch-size", "2", *flags.split()]
     finetune.main([*flags, "--device", "cpu", "--show-batch", "sheet.png"])
     printed = capsys.readouterr().out
-    assert (kind == "jsonl") == ("left out own.json[1]: picture 'gone.png' is not in" in printed)
+    assert (kind == "jsonl") == ("left out own.json[1]: " in printed)
     assert f"   {row}\n" in printed and f": {tokens} of them learned" in printed and "nothing was trained" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["sheet.png"]
     reds = Image.open("sheet.png").convert("RGB").getcolors(1 << 20)
