@@ -22,7 +22,7 @@ shapes_only = False
 
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
-    """Within it, tensors have shapes and no values, as `train/cost.py` makes them, and seem to be on a CPU: scans and
+    """Within it, tensors have shapes and no values, as `train/plan.py` makes them, and seem to be on a CPU: scans and
     weights in few bits are computed as on a GPU."""
     global shapes_only
     before, shapes_only = shapes_only, True

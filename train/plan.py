@@ -204,9 +204,8 @@ def step_costs(
     fake, costs = FakeTensorMode(), []
     with fake:
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
-    learned, tensors = trainable(model), [*model.parameters(), *model.buffers()]
-    by_muon = {name for name, tensor in learned.items() if optimizer == "muon" and is_inner_matrix(name, tensor)}
-    moments = sum(tensor.nbytes * (1 if name in by_muon else 2) for name, tensor in learned.items())
+    learned, tensors, by_muon = trainable(model), [*model.parameters(), *model.buffers()], optimizer == "muon"
+    moments = sum(p.nbytes * (1 if by_muon and is_inner_matrix(name, p) else 2) for name, p in learned.items())
     weights = sum(tensor.nbytes for tensor in tensors)
     gradients = sum(parameter.nbytes for parameter in learned.values())
     # RAdam has no fused kernel: on a GPU it updates all parameters at once, with a tensor of the size of each
@@ -310,41 +309,30 @@ def spell(number: float) -> str:
     return f"{number:.1f}" if number >= 1 else f"{number:.2g}"
 
 
+def gib(size: float, capacity: float = float("inf")) -> str:
+    """Bytes in GiB; above `capacity` bytes with a mark."""
+    return spell(size / 2**30) + (f" (> {capacity / 1e9:.0f} GB)" if size > capacity else "")
+
+
 def plan_table(rows: Sequence[PlanRow], gpu: str = "H100") -> str:
     """The runs as a Markdown table; below it what the numbers mean, and the records that are left out."""
     peak, capacity = GPUS[gpu]
-
-    def gib(size: float) -> str:
-        return spell(size / 2**30)
-
-    def total(cost: StepCost) -> str:
-        return gib(cost.memory) + (f" (> {capacity} GB)" if cost.memory > capacity * 1e9 else "")
-
-    cells = [
-        {
-            "run": row.name,
-            "trained": f"{row.trainable:,}",
-            "rows a step": f"{row.step_rows}",
-            "samples": f"{row.samples:,}",
-            "steps": f"{row.steps:,}",
-            "tokens": f"{row.tokens:,}",
-            "weights, GiB": gib(row.plain.weights),
-            "gradients": gib(row.plain.gradients),
-            "moments": gib(row.plain.moments),
-            "activations": f"{gib(row.plain.activations)} / {gib(row.checkpointed.activations)}",
-            "GPU memory": f"{total(row.plain)} / {total(row.checkpointed)}",
-            "disk, GiB": gib(row.disk),
-            "FLOPs": f"{row.flops:.2e}",
-            "hours": " – ".join(spell(row.hours(gpu, share)) for share in SHARES),
-        }
-        for row in rows
-    ]
-    gpus, sizes = (dict.fromkeys(str(getattr(row, name)) for row in rows) for name in ("gpus", "rows"))
+    head = "run, trained, rows a step, samples, steps, tokens, weights, gradients, moments, activations, GPU memory"
+    cells = []
+    for row in rows:
+        plain, checkpointed = row.plain, row.checkpointed
+        counts = (row.trainable, row.step_rows, row.samples, row.steps, row.tokens)
+        sizes = [gib(plain.weights), gib(plain.gradients), gib(plain.moments)]
+        sizes.append(f"{gib(plain.activations)} / {gib(checkpointed.activations)}")
+        sizes.append(f"{gib(plain.memory, capacity * 1e9)} / {gib(checkpointed.memory, capacity * 1e9)}")
+        hours = " – ".join(spell(row.hours(gpu, share)) for share in SHARES)
+        cells.append((row.name, *(f"{n:,}" for n in counts), *sizes, gib(row.disk), f"{row.flops:.2e}", hours))
+    gpus, batches = (dict.fromkeys(str(getattr(row, name)) for row in rows) for name in ("gpus", "rows"))
     about = (
-        f"Memory: of one GPU, for micro-batches of {', '.join(sizes)} rows, without / with `--checkpointing`; CUDA "
-        f"takes about 1 GiB more. Hours: at {SHARES[0]:.0%} to {SHARES[1]:.0%} of the {peak / 1e12:.0f} TFLOP/s (bf16) "
-        f"of {' or '.join(gpus)} × {gpu}, without evaluation. Estimated from shapes; nothing was trained."
+        f"Memory and disk in GiB. Memory: of one GPU, for micro-batches of {', '.join(batches)} rows, without / with "
+        f"`--checkpointing`; CUDA takes about 1 GiB more. Hours: at {SHARES[0]:.0%} to {SHARES[1]:.0%} of the "
+        f"{peak / 1e12:.0f} TFLOP/s (bf16) of {' or '.join(gpus)} × {gpu}, without evaluation. Estimated from shapes; "
+        "nothing was trained."
     )
     left_out = dict.fromkeys(f"left out: {line}" for row in rows for line in row.left_out)
-    table = markdown_table(list(cells[0]), [tuple(row.values()) for row in cells])
-    return "\n".join([*table, "", about, *left_out])
+    return "\n".join([*markdown_table([*head.split(", "), "disk", "FLOPs", "hours"], cells), "", about, *left_out])

@@ -197,19 +197,18 @@ class Shards(Planned):
         numbers = np.roll(range(len(self.paths)), -(len(self.paths) * rank // size)).tolist()
         bar = tqdm(numbers, "indices of shards", delay=2, disable=rank > 0)
         indices = {number: index_of(self.paths[number]) for number in bar}
-        rows, pictures, samples, shown_before = [], [], 0, 0
-        for number in range(len(self.paths)):
+        self.pictures = np.concatenate([indices[number]["pictures"] for number in sorted(indices)])
+        rows, samples, pictures = [], 0, 0
+        for number in sorted(indices):
             part = indices[number]["records"]
             count = int(part[-1, SAMPLE]) + 1 if len(part) else 0
             held_out, used = np.random.default_rng((seed, number)).random((2, count))[:, part[:, SAMPLE]]
             keep = held_out < validation if split == "validation" else (held_out >= validation) & (used < fraction)
             part[:, SAMPLE] += samples
-            part[:, PICTURE] += shown_before
+            part[:, PICTURE] += pictures
             rows.append(part[keep])
-            pictures.append(indices[number]["pictures"])
-            samples, shown_before = samples + count, shown_before + len(pictures[-1])
-        self.ends = np.cumsum([len(part) for part in rows])
-        self.rows, self.pictures = np.concatenate(rows), np.concatenate(pictures)
+            samples, pictures = samples + count, pictures + len(indices[number]["pictures"])
+        self.rows, self.ends = np.concatenate(rows), np.cumsum(list(map(len, rows)))
         self.samples = len(self.rows)  # of an epoch
 
     def __len__(self) -> int:
@@ -219,17 +218,18 @@ class Shards(Planned):
         """The record `index`. Raises UserError, naming shard and member, for a damaged one."""
         shard = self.paths[int(np.searchsorted(self.ends, index, side="right"))]
         sample, question, text, text_size, first, count, _ = self.rows[index].tolist()
-        places = self.pictures[first : first + count].tolist()
-        file = read_member(shard, *((text, text_size) if text else places[0]))
+        places, where = self.pictures[first : first + count].tolist(), f"{shard}: sample {sample}"
         try:
+            file = read_member(shard, *((text, text_size) if text else places[0]))
+            where = file.name
             entry = _entries(file)[question] if text else {}
             chosen = entry.get("pictures", [0] if count == 1 else None)
             pictures = tuple(partial(read_member, shard, *places[number]) for number in chosen)
-            turns, answers = read_turns(entry, file.name)
+            turns, answers = read_turns(entry, where)
         except (LookupError, TypeError, AttributeError):
             problem = 'expected one picture and one .json of {"prefix", "suffix"}, or of "pictures" beside them'
-            raise UserError(f"{file.name}: {problem}: make the shard again") from None
-        member = file.name.removeprefix(f"{shard}: ")
+            raise UserError(f"{where}: {problem}: make the shard again") from None
+        member = where.removeprefix(f"{shard}: ")
         key = _split(member)[0] + (f" ({sample})" if len(member.encode()) >= 100 else "")  # headers cut longer ones off
         name = entry["name"] if isinstance(entry.get("name"), str) else f"{shard.name}/{key}[{question}]"
         return Record(name, f"{shard}: {sample} {chosen}", pictures, turns, answers, self.sampled)
@@ -242,10 +242,7 @@ class Shards(Planned):
         return np.concatenate([np.arange(begins[shard], self.ends[shard]) for shard in shards])
 
     def describe(self, numbers: Sequence[int], picture_tokens: int = 0) -> tuple[list[int], list[int]]:
-        """The samples of records, which stand for their pictures, and their approximate lengths in tokens.
-
-        picture_tokens: of each picture of the sample but one, as `Order` counts.
-        """
+        """The samples of records, which stand for their pictures, and their approximate lengths, see `Planned`."""
         rows = self.rows[numbers]
         lengths = rows[:, LENGTH] // CHARACTERS + (rows[:, PICTURE_COUNT] - 1) * picture_tokens
         return rows[:, SAMPLE].tolist(), lengths.tolist()

@@ -105,7 +105,7 @@ def _warn_of_common(learned: Sequence[Sequence[Record]], asked: Sequence[Sequenc
     """Print a line on stderr if pictures of --eval-data are trained on."""
     asked_files = _files(asked)
     common = sorted(_files(learned) & asked_files)
-    if common and os.environ.get("RANK", "0") == "0":  # processes have not met yet
+    if common and os.environ.get("RANK", "0") == "0":  # the first process of torchrun
         names = some([Path(path).name for path in common])
         which = f"{len(common)} of the {len(asked_files)} pictures of --eval-data are in --data, too ({names})"
         print(f"warning: {which}: the scores say little about new pictures", file=sys.stderr)
