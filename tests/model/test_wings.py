@@ -566,7 +566,7 @@ def test_each_stage_trains_its_parts(stage_1):
 def test_a_stage_in_the_wrong_order_is_told(stage_1):
     """Breaks when stage 2 begins without stage 1, or stage 1 adds learners to a model that has them."""
     cpu = torch.device("cpu")
-    with pytest.raises(UserError, match="embedded is no model of stage 1: train one with --wings --stage 1"):
+    with pytest.raises(UserError, match="embedded is no model of stage 1: train one with --arch wings --stage 1"):
         open_stage(stage_settings(2, "embedded"), torch.float32, cpu)
     with pytest.raises(UserError, match="plain attention of a PaliGemma"):
         open_stage(stage_settings(1, stage_1), torch.float32, cpu)

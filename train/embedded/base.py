@@ -1,7 +1,10 @@
-"""Train the embedded base from random weights: a PaliGemma of two million parameters, in minutes on two cores.
+"""Make the embedded base from nothing: a PaliGemma of two million parameters, in minutes on two cores.
+
+    python -m train.embedded.base --out runs/tiny
+    torchrun --nproc_per_node=2 -m train.embedded.base …      processes that share every batch
 
 In: the scenes of `eval/scenes.py` and their tokenizer. Out: a model folder in the published format, with
-`pretraining.json` (accuracies, settings, the tokenizer's hash). `train/pretrain.py` is the command.
+`pretraining.json` (accuracies, settings, the tokenizer's hash). `weights/tiny` is what this command writes.
 
 What was needed, each part measured: dense tasks before questions; Muon on the matrices; a linear decay at the end;
 large initial position embeddings; no loss on answers that cannot be known. Two auxiliary losses make
@@ -27,17 +30,31 @@ from eval import scenes
 from eval.records import sample_record
 from eval.run import Ask
 from model.attention import tapped
-from model.common import write_text
+from model.common import run_command
 from model.config import PRESETS
 from model.paligemma import PaliGemma, initialize
-from model.processor import Processor, load_tokenizer
+from model.processor import Processor
 from model.source import BUNDLED_FOLDER
+from model.tokenizer import load_tokenizer
 from train.data.batches import MicroBatch, collate
-from train.distributed import World, ask_together
-from train.optim import count, is_inner_matrix, rate_factor, set_rates
+from train.distributed import World, ask_together, join_world, leave_world
+from train.flags import flag, read_flags
+from train.optim import MuonAdamW, Rule, count, matching, parameter_groups, rate_factor, set_rates
+from train.run import check_empty
 from weights.export import export_model
 
 ALONE = World(0, 1, torch.device("cpu"))
+MATCHING_LAYER, MATCHING_HEADS = 1, 2
+MUON_LR, ADAMW_LR = 0.01, 1e-3
+
+
+@dataclass(frozen=True)
+class BaseOptions:
+    """The flags of this command."""
+
+    out: Path = flag(Path("runs/tiny"), "folder to write", metavar="DIR")
+    seed: int = flag(0, "of weights and samples")
+    scale: float = flag(1.0, "length of all stages", least=1e-6)
 
 
 @dataclass(frozen=True)
@@ -72,8 +89,8 @@ QUESTIONS = {
 # Which of a picture's six questions is asked. Numbers are the hardest to learn: they come about as often as the others.
 ASKED = (0, 1, 2, 2, 3, 4, 5, 2, 0, 1)
 STAGES = (
-    PretrainingStage(3_000, DENSE, 0.01, answer_weight=0.0, alignment_weight=1.0),
-    PretrainingStage(20_000, DENSE, 0.01, alignment_weight=0.5, attention_weight=0.5),
+    PretrainingStage(3_000, DENSE, MUON_LR, answer_weight=0.0, alignment_weight=1.0),
+    PretrainingStage(20_000, DENSE, MUON_LR, alignment_weight=0.5, attention_weight=0.5),
     PretrainingStage(36_000, QUESTIONS, 0.005),
     # A mean over tokens favours captions and boxes over one-word answers; by_example from the start harms places.
     PretrainingStage(24_000, QUESTIONS, 0.005, by_example=True),
@@ -118,22 +135,10 @@ def _has_loss(sample: scenes.Sample, processor: Processor) -> list[bool]:
     return result
 
 
-def make_optimizers(model: PaliGemma, world: World = ALONE) -> list[torch.optim.Optimizer]:
-    """Muon (Jordan 2024) for the matrices inside the layers, AdamW for embeddings, norms, biases and the patches.
-
-    Muon takes a quarter of the time of the gradients, so each process updates only its share of the matrices.
-    """
-    others = [p for name, p in model.named_parameters() if not is_inner_matrix(name, p)]
-    muon = torch.optim.Muon(shares(model, world)[world.rank], lr=0.01, momentum=0.95, weight_decay=0.0)
-    adamw = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.0)
-    adamw.param_groups[0]["base_lr"] = 1e-3
-    return [muon, adamw]
-
-
-def shares(model: PaliGemma, world: World) -> list[list[torch.nn.Parameter]]:
-    """The matrices that Muon updates, by the rank of the process that does so."""
-    inside = [p for name, p in model.named_parameters() if is_inner_matrix(name, p)]
-    return [inside[rank :: world.size] for rank in range(world.size)]
+def make_optimizer(model: PaliGemma) -> MuonAdamW:
+    """Muon (Jordan 2024) for the matrices inside the layers, AdamW for embeddings, norms, biases and the patches."""
+    groups = parameter_groups(model, [Rule(matching(model, ".*"), MUON_LR)])
+    return MuonAdamW(groups, (0.9, 0.98), ADAMW_LR / MUON_LR)
 
 
 def losses(
@@ -145,14 +150,14 @@ def losses(
     -log of the attention from names to the patches that show them. shown: (pictures, I) token of what each patch shows.
     """
     features = model.encode_images(micro.batch.pixel_values)
-    sums, over = [features.new_zeros(()) for _ in range(3)], torch.zeros(3)
+    sums, terms = [features.new_zeros(()) for _ in range(3)], torch.zeros(3)
     if stage.alignment_weight:
         words = model.language_model.embed_tokens.weight
         sums[1] = F.cross_entropy((features @ words.T).flatten(0, 1), shown.flatten(), reduction="sum")
         for ids, sides in places(processor, shown.shape[1]):
             logits = (features @ words[ids].T).flatten(0, 1)
             sums[1] = sums[1] + F.cross_entropy(logits, sides.repeat(len(features)), reduction="sum")
-        over[1] = shown.numel()
+        terms[1] = shown.numel()
     if stage.answer_weight:
         batch, weights = micro.batch, []
         attention = model.language_model.layers[MATCHING_LAYER].self_attn
@@ -169,14 +174,11 @@ def losses(
         by_token = F.cross_entropy(logits.transpose(1, 2), micro.targets, ignore_index=-100, reduction="none")  # (B, T)
         counts = (micro.targets != -100).sum(1).clamp(min=1)
         sums[0] = (by_token.sum(1) / counts).sum() if stage.by_example else by_token.sum()
-        over[0] = len(counts) if stage.by_example else counts.sum()
+        terms[0] = len(counts) if stage.by_example else counts.sum()
         if weights:
             mass = matched(weights[0], micro, shown, processor)
-            sums[2], over[2] = -mass.clamp(min=1e-9).log().sum(), mass.numel()
-    return torch.stack(sums), over
-
-
-MATCHING_LAYER, MATCHING_HEADS = 1, 2
+            sums[2], terms[2] = -mass.clamp(min=1e-9).log().sum(), mass.numel()
+    return torch.stack(sums), terms
 
 
 def matched(weights: torch.Tensor, micro: MicroBatch, shown: torch.Tensor, processor: Processor) -> torch.Tensor:
@@ -214,14 +216,15 @@ def places(processor: Processor, patches: int) -> list[tuple[list[int], torch.Te
     ]
 
 
-def synchronize(tensors: Sequence[torch.Tensor], world: World, source: int | None = None) -> None:
-    """Replace each tensor by its sum over the processes, or by the tensor of the process `source`."""
+def add_gradients(model: PaliGemma, world: World) -> None:
+    """Replace each gradient by its sum over the processes."""
     if world.size == 1:
         return
-    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    dist.all_reduce(flat) if source is None else dist.broadcast(flat, source)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.detach().copy_(part.view_as(tensor))
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
 
 
 def pretrain(
@@ -238,11 +241,12 @@ def pretrain(
     The processes of `world` share every batch and end with the same weights.
     """
     model.train()
-    optimizers, shared = make_optimizers(model, world), shares(model, world)
+    optimizer = make_optimizer(model)
     for number, stage in enumerate(stages):
         total = max(1, int(stage.samples * scale) // batch_size)
         stage = replace(stage, samples=total * batch_size)
-        optimizers[0].param_groups[0]["base_lr"] = stage.muon_lr
+        weights = torch.tensor([stage.answer_weight, stage.alignment_weight, stage.attention_weight])
+        optimizer.param_groups[-1]["base_lr"] = stage.muon_lr  # the last group is Muon's
         bar = tqdm(
             batches(stage, number, batch_size, processor, seed, world),
             total=total,
@@ -251,25 +255,18 @@ def pretrain(
             disable=not world.is_first,
         )
         for step, (micro, shown) in enumerate(bar):
-            warmup, decay = total // 50, total // 5
-            factor = min(rate_factor(step, total, warmup, "constant"), (total - step) / max(1, decay))
-            sums, over = losses(model, micro, shown, stage, processor)
-            synchronize([over], world)
-            means = sums / over.clamp(min=1)
-            (means @ torch.tensor([stage.answer_weight, stage.alignment_weight, stage.attention_weight])).backward()
-            synchronize([p.grad for p in model.parameters() if p.grad is not None], world)
+            sums, terms = losses(model, micro, shown, stage, processor)
+            means = sums / torch.tensor(world.totals(*terms.tolist())).clamp(min=1)
+            (means @ weights).backward()
+            add_gradients(model, world)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                set_rates(optimizer, factor)
-                optimizer.step()
-            for rank, matrices in enumerate(shared):
-                synchronize(matrices, world, source=rank)
-            model.zero_grad()
+            decay = (total - step) / max(1, total // 5)
+            set_rates(optimizer, min(rate_factor(step, total, total // 50, "constant"), decay))
+            optimizer.step()
+            optimizer.zero_grad()
             if step % 20 == 0:
-                means = means.detach()
-                synchronize([means], world)
-                names = ("answer", "alignment", "attention")
-                bar.set_postfix({name: f"{value:.3f}" for name, value in zip(names, means, strict=True)})
+                answer, alignment, attention = world.totals(*means.tolist())
+                bar.set_postfix(answer=f"{answer:.3f}", alignment=f"{alignment:.3f}", attention=f"{attention:.3f}")
     model.eval()
 
 
@@ -291,36 +288,48 @@ def accuracies(
     return {name: round(value, 1) for name, value in result.items()}
 
 
-def make_base(out: Path, seed: int, scale: float, world: World) -> None:
-    """Train, evaluate and export the base, in every process of `world`; the first one writes `out` and prints."""
-    started = time.perf_counter()
-    torch.manual_seed(seed)
-    tokenizer = BUNDLED_FOLDER / "tokenizer.model"
+def make_base(options: BaseOptions, world: World) -> None:
+    """Train, evaluate and export the base, in every process of `world`; the first one writes and prints."""
+    started, out, tokenizer = time.perf_counter(), options.out, BUNDLED_FOLDER / "tokenizer.model"
+    torch.manual_seed(options.seed)
     processor = Processor(PRESETS["tiny"], load_tokenizer(tokenizer))
-    model = initialize(PaliGemma(PRESETS["tiny"]), seed, position_std=0.5)
+    model = initialize(PaliGemma(PRESETS["tiny"]), options.seed, position_std=0.5)
     if world.is_first:
         print(f"{count(model.parameters()):,} parameters, {sum(stage.samples for stage in STAGES):,} samples")
-    pretrain(model, processor, seed, scale=scale, world=world)
+    pretrain(model, processor, options.seed, scale=options.scale, world=world)
     model = model.to(torch.bfloat16).float()  # evaluate the weights as they are written, in bf16
-    result = accuracies(model, processor, max(8, round(400 * min(1.0, scale))), world=world)
+    result = accuracies(model, processor, max(8, round(400 * min(1.0, options.scale))), world=world)
     seconds = time.perf_counter() - started
     if not world.is_first:
         return
-    export_model(model, out, dtype=torch.bfloat16, companions=[tokenizer])
+    shipped = BUNDLED_FOLDER / "pretraining.json"
     record = {
         "accuracy": result,
-        "seed": seed,
-        "scale": scale,
+        "seed": options.seed,
+        "scale": options.scale,
         "seconds": round(seconds),
         "processes": world.size,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "tokenizer_sha256": hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
     }
-    write_text(out / "pretraining.json", json.dumps(record, indent=1) + "\n")
-    shipped = BUNDLED_FOLDER / "pretraining.json"
+    texts = {"pretraining.json": json.dumps(record, indent=1) + "\n"}
+    export_model(model, out, dtype=torch.bfloat16, companions=[tokenizer], texts=texts)
     reference = json.loads(shipped.read_text())["accuracy"] if shipped.exists() else {}
     print(f"\n{'exact match, %':<14}{'now':>8}{'shipped':>9}")
     for name, value in result.items():
         print(f"{name:<14}{value:8.1f}{reference.get(name, float('nan')):9.1f}")
     print(f"\n{out}: model.safetensors, config.json, tokenizer.model, pretraining.json; {seconds:.0f} s")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = read_flags(BaseOptions, "train.embedded.base", __doc__, argv)
+    check_empty(options.out)
+    try:
+        make_base(options, join_world("cpu"))
+    finally:
+        leave_world()
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,14 +1,20 @@
-"""Train the embedded language model: a Mamba of half a million parameters that reads scenes described in words.
+"""Make the embedded language model: a Mamba of half a million parameters that reads scenes described in words.
+
+    python -m train.embedded.mamba --out runs/tiny-mamba
 
 In: the scenes of `eval/scenes.py`, each described by the names in its 16 squares; in these positions a Q-Mamba later
-reads the queries of a picture. Out: the trained model. `train/pretrain_mamba.py` is the command.
+reads the queries of a picture. Out: a folder with config.json, model.safetensors and tokenizer.model, which
+transformers opens too. `weights/tiny-mamba` is what this command writes.
 
 The model learns the prompts of VQA and of the probes from text alone, as a published language model has learned
 language. Stage 1 of `train/systems/qmamba.py` does not change it.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +22,31 @@ from torch import nn
 from tqdm import tqdm
 
 from eval import scenes
+from model.common import run_command
+from model.config import PRESETS
+from model.mamba import MambaLM, initialize_mamba
 from model.processor import Batch, Processor
+from model.source import BUNDLED_FOLDER
 from model.system_configs import MambaConfig
+from model.tokenizer import load_tokenizer
 from train.data.batches import supervised
-from train.optim import rate_factor
+from train.flags import flag, read_flags
+from train.optim import count, rate_factor
+from train.run import check_empty
+from weights.export import export_model
 
 CONFIG = MambaConfig(vocab_size=1728, hidden_size=128, num_hidden_layers=2, eos_token_id=1, bos_token_id=2)
 SAMPLES, BATCH, RATE = 20_000, 32, 3e-3  # scenes, scenes of a batch, AdamW's peak learning rate
 PROBES = ("locate", "count", "exist")
+
+
+@dataclass(frozen=True)
+class MambaOptions:
+    """The flags of this command."""
+
+    out: Path = flag(Path("runs/tiny-mamba"), "folder to write", metavar="DIR")
+    seed: int = flag(0, "of the weights")
+    samples: int = flag(SAMPLES, "scenes to learn from", least=BATCH)
 
 
 def describe_scene(index: int, split: str, processor: Processor) -> tuple[list[int], list[int]]:
@@ -101,3 +124,31 @@ def accuracy(model: nn.Module, processor: Processor, samples: int = 320, split: 
         right += int((logits.argmax(-1) == targets)[counted].sum())
         total += int(counted.sum())
     return 100 * right / total
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = read_flags(MambaOptions, "train.embedded.mamba", __doc__, argv)
+    check_empty(options.out)
+    started, tokenizer = time.perf_counter(), BUNDLED_FOLDER / "tokenizer.model"
+    processor, model = Processor(PRESETS["tiny"], load_tokenizer(tokenizer)), MambaLM(CONFIG)
+    initialize_mamba(model.backbone, options.seed)
+    print(f"{count(model.parameters()):,} parameters, {options.samples:,} scenes")
+    teach(model, list(model.parameters()), processor, options.samples)
+    model = model.to(torch.bfloat16).float()  # evaluate the weights as they are written
+    record = {
+        "answer_tokens": round(accuracy(model, processor), 1),
+        "samples": options.samples,
+        "seed": options.seed,
+        "seconds": round(time.perf_counter() - started),
+        "torch": torch.__version__,
+    }
+    texts = {"pretraining.json": json.dumps(record, indent=1) + "\n"}
+    export_model(model, options.out, dtype=torch.bfloat16, companions=[tokenizer], texts=texts)
+    print(
+        f"{record['answer_tokens']} % of the answers' tokens are right; {options.out}: model.safetensors, config.json, "
+        f"tokenizer.model, pretraining.json; {record['seconds']} s"
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,7 +1,9 @@
-"""The tokenizer of the embedded models: a small sentencepiece model with one piece for every word of the tasks.
+"""Make the tokenizer of the embedded models: a small sentencepiece model with one piece for every word of the tasks.
 
-In: the words of `eval/scenes.py`. Out: the serialised model. `train/tokenizer.py` is the command; the hash of the
-tokenizer is in the `pretraining.json` of the models trained with it.
+    python -m train.embedded.tokenizer
+
+In: the words of `eval/scenes.py`. Out: tokenizer.model, by default `weights/tiny/tokenizer.model`. Its hash is in the
+`pretraining.json` of the models trained with it.
 
 Its settings are Gemma's: BPE with byte fallback, no normalisation, no space added in front or removed, pad 0, eos 1,
 bos 2, unk 3. Then come `<mask>`, which transformers would add otherwise, "\\n", and `<loc0000>` … `<loc1023>` as
@@ -15,10 +17,23 @@ The order of the pieces is part of every checkpoint trained with them: a new tok
 """
 
 import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import sentencepiece
 
 from eval.scenes import PLURALS, WORDS
+from model.common import atomic_path, run_command
+from model.source import BUNDLED_FOLDER
+from train.flags import flag, read_flags
+
+
+@dataclass(frozen=True)
+class TokenizerOptions:
+    """The flag of this command."""
+
+    out: Path = flag(BUNDLED_FOLDER / "tokenizer.model", "file to write", metavar="FILE")
 
 
 def words() -> tuple[list[str], list[str]]:
@@ -71,3 +86,15 @@ def _train(frequencies: dict[str, int], size: int) -> bytes:
         minloglevel=2,
     )
     return model.getvalue()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    out = read_flags(TokenizerOptions, "train.embedded.tokenizer", __doc__, argv).out
+    with atomic_path(out) as temporary:
+        temporary.write_bytes(train_tokenizer())
+    size = sentencepiece.SentencePieceProcessor(model_file=str(out)).vocab_size()
+    print(f"{out}: {size} pieces; <image> is id {size}, the embedding has {-(-(size + 1) // 64) * 64} rows")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -103,13 +103,12 @@ def make_optimizer(model: PaliGemma, rules: Sequence[Rule], settings: Settings) 
 
 def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
     """Graft and adapt `model` in place; returns the rules for its optimizer."""
-    options = {"seed": settings.seed, "feed_forward": settings.feed_forward, "where": settings.diff_in}
-    options |= settings.options
-    options = default_options(settings.attention, settings.r, settings.alpha, settings.dropout) | options
     if settings.full and settings.is_grafted:
         raise UserError("--full trains plain weights: add --attention softmax, and leave --feed-forward at mlp")
     if settings.is_grafted:
-        graft(model, settings.attention, **options)
+        options = default_options(settings.attention, settings.r, settings.alpha, settings.dropout)
+        options |= {"seed": settings.seed, "feed_forward": settings.feed_forward, "where": settings.diff_in}
+        graft(model, settings.attention, **options | settings.options)
     if settings.full:
         rules = [Rule(matching(model, ".*"), settings.lr, settings.weight_decay)]
         if settings.align:  # the decoder's gradients undid at the full rate what the tower had learned of small shapes
@@ -122,8 +121,8 @@ def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
     names = list(trainable(model))
     rules = [Rule(names, settings.lr, settings.weight_decay)]
     if scalars := [name for name in names if re.fullmatch(SCALARS, name)]:
-        own = settings.scalar_lr is not None and settings.optimizer != "muon"  # which applies it itself
-        rules.insert(0, Rule(scalars, settings.scalar_lr if own else settings.lr))
+        has_rate = settings.scalar_lr is not None and settings.optimizer != "muon"  # Muon's AdamW applies it itself
+        rules.insert(0, Rule(scalars, settings.scalar_lr if has_rate else settings.lr))
     return rules
 
 

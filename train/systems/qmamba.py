@@ -8,7 +8,6 @@ In: the settings of a run with `--arch qmamba`; `--option NAME=VALUE` sets a fie
 """
 
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -23,14 +22,6 @@ from weights.load import load_mamba, load_model, load_siglip
 TINY_MAMBA = BUNDLED_FOLDER.parent / "tiny-mamba"  # the embedded language model
 # for the embedded base, which has 16 image tokens
 TINY = ProjectorConfig(queries=8, hidden_size=64, num_blocks=4, num_attention_heads=4, state_size=8)
-# options that say nothing of a projector of that kind
-UNUSED = {
-    "connector": "queries num_blocks num_attention_heads local_attention connector feed_forward blocks_from".split()
-}
-UNUSED["linear"] = [
-    *UNUSED["connector"],
-    *("hidden_size", "state_size", "scan_order", "zero_order_hold", "connector_from"),
-]
 
 
 @dataclass(frozen=True)
@@ -50,15 +41,12 @@ class Parts:
 
 def read_options(settings: Settings) -> tuple[Parts, ProjectorConfig]:
     """The parts and the projector that `--option` describes. Raises UserError for an unknown name or a wrong type."""
-    tiny = settings.base == EMBEDDED
-    parts, projector = Parts(), TINY if tiny else ProjectorConfig()
-    given, own = settings.options_of(asdict(parts) | asdict(projector)), asdict(parts).keys()
-    parts = replace(parts, **{name: value for name, value in given.items() if name in own})
-    projector = replace(projector, **{name: value for name, value in given.items() if name not in own})
-    for name in UNUSED.get(projector.projector, ()):
-        if name in settings.options:
-            raise UserError(f"--option {name}: a projector of kind {projector.projector!r} has none: leave it out")
-    if not tiny and parts.language_model == EMBEDDED:
+    is_tiny = settings.base == EMBEDDED
+    parts, projector = asdict(Parts()), asdict(TINY if is_tiny else ProjectorConfig())
+    given = settings.options_of(parts | projector)
+    parts = Parts(**{name: given.get(name, value) for name, value in parts.items()})
+    projector = ProjectorConfig(**{name: given.get(name, value) for name, value in projector.items()})
+    if not is_tiny and parts.language_model == EMBEDDED:
         raise UserError(
             f"--base {settings.base}: its language model is not named: add --option "
             "language_model=state-spaces/mamba-2.8b-hf, or another published Mamba"
@@ -77,18 +65,12 @@ def language_model(settings: Settings) -> str:
 def open_qmamba(settings: Settings, dtype: torch.dtype, device: torch.device) -> QMamba:
     """Stage 1: a fresh projector between the vision tower of a base and a language model. Stage 2: the base itself.
 
-    Raises UserError for parts that do not fit together, before the projector is made.
+    Raises UserError for parts that do not fit together.
     """
     if settings.stage != 1:
         if settings.option:
             raise UserError(f"--option {settings.option[0]}: stage 1 has decided that: leave it out")
-        model = load_model(settings.base, dtype=dtype, device=device)
-        if type(model) is not QMamba:
-            raise UserError(
-                f"--stage {settings.stage}: {settings.base} is no Q-Mamba: train one with --arch qmamba --stage 1, and "
-                "give --base RUN/model"
-            )
-        return model
+        return load_qmamba(settings.base, dtype, device)
     parts, projector = read_options(settings)
     tower = load_siglip(settings.base, dtype, device)
     text = load_mamba(language_model(settings), dtype, device)
@@ -112,25 +94,25 @@ def open_qmamba(settings: Settings, dtype: torch.dtype, device: torch.device) ->
     return model
 
 
-def has_connector(config: ProjectorConfig) -> bool:
-    return config.connector and config.projector != "linear"
+def load_qmamba(source: str, dtype: torch.dtype, device: torch.device) -> QMamba:
+    """The Q-Mamba of `source`. Raises UserError for another model."""
+    model = load_model(source, dtype=dtype, device=device)
+    if type(model) is not QMamba:
+        raise UserError(f"{source}: is no Q-Mamba: train one with --arch qmamba --stage 1, and give RUN/model")
+    return model
 
 
-def copy_connector(projector: QMambaProjector, source: str | Path, device: torch.device) -> None:
+def copy_connector(projector: QMambaProjector, source: str, device: torch.device) -> None:
     """Copy the connector of a trained Q-Mamba, with queries or without, and the projection and norm before it.
 
-    Raises UserError for a model of another kind or other sizes.
+    Raises UserError for a model of another kind or of other sizes.
     """
-    theirs = load_model(source, device=device)
-    if type(theirs) is not QMamba or not all(map(has_connector, (theirs.config.projector, projector.config))):
-        raise UserError(f"connector_from={source}: both models must be a Q-Mamba with a connector")
-    if theirs.config.projector.zero_order_hold != projector.config.zero_order_hold:
-        raise UserError(f"connector_from={source}: only one of the two models has zero_order_hold: make them agree")
-    for part in ("vision_proj", "vision_norm", "connector"):
-        try:
-            projector.get_submodule(part).load_state_dict(theirs.multi_modal_projector.get_submodule(part).state_dict())
-        except RuntimeError as error:
-            reason = str(error).splitlines()[-1].strip()
-            raise UserError(
-                f"connector_from={source}: its {part} has other sizes ({reason}): take one of the same sizes"
-            ) from None
+    parts, mine = ("vision_proj", "vision_norm", "connector"), projector.state_dict()
+    theirs = load_qmamba(source, torch.float32, device).multi_modal_projector.state_dict()
+    copied = {name: tensor for name, tensor in theirs.items() if name.split(".")[0] in parts}
+    wanted = {name: tensor for name, tensor in mine.items() if name.split(".")[0] in parts}
+    for name in sorted(copied.keys() | wanted.keys()):
+        sizes = [tuple(tensors[name].shape) if name in tensors else "none" for tensors in (copied, wanted)]
+        if sizes[0] != sizes[1]:
+            raise UserError(f"connector_from={source}: its {name} is {sizes[0]}, expected {sizes[1]}: take another one")
+    projector.load_state_dict(copied, strict=False)

@@ -1,30 +1,55 @@
-"""A language model trained from nothing on plain text: the Differential Transformer, or its plain twin.
+"""Train a language model from nothing on plain text: the Differential Transformer, or its plain twin.
 
-In: text (`eval/text/corpus.py`) and two tasks (`eval/text/tasks.py`), mixed. Out: the trained model, and checkpoints in
-the run folder. `train/text.py` is the command.
+    python -m train.systems.text                           Python's standard library: minutes on two cores
+    python -m train.systems.text --text FILE… --attention plain
+    python -m train.systems.text --resume runs/text-differential-1
+    python -m train.systems.text --preset small --device cuda --tokens 2e9 --text DIR
+    torchrun --nproc_per_node=8 -m train.systems.text …    several GPUs; with --shard the weights are spread
+
+In: text (`eval/text/corpus.py`) and two tasks (`eval/text/tasks.py`), mixed. Out: a run folder with the corpus and its
+tokenizer, metrics, a picture of the loss, checkpoints to resume from, and `model/`. `eval/text/measures.py` measures
+the model, `train/studies/text.py` compares it with its twin.
 """
 
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from eval.text.corpus import BOS, Corpus
+from eval.text.corpus import BOS, Corpus, find_corpus, kept_corpus, open_corpus
 from eval.text.measures import device_of
-from eval.text.tasks import MOST_ASKED, Tasks
-from model.common import UserError
+from eval.text.tasks import MOST_ASKED, SYMBOLS, Tasks
+from model.common import UserError, run_command
 from model.system_configs import TEXT_PRESETS
 from model.text import TextModel, new_model
+from train.checkpoint import Progress, newest_progress, write_folder
 from train.data.batches import each_tensor, load
-from train.distributed import World
-from train.flags import check_ranges, flag
-from train.loop import LoopSettings, fit
-from train.optim import SCALARS, Rule, make_adamw, parameter_groups
+from train.distributed import World, join_world, leave_world, whole_model
+from train.flags import (
+    FlagParser,
+    RunArguments,
+    add_flags,
+    add_run_flags,
+    check_ranges,
+    flag,
+    from_values,
+    read_config,
+    take_run_arguments,
+)
+from train.loop import LoopSettings, Watch, fit
+from train.metrics import draw_loss
+from train.optim import SCALARS, Rule, count, make_adamw, matching, parameter_groups
+from train.origin import check_resume, origin_of
+from train.run import check_empty, run_folder
+from weights.export import export_model
+from weights.fingerprint import tensor_fingerprint
 
+PROGRAM = "train.systems.text"
 SHORTEST = 64  # positions that a needle document is given at least,
 LEAST = 24  # and one of records alone
 MOST_RECORDS = 64  # of a document that is learned from
@@ -32,7 +57,7 @@ NO_TARGET = -100
 
 
 @dataclass(frozen=True)
-class TextSettings:
+class TextSettings(LoopSettings):
     """All settings of a run. Each is a flag of the same name; see `train.flags.flag`."""
 
     text: tuple[str, ...] = flag(
@@ -42,8 +67,8 @@ class TextSettings:
     attention: str = flag("differential", "attention of every layer", choices=["differential", "plain"])
     preset: str = flag("tiny", "size of the model", choices=list(TEXT_PRESETS))
     length: int = flag(256, "positions of a row: the longest context", least=SHORTEST, most=2**20)
-    batch_size: int = flag(4, "rows of a micro-batch", least=1)
-    accumulate: int = flag(1, "micro-batches of a step of one process; several share its rows", least=1)
+    batch_size: int = flag(4, "rows of a micro-batch, at most", least=1)
+    step_batch: int | None = flag(None, "rows of a step over all processes (default: --batch-size)", least=1)
     tokens: float = flag(2e6, "tokens to learn from", least=1, most=1e15)
     needles: float = flag(0.4, "share of needle documents among those drawn", share=True)
     examples: float = flag(0.35, "share of documents of records alone: recall and examples, half each", share=True)
@@ -54,14 +79,6 @@ class TextSettings:
     weight_decay: float = flag(0.1, "AdamW weight decay, on matrices", least=0, most=1e6)
     beta2: float = flag(0.95, "AdamW's second momentum", least=0, most=0.9999999)
     warmup: float = flag(0.05, "warm-up steps; below 1, a share of all steps", least=0, most=1e12)
-    schedule: str = flag("cosine", "decay after warm-up", choices=["linear", "cosine", "constant"])
-    clip: float = flag(1.0, "largest gradient norm; 0 does not clip", least=0, most=1e12)
-    seed: int = flag(0, "of the weights and of what is drawn", least=0)
-    device: str = flag("auto", "cuda, cpu, … (default: cuda if there is one)")
-    autocast: str = flag("auto", "autocast dtype (default: bf16 on CUDA, else none)", choices=["auto", "none", "bf16"])
-    shard: bool = flag(False, "several processes: spread weights, gradients and optimizer over them (FSDP2)")
-    checkpointing: bool = flag(False, "recompute activations in the backward pass, for memory")
-    checkpoint_every: int = flag(200, "steps between checkpoints", least=1)
 
     @property
     def vocab_size(self) -> int:
@@ -70,17 +87,17 @@ class TextSettings:
     @property
     def rows(self) -> int:
         """Rows of a step, of all processes together."""
-        return self.batch_size * self.accumulate
+        return self.step_batch or self.batch_size
+
+    @property
+    def steps(self) -> int:
+        return max(1, round(self.tokens / (self.rows * self.length)))
 
     def shares(self, index: int) -> tuple[float, float, float]:
         """The shares of needle documents, of recall, and of examples among the documents drawn for a row."""
         if self.examples and index < self.curriculum * self.steps * self.rows:
             return 0.0, 1.0, 0.0
         return self.needles, self.examples / 2, self.examples / 2
-
-    @property
-    def steps(self) -> int:
-        return max(1, round(self.tokens / (self.rows * self.length)))
 
 
 def check(settings: TextSettings) -> None:
@@ -172,8 +189,8 @@ class TextOrder:
         self.share, rest = divmod(settings.rows, processes)
         if rest:
             raise UserError(
-                f"a step of {settings.rows} rows (--batch-size {settings.batch_size} --accumulate "
-                f"{settings.accumulate}) cannot be shared equally by {processes} processes: change one of them"
+                f"--step-batch {settings.rows}: {processes} processes cannot share these rows equally: change it, or "
+                "start a number of processes that divides it"
             )
         if len(corpus.ids[split]) < settings.length:
             raise UserError(
@@ -214,12 +231,27 @@ def validation_loss(model: TextModel, corpus: Corpus, settings: TextSettings, ba
     return sum(text_loss(model, micro).item() for micro in rows) / sum(micro.tokens for micro in rows)
 
 
-def make_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.AdamW:
+def make_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.Optimizer:
     """AdamW on all parameters; no decay on norms, λ and the embedding."""
-    bare = Rule(rf"{SCALARS}|.*norm\.weight|.*embed_tokens\.weight", settings.lr)
-    return make_adamw(
-        parameter_groups(model, [bare, Rule(".*", settings.lr, settings.weight_decay)]), (0.9, settings.beta2)
-    )
+    bare = Rule(matching(model, rf"{SCALARS}|.*norm\.weight|.*embed_tokens\.weight"), settings.lr)
+    others = Rule(matching(model, ".*"), settings.lr, settings.weight_decay)
+    return make_adamw(parameter_groups(model, [bare, others]), (0.9, settings.beta2))
+
+
+@dataclass(frozen=True)
+class TextWatch(Watch):
+    """Logs the validation loss on so many `batches` after the steps `points`, as "held_out_loss"."""
+
+    model: TextModel
+    corpus: Corpus
+    settings: TextSettings
+    points: Collection[int]
+    batches: int
+
+    def validate(self, step: int, progress: Progress) -> dict[str, float]:
+        if step not in self.points:
+            return {}
+        return {"held_out_loss": validation_loss(self.model, self.corpus, self.settings, self.batches)}
 
 
 def learn(
@@ -227,28 +259,81 @@ def learn(
     corpus: Corpus,
     run: Path,
     world: World,
-    kept: Mapping | None = None,
+    progress: Progress | None = None,
     *,
     points: Collection[int] = (),
     batches: int = 16,
-) -> tuple[TextModel, dict]:
+) -> tuple[TextModel, Progress]:
     """Train from the newest checkpoint in `run`, if there is one; the model and the run's progress.
 
-    points: numbers of steps after which the validation loss on so many `batches` is logged, as "held_out_loss". Raises
-    UserError if the corpus has more pieces than the preset's vocabulary.
+    progress: see `train.loop.fit`. points, batches: see `TextWatch`.
     """
-    if corpus.tokenizer.vocab_size() > settings.vocab_size:
-        raise UserError(
-            f"the corpus has {corpus.tokenizer.vocab_size()} pieces, preset {settings.preset} knows "
-            f"{settings.vocab_size}: prepare it for this preset, in another folder"
-        )
+    assert corpus.tokenizer.vocab_size() <= settings.vocab_size, "the corpus is of another preset"
     model = new_model(settings.preset, settings.attention == "differential", settings.seed).to(world.device)
     model.set_checkpointing(settings.checkpointing)
     optimizer, order = make_optimizer(model, settings), TextOrder(corpus, settings, "train", world.rank, world.size)
-
-    def validate(step: int, progress: dict) -> dict:
-        return {"held_out_loss": validation_loss(model, corpus, settings, batches)} if step in points else {}
-
-    options = LoopSettings.of(settings)
-    progress = fit(model, optimizer, order, text_loss, options, run, world, validate=validate, kept=kept)
+    watch = TextWatch(model, corpus, settings, points, batches)
+    progress = fit(model, optimizer, order, text_loss, settings, run, world, watch=watch, progress=progress)
     return model.eval(), progress
+
+
+# The command
+
+
+def parse(argv: Sequence[str] | None) -> tuple[TextSettings, RunArguments]:
+    """The settings and the run folder of a command line. Raises UserError for values out of range."""
+    parser = FlagParser(prog=f"python -m {PROGRAM}", description=__doc__)
+    add_run_flags(parser, "runs/text-ATTENTION-1")
+    add_flags(parser, TextSettings)
+    given = vars(parser.parse_args(argv))
+    arguments = take_run_arguments(given)
+    if arguments.resume is not None:
+        return read_config(TextSettings, arguments.resume, PROGRAM), arguments
+    settings = from_values(TextSettings, given)
+    check(settings)
+    return settings, arguments
+
+
+def train(settings: TextSettings, arguments: RunArguments, world: World) -> None:
+    """The whole run: prepare the corpus, train, write the result."""
+    check_empty(arguments.out)
+    with run_folder(arguments, settings, f"text-{settings.attention}", PROGRAM, world) as run:
+        folder, saved = Path(settings.corpus or run / "corpus"), newest_progress(run)
+        progress = saved or Progress(world.size)
+        corpus = find_corpus(folder) if saved else None  # a resumed run keeps its tokens, even if the text has changed
+        if world.is_first:
+            corpus = corpus or open_corpus(folder, settings.text, settings.vocab_size, SYMBOLS)
+            tokens, documents = len(corpus.ids["train"]), len(corpus.starts["train"]) - 1
+            print(f"{tokens:,} tokens of text to learn from, {documents} documents", flush=True)
+            ids = tensor_fingerprint({**corpus.ids, **{f"{name}/starts": t for name, t in corpus.starts.items()}})
+            origin = origin_of(settings, {"corpus": f"{corpus.digest} {ids}"}, world, torch.float32)
+            if saved:
+                check_resume(run, saved, origin, arguments.allow_changed)
+            progress.origin = origin
+        world.barrier()  # the first process has written the corpus
+        model, progress = learn(settings, corpus or kept_corpus(folder), run, world, progress)
+        if settings.shard and world.size > 1:
+            model = whole_model(model, world)
+        write = partial(export_model, model, companions=[folder / "tokenizer.model"])
+        write_folder(lambda folder: write(folder) if world.is_first else None, run / "model", world)
+        if world.is_first:
+            draw_loss(run)
+            tokens = settings.steps * settings.rows * settings.length
+            print(
+                f"{count(model.parameters()):,} parameters, {settings.attention} attention, {tokens:,} tokens "
+                f"in {progress.seconds:.0f} s; in {run}: model/, metrics.jsonl, loss.png, checkpoints/"
+            )
+            print(f"next: python -m eval.text all {run}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    settings, arguments = parse(argv)
+    world = join_world(settings.device)
+    try:
+        train(settings, arguments, world)
+    finally:
+        leave_world()
+
+
+if __name__ == "__main__":
+    run_command(main)

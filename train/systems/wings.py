@@ -5,9 +5,12 @@ of a stage, see `model/wings.py`. The base is a PaliGemma or, with a language mo
 
     python -m train.finetune --arch wings --stage 1 --base google/siglip-so400m-patch14-384 --data jsonl:FILE \\
         --option language_model=Qwen/Qwen1.5-7B
+
+On the embedded scenes it is `embedded-text`, whose decoder knows text alone: `python -m train.embedded.text` makes it.
 """
 
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -16,9 +19,10 @@ from model.common import UserError
 from model.source import EMBEDDED
 from model.system_configs import LEARNER_FIELDS, LanguageWingsConfig
 from model.wings import Wings, attach, join, route
-from train.embedded.text import TEXT_BASE, open_text_base
 from train.settings import Settings
 from weights.load import load_model, load_siglip, load_text
+
+TEXT_BASE, TEXT_FOLDER = "embedded-text", Path("runs", "embedded-text")  # as a --base, and where it lies
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Parts:
 
     @classmethod
     def of(cls, settings: Settings) -> "Parts":
-        """Raises UserError for an option that is none, or of another type, or given to a later stage."""
+        """Raises UserError for an unknown option, one of another type, and one of a later stage."""
         if settings.option and settings.stage != 1:
             raise UserError(f"--option {settings.option[0]}: stage 1 has decided that: leave it out")
         parts = cls(**settings.options_of(asdict(cls())))
@@ -54,28 +58,38 @@ class Parts:
 
 
 def text_source(settings: Settings) -> str:
-    """The source of the tokenizer."""
+    """The source of the tokenizer. The embedded models share one."""
     return Parts.of(settings).language_model or (EMBEDDED if settings.base == TEXT_BASE else settings.base)
+
+
+def check_base(settings: Settings) -> None:
+    """Raise UserError for the base `embedded-text` before it is made."""
+    if settings.base == TEXT_BASE and not Parts.of(settings).language_model and not TEXT_FOLDER.is_dir():
+        raise UserError(f"--base {TEXT_BASE}: {TEXT_FOLDER} is not there: make it with python -m train.embedded.text")
 
 
 def open_wings(settings: Settings, dtype: torch.dtype, device: torch.device) -> Wings:
     """Stage 1: a base with visual learners. Stage 2: the model of stage 1 with textual learners and routers.
 
-    Raises UserError if the base is not the one that the stage starts from.
+    On the meta device `embedded-text` has the sizes of the embedded base. Raises UserError for another base than the
+    stage starts from.
     """
     parts = Parts.of(settings)
     if parts.language_model:
         return join_parts(settings, parts, dtype, device)
-    if settings.base == TEXT_BASE:
-        base = open_text_base(settings.seed, dtype, device)
-    else:
-        base = load_model(settings.base, dtype=dtype, device=device)
+    source = settings.base
+    if source == TEXT_BASE and device.type == "meta":
+        source = EMBEDDED
+    elif source == TEXT_BASE:
+        check_base(settings)
+        source = TEXT_FOLDER
+    base = load_model(source, dtype=dtype, device=device)
     if settings.stage == 1:
         return attach(base, settings.r, seed=settings.seed, **parts.learners)
     if type(base) is not Wings or base.config.routed:
         raise UserError(
-            f"--stage 2: {settings.base} is no model of stage 1: train one with --wings --stage 1, and give --base "
-            "RUN/model"
+            f"--stage 2: {settings.base} is no model of stage 1: train one with --arch wings --stage 1, and give "
+            "--base RUN/model"
         )
     return route(base, settings.seed)
 

@@ -17,9 +17,10 @@ from model.images import to_pixels
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.siglip import Siglip
+from train.checkpoint import Progress
 from train.data.batches import MicroBatch, supervised
 from train.distributed import World
-from train.loop import LoopSettings, fit
+from train.loop import LoopSettings, Watch, fit
 from train.optim import Rule, make_adamw, parameter_groups
 from train.supervised import supervised_loss
 
@@ -96,12 +97,8 @@ def projected(model: nn.Module, micro: MicroBatch) -> MicroBatch:
 
 
 def learn(
-    model: PaliGemma,
-    rules: Sequence[Rule],
-    micros: Sequence[MicroBatch],
-    run: Path,
-    watch: Callable[[int, dict], dict] | None = None,
-) -> dict:
+    model: PaliGemma, rules: Sequence[Rule], micros: Sequence[MicroBatch], run: Path, watch: Watch | None = None
+) -> Progress:
     """Train what `rules` name on the micro-batches, in place; an interrupted run goes on. Returns its progress.
 
     watch(step, progress): called after each step, such as to add to the progress.
@@ -109,9 +106,9 @@ def learn(
     run.mkdir(parents=True, exist_ok=True)
     optimizer = make_adamw(parameter_groups(model, rules), (0.9, 0.98))
     order = EncodedOrder(len(micros), micros.__getitem__)
-    options = LoopSettings(schedule="cosine", warmup=0.05, clip=1.0)
+    settings = LoopSettings(schedule="cosine", warmup=0.05, clip=1.0)
     alone = World(0, 1, torch.device("cpu"))
-    progress = fit(model, optimizer, order, encoded_loss, options, run, alone, validate=watch)
+    progress = fit(model, optimizer, order, encoded_loss, settings, run, alone, watch=watch)
     model.eval()
     return progress
 
