@@ -43,6 +43,7 @@ from train.show_batch import show_batch
 from train.summary import can_export, evaluate, print_summary, summarize, write_answers
 from train.supervised import is_sharded, make_order, train_on
 from train.systems.open import load_start, open_model, open_processor, open_trained, weights_dtype, write_trained
+from train.systems.wings import check_base
 from train.validation import TrainingWatch, open_held_out
 from weights.fingerprint import tensor_fingerprint
 
@@ -50,6 +51,7 @@ from weights.fingerprint import tensor_fingerprint
 def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
     """The whole run: data, model, loop, summary."""
     check_empty(arguments.out)
+    check_base(settings)
     outline, _ = open_model(settings, torch.device("meta"))  # mistakes are reported before weights are read
     choose_kernel(outline, settings.kernel, world.device)
     records = read_records(settings, known=(files_read := {}))
