@@ -21,8 +21,7 @@ from model.common import UserError
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from train.data.batches import collate
-from train.embedded.tokenizer import train_tokenizer, words
-from train.tokenizer import main
+from train.embedded.tokenizer import main, train_tokenizer, words
 
 MODEL_FILE = BUNDLED_FOLDER / "tokenizer.model"
 LOCATIONS = [f"<loc{value:04d}>" for value in range(1024)]

@@ -1,0 +1,129 @@
+"""The makers of embedded models: processes that share a batch do what one does, and each command leaves a model.
+
+How well the base sees after all stages is no test's matter: `weights/tiny/pretraining.json` has it.
+"""
+
+import json
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eval import scenes
+from model.common import UserError
+from model.config import PRESETS
+from model.paligemma import PaliGemma, initialize
+from tests.pair import in_pair
+from train import finetune, loop
+from train.checkpoint import checkpoints
+from train.distributed import World
+from train.embedded import text
+from train.embedded.base import ALONE, STAGES, batches, losses, main, matched
+from train.optim import set_rates
+from train.run import Interrupted
+from weights.load import load_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_the_gradient_of_two_processes_is_that_of_one(processor, number):
+    """Fails if a sample is seen twice or not at all, or a mean is taken over one process's tokens or patches."""
+    model = initialize(PaliGemma(PRESETS["tiny"]), position_std=0.5)
+    stage = replace(STAGES[number], samples=8)
+    weights = torch.tensor([stage.answer_weight, stage.alignment_weight, stage.attention_weight])
+
+    def gradients(*worlds: World) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        parts = [losses(model, *next(batches(stage, number, 8, processor, 0, w)), stage, processor) for w in worlds]
+        terms = torch.stack([part[1] for part in parts]).sum(0)
+        for sums, _ in parts:
+            (sums / terms.clamp(min=1) @ weights).backward()
+        taken = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        return terms, taken
+
+    (terms, pair), (whole, alone) = gradients(World(0, 2, CPU), World(1, 2, CPU)), gradients(ALONE)
+    assert torch.equal(whole, terms) and whole.bool().tolist() == weights.bool().tolist()
+    assert pair.keys() == alone.keys()
+    for name, gradient in alone.items():
+        torch.testing.assert_close(pair[name], gradient, rtol=1e-4, atol=1e-6 * gradient.abs().max().item() + 1e-8)
+
+
+def test_names_are_matched_with_the_patches_that_show_them(processor):
+    """Fails if a name of the text is compared with another picture's patches, or its place in the row is lost."""
+    micro, cells = next(batches(replace(STAGES[1], samples=32), 1, 32, processor, 0))
+    rows, width = micro.batch.input_ids.shape
+    first = (micro.batch.input_ids == processor.config.image_token_id).long().argmax(1)
+    weights, hits, tokenizer = torch.zeros(rows, 4, width, width), 0, processor.tokenizer
+    for row, ids in enumerate(micro.batch.input_ids.tolist()):
+        shown = [tokenizer.id_to_piece(int(cell)).lstrip("▁") for cell in cells[micro.image_index[row]]]
+        for place, token in enumerate(ids):
+            piece = tokenizer.id_to_piece(token) if token < tokenizer.vocab_size() else ""
+            word = piece.lstrip("▁")
+            if (word in scenes.NAMES or piece == "▁none") and word in shown:
+                weights[row, :2, place, first[row] + shown.index(word)] = 1.0
+                hits += 1
+    mass = matched(weights, micro, cells, processor)
+    assert hits > 32 and torch.equal(mass, torch.ones(2 * hits))
+
+
+@pytest.mark.long
+def test_no_stage_sees_a_sample_of_another(processor, monkeypatch):
+    """Fails if the numbering of two stages overlaps: the last one's decay would fit what was seen before."""
+    real, seen = scenes.sample, []
+    monkeypatch.setattr(scenes, "sample", lambda *sample: seen[-1].add(sample[:3]) or real(*sample))
+    for number, stage in enumerate(STAGES):
+        seen.append(set())
+        list(batches(replace(stage, samples=64), number, 32, processor, 0))
+    assert all(map(len, seen)) and len(set.union(*seen)) == sum(map(len, seen))
+
+
+@pytest.mark.long
+def test_two_processes_make_a_base_that_opens(tmp_path):
+    """Fails if the processes end with different weights, one of them writes over the other's, or a port is needed."""
+    in_pair(main, f"--scale 0.0005 --out {tmp_path}/pair", meet=tmp_path)
+    main(["--scale", "0.0005", "--out", f"{tmp_path}/alone"])
+    record = json.loads((tmp_path / "pair" / "pretraining.json").read_text())
+    assert record["processes"] == 2 and record["accuracy"].keys() >= {"vqa", "detect", "n2o1"}
+    models = load_model(tmp_path / "pair"), load_model(tmp_path / "alone"), initialize(PaliGemma(PRESETS["tiny"]))
+    pair, alone, start = (torch.nn.utils.parameters_to_vector(model.language_model.parameters()) for model in models)
+    moved, apart = (alone - start).norm(), (pair - alone).norm()
+    assert apart < 0.2 * moved, (apart, moved)  # Muon's bf16 carries rounding on; other samples give 1
+    with pytest.raises(UserError, match="not empty"):
+        main(["--out", f"{tmp_path}/pair"])
+
+
+@pytest.mark.long
+def test_the_text_base_resumes_to_the_bit(tmp_path, monkeypatch):
+    """Fails if an interrupted maker leaves a folder that looks complete, or ends elsewhere than one without a break."""
+    monkeypatch.setattr(text, "ROWS", 4)
+    whole = text.make_text_base(3, tmp_path / "whole", steps=4).state_dict()
+    steps = []
+
+    def interrupt(*rates) -> None:
+        set_rates(*rates)
+        steps.append(rates)
+        if len(steps) == 1:  # the next step is the last one
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(loop, "set_rates", interrupt)
+    with pytest.raises(Interrupted):
+        text.make_text_base(3, tmp_path / "cut", steps=4)
+    (run,) = tmp_path.glob(".cut-*")
+    assert [path.name for path in checkpoints(run)] == ["step-2"] and not (tmp_path / "cut").exists()
+    text.make_text_base(3, tmp_path / "cut", steps=4)
+    assert len(steps) == 4 and not run.exists()
+    cut = load_model(tmp_path / "cut").state_dict()
+    assert all(torch.equal(tensor, cut[name]) for name, tensor in whole.items())
+
+
+def test_wings_without_its_base_names_the_command(tmp_path, monkeypatch):
+    """Fails if a run makes its own base, or leaves a folder before it says that the base is missing."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"runs/embedded-text .* python -m train\.embedded\.text"):
+        finetune.main(["--arch", "wings", "--stage", "1"])
+    assert not list(tmp_path.iterdir())
+    finetune.main(["--arch", "wings", "--stage", "1", "--plan"])
