@@ -1,86 +1,68 @@
 """Language models from nothing: what rows are made of, that a run resumes to the bit, and what its user gets wrong."""
 
 import itertools
-import json
-import os
 import re
 import shutil
-import socket
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from eval.text.corpus import BOS, EOS, open_corpus
+from eval.text.corpus import BOS, EOS
 from eval.text.tasks import Tasks
 from model.common import UserError
 from model.text import new_model
 from tests.files import prose, write_prose
-from tests.runs import metrics, spawn
-from train import pretrain
-from train.signals import Interrupted
-from train.systems.text import TextOrder, TextSettings, draw_row, learn, make_optimizer, pack, text_loss
-from train.text import main
+from tests.pair import in_pair
+from tests.runs import metrics
+from train.optim import SCALARS
+from train.systems.text import TextOrder, TextSettings, draw_row, main, make_optimizer, pack, text_loss
 from weights.load import load_model
 
 SETTINGS = TextSettings(preset="nano", length=128, batch_size=2, tokens=2000)
+SMALL = "--preset nano --length 128 --batch-size 2 --tokens 2000 --checkpoint-every 3"
 
 
-def flags(text_folder: Path, corpus_folder: Path, out: Path, **more) -> list[str]:
-    given = {
-        "text": text_folder,
-        "corpus": corpus_folder,
-        "preset": "nano",
-        "length": 128,
-        "batch-size": 2,
-        "tokens": 2000,
-        "checkpoint-every": 3,
-        "out": out,
-    } | more
-    return [part for name, value in given.items() for part in (f"--{name}", str(value))]
+def weights_of(run) -> dict[str, torch.Tensor]:
+    return load_model(run / "model").state_dict()
 
 
 # --- rows --------------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_full_of_whole_documents(corpus):
-    """Breaks when a row has padding, a task document is cut, text crosses a file's end, or a target is of another
-    document than its input."""
+    """Breaks when a row has padding, a task document is cut, text crosses a file's end, or the curriculum is lost."""
     tasks, kinds = Tasks(corpus, "train"), {"text": 0, "needles": 0, "examples": 0}
-    train = corpus.ids["train"].tolist()
+    train = corpus.tokenizer.decode(corpus.ids["train"].tolist())
     for number in range(60):
         row = draw_row(corpus, tasks, SETTINGS, number)
         assert sum(len(document) - 1 for document in row) == SETTINGS.length
         for document in row:
             text = corpus.tokenizer.decode(document[1:])
             kind = "text" if "«" not in text else "needles" if re.search(r"[^»]\n", text) else "examples"
-            assert document[0] == BOS and (kind == "text" or document[-1] == EOS)
-            assert EOS not in document[1:-1]
             kinds[kind] += 1
+            assert document[0] == BOS and EOS not in document[1:-1]
+            assert text in train if kind == "text" else document[-1] == EOS
             assert kind != "needles" or number >= 6, "the curriculum: 0.35 of 16 rows hold recall alone"
-            if kind == "text" and len(document) > 8:
-                assert any(
-                    train[i : i + len(document) - 1] == document[1:]
-                    for i, token in enumerate(train)
-                    if token == document[1]
-                )
     assert min(kinds.values()) > 15
+
+
+def test_targets_are_the_next_tokens_of_the_same_document(corpus):
+    """Breaks when a target is of another document than its input, or a token that nothing foretells is learned."""
+    tasks = Tasks(corpus, "train")
     row = draw_row(corpus, tasks, SETTINGS, 0)
-    assert "«" in corpus.tokenizer.decode(row[0][1:])
-    batch = pack([row, row], ["a", "b"])
-    answers = pack([row, row], ["a", "b"], tasks.unforeseen)
+    batch, answers = pack([row, row], ["a", "b"]), pack([row, row], ["a", "b"], tasks.unforeseen)
+    assert batch.input_ids.shape == batch.documents.shape == batch.targets.shape == (2, SETTINGS.length)
+    for values, wanted in (
+        (batch.input_ids, [token for document in row for token in document[:-1]]),
+        (batch.targets, [token for document in row for token in document[1:]]),
+        (batch.documents, [number for number, document in enumerate(row) for _ in document[1:]]),
+    ):
+        assert values.tolist() == [wanted, wanted]
     hidden = torch.isin(batch.targets, torch.tensor(tasks.unforeseen))
     assert hidden.any() and torch.equal(answers.targets == -100, hidden)
-    assert torch.equal(answers.targets[~hidden], batch.targets[~hidden]) and answers.tokens == int((~hidden).sum())
-    assert batch.input_ids.shape == batch.documents.shape == batch.targets.shape == (2, SETTINGS.length)
-    assert batch.tokens == 2 * SETTINGS.length
-    at = 0
-    for number, document in enumerate(row):
-        part = slice(at, at + len(document) - 1)
-        assert batch.input_ids[0, part].tolist() == document[:-1] and batch.targets[0, part].tolist() == document[1:]
-        assert set(batch.documents[0, part].tolist()) == {number}
-        at = part.stop
+    assert torch.equal(answers.targets[~hidden], batch.targets[~hidden])
+    assert (batch.tokens, answers.tokens) == (2 * SETTINGS.length, int((~hidden).sum()))
 
 
 @pytest.mark.parametrize("length", [64, 65, 66, 97, 101])
@@ -94,41 +76,39 @@ def test_examples_are_never_cut(length, corpus):
 
 def test_the_order_starts_anywhere(corpus):
     """Breaks when a resumed run sees other rows than an uninterrupted one, or two seeds or steps the same."""
-    settings = replace(SETTINGS, accumulate=2, tokens=2 * 2 * 128 * 6)
+    settings = replace(SETTINGS, step_batch=4, tokens=4 * 128 * 6)
     whole = list(TextOrder(corpus, settings).steps(0))
     assert len(whole) == 6 == TextOrder(corpus, settings).total and all(len(step) == 2 for step in whole)
-    resumed = list(TextOrder(corpus, settings).steps(4))
+    resumed = TextOrder(corpus, settings).steps(4)
     for ours, theirs in zip(itertools.chain(*resumed), itertools.chain(*whole[4:]), strict=True):
         assert torch.equal(ours.input_ids, theirs.input_ids) and ours.names == theirs.names
-    rows = [tuple(row.tolist()) for step in whole for micro in step for row in micro.input_ids]
-    assert len(set(rows)) == 24
-    other = next(TextOrder(corpus, replace(settings, seed=1)).steps(0))[0]
-    assert not torch.equal(other.input_ids, whole[0][0].input_ids)
+    assert len({tuple(row.tolist()) for step in whole for micro in step for row in micro.input_ids}) == 24
+    assert not torch.equal(TextOrder(corpus, replace(settings, seed=1)).batch(0).input_ids, whole[0][0].input_ids)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 6])
+def test_processes_share_the_rows_of_a_step(corpus, processes):
+    """Breaks when a row of a step is taken twice or by no process, or a process takes more than its share."""
+    settings = replace(SETTINGS, step_batch=6)
+    orders = [TextOrder(corpus, settings, "train", rank, processes) for rank in range(processes)]
+    steps = [[micro.names for micro in next(order.steps(2))] for order in orders]
+    assert [sum(map(len, micros)) for micros in steps] == [6 // processes] * processes
+    assert max(len(names) for micros in steps for names in micros) <= settings.batch_size
+    assert [name for micros in steps for names in micros for name in names] == [f"row {n}" for n in range(12, 18)]
+    with pytest.raises(UserError, match="--step-batch 6: 4 processes"):
+        TextOrder(corpus, settings, "train", 0, 4)
 
 
 def test_learning_lowers_the_loss(corpus):
-    """Breaks when the loss is not of the documents' own next tokens, or the optimizer leaves parameters out."""
+    """Breaks when the optimizer leaves parameters out, or decay pulls norms, λ or the embedding."""
     model = new_model("nano", True)
     optimizer = make_optimizer(model, replace(SETTINGS, lr=1e-2))
-    groups = optimizer.param_groups
-    names = {name for group in groups for name in group["names"]}
-    assert names == {name for name, _ in model.named_parameters()}
-    bare = {
-        name.rpartition(".")[0].rpartition(".")[2] if name.endswith("weight") else name.rpartition(".")[2]
-        for name in groups[0]["names"]
-    }
-    assert groups[0]["weight_decay"] == 0 and groups[1]["weight_decay"] == SETTINGS.weight_decay
-    assert bare == {
-        "embed_tokens",
-        "input_layernorm",
-        "post_attention_layernorm",
-        "norm",
-        "subln",
-        "lambda_q1",
-        "lambda_k1",
-        "lambda_q2",
-        "lambda_k2",
-    }
+    bare, decayed = optimizer.param_groups
+    assert {*bare["names"], *decayed["names"]} == {name for name, _ in model.named_parameters()}
+    assert (bare["weight_decay"], decayed["weight_decay"]) == (0, SETTINGS.weight_decay)
+    is_matrix = {name: p.dim() == 2 and "embed_tokens" not in name for name, p in model.named_parameters()}
+    assert {*decayed["names"]} == {name for name in is_matrix if is_matrix[name]}
+    assert any(re.fullmatch(SCALARS, name) for name in bare["names"])
     batch, losses = TextOrder(corpus, SETTINGS).batch(0), []
     for _ in range(12):
         loss = text_loss(model, batch) / batch.tokens
@@ -144,141 +124,56 @@ def test_learning_lowers_the_loss(corpus):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["differential", "plain"])
-def test_a_run_resumes_to_the_bit(text_folder, tmp_path, kind, capsys):
-    """Breaks when an interrupted run ends elsewhere than an uninterrupted one."""
-    main(flags(text_folder, tmp_path / "corpus", tmp_path / "whole", attention=kind))
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / "model")
-    steps = sorted((tmp_path / "cut" / "checkpoints").iterdir())
-    assert [step.name for step in steps] == ["step-6", "step-8"]  # 2000 tokens are 8 steps of 256
-    shutil.rmtree(steps[-1])
-    main(["--resume", str(tmp_path / "cut")])
-    whole, cut = (load_model(tmp_path / name / "model").state_dict() for name in ("whole", "cut"))
-    assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
-    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
-    assert {"model", "loss.png", "config.json", "checkpoints"} <= {p.name for p in (tmp_path / "cut").iterdir()}
-    assert (tmp_path / "cut" / "model" / "tokenizer.model").exists()
-    said = capsys.readouterr().out
-    assert (
-        "python -m eval.text" in said and " attention, 2,048 tokens in " in said
-    )  # those learned, not those asked for
-
-
-@pytest.mark.long
-def test_a_run_keeps_its_tokens_when_the_text_changes(tmp_path):
-    """Breaks when resuming replaces the corpus and tokenizer of a run by those of an edited text."""
-    text, corpus, run = write_prose(tmp_path / "text"), tmp_path / "corpus", tmp_path / "run"
-    main(flags(text, corpus, run))
-    before = {file.name: file.read_bytes() for file in corpus.iterdir()}
-    logged = metrics(run)
-    shutil.rmtree(run / "checkpoints" / "step-8")
+def test_a_run_resumes_to_the_bit(tmp_path, kind, capsys):
+    """Breaks when an interrupted run ends elsewhere than an uninterrupted one, or learns an edited text."""
+    text, whole, cut = write_prose(tmp_path / "text"), tmp_path / "whole", tmp_path / "cut"
+    main(f"{SMALL} --attention {kind} --text {text} --out {whole}".split())
+    said = capsys.readouterr().out  # tokens learned, not those asked for
+    assert f"python -m eval.text all {whole}" in said and f"{kind} attention, 2,048 tokens in " in said
+    shutil.copytree(whole, cut, ignore=shutil.ignore_patterns("model", "step-8"))
+    assert [step.name for step in (cut / "checkpoints").iterdir()] == ["step-6"]  # 2000 tokens are 8 steps of 256
     (text / "0.txt").write_text(prose(1000))
-    main(["--resume", str(run)])
-    assert {file.name: file.read_bytes() for file in corpus.iterdir()} == before
-    assert metrics(run) == logged
-
-
-def one_of_two(rank: int, runs: dict[int, list[str]]) -> None:
-    """One of the two processes that torchrun would start, for several runs in turn, by the port of each."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    for port, given in runs.items():
-        os.environ["MASTER_PORT"] = str(port)
-        main(given)
+    main(["--resume", str(cut)])
+    ours, theirs = weights_of(cut), weights_of(whole)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert metrics(cut) == metrics(whole)
+    for name in ("corpus/tokens.safetensors", "model/tokenizer.model"):
+        assert (cut / name).read_bytes() == (whole / name).read_bytes()
+    assert (cut / "loss.png").exists()
 
 
 @pytest.mark.long
 def test_two_processes_learn_what_one_does(text_folder, tmp_path):
     """Breaks when a step has more rows on two processes, a row is learned twice or by nobody, FSDP2 loses a weight of
     the result, or a run cannot go on with another number of processes."""
-    names, runs = ("ddp", "sharded"), {}
-    step = {"tokens": 4 * 6 * 128, "batch-size": 2, "accumulate": 3, "checkpoint-every": 2}  # 4 steps of 6 rows
-    for name in names:  # each process takes 3 rows of a step, in micro-batches of 2 and 1
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            given = flags(text_folder, tmp_path / "corpus", tmp_path / name, **step)
-            runs[free.getsockname()[1]] = given + (["--shard"] if name == "sharded" else [])
-    spawn(one_of_two, (runs,), nprocs=2)
-    main(flags(text_folder, tmp_path / "corpus", tmp_path / "alone", **step | {"batch-size": 6, "accumulate": 1}))
+    step = f"{SMALL} --tokens {4 * 6 * 128} --step-batch 6 --checkpoint-every 2"  # 4 steps of 6 rows
+    step += f" --text {text_folder} --corpus {tmp_path}/corpus --out {tmp_path}"
+    # each process takes 3 rows of a step, in micro-batches of 2 and 1
+    in_pair(main, f"{step}/ddp", f"{step}/sharded --shard", meet=tmp_path)
+    main(f"{step}/alone --batch-size 6".split())
     assert len(list((tmp_path / "sharded/checkpoints/step-4").glob("shard-*.safetensors"))) == 2
-    resumed = tmp_path / "resumed"
+    resumed, alone = tmp_path / "resumed", tmp_path / "alone"
     shutil.copytree(tmp_path / "sharded", resumed, ignore=shutil.ignore_patterns("step-4", "model"))
     main(["--resume", str(resumed)])
-    losses, weights = (
-        {name: read(tmp_path / name) for name in ("alone", "resumed", *names)}
-        for read in (metrics, lambda run: load_model(run / "model").state_dict())
-    )
-    for name in ("resumed", *names):
-        assert len(losses[name]) == len(losses["alone"]) == 4
-        for ours, theirs in zip(losses[name], losses["alone"], strict=True):
+    for run in (tmp_path / "ddp", tmp_path / "sharded", resumed):
+        for ours, theirs in zip(metrics(run), metrics(alone), strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-6)
             assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-4)
-        assert all(torch.allclose(value, weights["alone"][key], 1e-3, 1e-4) for key, value in weights[name].items())
-
-
-@pytest.mark.parametrize("processes", [1, 2, 3, 6])
-def test_processes_share_the_rows_of_a_step(corpus, processes):
-    """Breaks when a row of a step is taken twice or by no process, or a process takes more than its share."""
-    settings = replace(SETTINGS, accumulate=3)
-    orders = [TextOrder(corpus, settings, "train", rank, processes) for rank in range(processes)]
-    steps = [[micro.names for micro in list(order.steps(2))[0]] for order in orders]
-    assert [sum(map(len, micros)) for micros in steps] == [6 // processes] * processes
-    assert max(len(names) for micros in steps for names in micros) <= settings.batch_size
-    assert [name for micros in steps for names in micros for name in names] == [f"row {n}" for n in range(12, 18)]
-    with pytest.raises(UserError, match="a step of 6 rows .* cannot be shared equally by 4 processes"):
-        TextOrder(corpus, settings, "train", 0, 4)
-
-
-def test_pretraining_on_text_is_this_command(monkeypatch):
-    """Breaks when `train.pretrain --text` makes the embedded base instead, or loses its flags."""
-    given = []
-    monkeypatch.setattr("train.text.main", given.append)
-    for flags in (["--text"], ["--preset", "nano", "--text", "a", "b"], ["--text=a"]):
-        pretrain.main(flags)
-        assert given.pop() == flags
-
-
-def test_an_interrupted_run_says_how_to_go_on(text_folder, tmp_path, monkeypatch, capsys):
-    """Breaks when Ctrl-C loses a run."""
-
-    def interrupted(*args, **kwargs):
-        raise Interrupted(2)
-
-    monkeypatch.setattr("train.systems.text.fit", interrupted)
-    with pytest.raises(SystemExit) as stopped:
-        main(flags(text_folder, tmp_path / "corpus", tmp_path / "run"))
-    assert stopped.value.code == 130
-    assert f"go on with: python -m train.text --resume {tmp_path / 'run'}" in capsys.readouterr().err
+        ours, theirs = weights_of(run), weights_of(alone)
+        assert all(torch.allclose(ours[name], theirs[name], 1e-3, 1e-4) for name in theirs)
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("more", "part"),
     [
-        ({"tokens": 0}, "--tokens is 0.0, expected a number from 1 to"),
-        ({"length": 32}, "--length is 32, expected an integer from 64 to"),
-        ({"needles": 0.7, "examples": 0.4}, "leave no room for text"),
-        ({"text": "/nowhere"}, "--text /nowhere: no such file or folder"),
-        ({"length": 100000}, "fewer than a row of 100000"),
+        ("--length 32", "--length"),
+        ("--needles 0.7 --examples 0.4", "--needles"),
+        ("--text /nowhere", "/nowhere"),
+        ("--length 100000", "--length"),
     ],
 )
-def test_mistakes_are_told_before_a_step(text_folder, tmp_path, more, message):
-    """Breaks when a wrong flag ends in a traceback."""
-    with pytest.raises(UserError, match=message):
-        main(flags(text_folder, tmp_path / "corpus", tmp_path / "run", **more))
-
-
-def test_folders_are_checked(text_folder, tmp_path):
-    """Breaks when a run is overwritten, or another folder is resumed."""
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "config.json").write_text(json.dumps({"base": "embedded"}))
-    with pytest.raises(UserError, match="not empty: choose another folder"):
-        main(flags(text_folder, tmp_path / "corpus", tmp_path / "full"))
-    with pytest.raises(UserError, match="no run folder of train.text"):
-        main(["--resume", str(tmp_path / "full")])
-    with pytest.raises(UserError, match="leave the other flags out"):
-        main(["--resume", str(tmp_path / "full"), "--lr", "1"])
-    open_corpus(tmp_path / "small", [text_folder], 1040)
-    with pytest.raises(UserError, match="has 1040 pieces, preset nano knows 1024"):
-        from train.distributed import join_world
-
-        learn(SETTINGS, open_corpus(tmp_path / "small", [text_folder], 1040), tmp_path, join_world("cpu"))
+def test_mistakes_are_told_before_a_step(text_folder, tmp_path, more, part):
+    """Breaks when a wrong flag ends in a traceback, or leaves a run folder."""
+    with pytest.raises(UserError, match=part):
+        main(f"{SMALL} --text {text_folder} {more} --out {tmp_path}/run".split())
+    assert not (tmp_path / "run").exists()
