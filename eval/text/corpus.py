@@ -2,7 +2,7 @@
 
 In: paths of plain text; by default the source of Python's standard library, which every machine has. Out: a `Corpus`,
 kept in a folder (tokenizer.model, tokens.safetensors, corpus.json) and read from it again while the text is unchanged.
-`eval/text/tasks.py` hides needles in it; `train/text.py` and `eval/text/measures.py` read it.
+`eval/text/tasks.py` hides needles in it; `train/systems/text.py` and `eval/text/measures.py` read it.
 """
 
 import io

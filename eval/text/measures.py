@@ -7,8 +7,8 @@
     python -m eval.text examples RUN…      accuracy by the number of examples in context, in several orders
     python -m eval.text all RUN…
 
-In: run folders of `train.text`. Out: a table and a figure of each, over all runs of one kind of attention, and the
-difference of the kinds on the same examples, with 95 % intervals over runs and examples, all on the test split.
+In: run folders of `train.systems.text`. Out: a table and a figure of each, over all runs of one kind of attention, and
+the difference of the kinds on the same examples, with 95 % intervals over runs and examples, all on the test split.
 
 Protocols: Ye et al. 2024, sections 3.3 (context), 3.4 (needles, attention) and 3.5 (examples), at a smaller size.
 Answers are judged in one forward pass: an answer is right if each of its tokens is the likeliest after the tokens
@@ -321,7 +321,7 @@ def chart(panel: Scores, rows: Mapping) -> Image.Image:
 
 
 class Run(NamedTuple):
-    """A run folder of `train.text`: its kind of attention, its row length, and its corpus."""
+    """A run folder of `train.systems.text`: its kind of attention, its row length, and its corpus."""
 
     kind: str
     length: int
@@ -335,16 +335,16 @@ def open_run(folder: Path) -> Run:
         settings = json.loads((folder / "config.json").read_text())
         kind, length, place = settings["attention"], settings["length"], settings["corpus"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}: no run folder of train.text ({error}): give one") from None
+        raise UserError(f"{folder}: no run folder of train.systems.text ({error}): give one") from None
     if not (folder / "model" / "config.json").exists():
-        raise UserError(f"{folder}: this run is not finished: python -m train.text --resume {folder}")
+        raise UserError(f"{folder}: this run is not finished: python -m train.systems.text --resume {folder}")
     return Run(kind, length, kept_corpus(Path(place or folder / "corpus")), folder)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.text", __doc__)
     parser.add_argument("measure", choices=[*MEASURES, "all"], help="what to measure")
-    parser.add_argument("run", nargs="+", type=Path, help="run folder of train.text; seeds of both kinds in one order")
+    parser.add_argument("run", nargs="+", type=Path, help="run folders, the seeds of both kinds in one order")
     limit = "windows, tests of a kind, questions of a number"
     add_flag(parser, "--limit", limit, 100, type=positive, metavar="N")
     add_flag(parser, "--length", "longest context (default: that of the runs' training)", type=positive, metavar="N")

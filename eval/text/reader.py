@@ -1,6 +1,6 @@
 """Language models in `eval/run.py`: texts that a model continues, in the place of prompts about pictures.
 
-In: the folder of a model, published or of `train.text`. Out: what a `Processor` is for other models. The tokens are
+In: a model folder, published or of `train.systems.text`. Out: what a `Processor` is for other models. The tokens are
 those of lm-evaluation-harness: blanks at a text's end are read with what follows, after a space; the tokens of that are
 those of both together less the text's.
 """

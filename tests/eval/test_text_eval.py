@@ -474,7 +474,7 @@ def test_the_commands_measure_runs(text_folder, tmp_path, capsys):
     assert "Fewer than three runs" in printed and "| tokens of context, up to | differential |" in printed
     for flags, message in (
         ([runs[0], "--limit", "2"], "expected at least 5"),
-        ([str(tmp_path)], "no run folder of train.text"),
+        ([str(tmp_path)], "no run folder of train.systems.text"),
         ([runs[0], "--length", "100000"], "no document of the test split"),
     ):
         with pytest.raises(UserError, match=message):
