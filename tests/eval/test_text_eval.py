@@ -454,7 +454,7 @@ def test_chance_by_hand():
 @pytest.mark.long
 def test_the_commands_measure_runs(text_folder, tmp_path, capsys):
     """Breaks when a command does not find a run's model or corpus, or its JSON and pictures go missing."""
-    from train import text as train
+    from train.systems import text as train
 
     for number, kind in enumerate(("plain", "differential")):
         flags = "--preset nano --length 256 --batch-size 1 --tokens 400".split()
