@@ -34,12 +34,11 @@ from train.flags import (
     FlagParser,
     RunArguments,
     add_flags,
-    add_run_flags,
     check_ranges,
     flag,
     from_values,
     read_config,
-    take_run_arguments,
+    take_arguments,
 )
 from train.loop import LoopSettings, Watch, fit
 from train.metrics import draw_loss
@@ -283,10 +282,10 @@ def learn(
 def parse(argv: Sequence[str] | None) -> tuple[TextSettings, RunArguments]:
     """The settings and the run folder of a command line. Raises UserError for values out of range."""
     parser = FlagParser(prog=f"python -m {PROGRAM}", description=__doc__)
-    add_run_flags(parser, "runs/text-ATTENTION-1")
+    add_flags(parser, RunArguments)
     add_flags(parser, TextSettings)
     given = vars(parser.parse_args(argv))
-    arguments = take_run_arguments(given)
+    arguments = take_arguments(RunArguments, given)
     if arguments.resume is not None:
         return read_config(TextSettings, arguments.resume, PROGRAM), arguments
     settings = from_values(TextSettings, given)
