@@ -46,13 +46,11 @@ from train.optim import SCALARS, Rule, count, make_adamw, matching, parameter_gr
 from train.origin import check_resume, origin_of
 from train.run import check_empty, run_folder
 from weights.export import export_model
-from weights.fingerprint import tensor_fingerprint
 
 PROGRAM = "train.systems.text"
 SHORTEST = 64  # positions that a needle document is given at least,
 LEAST = 24  # and one of records alone
 MOST_RECORDS = 64  # of a document that is learned from
-NO_TARGET = -100
 
 
 @dataclass(frozen=True)
@@ -172,7 +170,7 @@ def pack(rows: Sequence[list[list[int]]], names: Sequence[str], unforeseen: Sequ
     return TextBatch(
         torch.tensor([[token for document in row for token in document[:-1]] for row in rows]),
         torch.tensor([[n for n, document in enumerate(row) for _ in document[:-1]] for row in rows]),
-        targets.masked_fill(hidden, NO_TARGET),
+        targets.masked_fill(hidden, -100),
         tuple(names),
         int((~hidden).sum()),
     )
@@ -304,8 +302,7 @@ def train(settings: TextSettings, arguments: RunArguments, world: World) -> None
             corpus = corpus or open_corpus(folder, settings.text, settings.vocab_size, SYMBOLS)
             tokens, documents = len(corpus.ids["train"]), len(corpus.starts["train"]) - 1
             print(f"{tokens:,} tokens of text to learn from, {documents} documents", flush=True)
-            ids = tensor_fingerprint({**corpus.ids, **{f"{name}/starts": t for name, t in corpus.starts.items()}})
-            origin = origin_of(settings, {"corpus": f"{corpus.digest} {ids}"}, world, torch.float32)
+            origin = origin_of(settings, {"corpus": corpus.digest}, world, torch.float32)
             if saved:
                 check_resume(run, saved, origin, arguments.allow_changed)
             progress.origin = origin
