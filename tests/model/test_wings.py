@@ -516,7 +516,7 @@ def test_rows_with_and_without_a_picture_are_learned_together(processor):
 
 
 def stage_settings(stage: int, source, **changes) -> Settings:
-    flags = ["--wings", "--stage", str(stage), "--base", str(source), "--r", "4", "--data", "jsonl:x"]
+    flags = ["--arch", "wings", "--stage", str(stage), "--base", str(source), "--r", "4", "--data", "jsonl:x"]
     return replace(parse(flags)[0], **changes)
 
 

@@ -67,7 +67,7 @@ def parts(tmp_path_factory) -> Path:
 def flags(parts: Path, *more: str) -> list[str]:
     """The flags of stage 1."""
     base = [
-        "--wings",
+        *("--arch", "wings"),
         "--stage",
         "1",
         "--r",
@@ -206,7 +206,7 @@ def test_both_stages_are_trained_resumed_and_opened_elsewhere(parts, tmp_path, c
 
     moved = tmp_path / "moved"
     shutil.move(tmp_path / "1" / "model", moved)
-    second = ["--wings", "--stage", "2", "--base", str(moved), "--data", f"jsonl:{parts}/own.jsonl"]
+    second = ["--arch", "wings", "--stage", "2", "--base", str(moved), "--data", f"jsonl:{parts}/own.jsonl"]
     learned = trainable(open_model(parse(second)[0], CPU)[0])
     assert {name.split(".")[0] for name in learned} == {"multi_modal_projector", "language_model"}
     assert {"language_model.lm_head.weight", "language_model.layers.0.self_attn.router.linear.weight"} <= learned.keys()

@@ -75,11 +75,11 @@ def test_examples_are_never_cut(length, corpus):
 
 
 def test_the_order_starts_anywhere(corpus):
-    """Breaks when a resumed run sees other rows than an uninterrupted one, or two seeds or steps the same."""
+    """Breaks when a resumed run, or one whose rows other processes draw, sees other rows; or two seeds the same."""
     settings = replace(SETTINGS, step_batch=4, tokens=4 * 128 * 6)
     whole = list(TextOrder(corpus, settings).steps(0))
     assert len(whole) == 6 == TextOrder(corpus, settings).total and all(len(step) == 2 for step in whole)
-    resumed = TextOrder(corpus, settings).steps(4)
+    resumed = TextOrder(corpus, settings).steps(4, workers=2)
     for ours, theirs in zip(itertools.chain(*resumed), itertools.chain(*whole[4:]), strict=True):
         assert torch.equal(ours.input_ids, theirs.input_ids) and ours.names == theirs.names
     assert len({tuple(row.tolist()) for step in whole for micro in step for row in micro.input_ids}) == 24
