@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("model", "lora", "weights", "eval", "train")
-COMMANDS = ("finetune", "text", "pretrain", "pretrain_mamba", "tokenizer", "shard", "compare", "reproduce")
+COMMANDS = ("finetune", "shard", "compare", "reproduce")
 # from the ground up: what a module may import stands on its own floor or on a lower one
 FLOORS = {"model": 0, "lora": 1, "weights": 1, "eval": 2, "train": 3, "train.systems": 4, "train.embedded": 5}
 FLOORS |= {f"train.{name}": 5 for name in ("validation", "summary", "plan", "show_batch")}
