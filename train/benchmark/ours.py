@@ -1,0 +1,66 @@
+"""Our side of the benchmark, as our commands run it. Its process never imports transformers; see `work.py`."""
+
+from dataclasses import replace
+
+import torch
+
+from eval.command import Ask
+from eval.run import ask_all
+from lora import adapter
+from model.common import keep_memory
+from model.device import choose_device
+from model.generate import CompiledStep, generate
+from model.processor import Processor
+from train.benchmark.work import ADAMW, ALPHA, ANSWER, RANK, TARGETS, Side, serve
+from train.data.batches import supervised
+from train.optim import make_adamw, trainable
+from weights.load import load_model
+
+
+class Ours(Side):
+    def open(self):
+        choose_device(self.device)
+        return load_model(self.folder, **self.place, quantize=self.quantize)
+
+    def prefill(self, batch: int):
+        """A picture and a prompt, to the logits (batch, 1, V) of the first new token, with a cache for the next."""
+        inputs = self.prompts(batch)
+        capacity = inputs["input_ids"].shape[1] + self.tokens
+
+        @torch.inference_mode()
+        def run():
+            return self.model(**inputs, positions_to_keep=1, cache=self.model.new_cache(capacity))
+
+        return run
+
+    def decode(self, batch: int):
+        """Picture, prompt and new tokens (batch, tokens), greedy; no token ends a row."""
+        inputs = self.prompts(batch)
+        self.model.config = replace(self.model.config, eos_token_id=-1)
+        step = CompiledStep(self.model) if self.compiled else None
+        return lambda: torch.stack(generate(self.model, **inputs, max_new_tokens=self.tokens, compiled=step))
+
+    def train(self, batch: int):
+        """A LoRA step: loss, gradients, AdamW."""
+        inputs, labels = self.examples(batch)
+        positions, targets = supervised(labels)
+        if self.optimizer is None:
+            torch.manual_seed(0)
+            adapter.inject(self.model, TARGETS, RANK, ALPHA)
+            options = {**ADAMW, "params": [*trainable(self.model).values()]}
+            self.optimizer = make_adamw([options], options.pop("betas"))
+        self.model.train().language_model.checkpointing = self.checkpointing
+        called = torch.compile(self.model) if self.compiled else self.model
+        mean = 1 / targets.numel()
+        return lambda: self.update(lambda: called(**inputs, positions_to_keep=positions, targets=targets) * mean)
+
+    def eval(self, batch: int):
+        """Questions on pictures in files, to the texts of the answers."""
+        processor = Processor.from_source(self.folder)
+        asks = [Ask(str(n), path.name, path, text) for n, (path, text) in enumerate(self.questions())]
+        return lambda: ask_all(self.model, processor, asks, max_new_tokens=ANSWER, batch_size=batch)
+
+
+if __name__ == "__main__":
+    keep_memory()  # as in every command of ours
+    serve(Ours)
