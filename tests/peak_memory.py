@@ -1,11 +1,20 @@
 """What loading a checkpoint takes, measured in a process that does nothing else."""
 
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 from train.metrics import peak_bytes
 from weights.load import load_model
+
+
+def in_own_process(function: Callable, *arguments):
+    """What `function(*arguments)` returns in a new process."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def load_peak(folder: Path, dtype: torch.dtype, quantize: str | None = None) -> tuple[int, int]:

@@ -33,9 +33,8 @@ from model.differential import graft
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.system_configs import MambaConfig
-from tests.peak_memory import load_peak
+from tests.peak_memory import in_own_process, load_peak
 from tests.reference import batch, hf_forward, hf_model, relative_error
-from train.benchmark.timing import in_own_process
 from weights.checkpoint import empty_model, examine
 from weights.export import export_model
 from weights.load import load_mamba, load_model, load_siglip

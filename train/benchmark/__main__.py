@@ -1,32 +1,32 @@
 """Time and peak memory beside transformers + PEFT, on the same weights, inputs and work.
 
-    python -m train.benchmark                                    all sections, random weights of the size "mini"
     python -m train.benchmark --sections load,decode --base embedded --rounds 20
     python -m train.benchmark --base paligemma-3b-224 --device cuda --batch 1,16 --compile
 
-The base is exported once to a temporary folder, which both sides open. Each side is a process that imports only its
-own libraries, with PyTorch's default threads (OMP_NUM_THREADS sets both). They take turns, A B A B …. A ratio is ours ÷
-transformers within a round; the median is printed with its 95 % interval. In fp32 on a CPU the command ends if tokens,
-losses or logits differ.
+Both sides open the same exported folder. Each row has two new processes, which import only their own side's libraries,
+have PyTorch's default threads (OMP_NUM_THREADS sets both) and take turns, A B A B …. Ratios are ours ÷ transformers
+within a round: their median and its 95 % interval. Memory is the peak beyond imports. In fp32 on a CPU the command ends
+if tokens, texts, losses or logits differ.
 
-    load      open the folder in a new process, and the first forward pass; at most 6 rounds
+    load      open the folder in new processes, and the first forward pass
     prefill   a picture and 16 tokens, to the logits of the first new token
     decode    prefill and --tokens new tokens, greedy
     train     a LoRA step (r 16, attention of the decoder): loss, gradients, AdamW
     eval      24 questions on 4 pictures, from the files to the texts of the answers
-    quantize  open, decode and train in int8, int4, nf4, against whole weights of transformers
+    quantize  load, decode and train in int8, int4 and nf4, against whole weights of transformers
 """
 
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -44,9 +44,7 @@ from train.origin import provenance
 from weights.export import beside, companions, export_model
 from weights.load import load_model
 
-BATCHES = {"load": "1", "prefill": "1,8", "decode": "1,4,16", "train": "4", "eval": "12", "quantize": ""}
-FOREIGN = {"ours": {"transformers", "peft"}, "peer": {"model", "lora", "weights", "eval"}}
-LOAD_ROUNDS = 6  # the fewest whose extremes are a 95 % interval
+SECTIONS = {"load": "1", "prefill": "1,8", "decode": "1,4,16", "train": "4", "eval": "12", "quantize": ""}  # batches
 PAUSE = 0.05  # seconds between turns: an idle OpenMP thread of the other side spins for about 20 ms before it sleeps
 
 
@@ -54,11 +52,11 @@ PAUSE = 0.05  # seconds between turns: an idle OpenMP thread of the other side s
 class Options:
     """The flags."""
 
-    sections: str = flag(",".join(BATCHES), "with commas between (default: all)")
+    sections: str = flag(",".join(SECTIONS), "with commas between (default: all)")
     base: str = flag("mini", "a preset (random weights), a folder, a hub id or embedded")
     device: str = flag("cpu", "cpu, cuda, auto")
     dtype: str = flag("auto", "of the weights; auto is bf16 on CUDA, else fp32", ["auto", *DTYPES])
-    batch: str | None = flag(None, "rows, with commas (default: prefill 1,8, decode 1,4,16, train 4, eval 12)")
+    batch: str | None = flag(None, "rows, with commas (default: prefill 1,8; decode 1,4,16; train 4; eval 12)")
     tokens: int = flag(20, "new tokens of decode", least=1)
     rounds: int = flag(9, "rounds of each row", least=1)
     compile: bool = flag(False, "our decode and train under torch.compile")
@@ -77,6 +75,7 @@ class Process(subprocess.Popen):
 
     def ask(self, do: str, **arguments) -> dict:
         """The answer to a request of `work.serve`. Raises UserError, in one line, for a side that fails."""
+        time.sleep(PAUSE)
         line = ""
         with suppress(BrokenPipeError):
             os.write(self.stdin.fileno(), (json.dumps({"do": do, **arguments}) + "\n").encode())
@@ -88,103 +87,65 @@ class Process(subprocess.Popen):
         answer = json.loads(line)
         if "error" in answer:
             raise UserError(f"{self.name}: {answer['error']}")
-        assert not FOREIGN[self.name] & {*answer["imports"]}, f"{self.name} has imported the other side"
         return answer
-
-
-@contextmanager
-def open_sides(settings: dict, kind: str | None = None) -> Iterator[tuple[tuple[Process, Process], list[dict]]]:
-    """Both processes, and their answers to "open". kind: of our quantized weights."""
-    with Process("ours") as ours, Process("peer") as peer:
-        for side in (ours, peer):
-            side.ask("hello")  # imports take seconds, and are not to slow the other side
-        yield (ours, peer), [side.ask("open", quantize=kind, **settings) for side in (ours, peer)]
 
 
 @dataclass
 class Row:
-    """One work, done by both sides once in each round. Pairs are (ours, peer).
+    """One work, done by both sides once in each round. Pairs are (ours, peer): seconds by round, bytes of the peaks.
 
-    quantize: the kind of our weights. peak: bytes, of all works so far in these processes, beyond their imports.
-    same: how many numbers are equal on both sides, of how many.
+    quantize: the kind of our weights. same: how many numbers of both sides are equal, and of how many.
     """
 
     work: str
-    batch: int = 1
+    batch: int
     quantize: str | None = None
     seconds: list[tuple[float, float]] = field(default_factory=list)
     peak: tuple[int, int] = (0, 0)
     weights: int = 0
     same: tuple[int, int] = (0, 0)
 
-    @property
-    def title(self) -> str:
-        return f"{self.work}, batch {self.batch}" + f", {self.quantize}" * bool(self.quantize)
-
     def ratio(self) -> tuple[float, float, float]:
-        """Median and 95 % interval of ours ÷ peer."""
-        return median_interval([ours / peer for ours, peer in self.seconds])
+        """Median of ours ÷ peer, and the order statistics that enclose the true one in 95 % of cases.
+
+        They assume no distribution. Fewer than six rounds have no such pair: the smallest and the largest stand there.
+        """
+        ratios, n = sorted(ours / peer for ours, peer in self.seconds), len(self.seconds)
+        cuts = [k for k in range(n // 2) if sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n]
+        cut = max(cuts, default=0)
+        return statistics.median(ratios), ratios[cut], ratios[n - 1 - cut]
 
     def cells(self) -> list[str]:
+        title = f"{self.work}, batch {self.batch}" + f", {self.quantize}" * bool(self.quantize)
         times = [f"{1e3 * statistics.median(of_side):,.3g} ms" for of_side in zip(*self.seconds, strict=True)]
         sizes = [f"{size / 2**20:,.0f} MiB" for size in (*self.peak, self.weights)]
-        return [self.title, *times, interval_text(self.ratio()), *sizes, "{} of {}".format(*self.same)]
+        return [title, *times, interval_text(self.ratio()), *sizes, "{} of {}".format(*self.same)]
 
 
 HEAD = "work, ours, transformers, time ÷, our peak, transformers, our weights, same numbers".split(", ")
 
 
-def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and the order statistics that enclose the true one in 95 % of cases, whatever the distribution.
+def measure(row: Row, settings: dict, rounds: int) -> None:
+    """Add `rounds` to `row`, in two new processes. A round before them warms up; of a first forward pass there is none.
 
-    Fewer than six values have no such pair: the ends are then the smallest and the largest.
+    Tokens and texts of both sides are equal if they are the same, losses and logits within 1e-4.
     """
-    ordered, n = sorted(values), len(values)
-    cuts = [k for k in range(n // 2) if sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n]
-    cut = max(cuts, default=0)
-    return statistics.median(ordered), ordered[cut], ordered[n - 1 - cut]
-
-
-def is_equal(ours: float | int | str, theirs: float | int | str) -> bool:
-    """Whether both sides computed the same token or text, or the same loss or logit within 1e-4."""
-    return math.isclose(ours, theirs, rel_tol=1e-4, abs_tol=1e-4) if isinstance(ours, float) else ours == theirs
-
-
-def take_turns(sides: tuple[Process, Process], row: Row, work: str, rounds: int, warm_up: int = 1) -> None:
-    """Add `rounds` to `row`; `warm_up` rounds before them are compared but not timed."""
-    for side in sides:
-        side.ask("prepare", work=work, batch=row.batch)
-    for number in range(-warm_up, rounds):
-        answers = []
-        for side in sides:
-            time.sleep(PAUSE)
-            answers.append(side.ask("run"))
-        ours, peer = answers
-        equal = [is_equal(a, b) for a, b in zip(ours["numbers"], peer["numbers"], strict=True)]
-        row.same = row.same[0] + sum(equal), row.same[1] + len(equal)
-        row.peak = max(row.peak[0], ours["peak"]), max(row.peak[1], peer["peak"])
-        if number >= 0:
-            row.seconds.append((ours["seconds"], peer["seconds"]))
-
-
-def measure_load(settings: dict, rounds: int, kind: str | None = None) -> Row:
-    """Opening and the first forward pass, in new processes each round; the files are in the page cache."""
-    row = Row("load", 1, kind)
-    for _ in range(min(rounds, LOAD_ROUNDS)):
-        with open_sides(settings, kind) as (sides, opened):
-            take_turns(sides, row, "prefill", 1, warm_up=0)
-        forward, row.weights = row.seconds.pop(), opened[0]["weights"]
-        row.seconds.append((opened[0]["seconds"] + forward[0], opened[1]["seconds"] + forward[1]))
-    return row
-
-
-def measure(settings: dict, works: Sequence[tuple[str, int]], rounds: int, kind: str | None = None) -> list[Row]:
-    """A row for each (work, batch), all in one pair of processes."""
-    with open_sides(settings, kind) as (sides, opened):
-        rows = [Row(work, batch, kind, weights=opened[0]["weights"]) for work, batch in works]
-        for row in rows:
-            take_turns(sides, row, row.work, rounds)
-    return rows
+    is_load = row.work == "load"
+    with Process("ours") as ours, Process("peer") as peer:
+        for side in (ours, peer):
+            side.ask("hello")  # imports take seconds, and are not to slow the other side
+        opened = [side.ask("open", quantize=row.quantize, **settings) for side in (ours, peer)]
+        row.weights, before = opened[0]["weights"], [answer["seconds"] * is_load for answer in opened]
+        for side in (ours, peer):
+            side.ask("prepare", work="prefill" if is_load else row.work, batch=row.batch)
+        for number in range(rounds if is_load else rounds + 1):
+            a, b = (side.ask("run") for side in (ours, peer))
+            for x, y in zip(a["numbers"], b["numbers"], strict=True):
+                equal = math.isclose(x, y, rel_tol=1e-4, abs_tol=1e-4) if isinstance(x, float) else x == y
+                row.same = row.same[0] + equal, row.same[1] + 1
+            row.peak = max(row.peak[0], a["peak"]), max(row.peak[1], b["peak"])
+            if number or is_load:
+                row.seconds.append((before[0] + a["seconds"], before[1] + b["seconds"]))
 
 
 def write_folder(base: str, folder: Path, dtype: torch.dtype) -> None:
@@ -207,48 +168,44 @@ def describe(options: Options, settings: dict) -> dict:
     return {"base": options.base, **settings, **provenance(), **gpu, "threads": torch.get_num_threads(), **versions}
 
 
+def plan(sections: str, batch: str | None) -> list[Row]:
+    """The rows that the flags ask for."""
+    rows = []
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", batch or "1"):
+        raise UserError(f"--batch {batch}: expected numbers with commas between, such as 1,8")
+    for section in sections.split(","):
+        if section not in SECTIONS:
+            raise UserError(f"--sections {section}: expected some of {','.join(SECTIONS)}")
+        if section == "quantize":
+            rows += [Row(*row, kind) for kind in KINDS for row in (("load", 1), ("decode", 1), ("train", 4))]
+        else:
+            rows += [Row(section, int(n)) for n in (batch or SECTIONS[section]).split(",")]
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     options = read_flags(Options, "train.benchmark", __doc__, argv)
-    sections, device = options.sections.split(","), choose_device(options.device)
-    if unknown := {*sections} - {*BATCHES}:
-        raise UserError(f"--sections {min(unknown)}: expected some of {','.join(BATCHES)}")
+    rows, device = plan(options.sections, options.batch), choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
     settings = {"device": str(device), "dtype": str(dtype).removeprefix("torch."), "tokens": options.tokens}
     settings |= {"compiled": options.compile, "checkpointing": options.checkpointing}
-    record = describe(options, settings)
-    lines = ["# Benchmark", "", ", ".join(f"{name} {value}" for name, value in record.items()), ""]
-    record["rows"] = []
+    about, files = describe(options, settings), [options.out.with_suffix(suffix) for suffix in (".md", ".json")]
     with tempfile.TemporaryDirectory() as temporary:
         settings["folder"] = f"{temporary}/model"
         write_folder(options.base, Path(settings["folder"]), dtype)
-        for section in sections:
-            if section == "load":
-                rows = [measure_load(settings, options.rounds)]
-            elif section == "quantize":
-                works = [("decode", 1), ("train", 4)]
-                rows = [measure_load(settings, options.rounds, kind) for kind in KINDS]
-                rows += [row for kind in KINDS for row in measure(settings, works, options.rounds, kind)]
-            else:
-                batches = (options.batch or BATCHES[section]).split(",")
-                rows = measure(settings, [(section, int(batch)) for batch in batches], options.rounds)
-            record["rows"] += [{"section": section, "ratio": row.ratio(), **asdict(row)} for row in rows]
-            table = [f"## {section}", "", *markdown_table(HEAD, [row.cells() for row in rows]), ""]
+        for number, row in enumerate(rows, 1):
+            for _ in range(options.rounds if row.work == "load" else 1):
+                measure(row, settings, 1 if row.work == "load" else options.rounds)
+            head = ["# Benchmark", "", ", ".join(f"{name} {value}" for name, value in about.items()), ""]
+            table = markdown_table(HEAD, [row.cells() for row in rows[:number]])
+            record = about | {"rows": [asdict(row) | {"ratio": row.ratio()} for row in rows[:number]]}
+            write_text(files[0], "\n".join([*head, *table, ""]))
+            write_text(files[1], json.dumps(record, indent=1) + "\n")
             if not options.json:
-                print("\n".join(table), flush=True)
-            lines += table
-            write_text(options.out.with_suffix(".md"), "\n".join(lines))
-            write_text(options.out.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
-            for row in rows:
-                if (
-                    row.same[0] < row.same[1]
-                    and settings["dtype"] == "float32"
-                    and device.type == "cpu"
-                    and not row.quantize
-                ):
-                    raise UserError(
-                        f"{row.title}: {row.same[0]} of {row.same[1]} numbers are equal on both sides: their times do not compare"
-                    )
-    print(json.dumps(record) if options.json else f"in {options.out.with_suffix('.md')}, and .json")
+                print(" · ".join(row.cells()), flush=True)
+            if dtype == torch.float32 and device.type == "cpu" and not row.quantize and row.same[0] < row.same[1]:
+                raise UserError(f"{row.cells()[0]}: the sides agree in {row.same[0]} of {row.same[1]} numbers only")
+    print(files[1].read_text() if options.json else f"in {files[0]} and {files[1]}")
 
 
 if __name__ == "__main__":

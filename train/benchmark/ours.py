@@ -26,12 +26,8 @@ class Ours(Side):
         """A picture and a prompt, to the logits (batch, 1, V) of the first new token, with a cache for the next."""
         inputs = self.prompts(batch)
         capacity = inputs["input_ids"].shape[1] + self.tokens
-
-        @torch.inference_mode()
-        def run():
-            return self.model(**inputs, positions_to_keep=1, cache=self.model.new_cache(capacity))
-
-        return run
+        run = lambda: self.model(**inputs, positions_to_keep=1, cache=self.model.new_cache(capacity))  # noqa: E731
+        return torch.inference_mode()(run)
 
     def decode(self, batch: int):
         """Picture, prompt and new tokens (batch, tokens), greedy; no token ends a row."""

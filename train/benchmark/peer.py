@@ -18,12 +18,7 @@ class Peer(Side):
 
     def prefill(self, batch: int):
         inputs = self.prompts(batch)
-
-        @torch.inference_mode()
-        def run():
-            return self.model(**inputs, logits_to_keep=1, use_cache=True).logits
-
-        return run
+        return torch.inference_mode()(lambda: self.model(**inputs, logits_to_keep=1, use_cache=True).logits)
 
     def decode(self, batch: int):
         inputs = self.prompts(batch)

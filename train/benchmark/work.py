@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,9 @@ ADAMW = {"lr": 1e-4, "betas": (0.9, 0.98), "weight_decay": 0.0}
 
 @dataclass
 class Side:
-    """How one side opens the model, and its works.
+    """One side: `open` returns its model; prefill, decode, train and eval prepare a batch and return what is timed.
 
-    A subclass sets `model` in `open`. Its methods prefill, decode, train and eval prepare the inputs of `batch` rows
-    and return a function without arguments, whose calls are timed.
+    What they return is called without arguments, once in each round.
     """
 
     folder: str
@@ -45,13 +43,11 @@ class Side:
 
     def __post_init__(self):
         self.place = {"device": torch.device(self.device), "dtype": getattr(torch, self.dtype)}
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizer: Any = None
         self.model: Any = self.open()
+        self.size = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
 
-    def open(self) -> torch.nn.Module:
-        raise NotImplementedError
-
-    def prompts(self, rows: int, suffix: int = 0) -> dict[str, torch.Tensor]:
+    def prompts(self, rows: int, suffix: int = 0) -> dict[str, Any]:
         """Prompts of equal length S = picture + PREFIX + suffix, the same on both sides.
 
         Out: input_ids, token_type_ids and attention_mask (rows, S), pixel_values (rows, 3, R, R).
@@ -69,7 +65,7 @@ class Side:
         }
         return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
-    def examples(self, rows: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def examples(self, rows: int) -> tuple[dict[str, Any], torch.Tensor]:
         """Prompts with an answer of SUFFIX tokens, and labels (rows, S): its ids, -100 elsewhere."""
         inputs = self.prompts(rows, SUFFIX)
         return inputs, inputs["input_ids"].masked_fill(inputs["token_type_ids"] == 0, -100)
@@ -94,35 +90,29 @@ def serve(side: type[Side]) -> None:
     """Answer requests until stdin ends. An exception is answered as {"error": …} and ends the process."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    before = peak_bytes()
+    before, opened, run, result = peak_bytes(), None, list, []
     try:
         for line in sys.stdin:
-            request, reply = json.loads(line), {}
-            action = request.pop("do")
+            request = json.loads(line)
             gc.collect()
-            if action == "open":
-                reply["seconds"], opened = timed(partial(side, **request))
-                reply["weights"] = sum(t.nbytes for t in (*opened.model.parameters(), *opened.model.buffers()))
-            elif action == "prepare":
-                run = getattr(opened, request["work"])(request["batch"])
-            elif action == "run":
-                reply["seconds"], result = timed(run)
-                reply["numbers"] = numbers(result)
-            reply["peak"] = peak_bytes() - (0 if torch.cuda.is_initialized() else before)
+            started = time.perf_counter()
+            match request.pop("do"):
+                case "open":
+                    opened = side(**request)
+                case "prepare":
+                    run = getattr(opened, request["work"])(request["batch"])
+                case "run":
+                    result = run()
+            on_gpu = torch.cuda.is_initialized()
+            if on_gpu:
+                torch.cuda.synchronize()
+            reply = {"seconds": time.perf_counter() - started, "peak": peak_bytes() - (0 if on_gpu else before)}
+            reply |= {"weights": opened and opened.size, "numbers": numbers(result)}
             reply["imports"] = sorted({name.partition(".")[0] for name in sys.modules})
             print(json.dumps(reply), file=answers, flush=True)
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        print(json.dumps({"error": f"{type(error).__name__}: {first}"}), file=answers, flush=True)
-
-
-def timed(function: Callable) -> tuple[float, Any]:
-    """Seconds of a call, a GPU's work included, and its result."""
-    started = time.perf_counter()
-    result = function()
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter() - started, result
+        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        print(json.dumps({"error": text}), file=answers, flush=True)
 
 
 def numbers(result: torch.Tensor | list[str]) -> list:
