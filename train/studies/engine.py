@@ -1,138 +1,127 @@
-"""The engine of the studies: finished cells, the choice of a rate, paired intervals, conclusions, and the report.
+"""The engine of all studies: cells on disk, the rate of each row, a fixed number of seeds, judged differences.
 
-A *row* is one way to train a model. A *cell* is the result of one row at one learning rate with one seed. A *measure*
-scores the answers of a model to fixed examples. Every study takes the same steps:
+A *row* is one way to train a model. A *cell* is a row at one rate with one seed: its score on each example of each
+measure, as JSON in a folder whose name is a hash of all that decides it, source included. So an interrupted study goes
+on, and a change computes only the cells that it changes. A study is a `Study` (rows, how a cell is made, measures,
+controls) and a command: read_options, run, report.write.
 
-1. `read_options`: its flags.
-2. `finish_cell`: cells are computed, or read from disk where they are finished.
-3. `describe`, `difference`: intervals over seeds and examples, paired for a row and its control.
-4. `train/studies/rules.py`: rates, seeds and verdicts.
-5. `conclude`, `compose`, `run_study`: the differences in words, comparison.md, comparison.json and the pictures.
-
-A study supplies its rows, its measures, and how a cell is trained.
+    flags → Study → tune: rates, on the validation split → finish: cells of the test split → table: judged differences
 """
 
 import argparse
 import json
 import multiprocessing
 import os
-import signal
+import statistics
 import sys
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from hashlib import sha256
-from itertools import groupby
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image
-from tqdm import tqdm
 
-from eval import figures
-from eval.report import difference_text, interval_text, markdown_table
-from eval.statistics import Estimate, Interval, bootstrap, estimate
-from lora import adapter
+from eval.statistics import Estimate, estimate
 from model.common import UserError, write_text
-from model.config import PaliGemmaConfig
-from train.flags import flag, read_flags
-from train.optim import count, trainable
+from train.flags import FlagParser, add_flags, check_ranges, flag, from_values
 from train.origin import FREE, provenance
-from train.signals import Interrupted, catch_signals, same_command_goes_on
-from train.studies import rules
-from weights.checkpoint import empty_model
+from train.run_folder import lock_folder
+from train.settings import Settings, parse
+from train.signals import Interrupted
+from train.studies.rules import MARGIN, TIE, Prediction, best_rate, bracket, is_inside, judge
+from train.studies.source_hash import source_hash
 
-OUT_HELP = "folder of results and cells; what it holds is not done again"
-
-
-@dataclass(frozen=True)
-class StudyOptions:
-    """The flags that all studies share; a study changes their defaults and adds its own."""
-
-    seeds: int = flag(3, "runs of a row", least=1, metavar="N")
-    limit: int = flag(100, "examples of a measure", least=1, metavar="N")
-    out: Path = flag(Path("runs/compare"), OUT_HELP, metavar="DIR")
+MEAN = "mean"  # of the measures in range, each with the same weight
+Scores = dict[str, np.ndarray]  # by measure (seeds, examples), in percent or in the unit of the measure
+Options = TypeVar("Options", bound="StudyOptions")
 
 
-@dataclass(frozen=True)
-class ScaledOptions(StudyOptions):
-    """The flags of a study that fixes its own training settings."""
-
-    scale: float = flag(1.0, "factor of the length of all training", least=1e-6, metavar="X")
-    threads: int = flag(torch.get_num_threads(), "CPU threads", least=1, metavar="N")
-
-
-@dataclass(frozen=True)
-class QuickOptions:
-    """The flags of a study that has a plan of minutes beside the whole one. Raises UserError for both at once.
-
-    `full` names the default and changes nothing.
-    """
-
-    quick: bool = flag(False, "a plan of at most ten minutes on two cores; the report says what it leaves out")
-    full: bool = flag(False, "the whole plan, which is also the default: up to 90 minutes on two cores")
-
-    def __post_init__(self):
-        if self.quick and self.full:
-            raise UserError("--quick and --full exclude each other: give one")
-
-
-@dataclass(frozen=True)
-class PlannedOptions(QuickOptions):
-    """The flags of a study by all of `train/studies/rules.py`."""
-
-    processes: int | None = flag(
-        None, "cells side by side (default: 2 on a CPU of two cores or more, else 1)", least=1, metavar="N"
-    )
-    positive: bool = flag(True, "the positive control, a minute")
-
-
-@dataclass(frozen=True)
-class SeededOptions(PlannedOptions, StudyOptions):
-    """The flags of a study that chooses the seeds and the rate of each row by these rules."""
-
-    seeds: int = flag(rules.LEAST_SEEDS, "runs of a row, at least", least=1, metavar="N")
-    most_seeds: int = flag(
-        rules.MOST_SEEDS, "runs of a row whose main difference is not yet known to ±3 points", least=1
-    )
-    grow: bool = flag(True, "try more rates until the best of every row is inside the grid")
-
-
-Options = TypeVar("Options", bound=ScaledOptions)
-Job = TypeVar("Job")  # what makes a cell, in another process perhaps
-
-
-def read_options(options: type[Options], name: str, description: str | None, argv: Sequence[str] | None) -> Options:
-    """The flags of `train.compare --rows NAME`, --rows apart. Sets the CPU threads. Raises UserError."""
-    chosen = read_flags(options, f"train.compare --rows {name}", description, argv)
-    torch.set_num_threads(chosen.threads)
-    return chosen
-
-
-def with_seeds(options, is_whole: bool):
-    """The options of a study with its numbers of seeds; where none is given, those of the rules, of a part of it 3."""
-    seeds = options.seeds or (rules.LEAST_SEEDS if is_whole else 3)
-    most = options.most_seeds or (rules.MOST_SEEDS if is_whole else seeds)
-    return replace(options, seeds=seeds, most_seeds=max(seeds, most))
+# Flags
 
 
 def read_rates(text: str) -> tuple[float, ...]:
     """The value of a flag --rates. Raises ArgumentTypeError."""
     try:
-        rates = [float(part) for part in text.split(",")]
+        rates = tuple(float(part) for part in text.split(","))
     except ValueError:
-        rates = [0.0]
+        rates = (0.0,)
     if not min(rates) > 0:
         raise argparse.ArgumentTypeError(f"{text!r}, expected positive numbers such as 1e-3,3e-3")
-    return tuple(rates)
+    return rates
 
 
-def digest(*parts) -> str:
-    """A short hash of what `parts` print as: the names of cells on disk depend on it."""
-    return sha256(repr(parts).encode()).hexdigest()[:16]
+@dataclass(frozen=True)
+class StudyOptions:
+    """The flags that all studies share; a study changes their defaults and adds more."""
+
+    seeds: int = flag(10, "runs of each row", least=1, metavar="N")
+    rates: tuple[float, ...] | None = flag(
+        None,
+        "peak rates to try first; one is not searched for (default: the study's)",
+        type=read_rates,
+        metavar="A,B,…",
+    )
+    jobs: int = flag(
+        1 if torch.cuda.is_available() else torch.get_num_threads(), "cells side by side", least=1, metavar="N"
+    )
+    quick: bool = flag(False, "a plan of at most ten minutes on two cores")
+    out: Path | None = flag(None, "folder of results and cells (default: runs/STUDY)", metavar="DIR")
+
+
+def read_options(
+    kind: type[Options], argv: Sequence[str] | None, program: str, description: str | None, quick: Mapping[str, object]
+) -> Options:
+    """The flags of a study that fixes its settings. quick: other defaults with --quick. Raises UserError."""
+    parser = FlagParser(prog=f"python -m {program}", description=description)
+    add_flags(parser, kind)
+    return _options_of(kind, vars(parser.parse_args(argv)), quick)
+
+
+def read_with_settings(
+    kind: type[Options],
+    argv: Sequence[str] | None,
+    program: str,
+    description: str | None,
+    quick: Mapping[str, object],
+    *,
+    decided: Sequence[str],
+    defaults: Sequence[str],
+    quick_defaults: Sequence[str] = (),
+) -> tuple[Options, Settings]:
+    """The flags of a study, and the settings that all rows start from: every other flag is one of `train.finetune`.
+
+    decided: settings that the study decides itself. defaults, quick_defaults: flags of `train.finetune`. Raises
+    UserError.
+    """
+    assert not {one.name for one in fields(kind)} & {one.name for one in fields(Settings)}, "a flag hides another"
+    parser = FlagParser(
+        prog=f"python -m {program}",
+        description=description,
+        allow_abbrev=False,
+        epilog="All other flags are those of `python -m train.finetune`, such as --base, --data, --samples or "
+        f"--device, with its defaults but for {' '.join(defaults)}.",
+    )
+    add_flags(parser, kind)
+    known, rest = parser.parse_known_args(argv)
+    for word in rest:
+        name = word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+        if word.startswith("--") and name in decided:
+            raise UserError(f"{word}: the study decides that itself: `python -m {program} --help` lists its flags")
+    options = _options_of(kind, vars(known), quick)
+    return options, parse([*defaults, *(quick_defaults if options.quick else ()), *rest])[0]
+
+
+def _options_of(kind: type[Options], given: dict, quick: Mapping[str, object]) -> Options:
+    options = from_values(kind, {**(quick if given.get("quick") else {}), **given})
+    check_ranges(options)
+    return options
 
 
 def deciding(settings) -> dict:
@@ -140,299 +129,371 @@ def deciding(settings) -> dict:
     return {name: value for name, value in asdict(settings).items() if name not in FREE}
 
 
-def cell_folder(out: Path, *parts) -> Path:
-    """The folder of the cell that `parts` decide. It also holds the checkpoints of an interrupted run."""
-    return out / "cells" / digest(*parts)
+def digest(*parts) -> str:
+    """16 hexadecimal digits of what `parts` print as."""
+    return sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-USED: set[Path] = set()  # the folders of all cells that a study has finished or read
-REPORTED = [0.0]  # the CPU seconds of this process that results, or files of what was interrupted, account for
-
-
-def cpu_time() -> float:
-    """The CPU seconds of this process, and of those that it has started and that have ended, such as `--workers`."""
-    times = os.times()
-    return time.process_time() + times.children_user + times.children_system
-
-
-def finish_cell(
-    file: Path, title: str, work: Callable[[Path], dict], spell_result: Callable[[dict], str] | None = None
-) -> dict:
-    """The JSON result in `file`. If the file is absent, `work(folder)` makes it, and `title` and result go to stderr.
-
-    "cpu_seconds" is added to it, with those of calls that were interrupted, without those of cells that `work` finishes
-    in turn. An interrupted study goes on, since its finished cells are read.
-    """
-    USED.add(file.parent)
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        spent = file.with_suffix(".seconds")
-        before, started = float(spent.read_text()) if spent.exists() else 0.0, cpu_time() - REPORTED[0]
-
-        def seconds() -> float:
-            own = cpu_time() - REPORTED[0] - started
-            REPORTED[0] += own
-            return before + own
-
-        try:
-            result = work(file.parent)
-        except BaseException:
-            write_text(spent, f"{seconds()}\n")
-            raise
-        result["cpu_seconds"] = round(seconds(), 2)
-        write_text(file, json.dumps(result) + "\n")
-        spent.unlink(missing_ok=True)
-        tqdm.write(f"{title}: {(spell_result or _spell_numbers)(result)}", file=sys.stderr)
-    return json.loads(file.read_text())
-
-
-def seconds_in(folders: Collection[Path]) -> float:
-    """The CPU seconds of all results in the folders of cells, each once.
-
-    Those of splits and questions that are no longer asked count too: the first result of a cell has the seconds of its
-    training.
-    """
-    files = [file for folder in folders for file in folder.glob("*.json") if not file.name.startswith(".")]
-    return sum(json.loads(file.read_text()).get("cpu_seconds", 0.0) for file in files)
-
-
-def _spell_numbers(result: dict) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in result.items() if isinstance(value, float))
+# What a study supplies
 
 
 @dataclass(frozen=True)
-class ScaledStudy:
-    """What all cells of a study with `ScaledOptions` share. fingerprint: of the weights that it starts from."""
+class Measure:
+    """Examples of the test split that each cell is scored on.
 
-    out: Path
-    scale: float
-    limit: int
-    fingerprint: str
-
-    def scaled(self, number: int, least: int) -> int:
-        """A number of steps or samples, scaled, and at least `least`."""
-        return max(least, round(self.scale * number))
-
-    def finish(self, title: str, parts: tuple, work: Callable[[Path], dict]) -> tuple[dict, Path]:
-        """The result of the cell that `parts` decide, and its folder."""
-        folder = cell_folder(self.out, *parts)
-        return finish_cell(folder / "result.json", title, work), folder
-
-
-def prepare_process(threads: int) -> None:
-    """Set up a process that computes cells: its progress bars would overwrite those of the others, and a signal ends a
-    cell that is not in training too, so that its seconds are kept."""
-
-    def interrupt(number: int, frame) -> None:
-        raise Interrupted(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, interrupt)
-    torch.set_num_threads(threads)
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-
-
-ENDED: list[Interrupted] = []  # in a process that computes cells: the signal that has ended one
-
-
-def work_unless_ended(work: Callable[[Job], dict], job: Job) -> dict:
-    """`work(job)`. After a signal no other job is begun: the pool hands them over in advance."""
-    if ENDED:
-        raise ENDED[0]
-    try:
-        return work(job)
-    except Interrupted as interrupted:
-        ENDED.append(interrupted)
-        raise
-
-
-def side_by_side(
-    work: Callable[[Job], dict], jobs: Sequence[Job], processes: int, spell_result: Callable[[Job, dict], str]
-) -> list[dict]:
-    """`work` of each job, a cell each, in so many processes; each new result is a line on stderr.
-
-    A signal ends them all after their running steps, as `Interrupted`.
+    groups: the picture or document of each example, for intervals. chance: the score of guessing, in percent, where it
+    is known. unit: in "%" a score is from 0 to 1; in another, such as "nats", it is shown as it is. margin: the
+    smallest difference of interest, in points or that unit. rungs: the difficulty of each example, if they differ.
+    view: what is compared in place of the scores (seeds, examples), such as a slope.
     """
-    if processes > 1 and jobs:
-        _compute_ahead(work, jobs, processes, spell_result)
-    return [work(job) for job in jobs]  # of other processes: read
+
+    title: str
+    groups: Sequence[str]
+    chance: float | None = None
+    unit: str = "%"
+    margin: float = MARGIN
+    less_is_better: bool = False
+    in_mean: bool = True
+    rungs: Sequence[str] = ()
+    view: Callable[[np.ndarray], np.ndarray] = lambda scores: scores
+
+    @property
+    def scale(self) -> float:
+        return 100.0 if self.unit == "%" else 1.0
 
 
-def _compute_ahead(
-    work: Callable[[Job], dict], jobs: Sequence[Job], processes: int, spell_result: Callable[[Job, dict], str]
-) -> None:
-    threads = max(1, torch.get_num_threads() // processes)
-    spawn = multiprocessing.get_context("spawn")
-    with (
-        catch_signals() as stop,
-        ProcessPoolExecutor(processes, mp_context=spawn, initializer=prepare_process, initargs=(threads,)) as pool,
-    ):
-        waiting = running = {pool.submit(work_unless_ended, work, job): job for job in jobs}
+@dataclass(frozen=True)
+class Job:
+    """A cell, and the split that it is scored on. changes: of the row, (name, value) pairs; they name the cell too."""
+
+    row: str
+    changes: tuple
+    rate: float
+    seed: int
+    split: str = "test"
+
+
+@dataclass(frozen=True)
+class Study:
+    """All that one study is.
+
+    name: of its default folder. rows: their changes, by name.
+    make(job, folder, *folders): trains a cell in its folder unless its model is there, and scores it: {"scores":
+    {measure: [score, …]}, "facts": {…}}. Facts are numbers of the cell: "parameters" and "seconds" of training, for the
+    report; "diverged" says why a run failed. folders: of the cells that it `needs`, such as an earlier stage.
+    key: what else decides a cell: base, data, settings. The source needs no mention, see `source_hash`.
+    beside: by title of a table the controls of each row, whose scores are averaged. The first table is the primary one.
+    rates: to try first, in increasing order; () where each row fixes its rate, so that no validation split is asked.
+    main: the measure of the main difference, by which rates are chosen; MEAN of all with `in_mean`.
+    plain: rows that share a rate. tuning_seeds: of the cells that choose the rates.
+    lengthen(changes, ratio): of a control in the last table that trains so many times as long; None: no such controls.
+    more(run): blocks of the report that no other study has, each a text or a list of lines.
+    """
+
+    name: str
+    title: str
+    rows: Mapping[str, tuple]
+    make: Callable[..., dict]
+    key: str
+    measures: Mapping[str, Measure]
+    beside: Mapping[str, Mapping[str, tuple[str, ...]]]
+    rates: tuple[float, ...] = ()
+    main: str = MEAN
+    plain: tuple[str, ...] = ()
+    tuning_seeds: tuple[int, ...] = (0, 1, 2)
+    needs: Callable[[Job], Sequence[Job]] = lambda job: ()
+    lengthen: Callable[[tuple, float], tuple] | None = None
+    predictions: tuple[Prediction, ...] = ()
+    more: Callable[["Run"], list] = lambda run: []
+
+
+# The run of a study
+
+
+@dataclass
+class Run:
+    """A study while it runs. tried: validation scores by row and rate, more is better. validation: by row and measure,
+    at the chosen rates. cells: of the test split by row, seed by seed. used: every result that the report rests on."""
+
+    study: Study
+    out: Path
+    jobs: int = 1
+    seeds: int = 10
+    lock: IO | None = None
+    tried: dict[str, dict[float, float]] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+    validation: dict[str, dict[str, float]] = field(default_factory=dict)
+    cells: dict[str, list[dict]] = field(default_factory=dict)
+    used: dict[Path, Job] = field(default_factory=dict)
+
+    @cached_property
+    def code(self) -> str:
+        return source_hash(self.study.make)
+
+    def file(self, job: Job) -> Path:
+        """Where the result of a job is, or will be. Both splits are in the folder of the cell."""
+        name = digest(self.code, self.study.key, replace(job, split=""))
+        return self.out / "cells" / name / f"{job.split}.json"
+
+    def get(self, jobs: Sequence[Job]) -> list[dict]:
+        """The results of jobs of one split, in order; those not on disk are computed, `self.jobs` at a time."""
+        assert len({job.split for job in jobs}) <= 1, "two processes would train one cell at once"
+        needs = {job: list(self.study.needs(job)) for job in jobs}
+        if needed := list(dict.fromkeys(need for of_job in needs.values() for need in of_job)):
+            self.get(needed)
+        missing = [job for job in needs if not self.file(job).exists()]
+        calls = {
+            job: (self.study.make, job, self.file(job), [self.file(need).parent for need in needs[job]])
+            for job in missing
+        }
+        if self.jobs == 1:
+            for number, call in enumerate(calls.values(), 1):
+                announce(number, len(missing), call[1], compute(*call))
+        elif missing:
+            self.compute_side_by_side(calls)
+        self.used |= {self.file(job): job for job in jobs}
+        return [json.loads(self.file(job).read_text()) for job in jobs]
+
+    @cached_property
+    def pool(self) -> ProcessPoolExecutor:
+        """Processes that compute cells. They end with this one, however it ends."""
+        return ProcessPoolExecutor(self.jobs, multiprocessing.get_context("spawn"), initializer=prepare_process)
+
+    def compute_side_by_side(self, calls: Mapping[Job, tuple]) -> None:
+        futures = {self.pool.submit(compute_or_end, *call): job for job, call in calls.items()}
         try:
-            while waiting:
-                ended, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
-                for done in ended:
-                    print(spell_result(running[done], done.result()), file=sys.stderr, flush=True)
-                if stop:
-                    raise Interrupted(stop[0])
-        except BaseException:  # the other processes save what they have
-            pool.shutdown(wait=False, cancel_futures=True)
+            for number, done in enumerate(as_completed(futures), 1):
+                announce(number, len(futures), futures[done], done.result())
+        except BaseException:  # Ctrl-C, or a cell that failed: the others save what they have trained
+            self.pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
                 process.terminate()
             raise
 
+    def job(self, row: str, seed: int, split: str = "test", rate: float | None = None) -> Job:
+        """A cell of a row, at its chosen rate if none is given."""
+        return Job(row, self.study.rows[row], self.rates[row] if rate is None else rate, seed, split)
 
-def default_processes(device: str, threads: int | None = None) -> int:
-    """Cells side by side: 2 on a CPU of two cores or more, else 1."""
-    on_cpu = device == "cpu" or device == "auto" and not torch.cuda.is_available()
-    return min(2, threads or torch.get_num_threads()) if on_cpu else 1
+    # Rates and cells
+
+    @property
+    def tuning_seeds(self) -> tuple[int, ...]:
+        return self.study.tuning_seeds[: self.seeds]
+
+    def score(self, cell: Mapping) -> float:
+        """By which a rate is chosen: the main measure; more is better."""
+        main, measures = self.study.main, self.study.measures
+        names = [name for name in cell["scores"] if name == main or main == MEAN and measures[name].in_mean]
+        sign = -1 if main != MEAN and measures[main].less_is_better else 1
+        return sign * float(np.mean([measures[name].scale * np.mean(cell["scores"][name]) for name in names]))
+
+    @property
+    def tie(self) -> float:
+        """In the unit of `score`."""
+        return TIE * (MARGIN if self.study.main == MEAN else self.study.measures[self.study.main].margin)
+
+    def tune(self) -> None:
+        """Choose the rate of each row: the best on the validation split, mean over seeds. Plain rows share theirs:
+        a rate that chance chose for one control makes a difference where there is none."""
+        rows = list(self.study.rows)
+
+        def score(grid: Sequence[float]) -> dict[str, dict[float, float]]:
+            names = [(row, rate, seed) for seed in self.tuning_seeds for rate in grid for row in rows]
+            jobs = [self.job(row, seed, "validation", rate) for row, rate, seed in names]
+            scores = dict(zip(names, map(self.score, self.get(jobs)), strict=True))
+            self.tried = {
+                row: {rate: float(np.mean([scores[row, rate, seed] for seed in self.tuning_seeds])) for rate in grid}
+                for row in rows
+            }
+            plain = {rate: float(np.mean([self.tried[row][rate] for row in self.study.plain or rows])) for rate in grid}
+            return {row: plain if row in self.study.plain else self.tried[row] for row in rows}
+
+        scores = bracket(self.study.rates, score, self.tie)
+        self.rates = {row: best_rate(of_row, self.tie) for row, of_row in scores.items()}
+
+    def add_controls_by_time(self) -> None:
+        """Controls of the last table that train as long as their rows, by the median seconds of the tuning seeds."""
+        if self.study.lengthen is None:
+            return
+        title, table = list(self.study.beside.items())[-1]
+        rows, beside = dict(self.study.rows), {}
+        for row, (control, *_) in table.items():
+            ratio = round(self.seconds(row) / self.seconds(control), 1)
+            beside[row] = (control,)
+            if ratio > 1:
+                name = f"{control}, {ratio} × steps"
+                rows[name], self.rates[name] = self.study.lengthen(rows[control], ratio), self.rates[control]
+                beside[row] = (name,)
+        self.study = replace(self.study, rows=rows, beside={**self.study.beside, f"{title}, trained as long": beside})
+
+    def seconds(self, row: str) -> float:
+        """Of the training of a row at its rate."""
+        cells = self.get([self.job(row, seed, "validation") for seed in self.tuning_seeds])
+        return statistics.median(cell["facts"]["seconds"] for cell in cells)
+
+    def finish(self) -> None:
+        """All rows at their rates: the range of the measures on the validation split, and the test split."""
+        names = [(row, seed) for seed in range(self.seeds) for row in self.study.rows]
+        cells = dict(zip(names, self.get([self.job(*name) for name in names]), strict=True))
+        self.cells = {row: [cells[row, seed] for seed in range(self.seeds)] for row in self.study.rows}
+        if self.study.rates:
+            for row in self.study.rows:
+                of_row = self.get([self.job(row, seed, "validation") for seed in self.tuning_seeds])
+                self.validation[row] = {
+                    name: self.study.measures[name].scale * float(np.mean([cell["scores"][name] for cell in of_row]))
+                    for name in of_row[0]["scores"]
+                }
+
+    # Differences
+
+    def scores(self, row: str, cells: Sequence[Mapping] | None = None) -> Scores:
+        """Of the cells of a row in the test split, or of others."""
+        cells = self.cells[row] if cells is None else cells
+        return {
+            name: measure.scale * np.array([cell["scores"][name] for cell in cells], dtype=float)
+            for name, measure in self.study.measures.items()
+        }
+
+    def mean_scores(self, rows: Sequence[str]) -> Scores:
+        """Of the rows together, seed by seed and example by example."""
+        of_rows = [self.scores(row) for row in rows]
+        return {name: np.mean([scores[name] for scores in of_rows], axis=0) for name in self.study.measures}
+
+    @property
+    def names(self) -> list[str]:
+        """The columns of a table of differences, the mean first where there is one."""
+        averaged = [name for name, measure in self.study.measures.items() if measure.in_mean]
+        return [MEAN] * (self.study.main == MEAN or len(averaged) > 1) + list(self.study.measures)
+
+    def in_range(self, controls: Sequence[str]) -> list[str]:
+        """The measures that can show a difference, by the controls' mean on the validation split; a measure in another
+        unit than percent, or that this split does not have, always can."""
+        usable = []
+        for name, measure in self.study.measures.items():
+            known = [self.validation[row][name] for row in controls if name in self.validation.get(row, ())]
+            if measure.unit != "%" or not known or is_inside(float(np.mean(known)), measure.chance):
+                usable.append(name)
+        return usable
+
+    def difference(self, scores: Scores, control: Scores, name: str, usable: Sequence[str]) -> Estimate:
+        """Scores minus those of the control, paired by seed and example. MEAN: each usable measure weighs the same."""
+        measures = self.study.measures
+        averaged = [each for each in measures if measures[each].in_mean]
+        chosen = [name] if name != MEAN else [each for each in averaged if each in usable] or averaged
+        size, parts, groups = sum(len(measures[each].groups) for each in chosen), [], []
+        for each in chosen:
+            seeds = min(len(scores[each]), len(control[each]))
+            gap = measures[each].view(scores[each][:seeds]) - measures[each].view(control[each][:seeds])
+            parts.append(gap * size / len(chosen) / gap.shape[1])
+            groups += [f"{each}/{group}" for group in measures[each].groups]
+        return estimate(np.hstack(parts), groups)
+
+    def table(
+        self, beside: Mapping[str, tuple[str, ...]], at: Mapping[str, Scores] | None = None
+    ) -> dict[tuple[str, str], dict]:
+        """The judged differences of a table by (row, measure); the main ones are a family of their own.
+
+        at: scores of rows in place of those at their rates.
+        """
+        measures, differences, inside = self.study.measures, {}, set()
+        for row, controls in beside.items():
+            scores, control = at[row] if at else self.scores(row), self.mean_scores(controls)
+            usable = self.in_range(controls)
+            for name in self.names:
+                differences[row, name] = self.difference(scores, control, name, usable)
+                is_usable = any(measures[each].in_mean for each in usable) if name == MEAN else name in usable
+                inside |= {(row, name)} if is_usable else set()
+        margins = {place: MARGIN if place[1] == MEAN else measures[place[1]].margin for place in differences}
+        less = {place for place in differences if place[1] != MEAN and measures[place[1]].less_is_better}
+        judged = {}
+        for is_main in (True, False):
+            family = {place: one for place, one in differences.items() if (place[1] == self.study.main) == is_main}
+            judged |= judge(family, inside, margins, less)
+        if self.seeds == 1:  # says nothing of other runs
+            judged = {place: one | {"verdict": "one seed"} for place, one in judged.items()}
+        return {place: differences[place]._asdict() | judged[place] for place in differences}
+
+    def at_one_rate(self) -> dict[tuple[str, str], dict]:
+        """The first table once more, rows at their controls' rate, on the tuning seeds; of rows whose rate differs."""
+        table = next(iter(self.study.beside.values()))
+        moved = {row: controls for row, controls in table.items() if self.rates[row] != self.rates[controls[0]]}
+        at = {}
+        for row, (control, *_) in moved.items():
+            jobs = [self.job(row, seed, rate=self.rates[control]) for seed in self.tuning_seeds]
+            at[row] = self.scores(row, self.get(jobs))
+        return self.table(moved, at) if moved else {}
 
 
-def matching_rank(config: PaliGemmaConfig, targets: str, parameters: int) -> int:
-    """The smallest rank of plain LoRA on `targets` with at least as many trainable `parameters`."""
-    model = empty_model(config)
-    adapter.inject(model, targets, 1, 1.0)
-    return -(-parameters // count(trainable(model).values()))
+def run(study: Study, options: StudyOptions) -> Run:
+    """The whole study but its report. The folder stays locked while the result lives.
 
-
-def describe(scores, groups: Sequence | None = None) -> dict:
-    """{"mean", "low", "high"} of scores (seeds, examples): 95 % bootstrap over seeds and groups of examples."""
-    return bootstrap(scores, groups)._asdict()
-
-
-def describe_runs(scores: np.ndarray, groups: Sequence | None = None) -> dict:
-    """The same with "by_seed", the mean of each seed."""
-    return describe(scores, groups) | {"by_seed": scores.mean(axis=1).tolist()}
-
-
-def difference(scores, control, groups: Sequence | None = None) -> dict:
-    """The estimate of row minus control, paired by seed and example, and whether it is "significant"."""
-    return verdict(estimate(scores - control, groups))
-
-
-def verdict(gain: Interval | Estimate) -> dict:
-    """The interval of a difference, and whether it is "significant": 0 is outside."""
-    return gain._asdict() | {"significant": gain.significant}
-
-
-def spell(interval: Mapping, digits: int = 2) -> str:
-    """`12.34 [11.00, 13.70]`; a difference with signs and `*` or `n.s.`, such as `+0.30 [-1.10, +1.70] n.s.`."""
-    if "significant" in interval:
-        return difference_text(interval, interval["significant"], digits)
-    return interval_text(interval, digits)
-
-
-def chart(intervals: Mapping[str, Mapping], title: str, label: str, reference: tuple[str, float] | None = None):
-    """A picture with one line per interval."""
-    points = [(name, *(one[end] for end in ("mean", "low", "high"))) for name, one in intervals.items()]
-    return figures.interval_chart(points, title, label, reference=reference)
-
-
-def conclude(differences: Mapping[str, Mapping[str, Mapping]], seeds: int) -> list[str]:
-    """What the differences show, and what they do not, in sentences.
-
-    differences: by pair ("row against control") and measure, as `difference` gives them; more is better.
+    Raises UserError if another process works in the folder, or if it has the report of another study or plan.
     """
-    sentences = []
-    for pair, by_measure in differences.items():
-        parts = [
-            f"{'better' if gain['mean'] > 0 else 'worse'} in {name} ({spell(gain)})"
-            for name, gain in by_measure.items()
-            if gain["significant"]
-        ]
-        same = [name for name, gain in by_measure.items() if not gain["significant"]]
-        parts += [f"no significant difference in {', '.join(same)}"] if same else []
-        sentences.append(f"{pair}: {'; '.join(parts)}.")
-    verdicts = [gain["significant"] for by_measure in differences.values() for gain in by_measure.values()]
-    if verdicts:
-        sentences.append(
-            f"Significant differences: {sum(verdicts)} of {len(verdicts)}. If nothing differed at all, "
-            f"about {0.05 * len(verdicts):.1f} of them would still seem to."
-        )
-    if seeds == 1:
-        sentences.append("One seed: the intervals know nothing of how runs differ, so no difference may be believed.")
-    elif seeds < 10:
-        sentences.append(f"{seeds} seeds are few: bootstrap intervals, which resample them, are rather too narrow.")
-    return sentences
+    study = replace(study, name=study.name + "-quick" * options.quick)
+    out = options.out or Path("runs", study.name)
+    out.mkdir(parents=True, exist_ok=True)
+    made = Run(study, out, options.jobs, options.seeds, lock_folder(out))
+    report = out / "comparison.json"
+    if report.exists() and json.loads(report.read_text())["plan"] != plan_of(study):
+        raise UserError(f"--out {out}: has the report of another study or plan: choose another folder")
+    torch.set_num_threads(1)  # so that a result does not depend on the number of jobs
+    try:
+        if study.rates:
+            made.tune()
+            made.add_controls_by_time()
+        else:
+            made.rates = dict.fromkeys(study.rows, 0.0)
+        made.finish()
+    except Interrupted as interrupted:
+        print("\nsaved; the same command goes on from here", file=sys.stderr)
+        sys.exit(128 + interrupted.args[0])
+    return made
 
 
-def compose(
-    title: str,
-    *blocks: str | Sequence[str],
-    conclusions: Sequence[str],
-    published: Sequence[tuple[str, str]] = (),
-    end: Sequence[str] = (),
-) -> str:
-    """comparison.md: `blocks` are paragraphs, or lists of lines such as a table; then the conclusions, and `end`.
-
-    published: each experiment of the paper, and where it is here, or why it is missing.
-    """
-    paragraphs = [block if isinstance(block, str) else "\n".join(block) for block in blocks if block]
-    paragraphs += ["## In words", "\n".join(f"- {sentence}" for sentence in conclusions)]
-    if published:
-        paragraphs += ["## The paper's experiments", "\n".join(markdown_table(["published", "here"], published))]
-    return "\n\n".join([f"# {title}", *paragraphs, *end]) + "\n"
+def plan_of(study: Study) -> list[str]:
+    """What two reports in one folder must share: the study, quick or not, its base, data and settings."""
+    return [study.name, digest(study.key)]
 
 
-def sections(*parts: tuple[str, Sequence[str]]) -> list[str | Sequence[str]]:
-    """The blocks of tables with their titles; without those that are empty."""
-    return [block for title, table in parts if table for block in (f"## {title}", table)]
+# Cells
 
 
-def made_by(summary: Mapping) -> str:
-    """What a report was made with."""
-    seeds = summary.get("seeds", 1)
-    return (
-        f"Commit {summary['commit']}, {summary['processor']}, PyTorch {summary['torch']}, "
-        f"{summary['cpu_seconds']:,} CPU seconds, {seeds if isinstance(seeds, int) else len(seeds)} seed(s)."
-    )
+def compute(make: Callable[..., dict], job: Job, file: Path, needed: Sequence[Path]) -> float:
+    """Make a cell and write its result, with what it was made by; returns its CPU seconds."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    started = time.process_time()
+    result = make(job, file.parent, *needed)
+    spent = time.process_time() - started
+    result = asdict(job) | result | {"cpu_seconds": round(spent, 2)} | provenance()
+    write_text(file, json.dumps(result) + "\n")
+    return spent
 
 
-def tables_of(text: str) -> list[list[str]]:
-    """The tables of a Markdown text, as lines."""
-    lines = [line if line.startswith("|") else "" for line in text.splitlines()]
-    return [list(table) for is_table, table in groupby(lines, bool) if is_table]
+def prepare_process() -> None:
+    """Set up a process that computes cells."""
+    torch.set_num_threads(1)
+    os.setpgrp()  # Ctrl-C on a terminal reaches the first process alone, which ends the others
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115  its progress bars would overwrite those of the others
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def quotable(summary: Mapping, report: str) -> dict:
-    """quoted.json: tables and text of a report, without its commands, which name folders, and what they were made with.
-    RESULTS.md quotes no other."""
-    words = [line for line in report.splitlines() if line and not line.startswith(("|", "#", "!")) and "`" not in line]
-    return {"made_by": made_by(summary), "tables": tables_of(report), "words": words}
+def end_with_parent() -> None:
+    """A killed parent can tell its processes nothing: they would compute on, in a folder whose lock is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
-def run_study(
-    out: Path,
-    find: Callable[[], dict],
-    write: Callable[[dict], str],
-    draw: Callable[[dict], Mapping[str, Sequence[Image.Image]]],
-    *,
-    name: str = "comparison",
-    processes: int = 1,
-    indent: int | None = 1,
-    print_json: bool = False,
-) -> None:
-    """Find a study's results, write NAME.md, NAME.json and the pictures to its folder, and print the report.
+def compute_or_end(*call) -> float:
+    """`compute`; a process that was told to end must not begin the next cell, which the pool has handed over."""
+    try:
+        return compute(*call)
+    except Interrupted:
+        os._exit(1)
 
-    find() is the content of NAME.json but for "cpu_seconds", write(it) that of NAME.md, draw(it) by file name the parts
-    of each picture.
-    """
-    started = time.perf_counter()
-    USED.clear()
-    with same_command_goes_on():
-        summary = find() | provenance() | {"cpu_seconds": round(seconds_in(USED))}
-    report, pictures = f"{write(summary)}\n{made_by(summary)}\n", draw(summary)
-    write_text(out / f"{name}.json", json.dumps(summary, indent=indent) + "\n")
-    write_text(out / f"{name}.md", report)
-    write_text(out / "quoted.json", json.dumps(quotable(summary, report), indent=1, ensure_ascii=False) + "\n")
-    for file, parts in pictures.items():
-        figures.save(figures.stack(parts), out / file)
-    if print_json:
-        print(json.dumps(summary))
-        return
-    workers = f"{processes} processes" if processes > 1 else f"{torch.get_num_threads()} threads"
-    files = ", ".join([f"{name}.md", f"{name}.json", "quoted.json", *pictures])
-    print(
-        f"{report}\n{summary['cpu_seconds']:,} CPU seconds for all cells; this call "
-        f"{time.perf_counter() - started:,.0f} s on {workers}; in {out}: {files}, cells/"
-    )
+
+def announce(number: int, total: int, job: Job, seconds: float) -> None:
+    rate = f", rate {job.rate:g}" if job.rate else ""
+    text = f"{number} of {total}: {job.row}{rate}, seed {job.seed}, {job.split}: {seconds:.0f} CPU seconds"
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,263 @@
+"""The report of any study: comparison.md, comparison.json, and comparison.csv, from which both can be made again.
+
+Tables: accuracy of each row, each table of differences, the same at one rate, the range of the measures, predictions,
+rates tried; then what the study adds, and the verdicts in words.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from eval.report import interval_text, markdown_table
+from eval.statistics import estimate
+from model.common import write_text
+from train.studies.engine import MEAN, Run, plan_of
+from train.studies.rules import FEWEST_SEEDS, check, is_at_edge, share_of_range
+
+ABOUT = (
+    "Scores in % where no other unit is named, differences in points, paired by seed and example, with 95 % intervals "
+    "of Student's t over seeds and groups of examples. Verdicts are Holm's over a table, the main difference by "
+    "itself. Out of range: on the validation split the controls guess or are perfect."
+)
+
+
+# The CSV
+
+
+class Line(NamedTuple):
+    """A cell on one measure, or one difficulty of it: `right` is the sum of the scores of `n` examples."""
+
+    study: str
+    row: str
+    seed: int
+    rate: float
+    split: str
+    measure: str
+    rung: str
+    n: int
+    right: float
+    cpu_seconds: float
+    commit: str
+    processor: str
+    torch: str
+
+
+def lines_of(run: Run) -> list[Line]:
+    """All results that the report rests on. Seconds are those of the cell, on each of its lines."""
+    lines = []
+    for file, job in sorted(
+        run.used.items(), key=lambda item: (item[1].row, item[1].rate, item[1].seed, item[1].split)
+    ):
+        cell = json.loads(file.read_text())
+        made_by = [cell[name] for name in ("cpu_seconds", "commit", "processor", "torch")]
+        for name, scores in cell["scores"].items():
+            rungs = run.study.measures[name].rungs if job.split == "test" else ()
+            for rung, right in by_rung(scores, rungs or [""] * len(scores)).items():
+                place = (run.study.name, job.row, job.seed, job.rate, job.split, name, rung)
+                lines.append(Line(*place, len(right), float(np.sum(right)), *made_by))
+    return lines
+
+
+def by_rung(scores: Sequence[float], rungs: Sequence[str]) -> dict[str, list[float]]:
+    """Scores by difficulty, in order of appearance."""
+    return {
+        rung: [score for score, other in zip(scores, rungs, strict=True) if other == rung]
+        for rung in dict.fromkeys(rungs)
+    }
+
+
+def write_csv(lines: Iterable[Line], file: Path) -> None:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([Line._fields, *lines])
+    write_text(file, text.getvalue())
+
+
+def read_csv(file: Path) -> list[Line]:
+    """The lines of `write_csv`, equal to the bit: Python writes floats so that they are read as they were."""
+    kinds = Line.__annotations__.values()
+    with file.open(encoding="utf-8", newline="") as rows:
+        return [
+            Line(*(kind(cell) for kind, cell in zip(kinds, row, strict=True))) for row in list(csv.reader(rows))[1:]
+        ]
+
+
+# Tables
+
+
+def title_of(run: Run, name: str) -> str:
+    """A column of a table."""
+    if name == MEAN:
+        return "mean of those in range"
+    measure = run.study.measures[name]
+    return measure.title if measure.unit == "%" else f"{measure.title}, {measure.unit}"
+
+
+def digits(run: Run, name: str) -> int:
+    return 1 if name == MEAN or run.study.measures[name].unit == "%" else 3
+
+
+def rate_text(rate: float) -> str:
+    return f"{rate:g}" if rate else ""
+
+
+def accuracy_table(run: Run) -> list[str]:
+    """Every row at its rate."""
+    measures, body = run.study.measures, []
+    body.append(["guessing", "", "", "", *("" if m.chance is None else f"{m.chance:.1f}" for m in measures.values())])
+    for row, cells in run.cells.items():
+        scores, parameters = run.scores(row), cells[0]["facts"].get("parameters")
+        texts = [interval_text(estimate(scores[m], measures[m].groups), digits(run, m)) for m in measures]
+        body.append([row, f"{parameters:,}" if parameters else "", f"{len(cells)}", rate_text(run.rates[row]), *texts])
+    return markdown_table(["row", "parameters", "seeds", "rate", *(title_of(run, m) for m in measures)], body)
+
+
+def rung_tables(run: Run) -> list:
+    """The score of each row by difficulty, for measures that have several."""
+    blocks = []
+    for name, measure in run.study.measures.items():
+        if measure.rungs:
+            means = {
+                row: by_rung(scores[name].mean(0).tolist(), measure.rungs) for row, scores in all_scores(run).items()
+            }
+            rungs = list(dict.fromkeys(measure.rungs))
+            body = [
+                [row, *(f"{np.mean(of_row[r]):.{digits(run, name)}f}" for r in rungs)] for row, of_row in means.items()
+            ]
+            blocks += [f"## {title_of(run, name)}", markdown_table(["row", *rungs], body)]
+    return blocks
+
+
+def all_scores(run: Run) -> dict[str, dict[str, np.ndarray]]:
+    return {row: run.scores(row) for row in run.cells}
+
+
+def spell(run: Run, name: str, judged: Mapping) -> str:
+    """A difference on a measure, its interval and its verdict."""
+    return f"{interval_text(judged, digits(run, name), signed=True)} {judged['verdict']}"
+
+
+def difference_table(run: Run, beside: Mapping[str, tuple[str, ...]], judged: Mapping[tuple, Mapping]) -> list[str]:
+    body = [
+        [row, controls[0] if len(controls) == 1 else f"{len(controls)} rows"]
+        + [spell(run, name, judged[row, name]) for name in run.names]
+        for row, controls in beside.items()
+        if (row, run.names[0]) in judged
+    ]
+    return markdown_table(["row", "beside", *(title_of(run, name) for name in run.names)], body) if body else []
+
+
+def range_table(run: Run) -> list[str]:
+    """How far the primary controls are from guessing and from 100 % on the validation split."""
+    controls = list(dict.fromkeys(row for rows in next(iter(run.study.beside.values())).values() for row in rows))
+    body = []
+    for name, measure in run.study.measures.items():
+        if measure.unit == "%" and all(name in run.validation.get(row, ()) for row in controls):
+            shares = [100 * share_of_range(run.validation[row][name], measure.chance or 0.0) for row in controls]
+            inside = "yes" if name in run.in_range(controls) else "no"
+            body.append(
+                [measure.title, f"{measure.chance or 0:.1f}", f"{min(shares):.0f} to {max(shares):.0f}", inside]
+            )
+    return markdown_table(["measure", "guessing, %", "controls, % of the way to 100", "counts"], body) if body else []
+
+
+def rate_table(run: Run) -> list[str]:
+    """What the rates were chosen by, on the validation split."""
+    body = [
+        [
+            row,
+            rate_text(run.rates[row]),
+            ", ".join(f"{rate:g}: {score:.4g}" for rate, score in tried.items()),
+            "at the edge" * is_at_edge(tried, run.rates[row]),
+        ]
+        for row, tried in run.tried.items()
+    ]
+    return markdown_table(["row", "rate", "score by rate", ""], body) if body else []
+
+
+def prediction_table(checked: Sequence[Mapping]) -> list[str]:
+    head = ["row", "measure", "predicted", "found", "outcome", "reason given before"]
+    keys = ["row", "measure", "verdict", "found", "outcome", "reason"]
+    return markdown_table(head, [[one[key] for key in keys] for one in checked]) if checked else []
+
+
+def in_words(run: Run, judged: Mapping[tuple, Mapping]) -> list[str]:
+    """The main differences of the first table, and what limits them."""
+    sentences = []
+    for row, controls in next(iter(run.study.beside.values())).items():
+        main = judged[row, run.study.main]
+        seen = f" (±{main['visible']:.{digits(run, run.study.main)}f} would have been seen)"
+        sentences.append(
+            f"{row} beside {' and '.join(controls)}: {spell(run, run.study.main, main)}"
+            f"{seen * (main['verdict'] == 'undecided')}."
+        )
+    if run.seeds < FEWEST_SEEDS:
+        sentences.append(f"{run.seeds} seed(s): fewer than {FEWEST_SEEDS} decide nothing.")
+    failed = [(row, cell) for row, cells in run.cells.items() for cell in cells if cell["facts"].get("diverged")]
+    return sentences + [f"{row}, seed {cell['seed']}: {cell['facts']['diverged']}" for row, cell in failed]
+
+
+def sections(*parts: tuple[str, Sequence[str]]) -> list:
+    """The blocks of tables with their titles; without those that are empty."""
+    return [block for title, table in parts if table for block in (f"## {title}", table)]
+
+
+def write(run: Run) -> str:
+    """Write comparison.md, comparison.json and comparison.csv; returns the first."""
+    tables = {title: run.table(beside) for title, beside in run.study.beside.items()}
+    primary, beside = next(iter(tables.values()), {}), next(iter(run.study.beside.values()), {})
+    checked = check(run.study.predictions, {place: one["verdict"] for place, one in primary.items()})
+    blocks = [
+        f"# {run.study.title}",
+        ABOUT,
+        *sections(
+            ("Scores", accuracy_table(run)),
+            *(
+                (f"Minus {title}", difference_table(run, run.study.beside[title], judged))
+                for title, judged in tables.items()
+            ),
+            ("The same at the controls' rate", difference_table(run, beside, run.at_one_rate()) if beside else []),
+        ),
+        *rung_tables(run),
+        *sections(
+            ("Range", range_table(run) if beside else []),
+            ("Rates", rate_table(run)),
+            ("Predictions", prediction_table(checked)),
+        ),
+        *run.study.more(run),
+        *sections(("In words", [f"- {sentence}" for sentence in in_words(run, primary)])),
+    ]
+    lines = lines_of(run)
+    made_by = sorted({f"commit {line.commit}, {line.processor}, PyTorch {line.torch}" for line in lines})
+    seconds = sum(json.loads(file.read_text())["cpu_seconds"] for file in run.used)
+    blocks.append(f"Cells were made by {'; '.join(made_by)}: {seconds:,.0f} CPU seconds, {run.seeds} seed(s).")
+    summary = {
+        "plan": plan_of(run.study),
+        "title": run.study.title,
+        "made_by": made_by,
+        "cpu_seconds": round(seconds),
+        "seeds": run.seeds,
+        "rates": {row: {"chosen": run.rates[row], "tried": run.tried.get(row, {})} for row in run.cells},
+        "validation": run.validation,
+        "rows": {
+            row: {
+                "facts": [cell["facts"] for cell in run.cells[row]],
+                "by_seed": {name: values.mean(1).tolist() for name, values in scores.items()},
+            }
+            for row, scores in all_scores(run).items()
+        },
+        "tables": {
+            title: [{"row": row, "measure": name, **judged} for (row, name), judged in table.items()]
+            for title, table in tables.items()
+        },
+        "predictions": checked,
+    }
+    text = "\n\n".join(block if isinstance(block, str) else "\n".join(block) for block in blocks) + "\n"
+    write_csv(lines, run.out / "comparison.csv")
+    write_text(run.out / "comparison.md", text)
+    write_text(run.out / "comparison.json", json.dumps(summary, indent=1) + "\n")
+    return text
