@@ -69,16 +69,16 @@ class Scores(NamedTuple):
 
 
 @torch.no_grad()
-def nll(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, Scores]:
+def nll(model: TextModel, corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> dict[str, Scores]:
     """Negative log-likelihood of a token, in nats, by how many tokens of its own document the model has seen.
 
-    On `limit` windows of `length` tokens that lie within a document of the test split; label: the longest context of
+    On `limit` windows of `length` tokens that lie within a document of the split; label: the longest context of
     the bin (…, 17–32, 33–64, …). Under "all" each bin weighs the same. Raises UserError if no document is that long.
     """
-    places = windows(corpus, length, limit)
+    places = windows(corpus, length, limit, split)
     by_position = []
     for place, _ in places:
-        ids = torch.tensor([[BOS, *corpus.ids[SPLIT][place : place + length].tolist()]], device=device_of(model))
+        ids = torch.tensor([[BOS, *corpus.ids[split][place : place + length].tolist()]], device=device_of(model))
         logits = model(ids[:, :-1])
         check_finite(logits, f"nll test {len(by_position) + 1}")
         log_p = F.cross_entropy(logits[0], ids[0, 1:], reduction="none")
@@ -94,16 +94,16 @@ def nll(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, 
     }
 
 
-def windows(corpus: Corpus, length: int, limit: int) -> list[tuple[int, int]]:
+def windows(corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> list[tuple[int, int]]:
     """(start, document) of up to `limit` windows of `length` tokens, evenly taken from those that lie side by side."""
-    starts = corpus.starts[SPLIT].tolist()
+    starts = corpus.starts[split].tolist()
     found = [
         (place, number)
         for number, (start, end) in enumerate(zip(starts, starts[1:], strict=False))
         for place in range(start, end - length + 1, length)
     ]
     if not found:
-        raise UserError(f"no document of the {SPLIT} split has {length} tokens: give longer documents")
+        raise UserError(f"no document of the {split} split has {length} tokens: give longer documents")
     return found[:: -(-len(found) // limit)]
 
 

@@ -2,397 +2,242 @@
 
     python -m train.compare --rows text                          three sizes, up to 0.6 million parameters, two cores
     python -m train.compare --rows text --quick                  two sizes, shorter runs
-    python -m train.compare --rows text --preset small --tokens 2e9 --batch-size 64 --device cuda --text DIR
+    python -m train.reproduce text --preset small --tokens 2e9 --batch-size 64 --device cuda --text DIR
 
-In: text, by default the source of Python's standard library, and the tasks of `eval/text/tasks.py`. Out: comparison.md,
-comparison.json and pictures: likelihood by context, recall, needles by depth, many examples and their order, attention
-on the answer, the loss over tokens and by size, and the share of parameters that gives equal loss.
+In: text, by default the source of Python's standard library, and the tasks of `eval/text/tasks.py`. Out: the report of
+`train/studies/report.py`, with λ, the loss over tokens, and the figures of Ye et al. (2024) beside ours.
 
-The rules are those of `train/studies/rules.py`. Of this study's own are:
-- Runs of one size and seed are a pair: both kinds have equal parameters to within 1 %, the same rows in the same order,
-  and, but for λ and the norm by head, the same initial weights to the bit.
-- A rate for each kind and size, of one grid, by the mean validation loss of three seeds on a share of the tokens. A
-  second table has, of each size whose kinds chose different rates, both at plain attention's.
-- How many records, needles or examples a test has, is chosen for each size on the validation split: the hardest number
-  at which plain attention is in range. The main difference of a size is the mean over the measures in range.
-- The loss is judged in hundredths of a nat, which is about a percent of perplexity.
-- A second control of the first size trains as long: on as many times the tokens as a step of differential attention
-  takes the time of a plain one. The positive control is `train/studies/built.py`, learned by the same attention.
-- PREDICTIONS, written before the study was run, as the rest in `train/studies/text_verdicts.py`.
-
-A cell is one kind of attention, size, number of tokens, rate and seed, kept as a run folder that
-`eval/text/measures.py` measures too. Cells are independent: `--processes` of them run side by side.
+Runs of one size and seed are a pair: both kinds have equal parameters to within 1 %, the same rows in the same order,
+and, but for λ and the norm by head, the same initial weights to the bit. The loss on validation text, after all tokens,
+chooses a rate for each kind and size. Each task is asked at its largest number of records, needles or examples. A cell
+is a run folder, which `python -m eval.text all RUN…` measures by depth, number and length of context.
 """
 
 import json
 import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 
-import torch
+import numpy as np
 
-from eval.text.corpus import Corpus, find_corpus, kept_corpus, open_corpus
-from eval.text.measures import DEPTHS, MEASURES, Scores
+from eval import figures
+from eval.report import markdown_table
+from eval.statistics import estimate
+from eval.text import measures
+from eval.text.corpus import Corpus, kept_corpus, open_corpus
 from eval.text.tasks import SYMBOLS
-from model.common import UserError, write_text
-from model.device import autocast_dtype
+from model.common import write_text
 from model.differential import lambdas
-from model.system_configs import TEXT_PRESETS, TextModelConfig
-from model.text import new_model
+from model.system_configs import TEXT_PRESETS
 from train.distributed import join_world
 from train.flags import flag
 from train.optim import count
-from train.plan import PlanRow, plan_table, step_costs
-from train.recipes import GPUS
-from train.studies import built, engine, rules
-from train.studies.attention_runs import paired_ratio
-from train.studies.engine import PlannedOptions, ScaledOptions, cell_folder, deciding, finish_cell, read_rates
-from train.studies.text_report import KINDS, MAIN, draw, to_markdown
-from train.studies.text_verdicts import LADDERS, PREDICTIONS, choose_rungs, climb, gains, judge_sizes, window_losses
-from train.systems.text import TextOrder, TextSettings, check, learn, make_optimizer, text_loss, validation_loss
-from weights.checkpoint import empty_model
+from train.studies import engine, report
+from train.studies.engine import Job, Measure, Run, Study, StudyOptions
+from train.studies.rules import Prediction
+from train.systems.text import TextSettings, check, learn
 from weights.export import export_model
+from weights.load import load_model
 
-VERSION = 3  # of the code that decides a cell's result: raise it to compute all cells again
-
-SHARES = (0.25, 0.5)  # of the tokens, for the loss by tokens; not with --quick
-CURVE = 8  # points of the loss over tokens within a run,
-CURVE_BATCHES = 4  # of the validation split
-AS_IN_TEXT = "as in train.text"
-# with so many tokens plain attention is in range at every size; with 4e5 it has 96 to 100 % of the records and 68 to
-# 91 % of the needles
+KINDS = ("plain", "differential")
+CURVE, CURVE_BATCHES = 8, 4  # points of the loss over tokens in a run, and validation batches of each
 DEFAULTS = TextSettings(preset="0.6m", tokens=3e5, checkpoint_every=250)
-SIZES = ("0.3m", "0.2m")  # beside the default size
-QUICK = {"preset": "0.3m", "sizes": ("0.1m",), "tokens": 1.5e5, "limit": 50, "most_seeds": rules.LEAST_SEEDS}
-QUICK |= {"rates": (1.2e-2, 2.4e-2, 4.8e-2), "positive": False}
+SIZES, RATES = ("0.3m", "0.2m"), (3e-3, 6e-3, 1.2e-2)  # beside the default preset; to try first
+QUICK = {"preset": "0.3m", "sizes": ("0.1m",), "tokens": 1.5e5, "limit": 50, "seeds": 5, "positive": False}
+QUICK |= {"rates": (1.2e-2, 2.4e-2, 4.8e-2)}
+PREDICTED = (  # from a run of three seeds in which nothing was retrieved, and from Ye et al. 2024
+    ("loss", "worse", "+0.09 nats at 0.64 million parameters"),
+    ("recall", "better", "the paper: less attention goes to noise"),
+    ("needle", "better", "the paper, Table 2"),
+    ("examples", "better", "the paper, section 3.5"),
+    ("order", "better", "the paper, section 3.5"),
+)
+# Ye et al. 2024, Table 3: shares of the attention at 3B, mean over depths, plain and differential
+SHARES = {"attention": ("on the answer", "0.05", "0.32"), "attention-noise": ("on noise", "0.51", "0.02")}
+EXPERIMENTS = (  # published, and here
+    ("language modelling, 3B and 1T tokens, downstream tasks", "missing: a base of that size is not trained here"),
+    ("scaling by size, 830M to 13.1B", "in miniature, by `--sizes`"),
+    ("scaling by tokens, 3B, up to 360B: equal loss with 64 % of the tokens", "in miniature, the loss over tokens"),
+    ("likelihood by context, needles by depth and length, up to 64K", "`python -m eval.text all`, within a row"),
+    ("many-shot learning in context: TREC, Banking-77, Clinc-150", "on an invented task, 64 examples at most"),
+    ("robustness to the examples' order", "as published, at random; best minus worst order of a question"),
+    ("hallucination; outliers, attention in few bits; ablations of λ, norm and heads", "missing: not built"),
+)
 
 
 @dataclass(frozen=True)
-class TextOptions(PlannedOptions, ScaledOptions):
+class Options(StudyOptions):
     """The flags of this study."""
 
-    out: Path = flag(Path("runs/compare-text"), engine.OUT_HELP, metavar="DIR")
-    seeds: int = flag(rules.LEAST_SEEDS, "runs of a kind and size, at least", least=1, metavar="N")
-    most_seeds: int = flag(
-        rules.MOST_SEEDS, "runs of the first size if its main difference is not yet known to ±3 points", least=1
-    )
-    rates: tuple[float, ...] = flag(
-        (3e-3, 6e-3, 1.2e-2),
-        "peak learning rates to try first, for both kinds (default: 3e-3,6e-3,1.2e-2)",
-        type=read_rates,
-        metavar="A,B,…",
-    )
-    search: float = flag(0.5, "share of the tokens that a rate is tried for", share=True, metavar="SHARE")
-    limit: int = flag(100, "windows, tests of each difficulty", least=len(DEPTHS), metavar="N")
-    threads: int = flag(torch.get_num_threads(), "CPU threads of all processes together", least=1, metavar="N")
+    limit: int = flag(100, "windows of text, and tests of each task", least=5, metavar="N")
+    positive: bool = flag(True, "the positive control, a minute")
     text: tuple[str, ...] = flag(
         (), "files or folders of plain text (default: Python's standard library)", nargs="*", metavar="PATH"
     )
-    preset: str = flag(DEFAULTS.preset, AS_IN_TEXT, choices=list(TEXT_PRESETS))
+    preset: str = flag(DEFAULTS.preset, "the first size", choices=list(TEXT_PRESETS))
     sizes: tuple[str, ...] = flag(
-        (),
-        "more presets (default: 0.3m 0.2m, none for another --preset; published: 830m 1.4b 2.8b 6.8b 13.1b)",
-        nargs="*",
-        choices=list(TEXT_PRESETS),
-        metavar="PRESET",
+        (), "more sizes (default: 0.3m 0.2m)", nargs="*", choices=list(TEXT_PRESETS), metavar="PRESET"
     )
-    tokens: float = flag(DEFAULTS.tokens, AS_IN_TEXT)
-    length: int = flag(DEFAULTS.length, AS_IN_TEXT)
-    batch_size: int = flag(DEFAULTS.batch_size, AS_IN_TEXT)
-    accumulate: int = flag(DEFAULTS.accumulate, AS_IN_TEXT)
-    device: str = flag(DEFAULTS.device, AS_IN_TEXT)
-    plan: bool = flag(False, "train nothing: print what the runs take (memory, disk, hours)")
-    gpu: str = flag("H100", "GPU of --plan", choices=list(GPUS))
+    tokens: float = flag(DEFAULTS.tokens, "tokens of a run", least=1, most=1e15)
+    length: int = flag(DEFAULTS.length, "positions of a row", least=max(measures.EXAMPLES) + 4, most=2**20)
+    batch_size: int = flag(DEFAULTS.batch_size, "rows of a step", least=1)
+    device: str = flag(DEFAULTS.device, "cuda, cpu, … (default: cuda if there is one)")
 
 
-def read_arguments(argv: Sequence[str] | None) -> tuple[TextOptions, TextSettings]:
+def read_arguments(argv: Sequence[str] | None) -> tuple[Options, TextSettings]:
     """The study's flags, and the settings of its runs. Raises UserError."""
-    options = engine.read_options(TextOptions, "text", __doc__, argv)
-    if not options.search > 0:
-        raise UserError(f"--search is {options.search}, expected a share above 0")
-    if options.quick:
-        options = replace(options, **QUICK)
-    elif not options.sizes and options.preset == DEFAULTS.preset:
-        options = replace(options, sizes=SIZES)
-    options = replace(options, sizes=tuple(size for size in dict.fromkeys(options.sizes) if size != options.preset))
+    options = engine.read_options(Options, argv, "train.compare --rows text", __doc__, QUICK)
+    more = options.sizes or SIZES * (options.preset == DEFAULTS.preset)
+    out = options.out or Path("runs/compare-text" + "-quick" * options.quick)
+    options = replace(options, out=out, sizes=tuple(dict.fromkeys((options.preset, *more))))
     known = {field.name for field in fields(TextSettings)}
     given = {name: value for name, value in vars(options).items() if name in known}
-    given |= {"tokens": options.tokens * options.scale, "corpus": str(options.out / "corpus")}
-    settings = replace(DEFAULTS, **given)
+    settings = replace(DEFAULTS, **given, corpus=str(out / "corpus"))
     check(settings)
-    for size in options.sizes:
-        if TEXT_PRESETS[size].vocab_size != settings.vocab_size:
-            raise UserError(
-                f"--sizes {size}: has another vocabulary than --preset {options.preset}: losses would differ"
-            )
-    processes = options.processes or engine.default_processes(options.device, options.threads)
-    return replace(options, processes=processes), settings
+    return options, settings
 
 
-@dataclass(frozen=True)
-class Job:
-    """A cell to compute. limit: windows, and tests of each kind; 0 measures nothing but the validation loss."""
-
-    out: Path
-    settings: TextSettings
-    limit: int
-
-    @property
-    def title(self) -> str:
-        own = self.settings
-        return f"{own.preset}, {own.attention}, rate {own.lr:g}, seed {own.seed}, {own.tokens:,.0f} tokens"
+# Cells
 
 
-def run_cell(job: Job) -> dict:
-    """{"parameters", "tokens", "loss" on validation, "curve": [tokens, loss] in training, "lambda" by layer, "seconds",
-    "cpu_seconds", "folder", "ladders", "panels"}.
-
-    ladders: of plain attention, percent right on the validation split by difficulty; panels: `Scores` on the test split
-    by name. Both are empty for a limit of 0.
-    """
-    settings = job.settings
-    corpus = kept_corpus(Path(settings.corpus))  # `main` has prepared it
-    points = {round(settings.steps * (number + 1) / CURVE) for number in range(CURVE)} if job.limit else set()
-
-    def work(folder: Path) -> dict:
+def make(settings: TextSettings, limit: int, job: Job, folder: Path) -> dict:
+    """Train the model of a cell in its folder, unless it is there, and measure it on a split."""
+    settings = replace(settings, **dict(job.changes), lr=job.rate, seed=job.seed)
+    corpus, world, file = kept_corpus(Path(settings.corpus)), join_world(settings.device), folder / "facts.json"
+    if file.exists():
+        model = load_model(folder / "model", device=world.device)
+    else:
         write_text(folder / "config.json", json.dumps(asdict(settings), indent=1) + "\n")
-        started = time.perf_counter()
-        model, _ = learn(settings, corpus, folder, join_world(settings.device), points=points, batches=CURVE_BATCHES)
-        logged = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        tokens = settings.rows * settings.length
-        result = {
-            "parameters": count(model.parameters()),
-            "tokens": settings.steps * tokens,
-            "loss": validation_loss(model, corpus, settings),
-            "curve": [[(one["step"] + 1) * tokens, one["held_out_loss"]] for one in logged if "held_out_loss" in one],
-            "lambda": [value.item() for value in lambdas(model).values()],
-            "folder": str(folder.relative_to(job.out)),
-            "ladders": {},
-            "panels": {},
-        }
-        if job.limit:
-            if settings.attention == KINDS[0]:
-                result["ladders"] = {
-                    name: climb(MEASURES[name](model, corpus, settings.length, job.limit, split="validation")[name])
-                    for name in LADDERS
-                }
-            for measure in MEASURES.values():
-                found = measure(model, corpus, settings.length, job.limit)
-                result["panels"] |= {name: scores._asdict() for name, scores in found.items()}
-            shutil.rmtree(folder / "model", ignore_errors=True)
-            export_model(model, folder / "model")
+        points = {round(settings.steps * (number + 1) / CURVE) for number in range(CURVE)}
+        started = time.process_time()
+        model, _ = learn(settings, corpus, folder, world, points=points, batches=CURVE_BATCHES)
+        facts = {"parameters": count(model.parameters()), "seconds": time.process_time() - started}
+        facts |= {"lambda": [value.item() for value in lambdas(model).values()], "curve": curve_of(settings, folder)}
+        export_model(model, folder / "model")
+        write_text(file, json.dumps(facts) + "\n")
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        return result | {"seconds": time.perf_counter() - started}
-
-    decide = deciding(settings) | {"text": corpus.digest, "corpus": ""}
-    return finish_cell(cell_folder(job.out, VERSION, decide, job.limit) / "result.json", job.title, work)
-
-
-def run_cells(jobs: Sequence[Job], processes: int) -> list[dict]:
-    """`run_cell` of each job, side by side."""
-
-    def spell_cell(job: Job, cell: dict) -> str:
-        return f"{job.title}: validation loss {cell['loss']:.4f} ({cell['cpu_seconds']:.0f} CPU seconds)"
-
-    return engine.side_by_side(run_cell, jobs, processes, spell_cell)
+    facts, panels = json.loads(file.read_text()), {}
+    for measure in (measures.nll, measures.recall, measures.needle, measures.examples):
+        panels |= measure(model, corpus, settings.length, limit, job.split)
+    if job.split == "test":
+        panels |= measures.attention(model, corpus, settings.length, limit)
+        facts |= {name: float(np.mean(panels[name].values)) for name in SHARES}
+    scores = {name: hardest(panels[name]) for name in ("recall", "needle", "examples")}
+    scores["order"] = [1 - margin for margin in hardest(panels["examples-margin"])]
+    return {"scores": scores | {"loss": window_losses(panels["nll"])}, "facts": facts}
 
 
-class Runs:
-    """The cells of a study, each computed once."""
-
-    def __init__(self, options: TextOptions, settings: TextSettings):
-        self.options, self.settings = options, settings
-        self.sizes = (settings.preset, *options.sizes)
-        self.rows = list(product(KINDS, self.sizes))
-
-    def cells(self, wanted: Sequence[tuple[str, str, float, int, float]], limit: int) -> list[dict]:
-        """Those of (kind, size, rate, seed, share of the tokens)."""
-        jobs = [
-            Job(
-                self.options.out,
-                replace(
-                    self.settings, attention=kind, preset=size, lr=rate, seed=seed, tokens=share * self.settings.tokens
-                ),
-                limit,
-            )
-            for kind, size, rate, seed, share in wanted
-        ]
-        return run_cells(jobs, self.options.processes or 1)
-
-    def tune(self) -> rules.Scores:
-        """Minus the validation loss, by row and rate: the mean over seeds."""
-        options = self.options
-        limit = options.limit if options.search == 1 else 0  # a run with all tokens is a result too
-        seeds = range(min(rules.TUNING_SEEDS, options.seeds))
-
-        def score(rates: Sequence[float]) -> rules.Scores:
-            wanted = [(*row, rate, seed, options.search) for seed in seeds for rate in rates for row in self.rows]
-            names = [(name_of((kind, size)), rate) for kind, size, rate, *_ in wanted]
-            return rules.mean_scores(names, (-cell["loss"] for cell in self.cells(wanted, limit)))
-
-        if len(options.rates) == 1:
-            return {name_of(row): {options.rates[0]: 0.0} for row in self.rows}
-        return rules.bracket(options.rates, score)
-
-    def step_ratio(self) -> float:
-        """The CPU time of a training step of differential attention, the first size, in that of a plain one, measured
-        once, to a tenth."""
-
-        def work(folder: Path) -> dict:
-            steps = []
-            for kind in reversed(KINDS):
-                settings = replace(self.settings, attention=kind)
-                model = new_model(settings.preset, kind == "differential", 0)
-                batch = TextOrder(kept_corpus(Path(settings.corpus)), settings).batch(0)
-                steps.append((partial(text_loss, model, batch), make_optimizer(model, settings)))
-            return {"ratio": paired_ratio(steps)}
-
-        own = deciding(replace(self.settings, corpus=""))
-        file = cell_folder(self.options.out, "step", VERSION, own) / "step.json"
-        return round(finish_cell(file, "a step of both kinds", work)["ratio"], 1)
-
-    def pair(
-        self, size: str, rates: Mapping[str, float], seeds: int, share: float = 1.0, kinds: Sequence[str] = KINDS
-    ) -> dict[str, list[dict]]:
-        """The cells of both kinds, or of one, by seed."""
-        wanted = [(kind, size, rates[name_of((kind, size))], seed, share) for seed in range(seeds) for kind in kinds]
-        cells = self.cells(wanted, self.options.limit)
-        return {kind: cells[number :: len(kinds)] for number, kind in enumerate(kinds)}
+def curve_of(settings: TextSettings, folder: Path) -> list[tuple[int, float]]:
+    """(tokens, loss on rows of the validation split) while a run was trained."""
+    logged = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    tokens = settings.rows * settings.length
+    return [((line["step"] + 1) * tokens, line["held_out_loss"]) for line in logged if "held_out_loss" in line]
 
 
-def name_of(row: tuple[str, str]) -> str:
-    return f"{row[0]}, {row[1]}"
+def hardest(panel: measures.Scores) -> list[float]:
+    """The scores of the tests with the most records, needles or examples."""
+    return [value for label, value in zip(panel.labels, panel.values, strict=True) if label == max(panel.labels)]
 
 
-def compare(options: TextOptions, settings: TextSettings) -> dict:
-    """Search rates, train and measure. Returns comparison.json."""
-    runs = Runs(options, settings)
-    scores, main = runs.tune(), settings.preset
-    rates = {row: rules.best_rate(tried) for row, tried in scores.items()}
-    pairs, count_ = {main: runs.pair(main, rates, options.seeds)}, options.seeds
-    rungs = {main: choose_rungs(pairs[main][KINDS[0]])}
-    most = max(options.seeds, options.most_seeds)
-    while not rules.enough([gains(pairs[main], rungs[main])[MAIN]], count_, options.seeds, most):
-        count_ += 1
-        pairs[main] = runs.pair(main, rates, count_)
-    pairs |= {size: runs.pair(size, rates, options.seeds) for size in options.sizes}
-    rungs |= {size: choose_rungs(pairs[size][KINDS[0]]) for size in options.sizes}
-    shares = () if options.quick else SHARES
-    points = [(size, 1.0, pair) for size, pair in pairs.items()]
-    points += [(main, share, runs.pair(main, rates, options.seeds, share)) for share in shares]
-    judged, timed, common = judge_sizes(pairs, rungs), {}, {}
-    if not options.quick and (ratio := runs.step_ratio()) > 1:
-        pair = pairs[main] | runs.pair(main, rates, count_, ratio, KINDS[:1])
-        timed = {f"{main}, {ratio} × tokens": judge_sizes({main: pair}, rungs)[main]}
-    for size in pairs:
-        plain, other = (name_of((kind, size)) for kind in KINDS)
-        if rates[plain] != rates[other]:
-            pair = runs.pair(size, rates | {other: rates[plain]}, min(rules.TUNING_SEEDS, options.seeds))
-            common |= judge_sizes({size: pair}, rungs)
+def window_losses(panel: measures.Scores) -> list[float]:
+    """The loss of each window of text in nats a token; the panel has a mean for each bin of positions."""
+    bins = measures.context_bins(max(panel.labels))
+    widths = [(last - first) / bins[-1][1] for first, last in bins]
+    return (np.reshape(panel.values, (-1, len(bins))) @ widths).tolist()
+
+
+# The study
+
+
+def measures_of(corpus: Corpus, length: int, limit: int) -> dict[str, Measure]:
+    """The loss on text, and each task at the largest number that fits a row."""
+    records = max(number for number in measures.RECALL if number + 4 < length)
+    needles = max(number for number in measures.NEEDLES if 3 * number < length)
+    documents = [str(document) for _, document in measures.windows(corpus, length, limit)]
+    tests = [str(number) for number in range(limit)]
+
+    def task(name: str, number: int, title: str) -> Measure:
+        return Measure(title, tests, 100 * measures.chance(name, [number])[number])
+
     return {
-        "settings": asdict(settings),
-        "quick": options.quick,
-        "seeds": count_,
-        "least_seeds": options.seeds,
-        "limit": options.limit,
-        "search": options.search,
-        "rates": {
-            row: {"chosen": rates[row], "validation": {f"{rate:g}": -score for rate, score in tried.items()}}
-            for row, tried in scores.items()
-        },
-        "edges": rules.edges(scores),
-        "rows": {
-            name_of((kind, size)): [{key: value for key, value in cell.items() if key != "panels"} for cell in cells]
-            for size, pair in pairs.items()
-            for kind, cells in pair.items()
-        },
-        "rungs": rungs,
-        "judged": judged,
-        "timed": timed,
-        "common": common,
-        "positive": built.find(options.out, options.processes or 1, built.ORIGINAL) if options.positive else None,
-        "predictions": rules.check(
-            PREDICTIONS, {KINDS[1]: {name: one["verdict"] for name, one in judged[main].items()}}
-        ),
-        "scaling": [scaling_point(size, share, pair) for size, share, pair in points],
-        "panels": {
-            name: {kind: [cell["panels"][name] for cell in pairs[main][kind]] for kind in KINDS}
-            for name in pairs[main][KINDS[0]][0]["panels"]
-        },
+        "recall": task("recall", records, f"one of {records} records"),
+        "needle": task("needle", needles, f"one of {needles} needles in a text"),
+        "examples": task("examples", max(measures.EXAMPLES), f"after {max(measures.EXAMPLES)} examples"),
+        "order": Measure("of them in any order: 100 less best minus worst", tests, in_mean=False),
+        "loss": Measure("loss on text", documents, unit="nats", margin=0.03, less_is_better=True, in_mean=False),
     }
 
 
-def scaling_point(size: str, share: float, runs: Mapping[str, list[dict]]) -> dict:
-    """A size and a share of the tokens: the loss of each window of each run, and the documents of the windows."""
-    scores = {kind: [window_losses(Scores(**cell["panels"]["nll"])) for cell in cells] for kind, cells in runs.items()}
-    return {
-        "preset": size,
-        "share": share,
-        "parameters": {kind: cells[0]["parameters"] for kind, cells in runs.items()},
-        "tokens": runs["plain"][0]["tokens"],
-        "losses": {kind: [losses.tolist() for losses, _ in own] for kind, own in scores.items()},
-        "documents": scores["plain"][0][1],
-    }
-
-
-def plan_rows(options: TextOptions, settings: TextSettings, corpus: Corpus) -> list[PlanRow]:
-    """What a run of each size takes: tasks and tokens change no step."""
-    rows = []
-    batch = TextOrder(corpus, replace(settings, needles=0.0, examples=0.0)).batch(0)
-    autocast = autocast_dtype(settings.autocast, torch.device("cuda" if options.device == "auto" else options.device))
-    for size, kind in product(dict.fromkeys((settings.preset, *options.sizes)), KINDS):
-        model = empty_model(TextModelConfig.of(TEXT_PRESETS[size], kind == "differential"))
-        parameters = count(model.parameters())
-        costs = step_costs(model, batch, autocast, settings.accumulate > 1, text_loss)
-        rows.append(
-            PlanRow(
-                name=f"{size}, {kind}",
-                gpus=1,
-                trainable=parameters,
-                rows=settings.batch_size,
-                step_rows=settings.rows,
-                samples=settings.steps * settings.rows,
-                steps=settings.steps,
-                tokens=settings.steps * settings.rows * settings.length,
-                plain=costs[0],
-                checkpointed=costs[1],
-                disk=4 * parameters,  # checkpoints are deleted when a cell is finished
-                flops=costs[0].flops * settings.accumulate * settings.steps,
-                left_out=(),
-            )
-        )
-    return rows
-
-
-def print_plan(options: TextOptions, settings: TextSettings) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        corpus = find_corpus(Path(settings.corpus)) or open_corpus(
-            Path(folder), settings.text, settings.vocab_size, SYMBOLS
-        )
-        print(plan_table(plan_rows(options, settings, corpus), options.gpu))
-    tuning = min(rules.TUNING_SEEDS, options.seeds) * len(options.rates) * options.search * (len(options.rates) > 1)
-    more = 0 if options.quick else options.seeds * sum(SHARES)
-    print(
-        f"\nEach kind has {tuning + options.seeds:g} such runs of a size (rates, seeds), of {settings.preset} {more:g} "
-        "more (shares of the tokens), and more where rates or seeds are added. Several GPUs: torchrun -m train.text, "
-        "for one run each."
+def study_of(settings: TextSettings, options: Options, corpus: Corpus) -> Study:
+    pairs = {f"differential, {size}": (f"plain, {size}",) for size in options.sizes}
+    decides = engine.deciding(replace(settings, corpus=corpus.digest, text=())), options.limit
+    return Study(
+        name="compare-text",
+        title="Differential against plain language models, from nothing",
+        rows={f"{kind}, {size}": (("attention", kind), ("preset", size)) for size in options.sizes for kind in KINDS},
+        make=partial(make, settings, options.limit),
+        key=repr(decides),
+        measures=measures_of(corpus, settings.length, options.limit),
+        beside={"plain attention of the same size": pairs},
+        rates=options.rates or RATES,
+        main="loss",
+        lengthen=lambda changes, ratio: (*changes, ("tokens", settings.tokens * ratio)),
+        predictions=tuple(Prediction(f"differential, {settings.preset}", *prediction) for prediction in PREDICTED),
+        more=partial(blocks, options),
     )
+
+
+def blocks(options: Options, run: Run) -> list:
+    """λ, the loss over tokens, the paper's figures, and the command that measures the runs by depth and number."""
+    pair = {kind: [cell["facts"] for cell in run.cells[f"{kind}, {options.preset}"]] for kind in KINDS}
+    weights = np.mean([cell["lambda"] for cell in pair["differential"]], axis=0)
+    means = {name: [np.mean([cell[name] for cell in of_kind]) for of_kind in pair.values()] for name in SHARES}
+    shares = [
+        [f"attention {title}", *published, *(f"{mean:.3f}" for mean in means[name])]
+        for name, (title, *published) in SHARES.items()
+    ]
+    curves = {kind: np.mean([cell["curve"] for cell in of_kind], axis=0).tolist() for kind, of_kind in pair.items()}
+    title = f"loss over tokens, {options.preset}, validation rows"
+    figures.save(figures.line_chart(curves, title, "tokens", "nats a token"), run.out / "curve.png")
+    folders = (run.file(run.job(f"{kind}, {options.preset}", n)).parent for kind in KINDS for n in range(run.seeds))
+    return [
+        f"λ of {options.preset} by layer, mean over seeds: {', '.join(f'{weight:.2f}' for weight in weights)}.",
+        f"![{title}](curve.png)",
+        "## Published (Ye et al. 2024, 3B) and here",
+        markdown_table(["share of", *KINDS, *(f"{kind}, here" for kind in KINDS)], shares),
+        equal_loss(run, options.sizes),
+        markdown_table(["experiment", "here"], EXPERIMENTS),
+        f"By depth, number and length of context: `python -m eval.text all {' '.join(map(str, folders))}`",
+    ]
+
+
+def equal_loss(run: Run, sizes: Sequence[str]) -> str:
+    """The share of plain attention's parameters with which differential attention has its loss, in a sentence.
+
+    The loss is taken as a line over the logarithm of the parameters, with one slope b of both kinds: a gap g at the
+    largest size is worth a factor of exp(-g / b).
+    """
+    rows = [[f"{kind}, {size}" for kind in KINDS] for size in sizes]
+    parameters = [np.mean([run.cells[row][0]["facts"]["parameters"] for row in pair]) for pair in rows]
+    losses = np.array([[run.scores(row)["loss"] for row in pair] for pair in rows])  # (sizes, kinds, seeds, documents)
+    largest, span = int(np.argmax(parameters)), max(parameters) / min(parameters)
+    slopes = np.polyfit(np.log(parameters), losses.mean(axis=(1, 3)), 1)[0] if span > 1 else np.zeros(run.seeds)
+    slope = estimate(slopes[:, None])
+    gap = estimate(losses[largest, 1] - losses[largest, 0], run.study.measures["loss"].groups)
+    if not slope.high < 0:
+        return "The loss is not shown to fall with the parameters: no share of them for equal loss follows."
+    share, low, high = np.exp(-np.array(gap[:3]) / slope.mean)
+    words = f"{100 * share:.0f} % [{100 * low:.0f}, {100 * high:.0f}] of plain attention's parameters"
+    beyond = ": more than all sizes tried, so none follows" if max(high, 1 / low) > span else ""
+    return f"Equal loss takes {words}{beyond} (published: 62 % at 6.8B), by the slope of {len(sizes)} sizes."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options, settings = read_arguments(argv)
-    if options.plan:
-        print_plan(options, settings)
-        return
     corpus = open_corpus(Path(settings.corpus), settings.text, settings.vocab_size, SYMBOLS)
     print(f"{len(corpus.ids['train']):,} tokens of text to learn from", file=sys.stderr)
-    write = partial(to_markdown, out=options.out)
-    engine.run_study(
-        options.out, lambda: compare(options, settings), write, draw, processes=options.processes, indent=None
-    )
+    print(report.write(engine.run(study_of(settings, options, corpus), options)))
