@@ -1,4 +1,4 @@
-"""Compare rows under equal conditions: attention variants, WINGS, Q-Mamba, or models trained from nothing.
+"""Compare rows under equal conditions, in a study: its rows, measures and controls are in one file of train/studies/.
 
 python -m train.compare                  attention variants against plain LoRA; see train/studies/attention.py
 python -m train.compare --rows NAME      another study, with its own flags: see STUDIES
@@ -8,9 +8,9 @@ import argparse
 from collections.abc import Sequence
 
 from model.common import run_command
-from train.studies import attention, qmamba, scratch, text, wings
+from train.studies import attention, qmamba, text, wings
 
-STUDIES = {"wings": wings.main, "qmamba": qmamba.main, "text": text.main, "scratch": scratch.main}
+STUDIES = {"wings": wings.main, "qmamba": qmamba.main, "text": text.main}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

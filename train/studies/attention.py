@@ -1,98 +1,179 @@
-"""Study: is an attention variant better than plain LoRA with as many parameters, beyond chance?
+"""Study: is an attention variant better than plain LoRA, beyond chance?
 
-    python -m train.compare                                  every variant, on the embedded base and scenes
-    python -m train.compare --quick                          three rows and short runs, to see what it does
-    python -m train.compare --rows paper                     the five models of the paper's Table 1
+    python -m train.compare                      every variant, on the embedded base and scenes
+    python -m train.compare --quick              three rows and short runs
     python -m train.compare --base google/paligemma-3b-pt-224 --data vqav2:DIR --coco DIR --captions FILE --rows twin
 
-In: a base, data, and rows (what is trained). Out: comparison.md, comparison.json, figure2.png and differences.png: the
-paper's Table 1 (VQA), Table 2 (needle) and Figure 2 (needle by place), with 95 % intervals. Every other flag is one of
-`train.finetune` and holds for all rows. `train.reproduce paligemma` is the paper's own experiment, without controls.
-
-The rules are those of `train/studies/rules.py`. Of this study's own are:
-- Two controls of each row: plain LoRA of the smallest rank that has at least as many trainable parameters, and the same
-  trained on so many more samples that it takes as long. Rows may share them.
-- The positive control, `train/studies/built.py`: a task in which two maps are known to help, and by how much.
-- Needles of the embedded scenes are found by the likelier word of those asked for. In free answers, short runs say one
-  word to "Top or Bottom?" and to "Left or Right?" alike: over 14 runs that found 90 to 99 % by the likelier word, such
-  answers were right in 0 to 97 %, which says what was learned of the wording, not of the picture. So it is with yes and
-  no about a picture of 16 objects, which looks like a needle's.
-- PREDICTIONS, written before the study was run.
-- The main difference of a row is the mean over its measures: it decides how many seeds the row gets.
+Every other flag is one of `train.finetune` and holds for all rows. A row stands beside the mean of all plain rows,
+which differ in rank alone; beside plain LoRA of the smallest rank with at least as many trainable parameters; and
+beside the same trained as long. The positive control, `train/studies/built.py`, is a task in which two maps are known
+to help. Needles are answered by the likelier word of those asked for: what short runs say freely to "Top or Bottom?"
+tells what they learned of the wording, not of the picture.
 """
 
+import json
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
 
-import numpy as np
+import torch
 
-from model.common import UserError
+from eval.needle import PROTOCOLS
+from lora import adapter
+from model.common import UserError, write_text
+from model.processor import Processor
+from train.distributed import World, join_world
+from train.flags import flag
+from train.loop import Diverged
+from train.optim import count, trainable
 from train.settings import Settings
-from train.studies import attention_mechanism, built, engine, rules
-from train.studies.attention_data import HARDEST, LADDERS, TASKS, embedded_measure, make_measures
-from train.studies.attention_report import draw, summarize, to_markdown
-from train.studies.attention_rows import QUICK, QUICK_SAMPLES, SAMPLES, AttentionOptions, pick_rows
-from train.studies.attention_runs import compare, first_rates, mean_score
-from train.studies.cells import FineTuningRow, FineTuningStudy, open_study, read_study, run_ahead, run_cells
+from train.studies import built, engine, report
+from train.studies.engine import MEAN, Job, Study, StudyOptions, deciding
+from train.studies.measures import Task, data_mark, disk_tasks, embedded_tasks, training_records
+from train.studies.rules import Prediction
+from train.supervised import train_on
+from train.systems.open import load_base, open_model, open_processor
 
-DECIDED = (*"attention feed_forward option tasks lr seed arch stage wings".split(),)
-DECIDED += ("resume", "plan", "show_batch", "evaluate", "eval_limit", "eval_data")
+PLAIN = {"attention": "softmax", "feed_forward": "mlp", "option": ()}
+ROWS: dict[str, dict] = {
+    "fine-tuned": PLAIN,
+    "shared": PLAIN | {"attention": "shared"},
+    "split": PLAIN | {"attention": "split"},
+    "twin": PLAIN | {"attention": "twin"},
+    "twin-small": PLAIN | {"attention": "twin", "option": ("mu=0.25",)},
+    "v2": PLAIN | {"attention": "v2"},
+    "dex": PLAIN | {"attention": "dex"},
+    "swiglu": PLAIN | {"feed_forward": "swiglu"},
+}
+DEFAULT = [name for name in ROWS if name != "swiglu"]
+# Written before the study was run, after an earlier run with three seeds.
+PREDICTIONS = (
+    Prediction("shared", MEAN, "worse", "it disturbs the pretrained weights at step 0"),
+    Prediction("split", MEAN, "worse", "it disturbs the pretrained weights at step 0"),
+    Prediction("twin", MEAN, "worse", "μ = 1 doubles the noise of two adapters: −11 points at 4×4, three seeds"),
+    Prediction("twin-small", MEAN, "equivalent", "a quarter of the second map adds little noise"),
+    Prediction("v2", MEAN, "equivalent", "starts at 0.018 of the second map; −3 points at 4×4, n.s."),
+    Prediction("dex", MEAN, "equivalent", "linear in the head's output; no other map"),
+)
+DECIDED = "attention feed_forward option full tasks lr seed arch stage wings recipe resume allow_changed plan gpu gpus"
+DECIDED += " show_batch evaluate eval_limit eval_data"
+DEFAULTS = ("--samples", "3200", "--tasks", "vqa,n2o1,n2o2,n4o1")
+QUICK = {"rows": "fine-tuned,twin,dex", "limit": 128, "seeds": 5}
 
 
-def read_arguments(argv: Sequence[str] | None) -> tuple[list[FineTuningRow], AttentionOptions, Settings]:
-    """The rows, the study's flags, and the settings that all rows start from. Raises UserError."""
-    defaults = ("--samples", str(SAMPLES))
-    options, base, given, _ = read_study(AttentionOptions, argv, "train.compare", __doc__, DECIDED, defaults)
-    if base.full:
-        raise UserError("--recipe paligemma trains every weight, but rows are compared with LoRA: take another recipe")
-    if options.quick:
-        options = replace(options, **QUICK)
-        base = base if "samples" in given else replace(base, samples=QUICK_SAMPLES)
-    options = replace(
-        options,
-        processes=options.processes or engine.default_processes(base.device),
-        protocol=options.protocol or ("constrained" if base.is_embedded else "paper"),
+@dataclass(frozen=True)
+class Options(StudyOptions):
+    """The flags of this study, besides those of `train.finetune`."""
+
+    rows: str = flag(",".join(DEFAULT), f"of {', '.join(ROWS)}", metavar="NAME,…")
+    limit: int = flag(600, "VQA questions; half as many of each other kind; half of all for validation", least=1)
+    protocol: str = flag("constrained", "of the needle tests", choices=PROTOCOLS[:2])
+    coco: str | None = flag(None, "with --data on disk: folder of COCO val2014, for needle tests (default: none)")
+    captions: str | None = flag(None, "with --coco: MMNeedle's or COCO's caption file (default: none)")
+    positive: bool = flag(True, "the positive control, a minute")
+
+
+def control_by_size(base: Settings, changes: dict) -> tuple[str, dict]:
+    """Name and changes of plain LoRA of the smallest rank with at least as many trainable parameters, and the same
+    alpha / r. Parameters are counted on shapes alone."""
+
+    def parameters(changes: dict) -> int:
+        return count(trainable(open_model(replace(base, **changes), torch.device("meta"))[0]).values())
+
+    rank = -(-parameters(changes) // parameters(PLAIN | {"r": 1}))
+    return f"LoRA r{rank}", PLAIN | {"r": rank, "alpha": base.alpha * rank / base.r}
+
+
+@cache
+def tasks_of(base: Settings, options: Options, split: str) -> dict[str, Task]:
+    limit = options.limit if split == "test" else max(1, options.limit // 2)
+    if base.is_embedded:
+        return embedded_tasks(split, limit, options.protocol)
+    return disk_tasks(base, split, limit, options.protocol, options.coco, options.captions)
+
+
+@cache
+def open_once(base: Settings) -> tuple[Processor, World]:
+    """In each process."""
+    world = join_world(base.device)
+    return open_processor(base, load_base(base, torch.device("meta")))[0], world
+
+
+def make(base: Settings, options: Options, job: Job, folder: Path) -> dict:
+    """Train the adapter of a cell in its folder, unless it is there, and ask it the questions of a split.
+
+    A run whose loss is no longer finite scores 0.
+    """
+    settings = replace(base, **dict(job.changes), lr=job.rate, seed=job.seed)
+    (processor, world), facts, tasks = open_once(base), folder / "facts.json", tasks_of(base, options, job.split)
+    if facts.exists():
+        model = load_base(settings, world.device)
+        adapter.load(model, folder)
+    else:
+        model, optimizer = open_model(settings, world.device)
+        parameters = count(trainable(model).values())
+        try:
+            records = training_records(settings, base.seed)
+            progress = train_on(records, model, optimizer, processor, settings, folder, world)
+        except Diverged as error:
+            scores = {name: [0.0] * len(task.groups) for name, task in tasks.items()}
+            return {"scores": scores, "facts": {"parameters": parameters, "seconds": 1.0, "diverged": str(error)}}
+        adapter.save(model, folder, settings.base, settings.question_prompt)
+        write_text(facts, json.dumps({"parameters": parameters, "seconds": progress["seconds"]}))
+    scores = {name: task.grade(model.eval(), processor, settings, folder) for name, task in tasks.items()}
+    return {"scores": scores, "facts": json.loads(facts.read_text())}
+
+
+def lengthen(base: Settings, changes: tuple, ratio: float) -> tuple:
+    return (*changes, ("samples", round(base.samples * ratio)))
+
+
+def study_of(base: Settings, options: Options) -> Study:
+    """Raises UserError for an unknown row."""
+    chosen, by_size = {}, {}
+    for name in options.rows.split(","):
+        if name not in ROWS:
+            raise UserError(f"--rows {name}: choose of {', '.join(ROWS)}")
+        chosen[name] = ROWS[name]
+    for name in [name for name in chosen if name != "fine-tuned"]:
+        control, changes = control_by_size(base, ROWS[name])
+        by_size[name] = ("fine-tuned",) if changes["r"] == base.r and "fine-tuned" in chosen else (control,)
+        chosen |= {} if by_size[name] == ("fine-tuned",) else {control: changes}
+    plain = tuple(name for name in chosen if name not in by_size)
+    tasks = {split: tasks_of(base, options, split) for split in ("validation", "test")}
+    marks = [task.mark for of_split in tasks.values() for task in of_split.values()]
+    return Study(
+        name="attention",
+        title=f"Attention variants beside plain LoRA: base {base.base}, data {' '.join(base.data)}",
+        rows={name: tuple(changes.items()) for name, changes in chosen.items()},
+        make=partial(make, base, options),
+        key=repr((deciding(base), adapter.fingerprint(load_base(base, torch.device("cpu"))), data_mark(base), marks)),
+        measures=tasks["test"],
+        beside={
+            "the mean of all plain rows": dict.fromkeys(by_size, plain),
+            "plain LoRA with at least as many parameters": by_size,
+        },
+        rates=options.rates or tuple(float(f"{base.lr * factor:.3g}") for factor in (1, 2, 4)),
+        plain=plain,
+        lengthen=partial(lengthen, base) if base.is_embedded else None,
+        predictions=PREDICTIONS,
+        more=built.blocks if options.positive else lambda run: [],
     )
-    return pick_rows(options.rows, given), options, replace(base, tasks=",".join(TASKS), measure_every=25)
-
-
-@lru_cache(maxsize=2)
-def open_for(base: Settings, options: AttentionOptions, rungs: tuple[str, ...]) -> FineTuningStudy:
-    """The study with measures of these difficulties; on the split "pilot", of all."""
-    limits = {"validation": max(1, options.limit // 2), "test": options.limit}
-    measures = {split: make_measures(base, split, limit, options, rungs) for split, limit in limits.items()}
-    if base.is_embedded and not options.rungs:
-        tests = max(1, limits["validation"] // 32) * 16
-        every = [rung for ladder in LADDERS.values() for rung in ladder]
-        measures["pilot"] = [embedded_measure(rung, tests, options.protocol, "validation") for rung in every]
-    study = open_study(base, options.out, measures, options.protocol)
-    if options.processes == 1:
-        return study
-    return replace(study, ahead=partial(run_ahead, partial(open_for, base, options, rungs), options.processes))
-
-
-def choose_rungs(base: Settings, options: AttentionOptions) -> tuple[tuple[str, ...], dict[str, dict]]:
-    """The difficulty of each measure at which plain LoRA, at its best rate on one seed, is neither lost nor perfect."""
-    if options.rungs or not base.is_embedded:
-        return tuple(options.rungs.split(",")) if options.rungs else HARDEST, {}
-    study, plain = open_for(base, options, HARDEST), FineTuningRow("fine-tuned")
-    rates = first_rates(study, [plain], options)
-    cells = run_cells(study, [(plain, rate, 0, "pilot") for rate in rates])
-    scores = {name: 100 * float(np.mean(values)) for name, values in max(cells, key=mean_score)["scores"].items()}
-    ladders = rules.choose_rungs(LADDERS, scores, {m.name: m.chance or 0.0 for m in study.measures["pilot"]})
-    return tuple(one["chosen"] for one in ladders.values()), ladders
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    rows, options, base = read_arguments(argv)
-
-    def find() -> dict:
-        rungs, ladders = choose_rungs(base, options)
-        study = open_for(base, options, rungs)
-        positive = built.find(options.out, options.processes or 1) if options.positive else None
-        results = compare(study, rows, options)
-        mechanism = attention_mechanism.find(study, results) if options.mechanism else None
-        return summarize(study, results) | {"ladders": ladders, "positive": positive, "mechanism": mechanism}
-
-    engine.run_study(options.out, find, to_markdown, draw, processes=options.processes, print_json=options.json)
+    options, base = engine.read_with_settings(
+        Options,
+        argv,
+        "train.compare",
+        __doc__,
+        QUICK,
+        decided=DECIDED.split(),
+        defaults=DEFAULTS,
+        quick_defaults=("--samples", "800"),
+    )
+    if options.coco and base.is_embedded:
+        raise UserError("--coco goes with --data on disk: the embedded scenes have needle tests of their own")
+    run = engine.run(study_of(replace(base, measure_every=0), options), options)
+    print(report.write(run))

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import sha256
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -148,7 +148,7 @@ class Measure:
     """
 
     title: str
-    groups: Sequence[str]
+    groups: Sequence
     chance: float | None = None
     unit: str = "%"
     margin: float = MARGIN
@@ -225,6 +225,7 @@ class Run:
     validation: dict[str, dict[str, float]] = field(default_factory=dict)
     cells: dict[str, list[dict]] = field(default_factory=dict)
     used: dict[Path, Job] = field(default_factory=dict)
+    parts: list["Run"] = field(default_factory=list)  # studies within it, such as a positive control
 
     @cached_property
     def code(self) -> str:
@@ -250,25 +251,9 @@ class Run:
             for number, call in enumerate(calls.values(), 1):
                 announce(number, len(missing), call[1], compute(*call))
         elif missing:
-            self.compute_side_by_side(calls)
+            compute_side_by_side(calls, self.jobs)
         self.used |= {self.file(job): job for job in jobs}
         return [json.loads(self.file(job).read_text()) for job in jobs]
-
-    @cached_property
-    def pool(self) -> ProcessPoolExecutor:
-        """Processes that compute cells. They end with this one, however it ends."""
-        return ProcessPoolExecutor(self.jobs, multiprocessing.get_context("spawn"), initializer=prepare_process)
-
-    def compute_side_by_side(self, calls: Mapping[Job, tuple]) -> None:
-        futures = {self.pool.submit(compute_or_end, *call): job for job, call in calls.items()}
-        try:
-            for number, done in enumerate(as_completed(futures), 1):
-                announce(number, len(futures), futures[done], done.result())
-        except BaseException:  # Ctrl-C, or a cell that failed: the others save what they have trained
-            self.pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
-                process.terminate()
-            raise
 
     def job(self, row: str, seed: int, split: str = "test", rate: float | None = None) -> Job:
         """A cell of a row, at its chosen rate if none is given."""
@@ -343,6 +328,14 @@ class Run:
                     name: self.study.measures[name].scale * float(np.mean([cell["scores"][name] for cell in of_row]))
                     for name in of_row[0]["scores"]
                 }
+
+    def part(self, study: Study, seeds: int) -> "Run":
+        """A smaller study in the same folder, computed; its cells are in the same CSV."""
+        part = Run(study, self.out, self.jobs, seeds)
+        part.tune()
+        part.finish()
+        self.parts.append(part)
+        return part
 
     # Differences
 
@@ -467,6 +460,26 @@ def compute(make: Callable[..., dict], job: Job, file: Path, needed: Sequence[Pa
     result = asdict(job) | result | {"cpu_seconds": round(spent, 2)} | provenance()
     write_text(file, json.dumps(result) + "\n")
     return spent
+
+
+@cache
+def pool_of(processes: int) -> ProcessPoolExecutor:
+    """Processes that compute cells. They end with this one, however it ends."""
+    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=prepare_process)
+
+
+def compute_side_by_side(calls: Mapping[Job, tuple], processes: int) -> None:
+    pool = pool_of(processes)
+    futures = {pool.submit(compute_or_end, *call): job for job, call in calls.items()}
+    try:
+        for number, done in enumerate(as_completed(futures), 1):
+            announce(number, len(futures), futures[done], done.result())
+    except BaseException:  # Ctrl-C, or a cell that failed: the others save what they have trained
+        pool_of.cache_clear()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
 
 
 def prepare_process() -> None:

@@ -60,7 +60,7 @@ def lines_of(run: Run) -> list[Line]:
             for rung, right in by_rung(scores, rungs or [""] * len(scores)).items():
                 place = (run.study.name, job.row, job.seed, job.rate, job.split, name, rung)
                 lines.append(Line(*place, len(right), float(np.sum(right)), *made_by))
-    return lines
+    return lines + [line for part in run.parts for line in lines_of(part)]
 
 
 def by_rung(scores: Sequence[float], rungs: Sequence[str]) -> dict[str, list[float]]:
