@@ -11,7 +11,6 @@ to help. Needles are answered by the likelier word of those asked for: what shor
 tells what they learned of the wording, not of the picture.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -21,19 +20,18 @@ import torch
 
 from eval.needle import PROTOCOLS
 from lora import adapter
-from model.common import UserError, write_text
-from model.processor import Processor
-from train.distributed import World, join_world
+from model.common import UserError
 from train.flags import flag
-from train.loop import Diverged
 from train.optim import count, trainable
 from train.settings import Settings
 from train.studies import built, engine, report
-from train.studies.engine import MEAN, Job, Study, StudyOptions, deciding
-from train.studies.measures import Task, data_mark, disk_tasks, embedded_tasks, training_records
+from train.studies.adapters import fine_tune
+from train.studies.engine import MEAN, Study
+from train.studies.measures import Task, data_mark, disk_tasks, embedded_tasks
+from train.studies.options import StudyOptions, deciding, read_with_settings
+from train.studies.pool import Job
 from train.studies.rules import Prediction
-from train.supervised import train_on
-from train.systems.open import load_base, open_model, open_processor
+from train.systems.open import load_base, open_model
 
 PLAIN = {"attention": "softmax", "feed_forward": "mlp", "option": ()}
 ROWS: dict[str, dict] = {
@@ -93,36 +91,10 @@ def tasks_of(base: Settings, options: Options, split: str) -> dict[str, Task]:
     return disk_tasks(base, split, limit, options.protocol, options.coco, options.captions)
 
 
-@cache
-def open_once(base: Settings) -> tuple[Processor, World]:
-    """In each process."""
-    world = join_world(base.device)
-    return open_processor(base, load_base(base, torch.device("meta")))[0], world
-
-
 def make(base: Settings, options: Options, job: Job, folder: Path) -> dict:
-    """Train the adapter of a cell in its folder, unless it is there, and ask it the questions of a split.
-
-    A run whose loss is no longer finite scores 0.
-    """
+    """A cell: an adapter that is trained unless it is there, and its scores on a split."""
     settings = replace(base, **dict(job.changes), lr=job.rate, seed=job.seed)
-    (processor, world), facts, tasks = open_once(base), folder / "facts.json", tasks_of(base, options, job.split)
-    if facts.exists():
-        model = load_base(settings, world.device)
-        adapter.load(model, folder)
-    else:
-        model, optimizer = open_model(settings, world.device)
-        parameters = count(trainable(model).values())
-        try:
-            records = training_records(settings, base.seed)
-            progress = train_on(records, model, optimizer, processor, settings, folder, world)
-        except Diverged as error:
-            scores = {name: [0.0] * len(task.groups) for name, task in tasks.items()}
-            return {"scores": scores, "facts": {"parameters": parameters, "seconds": 1.0, "diverged": str(error)}}
-        adapter.save(model, folder, settings.base, settings.question_prompt)
-        write_text(facts, json.dumps({"parameters": parameters, "seconds": progress["seconds"]}))
-    scores = {name: task.grade(model.eval(), processor, settings, folder) for name, task in tasks.items()}
-    return {"scores": scores, "facts": json.loads(facts.read_text())}
+    return fine_tune(base, settings, tasks_of(base, options, job.split), folder)
 
 
 def lengthen(base: Settings, changes: tuple, ratio: float) -> tuple:
@@ -163,7 +135,7 @@ def study_of(base: Settings, options: Options) -> Study:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options, base = engine.read_with_settings(
+    options, base = read_with_settings(
         Options,
         argv,
         "train.compare",
