@@ -20,7 +20,8 @@ from model.attention import Attention
 from model.variants import KINDS, options_of
 from train.optim import rate_factor
 from train.studies import report
-from train.studies.engine import Job, Measure, Run, Study
+from train.studies.engine import Measure, Run, Study
+from train.studies.pool import Job
 from train.studies.rules import FEWEST_SEEDS, Prediction, check
 
 CLASSES, OTHERS, WIDTH, RANK = 8, 63, 8, 4

@@ -29,7 +29,8 @@ from model.processor import Processor
 from train.data.sources import read_records
 from train.origin import data_fingerprints
 from train.settings import Settings
-from train.studies.engine import Measure, digest
+from train.studies.engine import Measure
+from train.studies.options import digest
 
 # eval/scenes.py names them: n4d7 is a 4×4 needle with 7 distractors, o1 and o2 are full pictures. e16: POPE's question
 # about one of 16 objects.

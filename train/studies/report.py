@@ -144,11 +144,11 @@ def spell(run: Run, name: str, judged: Mapping) -> str:
 def difference_table(run: Run, beside: Mapping[str, tuple[str, ...]], judged: Mapping[tuple, Mapping]) -> list[str]:
     body = [
         [row, controls[0] if len(controls) == 1 else f"{len(controls)} rows"]
-        + [spell(run, name, judged[row, name]) for name in run.names]
+        + [spell(run, name, judged[row, name]) for name in run.study.columns]
         for row, controls in beside.items()
-        if (row, run.names[0]) in judged
+        if (row, run.study.columns[0]) in judged
     ]
-    return markdown_table(["row", "beside", *(title_of(run, name) for name in run.names)], body) if body else []
+    return markdown_table(["row", "beside", *(title_of(run, name) for name in run.study.columns)], body) if body else []
 
 
 def range_table(run: Run) -> list[str]:

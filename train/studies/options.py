@@ -1,0 +1,89 @@
+"""The flags of a study: those that all studies share, and where a study fine-tunes, those of `train.finetune`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from model.common import UserError
+from train.flags import FlagParser, add_flags, check_ranges, flag, from_values
+from train.origin import FREE
+from train.settings import Settings, parse
+
+Options = TypeVar("Options", bound="StudyOptions")
+
+
+def read_rates(text: str) -> tuple[float, ...]:
+    """The value of a flag --rates."""
+    return tuple(float(part) for part in text.split(","))
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """The flags that all studies share; a study changes their defaults and adds more."""
+
+    seeds: int = flag(10, "runs of each row", least=1, metavar="N")
+    rates: tuple[float, ...] | None = flag(
+        None,
+        "peak rates to try first; one is not searched for (default: the study's)",
+        type=read_rates,
+        metavar="A,B,…",
+    )
+    jobs: int = flag(1 if torch.cuda.is_available() else torch.get_num_threads(), "cells side by side", least=1)
+    quick: bool = flag(False, "a plan of at most ten minutes on two cores")
+    out: Path | None = flag(None, "folder of results and cells (default: runs/STUDY)", metavar="DIR")
+
+
+def read_options(
+    kind: type[Options], argv: Sequence[str] | None, program: str, description: str | None, quick: Mapping[str, object]
+) -> Options:
+    """The flags of a study that fixes its settings. quick: other defaults with --quick. Raises UserError."""
+    parser = FlagParser(prog=f"python -m {program}", description=description)
+    add_flags(parser, kind)
+    return _options_of(kind, vars(parser.parse_args(argv)), quick)
+
+
+def read_with_settings(
+    kind: type[Options],
+    argv: Sequence[str] | None,
+    program: str,
+    description: str | None,
+    quick: Mapping[str, object],
+    *,
+    decided: Sequence[str],
+    defaults: Sequence[str],
+    quick_defaults: Sequence[str] = (),
+) -> tuple[Options, Settings]:
+    """The flags of a study, and the settings that all rows start from: every other flag is one of `train.finetune`.
+
+    decided: settings that the study decides. defaults, quick_defaults: flags of `train.finetune`. Raises UserError.
+    """
+    about = f"Other flags: those of `python -m train.finetune`, with other defaults: {' '.join(defaults)}."
+    parser = FlagParser(prog=f"python -m {program}", description=description, allow_abbrev=False, epilog=about)
+    add_flags(parser, kind)
+    known, rest = parser.parse_known_args(argv)
+    for word in rest:
+        name = word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+        if word.startswith("--") and name in decided:
+            raise UserError(f"{word}: the study decides that itself: `python -m {program} --help` lists its flags")
+    options = _options_of(kind, vars(known), quick)
+    return options, parse([*defaults, *(quick_defaults if options.quick else ()), *rest])[0]
+
+
+def _options_of(kind: type[Options], given: dict, quick: Mapping[str, object]) -> Options:
+    options = from_values(kind, {**(quick if given.get("quick") else {}), **given})
+    check_ranges(options)
+    return options
+
+
+def deciding(settings) -> dict:
+    """The fields of a dataclass of settings that change what is learned."""
+    return {name: value for name, value in asdict(settings).items() if name not in FREE}
+
+
+def digest(*parts) -> str:
+    """16 hexadecimal digits of what `parts` print as."""
+    return sha256(repr(parts).encode()).hexdigest()[:16]
