@@ -35,8 +35,10 @@ from train.recipes import GPUS
 from train.settings import Settings
 from train.studies import engine, report
 from train.studies.adapters import ask, fine_tune, open_once
-from train.studies.engine import Job, Run, Study, StudyOptions, deciding
+from train.studies.engine import Run, Study
 from train.studies.measures import VAL_FILES, Task, coco_needles, data_mark, needle_task, trial_task, vqa_task
+from train.studies.options import StudyOptions, deciding, read_with_settings
+from train.studies.pool import Job
 from train.systems.open import load_base
 
 VQA_SCORES = {"paper-1": 53.21, "paper-2": 51.91, "paper-3": 35.72, "paper-4": 33.91, "paper-5": 41.32}  # Table 1, %
@@ -96,7 +98,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[Options, dict[str, Settings]]:
     """The study's flags, and the settings of each model on all pictures; flags override recipes. Raises UserError."""
     settings: dict[str, Settings] = {}
     for name in VQA_SCORES:
-        options, settings[name] = engine.read_with_settings(
+        options, settings[name] = read_with_settings(
             Options,
             [*argv, "--recipe", name],
             "train.reproduce paligemma",
@@ -180,8 +182,9 @@ def make(
         return result | {"facts": result["facts"] | facts}
     processor, world = open_once(base)
     model = load_base(settings, world.device)
-    if job.row in finished:
-        adapter.load(model, finished[job.row])
+    if run := finished.get(job.row):
+        adapter.load(model, run)
+        facts["chosen"] = str(run)
     return {"scores": ask(model, processor, settings, tasks, folder), "facts": facts}
 
 

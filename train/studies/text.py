@@ -16,7 +16,6 @@ is a run folder, which `python -m eval.text all RUN…` measures by depth, numbe
 import json
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -36,8 +35,10 @@ from model.system_configs import TEXT_PRESETS
 from train.distributed import join_world
 from train.flags import flag
 from train.optim import count
-from train.studies import engine, report
-from train.studies.engine import Job, Measure, Run, Study, StudyOptions
+from train.studies import built, engine, report
+from train.studies.engine import Measure, Run, Study
+from train.studies.options import StudyOptions, deciding, read_options
+from train.studies.pool import Job
 from train.studies.rules import Prediction
 from train.systems.text import TextSettings, check, learn
 from weights.export import export_model
@@ -90,7 +91,7 @@ class Options(StudyOptions):
 
 def read_arguments(argv: Sequence[str] | None) -> tuple[Options, TextSettings]:
     """The study's flags, and the settings of its runs. Raises UserError."""
-    options = engine.read_options(Options, argv, "train.compare --rows text", __doc__, QUICK)
+    options = read_options(Options, argv, "train.compare --rows text", __doc__, QUICK)
     more = options.sizes or SIZES * (options.preset == DEFAULTS.preset)
     out = options.out or Path("runs/compare-text" + "-quick" * options.quick)
     options = replace(options, out=out, sizes=tuple(dict.fromkeys((options.preset, *more))))
@@ -113,9 +114,8 @@ def make(settings: TextSettings, limit: int, job: Job, folder: Path) -> dict:
     else:
         write_text(folder / "config.json", json.dumps(asdict(settings), indent=1) + "\n")
         points = {round(settings.steps * (number + 1) / CURVE) for number in range(CURVE)}
-        started = time.process_time()
-        model, _ = learn(settings, corpus, folder, world, points=points, batches=CURVE_BATCHES)
-        facts = {"parameters": count(model.parameters()), "seconds": time.process_time() - started}
+        model, progress = learn(settings, corpus, folder, world, points=points, batches=CURVE_BATCHES)
+        facts = {"parameters": count(model.parameters()), "seconds": progress["seconds"]}
         facts |= {"lambda": [value.item() for value in lambdas(model).values()], "curve": curve_of(settings, folder)}
         export_model(model, folder / "model")
         write_text(file, json.dumps(facts) + "\n")
@@ -174,7 +174,7 @@ def measures_of(corpus: Corpus, length: int, limit: int) -> dict[str, Measure]:
 
 def study_of(settings: TextSettings, options: Options, corpus: Corpus) -> Study:
     pairs = {f"differential, {size}": (f"plain, {size}",) for size in options.sizes}
-    decides = engine.deciding(replace(settings, corpus=corpus.digest, text=())), options.limit
+    decides = deciding(replace(settings, corpus=corpus.digest, text=())), options.limit
     return Study(
         name="compare-text",
         title="Differential against plain language models, from nothing",
@@ -201,6 +201,8 @@ def blocks(options: Options, run: Run) -> list:
         for name, (title, *published) in SHARES.items()
     ]
     curves = {kind: np.mean([cell["curve"] for cell in of_kind], axis=0).tolist() for kind, of_kind in pair.items()}
+    sizes = sorted((run.cells[f"plain, {size}"][0]["facts"]["parameters"], size) for size in options.sizes)
+    losses = np.array([[run.scores(f"{kind}, {size}")["loss"] for kind in KINDS] for _, size in sizes])
     title = f"loss over tokens, {options.preset}, validation rows"
     figures.save(figures.line_chart(curves, title, "tokens", "nats a token"), run.out / "curve.png")
     folders = (run.file(run.job(f"{kind}, {options.preset}", n)).parent for kind in KINDS for n in range(run.seeds))
@@ -209,31 +211,29 @@ def blocks(options: Options, run: Run) -> list:
         f"![{title}](curve.png)",
         "## Published (Ye et al. 2024, 3B) and here",
         markdown_table(["share of", *KINDS, *(f"{kind}, here" for kind in KINDS)], shares),
-        equal_loss(run, options.sizes),
+        equal_loss([parameters for parameters, _ in sizes], losses, run.study.measures["loss"].groups),
         markdown_table(["experiment", "here"], EXPERIMENTS),
         f"By depth, number and length of context: `python -m eval.text all {' '.join(map(str, folders))}`",
+        *(built.blocks(run, built.ORIGINAL) if options.positive else []),
     ]
 
 
-def equal_loss(run: Run, sizes: Sequence[str]) -> str:
+def equal_loss(parameters: Sequence[float], losses: np.ndarray, documents: Sequence[str]) -> str:
     """The share of plain attention's parameters with which differential attention has its loss, in a sentence.
 
-    The loss is taken as a line over the logarithm of the parameters, with one slope b of both kinds: a gap g at the
-    largest size is worth a factor of exp(-g / b).
+    parameters: of each size, from small to large. losses: (sizes, kinds, seeds, windows), in nats. The loss is taken as
+    a line over the logarithm of the parameters, with one slope b of both kinds: a gap g at the largest size is worth a
+    factor of exp(-g / b).
     """
-    rows = [[f"{kind}, {size}" for kind in KINDS] for size in sizes]
-    parameters = [np.mean([run.cells[row][0]["facts"]["parameters"] for row in pair]) for pair in rows]
-    losses = np.array([[run.scores(row)["loss"] for row in pair] for pair in rows])  # (sizes, kinds, seeds, documents)
-    largest, span = int(np.argmax(parameters)), max(parameters) / min(parameters)
-    slopes = np.polyfit(np.log(parameters), losses.mean(axis=(1, 3)), 1)[0] if span > 1 else np.zeros(run.seeds)
-    slope = estimate(slopes[:, None])
-    gap = estimate(losses[largest, 1] - losses[largest, 0], run.study.measures["loss"].groups)
+    span = parameters[-1] / parameters[0]
+    slopes = np.polyfit(np.log(parameters), losses.mean(axis=(1, 3)), 1)[0] if span > 1 else np.zeros(losses.shape[2])
+    slope, gap = estimate(slopes[:, None]), estimate(losses[-1, 1] - losses[-1, 0], documents)
     if not slope.high < 0:
         return "The loss is not shown to fall with the parameters: no share of them for equal loss follows."
     share, low, high = np.exp(-np.array(gap[:3]) / slope.mean)
     words = f"{100 * share:.0f} % [{100 * low:.0f}, {100 * high:.0f}] of plain attention's parameters"
     beyond = ": more than all sizes tried, so none follows" if max(high, 1 / low) > span else ""
-    return f"Equal loss takes {words}{beyond} (published: 62 % at 6.8B), by the slope of {len(sizes)} sizes."
+    return f"Equal loss takes {words}{beyond} (published: 62 % at 6.8B), by the slope of {len(parameters)} sizes."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
