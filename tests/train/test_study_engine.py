@@ -1,136 +1,228 @@
-"""What all studies share: seconds that are counted once, cells that go on after a signal, verdicts by families."""
+"""The engine of all studies, on made-up studies: cells, rates, ranges, controls, differences, and the report."""
 
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from eval.statistics import estimate
 from model.common import UserError
-from train import compare
-from train.signals import Interrupted
-from train.studies import attention_report, engine, rules, wings_front
-from train.studies.engine import difference, finish_cell
+from train.settings import Settings
+from train.studies import attention, engine, paper, pool, report, rules, source_hash
+from train.studies.engine import MEAN, Measure, Study
+from train.studies.options import StudyOptions
+from train.studies.pool import Job
+
+GROUPS = [f"picture {number // 2}" for number in range(40)]
+MEASURES = {
+    "first": Measure("the first", GROUPS, chance=25.0, rungs=["easy", "hard"] * 20),
+    "perfect": Measure("right on validation", GROUPS),
+    "loss": Measure("loss", GROUPS, unit="nats", margin=0.06, less_is_better=True, in_mean=False),
+}
+POOLED, SIZED = "the mean of all plain rows", "plain"
 
 
-def burn(seconds: float) -> None:
-    end = time.process_time() + seconds
-    while time.process_time() < end:
-        pass
+def make(job, folder, *needed):
+    """Scores that are drawn: "better" is 30 points above "plain", and 0.02 is the best rate."""
+    time.sleep(dict(job.changes).get("sleep", 0))
+    draw = np.random.default_rng([job.seed, *job.row.encode(), *job.split.encode()])
+    level = 0.5 + 0.3 * (job.row == "better") - abs(np.log2(job.rate / 0.02)) / 20
+    scores = {"first": (draw.random(40) < level).astype(float).tolist(), "loss": (1 - level + draw.random(40)).tolist()}
+    scores["perfect"] = [float(job.split == "validation" or level > 0.7)] * 40
+    return {"scores": scores, "facts": {"seconds": 2.0 + (job.row == "better"), "needed": [str(f) for f in needed]}}
 
 
-def test_seconds_are_counted_once(tmp_path):
-    """Breaks when a study's seconds miss what a cell took for other questions, such as its training, or count a cell
-    that another one needed twice."""
-
-    def needed(folder):  # by a process of its own, as samples of a data loader are
-        subprocess.run([sys.executable, "-S", "-c", "sum(range(10**7))"], check=True)
-        return {}
-
-    def outer(folder):
-        burn(0.02)
-        finish_cell(tmp_path / "needed" / "result.json", "needed", needed)
-        return {}
-
-    def find():
-        finish_cell(tmp_path / "cell" / "test-b.json", "cell", outer)
-        finish_cell(tmp_path / "cell" / "test-b.json", "cell", outer)
-        return {}
-
-    old = tmp_path / "cell" / "validation-a.json"  # of an earlier protocol
-    finish_cell(old, "cell", lambda folder: {})
-    old.write_text('{"cpu_seconds": 7}')
-    (tmp_path / "cell" / ".test-b-x.json").write_text("{")  # of a write that was killed
-    (tmp_path / "cell" / "config.json").write_text("{}")
-    (tmp_path / "another").mkdir()
-    (tmp_path / "another" / "result.json").write_text('{"cpu_seconds": 9}')
-    finish_cell(tmp_path / "another" / "result.json", "of an earlier study", lambda folder: {})
-    engine.run_study(tmp_path, find, lambda summary: "", lambda summary: {})
-    inner, own = (json.loads((tmp_path / name).read_text()) for name in ("needed/result.json", "cell/test-b.json"))
-    assert inner["cpu_seconds"] >= 0.05 > own["cpu_seconds"] >= 0.02
-    summary = json.loads((tmp_path / "comparison.json").read_text())
-    assert summary["cpu_seconds"] == 7 == round(engine.seconds_in(engine.USED))
-    assert {tmp_path / "cell", tmp_path / "needed"} == engine.USED
+def study(**changes) -> Study:
+    rows = {"plain": (), "plain too": (), "better": (("kind", "good"),)}
+    given = {"name": "made-up", "title": "A study", "rows": rows, "make": make, "key": "base", "measures": MEASURES}
+    given["beside"] = {POOLED: {"better": ("plain", "plain too")}, SIZED: {"better": ("plain",)}}
+    return Study(**given | {"rates": (0.01, 0.02), "plain": ("plain", "plain too")} | changes)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_outside_training_keeps_the_seconds(number, tmp_path, monkeypatch):
-    """Breaks when a process that is grading, whose model is trained, loses what the training took."""
-    handlers = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(sys, "stderr", sys.stderr)
-    monkeypatch.setattr(engine, "ENDED", [])
-
-    def grade(folder):
-        burn(0.02)
-        os.kill(os.getpid(), number)
-        burn(1)
-
-    try:
-        engine.prepare_process(threads)
-        with pytest.raises(Interrupted):
-            engine.work_unless_ended(lambda file: finish_cell(file, "cell", grade), tmp_path / "result.json")
-    finally:
-        for one, handler in handlers.items():
-            signal.signal(one, handler)
-        torch.set_num_threads(threads)
-    assert float((tmp_path / "result.seconds").read_text()) >= 0.02 and engine.ENDED
+def run(out: Path, jobs: int = 1, seeds: int = 5, **changes) -> engine.Run:
+    return engine.run(study(**changes), StudyOptions(seeds=seeds, jobs=jobs, out=out))
 
 
-def row(mean: float, error: float):
-    return estimate(mean + error * 5**0.5 * np.array([[-1.2649], [-0.6325], [0], [0.6325], [1.2649]]))
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    made = run(tmp_path_factory.mktemp("study"), lengthen=lambda changes, ratio: (*changes, ("ratio", ratio)))
+    report.write(made)
+    return made
 
 
-def test_verdicts_of_a_table_with_measures_out_of_range():
-    """Breaks when what is out of range weakens the other verdicts, one seed decides, or more of what is worse is
-    called better."""
-    gains = {name: row(4, 1.08) for name in "abcd"}  # p 0.02 alone, 0.08 among four
-    inside = dict.fromkeys(gains, False) | {"a": True}
-    found = {name: one["verdict"] for name, one in rules.judge(gains, inside).items()}
-    assert found == dict.fromkeys(gains, "out of range") | {"a": "better"}
-    assert rules.judge({"a": row(4, 1.08)}, seeds={"a": 1})["a"]["verdict"] == "one seed"
-    assert rules.judge({"a": row(9, 1)}, less_is_better=["a"])["a"]["verdict"] == "worse"
-    assert rules.judge({"a": row(-9, 1)}, less_is_better=["a"])["a"]["verdict"] == "better"
+def test_a_study_from_end_to_end(done):
+    """Breaks when a rate at the edge is taken, a control by time is missing, or the sign of a loss is turned."""
+    summary, text = json.loads((done.out / "comparison.json").read_text()), (done.out / "comparison.md").read_text()
+    assert {row: list(tried) for row, tried in done.tried.items()} == dict.fromkeys(done.tried, [0.01, 0.02, 0.04])
+    assert set(done.rates.values()) == {0.02} and list(done.study.rows)[3:] == ["plain, 1.5 × steps"]
+    assert list(summary["tables"]) == [POOLED, SIZED, "plain, trained as long"]
+    first = {gap["measure"]: gap for gap in summary["tables"][POOLED]}
+    verdicts = {name: gap["verdict"] for name, gap in first.items()}
+    assert verdicts == {MEAN: "better", "first": "better", "perfect": "out of range", "loss": "better"}
+    assert first["loss"]["mean"] < 0 < first[MEAN]["mean"] == first["first"]["mean"]
+    assert "| right on validation |         0.0 |                    100 to 100 |     no |" in text
 
 
-def test_verdicts_on_text_at_equal_pictures_are_those_of_the_whole_table():
-    """Breaks when p-values are corrected for the levels of one pair of rows alone, or one seed decides."""
+def test_the_tables_can_be_computed_from_the_csv(done):
+    """Breaks when the CSV misses a cell, rounds a score, or has others than those of the tables."""
+    lines, summary = (
+        report.read_csv(done.out / "comparison.csv"),
+        json.loads((done.out / "comparison.json").read_text()),
+    )
+    assert lines == report.lines_of(done) and lines[0]._fields[-4:] == ("cpu_seconds", "commit", "processor", "torch")
+    assert len(lines) == 4 * 5 * 4 + (3 * 3 + 1) * 3 * 3  # rungs and measures on test; rates and seeds on validation
 
-    def level(mean, error, seeds=5):
-        return {"reached": [seeds, seeds], "seeds": seeds, "difference": engine.verdict(row(mean, error))}
+    def means(row, measure):  # by seed, in percent
+        found = [one for one in lines if (one.row, one.measure, one.split, one.rate) == (row, measure, "test", 0.02)]
+        of_seed = {one.seed: [other for other in found if other.seed == one.seed] for one in found}
+        return np.array([100 * sum(o.right for o in of) / sum(o.n for o in of) for _, of in sorted(of_seed.items())])
 
-    table = {name: {"50": level(4, 1.08), "90": {"reached": [3, 5], "seeds": 5}} for name in "abcd"}
-    wings_front.judge_levels(table)
-    assert {one["50"]["verdict"] for one in table.values()} == {"undecided"}
-    assert "verdict" not in table["a"]["90"]
-    alone = {"a": {"50": level(4, 1.08), "80": level(9, 1, seeds=1)}}
-    wings_front.judge_levels(alone)
-    assert [one["verdict"] for one in alone["a"].values()] == ["better", "one seed"]
-
-
-def test_a_report_names_the_fewest_seeds():
-    """Breaks when rows that stopped after a few seeds hide behind those that got more."""
-    judged = difference(np.zeros((3, 4)), np.zeros((3, 4))) | {"verdict": "equivalent"}
-    rows = [
-        {"name": name, "seeds": seeds, "trainable": 1, "control": "c", "control_trainable": 1, "settings": {}}
-        | {"diverged": [], "difference": {"VQA": judged}}
-        for name, seeds in (("dex", 3), ("twin", 10))
-    ]
-    summary = {"measures": [{"name": "VQA", "title": "VQA", "chance": None}], "rows": rows, "edges": []}
-    sentences = attention_report.conclusions(summary | {"seeds": list(range(10)), "protocol": "paper"})
-    assert "3 seed(s): fewer than 5 decide nothing." in sentences
+    gaps = means("better", "first") - (means("plain", "first") + means("plain too", "first")) / 2
+    (gap,) = [one for one in summary["tables"][POOLED] if one["measure"] == "first"]
+    assert gap["mean"] == pytest.approx(gaps.mean(), abs=1e-12)
+    scores = done.scores("better")["first"] - done.mean_scores(["plain", "plain too"])["first"]
+    assert (gap["low"], gap["high"]) == estimate(scores, GROUPS)[1:3]  # pictures are groups
 
 
-@pytest.mark.parametrize("rows", ["", *compare.STUDIES])
-def test_every_study_takes_the_same_flags_of_its_plan(rows, tmp_path):
-    """Breaks when a study lacks --quick or --full, or trains when both are given."""
-    names = ["--rows", rows] if rows else []
-    with pytest.raises(UserError, match="--quick and --full exclude each other"):
-        compare.main([*names, "--quick", "--full", "--out", str(tmp_path / "study")])
-    assert not (tmp_path / "study").exists()
+def test_cells_name_what_made_them(tmp_path, monkeypatch):
+    """Breaks when cells of two commits are reported as those of the call."""
+    monkeypatch.setattr(pool, "provenance", lambda: {"commit": "old", "processor": "p", "torch": "t"})
+    run(tmp_path, seeds=1)
+    monkeypatch.setattr(pool, "provenance", lambda: {"commit": "new", "processor": "p", "torch": "t"})
+    text = report.write(run(tmp_path, seeds=2))
+    assert "commit new, p, PyTorch t; commit old, p, PyTorch t" in text
+    commits = {line.commit for line in report.read_csv(tmp_path / "comparison.csv") if line.seed == 1}
+    assert commits == {"new"}
+
+
+def test_a_tie_is_in_the_unit_of_the_score(tmp_path):
+    """Breaks when rates that differ by 0.05 nats are equally good because half a point is a tie."""
+    made = run(tmp_path, main="loss", rates=(0.005, 0.01, 0.02, 0.04), seeds=3)
+    assert set(made.rates.values()) == {0.02} and max(made.tried["better"].values()) < 0
+
+
+def test_one_call_works_in_a_folder(tmp_path):
+    """Breaks when two calls train one cell at once, or another plan overwrites a report."""
+    made = run(tmp_path / "a", seeds=1)
+    code = f"from pathlib import Path\nfrom train.run_folder import lock_folder\nlock_folder(Path({str(made.out)!r}))"
+    locked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "another process" in locked.stderr
+    report.write(made)
+    made.lock.close()
+    with pytest.raises(UserError, match="another study or plan"):
+        run(tmp_path / "a", key="another base")
+    report.write(run(tmp_path / "a", seeds=2))
+
+
+def test_stages_are_shared_and_come_first(tmp_path):
+    """Breaks when a stage is trained twice, or a cell is not told where it is."""
+    stage = lambda job: [] if job.split == "train" else [Job("stage", (), 1.0, job.seed, "train")]  # noqa: E731
+    made = run(tmp_path, needs=stage, seeds=2)
+    folders = {row: [cell["facts"]["needed"] for cell in cells] for row, cells in made.cells.items()}
+    assert folders["plain"] == folders["better"] and len({str(f) for f in folders["plain"]}) == 2
+    assert all((Path(folder) / "train.json").exists() for (folder,) in folders["plain"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_study_goes_on_in_other_processes(number, tmp_path, done):
+    """Breaks when a finished cell is lost or half-written, a process goes on alone, or processes change a result."""
+    slow = "import sys; from pathlib import Path; from tests.train import test_study_engine as t\n"
+    slow += "rows = {name: (*changes, ('sleep', 0.5)) for name, changes in t.study().rows.items()}\n"
+    slow += "if __name__ == '__main__': t.report.write(t.run(Path(sys.argv[1]), jobs=2, rows=rows))"
+    script, out = tmp_path / "slow.py", tmp_path / "out"
+    script.write_text(slow)
+    start = [sys.executable, str(script), str(out)]
+    with subprocess.Popen(start, env=os.environ | {"PYTHONPATH": "."}, stderr=subprocess.PIPE) as first:
+        while len(list(out.glob("cells/*/validation.json"))) < 3:
+            assert first.poll() is None
+            time.sleep(0.05)
+        first.send_signal(number)
+        first.wait(60)
+    time.sleep(2)
+    before = {file: file.read_text() for file in out.glob("cells/*/*.json")}
+    time.sleep(1.5)
+    assert before == {file: file.read_text() for file in out.glob("cells/*/*.json")} and len(before) < 30
+    assert all(json.loads(text)["scores"] for text in before.values())
+    subprocess.run(start, env=os.environ | {"PYTHONPATH": "."}, check=True)
+    assert all(file.read_text() == text for file, text in before.items())
+    tables = json.loads((out / "comparison.json").read_text())["tables"]
+    alone = json.loads((done.out / "comparison.json").read_text())["tables"]
+    assert tables == {title: alone[title] for title in tables}
+
+
+def test_changed_source_makes_new_cells(tmp_path, monkeypatch):
+    """Breaks when a cell is read after its scorer or renderer has changed, or lost when a table or comment has."""
+    monkeypatch.setattr(source_hash, "ROOT", tmp_path)
+    (tmp_path / "eval").mkdir()
+
+    def code(scorer="SCORE = 1", renderer="SIZE = 2", study="ROWS = 3", text="'a table'"):
+        (tmp_path / "eval" / "scorer.py").write_text(f"from eval import renderer\n{scorer}\n")
+        (tmp_path / "eval" / "renderer.py").write_text(f'"""It draws."""\n{renderer}\n')
+        made = f"from eval.scorer import SCORE\n{study}\nTEXT = {text}\n\ndef make(job):\n    return SCORE, ROWS\n"
+        (tmp_path / "study.py").write_text(made)
+        spec = importlib.util.spec_from_file_location("study", tmp_path / "study.py")
+        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+        source_hash.parse.cache_clear()
+        return source_hash.source_hash(module.make)
+
+    (tmp_path / "eval" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "eval.scorer", type(sys)("eval.scorer"))
+    sys.modules["eval.scorer"].SCORE = 1
+    first = code()
+    assert code(text="'another table'") == first == code(renderer="SIZE = 2  # a comment")
+    changed = [code(scorer="SCORE = 2"), code(renderer="SIZE = 3"), code(study="ROWS = 4")]
+    assert len({first, *changed}) == 4
+
+
+def test_no_flag_of_a_study_hides_another():
+    """Breaks when a study's flag has the name of a setting, which then cannot be given."""
+    settings = {field.name for field in fields(Settings)}
+    for module in (attention, paper):
+        assert not {field.name for field in fields(module.Options)} & settings
+
+
+def test_verdicts_are_computed():
+    """Breaks when a verdict is not that of its table's p-values, or what is out of range weakens the others."""
+
+    def row(mean, error):
+        return estimate(mean + error * 5**0.5 * np.array([[-1.2649], [-0.6325], [0], [0.6325], [1.2649]]))
+
+    def verdicts(differences, inside=None, less=()):
+        inside = differences if inside is None else inside
+        found = rules.judge(differences, inside, dict.fromkeys(differences, 3.0), less)
+        return {name: one["verdict"] for name, one in found.items()}
+
+    rows = {"up": row(9, 1), "down": row(-9, 1), "same": row(0.5, 0.3), "open": row(2, 2), "small": row(1, 0.2)}
+    expected = {"up": "better", "down": "worse", "same": "equivalent", "open": "undecided", "small": "equivalent"}
+    assert verdicts(rows) == expected and verdicts({"a": row(9, 1)}, less="a") == {"a": "worse"}
+    # p 0.02 alone, 0.08 among four
+    four = {name: row(4, 1.08) for name in "abcd"}
+    assert set(verdicts(four).values()) == {"undecided"}
+    assert verdicts(four, "a") == dict.fromkeys("bcd", "out of range") | {"a": "better"}
+    # 2 points from the margin: t 2.86 and 2.11 of 4 degrees, p 0.023 and 0.052
+    assert [verdicts({"a": row(1, error)})["a"] for error in (0.7, 0.95)] == ["equivalent", "undecided"]
+    assert [rules.is_inside(score, 25) for score in (30, 37, 96, 97)] == [False, True, True, False]
+    predictions = [rules.Prediction(name, MEAN, "equivalent", "") for name in ("same", "up", "open", "absent")]
+    checked = rules.check(predictions, {(name, MEAN): verdict for name, verdict in expected.items()})
+    assert [one["outcome"] for one in checked] == ["confirmed", "refuted", "open"]
+
+
+def test_a_grid_grows_until_every_row_is_inside():
+    """Breaks when a rate at the edge is called the best, or a single rate is searched for."""
+
+    def score(grid):  # best at 8 and at 2
+        return {name: {rate: -abs(np.log2(rate / best)) for rate in grid} for name, best in (("a", 8), ("b", 2))}
+
+    assert list(rules.bracket([2, 4], score, 0.5)["a"]) == [1, 2, 4, 8, 16]
+    assert list(rules.bracket([4], score, 0.5)["a"]) == [4]
+    assert rules.best_rate({1: 49.4, 2: 49.6, 4: 50.0}, 0.5) == 2
