@@ -228,7 +228,7 @@ def equal_loss(parameters: Sequence[float], losses: np.ndarray, documents: Seque
     span = parameters[-1] / parameters[0]
     slopes = np.polyfit(np.log(parameters), losses.mean(axis=(1, 3)), 1)[0] if span > 1 else np.zeros(losses.shape[2])
     slope, gap = estimate(slopes[:, None]), estimate(losses[-1, 1] - losses[-1, 0], documents)
-    if not slope.high < 0:
+    if not slope.high < -1e-9:
         return "The loss is not shown to fall with the parameters: no share of them for equal loss follows."
     share, low, high = np.exp(-np.array(gap[:3]) / slope.mean)
     words = f"{100 * share:.0f} % [{100 * low:.0f}, {100 * high:.0f}] of plain attention's parameters"
