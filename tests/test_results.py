@@ -2,17 +2,24 @@
 
 import json
 import re
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
-from train.studies.engine import tables_of
-
 ROOT = Path(__file__).parent.parent
-FILES = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "docs/results").glob("*"))}
+FILES = {
+    file.name: json.loads(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "docs/results").glob("*.json"))
+}
 KEPT = list(FILES.values())
 NUMBER = r"[+−-]?\d+(?:\.\d+)?"
 ESTIMATE = re.compile(rf"({NUMBER})(?: (?:points|nats|%))?[ (]*\[({NUMBER}),\s({NUMBER})\]")
+
+
+def tables_of(text: str) -> list[list[str]]:
+    """The tables of a Markdown text, as lines."""
+    lines = [line if line.startswith("|") else "" for line in text.splitlines()]
+    return [list(table) for is_table, table in groupby(lines, bool) if is_table]
 
 
 def estimates(text: str) -> list[tuple[str, ...]]:
