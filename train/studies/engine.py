@@ -29,6 +29,7 @@ from train.studies.rules import MARGIN, TIE, Prediction, best_rate, bracket, is_
 from train.studies.source_hash import source_hash
 
 MEAN = "mean"  # of the measures in range, each with the same weight
+UNUSABLE = -1e6  # below the mean of any other cells
 Scores = dict[str, np.ndarray]  # by measure (seeds, examples), in percent or in the unit of the measure
 
 
@@ -71,7 +72,8 @@ class Study:
     beside: by title of a table the controls of each row, whose scores are averaged. The first table is the primary one.
     rates: the first grid; () where each row fixes its rate, and no validation split exists.
     main: the measure of the main difference, which chooses the rates; MEAN: of all with `in_mean`.
-    plain: rows that share a rate. tuning_seeds: of the cells that choose the rates.
+    plain: rows that share a rate. tuning_seeds: of the cells that choose the rates. usable(cell): whether a validation
+    cell may do so; a rate with one that may not comes last.
     lengthen(changes, ratio): a control of the last table, trained so many times as long; None: no such controls.
     more(run): blocks of the report that no other study has, each a text or a list of lines.
     """
@@ -88,6 +90,7 @@ class Study:
     plain: tuple[str, ...] = ()
     tuning_seeds: tuple[int, ...] = (0, 1, 2)
     needs: Callable[[Job], Sequence[Job]] = lambda job: ()
+    usable: Callable[[Mapping], bool] = lambda cell: True
     lengthen: Callable[[tuple, float], tuple] | None = None
     predictions: tuple[Prediction, ...] = ()
     more: Callable[["Run"], list] = lambda run: []
@@ -179,7 +182,8 @@ class Run:
             for job, cell in cells.items():
                 names = [n for n in cell["scores"] if n == study.main or study.main == MEAN and n in study.averaged]
                 mean = np.mean([study.measures[name].scale * np.mean(cell["scores"][name]) for name in names])
-                self.tried[job.row][job.rate] += sign * float(mean) / len(self.tuning_seeds)
+                score_of_cell = sign * float(mean) if study.usable(cell) else UNUSABLE
+                self.tried[job.row][job.rate] += score_of_cell / len(self.tuning_seeds)
             plain = {rate: float(np.mean([self.tried[row][rate] for row in study.plain or rows])) for rate in grid}
             return {row: plain if row in study.plain else self.tried[row] for row in rows}
 
