@@ -46,6 +46,8 @@ def test_the_study_runs_end_to_end_and_each_cell_once(text_folder, tmp_path, cap
     tried = summary["rates"]["differential, nano"]["tried"]["0.001"]
     validation = [line.right / line.n for line in lines if (line.split, line.measure) == ("validation", "loss")]
     assert tried == pytest.approx(-np.mean(validation)) and len(validation) == 2
+    held_out = json.loads((folder / "validation.json").read_text())["scores"]["loss"]
+    assert held_out == pytest.approx(window_losses(nll(model, corpus, 128, 5, "validation")["nll"]))
     cell = json.loads((folder / "test.json").read_text())["scores"]
     assert cell["recall"] == hardest(recall(model, corpus, 128, 5)["recall"]) and len(cell["recall"]) == 5
     margins = hardest(examples(model, corpus, 128, 5)["examples-margin"])

@@ -185,7 +185,7 @@ def study_of(settings: TextSettings, options: Options, corpus: Corpus) -> Study:
         beside={"plain attention of the same size": pairs},
         rates=options.rates or RATES,
         main="loss",
-        lengthen=lambda changes, ratio: (*changes, ("tokens", settings.tokens * ratio)),
+        lengthen=None if options.quick else lambda changes, ratio: (*changes, ("tokens", settings.tokens * ratio)),
         predictions=tuple(Prediction(f"differential, {settings.preset}", *prediction) for prediction in PREDICTED),
         more=partial(blocks, options),
     )
