@@ -8,6 +8,7 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from eval.report import interval_text, markdown_table
 from eval.statistics import estimate
 from model.common import write_text
 from train.studies.engine import MEAN, Run, plan_of
-from train.studies.rules import FEWEST_SEEDS, check, is_at_edge, share_of_range
+from train.studies.rules import FEWEST_SEEDS, check, share_of_range
 
 ABOUT = (
     "Scores in % where no other unit is named, differences in points, paired by seed and example, with 95 % intervals "
@@ -50,9 +51,7 @@ class Line(NamedTuple):
 def lines_of(run: Run) -> list[Line]:
     """All results that the report rests on. Seconds are those of the cell, on each of its lines."""
     lines = []
-    for file, job in sorted(
-        run.used.items(), key=lambda item: (item[1].row, item[1].rate, item[1].seed, item[1].split)
-    ):
+    for file, job in sorted(run.used.items(), key=lambda used: str(astuple(used[1]))):
         cell = json.loads(file.read_text())
         made_by = [cell[name] for name in ("cpu_seconds", "commit", "processor", "torch")]
         for name, scores in cell["scores"].items():
@@ -65,10 +64,7 @@ def lines_of(run: Run) -> list[Line]:
 
 def by_rung(scores: Sequence[float], rungs: Sequence[str]) -> dict[str, list[float]]:
     """Scores by difficulty, in order of appearance."""
-    return {
-        rung: [score for score, other in zip(scores, rungs, strict=True) if other == rung]
-        for rung in dict.fromkeys(rungs)
-    }
+    return {rung: [s for s, other in zip(scores, rungs, strict=True) if other == rung] for rung in dict.fromkeys(rungs)}
 
 
 def write_csv(lines: Iterable[Line], file: Path) -> None:
@@ -79,11 +75,9 @@ def write_csv(lines: Iterable[Line], file: Path) -> None:
 
 def read_csv(file: Path) -> list[Line]:
     """The lines of `write_csv`, equal to the bit: Python writes floats so that they are read as they were."""
-    kinds = Line.__annotations__.values()
-    with file.open(encoding="utf-8", newline="") as rows:
-        return [
-            Line(*(kind(cell) for kind, cell in zip(kinds, row, strict=True))) for row in list(csv.reader(rows))[1:]
-        ]
+    with file.open(encoding="utf-8", newline="") as text:
+        rows = list(csv.reader(text))[1:]
+    return [Line(*(kind(cell) for kind, cell in zip(Line.__annotations__.values(), row, strict=True))) for row in rows]
 
 
 # Tables
@@ -121,19 +115,10 @@ def rung_tables(run: Run) -> list:
     blocks = []
     for name, measure in run.study.measures.items():
         if measure.rungs:
-            means = {
-                row: by_rung(scores[name].mean(0).tolist(), measure.rungs) for row, scores in all_scores(run).items()
-            }
-            rungs = list(dict.fromkeys(measure.rungs))
-            body = [
-                [row, *(f"{np.mean(of_row[r]):.{digits(run, name)}f}" for r in rungs)] for row, of_row in means.items()
-            ]
-            blocks += [f"## {title_of(run, name)}", markdown_table(["row", *rungs], body)]
+            parts = {row: by_rung(run.scores(row)[name].mean(0), measure.rungs).values() for row in run.cells}
+            body = [[row, *(f"{np.mean(part):.{digits(run, name)}f}" for part in parts[row])] for row in parts]
+            blocks += sections((title_of(run, name), markdown_table(["row", *dict.fromkeys(measure.rungs)], body)))
     return blocks
-
-
-def all_scores(run: Run) -> dict[str, dict[str, np.ndarray]]:
-    return {row: run.scores(row) for row in run.cells}
 
 
 def spell(run: Run, name: str, judged: Mapping) -> str:
@@ -142,40 +127,39 @@ def spell(run: Run, name: str, judged: Mapping) -> str:
 
 
 def difference_table(run: Run, beside: Mapping[str, tuple[str, ...]], judged: Mapping[tuple, Mapping]) -> list[str]:
+    """Those of `beside` that are judged; a table without rows is empty."""
+    columns = run.study.columns
     body = [
-        [row, controls[0] if len(controls) == 1 else f"{len(controls)} rows"]
-        + [spell(run, name, judged[row, name]) for name in run.study.columns]
+        [
+            row,
+            controls[0] if len(controls) == 1 else f"{len(controls)} rows",
+            *(spell(run, name, judged[row, name]) for name in columns),
+        ]
         for row, controls in beside.items()
-        if (row, run.study.columns[0]) in judged
+        if (row, columns[0]) in judged
     ]
-    return markdown_table(["row", "beside", *(title_of(run, name) for name in run.study.columns)], body) if body else []
+    return markdown_table(["row", "beside", *(title_of(run, name) for name in columns)], body) if body else []
 
 
-def range_table(run: Run) -> list[str]:
-    """How far the primary controls are from guessing and from 100 % on the validation split."""
-    controls = list(dict.fromkeys(row for rows in next(iter(run.study.beside.values())).values() for row in rows))
-    body = []
+def range_table(run: Run, beside: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """How far the controls are from guessing and from 100 % on the validation split."""
+    controls, body = list(dict.fromkeys(row for rows in beside.values() for row in rows)), []
     for name, measure in run.study.measures.items():
-        if measure.unit == "%" and all(name in run.validation.get(row, ()) for row in controls):
-            shares = [100 * share_of_range(run.validation[row][name], measure.chance or 0.0) for row in controls]
-            inside = "yes" if name in run.in_range(controls) else "no"
-            body.append(
-                [measure.title, f"{measure.chance or 0:.1f}", f"{min(shares):.0f} to {max(shares):.0f}", inside]
-            )
+        if controls and measure.unit == "%" and all(name in run.validation.get(row, ()) for row in controls):
+            chance = measure.chance or 0.0
+            shares = [100 * share_of_range(run.validation[row][name], chance) for row in controls]
+            counts = "yes" if name in run.in_range(controls) else "no"
+            body.append([measure.title, f"{chance:.1f}", f"{min(shares):.0f} to {max(shares):.0f}", counts])
     return markdown_table(["measure", "guessing, %", "controls, % of the way to 100", "counts"], body) if body else []
 
 
 def rate_table(run: Run) -> list[str]:
-    """What the rates were chosen by, on the validation split."""
-    body = [
-        [
-            row,
-            rate_text(run.rates[row]),
-            ", ".join(f"{rate:g}: {score:.4g}" for rate, score in tried.items()),
-            "at the edge" * is_at_edge(tried, run.rates[row]),
-        ]
-        for row, tried in run.tried.items()
-    ]
+    """What the rates were chosen by, on the validation split; more is better."""
+    body = []
+    for row, tried in run.tried.items():
+        scores = ", ".join(f"{rate:g}: {score:.4g}" for rate, score in tried.items())
+        is_at_edge = len(tried) > 1 and run.rates[row] in (min(tried), max(tried))
+        body.append([row, f"{run.rates[row]:g}", scores, "at the edge" * is_at_edge])
     return markdown_table(["row", "rate", "score by rate", ""], body) if body else []
 
 
@@ -185,16 +169,13 @@ def prediction_table(checked: Sequence[Mapping]) -> list[str]:
     return markdown_table(head, [[one[key] for key in keys] for one in checked]) if checked else []
 
 
-def in_words(run: Run, judged: Mapping[tuple, Mapping]) -> list[str]:
-    """The main differences of the first table, and what limits them."""
-    sentences = []
-    for row, controls in next(iter(run.study.beside.values())).items():
-        main = judged[row, run.study.main]
-        seen = f" (±{main['visible']:.{digits(run, run.study.main)}f} would have been seen)"
-        sentences.append(
-            f"{row} beside {' and '.join(controls)}: {spell(run, run.study.main, main)}"
-            f"{seen * (main['verdict'] == 'undecided')}."
-        )
+def in_words(run: Run, beside: Mapping[str, tuple[str, ...]], judged: Mapping[tuple, Mapping]) -> list[str]:
+    """The main differences of a table, and what limits them."""
+    main, sentences = run.study.main, []
+    for row, controls in beside.items():
+        gap = judged[row, main]
+        seen = f" (±{gap['visible']:.{digits(run, main)}f} would have been seen)" * (gap["verdict"] == "undecided")
+        sentences.append(f"{row} beside {' and '.join(controls)}: {spell(run, main, gap)}{seen}.")
     if run.seeds < FEWEST_SEEDS:
         sentences.append(f"{run.seeds} seed(s): fewer than {FEWEST_SEEDS} decide nothing.")
     failed = [(row, cell) for row, cells in run.cells.items() for cell in cells if cell["facts"].get("diverged")]
@@ -208,50 +189,36 @@ def sections(*parts: tuple[str, Sequence[str]]) -> list:
 
 def write(run: Run) -> str:
     """Write comparison.md, comparison.json and comparison.csv; returns the first."""
-    tables = {title: run.table(beside) for title, beside in run.study.beside.items()}
-    primary, beside = next(iter(tables.values()), {}), next(iter(run.study.beside.values()), {})
-    checked = check(run.study.predictions, {place: one["verdict"] for place, one in primary.items()})
+    study, tables = run.study, {title: run.table(beside) for title, beside in run.study.beside.items()}
+    beside, judged = next(iter(study.beside.values()), {}), next(iter(tables.values()), {})
+    checked = check(study.predictions, {place: gap["verdict"] for place, gap in judged.items()})
     blocks = [
-        f"# {run.study.title}",
+        f"# {study.title}",
         ABOUT,
-        *sections(
-            ("Scores", accuracy_table(run)),
-            *(
-                (f"Minus {title}", difference_table(run, run.study.beside[title], judged))
-                for title, judged in tables.items()
-            ),
-            ("The same at the controls' rate", difference_table(run, beside, run.at_one_rate()) if beside else []),
-        ),
+        *sections(("Scores", accuracy_table(run))),
+        *sections(*((f"Minus {name}", difference_table(run, study.beside[name], tables[name])) for name in tables)),
+        *sections(("The same at the controls' rate", difference_table(run, beside, run.at_one_rate()))),
         *rung_tables(run),
-        *sections(
-            ("Range", range_table(run) if beside else []),
-            ("Rates", rate_table(run)),
-            ("Predictions", prediction_table(checked)),
-        ),
-        *run.study.more(run),
-        *sections(("In words", [f"- {sentence}" for sentence in in_words(run, primary)])),
+        *sections(("Range", range_table(run, beside)), ("Rates", rate_table(run))),
+        *sections(("Predictions", prediction_table(checked))),
+        *study.more(run),
+        *sections(("In words", [f"- {sentence}" for sentence in in_words(run, beside, judged)])),
     ]
-    lines = lines_of(run)
+    lines, files = lines_of(run), [file for part in (run, *run.parts) for file in part.used]
     made_by = sorted({f"commit {line.commit}, {line.processor}, PyTorch {line.torch}" for line in lines})
-    seconds = sum(json.loads(file.read_text())["cpu_seconds"] for file in run.used)
-    blocks.append(f"Cells were made by {'; '.join(made_by)}: {seconds:,.0f} CPU seconds, {run.seeds} seed(s).")
+    seconds = round(sum(json.loads(file.read_text())["cpu_seconds"] for file in files))
+    blocks.append(f"Cells were made by {'; '.join(made_by)}: {seconds:,} CPU seconds, {run.seeds} seed(s).")
     summary = {
-        "plan": plan_of(run.study),
-        "title": run.study.title,
+        "plan": plan_of(study),
+        "title": study.title,
         "made_by": made_by,
-        "cpu_seconds": round(seconds),
+        "cpu_seconds": seconds,
         "seeds": run.seeds,
         "rates": {row: {"chosen": run.rates[row], "tried": run.tried.get(row, {})} for row in run.cells},
         "validation": run.validation,
-        "rows": {
-            row: {
-                "facts": [cell["facts"] for cell in run.cells[row]],
-                "by_seed": {name: values.mean(1).tolist() for name, values in scores.items()},
-            }
-            for row, scores in all_scores(run).items()
-        },
+        "rows": {row: {"facts": [cell["facts"] for cell in cells]} for row, cells in run.cells.items()},
         "tables": {
-            title: [{"row": row, "measure": name, **judged} for (row, name), judged in table.items()]
+            title: [{"row": row, "measure": name, **gap} for (row, name), gap in table.items()]
             for title, table in tables.items()
         },
         "predictions": checked,

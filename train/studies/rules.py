@@ -49,11 +49,6 @@ def best_rate(validation: Mapping[float, float], tie: float) -> float:
     return min(rate for rate, score in validation.items() if score >= best - tie)
 
 
-def is_at_edge(validation: Mapping[float, float], rate: float) -> bool:
-    """Whether a chosen rate is the lowest or the highest that was tried."""
-    return len(validation) > 1 and rate in (min(validation), max(validation))
-
-
 def bracket(rates: Sequence[float], score: Callable[[Sequence[float]], Scores], tie: float) -> Scores:
     """The scores of all rows on a grid that grows until every row's best rate is inside, or has `MOST_RATES`.
 
