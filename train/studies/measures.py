@@ -71,6 +71,20 @@ def data_mark(settings: Settings) -> str:
 # Tasks
 
 
+def _asking(settings: Settings, title: str, folder: Path) -> dict:
+    """Options of `ask_all`. Answers about data on disk, which may take hours, have a progress bar and a log."""
+    log = folder / f"answers-{digest(title)}.jsonl"
+    return {"left_out": {}} | ({} if settings.is_embedded else {"progress": title, "log": log})
+
+
+def _report_left_out(left_out: dict[str, str], asked: int) -> None:
+    """Name on stderr the first of the questions that could not be asked; if these are all, raise UserError."""
+    if len(left_out) == asked:
+        raise UserError(f"none of the {asked} questions can be asked: {shown(next(iter(left_out.values())))}")
+    if left_out:
+        print(f"{len(left_out)} questions count as wrong: {shown(next(iter(left_out.values())))} …", file=sys.stderr)
+
+
 @dataclass(frozen=True)
 class Task(Measure):
     """A measure with its questions. grade(model, processor, settings, folder): the score of each, from 0 to 1. labels:
@@ -102,25 +116,21 @@ def disk_tasks(settings: Settings, split: str, limit: int, protocol: str, coco: 
 
 
 def needle_task(kind: str, tests: int, protocol: str, split: str = "test") -> Task:
-    """Needles of the embedded scenes, each picture drawn once; `tests` is rounded to whole turns over the places."""
+    """Needles of the embedded scenes; `tests` is rounded to whole turns over the places."""
     places = scenes.layout_of(kind)[0] ** 2
     trials = needle.embedded_trials(kind, -(-tests // places) * places, split=split)
-    return trial_task(NEEDLES.get(kind, kind), [_drawn_once(trial) for trial in trials], protocol)
+    return trial_task(NEEDLES.get(kind, kind), trials, protocol)
 
 
 def dose_task(tests: int, protocol: str) -> Task:
     """4×4 needles by the number of distractors. A difference is one of slopes, from no distractor to the most."""
     each = max(16, tests // 3 // 16 * 16)
-    trials = [_drawn_once(trial) for dose in DOSES for trial in needle.embedded_trials(f"n4d{dose}", each)]
+    trials = [trial for dose in DOSES for trial in needle.embedded_trials(f"n4d{dose}", each)]
     doses = [dose for dose in DOSES for _ in range(each)]
     task = trial_task("4×4 by distractors", trials, protocol)
     groups = [f"{dose}/{picture}" for dose, picture in zip(doses, task.groups, strict=True)]
     view = partial(slope_scores, np.array(doses) / max(doses))
     return replace(task, groups=groups, in_mean=False, rungs=[str(dose) for dose in doses], view=view)
-
-
-def _drawn_once(trial: needle.Trial) -> needle.Trial:
-    return trial._replace(pictures=cache(trial.pictures))
 
 
 def coco_needles(
@@ -134,7 +144,8 @@ def coco_needles(
 
 
 def trial_task(title: str, trials: Sequence[needle.Trial], protocol: str) -> Task:
-    """Needle tests of one kind: a test is right if every needle in it is found."""
+    """Needle tests of one kind: a test is right if every needle in it is found. Each picture is drawn once."""
+    trials = [trial._replace(pictures=cache(trial.pictures)) for trial in trials]
 
     def grade(model: PaliGemma, processor: Processor, settings: Settings, folder: Path) -> list[float]:
         options = _asking(settings, title, folder)
@@ -248,21 +259,3 @@ def benchmark_of(records: Sequence[Record]) -> vqa.Benchmark:
         questions.append(Question(record.name, record.key, record.prefix))
         annotations.append(Annotation(record.name, answers, record.suffix))
     return vqa.Benchmark(questions, annotations, {}, asks=[ask_of(record) for record in records])
-
-
-# Asking
-
-
-def _asking(settings: Settings, title: str, folder: Path) -> dict:
-    """Options of `ask_all`. Answers about data on disk, which may take hours, have a progress bar and a log."""
-    if settings.is_embedded:
-        return {"left_out": {}}
-    return {"left_out": {}, "progress": title, "log": folder / f"answers-{digest(title)}.jsonl"}
-
-
-def _report_left_out(left_out: dict[str, str], asked: int) -> None:
-    """Name on stderr the first of the questions that could not be asked; if these are all, raise UserError."""
-    if left_out:
-        if len(left_out) == asked:
-            raise UserError(f"none of the {asked} questions can be asked: {shown(next(iter(left_out.values())))}")
-        print(f"{len(left_out)} questions count as wrong: {shown(next(iter(left_out.values())))} …", file=sys.stderr)
