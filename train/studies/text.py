@@ -121,10 +121,10 @@ def make(settings: TextSettings, limit: int, job: Job, folder: Path) -> dict:
         write_text(file, json.dumps(facts) + "\n")
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     facts, panels = json.loads(file.read_text()), {}
-    for measure in (measures.nll, measures.recall, measures.needle, measures.examples):
-        panels |= measure(model, corpus, settings.length, limit, job.split)
+    for name in ("nll", "recall", "needle", "examples"):
+        panels |= measures.MEASURES[name](model, corpus, settings.length, limit, job.split)
     if job.split == "test":
-        panels |= measures.attention(model, corpus, settings.length, limit)
+        panels |= measures.MEASURES["attention"](model, corpus, settings.length, limit)
         facts |= {name: float(np.mean(panels[name].values)) for name in SHARES}
     scores = {name: hardest(panels[name]) for name in ("recall", "needle", "examples")}
     scores["order"] = [1 - margin for margin in hardest(panels["examples-margin"])]
