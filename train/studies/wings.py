@@ -1,358 +1,310 @@
-"""Study: does a language model forget text while it is tuned on pictures, and do the learners of WINGS prevent that?
+"""Study: does a language model forget text while it learns to read pictures, and do the learners of WINGS prevent that?
 
-    python -m train.compare --rows wings [--quick]
+    python -m train.reproduce wings [--quick]            in miniature: a decoder that knows text alone, embedded scenes
+    python -m train.reproduce wings --base google/siglip-so400m-patch14-384 --option language_model=Qwen/Qwen1.5-7B \\
+        --stage-1-data jsonl:FILE --data jsonl:FILE      on models and data as the paper's
 
-In: the embedded vision tower, and a small decoder trained on text alone: sums, copying, lookup and facts, those of
-`eval/text/sentences.py`. Out: comparison.md, comparison.json and wings.png in --out: what is left of the text after
-tuning on pictures alone, how well the pictures are read, and the attention shift, with 95 % intervals.
+Zhang et al., "Wings: Learning Multimodal LLMs without Text-only Forgetting", NeurIPS 2024. Every row starts from one
+language model and vision tower. Stage 1 trains the projector, and the visual learners of a row that has them; stage 2
+what the row says. All rows of a seed learn the same pictures in the same order. Measures: text alone
+(`eval/text/sentences.py`), pictures, and the attention shift (`eval/shift.py`). The first table is the paper's claim:
+text that is kept with learners and without. In the second the decoder is frozen: learners, or LoRA of their size.
 
-The decoder is trained from random weights on text, once for each seed, and joined with the vision tower by a fresh
-projector. Every row of a seed is then trained on the same pictures in the same order; seeds differ in the order, in the
-place of the picture within the question, and in all weights that are fresh. The answer names what is in each of the 16
-squares. In the first stage the projector is trained (and WINGS's visual learners), in the second what the row says.
-Attention is causal everywhere. Further rows have 5 and 20 % of text among the pictures, at the rates of those without.
-Rows are compared at the end of their runs, and where they first read as many pictures as each other, see
-`train/studies/wings_front.py`: there a row has the rate of the second stage that keeps most text, mean of three seeds.
-Rates, seeds and verdicts are those of `train/studies/rules.py`; the main difference is wings − full, which is not known
-while a run of either does not read so many. With `--quick` one decoder serves all seeds, training is shorter, and only
-the first pair is trained, at one rate and without text. Two pairs of rows differ in nothing but the learners:
-
-    wings     decoder, projector, learners and routers      against full, decoder and projector
-    learners  projector, learners and routers               against lora, projector and as many parameters of LoRA
+In miniature each seed has a decoder of its own (`train/embedded/text.py`), and an answer names what is in each of the
+16 squares. --rates are factors of --lr in stage 2. One at which a tuning seed does not learn to read is not chosen.
+Every other flag is one of `train.finetune` and holds for both stages of all rows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+import json
+import random
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from eval.statistics import Estimate, estimate
-from eval.text import sentences
+from eval import scenes
+from eval.command import Ask, ask_of
+from eval.records import Record
+from eval.report import interval_text, markdown_table
+from eval.run import ask_all
+from eval.shift import measure, put_slot
+from eval.statistics import estimate
+from eval.text.sentences import TASKS, sentence
+from lora import adapter
+from lora.adapter import DECODER_TARGETS
+from model.common import UserError, write_text
+from model.device import choose_device
+from model.paligemma import PaliGemma
 from model.processor import Processor
-from model.source import EMBEDDED
-from train.embedded import text as text_base
+from model.wings import Wings, route
+from train.data.sources import read_records
+from train.embedded.text import make_text_base
 from train.flags import flag
-from train.studies import engine, rules
-from train.studies.engine import QuickOptions, ScaledOptions, describe, difference
+from train.loop import Diverged
+from train.optim import Rule, count, matching, trainable
+from train.settings import Settings
+from train.studies import engine, report
+from train.studies.engine import Measure, Run, Study
+from train.studies.measures import training_records, vqa_task
+from train.studies.pool import Job
 from train.studies.rules import Prediction
-from train.studies.wings_front import compare_at_levels, judge_levels, kept, main_gain, pictures_of
-from train.studies.wings_report import draw, to_markdown
-from train.studies.wings_runs import (
-    FACTOR,
-    FIRST_RATE,
-    FULL,
-    MIXED,
-    QUESTION,
-    QUICK,
-    RANK,
-    RATES,
-    ROWS,
-    ROWS_A_STEP,
-    WingsStudy,
-    encode_training,
-    first_stage,
-    mean_of,
-    quarter,
-    second_stage,
-    train_text,
-)
-from weights.fingerprint import exact_fingerprint
-from weights.load import load_model
+from train.studies.stages import StagedOptions, key_of, learn, read_stages
+from train.systems.open import open_processor, open_stage, weights_dtype
+from train.systems.wings import TEXT_BASE
 
-VERSION = 4  # of the code that decides a cell's result: raise it to compute all cells again
-
-PAIRS = {"wings": "full", "learners": "lora"}
-# written before rows were compared at an equal accuracy; the measure is a level of `train/studies/wings_front.py`
-PREDICTIONS = (
-    Prediction("wings", "90", "worse", "-15 points at the end of equally long runs; the paper has it better"),
-    Prediction("learners", "90", "worse", "-35 points at the end of equally long runs; the paper has it better"),
-)
-START_TITLES = {True: "projector, learners", False: "projector"}  # what is trained in stage 1
+PROJECTOR, LORA = r"multi_modal_projector\..*", r".*\.lora_[AB]\..*"
+LEARNERS, DECODER = r".*\.(visual|textual|router)\..*", r"language_model\.(?!.*\.(visual|textual|router)\.).*"
+QUESTION = "What is in the image?"  # of the miniature
+READ = 0.9  # of the objects: a run that names fewer has not learned to read pictures
+BEFORE = "before"  # as the row of a job: the language model before it sees a picture
+TEXT, PICTURES, SHIFT, SPLITS = "text", "pictures", "shift", ("validation", "test")
+LOOKED_AT = 100  # pictures whose attention is measured
 
 
 @dataclass(frozen=True)
-class WingsOptions(QuickOptions, ScaledOptions):
+class Row:
+    """learners: "none", "visual", or "routed" for both kinds with routers. decoder: "trained", "frozen", or "lora" with
+    as many parameters as learners and routers have. rate: of stage 2, over --lr."""
+
+    learners: str
+    decoder: str
+    rate: float = 1.0
+
+    def factors(self, stage: int) -> dict[str, float]:
+        """By pattern of names what is trained, and the factor of its rate. The projector's 5 is the paper's."""
+        learners = {} if self.learners == "none" else {LEARNERS: 1.0}
+        if stage == 1 or self.decoder == "frozen":
+            return {PROJECTOR: 1.0} | learners
+        return {PROJECTOR: 1.0, LORA: 1.0} if self.decoder == "lora" else {PROJECTOR: 5.0, DECODER: 1.0} | learners
+
+
+ROWS = {
+    "full": Row("none", "trained"),
+    "visual": Row("visual", "trained"),
+    "wings": Row("routed", "trained"),
+    "lora": Row("none", "lora", 6.0),
+    "learners": Row("routed", "frozen", 10.0),
+}
+BESIDE = {
+    "tuning without learners": {"wings": "full", "visual": "full"},
+    "LoRA of as many parameters": {"learners": "lora"},
+}
+PREDICTIONS = (
+    Prediction("wings", TEXT, "better", "the paper's claim; an earlier run of this miniature could not tell"),
+    Prediction("visual", TEXT, "worse", "the paper's reason for textual learners"),
+)
+PUBLISHED = (
+    ("text-only forgetting; learners against it, and beside LoRA", "both tables"),
+    ("LAWS before, in and after the picture", "as published, for each row"),
+    ("attention shift and text, over more than 100 models", "the shift of each row; missing: so many models"),
+    ("MMLU, MMMU and other benchmarks", "missing: a language model that can answer them is needed"),
+    ("interleaved pictures and text (IIT)", "missing: its questions are not public"),
+)
+QUICK = {"rows": "full,wings", "seeds": 3, "limit": 200, "rates": (1.0,)}
+
+
+@dataclass(frozen=True)
+class Options(StagedOptions):
     """The flags of this study."""
 
-    seeds: int | None = flag(
-        None, f"runs of a row, at least (default: {rules.LEAST_SEEDS}; 3 with --quick)", least=1, metavar="N"
-    )
-    most_seeds: int | None = flag(
-        None,
-        f"runs of a row if wings - full is not yet known to ±3 points (default: {rules.MOST_SEEDS}; 3 with --quick)",
-        least=1,
-        metavar="N",
-    )
-    limit: int = flag(100, "questions of each text task, and pictures", least=1, metavar="N")
-    out: Path = flag(Path("runs/compare-wings"), engine.OUT_HELP, metavar="DIR")
+    rows: str = flag(",".join(ROWS), f"of {', '.join(ROWS)}", metavar="NAME,…")
 
 
-@dataclass(frozen=True)
-class WingsResults:
-    """Cells: of the text-only decoders by seed, of the first stage by whether it has learners and by seed, and of each
-    row by rate, seed and share of text; what was tried, by row and factor of its rate."""
-
-    before: list[dict]
-    starts: dict[bool, list[dict]]
-    runs: dict[tuple[str, float, int, float], dict]
-    tried: rules.Scores
-
-    @property
-    def arms(self) -> list[tuple[str, float]]:
-        """Rows and shares of text."""
-        return list(dict.fromkeys((name, share) for name, _, _, share in self.runs))
-
-    def factor(self, name: str) -> float:
-        return rules.best_rate(self.tried[name])
-
-    def rate(self, name: str) -> float:
-        """That of a row, which it also has with text among the pictures."""
-        return self.factor(name) * RATES[name]
-
-    def of_arm(self, name: str, share: float, rate: float | None = None) -> list[dict]:
-        """The cells of a row with so much text, at its rate or another, by seed."""
-        wanted = name, rate or self.rate(name), share
-        found = {seed: cell for (row, rate, seed, text), cell in self.runs.items() if (row, rate, text) == wanted}
-        return [found[seed] for seed in sorted(found)]
-
-    def points(self, name: str, share: float, rate: float | None = None) -> list[list[dict]]:
-        """By seed, the start of the second stage and its checkpoints."""
-        starts = self.starts[ROWS[name].learners]
-        cells = self.of_arm(name, share, rate)
-        return [[start, *cell["course"]] for start, cell in zip(starts, cells, strict=False)]
+# Cells
 
 
-class Cells:
-    """The cells of a study by what decides them: computed, or read from disk where they are finished."""
-
-    def __init__(self, options: WingsOptions):
-        base, processor = load_model(EMBEDDED), Processor.from_source(EMBEDDED)
-        fingerprint = exact_fingerprint(base)
-        plan = QUICK if options.quick else FULL
-        self.study = WingsStudy(options.out, options.scale, options.limit, fingerprint, processor, base, plan)
-
-    def finish(self, title: str, parts: tuple, work: Callable[[Path], dict]) -> tuple[tuple, dict, Path]:
-        """`parts`, which decide a cell, its result, and its folder."""
-        return parts, *self.study.finish(title, parts, work)
-
-    def pictures(self) -> tuple[tuple, dict, Path]:
-        """Those of training, encoded."""
-        parts = ("pictures", VERSION, self.study.fingerprint, self.study.steps, ROWS_A_STEP)
-        return self.finish("the training pictures", parts, partial(encode_training, self.study))
-
-    def text(self, seed: int) -> tuple[tuple, dict, Path]:
-        study, seed = self.study, self.decoder(seed)
-        parts = ("wings", VERSION, study.scale, study.limit, study.fingerprint, seed, *text_base.RECIPE)
-        return self.finish(f"text, seed {seed}", parts, partial(train_text, study, seed))
-
-    def decoder(self, seed: int) -> int:
-        """The seed of the decoder that a seed starts from."""
-        return 0 if self.study.plan.one_decoder else seed
-
-    def first(self, learners: bool, seed: int) -> tuple[tuple, dict, Path]:
-        """The first stage."""
-        study, (parts, _, text), pictures = self.study, self.text(seed), self.pictures()[2]
-        parts += (seed, learners, study.plan.steps, ROWS_A_STEP, FIRST_RATE, RANK, QUESTION)
-        title = f"stage 1 {'with' if learners else 'without'} learners, seed {seed}"
-        return self.finish(title, parts, partial(first_stage, study, learners, text / "model", pictures, seed))
-
-    def tuned(self, name: str, rate: float, seed: int, text: float) -> tuple[tuple, dict, Path]:
-        """The second stage of a row, with a share of text."""
-        parts, _, start = self.first(ROWS[name].learners, seed)
-        parts += (name, rate, text, FACTOR, self.study.plan.checkpoints)
-        work = partial(second_stage, self.study, name, rate, text, start / "model", self.pictures()[2], seed)
-        return self.finish(f"{arm_title(name, text)}, rate {rate:g}, seed {seed}", parts, work)
-
-    def get(self, kind: str, *arguments) -> dict:
-        """The result of a cell, `kind` "pictures", "text", "first" or "tuned"."""
-        return getattr(self, kind)(*arguments)[1]
+def needs(job: Job) -> list[Job]:
+    """The language model of a seed is a cell, from which those of all its rows start."""
+    return [] if job.row == BEFORE else [Job(BEFORE, (), 0.0, job.seed)]
 
 
-def spell_job(job: tuple, result: dict) -> str:
-    return f"{' '.join(map(str, job))}: {result['cpu_seconds']:.0f} CPU seconds"
+def make(stages: Mapping[int, Settings], sizes: Mapping[str, int], job: Job, folder: Path, *before: Path) -> dict:
+    """Train a row in both stages, unless that is done, and give its scores on a split. sizes: examples by measure.
+
+    The cell of the language model has no scores of a row; what it knows of text is in its facts. A run whose loss is no
+    longer finite scores 0.
+    """
+    if job.row == BEFORE:
+        model, processor = open_first(stages[1], job.seed, folder)
+        return {"scores": {}, "facts": {TEXT: grade_text(model, processor, "test", sizes[TEXT])}}
+    done = folder / "done.json"
+    if not done.exists():
+        try:
+            cell = train(stages, sizes[TEXT], job, folder, before[0])
+        except Diverged as error:
+            scores = {name: [0.0] * size for name, size in sizes.items()}
+            cell = {"scores": dict.fromkeys(SPLITS, scores), "facts": {"diverged": str(error)}}
+        write_text(done, json.dumps(cell))
+    cell = json.loads(done.read_text())
+    return {"scores": cell["scores"][job.split], "facts": cell["facts"]}
 
 
-open_cells = lru_cache(maxsize=1)(Cells)  # once in each process
+def open_first(settings: Settings, seed: int, before: Path) -> tuple[Wings, Processor]:
+    """The model of stage 1. The decoder of the miniature is trained in the folder `before`, unless it is there."""
+    settings = replace(settings, seed=seed)
+    if settings.base == TEXT_BASE and "language_model" not in settings.options:
+        make_text_base(seed, before / "model")
+        settings = replace(settings, base=str(before / "model"))
+    device = choose_device(settings.device)
+    model = open_stage(settings, weights_dtype(settings, device), device).eval()
+    return model, open_processor(settings, model)[0]
 
 
-def compute(options: WingsOptions, job: tuple) -> dict:
-    return open_cells(options).get(*job)
-
-
-def collect(options: WingsOptions, cells: Cells, processes: int) -> WingsResults:
-    """All cells: of the first seeds at all rates, then of as many as are needed at the rate of each row. Those that do
-    not need each other are computed side by side."""
-
-    def finish(jobs: Sequence[tuple]) -> list[dict]:
-        return engine.side_by_side(partial(compute, options), jobs, processes, spell_job)
-
-    def begin(seeds: Sequence[int]) -> None:
-        decoders = {cells.decoder(seed): ("text", cells.decoder(seed)) for seed in seeds}
-        finish([*decoders.values(), ("pictures",)])
-        results.before.extend(cells.get("text", seed) for seed in seeds)
-        first = [(learners, seed) for learners in (True, False) for seed in seeds]
-        for (learners, _), cell in zip(first, finish([("first", *run) for run in first]), strict=True):
-            results.starts[learners].append(cell)
-
-    def tune(seeds: Sequence[int], rates: Mapping[str, Sequence[float]], shares: Sequence[float] = (0.0,)) -> None:
-        """Seed by seed: a process reads the pictures of a seed once."""
-        wanted = [
-            (name, rate, seed, share) for seed in seeds for share in shares for name in rates for rate in rates[name]
+def train(stages: Mapping[int, Settings], limit: int, job: Job, folder: Path, before: Path) -> dict:
+    """Both stages: the "scores" of each split, and "facts". Learners that are not trained add exactly 0."""
+    row = Row(**dict(job.changes))
+    (model, processor), seconds = open_first(stages[1], job.seed, before), 0.0
+    for stage, settings in stages.items():
+        settings = replace(settings, seed=job.seed)
+        if stage == 2:
+            settings = replace(settings, lr=settings.lr * row.rate * job.rate)
+            model = route(model, job.seed) if row.learners == "routed" else model
+        if stage == 2 and row.decoder == "lora":
+            rank = lora_rank(model)
+            torch.manual_seed(job.seed)  # LoRA's A is drawn here
+            adapter.inject(model, DECODER_TARGETS, rank, 2.0 * rank)
+        rules = [
+            Rule(matching(model, pattern), settings.lr * factor, settings.weight_decay)
+            for pattern, factor in row.factors(stage).items()
         ]
-        results.runs.update(zip(wanted, finish([("tuned", *run) for run in wanted]), strict=True))
-
-    def score(factors: Sequence[float]) -> rules.Scores:
-        tune(first, {name: [factor * RATES[name] for factor in factors] for name in plan.rows})
-        return {
-            name: {
-                factor: float(
-                    np.mean([kept(points, most) for points in results.points(name, 0.0, factor * RATES[name])])
-                )
-                for factor in factors
-            }
-            for name in plan.rows
-        }
-
-    def main_pair() -> list[list[list[dict]]]:
-        return [results.points(name, 0.0) for name in MIXED]
-
-    plan, most, least = cells.study.plan, quarter(cells.study), options.seeds or rules.LEAST_SEEDS
-    results = WingsResults([], {True: [], False: []}, {}, {})
-    first = range(min(least, rules.TUNING_SEEDS))
-    begin(first)
-    results.tried.update(rules.bracket(plan.factors, score))
-    done = len(first)
-    while done < least or not rules.enough(main_gain(*main_pair(), most), done, least, options.most_seeds or least):
-        more = range(done, max(least, done + 1))
-        begin(more)
-        tune(more, {name: [results.rate(name)] for name in plan.rows})
-        done = more.stop
-    tune(range(done), {name: [results.rate(name)] for name in MIXED}, plan.mixed)
-    return results
+        records = pictures_to_learn(settings, stages[stage].seed)
+        seconds += learn(model, processor, records, rules, settings, folder / f"{stage}")
+    scores: dict[str, dict] = {split: {TEXT: grade_text(model, processor, split, limit)} for split in SPLITS}
+    for split in SPLITS:
+        scores[split][PICTURES] = grade_pictures(model, processor, settings, split, limit, folder)
+    shift = measure(model, processor, [(r.pictures[0], put_slot(r.prefix)) for r in looked_at(settings)])
+    scores["test"][SHIFT] = np.nan_to_num(shift.each, nan=1.0).tolist()  # a flat curve has no correlation
+    facts = {"parameters": count(trainable(model).values()), "seconds": seconds, "laws": shift.shares.tolist()}
+    for stage in stages:
+        shutil.rmtree(folder / f"{stage}")
+    return {"scores": scores, "facts": facts}
 
 
-def validation(runs: Mapping[tuple[str, float, int, float], dict], name: str) -> dict[float, float]:
-    """Percent of the validation pictures, mean over seeds, by the rates that were tried for a row."""
-    own = {place: cell for place, cell in runs.items() if (place[0], place[-1]) == (name, 0.0)}
-    return rules.mean_scores(own, (cell["validation"] for cell in own.values()))[name]
+def lora_rank(model: Wings) -> int:
+    """The smallest rank of LoRA with at least as many parameters as the learners and routers."""
+    with torch.device("meta"):
+        routed, plain = (Wings(replace(model.config, routed=routed)) for routed in (True, False))
+    learners = count(p for name, p in routed.named_parameters() if re.fullmatch(LEARNERS, name))
+    adapter.inject(plain, DECODER_TARGETS, 1, 1.0)
+    return -(-learners // count(trainable(plain).values()))
 
 
-def arm_title(name: str, share: float) -> str:
-    return f"{name}, {100 * share:g} % text" if share else name
+# Data and measures
 
 
-def pooled(cells: Sequence[dict]) -> np.ndarray:
-    """Right or wrong (seeds, sentences), in percent, one task after the other."""
-    return 100 * np.array([[grade for grades in cell["text"].values() for grade in grades] for cell in cells])
+def pictures_to_learn(settings: Settings, shared_seed: int) -> Sequence[Record]:
+    """Data on disk as it is; scenes with the picture at a random place in the question."""
+    if not settings.is_embedded:
+        return training_records(settings, shared_seed)
+    dice, first = random.Random(f"places/{settings.seed}/{settings.stage}"), settings.stage * 10_000_000
+    return [scene("train", first + n, dice.random(), settings.seed) for n in range(settings.samples)]
 
 
-def checkpoints(study: WingsStudy, results: WingsResults) -> list[dict]:
-    """Every checkpoint of the second stage: its attention shift, and the points of text that it has lost."""
-    known = [mean_of(cell["text"], quarter(study)) for cell in results.before]
-    return [
-        {"row": arm_title(name, share), "rate": rate, "seed": seed, "step": one["step"], "shift": one["shift"]}
-        | {"lost": known[seed] - mean_of(one["text"]), "pictures": pictures_of(one)}
-        for (name, rate, seed, share), cell in results.runs.items()
-        for one in cell["course"]
-    ]
+def scene(split: str, number: int, place: float = 0.5, seed: int = 0) -> Record:
+    """All squares of an embedded scene. place: of the picture, as a share of the question's words."""
+    sample = scenes.sample("scan", split, number, seed)
+    turn = put_slot(QUESTION, place), sample.suffix
+    return Record(f"scan/{number}", f"scan/{number}", (sample.scene.render,), (turn,))
 
 
-def correlation(points: Sequence[Mapping]) -> Estimate | None:
-    """Correlation (Pearson) of attention shift and lost text over a seed's checkpoints, mean over seeds: all runs of
-    a seed start from one decoder, and count as one. None where fewer than two seeds have one."""
-    each = []
-    for seed in sorted({one["seed"] for one in points}):
-        both = np.array([(one["shift"], one["lost"]) for one in points if one["seed"] == seed])
-        if both.std(axis=0).min() > 1e-9:
-            each.append(np.corrcoef(both.T)[0, 1])
-    return estimate(each) if len(each) > 1 else None
+def looked_at(settings: Settings) -> list[Record]:
+    """Held-out records with a picture each, whose attention is measured."""
+    if settings.is_embedded:
+        return [scene("test", number) for number in range(LOOKED_AT)]
+    return list(islice((r for r in read_records(settings, "validation") if len(r.pictures) == 1), LOOKED_AT))
 
 
-def by_task(cells: Sequence[dict]) -> dict[str, float]:
-    return {task: 100 * float(np.mean([cell["text"][task] for cell in cells])) for task in sentences.TASKS}
+def grade_text(model: PaliGemma, processor: Processor, split: str, limit: int) -> list[float]:
+    """Right (1) or wrong (0) for `limit` sentences without a picture, the text tasks in turn."""
+    asked = [sentence([*TASKS][n % len(TASKS)], split, n // len(TASKS)) for n in range(limit)]
+    asks = [Ask(f"{number}", f"text {number}", (), s.prefix) for number, s in enumerate(asked)]
+    return [float(answer == s.suffix) for answer, s in zip(ask_all(model, processor, asks), asked, strict=True)]
 
 
-def scores_of(cells: Sequence[dict]) -> dict[str, np.ndarray]:
-    """Text and pictures in percent and the attention shift, each (seeds, examples)."""
-    shift = np.array([cell["shift"] for cell in cells], dtype=float)
-    pictures = 100 * np.array([cell["pictures"] for cell in cells])
-    return {"text": pooled(cells), "pictures": pictures, "shift": np.nan_to_num(shift, nan=1.0)}
+def grade_pictures(
+    model: PaliGemma, processor: Processor, settings: Settings, split: str, limit: int, folder: Path
+) -> list[float]:
+    """VQA accuracy of held-out questions; of scenes the share of the objects that the answer names."""
+    if not settings.is_embedded:
+        return vqa_task(settings, split, limit).grade(model, processor, settings, folder)
+    records = [scene(split, number) for number in range(limit)]
+    answers = ask_all(model, processor, [ask_of(record) for record in records])
+    return [share_named(answer or "", record.suffix) for answer, record in zip(answers, records, strict=True)]
 
 
-def describe_cells(cells: Sequence[dict], before: np.ndarray) -> dict:
-    """Intervals of all measures, and of the change of text."""
-    scores = scores_of(cells)
-    found = {what: describe(values) for what, values in scores.items()}
-    return found | {"change": difference(scores["text"], before), "by_task": by_task(cells)}
+def share_named(answer: str, squares: str) -> float:
+    """The share of the objects in `squares` that `answer` has in the same place; empty squares do not count."""
+    words = answer.split()
+    right = [words[n : n + 1] == [name] for n, name in enumerate(squares.split()) if name != scenes.NONE]
+    return sum(right) / len(right)
 
 
-def summarize(study: WingsStudy, results: WingsResults) -> dict:
-    """comparison.json."""
-    rows, before = {}, pooled(results.before)
-    for name, share in results.arms:
-        cells = results.of_arm(name, share)
-        starts = results.starts[ROWS[name].learners]
-        rows[arm_title(name, share)] = describe_cells(cells, before) | {
-            "trains": ROWS[name].title,
-            "trained": cells[0]["trained"],
-            "rate": results.rate(name),
-            "kept": {f"{factor * RATES[name]:g}": 100 * text for factor, text in results.tried[name].items()},
-            "validation": {f"{rate:g}": accuracy for rate, accuracy in validation(results.runs, name).items()},
-            "laws_percent": np.mean([cell["laws"] for cell in cells], axis=0).tolist(),
-            "laws_percent_before": np.mean([start["laws"] for start in starts], axis=0).tolist(),
-            "flat": int(np.isnan(np.array([cell["shift"] for cell in cells], dtype=float)).sum()),
-        }
-        if (control := PAIRS.get(name)) is not None:
-            own, other = (scores_of(results.of_arm(row, share)) for row in (name, control))
-            curves = (results.points(row, share) for row in (name, control))
-            rows[arm_title(name, share)] |= {
-                "control": arm_title(control, share),
-                "difference": {what: difference(own[what], other[what]) for what in own},
-                "at_levels": compare_at_levels(*curves, quarter(study)),
-            }
-    at_levels = {name: row["at_levels"] for name, row in rows.items() if "at_levels" in row}
-    common = {}
-    for name, control in PAIRS.items():
-        if name in rows and (factor := results.factor(control)) != results.factor(name):
-            both = (results.points(row, 0.0, factor * RATES[row]) for row in (name, control))
-            one, other = (points[: rules.TUNING_SEEDS] for points in both)
-            common[name] = {"control": control, "at_levels": compare_at_levels(one, other, quarter(study))}
-    judge_levels(at_levels)
-    judge_levels({name: row["at_levels"] for name, row in common.items()})
-    verdicts = {
-        name: {level: found["verdict"] for level, found in of_row.items() if "verdict" in found}
-        for name, of_row in at_levels.items()
+def has_read(cell: Mapping) -> bool:
+    return float(np.mean(cell["scores"][PICTURES])) >= READ
+
+
+# The study
+
+
+def study_of(stages: Mapping[int, Settings], options: Options) -> Study:
+    """Raises UserError for an unknown row."""
+    names, limit, is_embedded = options.rows.split(","), options.limit, stages[2].is_embedded
+    if unknown := [name for name in names if name not in ROWS]:
+        raise UserError(f"--rows {unknown[0]}: choose of {', '.join(ROWS)}")
+    beside = {
+        title: {row: (control,) for row, control in table.items() if {row, control} <= {*names}}
+        for title, table in BESIDE.items()
     }
-    points = checkpoints(study, results)
-    rho = correlation(points)
-    return {
-        "quick": study.plan is QUICK,
-        "seeds": list(range(len(results.before))),
-        "scale": study.scale,
-        "limit": study.limit,
-        "steps": study.steps,
-        "rank": RANK,
-        "rows": rows,
-        "common": common,
-        "edges": rules.edges(results.tried),
-        "before": describe_cells(results.before, before),
-        "stage_1": {START_TITLES[on]: describe_cells(cells, before) for on, cells in results.starts.items()},
-        "predictions": rules.check(PREDICTIONS, verdicts),
-        "per_run": study.plan.checkpoints,
-        "runs": len({(one["row"], one["rate"], one["seed"]) for one in points}),
-        "checkpoints": points,
-        "correlation": rho and engine.verdict(rho),
+    numbers = [f"{number}" for number in range(limit)]
+    pictures = numbers if is_embedded else vqa_task(stages[2], "test", limit).groups
+    shown, less = [record.key for record in looked_at(stages[2])], {"margin": 0.1, "less_is_better": True}
+    measures = {
+        TEXT: Measure("text alone", numbers, rungs=[[*TASKS][n % len(TASKS)] for n in range(limit)]),
+        PICTURES: Measure("pictures", pictures, in_mean=False),
+        SHIFT: Measure("attention shift", shown, unit="0 to 2", in_mean=False, **less),
     }
+    return Study(
+        name="wings",
+        title=f"WINGS: base {stages[1].base}, data {' '.join(stages[2].data)}",
+        rows={name: tuple(vars(ROWS[name]).items()) for name in names},
+        make=partial(make, stages, {name: len(one.groups) for name, one in measures.items()}),
+        key=key_of(stages, limit),
+        measures=measures,
+        main=TEXT,
+        beside={title: table for title, table in beside.items() if table},
+        rates=options.rates or ((0.5, 1.0, 2.0) if is_embedded else (1.0,)),
+        needs=needs,
+        usable=has_read if is_embedded else lambda cell: True,
+        predictions=PREDICTIONS,
+        more=more,
+    )
+
+
+def more(run: Run) -> list:
+    """Text beside that of the language model before, LAWS by layer, and what the paper published."""
+    before = run.get([Job(BEFORE, (), 0.0, seed) for seed in range(run.seeds)])
+    known = 100 * np.array([cell["facts"][TEXT] for cell in before])
+    kept = {row: estimate(run.scores(row)[TEXT] - known) for row in run.cells}
+    facts = {row: [cell["facts"] for cell in cells] for row, cells in run.cells.items()}
+    laws = {
+        row: np.mean([one["laws"] for one in of_row], axis=0) for row, of_row in facts.items() if "laws" in of_row[0]
+    }
+    layers = [[row, *(" / ".join(f"{x:.0f}" for x in layer) for layer in of_row)] for row, of_row in laws.items()]
+    head = ["row", *(f"layer {number}" for number in range(1, len(next(iter(laws.values()), ())) + 1))]
+    body = [[row, interval_text(change, 1, signed=True)] for row, change in kept.items()]
+    return report.sections(
+        ("Text alone, change in points", markdown_table(["row", f"{known.mean():.1f} % before"], body)),
+        ("LAWS of text before, picture, text after, % of the attention", markdown_table(head, layers)),
+        ("The paper's experiments", markdown_table(["published", "here"], PUBLISHED)),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = engine.read_options(WingsOptions, "wings", __doc__, argv)
-    options = engine.with_seeds(options, not options.quick)
-    cells, processes = open_cells(options), engine.default_processes("cpu", options.threads)
-
-    def find() -> dict:
-        return summarize(cells.study, collect(options, cells, processes))
-
-    engine.run_study(options.out, find, to_markdown, draw, processes=processes)
+    options, stages = read_stages(Options, "wings", argv, __doc__, QUICK)
+    print(report.write(engine.run(study_of(stages, options), options)))

@@ -1,0 +1,79 @@
+"""What the studies of WINGS and Q-Mamba share: the flags, the settings of both stages, and the training of a stage.
+
+In: a command line. Out: settings by stage, from which rows and cells are made. `train/recipes.py` has the stages.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from eval.records import Record
+from model.device import choose_device
+from model.paligemma import PaliGemma
+from model.processor import Processor
+from model.source import EMBEDDED
+from train.distributed import World
+from train.flags import flag
+from train.optim import Rule
+from train.settings import Settings
+from train.studies.measures import data_mark
+from train.studies.options import StudyOptions, deciding, read_with_settings
+from train.supervised import train_on
+from train.systems.open import make_optimizer, open_stage
+from train.systems.wings import TEXT_BASE
+from weights.fingerprint import exact_fingerprint
+
+DECIDED = "arch stage recipe seed resume allow_changed plan gpu gpus show_batch evaluate eval_limit eval_data".split()
+
+
+@dataclass(frozen=True)
+class StagedOptions(StudyOptions):
+    """The flags of these studies, besides those of `train.finetune`, which hold for both stages."""
+
+    limit: int = flag(400, "questions of each measure", least=1, metavar="N")
+    stage_1_data: str | None = flag(None, "data of stage 1 (default: that of --data)", metavar="SOURCE")
+
+
+Options = TypeVar("Options", bound=StagedOptions)
+
+
+def read_stages(
+    kind: type[Options], arch: str, argv: Sequence[str] | None, description: str | None, quick: Mapping[str, object]
+) -> tuple[Options, dict[int, Settings]]:
+    """The flags of a study, and the settings of both stages of `arch`. Raises UserError."""
+    stages = {}
+    for stage in (1, 2):
+        defaults, program = ("--arch", arch, "--stage", f"{stage}"), f"train.reproduce {arch}"
+        read = read_with_settings(kind, argv, program, description, quick, decided=DECIDED, defaults=defaults)
+        options, stages[stage] = read[0], replace(read[1], measure_every=0)
+    if options.stage_1_data:
+        stages[1] = replace(stages[1], data=(options.stage_1_data,))
+    stages[2] = replace(stages[2], option=())  # stage 1 decides the parts
+    return options, stages
+
+
+def key_of(stages: Mapping[int, Settings], limit: int) -> str:
+    """What decides all cells beside their source: settings, data, and the weights that stage 1 starts from."""
+    settings = [(deciding(one), data_mark(one)) for one in stages.values()]
+    first = replace(stages[1], base=EMBEDDED) if stages[1].base == TEXT_BASE else stages[1]  # the cells train it
+    return repr((settings, exact_fingerprint(open_stage(first, torch.float32, torch.device("cpu"))), limit))
+
+
+def learn(
+    model: PaliGemma,
+    processor: Processor,
+    records: Sequence[Record],
+    rules: Sequence[Rule],
+    settings: Settings,
+    folder: Path,
+) -> float:
+    """Train in place what `rules` name, from the newest checkpoint in `folder` if there is one. Returns seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.set_checkpointing(settings.checkpointing)
+    optimizer, world = make_optimizer(model, rules, settings), World(0, 1, choose_device(settings.device))
+    progress = train_on(records, model, optimizer, processor, settings, folder, world)
+    model.eval()
+    return progress.seconds
