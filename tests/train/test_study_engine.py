@@ -85,6 +85,7 @@ def test_the_tables_can_be_computed_from_the_csv(done):
         of_seed = {one.seed: [other for other in found if other.seed == one.seed] for one in found}
         return np.array([100 * sum(o.right for o in of) / sum(o.n for o in of) for _, of in sorted(of_seed.items())])
 
+    assert means("better", "loss") / 100 == pytest.approx(done.scores("better")["loss"].mean(1), abs=1e-12)
     gaps = means("better", "first") - (means("plain", "first") + means("plain too", "first")) / 2
     (gap,) = [one for one in summary["tables"][POOLED] if one["measure"] == "first"]
     assert gap["mean"] == pytest.approx(gaps.mean(), abs=1e-12)

@@ -42,8 +42,8 @@ class Measure:
 
     groups: the picture or document of each example. chance: the score of guessing in percent, None if unknown. unit:
     scores in "%" are from 0 to 1; others, such as "nats", are shown as they are. margin: the smallest difference of
-    interest, in points or the unit. rungs: the difficulty of each example, if they differ. view: what is compared in
-    place of scores (seeds, examples), such as a slope.
+    interest, in points or the unit. rungs: the difficulty of each example, if they differ. view: what is judged in
+    place of paired differences (seeds, examples), such as their slope.
     """
 
     title: str
@@ -258,8 +258,8 @@ class Run:
         size, parts, groups = sum(len(measures[name].groups) for name in chosen), [], []
         for name in chosen:
             seeds, view = min(len(scores[name]), len(control[name])), measures[name].view
-            gap = view(scores[name][:seeds]) - view(control[name][:seeds])
-            parts.append(gap * size / len(chosen) / gap.shape[1])
+            gap = scores[name][:seeds] - control[name][:seeds]
+            parts.append(view(gap * size / len(chosen) / gap.shape[1]))
             groups += [f"{name}/{group}" for group in measures[name].groups]
         return estimate(np.hstack(parts), groups)
 
