@@ -132,7 +132,8 @@ def test_the_study_from_end_to_end_and_again(tmp_path):
     assert sizes["full"] == projector + decoder < sizes["visual"] < sizes["wings"]
     assert sizes["wings"] - sizes["full"] == sizes["learners"] - projector <= sizes["lora"] - projector
     assert all(sum(layer) == pytest.approx(100, abs=0.1) for of_row in facts.values() for layer in of_row["laws"])
-    assert "| wings |" in text and "| learners |" in text and all(f" {task} " in text for task in sentences.TASKS)
+    assert "\n| before" not in text and all(f"\n| {row} " in text for row in ROWS)
+    assert all(f" {task} " in text for task in sentences.TASKS)
     wings.main(command)
     assert made == {file: file.stat().st_mtime_ns for file in tmp_path.glob("cells/*/*.json")}
     with pytest.raises(engine.UserError, match="--rows wing: choose of full, visual"):

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -109,7 +110,7 @@ class Options(StagedOptions):
 def needs(stages: Mapping[int, Settings], job: Job) -> list[Job]:
     """The cell with the connector that a row starts from, or with the model that it asks in one direction."""
     row = ROWS[job.row]
-    if row.order:
+    if row.order and row.beside:
         return [replace(job, row=row.beside, changes=changes_of(row.beside))]
     if row.trained and "connector_from" not in stages[1].options:
         return [replace(job, row="connector", changes=changes_of("connector"), rate=1.0)]
@@ -139,7 +140,7 @@ def make(stages: Mapping[int, Settings], limit: int, job: Job, folder: Path, *ne
         return {"scores": {name: [0.0] * len(task.groups) for name, task in tasks.items()}, "facts": found}
     settings = replace(stages[2], base=str(model_folder / "model"))
     device = choose_device(settings.device)
-    model = load_model(settings.base, dtype=weights_dtype(settings, device), device=device).eval()
+    model: Any = load_model(settings.base, dtype=weights_dtype(settings, device), device=device).eval()
     if row.order:
         model.multi_modal_projector.connector.order = row.order
     choose_kernel(model, settings.kernel, device)
@@ -165,18 +166,19 @@ def train(stages: Mapping[int, Settings], job: Job, folder: Path, *donor: Path) 
 
 def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> QMamba:
     """The model of stage 1: a fresh projector, whose shared parts are those of the other rows of the seed."""
-    options = settings.options | dict(row.options)
+    options: dict[str, Any] = settings.options | dict(row.options)
     if not row.trained:
         options.pop("connector_from", None)
     elif donor:
         options["connector_from"] = str(donor[0] / "model")
     device = choose_device(settings.device)
     if options.get("queries") in ("all", "half"):
-        config = open_stage(settings, torch.float32, torch.device("meta")).config
+        config: Any = open_stage(settings, torch.float32, torch.device("meta")).config
         sizes = {"all": config.vision.num_image_tokens, "half": max(1, config.projector.queries // 2)}
         options["queries"] = sizes[options["queries"]]
     settings = replace(settings, seed=seed, option=tuple(f"{name}={json.dumps(options[name])}" for name in options))
     model = open_stage(settings, weights_dtype(settings, device), device)
+    assert isinstance(model, QMamba)
     choose_kernel(model, settings.kernel, device)
     return model
 

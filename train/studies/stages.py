@@ -33,7 +33,7 @@ DECIDED = "arch stage recipe seed resume allow_changed plan gpu gpus show_batch 
 class StagedOptions(StudyOptions):
     """The flags of these studies, besides those of `train.finetune`, which hold for both stages."""
 
-    limit: int = flag(400, "questions of each measure", least=1, metavar="N")
+    limit: int = flag(400, "questions of each measure", least=1)
     stage_1_data: str | None = flag(None, "data of stage 1 (default: that of --data)", metavar="SOURCE")
 
 

@@ -153,6 +153,7 @@ def open_first(settings: Settings, seed: int, before: Path) -> tuple[Wings, Proc
         settings = replace(settings, base=str(before / "model"))
     device = choose_device(settings.device)
     model = open_stage(settings, weights_dtype(settings, device), device).eval()
+    assert isinstance(model, Wings)
     return model, open_processor(settings, model)[0]
 
 
@@ -202,7 +203,7 @@ def pictures_to_learn(settings: Settings, shared_seed: int) -> Sequence[Record]:
     """Data on disk as it is; scenes with the picture at a random place in the question."""
     if not settings.is_embedded:
         return training_records(settings, shared_seed)
-    dice, first = random.Random(f"places/{settings.seed}/{settings.stage}"), settings.stage * 10_000_000
+    dice, first = random.Random(f"places/{settings.seed}/{settings.stage}"), 10_000_000 * (settings.stage or 0)
     return [scene("train", first + n, dice.random(), settings.seed) for n in range(settings.samples)]
 
 
