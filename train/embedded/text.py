@@ -59,7 +59,7 @@ def make_text_base(seed: int, folder: Path, steps: int = STEPS) -> PaliGemma:
     run = folder.with_name(f".{folder.name}-{seed}-{steps}")
     run.mkdir(parents=True, exist_ok=True)
     with lock_folder(run):
-        learn(model, rules, prepare(records, processor, base.vision_tower, ROWS), run)
+        learn(model, rules, prepare(records, processor, ROWS), run)
         export_model(model, folder, companions=companions(EMBEDDED))
         shutil.rmtree(run)
     return model

@@ -20,7 +20,7 @@ from train.loop import Diverged
 from train.optim import count, trainable
 from train.settings import Settings
 from train.studies.measures import Task, training_records
-from train.supervised import train_on
+from train.supervised import make_order, train_on
 from train.systems.open import load_base, open_model, open_processor
 
 
@@ -44,9 +44,9 @@ def fine_tune(base: Settings, settings: Settings, tasks: Mapping[str, Task], fol
         model, optimizer = open_model(settings, world.device)
         facts = {"parameters": count(trainable(model).values())}
         try:
-            records = training_records(settings, base.seed)
+            order = make_order(training_records(settings, base.seed), processor, settings, world)
             started = time.process_time()
-            train_on(records, model, optimizer, processor, settings, folder, world)
+            train_on(order, model, optimizer, settings, folder, world)
         except Diverged as error:
             scores = {name: [0.0] * len(task.groups) for name, task in tasks.items()}
             return {"scores": scores, "facts": facts | {"seconds": 1.0, "diverged": str(error)}}

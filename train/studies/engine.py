@@ -21,8 +21,7 @@ import torch
 
 from eval.statistics import Estimate, estimate
 from model.common import UserError
-from train.run_folder import lock_folder
-from train.signals import Interrupted
+from train.run import Interrupted, lock_folder
 from train.studies.options import StudyOptions, digest
 from train.studies.pool import Job, compute_all
 from train.studies.rules import MARGIN, TIE, Prediction, best_rate, bracket, is_inside, judge

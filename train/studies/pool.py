@@ -21,7 +21,7 @@ import torch
 
 from model.common import write_text
 from train.origin import provenance
-from train.signals import Interrupted
+from train.run import Interrupted
 
 
 @dataclass(frozen=True)

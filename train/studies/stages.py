@@ -21,7 +21,7 @@ from train.optim import Rule
 from train.settings import Settings
 from train.studies.measures import data_mark
 from train.studies.options import StudyOptions, deciding, read_with_settings
-from train.supervised import train_on
+from train.supervised import make_order, train_on
 from train.systems.open import make_optimizer, open_stage
 from train.systems.wings import TEXT_BASE
 from weights.fingerprint import exact_fingerprint
@@ -74,6 +74,7 @@ def learn(
     folder.mkdir(parents=True, exist_ok=True)
     model.set_checkpointing(settings.checkpointing)
     optimizer, world = make_optimizer(model, rules, settings), World(0, 1, choose_device(settings.device))
-    progress = train_on(records, model, optimizer, processor, settings, folder, world)
+    order = make_order(records, processor, settings, world)
+    progress = train_on(order, model, optimizer, settings, folder, world)
     model.eval()
     return progress.seconds

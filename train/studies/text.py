@@ -115,7 +115,7 @@ def make(settings: TextSettings, limit: int, job: Job, folder: Path) -> dict:
         write_text(folder / "config.json", json.dumps(asdict(settings), indent=1) + "\n")
         points = {round(settings.steps * (number + 1) / CURVE) for number in range(CURVE)}
         model, progress = learn(settings, corpus, folder, world, points=points, batches=CURVE_BATCHES)
-        facts = {"parameters": count(model.parameters()), "seconds": progress["seconds"]}
+        facts = {"parameters": count(model.parameters()), "seconds": progress.seconds}
         facts |= {"lambda": [value.item() for value in lambdas(model).values()], "curve": curve_of(settings, folder)}
         export_model(model, folder / "model")
         write_text(file, json.dumps(facts) + "\n")
