@@ -191,7 +191,8 @@ class Run:
 
     def add_controls_by_time(self) -> None:
         """Controls of the last table that train as long as their rows, by the median seconds of the tuning seeds."""
-        title, table = list(self.study.beside.items())[-1]
+        (title, table), lengthen = list(self.study.beside.items())[-1], self.study.lengthen
+        assert lengthen is not None
         rows, beside, seconds = dict(self.study.rows), {}, {}
         for row in dict.fromkeys([*table, *(control for control, *_ in table.values())]):
             cells = self.get([self.job(row, seed, "validation") for seed in self.tuning_seeds])
@@ -200,7 +201,7 @@ class Run:
             ratio = round(seconds[row] / seconds[control], 1)
             name = f"{control}, {ratio} × steps" if ratio > 1 else control
             if ratio > 1:
-                rows[name], self.rates[name] = self.study.lengthen(rows[control], ratio), self.rates[control]
+                rows[name], self.rates[name] = lengthen(rows[control], ratio), self.rates[control]
             beside[row] = (name,)
         self.study = replace(self.study, rows=rows, beside={**self.study.beside, f"{title}, trained as long": beside})
 

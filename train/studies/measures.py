@@ -60,7 +60,10 @@ def _training_records(settings: Settings) -> Sequence[Record]:
     if not settings.is_embedded:
         return records
     drawn: dict[str, Callable] = {}  # each picture once for all its questions
-    return [replace(record, pictures=(drawn.setdefault(record.key, cache(record.pictures[0])),)) for record in records]
+    for record in records:
+        assert callable(picture := record.pictures[0])
+        drawn.setdefault(record.key, cache(picture))
+    return [replace(record, pictures=(drawn[record.key],)) for record in records]
 
 
 def data_mark(settings: Settings) -> str:
@@ -176,6 +179,7 @@ def existence_task(questions: int, protocol: str, split: str) -> Task:
 def vqa_task(settings: Settings, split: str, limit: int | None, scoring: str = "official") -> Task:
     """VQA on the embedded scenes or on disk. Raises UserError if no pictures are held out."""
     if settings.is_embedded:
+        assert limit is not None
         chance = vqa.blind_embedded(limit)["overall"] if split == "test" else None
         return benchmark_task("VQA", vqa.embedded(limit, split), chance, scoring=scoring)
     benchmark, template = held_out_vqa(settings, split, limit)
