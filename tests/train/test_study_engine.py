@@ -113,7 +113,7 @@ def test_a_tie_is_in_the_unit_of_the_score(tmp_path):
 def test_one_call_works_in_a_folder(tmp_path):
     """Breaks when two calls train one cell at once, or another plan overwrites a report."""
     made = run(tmp_path / "a", seeds=1)
-    code = f"from pathlib import Path\nfrom train.run_folder import lock_folder\nlock_folder(Path({str(made.out)!r}))"
+    code = f"from pathlib import Path\nfrom train.run import lock_folder\nlock_folder(Path({str(made.out)!r}))"
     locked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "another process" in locked.stderr
     report.write(made)
