@@ -1,6 +1,5 @@
 """Every faster way to compute gives what the plain way gives: products, attention, the loss, and compiled steps."""
 
-import os
 import platform
 import subprocess
 import sys
@@ -618,20 +617,3 @@ def test_a_compiler_that_cannot_work_is_one_line():
     model = ours(hf_model(1))
     with pytest.raises(UserError, match=r"^torch.compile: .*no working C\+\+ compiler.*: install .* --compile$"):
         generate(model, **batch(hf_model(1)), max_new_tokens=2, compiled=CompiledStep(model, backend=fails))
-
-
-@pytest.mark.parametrize("package", ["model", "lora", "weights", "eval", "train"])
-def test_threads_sleep_where_they_would_wait_for_long(package):
-    """Breaks when PyTorch is imported before its threads are told to sleep, or the user's own choice is overridden."""
-    code = (
-        f"import {package}, os, sys; assert 'torch' not in sys.modules; "
-        "print(os.environ.get('GOMP_SPINCOUNT'), os.environ.get('OMP_WAIT_POLICY'))"
-    )
-    clean = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    for chosen, expected in (
-        ({}, "1000 None"),
-        ({"GOMP_SPINCOUNT": "7"}, "7 None"),
-        ({"OMP_WAIT_POLICY": "active"}, "None active"),
-    ):
-        told = subprocess.run([sys.executable, "-c", code], env=clean | chosen, capture_output=True, text=True)
-        assert told.stdout.strip() == expected, told.stderr
