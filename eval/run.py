@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from eval.command import Ask
 from eval.text.reader import TextReader
-from lora.layer import LoRALinear
+from lora.adapter import LoRALinear
 from model.common import Expected, UserError, file_errors, parse_json, read_field, read_text, shown, write_text
 from model.generate import CompiledStep, NonFiniteError, check_finite, finite_rows, generate, last_valid
 from model.paligemma import PaliGemma

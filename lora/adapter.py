@@ -1,12 +1,15 @@
-"""Adapters: LoRA injected into a model by path, merged, switched off, and exchanged with PEFT as files.
+"""LoRA: injected into a model by path, merged, switched off, and exchanged with PEFT as files.
 
-In: a `PaliGemma`, plain or grafted by `model/graft.py`. Out: the same model with `LoRALinear` in place of the matched
-layers and only the adapter trainable; on disk a folder in the format of `lora/files.py`.
+In: a model, plain or grafted. Out: the same model with `LoRALinear` in place of the matched layers and only the adapter
+trainable; on disk PEFT's adapter_config.json and adapter_model.safetensors. PEFT ignores what is added for this
+project: parameters of grafts as `differential.…` beside the LoRA tensors, the calls that repeat the grafts and the
+prompt under keys of the config, and the fingerprint of the base in the metadata of the tensor file.
 """
 
 import contextlib
 import json
-from collections.abc import Container, Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,47 +17,143 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lora.files import (
-    CONFIG_FILE,
-    GRAFT_PREFIX,
-    HF_PREFIX,
-    TENSOR_FILE,
-    base_of,
-    matching,
-    our_path,
-    promised,
-    ranks_and_alphas,
-    read_config,
-    read_tensors,
-    split_name,
-    tensor_name,
-)
-from lora.layer import LoRALinear
 from lora.quantize import Int8Embedding, QuantizedLinear, replaceable
-from model.common import UserError, atomic_path, quoted, shown, write_text
+from model.common import UserError, atomic_path, quoted, read_json, shown, write_text
 from model.graft import Adaptable, graft, new_parameters
 from model.lowrank import LowRank, check_low_rank
 from model.variants import Differential
 from weights.fingerprint import gathered, tensor_fingerprint
+from weights.load import open_tensors
 
-__all__ = ["base_of", "disabled", "fingerprint", "inject", "load", "merge", "save", "unmerge"]
-
+CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
+PEFT, HF, GRAFT = "base_model.model.", "model.", "differential."  # PEFT's wrapper, transformers' prefix, and of grafts
 # The paper's choice: q, k, v, o, gate, up and down of the decoder, and nothing of the vision tower.
 DECODER_TARGETS = r"language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
+# The keys that are read, and the types of their values.
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("base_model_name_or_path", "prompt", "quantized"), str),
+    **dict.fromkeys(("target_modules", "exclude_modules"), str | list),
+    **dict.fromkeys(("lora_alpha", "lora_dropout"), int | float),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), dict),
+    **{"r": int, "differential": list, "use_rslora": bool},
+}
+# Keys of PEFT that change nothing of what the saved tensors compute. A value under any other is a feature that would
+# be lost without notice.
+_HARMLESS = set(
+    "peft_type bias init_lora_weights inference_mode layers_to_transform layers_pattern auto_mapping eva_config "
+    "megatron_core peft_version qalora_group_size revision runtime_config task_type".split()
+)
+
+
+class LoRALinear(nn.Module):
+    """W x + (alpha / r)·B·A·dropout(x) (Hu et al. 2021, Eq. 3), x (…, in_features). `base_layer`, PEFT's name, holds W.
+
+    Differential attention with two branches does not call this layer: it calls `base_layer` once and adds `lora`, and
+    its second update, itself.
+    """
+
+    def __init__(self, base_layer: nn.Linear, r: int, alpha: float, dropout: float = 0.0):
+        super().__init__()
+        self.base_layer, self.alpha = base_layer, alpha
+        device = base_layer.weight.device
+        self.lora = LowRank(base_layer.in_features, base_layer.out_features, r, alpha, dropout, device)
+        self.original: torch.Tensor | None = None  # W while merged; not a buffer, so it is neither saved nor moved
+        self.train(base_layer.training)
+
+    @property
+    def merged(self) -> bool:
+        return self.original is not None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        base = self.base_layer(x)
+        return base if self.merged else self.lora.add_to(base, x)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add the update to the weight: summed in fp32 (fp64 for an fp64 base), rounded once to the weight's dtype.
+
+        (W + Δ) − Δ is not W in floating point, so W itself is kept in main memory.
+        """
+        if not self.merged:
+            weight = self.base_layer.weight
+            exact = torch.promote_types(weight.dtype, torch.float32)
+            self.original = weight.detach().cpu()
+            weight.data = (weight.to(exact) + self.lora.delta_weight().to(exact)).to(weight.dtype)
+
+    def unmerge(self) -> None:
+        """Restore W, to the bit."""
+        if self.original is not None:
+            self.base_layer.weight.data, self.original = self.original.to(self.base_layer.weight), None
+
+
+# Layers and parameters
+
+
+def matching(targets: str | list[str], paths: Iterable[str]) -> set[str]:
+    """Those of our `paths` that PEFT's target_modules name, with or without transformers' leading "model.".
+
+    A string is a regular expression for whole paths, a list names their endings, at dots.
+    """
+    if isinstance(targets, str):
+        return {path for path in paths if re.fullmatch(targets, path) or re.fullmatch(targets, HF + path)}
+    return {path for path in paths if f".{HF}{path}".endswith(tuple(f".{ending}" for ending in targets))}
+
+
+def free_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Every linear layer that may carry LoRA, by its path: part neither of an adapter nor of a graft."""
+    taken = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, LoRALinear | LowRank))
+    grafted = new_parameters(model)
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and not isinstance(module, Int8Embedding)
+        and not path.startswith(taken)
+        and f"{path}.weight" not in grafted
+    }
+
+
+def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
+    """Every layer that carries LoRA, by its path."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, LoRALinear)}
+
+
+def tensor_name(path: str, half: str) -> str:
+    """The name in the file of `half`, lora_A or lora_B, of the layer at our `path`."""
+    return f"{PEFT}{HF}{path}.{half}.weight"
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of the adapter, LoRA and grafts, by their names in the file."""
+    parameters = {}
+    for path, layer in lora_layers(model).items():
+        parameters[tensor_name(path, "lora_A")] = layer.lora.lora_A.weight
+        parameters[tensor_name(path, "lora_B")] = layer.lora.lora_B.weight
+    return parameters | {GRAFT + name: parameter for name, parameter in new_parameters(model).items()}
+
+
+def _train_adapter_only(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    for parameter in adapter_parameters(model).values():
+        parameter.requires_grad_(True)
+
+
+# In a model
 
 
 def inject(model: Adaptable, targets: str | list[str], r: int, alpha: float, dropout: float = 0.0) -> list[str]:
     """Put LoRA of rank `r`, scaled by alpha / r, on every linear layer that `targets` names; return their paths.
 
-    `targets` is PEFT's target_modules: a regular expression that must match a whole path, or a list of endings of
-    paths, at dots; with or without transformers' leading "model.". A list like ["q_proj"] matches the vision tower too.
-    Afterwards only the adapter is trainable: the LoRA matrices and the parameters of grafts. Layers that a graft has
-    made get no LoRA; all of their weights are trained. Raises UserError if no layer matches, or for values out of
-    range.
+    `targets`: see `matching`; a list like ["q_proj"] reaches the vision tower too. Afterwards only the adapter is
+    trainable: the LoRA matrices and the parameters of grafts. Layers that a graft has made get no LoRA; all of their
+    weights are trained. Raises UserError if no layer matches, or for values out of range.
     """
     check_low_rank(r, alpha, dropout)
-    layers = _free_layers(model)
-    matched = matching(targets, layers)
+    layers = free_layers(model)
+    try:
+        matched = matching(targets, layers)
+    except re.error as error:
+        raise UserError(f"LoRA targets: {quoted(targets)} is no regular expression ({error}): correct it") from None
     paths = [path for path in layers if path in matched]
     if not paths:
         raise UserError(
@@ -67,21 +166,7 @@ def inject(model: Adaptable, targets: str | list[str], r: int, alpha: float, dro
     return paths
 
 
-def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
-    """Every layer that carries LoRA, by its path."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, LoRALinear)}
-
-
-def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of the adapter, LoRA and grafts, by their names in the file."""
-    parameters = {}
-    for path, layer in lora_layers(model).items():
-        parameters[tensor_name(path, "lora_A")] = layer.lora.lora_A.weight
-        parameters[tensor_name(path, "lora_B")] = layer.lora.lora_B.weight
-    return parameters | {GRAFT_PREFIX + name: parameter for name, parameter in new_parameters(model).items()}
-
-
-def merge(model: nn.Module) -> None:
+def merge(model: Adaptable) -> None:
     """Add every LoRA update to its weight; the forward pass stays the same up to rounding. Idempotent.
 
     The original weights are kept in main memory until `unmerge`: 4 GB for the decoder of 3B in bf16. Quantized weights
@@ -97,11 +182,11 @@ def merge(model: nn.Module) -> None:
                 f"{path}: cannot be merged: in attention of kind {attention.kind!r} a second branch shares this weight "
                 "and would get the first one's update: keep the adapter unmerged"
             )
-    quantized = {path: module for path, module in model.named_modules() if isinstance(module, QuantizedLinear)}
-    if quantized and isinstance(model, Adaptable):
-        model.base_fingerprint = fingerprint(model)
-    for path, module in quantized.items():
-        model.set_submodule(path, module.put_back())
+    if model.quantized is not None:
+        model.base_fingerprint, model.quantized = fingerprint(model), None
+        for path, module in list(model.named_modules()):
+            if isinstance(module, QuantizedLinear):
+                model.set_submodule(path, module.put_back())
     for layer in layers.values():
         layer.merge()
 
@@ -114,10 +199,7 @@ def unmerge(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """Within the block, switch every low-rank update off, those of grafts included. Blocks may nest.
-
-    Merged layers are unmerged within the block, so that it computes what the base does.
-    """
+    """Within the block, every low-rank update is off, merged ones and those of grafts included. Blocks may nest."""
     merged = [layer for layer in lora_layers(model).values() if layer.merged]
     before = {module: module.enabled for module in model.modules() if isinstance(module, LowRank)}
     try:
@@ -137,33 +219,30 @@ def quantize(model: Adaptable, kind: str = "int8", head: bool = False) -> int:
     """Turn every frozen linear layer of `model` into that of `lora.quantize.KINDS`, in place; returns how many.
 
     Embedding, head, norms and all trained parameters are unchanged; with `head` see `lora.quantize.replaceable`. The
-    model keeps the fingerprint of its weights before: an adapter trained here names the base in full precision, and
-    `load` quantizes that in the same way. Frozen means `requires_grad` is off. Raises UserError as `replaceable`, and
-    for merged LoRA.
+    adapter still names the base in full precision, and `load` quantizes that in the same way. Frozen means
+    `requires_grad` is off. Raises UserError as `replaceable`, and for merged LoRA.
     """
-    layers, own = replaceable(model, kind, head), set(adapter_parameters(model).values())
+    layers, trained = replaceable(model, kind, head), set(adapter_parameters(model).values())
     if any(layer.merged for layer in lora_layers(model).values()):
         raise UserError(f"LoRA is merged into the weights that are to be quantized to {kind}: unmerge it first")
-    layers = {path: layer for path, layer in layers.items() if layer[0].weight not in own}
+    layers = {path: layer for path, layer in layers.items() if layer[0].weight not in trained}
     for path, (module, quantized) in layers.items():
         model.set_submodule(path, quantized(module).train(module.training))
     model.quantized = kind
     return len(layers)
 
 
-@torch.no_grad()
 def fingerprint(model: Adaptable) -> str:
     """A short hash of the weights without the adapter: names, shapes, and 64 values of each tensor, in bf16.
 
-    It is the same for a checkpoint opened in fp32 and in bf16 (fp16 rounds differently), whether merged or not. It
-    changes with any training of the base, or a merge into it. Weights that a graft has replaced are not part of it, and
-    quantized ones are those before. Where `base_fingerprint` is set, it is that.
+    It is the same for a checkpoint opened in fp32 and in bf16 (fp16 rounds differently), merged or not, quantized or
+    not, and changes with any training of the base. Weights that a graft has replaced are not part of it. Where
+    `base_fingerprint` is set, it is that.
     """
     if model.base_fingerprint is not None:
         return model.base_fingerprint
     adapter = set(adapter_parameters(model).values())
-    layers = lora_layers(model).values()
-    originals = {layer.base_layer.weight: layer.original for layer in layers if layer.original is not None}
+    originals = {layer.base_layer.weight: layer.original for layer in lora_layers(model).values() if layer.merged}
     base: dict[str, Any] = {
         name.replace(".base_layer.", "."): originals.get(parameter, parameter)
         for name, parameter in model.named_parameters()
@@ -175,6 +254,9 @@ def fingerprint(model: Adaptable) -> str:
     return tensor_fingerprint(base)
 
 
+# On disk
+
+
 def save(
     model: Adaptable, folder: str | Path, base: str | None = None, prompt: str | None = None, write: bool = True
 ) -> None:
@@ -184,19 +266,15 @@ def save(
     Where FSDP2 has sharded it, every process must call this; one of them with `write`. The config is written last: a
     folder that has one is complete. Raises UserError if the model has no adapter.
     """
-    parameters, tensors = adapter_parameters(model), {}
-    if not parameters:
-        raise UserError("the model has no adapter to save: inject LoRA, or graft a variant, first")
-    for name, parameter in parameters.items():
+    tensors = {}
+    for name, parameter in adapter_parameters(model).items():
         whole = gathered(parameter)
-        if write:
-            tensors[name] = whole.detach().cpu().contiguous()
+        tensors[name] = whole.detach().cpu().contiguous() if write else None
+    if not tensors:
+        raise UserError("the model has no adapter to save: inject LoRA, or graft a variant, first")
     metadata = {"format": "pt", "base_fingerprint": fingerprint(model)}
-    if not write:
-        return
-    layers = {HF_PREFIX + path: layer for path, layer in lora_layers(model).items()}
-    ranks = {path: layer.lora.lora_A.out_features for path, layer in layers.items()}
-    alphas = {path: layer.alpha for path, layer in layers.items()}
+    layers = {HF + path: layer for path, layer in lora_layers(model).items()}
+    ranks, alphas = {p: layer.lora.r for p, layer in layers.items()}, {p: layer.alpha for p, layer in layers.items()}
     r, alpha = next(iter(ranks.values()), 1), next(iter(alphas.values()), 1)
     config = {
         "peft_type": "LORA",
@@ -211,15 +289,52 @@ def save(
         "rank_pattern": {path: rank for path, rank in ranks.items() if rank != r},
         "alpha_pattern": {path: value for path, value in alphas.items() if value != alpha},
     }
-    if prompt is not None:
-        config["prompt"] = prompt
-    if model.quantized is not None:
-        config["quantized"] = model.quantized
-    if model.grafts:
-        config["differential"] = [record.arguments() for record in model.grafts]
-    with atomic_path(Path(folder) / TENSOR_FILE) as temporary:
-        save_file(tensors, temporary, metadata)
-    write_text(Path(folder) / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+    grafts = [record.arguments() for record in model.grafts]
+    added = {"prompt": prompt, "quantized": model.quantized, "differential": grafts or None}
+    config |= {key: value for key, value in added.items() if value is not None}
+    if write:
+        with atomic_path(Path(folder) / TENSOR_FILE) as temporary:
+            save_file(tensors, temporary, metadata)
+        write_text(Path(folder) / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+
+
+def read_config(folder: str | Path) -> dict:
+    """The config of the adapter in `folder`, without the keys that are null.
+
+    Raises UserError: no file, no JSON, a value of another type, or a feature beyond plain LoRA.
+    """
+    path = Path(folder) / CONFIG_FILE
+    config = {key: value for key, value in read_json(path).items() if value is not None}
+    strange = [key for key, value in config.items() if value and key not in _TYPES.keys() | _HARMLESS]
+    strange += [key for key, kind in _TYPES.items() if key in config and not isinstance(config[key], kind)]
+    strange += [key for key, plain in (("peft_type", "LORA"), ("bias", "none")) if config.get(key, plain) != plain]
+    if config.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
+        strange.append("init_lora_weights")  # pissa, olora, … change the base too
+    if strange:
+        features = ", ".join(f"{shown(key, 80)} {quoted(config[key])}" for key in strange[:8])
+        raise UserError(f"{shown(path)}: uses {features}, but only plain LoRA can be loaded: convert it with PEFT")
+    return config
+
+
+def base_of(folder: str | Path) -> str | None:
+    """The base that the adapter in `folder` names, if it names one. Raises UserError if there is no adapter."""
+    return read_config(folder).get("base_model_name_or_path")
+
+
+def read_tensors(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of the adapter in `folder` by name, and the file's metadata. Raises UserError."""
+    file = open_tensors(Path(folder) / TENSOR_FILE)
+    return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+
+
+def by_path(patterns: dict[str, Any], default: Any, paths: Iterable[str]) -> dict[str, Any]:
+    """A value for each path: of the first pattern that matches an ending of it at a dot, as in PEFT, or the default."""
+    return {
+        path: next(
+            (value for pattern, value in patterns.items() if re.fullmatch(rf"(.*\.)?({pattern})", path)), default
+        )
+        for path in paths
+    }
 
 
 def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[str]:
@@ -228,94 +343,72 @@ def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[s
     Grafts are repeated first, because the file holds their parameters; the base is quantized as it was in training.
     `force` skips the comparison of the base.
     Raises UserError: no such files, a feature of PEFT that is not plain LoRA, another base than the adapter's, a model
-    that has an adapter already, or tensors that are missing, unexpected, of another shape, not floating point or not
-    finite. The model must then not be used any more: it may hold the grafts.
+    that has an adapter already, or tensors that do not fit. The model must then not be used any more.
     """
     folder = Path(folder)
     if adapter_parameters(model):
         raise UserError(f"{folder}: the model has an adapter already: load this one onto a plain base")
     config, (tensors, metadata) = read_config(folder), read_tensors(folder)
-    for call in config.get("differential", []):
-        if "kind" not in call or "model" in call:
-            raise UserError(f"{folder}: {quoted(call)} is no graft: correct the key 'differential' of {CONFIG_FILE}")
-        graft(model, **call)
-    expected = metadata.get("base_fingerprint")  # PEFT leaves none
-    if expected and not force and expected != (actual := fingerprint(model)):
-        base = shown(config.get("base_model_name_or_path") or "a base without a name")
-        raise UserError(
-            f"{folder}: this adapter belongs to another base: it was trained on {base} (fingerprint "
-            f"{shown(expected, 80)}), the model is {actual}: load that base, or force the adapter onto this one"
-        )
-    layers = _free_layers(model)
-    spelt, found = _by_our_names(tensors, layers, folder / TENSOR_FILE)
-    # those that are named and missing in the file, too
-    spelt = {path: HF_PREFIX + path for path in promised(config, layers)} | spelt
-    ranks, alphas = ranks_and_alphas(config, spelt.values())
-    wanted = {GRAFT_PREFIX + name: tuple(parameter.shape) for name, parameter in new_parameters(model).items()}
-    for path, name in spelt.items():
-        wanted[tensor_name(path, "lora_A")] = (ranks[name], layers[path].in_features)
-        wanted[tensor_name(path, "lora_B")] = (layers[path].out_features, ranks[name])
-    _check_tensors(found, wanted, folder / TENSOR_FILE)
-    for path, name in spelt.items():
-        lora = LoRALinear(layers[path], ranks[name], alphas[name], config.get("lora_dropout", 0.0))
-        model.set_submodule(path, lora)
+    try:
+        for call in config.get("differential", []):
+            graft(model, **call)
+        expected = metadata.get("base_fingerprint")  # PEFT leaves none
+        if expected and not force and expected != (actual := fingerprint(model)):
+            base = shown(config.get("base_model_name_or_path", "a base without a name"))
+            raise UserError(
+                f"{folder}: this adapter belongs to another base: it was trained on {base} (fingerprint "
+                f"{shown(expected, 80)}), the model is {actual}: load that base, or force the adapter onto this one"
+            )
+        stored = _put_lora(model, config, tensors)
+    except (TypeError, AttributeError, OverflowError, re.error) as error:
+        raise UserError(f"{shown(folder / CONFIG_FILE)}: cannot be used ({shown(str(error))}): correct it") from None
+    _fill(adapter_parameters(model), stored, folder / TENSOR_FILE)
     _train_adapter_only(model)
-    with torch.no_grad():
-        for name, parameter in adapter_parameters(model).items():
-            parameter.copy_(found[name])
     if (kind := config.get("quantized")) and model.quantized is None:
         quantize(model, kind)
     return list(lora_layers(model))
 
 
-def _by_our_names(
-    tensors: dict[str, torch.Tensor], paths: Container[str], where: Path
-) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """The paths in the file of those of `paths` that it has tensors for, and its tensors under the names of `save`."""
-    spelt, found = {}, {}
+def _put_lora(model: Adaptable, config: dict, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Put LoRA on the layers of an adapter's file; return its tensors under the names of `save`.
+
+    Paths are transformers' of today, or of before 4.52 (…model below the decoder, none above).
+    """
+    layers, renamed, spelt = free_layers(model), {}, {}
     for name, tensor in tensors.items():
-        parts = split_name(name)
-        if parts and (path := our_path(parts[0])) in paths:
-            spelt[path] = parts[0]
-            name = tensor_name(path, parts[1])
-        if name in found:
-            raise UserError(f"{where}: {name} is there under two names: save the adapter again")
-        found[name] = tensor
-    return spelt, found
+        if match := re.fullmatch(rf"{re.escape(PEFT)}(.+)\.(lora_[AB])\.weight", name):
+            path = match[1].removeprefix(HF)
+            path = re.sub(r"^(language_model)\.model\.|^(vision_tower)\.vision_model\.", r"\1\2.", path)
+            if path in layers:
+                spelt[path], name = match[1], tensor_name(path, match[2])
+        renamed[name] = tensor
+    if "layers_to_transform" not in config:  # layers that are named and missing in the file, too
+        named = matching(config.get("target_modules", []), layers) - matching(config.get("exclude_modules", []), layers)
+        spelt = {path: HF + path for path in named} | spelt
+    ranks = by_path(config.get("rank_pattern", {}), config.get("r", 8), spelt.values())
+    alphas = by_path(config.get("alpha_pattern", {}), config.get("lora_alpha", 8), spelt.values())
+    dropout = config.get("lora_dropout", 0.0)
+    for path, name in spelt.items():
+        r, alpha = ranks[name], alphas[name]
+        check_low_rank(r, alpha, dropout)
+        alpha = alpha * r**0.5 if config.get("use_rslora") else alpha  # scaled by alpha / √r
+        model.set_submodule(path, LoRALinear(layers[path], r, alpha, dropout))
+    return renamed
 
 
-def _check_tensors(found: dict[str, torch.Tensor], wanted: dict[str, tuple[int, ...]], where: Path) -> None:
-    """Raise UserError unless `found` has the names and shapes `wanted`, of finite floating-point numbers."""
-    problems = [f"missing {name}" for name in wanted.keys() - found.keys()]
-    problems += [f"unexpected {shown(name)}" for name in found.keys() - wanted.keys()]
-    for name in wanted.keys() & found.keys():
-        tensor, shape = found[name], wanted[name]
+@torch.no_grad()
+def _fill(parameters: dict[str, nn.Parameter], stored: dict[str, torch.Tensor], where: Path) -> None:
+    """Copy the tensors. Raises UserError unless they have the same names and shapes, and are finite."""
+    problems = [f"missing {name}" for name in parameters.keys() - stored.keys()]
+    problems += [f"unexpected {shown(name)}" for name in stored.keys() - parameters.keys()]
+    for name in parameters.keys() & stored.keys():
+        tensor, shape = stored[name], parameters[name].shape
         if tensor.shape != shape:
-            problems.append(f"{name} is {tuple(tensor.shape)}, expected {shape}")
-        elif not tensor.is_floating_point():
-            problems.append(f"{name} is {tensor.dtype}, expected floating point")
-        elif not tensor.float().isfinite().all():  # in fp32, which it will have
-            problems.append(f"{name} has values that are not finite")
+            problems.append(f"{name} is {tuple(tensor.shape)}, expected {tuple(shape)}")
+        elif not tensor.is_floating_point() or not tensor.float().isfinite().all():  # in fp32, which it will have
+            problems.append(f"{name} has values that are not finite floating-point numbers")
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise UserError(f"{where}: does not fit the model: {'; '.join(sorted(problems)[:8])}{more}: load its own base")
-
-
-def _free_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Every linear layer that may carry LoRA, by its path: part neither of an adapter nor of a graft."""
-    low_rank = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, LoRALinear | LowRank))
-    grafted = new_parameters(model)
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and not isinstance(module, Int8Embedding)
-        and not path.startswith(low_rank)
-        and f"{path}.weight" not in grafted
-    }
-
-
-def _train_adapter_only(model: nn.Module) -> None:
-    model.requires_grad_(False)
-    for parameter in adapter_parameters(model).values():
-        parameter.requires_grad_(True)
+    for name, parameter in parameters.items():
+        parameter.copy_(stored[name])

@@ -23,7 +23,7 @@ from model.common import UserError, quoted
 from model.gemma import Gemma
 from model.graft import Adaptable
 from model.linear import BLOCK_ROWS, Embedding, Linear, block_rows, by_blocks, linear
-from weights.fingerprint import Sample, sample
+from weights.fingerprint import sample
 
 GROUP, NESTED_BLOCK = 64, 256  # weights with one scale, scales with one scale of their own
 FEW_ROWS = 16  # of x, up to which PyTorch's products of few bits are the faster ones
@@ -43,17 +43,19 @@ class QuantizedLinear(Linear):
     kind: ClassVar[str]
 
     def __init__(
-        self, linear: nn.Linear | nn.Embedding, pieces: Iterable[torch.Tensor] = (), original: Sample | None = None
+        self,
+        linear: nn.Linear | nn.Embedding,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ):
-        """pieces: the rows of the weight, where `linear` itself is on the meta device, `block_rows` of them in each but
-        the last; `original` is then the sample of the whole weight."""
+        """The weight is cast to `dtype` and moved to `device` first, a few rows at a time; None: as it is."""
         nn.Module.__init__(self)
         weight = linear.weight.detach()
         self.out_features, self.in_features = weight.shape
         self.bias = getattr(linear, "bias", None)
-        self.dtype = weight.dtype  # of the weights before
-        self.original = sample(weight) if original is None and not weight.is_meta else original
-        self.pack(pieces or (weight.split(block_rows(self.in_features)) if not weight.is_meta else (weight,)))
+        self.dtype = dtype or weight.dtype  # of the weights before
+        self.original = None if weight.is_meta else sample(weight, self.dtype)
+        self.pack(rows.to(device, self.dtype) for rows in weight.split(block_rows(self.in_features)))
 
     def pack(self, pieces: Iterable[torch.Tensor]) -> None:
         """Set what `stored` returns from the weight's rows, (n, in) each."""
@@ -152,7 +154,7 @@ class Int8Linear(QuantizedLinear):
             steps.div_(torch.where(largest > 0, scale, 1.0)[:, None])
             return steps.round_().to(torch.int8), scale
 
-        weight, scale = _joined(map(quantized, pieces), self.out_features)
+        weight, scale = map(torch.cat, zip(*map(quantized, pieces), strict=True))
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("scale", scale)
 
@@ -203,8 +205,7 @@ class Int4Linear(QuantizedLinear):
             scales = torch.cat((scale, zero), dim=2).bfloat16()  # (rows, groups, 2)
             return _two_in_a_byte(codes.to(torch.uint8).flatten(1), *int4_layout()), scales
 
-        rows = self.out_features + -self.out_features % BLOCK_ROWS
-        weight, scales = _joined(map(quantized, pieces), rows)
+        weight, scales = map(torch.cat, zip(*map(quantized, pieces), strict=True))
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("scales", scales.transpose(0, 1).contiguous())  # (groups, rows, 2)
 
@@ -319,17 +320,6 @@ def dynamic_table(device: torch.device | None = None) -> torch.Tensor:
     return torch.cat(numbers).sort().values.to(device)
 
 
-def _joined(parts: Iterable[tuple[torch.Tensor, ...]], rows: int) -> list[torch.Tensor]:
-    """Tensors of `rows` rows, put together as their parts come, so that the parts are never all in memory."""
-    whole, start = [], 0
-    for part in parts:
-        whole = whole or [piece.new_empty(rows, *piece.shape[1:]) for piece in part]
-        for target, piece in zip(whole, part, strict=True):
-            target[start : start + len(piece)] = piece
-        start += len(part[0])
-    return whole
-
-
 def _blocks(values: torch.Tensor, size: int) -> torch.Tensor:
     """values (n,) as (⌈n / size⌉, size), filled up with zeros."""
     return nn.functional.pad(values, (0, -len(values) % size)).view(-1, size)
@@ -365,16 +355,24 @@ def replaceable(
         raise UserError(f"the model is quantized to {model.quantized} already: load it anew for {kind}")
     if not isinstance(model.language_model, Gemma):
         raise UserError(f"{type(model).__name__} cannot be quantized to {kind}: its scans need whole weights")
-    decoder = model.language_model
+    eight_bits = head and kind in BF16_KINDS
     found: dict[str, tuple[nn.Linear | nn.Embedding, type[QuantizedLinear]]] = {}
-    with_head = head and kind in BF16_KINDS
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
             continue
-        if isinstance(module, Embedding):
-            found |= {path: (module, Int8Embedding)} if with_head else {}
-        elif isinstance(module, nn.Linear) and module is decoder.lm_head:
-            found |= {path: (module, Int8Linear)} if with_head else {}
+        if isinstance(module, Embedding) and eight_bits:
+            found[path] = module, Int8Embedding
+        elif module is model.language_model.lm_head:
+            found |= {path: (module, Int8Linear)} if eight_bits else {}
         elif isinstance(module, nn.Linear) and module.out_features >= MIN_OUTPUTS:
             found |= {path: (module, KINDS[kind])} if head or not module.weight.requires_grad else {}
     return found
+
+
+def quantize_layers(model: Any, kind: str | None) -> Any:
+    """`model` with every layer of `replaceable`, head included, quantized to `kind`; None leaves all as they are."""
+    if kind is not None:
+        for path, (module, quantized) in replaceable(model, kind, head=True).items():
+            model.set_submodule(path, quantized(module).train(module.training))
+        model.quantized = kind
+    return model

@@ -14,7 +14,7 @@ import sentencepiece
 
 from model.bpe import BytePairTokenizer, load_bpe
 from model.common import UserError, quoted, read_json
-from model.source import EMBEDDED, preset_of, resolve
+from model.source import BUNDLED_FOLDER, EMBEDDED, preset_of, resolve
 from model.turns import SLOT
 
 ADDED = "added_tokens.json"
@@ -211,7 +211,8 @@ def find_tokenizer(source: str | Path, revision: str | None = None) -> Path:
     """
     source = EMBEDDED if preset_of(source) else source
     file = resolve(source, ["tokenizer.json", *BESIDE], revision) / "tokenizer.json"
-    return file if file.exists() else resolve(source, ["tokenizer.model", ADDED], revision) / "tokenizer.model"
+    is_exported = file.parent == BUNDLED_FOLDER  # there it is for transformers
+    return file if file.exists() and not is_exported else resolve(source, ["tokenizer.model", ADDED], revision) / "tokenizer.model"
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

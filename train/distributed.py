@@ -21,8 +21,8 @@ from model.device import choose_device
 from model.mamba import MambaMixer
 from model.paligemma import PaliGemma
 from model.processor import Processor
-from weights.checkpoint import empty_model
 from weights.fingerprint import gathered
+from weights.load import empty_model
 
 LAYERS = ("vision_tower.encoder.layers", "language_model.layers", "multi_modal_projector.blocks")
 

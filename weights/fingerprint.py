@@ -7,7 +7,6 @@ logs of answers and results of studies: a change of the format makes them all lo
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from torch import nn
 from model.graft import Adaptable
 
 SAMPLES = 64
+Sample = tuple[tuple[int, ...], list[int]]  # a tensor's shape, and the bits of the sampled values in bf16
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -23,28 +23,21 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if gather is None else gather()
 
 
-def _sample(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _values(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """At most 64 values, evenly spread. The stride is odd: a multiple of the row length would see one column only."""
     return gathered(tensor).detach().flatten()[:: tensor.numel() // SAMPLES | 1][:SAMPLES].to("cpu", dtype)
 
 
-class Sample(NamedTuple):
-    """What a hash reads of a tensor: its shape, and the bits of the sampled values in bf16."""
-
-    shape: tuple[int, ...]
-    values: list[int]
-
-
 def sample(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Sample:
-    """The sample of `tensor` after a cast to `dtype`; None: as it is."""
-    values = _sample(tensor, dtype or tensor.dtype).bfloat16()
-    return Sample(tuple(tensor.shape), values.view(torch.int16).tolist())
+    """What a hash reads of `tensor` after a cast to `dtype`; None: as it is."""
+    values = _values(tensor, dtype or tensor.dtype).bfloat16()
+    return tuple(tensor.shape), values.view(torch.int16).tolist()
 
 
 def tensor_fingerprint(tensors: Mapping[str, torch.Tensor | Sample]) -> str:
-    """A hash of names, shapes and values in bf16: the same for a checkpoint opened in fp32 and in bf16.
+    """A hash of names, shapes and values in bf16: the same for a checkpoint opened in fp32 and in bf16 (not in fp16).
 
-    fp16 rounds differently. Adapters store this hash of their base. Sharded tensors are gathered one at a time.
+    Adapters store this hash of their base. Sharded tensors are gathered one at a time.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
@@ -54,11 +47,8 @@ def tensor_fingerprint(tensors: Mapping[str, torch.Tensor | Sample]) -> str:
 
 
 def exact_fingerprint(model: nn.Module) -> str:
-    """A hash of all that `model` computes with: parameters, persistent buffers and grafts, with their dtypes.
-
-    Logs of answers and results of studies store this hash of the model that gave them.
-    """
+    """A hash of all that `model` computes with, for logs: parameters, persistent buffers, grafts, and their dtypes."""
     parts: list = [[graft.arguments() for graft in model.grafts] if isinstance(model, Adaptable) else []]
     for name, tensor in (dict(model.named_parameters()) | model.state_dict()).items():
-        parts.append([name, str(tensor.dtype), list(tensor.shape), _sample(tensor, torch.float32).tolist()])
+        parts.append([name, str(tensor.dtype), list(tensor.shape), _values(tensor, torch.float32).tolist()])
     return hashlib.sha256(json.dumps([parts]).encode()).hexdigest()[:16]

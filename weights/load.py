@@ -1,27 +1,234 @@
-"""Models from checkpoints: a PaliGemma or another complete model, a Mamba language model, a vision tower.
+"""Models from checkpoints: names and shapes are compared with config.json before a tensor is read.
 
-In: a folder, a hub id "owner/name", "embedded", a preset's name, or a big_vision .npz. Out: the model in eval mode, in
-the dtype and on the device asked for, in no more memory than its weights; on "meta" the headers are checked and no
-tensor is read. Needs config.json and the tensors, no tokenizer. `weights/checkpoint.py` says what is raised.
+In: a folder, a hub id "owner/name", "embedded", a preset's name, or big_vision's .npz. Out: the model in eval mode, its
+parameters trainable, in the dtype and on the device asked for, in no more memory than its weights. What files call a
+tensor is data in `weights/mapping.py`. Only safetensors and .npz without pickles are opened.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from model.common import UserError, read_json
-from model.config import VisionConfig, read_section, read_vision
+from lora.quantize import quantize_layers, replaceable
+from model.common import UserError, file_errors, read_json, shown
+from model.config import PRESETS, PaliGemmaConfig, VisionConfig, read_section, read_vision
 from model.language import LanguageModel
 from model.language_config import LanguageConfig
 from model.mamba import MambaLM
 from model.paligemma import PaliGemma, initialize
 from model.qmamba import QMamba, initialize_qmamba
 from model.siglip import Siglip
-from model.source import preset_of, resolve
-from model.system_configs import MambaConfig
-from weights.checkpoint import empty_model, open_checkpoint, quantized
+from model.source import local_path, preset_of, resolve
+from model.system_configs import (
+    LanguageWingsConfig,
+    MambaConfig,
+    QMambaConfig,
+    TextModelConfig,
+    WingsConfig,
+    read_config,
+)
+from model.text import TextModel
+from model.wings import Wings
+from weights import mapping, npz
+from weights.mapping import STORED_DTYPES, Entry
 
-_SIGLIP_TYPES = ("siglip", "siglip_vision_model")
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+PATTERNS = ["config.json", "generation_config.json", "model*.safetensors", INDEX_FILE, "*.npz"]
+MAX_PADDING = 65  # rows of an embedding that a .npz lacks: transformers adds two, then rounds up to a multiple of 64
+# The class of each configuration and the names in its files. A new model is a line here and one in
+# `model/system_configs.py`.
+KINDS: dict[type, tuple[type[nn.Module], mapping.Names]] = {
+    PaliGemmaConfig: (PaliGemma, mapping.PALIGEMMA_NAMES),
+    QMambaConfig: (QMamba, mapping.OWN_NAMES),
+    TextModelConfig: (TextModel, mapping.OWN_NAMES),
+    LanguageConfig: (LanguageModel, mapping.LANGUAGE_NAMES),
+    WingsConfig: (Wings, mapping.OWN_NAMES),
+    LanguageWingsConfig: (Wings, mapping.OWN_NAMES),
+    # parts of models, which load_mamba and load_siglip open
+    MambaConfig: (MambaLM, mapping.MAMBA_NAMES),
+    VisionConfig: (Siglip, mapping.SIGLIP_NAMES),
+}
+
+
+class _SkipInit(TorchFunctionMode):
+    """Skip what nn.init does: on the meta device it would compute nothing, and import torch's compiler to do so."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return (kwargs or {}).get("tensor", args[0] if args else None)
+        return func(*args, **(kwargs or {}))
+
+
+def empty_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """The model of a configuration on the meta device, in eval mode: names, shapes and dtype without memory."""
+    with torch.device("meta"), _SkipInit():
+        return KINDS[type(config)][0](config).to(dtype).eval()
+
+
+@dataclass
+class Checkpoint:
+    """What a source holds, known from its headers alone."""
+
+    folder: Path
+    entries: dict[str, Entry]  # by the name in the file
+    config: Any  # of KINDS
+    model: Any  # of that configuration, on the meta device
+    dialect: str  # of `weights.mapping`
+    names: dict[str, str]  # {the file's name: ours}
+    problems: list[str]  # all that does not fit, a sentence each
+
+
+def open_tensors(path: Path) -> Any:
+    """The safetensors file `path`, mapped: `keys`, `get_slice`, `get_tensor`, `metadata`. Raises UserError."""
+    try:
+        with file_errors(path):
+            return safe_open(path, "pt")
+    except SafetensorError as error:
+        problem = f"damaged, or no safetensors file ({shown(str(error))})"
+        raise UserError(f"{shown(path)}: {problem}: download or save it again") from None
+
+
+def find_files(folder: Path) -> list[Path]:
+    """model.safetensors, or the files that its index names, or an .npz. Raises UserError that says what is there."""
+    if (folder / SINGLE_FILE).exists():
+        return [folder / SINGLE_FILE]
+    if (index := folder / INDEX_FILE).exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise UserError(f"{index}: weight_map must give a file name for each tensor: download the file again")
+        return [folder / Path(file).name for file in sorted(set(weight_map.values()))]
+    if len(arrays := sorted(folder.glob("*.npz"))) == 1:
+        return arrays
+    for pattern, remedy in {
+        "*.npz": "more than one .npz: give the path of one",
+        "model-*.safetensors": f"parts of a model, but no {INDEX_FILE}: download that too",
+        "adapter_config.json": "an adapter, expected a model: give its base, and this as --adapter",
+        "checkpoints": f"a run that has not ended: go on with python -m train.finetune --resume {folder}",
+        "*.bin": "pickles, which can run code: take a model in safetensors, such as state-spaces/mamba-130m-hf",
+    }.items():
+        if any(folder.glob(pattern)):
+            raise UserError(f"{folder}: holds {remedy}")
+    raise UserError(f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE} nor an .npz: give a model's own folder")
+
+
+def read_headers(file: Path) -> dict[str, Entry]:
+    """The tensors of a file by name; none is read. Raises UserError."""
+    if file.suffix == ".npz":
+        return npz.read_headers(file)
+    opened = open_tensors(file)
+    parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+    return {name: Entry(file, tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+
+
+def examine(source: str | Path, revision: str | None = None, read: Callable[[Path], Any] = read_config) -> Checkpoint:
+    """Compare the names, shapes and dtypes in the files of `source` with its config.json; no tensor is read.
+
+    read: reads config.json, and so decides which kind of model is expected. Raises UserError for files that cannot be
+    opened; what does not fit is listed in `problems`.
+    """
+    if preset_of(source):
+        raise UserError(f"{source}: is a preset of random weights, without files: give a folder or a hub id")
+    path = local_path(source)
+    with file_errors(source):
+        is_array = path.suffix == ".npz" and path.is_file()
+        files = [path] if is_array else find_files(resolve(source, PATTERNS, revision))
+    given, entries = files[0].with_name("config.json"), {}
+    if files[0].suffix == ".npz" and not given.exists() and read is read_config:
+        entries = read_headers(files[0])
+        fitting = (compare(given.parent, entries, preset) for preset in PRESETS.values())
+        if checkpoint := next((checkpoint for checkpoint in fitting if not checkpoint.problems), None):
+            return checkpoint
+        raise UserError(f"{files[0]}: its arrays fit no preset of model/config.py: write a config.json beside it")
+    config = read(given)
+    for file in files:
+        entries |= read_headers(file)
+    return compare(given.parent, entries, config)
+
+
+def compare(folder: Path, entries: dict[str, Entry], config: Any) -> Checkpoint:
+    """The checkpoint of these tensors, and what does not fit the model of this configuration."""
+    try:
+        model, kind = empty_model(config), KINDS[type(config)][1]
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        raise UserError(f"{folder / 'config.json'}: impossible sizes ({error}): download it again") from None
+    entries = {name: entry for name, entry in entries.items() if not name.startswith(kind.ignored)}
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    is_array = any(entry.path.suffix == ".npz" for entry in entries.values())
+    dialect = mapping.NPZ if is_array else mapping.detect_dialect(entries, wanted, kind.dialects)
+    allowed = kind.aliases | mapping.dialect_names(wanted, dialect)
+    names = {name: allowed[name] for name in entries if name in allowed}
+    misshaped = []
+    for name, ours in names.items():
+        shape, expected = entries[name].shape, wanted[ours]
+        padded = is_array and ours == mapping.EMBEDDING and shape[1:] == expected[1:]
+        if shape != expected and not (padded and 0 <= expected[0] - shape[0] <= MAX_PADDING):
+            misshaped.append(f"{shown(name)} is {shape}, expected {expected}")
+    found = {
+        "missing": wanted.keys() - names.values(),
+        "unexpected": map(shown, entries.keys() - allowed.keys()),
+        "of other sizes than config.json says": misshaped,
+        f"not in {', '.join(STORED_DTYPES)}": [
+            f"{shown(name)} is {entry.dtype}" for name, entry in entries.items() if entry.dtype not in STORED_DTYPES
+        ],
+    }
+    problems = []
+    for what, group in found.items():
+        if group := sorted(group):
+            more = f" and {len(group) - 4} more" if len(group) > 4 else ""
+            problems.append(f"tensors {what}, {len(group)}: {', '.join(group[:4])}{more}")
+    return Checkpoint(folder, entries, config, model, dialect, names, problems)
+
+
+def read_model(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu", quantize: str | None = None
+) -> Any:
+    """The model of an examined checkpoint. On a CPU a tensor of this dtype is a private view of its file.
+
+    quantize: a key of `lora.quantize.KINDS`; a matrix is then packed as soon as it is read, so that whole weights are
+    never all in memory. Raises UserError for the checkpoint's problems, and where a stored head differs from the
+    embedding that it is tied to (transformers would warn and untie the two, a model that this code does not have).
+    """
+    if checkpoint.problems:
+        raise UserError(f"{checkpoint.folder}: {'; '.join(checkpoint.problems)}: take all files from one model")
+    model, entries, names = checkpoint.model.to(dtype), checkpoint.entries, checkpoint.names
+    if torch.device(device).type == "meta":
+        return quantize_layers(model, quantize)
+    if checkpoint.dialect == mapping.NPZ:
+        path = next(iter(entries.values())).path
+        model.load_state_dict(npz.read_npz(path, model.state_dict(), device), assign=True)
+        return quantize_layers(model, quantize)
+    layers = replaceable(model, quantize, head=True) if quantize else {}
+    first: dict[str, str] = {}  # our name: the tensor that fills it
+    filled: dict[str, torch.Tensor] = {}
+    files: dict[Path, Any] = {}
+    for name in sorted(names, key=lambda name: -prod(entries[name].shape)):  # the largest while little else is there
+        ours, file = names[name], entries[name].path
+        opened = files[file] if file in files else files.setdefault(file, open_tensors(file))
+        stored = opened.get_tensor(name)
+        if first.setdefault(ours, name) != name:
+            other = open_tensors(entries[first[ours]].path).get_tensor(first[ours])
+            pairs = zip(stored.split(4096), other.split(4096), strict=True)
+            if not all(torch.equal(a.to(dtype), b.to(dtype)) for a, b in pairs):
+                raise UserError(f"{file}: {name} differs from {first[ours]}, but this model ties the two: save it so")
+        elif (path := ours.removesuffix(".weight")) in layers:
+            module, packed = layers.pop(path)
+            module.weight = nn.Parameter(stored, requires_grad=False)
+            model.set_submodule(path, packed(module, dtype, device).train(module.training))
+        else:
+            filled[ours] = stored.to(device, dtype)
+        if filled.get(ours) is not stored:
+            del files[file]  # unmaps what was copied: mapped pages count as memory of the process
+    model.load_state_dict(filled, strict=quantize is None, assign=True)
+    if quantize is not None:
+        model.quantized = quantize
+    return model
 
 
 def load_model(
@@ -32,63 +239,41 @@ def load_model(
     revision: str | None = None,
     quantize: str | None = None,
 ) -> PaliGemma:
-    """The model of `source`, of the class that `weights.registry.KINDS` has for its config.json.
+    """The model of `source`, of the class that KINDS has for its config.json.
 
     source: a folder, a hub id at `revision`, "embedded", a preset's name (random weights; a folder of that name comes
-    first), or a .npz file. quantize: a key of `lora.quantize.KINDS`, in which all layers but norms are then held, see
-    `weights.quantized`. The head is the embedding: a stored `lm_head` must equal it, or a UserError says so
-    (transformers would warn and untie the two, a model that this code does not have).
+    first), or a .npz file. On the device "meta" the headers are checked and no tensor is read. Needs no tokenizer.
+    Raises as `examine` and `read_model`.
     """
     if preset := preset_of(source):
         model = empty_model(preset, dtype)
         if torch.device(device).type != "meta":
             fill = initialize_qmamba if isinstance(model, QMamba) else initialize
             model = fill(model.to_empty(device=device))
-        return quantized(model, quantize)
-    return open_checkpoint(source, dtype, device, revision, quantize=quantize)
+        return quantize_layers(model, quantize)
+    return read_model(examine(source, revision), dtype, device, quantize)
 
 
-def load_text(
-    source: str | Path,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    revision: str | None = None,
-) -> LanguageModel:
-    """The published language model of `source`, Gemma, Gemma 2, Qwen1.5 or Qwen2, under the names of transformers.
-
-    Raises UserError for another model, and for what is not computed here, such as scaled rotary positions.
-    """
-    return open_checkpoint(source, dtype, device, revision, LanguageConfig.from_file)
+def load_text(source: str | Path, dtype=torch.float32, device="cpu", revision: str | None = None) -> LanguageModel:
+    """The published language model of `source`, Gemma, Gemma 2, Qwen1.5 or Qwen2, under the names of transformers."""
+    return read_model(examine(source, revision, LanguageConfig.from_file), dtype, device)
 
 
-def load_mamba(
-    source: str | Path,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    revision: str | None = None,
-) -> MambaLM:
-    """The Mamba language model of `source`, under the names of transformers or of the original repository.
-
-    A stored `lm_head` must equal the embedding, or a UserError says so.
-    """
-    return open_checkpoint(source, dtype, device, revision, MambaConfig.from_file)
+def load_mamba(source: str | Path, dtype=torch.float32, device="cpu", revision: str | None = None) -> MambaLM:
+    """The Mamba language model of `source`, under the names of transformers or of the original repository."""
+    return read_model(examine(source, revision, MambaConfig.from_file), dtype, device)
 
 
 def load_siglip(source: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Siglip:
     """The vision tower of `source`: of transformers' SiglipModel, or of a PaliGemma. The pooling head is left out."""
-    path = resolve(source, ["config.json"]) / "config.json"
-    try:
-        is_siglip = read_json(path).get("model_type") in _SIGLIP_TYPES
-    except UserError:
-        is_siglip = False  # load_model reports what is wrong with the file
-    if not is_siglip:
-        model = load_model(source, dtype=dtype, device=device)
-        if isinstance(model, LanguageModel):
-            raise UserError(
-                f"{source}: a language model for text alone has no vision tower: give a SigLIP, a PaliGemma"
-            )
-        return model.vision_tower
-    return open_checkpoint(source, dtype, device, read=read_siglip)
+    if not preset_of(source) and local_path(source).suffix != ".npz":
+        raw = read_json(resolve(source, ["config.json"]) / "config.json")
+        if raw.get("model_type") in ("siglip", "siglip_vision_model"):
+            return read_model(examine(source, read=read_siglip), dtype, device)
+    model = load_model(source, dtype=dtype, device=device)
+    if isinstance(model, LanguageModel):
+        raise UserError(f"{source}: a language model for text alone has no vision tower: give a SigLIP, a PaliGemma")
+    return model.vision_tower
 
 
 def read_siglip(path: Path) -> VisionConfig:

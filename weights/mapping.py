@@ -7,39 +7,40 @@ big_vision's .npz stacks the layers of a tower in one array and keeps the attent
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-# the dialects of PaliGemma: {our prefix: the dialect's}
+# what a checkpoint of weights may hold; quantized and integer tensors are refused by name
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Entry(NamedTuple):
+    """A tensor in a file, known from the header: the file, its shape and the name of its dtype there."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+# the dialects of PaliGemma: {our prefix: the dialect's}, the first that fits
 DIALECTS: dict[str, dict[str, str]] = {
     # the hub's files of 2024, transformers 4.41 to 4.51
-    "A": {
-        "language_model.": "language_model.model.",
-        "multi_modal_projector.": "multi_modal_projector.",
-        "vision_tower.": "vision_tower.vision_model.",
-    },
+    "A": {"language_model.": "language_model.model.", "vision_tower.": "vision_tower.vision_model.", "": ""},
     # the modules of transformers 4.52 to 4.57
-    "B": {
-        "language_model.": "model.language_model.",
-        "multi_modal_projector.": "model.multi_modal_projector.",
-        "vision_tower.": "model.vision_tower.vision_model.",
-    },
+    "B": {"vision_tower.": "model.vision_tower.vision_model.", "": "model."},
     # the modules of transformers 5
-    "C": {
-        "language_model.": "model.language_model.",
-        "multi_modal_projector.": "model.multi_modal_projector.",
-        "vision_tower.": "model.vision_tower.",
-    },
+    "C": {"": "model."},
     # what transformers 5 saves
-    "D": {
-        "language_model.": "language_model.model.",
-        "multi_modal_projector.": "multi_modal_projector.",
-        "vision_tower.": "vision_tower.",
-    },
+    "D": {"language_model.": "language_model.model.", "": ""},
 }
-OWN, SIGLIP, TEXT = "own", "siglip", "text"  # our own names; those of a SigLIP alone, and of a decoder alone
+# our own names, those of a SigLIP alone, of a decoder alone, and of a .npz, whose arrays `weights/npz.py` renames
+OWN, SIGLIP, TEXT, NPZ = "own", "siglip", "text", "big_vision"
 _PREFIXES = DIALECTS | {
     OWN: {"": ""},
+    NPZ: {"": ""},
     SIGLIP: {"": "vision_model."},
     TEXT: {"language_model.lm_head.": "lm_head.", "language_model.": "model."},
 }
@@ -71,19 +72,16 @@ SIGLIP_NAMES = Names((SIGLIP, OWN), ignored=_NO_TOWER)
 
 def dialect_names(ours: Iterable[str], dialect: str) -> dict[str, str]:
     """{the dialect's name: our name} of each of our parameters."""
-    prefixes = _PREFIXES[dialect]
     names = {}
     for name in ours:
-        prefix = next(prefix for prefix in prefixes if name.startswith(prefix))
-        names[prefixes[prefix] + name.removeprefix(prefix)] = name
+        prefix, theirs = next(pair for pair in _PREFIXES[dialect].items() if name.startswith(pair[0]))
+        names[theirs + name.removeprefix(prefix)] = name
     return names
 
 
-def detect_dialect(names: Collection[str], ours: Collection[str], dialects: tuple[str, ...]) -> str | None:
-    """The one of `dialects` that most of a checkpoint's names are in; None when no name is in any of several."""
-    counts = {dialect: len(dialect_names(ours, dialect).keys() & set(names)) for dialect in dialects}
-    best = max(dialects, key=lambda dialect: counts[dialect])
-    return best if counts[best] or len(dialects) == 1 else None
+def detect_dialect(names: Collection[str], ours: Collection[str], dialects: tuple[str, ...]) -> str:
+    """The one of `dialects` that most of a checkpoint's names are in."""
+    return max(dialects, key=lambda dialect: len(dialect_names(ours, dialect).keys() & set(names)))
 
 
 Rule = Callable[[Tensor], Tensor]
@@ -114,7 +112,6 @@ def _in_heads(w: Tensor) -> Tensor:
 _BLOCK, _LAYER = "img/Transformer/encoderblock", "llm/layers"
 _VISION, _TEXT = "vision_tower.encoder.layers.{}", "language_model.layers.{}"
 _ATTENTION = f"{_BLOCK}/MultiHeadDotProductAttention_0"
-EMBEDDING_KEY = "llm/embedder/input_embedding"
 
 _BIG_VISION: dict[str, dict[str, Rule]] = {
     "img/embedding/kernel": {"vision_tower.embeddings.patch_embedding.weight": lambda w: w.permute(3, 2, 0, 1)},  # HWIO
@@ -144,7 +141,7 @@ _BIG_VISION: dict[str, dict[str, Rule]] = {
     "img/Transformer/encoder_norm/bias": {"vision_tower.post_layernorm.bias": _same},
     "img/head/kernel": {"multi_modal_projector.linear.weight": _transposed},
     "img/head/bias": {"multi_modal_projector.linear.bias": _same},
-    EMBEDDING_KEY: {EMBEDDING: _same},  # without the rows of <image> and padding, see weights/npz.py
+    "llm/embedder/input_embedding": {EMBEDDING: _same},  # without the rows of <image> and padding, see weights/npz.py
     f"{_LAYER}/attn/q_einsum/w": {f"{_TEXT}.self_attn.q_proj.weight": _out_heads},
     f"{_LAYER}/attn/kv_einsum/w": {  # (2, K, H, D)
         f"{_TEXT}.self_attn.k_proj.weight": lambda w: _out_heads(w[0]),
@@ -158,40 +155,24 @@ _BIG_VISION: dict[str, dict[str, Rule]] = {
     f"{_LAYER}/mlp/linear": {f"{_TEXT}.mlp.down_proj.weight": _transposed},
     "llm/final_norm/scale": {"language_model.norm.weight": _same},
 }
-# The norms by Gemma's generation. `post_attention_layernorm` is the pre-norm of the MLP in Gemma 1 and the post-norm of
-# the attention in Gemma 2.
-_NORMS = {
-    1: {"pre_attention_norm": "input_layernorm", "pre_ffw_norm": "post_attention_layernorm"},
-    2: {
-        "pre_attention_norm": "input_layernorm",
-        "post_attention_norm": "post_attention_layernorm",
-        "pre_ffw_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
+# In Gemma 1 `post_attention_layernorm` is the pre-norm of the MLP, in Gemma 2 the post-norm of the attention.
+_NORMS_1 = {"pre_attention_norm": "input_layernorm", "pre_ffw_norm": "post_attention_layernorm"}
+_NORMS_2 = {
+    "pre_attention_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "pre_ffw_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 
 
-def big_vision_rules(ours: Collection[str]) -> dict[str, list[dict[str, Rule]]]:
-    """{key of the .npz: for each layer that it stacks, {our name: how the layer's array becomes the parameter}}.
+def big_vision_rules(keys: Collection[str]) -> dict[str, dict[str, Rule]]:
+    """{key of the .npz: {our name, with {} for the layer: how a layer's array becomes the parameter}}.
 
-    ours: the names of the model's parameters; the number of layers and Gemma's generation follow from them.
+    keys: what the file holds; Gemma's generation follows from them.
     """
-    layers = {}  # by tower
-    for name in ours:
-        tower, _, rest = name.partition(".layers.")
-        if rest:
-            layers[tower] = max(layers.get(tower, 0), int(rest.split(".")[0]) + 1)
-    generation = 2 if any("pre_feedforward_layernorm" in name for name in ours) else 1
-    norms = {
-        f"{_LAYER}/{theirs}/scale": {f"{_TEXT}.{name}.weight": _same} for theirs, name in _NORMS[generation].items()
-    }
-    return {
-        key: [
-            {template.format(layer): rule for template, rule in rules.items()}
-            for layer in range(layers[next(iter(rules)).partition(".layers.")[0]] if is_stacked(key) else 1)
-        ]
-        for key, rules in (_BIG_VISION | norms).items()
-    }
+    norms = _NORMS_2 if f"{_LAYER}/post_ffw_norm/scale" in keys else _NORMS_1
+    scales = {f"{_LAYER}/{theirs}/scale": {f"{_TEXT}.{name}.weight": _same} for theirs, name in norms.items()}
+    return _BIG_VISION | scales
 
 
 def is_stacked(key: str) -> bool:

@@ -1,68 +1,46 @@
 """big_vision's .npz of PaliGemma: a zip of arrays with the layers stacked, read one layer at a time.
 
-In: a file as Google published it (https://github.com/google-research/big_vision). Out: filled parameters. Names and
-axes are data in `weights/mapping.py`. Pickled arrays are refused.
+In: a file as Google published it (https://github.com/google-research/big_vision). Out: tensors under our names. Names
+and axes are data in `weights/mapping.py`. Pickled arrays are refused.
 """
 
+import contextlib
 import zipfile
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 import torch
-from torch import nn
 
-from model.common import UserError, open_regular, shown
-from weights.mapping import EMBEDDING_KEY, big_vision_rules, is_stacked
-from weights.streaming import STORED_DTYPES, Comparison, Entry, require_finite
+from model.common import UserError, shown
+from weights.mapping import STORED_DTYPES, Entry, big_vision_rules, is_stacked
 
-NPZ = "big_vision"  # the name of this dialect
-_DTYPES = {"<f8": "F64", "<f4": "F32", "<f2": "F16", "|V2": "BF16"}  # numpy has no bfloat16: files hold it as raw bytes
-_ROWS = 4096
-_MAX_PADDING = 65  # transformers' conversion adds two rows, then rounds up to a multiple of 64
+_DTYPES = {"<f8": "F64", "<f4": "F32", "<f2": "F16", "|V2": "BF16"}  # numpy has no bfloat16: files hold raw bytes
+_MAX_LAYERS = 1000  # of a tower; more are no weights
 _TREE = "params/"  # the weights; a training checkpoint holds other trees too
 
 
-def read_npz(path: Path) -> dict[str, Entry]:
-    """The arrays of the model by key, without "params/"; no array is read. Byte ranges are those within a zip member.
-
-    Raises UserError for a damaged file and for a pickled array.
-    """
-    entries = {}
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[zipfile.ZipFile, dict[str, zipfile.ZipInfo]]]:
+    """The archive, and the arrays of its weights by key, without "params/" and ".npy"."""
     try:
-        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            for key, member in _members(archive).items():
-                with archive.open(member) as array:
-                    shape, dtype = _read_array_header(array)
-                    start, end = array.tell(), array.tell() + dtype.itemsize * prod(shape)
-                if member.file_size != end:
-                    raise ValueError(f"{shown(key)} has {member.file_size} bytes instead of {end}")
-                entries[key] = Entry(path, _DTYPES.get(dtype.str, str(dtype)), shape, start, end)
+        with zipfile.ZipFile(path) as archive:
+            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            weights = {key.removeprefix(_TREE): info for key, info in members.items() if key.startswith(_TREE)}
+            yield archive, weights or members
     except UserError:
         raise
     except Exception as error:  # a damaged archive makes zipfile and numpy raise errors of many classes
         raise UserError(f"{path}: no .npz that can be read ({shown(str(error))}): download the file again") from None
-    return entries
 
 
-def _members(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
-    """The arrays of the weights by key, without "params/" and ".npy". Raises ValueError if a name occurs twice."""
-    members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-    if len(members) < len(archive.infolist()):
-        raise ValueError("a name occurs twice")
-    weights = {key.removeprefix(_TREE): info for key, info in members.items() if key.startswith(_TREE)}
-    return weights or members
-
-
-def _read_array_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
-    version = np.lib.format.read_magic(file)
-    if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"array format {version}")
+def _read_header(array: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
+    """The shape and dtype of an array. Raises ValueError for what is not a plain array."""
+    version = np.lib.format.read_magic(array)
     reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, fortran, dtype = reader(file)
+    shape, fortran, dtype = reader(array)
     if dtype.hasobject:
         raise ValueError("a pickled array, which could run any code and is not opened")
     if fortran and len(shape) > 1:
@@ -70,80 +48,54 @@ def _read_array_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
     return shape, dtype
 
 
-def compare_npz(entries: Mapping[str, Entry], wanted: Mapping[str, tuple[int, ...]]) -> Comparison:
-    """How the arrays cover the parameters `wanted`, {name: shape}. The map gives the first parameter of each array."""
-    rules = big_vision_rules(wanted)
-    name_map, misshaped = {}, []
-    missing = set(wanted)
-    for key in (key for key in entries if key in rules):
-        layers = rules[key]
-        missing.difference_update(*layers)
-        name_map[key] = name = next(iter(layers[0]))
-        shape = entries[key].shape if is_stacked(key) else (1, *entries[key].shape)
-        if key == EMBEDDING_KEY and len(shape) == 3 and 0 < wanted[name][0] - shape[1] <= _MAX_PADDING:
-            shape = (1, wanted[name][0], shape[2])
-        try:
-            results = {n: tuple(rule(torch.empty(shape[1:], device="meta")).shape) for n, rule in layers[0].items()}
-        except (RuntimeError, IndexError):  # not even the right number of axes
-            results = {}
-        if shape[:1] != (len(layers),) or results != {n: wanted[n] for n in layers[0]}:
-            times = f" of {len(layers)} layers" if is_stacked(key) else ""
-            misshaped.append(f"{key} is {entries[key].shape}, expected to give {name} {wanted[name]}{times}")
-    return Comparison(name_map, sorted(missing), sorted(entries.keys() - rules.keys()), misshaped)
+def read_headers(path: Path) -> dict[str, Entry]:
+    """What the file holds by our names, arrays of no such name by their keys; no array is read. Raises UserError."""
+    entries = {}
+    with _opened(path) as (archive, members):
+        rules = big_vision_rules(members)
+        for key, member in members.items():
+            with archive.open(member) as array:
+                shape, dtype = _read_header(array)
+                if member.file_size != (end := array.tell() + dtype.itemsize * prod(shape)):
+                    raise ValueError(f"{key} has {member.file_size} bytes instead of {end}")
+            layers = shape[0] if is_stacked(key) and shape else 1
+            for template, rule in rules.get(key, {key: lambda w: w}).items():
+                try:
+                    given = tuple(rule(torch.empty(shape[is_stacked(key) :], device="meta")).shape)
+                except (RuntimeError, IndexError):  # not even the right number of axes
+                    given = shape
+                for layer in range(min(layers, _MAX_LAYERS)):
+                    entries[template.format(layer)] = Entry(path, given, _DTYPES.get(dtype.str, dtype.str))
+    return entries
 
 
-def stream_npz_into(
-    model: nn.Module, entries: Mapping[str, Entry], name_map: Mapping[str, str], device: torch.device | str = "cpu"
-) -> None:
-    """`weights.streaming.stream_into` for the arrays of a .npz. Beside the model, memory holds one layer of one array.
+def read_npz(
+    path: Path, wanted: Mapping[str, torch.Tensor], device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """The parameters by our names, with the shapes and dtypes of `wanted`. Beside them, memory holds one layer.
 
-    The embedding in the file lacks the rows of `<image>` and of the padding of the vocabulary. transformers' conversion
-    draws them around the mean of the others (with 1e-5 of their variance, unseeded); here they are that mean. No text
-    uses them.
+    The embedding in the file lacks the rows of `<image>` and of the padding of the vocabulary, which no text uses.
+    transformers' conversion draws them around the mean of the others; here they are that mean.
     """
-    wanted = model.state_dict()
     filled = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for name, tensor in wanted.items()}
-    rules = big_vision_rules(wanted)
-    path = next(iter(entries.values())).path
-    try:
-        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            members = _members(archive)
-            for key in name_map:
-                with archive.open(members[key]) as array:
-                    array.read(entries[key].start)
-                    if key == EMBEDDING_KEY:
-                        _fill_embedding(filled[name_map[key]], array, key, entries[key])
-                        continue
-                    shape = entries[key].shape[is_stacked(key) :]
-                    for layer in rules[key]:
-                        stored = _read_array(array, entries[key].dtype, shape)
-                        for name, rule in layer.items():
-                            filled[name].copy_(rule(stored))
-                            require_finite(f"{path}: {key}", filled[name], stored)
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path}: damaged ({error}): download the file again") from None
-    model.load_state_dict(filled, assign=True)
+    with _opened(path) as (archive, members):
+        for key, templates in big_vision_rules(members).items():
+            with archive.open(members[key]) as array:
+                shape, dtype = _read_header(array)
+                for layer in range(shape[0] if is_stacked(key) else 1):
+                    stored = _read_array(array, shape[is_stacked(key) :], STORED_DTYPES[_DTYPES[dtype.str]])
+                    for template, rule in templates.items():
+                        target, values = filled[template.format(layer)], rule(stored)
+                        target[: len(values)] = values.to(device)
+                        if len(values) < len(target):
+                            total = sum(rows.double().sum(0) for rows in values.split(4096))
+                            target[len(values) :] = (total / len(values)).to(target)
+    return filled
 
 
-def _fill_embedding(target: torch.Tensor, file: IO[bytes], key: str, entry: Entry) -> None:
-    """Copy the rows of the file, and fill the rows that it lacks with their mean."""
-    rows, width = entry.shape
-    total = torch.zeros(width, dtype=torch.float64)
-    for start in range(0, rows, _ROWS):
-        chunk = _read_array(file, entry.dtype, (min(_ROWS, rows - start), width))
-        target[start : start + len(chunk)] = chunk.to(target.device)
-        require_finite(f"{entry.path}: {key}", target[start : start + len(chunk)], chunk)
-        total += chunk.double().sum(0)
-    target[rows:] = (total / rows).to(target)
-
-
-def _read_array(file: IO[bytes], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """The next array of a zip member."""
-    buffer = bytearray(STORED_DTYPES[dtype].itemsize * prod(shape))
-    view = memoryview(buffer)
-    while view:
-        count = file.readinto(view)
-        if not count:
-            raise EOFError("an array ends early")
-        view = view[count:]
-    return torch.frombuffer(buffer, dtype=STORED_DTYPES[dtype]).view(shape)
+def _read_array(array: IO[bytes], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The next tensor of a zip member."""
+    buffer = bytearray(dtype.itemsize * prod(shape))
+    if array.readinto(buffer) < len(buffer):
+        raise EOFError("an array ends early")
+    return torch.frombuffer(buffer, dtype=dtype).view(shape)

@@ -3,10 +3,8 @@
 import copy
 import json
 import math
-import os
 import re
 import warnings
-from pathlib import Path
 
 import peft
 import pytest
@@ -17,9 +15,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import lora.adapter as adapter
-import lora.patterns as patterns
-from lora.adapter import DECODER_TARGETS, disabled, fingerprint, inject, load, lora_layers, merge, save, unmerge
-from lora.layer import LoRALinear
+from lora.adapter import (
+    DECODER_TARGETS,
+    LoRALinear,
+    disabled,
+    fingerprint,
+    inject,
+    load,
+    lora_layers,
+    merge,
+    save,
+    unmerge,
+)
 from model import cpu
 from model.common import UserError
 from model.config import PRESETS
@@ -246,17 +253,6 @@ def test_one_layer_is_pefts_with_dropout_too():
     assert torch.equal(mine(x), mine(x)) and relative_error(mine(x), theirs.eval()(x)) <= EXACT
 
 
-def test_initialisation():
-    """Breaks when A is not Kaiming-uniform with a = √5, so U(−1/√n, 1/√n), or B is not zero."""
-    torch.manual_seed(0)
-    layer = LoRALinear(nn.Linear(4096, 64), r=16, alpha=32)
-    a = layer.lora.lora_A.weight
-    assert a.dtype == torch.float32 and a.shape == (16, 4096) and layer.lora.scaling == 2
-    assert 0.99 / 64 < a.abs().max() <= 1 / 64 and abs(a.mean()) < 2e-4
-    assert abs(a.std() * 64 * 3**0.5 - 1) < 0.01
-    assert not layer.lora.lora_B.weight.any()
-
-
 def test_a_fresh_adapter_changes_nothing(inputs, model):
     """Breaks when injection moves the model at step 0, or forgets that the model was in evaluation mode."""
     before = model(**inputs)
@@ -280,53 +276,32 @@ def test_a_name_list_reaches_the_vision_tower_too(model):
     assert all(path.startswith("language_model.layers.") for path in paths)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("targets", "options", "says"),
     [
-        ("q_proj", {}, "match no free linear layer.*language_model.layers.2.mlp.down_proj"),
-        (r"language_model\..*\.q_pro", {}, "match no free linear layer"),
-        (["proj"], {}, "match no free linear layer"),
+        (r"language_model\..*\.q_pro", {}, "match no free linear layer.*language_model.layers.2.mlp.down_proj"),
         (["embed_tokens"], {}, "match no free linear layer"),
-        ([], {}, "match no free linear layer"),
         ("(", {}, "no regular expression"),
         (["q_proj"], {"r": 0}, "r 0"),
-        (["q_proj"], {"alpha": 0}, "alpha 0"),
-        (["q_proj"], {"dropout": 1.0}, "dropout 1.0"),
     ],
 )
 def test_mistakes_in_targets(model, targets, options, says):
     """Breaks when a pattern without a match, or a value out of range, trains nothing in silence."""
-    with pytest.raises(UserError, match=says) as caught:
+    with pytest.raises(UserError, match=says):
         inject(model, targets, **({"r": 2, "alpha": 4} | options))
-    assert "\n" not in str(caught.value)
     assert not lora_layers(model)
-
-
-def test_a_layer_is_wrapped_once(model):
-    """Breaks when a second injection wraps the base of the first, or the matrices of LoRA itself."""
     inject(model, DECODER_TARGETS, 2, 4)
-    names = [name for name, _ in model.named_parameters()]
-    with pytest.raises(UserError, match="match no free linear layer"):
+    with pytest.raises(UserError, match="match no free linear layer"):  # neither a base nor LoRA's own matrices
         inject(model, r"language_model\..*", 2, 4)
-    assert [name for name, _ in model.named_parameters()] == names
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("preset", "targets", "count"),
-    [
-        ("paligemma-3b-224", DECODER_TARGETS, 39_223_296),
-        ("paligemma-3b-224", r"language_model\..*\.q_proj", 18 * 32 * (2048 + 2048)),
-    ],
-)
-def test_trainable_parameters_of_the_published_size(preset, targets, count):
+def test_trainable_parameters_of_the_published_size():
     """Breaks when the paper's recipe trains more, or less, than 39,223,296 parameters at r = 32."""
     with torch.device("meta"):
-        model = PaliGemma(PRESETS[preset])
-    inject(model, targets, r=32, alpha=64)
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == count
-    assert all(p.is_meta for p in model.parameters())
+        model = PaliGemma(PRESETS["paligemma-3b-224"])
+    inject(model, DECODER_TARGETS, r=32, alpha=64)
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 39_223_296
 
 
 GRAFTS = {
@@ -354,15 +329,6 @@ def test_a_graft_stays_trainable_after_injection(model, kind):
     expected = {attention + name for attention in attentions for name in GRAFTS[kind]}
     expected |= {f"{path}.lora.{half}.weight" for path in paths for half in ("lora_A", "lora_B")}
     assert {name for name, p in model.named_parameters() if p.requires_grad} == expected
-
-
-def test_a_fresh_feed_forward_is_trained_whole(inputs, model):
-    """Breaks when LoRA is put on layers that a graft has made, or those are frozen at their random start."""
-    graft(model, "softmax", feed_forward="swiglu-new")
-    paths = inject(model, r"language_model\.layers\..*", 2, 4)
-    assert all(".self_attn." in path for path in paths)
-    trainable = [name for name, p in model.named_parameters() if p.requires_grad and ".mlp." in name]
-    assert len(trainable) == 3 * 3 and sorted(trainable) == sorted(new_parameters(model))
 
 
 @pytest.mark.long
@@ -412,25 +378,15 @@ def test_merge_equals_pefts(tmp_path, hf, model):
 
 @pytest.mark.parametrize(
     ("kind", "targets", "named"),
-    [
-        ("twin", DECODER_TARGETS, "q_proj"),
-        ("twin", ["q_proj"], "q_proj"),
-        ("twin", ["k_proj"], "k_proj"),
-        ("twin", ["v_proj", "k_proj"], "k_proj"),
-        ("v2", DECODER_TARGETS, "q_proj"),
-        ("v2", ["q_proj"], "q_proj"),
-    ],
+    [("twin", DECODER_TARGETS, "q_proj"), ("twin", ["v_proj", "k_proj"], "k_proj"), ("v2", ["q_proj"], "q_proj")],
 )
-def test_merge_refuses_where_branches_share_a_weight(inputs, model, kind, targets, named):
+def test_merge_refuses_where_branches_share_a_weight(model, kind, targets, named):
     """Breaks when a merge moves the second branch of the attention along with the first."""
     graft(model, kind)
     inject(model, targets, 2, 4)
-    randomize(model)
-    logits = model(**inputs)
     with pytest.raises(UserError, match=rf"self_attn.{named}: cannot be merged: .* '{kind}'"):
         merge(model)
     assert not any(layer.merged for layer in lora_layers(model).values())
-    assert torch.equal(model(**inputs), logits)
 
 
 @pytest.mark.long
@@ -438,7 +394,6 @@ def test_merge_refuses_where_branches_share_a_weight(inputs, model, kind, target
     ("kind", "targets"),
     [
         ("twin", ["v_proj", "o_proj", "down_proj"]),
-        ("v2", ["v_proj"]),
         ("v2", ["k_proj", "v_proj"]),
         ("shared", SEVEN),
         ("split", SEVEN),
@@ -457,11 +412,14 @@ def test_merge_of_grafts_that_allow_it(inputs, model, kind, targets):
     assert relative_error(valid(model(**inputs), inputs), valid(logits, inputs)) <= ROUNDED
 
 
+@pytest.mark.parametrize("kind", [None, "twin"])
 @torch.no_grad()  # with gradients PyTorch computes by other kernels
-def test_disabled(hf, inputs, model):
+def test_disabled(kind, inputs, model):
     """Breaks when an update is still added in the block, or is missing after it, nested or after an exception."""
     base = model(**inputs)
-    inject(model, SEVEN, 4, 8)
+    if kind:
+        graft(model, kind)
+    inject(model, ["v_proj", "o_proj"] if kind else SEVEN, 4, 8)
     logits = randomize(model)(**inputs)
     assert relative_error(logits, base) > 1e-2
     with disabled(model):
@@ -480,18 +438,6 @@ def test_disabled(hf, inputs, model):
     assert torch.equal(model(**inputs), merged)
 
 
-@torch.no_grad()
-def test_disabled_reaches_a_graft(inputs, model):
-    """Breaks when the second branch of a graft keeps its update while updates are disabled."""
-    base = model(**inputs)
-    graft(model, "twin")
-    inject(model, DECODER_TARGETS, 2, 4)
-    logits = randomize(model)(**inputs)
-    with disabled(model):
-        assert torch.equal(model(**inputs), base)
-    assert torch.equal(model(**inputs), logits)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "options",
@@ -507,6 +453,8 @@ def test_disabled_reaches_a_graft(inputs, model):
 def test_a_graft_is_saved_with_the_adapter(tmp_path, hf, inputs, model, options):
     """Breaks when a variant's parameters, or the options that rebuild it, do not survive the adapter's files."""
     graft(model, **options)
+    if options.get("where") == "vision":  # a second call, in another order
+        graft(model, "dex", where="decoder")
     inject(model, ["q_proj", "o_proj", "fc1"], 2, 4)
     save(randomize(model), tmp_path)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
@@ -518,17 +466,6 @@ def test_a_graft_is_saved_with_the_adapter(tmp_path, hf, inputs, model, options)
     assert again.grafts == model.grafts and list(new_parameters(again)) == list(new_parameters(model))
     trainable = [name for name, p in again.named_parameters() if p.requires_grad]
     assert trainable == [name for name, p in model.named_parameters() if p.requires_grad]
-
-
-@pytest.mark.long
-def test_two_grafts_are_saved_with_the_adapter(tmp_path, hf, inputs, model):
-    """Breaks when only the last graft is recorded, or they are repeated in another order."""
-    graft(model, "twin", where="decoder")
-    graft(model, "dex", where="vision")
-    save(randomize(model), tmp_path)  # and without any LoRA
-    again = ours(hf)
-    assert load(again, tmp_path) == []
-    assert torch.equal(again(**inputs), model(**inputs))
 
 
 def test_peft_says_that_it_ignores_a_graft(tmp_path, hf, inputs, model):
@@ -579,54 +516,38 @@ def test_another_base_is_refused(tmp_path, hf, inputs, model, kind):
     load(ours(hf, dtype=torch.bfloat16), tmp_path)
 
 
-def drop(tensors):
-    del tensors[f"base_model.model.model.{DECODER_LAYER}self_attn.q_proj.lora_B.weight"]
+Q_PROJ = f"base_model.model.model.{DECODER_LAYER}self_attn.q_proj.lora_"
 
 
-def drop_layer(tensors):
-    for half in "AB":
-        del tensors[f"base_model.model.model.{DECODER_LAYER}self_attn.q_proj.lora_{half}.weight"]
-
-
-def add(tensors):
-    tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(2, 72)
-
-
-def reshape(tensors):
-    tensors[f"base_model.model.model.{DECODER_LAYER}self_attn.q_proj.lora_B.weight"] = torch.zeros(3, 2)
-
-
-def drop_graft(tensors):
-    del tensors[f"differential.{DECODER_LAYER}self_attn.mu"]
-
-
-def all_at_once(tensors):
-    drop(tensors)
-    add(tensors)
-    drop_graft(tensors)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("changes", "says"),
     [
-        (drop, "missing .*0.self_attn.q_proj.lora_B"),
-        (drop_layer, "missing .*0.self_attn.q_proj.lora_A.*missing .*0.self_attn.q_proj.lora_B"),
-        (add, "unexpected base_model.model.lm_head.lora_A"),
-        (reshape, r"q_proj.lora_B.weight is \(3, 2\), expected \(64, 2\)"),
-        (drop_graft, "missing differential.*mu"),
-        (all_at_once, "missing base_model.*missing differential.*unexpected"),
+        ({Q_PROJ + "B.weight": None}, "missing .*0.self_attn.q_proj.lora_B"),
+        ({Q_PROJ + f"{half}.weight": None for half in "AB"}, "missing .*q_proj.lora_A.*missing .*q_proj.lora_B"),
+        ({"base_model.model.lm_head.lora_A.weight": torch.zeros(2, 72)}, "unexpected base_model.model.lm_head.lora_A"),
+        ({"\x1b[31m" + "x" * 9000: torch.zeros(1)}, r"unexpected \\x1b\[31mx{50}"),
+        ({Q_PROJ + "B.weight": torch.zeros(3, 2)}, r"q_proj.lora_B.weight is \(3, 2\), expected \(64, 2\)"),
+        ({f"differential.{DECODER_LAYER}self_attn.mu": None}, "missing differential.*mu"),
+        ({Q_PROJ + "B.weight": torch.full((64, 2), math.nan)}, "q_proj.lora_B.weight .* not finite"),
+        ({Q_PROJ + "B.weight": torch.full((64, 2), 1e300, dtype=torch.float64)}, "q_proj.lora_B.weight .* not finite"),
+        ({Q_PROJ + "B.weight": torch.zeros(64, 2, dtype=torch.int8)}, "q_proj.lora_B.weight .* not finite"),
     ],
 )
-def test_tensors_that_do_not_fit(tmp_path, hf, model, change, says):
-    """Breaks when a missing, unexpected or misshaped tensor is passed over, and a part stays at its random start."""
+def test_tensors_that_do_not_fit(tmp_path, hf, model, changes, says):
+    """Breaks when a missing, unexpected, misshaped or broken tensor is passed over, or its name is printed as it is."""
     graft(model, "twin")
     inject(model, DECODER_TARGETS, 2, 4)
     save(model, tmp_path)
+
+    def change(tensors):
+        for name, tensor in changes.items():
+            tensors.pop(name, None)
+            tensors |= {} if tensor is None else {name: tensor}
+
     edit_tensors(tmp_path, change)
     with pytest.raises(UserError, match=says) as caught:
         load(ours(hf), tmp_path)
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize("config", [{"r": 8}, {"rank_pattern": {"q_proj": 8}}, {"r": 4, "rank_pattern": {}}])
@@ -641,54 +562,64 @@ def test_tensors_of_another_rank_than_the_config_says(tmp_path, hf, model, confi
         load(model, tmp_path)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("config", "says"),
+    "config",
     [
-        ({"use_dora": True}, "use_dora True"),
-        ({"modules_to_save": ["multi_modal_projector"]}, "modules_to_save"),
-        ({"bias": "lora_only"}, "bias 'lora_only'"),
-        ({"init_lora_weights": "olora"}, "init_lora_weights 'olora'"),
-        ({"trainable_token_indices": [3]}, "trainable_token_indices"),
-        ({"target_parameters": ["w"]}, "target_parameters"),
-        ({"an_invention_of_next_year": 1}, "an_invention_of_next_year"),
-        ({"peft_type": "IA3"}, "peft_type 'LORA'"),
+        {"use_dora": True},
+        {"bias": "lora_only"},
+        {"init_lora_weights": "olora"},
+        {"an_invention_of_next_year": 1},
+        {"peft_type": "IA3"},
+        {"r": "4"},
+        {"lora_alpha": math.nan},
+        {"lora_dropout": 1},
+        {"rank_pattern": {"q_proj": 2.5}},
+        {"alpha_pattern": {"(": 4}},
+        {"target_modules": "("},
+        {"quantized": "fp3"},
+        {"differential": ["twin"]},
+        {"differential": [{"kind": "twin", "model": 1}]},
+        {"differential": [{"kind": "twin", "mu": "1"}]},
     ],
+    ids=str,
 )
-def test_features_of_peft_that_are_not_plain_lora(tmp_path, hf, model, config, says):
-    """Breaks when an adapter that computes something else is loaded as if it were plain LoRA."""
+def test_what_is_not_plain_lora_is_refused(tmp_path, hf, config):
+    """Breaks when a feature that computes something else is dropped, or a value of another kind ends in a traceback."""
     peft_adapter(hf, tmp_path, target_modules=["q_proj"])
     edit_config(tmp_path, **config)
-    with pytest.raises(UserError, match=says):
-        load(model, tmp_path)
-    assert not lora_layers(model)
+    with pytest.raises(UserError) as caught:
+        load(ours(hf), tmp_path)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
 
 
 def test_files_that_are_no_adapter(tmp_path, hf, model):
-    """Breaks when an absent, damaged or pickled file ends in a traceback, or is opened."""
+    """Breaks when an absent, damaged or pickled file is opened, or a second adapter is loaded over the first."""
     with pytest.raises(UserError, match="adapter_config.json: not found"):
-        load(model, tmp_path)
-    (tmp_path / "adapter_config.json").write_text("{")
-    with pytest.raises(UserError, match="not valid JSON"):
         load(model, tmp_path)
     peft_adapter(hf, tmp_path, target_modules=["q_proj"])
     tensors = tmp_path / "adapter_model.safetensors"
     tensors.rename(tmp_path / "adapter_model.bin")
-    with pytest.raises(UserError, match="adapter_model.safetensors: not found.*pickles are not read"):
+    with pytest.raises(UserError, match="adapter_model.safetensors: not found"):
         load(model, tmp_path)
     tensors.write_bytes(b"nothing of the kind")
-    with pytest.raises(UserError, match="not a safetensors file"):
+    with pytest.raises(UserError, match="adapter_model.safetensors: damaged"):
         load(model, tmp_path)
     with pytest.raises(UserError, match="no adapter to save"):
         save(model, tmp_path)
-
-
-def test_one_adapter_at_a_time(tmp_path, model):
-    """Breaks when a second adapter is loaded over the first, and half of each is used."""
     inject(model, ["q_proj"], 2, 4)
     save(model, tmp_path)
     with pytest.raises(UserError, match="has an adapter already"):
         load(model, tmp_path)
+
+
+def test_only_the_writing_process_copies_the_adapter(model, tmp_path):
+    """Breaks when every GPU's process holds a copy of the adapter in main memory."""
+    inject(model, DECODER_TARGETS, 2, 4)
+    model.base_fingerprint = "known"
+    model.to("meta")  # nothing can be copied from there
+    save(model, tmp_path, write=False)
+    with pytest.raises(NotImplementedError):
+        save(model, tmp_path)
 
 
 def test_a_failed_save_leaves_the_old_adapter(tmp_path, hf, model, monkeypatch):
@@ -723,247 +654,6 @@ def test_half_precision(hf, inputs):
         assert relative_error(y, exact) < 2e-2
         y.float().sum().backward()
         assert all(p.grad.dtype == torch.float32 and p.grad.any() for p in layer.lora.parameters())
-
-
-@pytest.mark.long
-def test_compiles_without_a_break(model, inputs):
-    """Breaks when a LoRA layer cannot be traced in one graph, or the graph goes stale when it is merged or disabled."""
-    inject(model, ["down_proj"], 2, 4)
-    layer = randomize(model).get_submodule(DECODER_LAYER + "mlp.down_proj")
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.randn(3, 96)
-    on = layer(x)
-    assert relative_error(compiled(x), on) <= EXACT
-    with disabled(model):
-        off = layer.base_layer(x)
-        assert relative_error(compiled(x), off) <= EXACT < relative_error(on, off)
-    merge(model)
-    assert relative_error(compiled(x), on) <= EXACT
-
-
-# --- hostile files ---------------------------------------------------------------------------------------------------
-
-
-def poison(value):
-    def change(tensors):
-        name = f"base_model.model.model.{DECODER_LAYER}self_attn.q_proj.lora_B.weight"
-        tensors[name][0, 0] = value
-
-    return change
-
-
-def cast(dtype):
-    return lambda tensors: tensors.update((name, (100 * tensor).to(dtype)) for name, tensor in tensors.items())
-
-
-def twice(tensors):
-    old = f"base_model.model.language_model.model.{DECODER_LAYER.partition('.')[2]}self_attn.q_proj.lora_B.weight"
-    tensors[old] = torch.zeros_like(tensors[f"base_model.model.model.{DECODER_LAYER}self_attn.q_proj.lora_B.weight"])
-
-
-def too_large_for_fp32(tensors):
-    cast(torch.float64)(tensors)
-    poison(1e300)(tensors)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (poison(math.nan), "q_proj.lora_B.weight has values that are not finite"),
-        (poison(-math.inf), "q_proj.lora_B.weight has values that are not finite"),
-        (too_large_for_fp32, "q_proj.lora_B.weight has values that are not finite"),
-        (cast(torch.int8), "torch.int8, expected floating point"),
-        (cast(torch.bool), "torch.bool, expected floating point"),
-        (cast(torch.complex64), "torch.complex64, expected floating point"),
-        (twice, "q_proj.lora_B.weight is there under two names"),
-        (lambda tensors: tensors.update({"\x1b[31m" + "x" * 9000: torch.zeros(1)}), r"unexpected \\x1b\[31mx{50}.*…"),
-        (lambda t: t.update((name, v[:0]) for name, v in list(t.items()) if "lora_A" in name), r"\(0, \d+\), expected"),
-        (
-            lambda tensors: tensors.update((name, v.flatten()[0].clone()) for name, v in list(tensors.items())),
-            r"is \(\)",
-        ),
-    ],
-)
-def test_tensors_that_are_no_numbers_to_compute_with(tmp_path, hf, model, change, says):
-    """Breaks when NaN, infinity or integers are loaded as an adapter, or a name reaches the terminal as it is."""
-    graft(model, "twin")
-    inject(model, DECODER_TARGETS, 2, 4)
-    save(randomize(model), tmp_path)
-    edit_tensors(tmp_path, change)
-    fresh = ours(hf)
-    with pytest.raises(UserError, match=says) as caught:
-        load(fresh, tmp_path)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 3000 and str(caught.value).isprintable()
-    assert not lora_layers(fresh)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_floating_point_tensors_are_read(tmp_path, hf, model, dtype):
-    """Breaks when an adapter in half or double precision is refused."""
-    inject(model, ["q_proj"], 2, 4)
-    save(randomize(model), tmp_path)
-    edit_tensors(tmp_path, lambda tensors: tensors.update((name, v.to(dtype)) for name, v in tensors.items()))
-    again = ours(hf)
-    load(again, tmp_path)
-    for name, parameter in adapter.adapter_parameters(again).items():
-        assert torch.equal(parameter, adapter.adapter_parameters(model)[name].to(dtype).float()), name
-
-
-NUMBERS = ("r", "lora_alpha", "lora_dropout")
-BAD_NUMBERS = (math.nan, math.inf, -1, 10**30, 1e30, "4", [4], True, {})
-WRONG = [(name, value) for name in NUMBERS for value in BAD_NUMBERS] + [
-    ("r", 0),
-    ("r", 2.0),
-    ("lora_alpha", 0),
-    ("lora_dropout", 1),
-    ("target_modules", 3),
-    ("target_modules", ["q_proj", 3]),
-    ("exclude_modules", {"q_proj": 1}),
-    ("layers_to_transform", "1"),
-    ("layers_to_transform", [1.0]),
-    ("alpha_pattern", ["q_proj"]),
-    ("alpha_pattern", {"q_proj": math.nan}),
-    ("alpha_pattern", {"q_proj": "8"}),
-    ("rank_pattern", {"q_proj": 0}),
-    ("use_rslora", "false"),
-    ("base_model_name_or_path", 7),
-    ("differential", "twin"),
-    ("differential", ["twin"]),
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "value"), WRONG, ids=lambda value: str(value)[:20])
-def test_fields_of_another_type_or_range(tmp_path, hf, name, value):
-    """Breaks when a config's field is used without a check, so that a hostile one crashes or gives other numbers."""
-    peft_adapter(hf, tmp_path, target_modules=["q_proj"])
-    edit_config(tmp_path, **{name: value})
-    with pytest.raises(UserError, match=f"adapter_config.json: {name} is .*, expected ") as caught:
-        load(ours(hf), tmp_path)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "call",
-    [
-        {"kind": "twin", "mu": math.nan},
-        {"kind": "twin", "mu": "1"},
-        {"kind": "twin", "r": 10**9},
-        {"kind": "twin", "r": 2.5},
-        {"kind": "twin", "alpha": 1e30},
-        {"kind": "twin", "seed": 10**20},
-        {"kind": "twin", "seed": "0"},
-        {"kind": "twin", "where": ["decoder"]},
-        {"kind": ["twin"]},
-        {},
-        {"kind": "twin", "model": 1},
-        {"kind": "dex", "heads": "01"},
-        {"kind": "dex", "heads": [0, 1.5]},
-        {"kind": "dex", "heads": [True]},
-        {"kind": "dex", "lambda_init": math.inf},
-        {"kind": "shared", "norm": "no"},
-        {"kind": "split", "lambda_init": True},
-        {"kind": "softmax", "feed_forward": None},
-        {"kind": "softmax", "no such option": 1},
-    ],
-    ids=str,
-)
-def test_grafts_of_another_type_or_range(tmp_path, hf, model, call):
-    """Breaks when an option of a graft that a file names is used without a check."""
-    inject(model, ["q_proj"], 2, 4)
-    save(model, tmp_path)
-    edit_config(tmp_path, differential=[call])
-    fresh = ours(hf)
-    with pytest.raises(UserError) as caught:
-        load(fresh, tmp_path)
-    assert "\n" not in str(caught.value) and not fresh.grafts
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "text", [b"[" * 100_000, b'{"r": ' + b"9" * 10_000 + b"}", b"\xff\xfe{}", b"[]", b"null", b'"LORA"', b""]
-)
-def test_configs_that_are_no_config(tmp_path, model, text):
-    """Breaks when a config of another shape, depth or encoding ends in a traceback."""
-    (tmp_path / "adapter_config.json").write_bytes(text)
-    with pytest.raises(UserError) as caught:
-        load(model, tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-def test_only_the_writing_process_copies_the_adapter(model, tmp_path):
-    """Breaks when every GPU's process holds a copy of the adapter in main memory."""
-    adapter.inject(model, adapter.DECODER_TARGETS, 2, 4)
-    model.base_fingerprint = "known"
-    model.to("meta")  # nothing can be copied from there
-    adapter.save(model, tmp_path, write=False)
-    with pytest.raises(NotImplementedError):
-        adapter.save(model, tmp_path)
-
-
-@pytest.mark.long
-def test_folders_and_pipes_in_place_of_files(tmp_path, hf, model):
-    """Breaks when a folder is a traceback, or a pipe is waited for."""
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        for make in (Path.mkdir, os.mkfifo):
-            folder = tmp_path / f"{name}-{make.__name__}"
-            peft_adapter(hf, folder, target_modules=["q_proj"])
-            (folder / name).unlink()
-            make(folder / name)
-            with pytest.raises(UserError, match=name):
-                load(model, folder)
-
-
-SLOW = [
-    r"([a-z._0-9]+)+!",
-    "(a|a|[a-z._0-9]*)" * 40 + "!",
-    r".*.*.*.*.*.*.*.*.*.*.*.*!",
-    r"(\w|\w\w|\.)*!",
-    r"(\w*\.?)*!",
-    "[a-z._0-9]?" * 60 + "[a-z._0-9]{60}!|(.|.|.)*?!",
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "alpha_pattern"])
-@pytest.mark.parametrize("pattern", SLOW)
-def test_patterns_that_never_end(tmp_path, hf, model, pattern, key, monkeypatch):
-    """Breaks when a pattern from a file keeps the process busy without an end."""
-    monkeypatch.setattr(patterns, "MAX_SECONDS", 1.0)
-    peft_adapter(hf, tmp_path, target_modules=["q_proj"])
-    edit_config(tmp_path, **{key: {pattern: 4} if key == "alpha_pattern" else pattern})
-    with pytest.raises(UserError, match="cannot be matched within 1 s") as caught:
-        load(model, tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        r"language_model\.layers\.\d+\.mlp\.up_proj",
-        r"(.*\.)*up_proj",
-        r".*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|up_proj).*?",
-        r"^(?!.*vision)(.*)(q|k)_proj$",
-        r"[*+?{]",
-        r"(?i:LANGUAGE_MODEL).*[13]\.self_attn\.v_proj",
-        "x" * 400 + "|.*fc1",
-        r"(?P<part>language_model)\.(\w+\.)+k_proj",
-    ],
-)
-def test_bounded_matching_is_plain_matching(model, pattern):
-    """Breaks when the process that matches slow patterns, or the choice of it, gives other names than `re`."""
-    names = list(dict(model.named_modules()))
-    expected = {name for name in names if re.fullmatch(pattern, name)}
-    assert patterns.full_matches([pattern], names) == [expected]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(patterns, "MAX_STEPS", 0)  # in the other process
-        assert patterns.full_matches([pattern, ".*fc1"], names)[0] == expected
-        patch.setattr(patterns, "_steps", lambda *_: 0)  # in this one
-        assert patterns.full_matches([pattern, ".*fc1"], names)[0] == expected
 
 
 @pytest.mark.long

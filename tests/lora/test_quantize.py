@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import weakref
 
 import pytest
 import torch
@@ -157,23 +156,6 @@ def test_products_are_those_of_the_stored_weights(kind, dtype, monkeypatch):
             assert relative_error(wide, exact) < (tolerance if rows < 17 else 2e-3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_piece_of_a_matrix_at_a_time(kind):
-    """Breaks when a matrix that is quantized while it is read is all in memory, or has other bits than the whole."""
-    linear, alive = Linear(128, 600, bias=False), weakref.WeakSet()
-
-    def pieces():
-        for start in range(0, 600, 64):
-            assert len(alive) <= 2
-            piece = linear.weight.detach()[start : start + 64].clone()
-            alive.add(piece)
-            yield piece
-
-    layer = KINDS[kind](linear, pieces())
-    for mine, whole in zip(layer.stored(), KINDS[kind](linear).stored(), strict=True):
-        assert torch.equal(mine, whole)
-
-
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_decoding_takes_the_products_of_few_bits(kind, monkeypatch):
     """Breaks when a step of decoding puts all weights back, or an unsuited shape or a gradient does not."""
@@ -238,8 +220,8 @@ def test_a_cast_leaves_the_scales(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_merging_keeps_what_was_trained(kind, model, inputs):
-    """Breaks when LoRA is merged into other weights than those that it was trained around, or a layer stays packed."""
+def test_merging_keeps_what_was_trained(kind, model, inputs, tmp_path):
+    """Breaks when LoRA is merged into weights it was not trained around, or a model put back counts as packed."""
     adapter.inject(model, TARGETS, 3, 6.0)
     quantize(model, kind)
     with torch.no_grad():
@@ -251,6 +233,9 @@ def test_merging_keeps_what_was_trained(kind, model, inputs):
         assert relative_error(model(**inputs), before) < 1e-5
         adapter.unmerge(model)
         assert relative_error(model(**inputs), before) < 1e-6
+    adapter.save(model, tmp_path)
+    assert model.quantized is None and "quantized" not in (tmp_path / "adapter_config.json").read_text()
+    assert quantize(model, "int4" if kind == "int8" else "int8")
 
 
 @pytest.fixture
@@ -386,7 +371,7 @@ def test_the_adapter_belongs_to_the_whole_base(kind, tmp_path, inputs):
     assert relative_error(later(**inputs), quantized(**inputs)) < 1e-5
     config = tmp_path / "adapter_config.json"
     config.write_text(config.read_text().replace(f'"{kind}"', '"fp3"'))
-    with pytest.raises(UserError, match="quantized.*fp3.*int8"):
+    with pytest.raises(UserError, match="fp3.*int8"):
         adapter.load(ours(hf, "sdpa"), tmp_path)
 
 

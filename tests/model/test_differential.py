@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from lora import adapter
-from lora.adapter import quantize
-from lora.layer import LoRALinear
+from lora.adapter import LoRALinear, quantize
 from model import cpu, differential
 from model.attention import Attention, Rope, attention_mask, set_attention_backend
 from model.common import UserError

@@ -19,7 +19,7 @@ import model.fused as fused
 import model.paligemma as paligemma
 from eval.records import embedded_records
 from lora import adapter
-from lora.layer import LoRALinear
+from lora.adapter import LoRALinear
 from model.common import UserError
 from model.config import PRESETS
 from model.gemma import RMSNorm
@@ -32,7 +32,7 @@ from tests.reference import batch, hf_model, ours, relative_error, right_padded
 from train import supervised
 from train.data.batches import collate
 from train.optim import trainable
-from weights.checkpoint import empty_model
+from weights.load import empty_model
 
 LORA = r"language_model\..*\.[qkvo]_proj"
 

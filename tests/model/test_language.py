@@ -23,10 +23,8 @@ from model.processor import Processor
 from tests.reference import outputs_by_layer, randomize, relative_error, reload_hf
 from train import finetune
 from weights import inspect
-from weights.checkpoint import examine
 from weights.export import export_model, main
-from weights.load import load_model, load_siglip, load_text
-from weights.streaming import INDEX_FILE, SINGLE_FILE
+from weights.load import INDEX_FILE, SINGLE_FILE, examine, load_model, load_siglip, load_text
 
 GATE = 1e-6
 SIZES = {"vocab_size": 128, "hidden_size": 72, "intermediate_size": 96, "num_attention_heads": 4}
@@ -420,8 +418,7 @@ def test_what_needs_pictures_refuses_it(kind, folder, tmp_path):
     ):
         with pytest.raises(UserError, match="a language model for text alone"):
             call()
-    facts = inspect.describe(examine(folder))
-    assert (facts["model"], facts["dialect"], facts["tied_head"]) == (kind, "text", [])
+    assert "LanguageModel, dialect text" in inspect.describe(examine(folder))
 
 
 def test_quantized_layers_leave_the_head(model):

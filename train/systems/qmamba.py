@@ -16,8 +16,7 @@ from model.qmamba import QMamba, QMambaProjector, fill_from_mamba, fresh_project
 from model.source import BUNDLED_FOLDER, EMBEDDED
 from model.system_configs import ProjectorConfig, QMambaConfig
 from train.settings import Settings
-from weights.checkpoint import empty_model
-from weights.load import load_mamba, load_model, load_siglip
+from weights.load import empty_model, load_mamba, load_model, load_siglip
 
 TINY_MAMBA = BUNDLED_FOLDER.parent / "tiny-mamba"  # the embedded language model
 # for the embedded base, which has 16 image tokens
