@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lora.quantize import Int8Embedding, QuantizedLinear, replaceable
+from lora.quantize import Int8Embedding, QuantizedLinear, pack, replaceable
 from model.common import UserError, atomic_path, quoted, read_json, shown, write_text
 from model.graft import Adaptable, graft, new_parameters
 from model.lowrank import LowRank, check_low_rank
@@ -29,19 +29,13 @@ CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 PEFT, HF, GRAFT = "base_model.model.", "model.", "differential."  # PEFT's wrapper, transformers' prefix, and of grafts
 # The paper's choice: q, k, v, o, gate, up and down of the decoder, and nothing of the vision tower.
 DECODER_TARGETS = r"language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
-# The keys that are read, and the types of their values.
-_TYPES: dict[str, Any] = {
-    **dict.fromkeys(("base_model_name_or_path", "prompt", "quantized"), str),
-    **dict.fromkeys(("target_modules", "exclude_modules"), str | list),
-    **dict.fromkeys(("lora_alpha", "lora_dropout"), int | float),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern"), dict),
-    **{"r": int, "differential": list, "use_rslora": bool},
-}
-# Keys of PEFT that change nothing of what the saved tensors compute. A value under any other is a feature that would
-# be lost without notice.
-_HARMLESS = set(
+# Keys of PEFT that are read, or that change nothing of what the saved tensors compute. A value under any other is a
+# feature that would be lost without notice.
+_TEXTS = {"base_model_name_or_path", "prompt", "quantized"}
+_KNOWN = _TEXTS | set(
     "peft_type bias init_lora_weights inference_mode layers_to_transform layers_pattern auto_mapping eva_config "
-    "megatron_core peft_version qalora_group_size revision runtime_config task_type".split()
+    "megatron_core peft_version qalora_group_size revision runtime_config task_type target_modules exclude_modules r "
+    "lora_alpha lora_dropout rank_pattern alpha_pattern use_rslora differential".split()
 )
 
 
@@ -103,14 +97,8 @@ def free_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Every linear layer that may carry LoRA, by its path: part neither of an adapter nor of a graft."""
     taken = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, LoRALinear | LowRank))
     grafted = new_parameters(model)
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and not isinstance(module, Int8Embedding)
-        and not path.startswith(taken)
-        and f"{path}.weight" not in grafted
-    }
+    linear = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear) and not path.startswith(taken)}
+    return {path: m for path, m in linear.items() if f"{path}.weight" not in grafted and type(m) is not Int8Embedding}
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
@@ -127,8 +115,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of the adapter, LoRA and grafts, by their names in the file."""
     parameters = {}
     for path, layer in lora_layers(model).items():
-        parameters[tensor_name(path, "lora_A")] = layer.lora.lora_A.weight
-        parameters[tensor_name(path, "lora_B")] = layer.lora.lora_B.weight
+        parameters |= {tensor_name(path, half): getattr(layer.lora, half).weight for half in ("lora_A", "lora_B")}
     return parameters | {GRAFT + name: parameter for name, parameter in new_parameters(model).items()}
 
 
@@ -203,8 +190,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
     merged = [layer for layer in lora_layers(model).values() if layer.merged]
     before = {module: module.enabled for module in model.modules() if isinstance(module, LowRank)}
     try:
-        for layer in merged:
-            layer.unmerge()
+        unmerge(model)
         for module in before:
             module.enabled = False
         yield
@@ -225,11 +211,7 @@ def quantize(model: Adaptable, kind: str = "int8", head: bool = False) -> int:
     layers, trained = replaceable(model, kind, head), set(adapter_parameters(model).values())
     if any(layer.merged for layer in lora_layers(model).values()):
         raise UserError(f"LoRA is merged into the weights that are to be quantized to {kind}: unmerge it first")
-    layers = {path: layer for path, layer in layers.items() if layer[0].weight not in trained}
-    for path, (module, quantized) in layers.items():
-        model.set_submodule(path, quantized(module).train(module.training))
-    model.quantized = kind
-    return len(layers)
+    return pack(model, kind, {path: layer for path, layer in layers.items() if layer[0].weight not in trained})
 
 
 def fingerprint(model: Adaptable) -> str:
@@ -305,8 +287,8 @@ def read_config(folder: str | Path) -> dict:
     """
     path = Path(folder) / CONFIG_FILE
     config = {key: value for key, value in read_json(path).items() if value is not None}
-    strange = [key for key, value in config.items() if value and key not in _TYPES.keys() | _HARMLESS]
-    strange += [key for key, kind in _TYPES.items() if key in config and not isinstance(config[key], kind)]
+    strange = [key for key, value in config.items() if value and key not in _KNOWN]
+    strange += [key for key in _TEXTS & config.keys() if not isinstance(config[key], str)]
     strange += [key for key, plain in (("peft_type", "LORA"), ("bias", "none")) if config.get(key, plain) != plain]
     if config.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
         strange.append("init_lora_weights")  # pissa, olora, … change the base too

@@ -369,10 +369,9 @@ def replaceable(
     return found
 
 
-def quantize_layers(model: Any, kind: str | None) -> Any:
-    """`model` with every layer of `replaceable`, head included, quantized to `kind`; None leaves all as they are."""
-    if kind is not None:
-        for path, (module, quantized) in replaceable(model, kind, head=True).items():
-            model.set_submodule(path, quantized(module).train(module.training))
-        model.quantized = kind
-    return model
+def pack(model: Any, kind: str, layers: dict[str, tuple[nn.Module, type[QuantizedLinear]]]) -> int:
+    """Replace these `layers`, as `replaceable` returns them; returns how many."""
+    for path, (module, quantized) in layers.items():
+        model.set_submodule(path, quantized(module).train(module.training))
+    model.quantized = kind
+    return len(layers)

@@ -387,7 +387,8 @@ def test_a_damaged_file_opens_or_gives_one_line(name, tmp_path):
     reader, wrong = READERS[name], {}
     path = reader.write(tmp_path)
     whole = path.read_bytes()
-    reader.open(path)  # what it imports takes seconds
+    with contextlib.suppress(UserError):
+        reader.open(path)  # what it imports takes seconds
     for seed in range(CASES):
         path.write_bytes(whole)
         damage(path, random.Random(f"{name}/{seed}"))

@@ -27,7 +27,6 @@ from lora import adapter
 from model.common import UserError, file_errors, read_json, run_command, sync_files, sync_folder, write_text
 from model.config import PaliGemmaConfig
 from model.device import DTYPES
-from model.differential import KINDS as VARIANTS
 from model.differential import fold
 from model.paligemma import PaliGemma
 from model.source import EMBEDDED, local_path, preset_of, resolve
@@ -175,7 +174,7 @@ class Origin(NamedTuple):
 def locate(source: str, update: Path | None = None) -> Origin:
     """What `source` names: a run's folder, its model/ or best/, or a checkpoint. update: an adapter for it.
 
-    Raises UserError for an adapter that plain weights cannot express, or that names no base.
+    Raises UserError for an adapter that names no base.
     """
     folder = local_path(source)
     if update is None and (folder / adapter.CONFIG_FILE).is_file():
@@ -189,21 +188,8 @@ def locate(source: str, update: Path | None = None) -> Origin:
     trained = (update or folder).absolute()
     run = trained.parent if trained.name in ("model", "best") and (trained.parent / "config.json").is_file() else None
     if update is not None:
-        check_foldable(update)
         return Origin(source, source, update, run or update)
     return Origin(source, source if run is None else str(read_json(run / "config.json").get("base", source)), run=run)
-
-
-def check_foldable(run: Path) -> None:
-    """Raise UserError for an adapter whose grafts have no plain weights."""
-    plain = [name for name, kind in VARIANTS.items() if kind.foldable]
-    for call in adapter.read_config(run).get("differential", []):
-        kind, feed_forward = call.get("kind"), call.get("feed_forward", "mlp")
-        if kind not in plain or feed_forward == "swiglu-new":
-            raise UserError(
-                f"{run}: attention {kind!r} with feed-forward {feed_forward!r} cannot become plain weights "
-                f"({' and '.join(plain)} can): hand on the adapter itself (lora.adapter.load, --adapter)"
-            )
 
 
 def main(argv: list[str] | None = None) -> None:

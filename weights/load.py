@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lora.quantize import quantize_layers, replaceable
+from lora.quantize import pack, replaceable
 from model.common import UserError, file_errors, read_json, shown
 from model.config import PRESETS, PaliGemmaConfig, VisionConfig, read_section, read_vision
 from model.language import LanguageModel
@@ -198,13 +198,14 @@ def read_model(
     if checkpoint.problems:
         raise UserError(f"{checkpoint.folder}: {'; '.join(checkpoint.problems)}: take all files from one model")
     model, entries, names = checkpoint.model.to(dtype), checkpoint.entries, checkpoint.names
-    if torch.device(device).type == "meta":
-        return quantize_layers(model, quantize)
-    if checkpoint.dialect == mapping.NPZ:
-        path = next(iter(entries.values())).path
-        model.load_state_dict(npz.read_npz(path, model.state_dict(), device), assign=True)
-        return quantize_layers(model, quantize)
     layers = replaceable(model, quantize, head=True) if quantize else {}
+    if torch.device(device).type == "meta" or checkpoint.dialect == mapping.NPZ:
+        if torch.device(device).type != "meta":
+            path = next(iter(entries.values())).path
+            model.load_state_dict(npz.read_npz(path, model.state_dict(), device), assign=True)
+        if quantize:
+            pack(model, quantize, layers)
+        return model
     first: dict[str, str] = {}  # our name: the tensor that fills it
     filled: dict[str, torch.Tensor] = {}
     files: dict[Path, Any] = {}
@@ -250,7 +251,9 @@ def load_model(
         if torch.device(device).type != "meta":
             fill = initialize_qmamba if isinstance(model, QMamba) else initialize
             model = fill(model.to_empty(device=device))
-        return quantize_layers(model, quantize)
+        if quantize:
+            pack(model, quantize, replaceable(model, quantize, head=True))
+        return model
     return read_model(examine(source, revision), dtype, device, quantize)
 
 

@@ -12,7 +12,6 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoPr
 import weights.export
 from eval.scenes import sample
 from lora import adapter
-from model.common import UserError
 from model.config import PRESETS
 from model.differential import graft
 from model.generate import generate
@@ -164,18 +163,6 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
     adapter.merge(model)  # in fp32, although the base is stored in bf16
     merged = load_model(tmp_path / "out").language_model.layers[1].self_attn.q_proj.weight
     assert torch.equal(merged, model.language_model.layers[1].self_attn.q_proj.base_layer.weight)
-
-
-@pytest.mark.parametrize("options", [{"kind": "twin"}, {"kind": "softmax", "feed_forward": "swiglu-new"}])
-def test_a_variant_is_refused_before_its_base_is_read(options, tmp_path, monkeypatch):
-    """Breaks when the user of a variant waits for a large base to be told what cannot be, or not what can."""
-    model = load_model("embedded")
-    graft(model, **options)
-    adapter.save(model, tmp_path / "run", "embedded")
-    monkeypatch.setattr(weights.export, "read_model", None)
-    with pytest.raises(UserError, match=r"cannot become plain weights \(softmax and dex can\)"):
-        weights.export.main([str(tmp_path / "run"), str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
 
 
 def test_published_files_are_copied_and_nothing_is_put_beside_them(tmp_path, capsys):
