@@ -154,7 +154,7 @@ class Int8Linear(QuantizedLinear):
             steps.div_(torch.where(largest > 0, scale, 1.0)[:, None])
             return steps.round_().to(torch.int8), scale
 
-        weight, scale = map(torch.cat, zip(*map(quantized, pieces), strict=True))
+        weight, scale = _joined(map(quantized, pieces), self.out_features)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("scale", scale)
 
@@ -205,7 +205,7 @@ class Int4Linear(QuantizedLinear):
             scales = torch.cat((scale, zero), dim=2).bfloat16()  # (rows, groups, 2)
             return _two_in_a_byte(codes.to(torch.uint8).flatten(1), *int4_layout()), scales
 
-        weight, scales = map(torch.cat, zip(*map(quantized, pieces), strict=True))
+        weight, scales = _joined(map(quantized, pieces), self.out_features + -self.out_features % BLOCK_ROWS)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("scales", scales.transpose(0, 1).contiguous())  # (groups, rows, 2)
 
@@ -318,6 +318,17 @@ def dynamic_table(device: torch.device | None = None) -> torch.Tensor:
         middles = 10.0 ** (exponent - 6) * (edges[:-1] + edges[1:]) / 2
         numbers += [middles, -middles]
     return torch.cat(numbers).sort().values.to(device)
+
+
+def _joined(parts: Iterable[tuple[torch.Tensor, ...]], rows: int) -> list[torch.Tensor]:
+    """torch.cat of parts that come one after the other, so that there is never a second copy of all."""
+    whole, start = [], 0
+    for part in parts:
+        whole = whole or [piece.new_empty(rows, *piece.shape[1:]) for piece in part]
+        for target, piece in zip(whole, part, strict=True):
+            target[start : start + len(piece)] = piece
+        start += len(part[0])
+    return whole
 
 
 def _blocks(values: torch.Tensor, size: int) -> torch.Tensor:
