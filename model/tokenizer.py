@@ -212,7 +212,9 @@ def find_tokenizer(source: str | Path, revision: str | None = None) -> Path:
     source = EMBEDDED if preset_of(source) else source
     file = resolve(source, ["tokenizer.json", *BESIDE], revision) / "tokenizer.json"
     is_exported = file.parent == BUNDLED_FOLDER  # there it is for transformers
-    return file if file.exists() and not is_exported else resolve(source, ["tokenizer.model", ADDED], revision) / "tokenizer.model"
+    if file.exists() and not is_exported:
+        return file
+    return resolve(source, ["tokenizer.model", ADDED], revision) / "tokenizer.model"
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

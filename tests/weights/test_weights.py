@@ -24,9 +24,9 @@ from model.device import DTYPES
 from model.differential import graft
 from model.paligemma import PaliGemma, initialize
 from model.system_configs import MambaConfig
+from tests.make_checkpoint import make_checkpoint
 from tests.peak_memory import in_own_process, load_peak
 from tests.reference import batch, hf_forward, hf_model, relative_error
-from weights.checkpoint import empty_model, examine
 from weights.export import export_model
 from weights.load import INDEX_FILE, SINGLE_FILE, empty_model, examine, load_mamba, load_model, load_siglip
 from weights.mapping import DIALECTS

@@ -41,8 +41,9 @@ from model.common import UserError, run_command, write_text
 from model.device import DTYPES, choose_device, choose_dtype
 from train.flags import flag, read_flags
 from train.origin import provenance
-from weights.export import beside, companions, export_model
+from weights.export import companions, export_model
 from weights.load import load_model
+from weights.processor_files import processor_files
 
 SECTIONS = {"load": "1", "prefill": "1,8", "decode": "1,4,16", "train": "4", "eval": "12", "quantize": ""}  # batches
 PAUSE = 0.05  # seconds between turns: an idle OpenMP thread of the other side spins for about 20 ms before it sleeps
@@ -151,7 +152,7 @@ def measure(row: Row, settings: dict, rounds: int) -> None:
 def write_folder(base: str, folder: Path, dtype: torch.dtype) -> None:
     """Export `base` with its tokenizer, and the questions of the section eval, to a folder that both sides open."""
     model, files = load_model(base, dtype=dtype), companions(base)
-    export_model(model, folder, companions=files, texts=beside(model.config, "", files))
+    export_model(model, folder, companions=files, texts=processor_files(model.config))
     samples = [scenes.sample("vqa", "validation", number) for number in range(24)]
     for picture in {sample.image_id: sample for sample in samples}.values():
         Image.fromarray(picture.scene.render()).save(folder / f"{picture.image_id}.png")
