@@ -27,7 +27,7 @@ from model.device import autocast_of
 from model.paligemma import MAX_LOGITS, PaliGemma
 from model.processor import Processor
 from train.checkpoint import Best, Progress, write_folder
-from train.data.batches import MicroBatch, load_batches, text_length
+from train.data.batches import MicroBatch, MicroBatches, load, text_length
 from train.data.sources import read_records
 from train.distributed import World, ask_together
 from train.loop import Watch
@@ -99,7 +99,7 @@ class HeldOut:
         plan = [*self.plan, *[[]] * (-len(self.plan) % size)]
         places, shares = {record.name: number for number, record in enumerate(records)}, []
         on_gpu = self.world.device.type == "cuda"
-        for micro in load_batches(records, plan[rank::size], self.processor, self.settings.workers, on_gpu):
+        for micro in load(MicroBatches(records, self.processor), plan[rank::size], self.settings.workers, on_gpu):
             names, micro = micro.names, ready(micro, self.processor, self.world.device)
             with autocast_of(self.settings.autocast, self.world.device):
                 by_row = row_losses(model, micro)

@@ -10,7 +10,7 @@ from PIL import Image
 from eval.records import Record, embedded_records, own_records, split_records, vqav2_records
 from tests.files import write_vqav2
 from tests.runs import refused
-from train.data.batches import Order, collate, load_batches, plan_epoch, supervised
+from train.data.batches import MicroBatches, Order, collate, plan_epoch, supervised
 
 
 def records(count=40, pictures=10):
@@ -134,7 +134,7 @@ def test_sampled_answers_follow_the_annotators_and_the_seed(tmp_path, processor)
     made = vqav2_records(tmp_path, "{question}", sampled=True)
 
     def answers(epoch):
-        micro = next(load_batches(made, [list(range(len(made)))], processor, epoch_seed=f"0/{epoch}"))
+        micro = MicroBatches(made, processor, f"0/{epoch}")[range(len(made))]
         return [processor.decode(row[row != -100]) for row in micro.targets]
 
     assert answers(0) == answers(0) != answers(1)

@@ -189,58 +189,42 @@ def collate(records: Sequence[Record], processor: Processor, bad: Sequence[str] 
     return MicroBatch(batch, positions, targets, int((targets != -100).sum()), names, tuple(bad))
 
 
-class _MicroBatches(Dataset):
-    """Micro-batches by the numbers of their records, for the workers of a DataLoader."""
+@dataclass(frozen=True)
+class MicroBatches(Dataset):
+    """Micro-batches by the numbers of their records, for the workers of a DataLoader.
 
-    def __init__(self, records: Sequence[Record], epoch_seed: str, processor: Processor):
-        self.records, self.epoch_seed, self.processor = records, epoch_seed, processor
+    epoch_seed: answers that are drawn anew in each epoch follow it.
+    """
+
+    records: Sequence[Record]
+    processor: Processor
+    epoch_seed: str = ""
 
     def __getitem__(self, numbers: Sequence[int]) -> MicroBatch:
         records, bad = [], []
         for number in numbers:
             try:
-                records.append(self._record(number))
+                record = self.records[number]
             except UserError as error:
                 bad.append(shown(str(error), 600))
+                continue
+            if record.sampled and record.answers:
+                answer = random.Random(f"{self.epoch_seed}/{record.name}").choice(record.answers)
+                record = replace(record, turns=(*record.turns[:-1], (record.prefix, answer)))
+            records.append(record)
         return collate(records, self.processor, bad)
 
-    def _record(self, number: int) -> Record:
-        record = self.records[number]
-        if not (record.sampled and record.answers):
-            return record
-        answer = random.Random(f"{self.epoch_seed}/{record.name}").choice(record.answers)
-        return replace(record, turns=(*record.turns[:-1], (record.prefix, answer)))
 
-
-def load_batches(
-    records: Sequence[Record],
-    plan: Iterable[Sequence[int]],
-    processor: Processor,
-    workers: int | None = 0,
-    pin: bool = False,
-    epoch_seed: str = "",
-) -> Iterator[MicroBatch]:
-    """The micro-batches of a plan, in its order, decoded by `workers` processes."""
-    return load(_MicroBatches(records, epoch_seed, processor), plan, workers, pin)
-
-
-def load(batches: Dataset, plan: Iterable[Sequence], workers: int | None, pin: bool = False) -> Iterator:
+def load(batches: Dataset, plan: Iterable[Sequence], workers: int | None = 0, pin: bool = False) -> Iterator:
     """`batches[item]` for each item of a plan, in its order, made by `workers` processes, 0: by this one.
 
     pin: for a GPU, in page-locked memory; then workers None are this process's share of the cores, but at most 8.
     """
     if workers is None:
         workers = min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if pin else 0
-    return iter(
-        DataLoader(
-            batches,
-            sampler=plan,
-            batch_size=None,  # each item is a whole batch
-            num_workers=workers,
-            pin_memory=pin,
-            generator=torch.Generator(),  # its own: drawing from the global one would change what dropout draws
-        )
-    )
+    own = torch.Generator()  # drawing from the global one would change what dropout draws
+    # batch_size None: each item is a whole batch
+    return iter(DataLoader(batches, sampler=plan, batch_size=None, num_workers=workers, pin_memory=pin, generator=own))
 
 
 class Order:
@@ -273,10 +257,10 @@ class Order:
             samples = records.samples
         else:
             texts = ["".join(chain(*r.turns))[:MAX_PLANNED] for r in records]
-            lengths = [len(ids) for ids in processor.tokenizer.encode(texts)]
             # beside one picture: a batch of equal records has the same length whatever a picture's tokens are
             more = [(len(r.pictures) - 1) * picture_tokens for r in records]
-            lengths = [length + tokens for length, tokens in zip(lengths, more, strict=True)]
+            encoded = processor.tokenizer.encode(texts)
+            lengths = [len(ids) + tokens for ids, tokens in zip(encoded, more, strict=True)]
             keys = [r.key for r in records]
             self.plan = lambda epoch, first: plan_epoch(keys, lengths, batch_size, seed, epoch, per_picture)[first:]
         self.micro_batches = -(-samples // batch_size)
@@ -299,7 +283,7 @@ class Order:
             epoch, done = divmod(step, self.steps_per_epoch)
             plan = self.plan(epoch=epoch, first=done * self.accumulate * self.world_size)
             share = islice(plan, self.rank, None, self.world_size)
-            batches = load_batches(self.records, share, self.processor, workers, pin, f"{self.seed}/{epoch}")
+            batches = load(MicroBatches(self.records, self.processor, f"{self.seed}/{epoch}"), share, workers, pin)
             batches = chain(batches, [without_rows()] if 0 < over <= self.rank else [])
             for _ in range(min(self.steps_per_epoch - done, self.total - step)):
                 yield list(islice(batches, self.accumulate))
