@@ -2,19 +2,21 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from PIL import ExifTags, Image
 
-from eval import scenes
-from model.common import UserError
 from tests.files import write_vqav2
+from tests.runs import WORLD, refused
 from train import shard
+from train.checkpoint import Progress
 from train.data import batches
 from train.data.batches import Order
 from train.data.sources import read_records
+from train.loop import count_records
 from train.settings import Settings, parse
 
 
@@ -44,9 +46,8 @@ def read(order, first=0):
     return [[micro.names for micro in step] for step in order.steps(first)]
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [("jsonl:few.jsonl", "jsonl:many.jsonl"), ("shards:s-{000..002}.tar", "vqav2:vqa")]
-)
+@pytest.mark.parametrize("second", ["jsonl:many.jsonl", "vqav2:vqa"])
+@pytest.mark.parametrize("first", ["jsonl:few.jsonl", "shards:s-{000..002}.tar"])
 def test_weights_are_shares_of_the_samples(first, second, folder, processor, monkeypatch):
     """Breaks when a source has another share than its weight, a record comes more often than another of its source, or
     a resumed run reads other batches."""
@@ -63,7 +64,6 @@ def test_weights_are_shares_of_the_samples(first, second, folder, processor, mon
         assert max(counts.values()) - min(counts.values()) <= 1
     assert steps[:7] != steps[7:14]
     assert all(read(order, start) == steps[start:] for start in (1, 7, 20))
-    assert read(Order(made, processor, batch_size=6, epochs=4, seed=2)) != steps
 
 
 def test_without_weights_each_record_comes_once(folder, processor):
@@ -89,8 +89,6 @@ def test_two_sources_may_use_the_same_names(folder, processor):
     assert len(micro.names) == len(set(micro.names)) == 21
     for name, index in zip(micro.names, micro.image_index, strict=True):
         assert (micro.batch.pixel_values[index, 2, 0, 0] > 0) == ("other" in name)
-    made = read_records(settings(folder, "shards:s-{000..002}.tar", "shards:s-{001..002}.tar", validation=0))
-    assert len({made[i].name for i in range(len(made))}) == len({made[i].key for i in range(len(made))}) == 19
 
 
 def test_shards_and_files_are_mixed_throughout(folder):
@@ -113,15 +111,13 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys, 
     """Breaks when a part of --eval-data is kept back, something is held out beside it, or a leak goes unnoticed."""
     given = settings(folder, "jsonl:few.jsonl", eval_data=f"jsonl:{folder}/many.jsonl", fraction=0.5)
     assert (len(read_records(given)), len(read_records(given, "validation"))) == (6, 30)
-    whole = settings(folder, "jsonl:few.jsonl", eval_data=f"jsonl:{folder}/many.jsonl")
+    whole = replace(given, fraction=1.0)
     capsys.readouterr()
     assert len(read_records(whole)) == 12
     assert "warning: 1 of the 30 pictures of --eval-data are in --data, too ('few0.png')" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "1")  # another process of torchrun: the first has said it
     read_records(whole)
     assert not capsys.readouterr().err
-    monkeypatch.setattr(scenes, "sample", lambda *_: pytest.fail("scenes are drawn, whose pictures have no files"))
-    assert len(read_records(settings(folder, "jsonl:few.jsonl", eval_data="embedded"))) == 12
 
 
 @pytest.mark.parametrize(
@@ -129,19 +125,25 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys, 
     [
         ("--data jsonl:few.jsonl@0.3", "@WEIGHT"),
         ("--data jsonl:few.jsonl@1 --data jsonl:many.jsonl", "@WEIGHT"),
-        ("--data jsonl:few.jsonl@1 --data jsonl:many.jsonl@0", "@WEIGHT"),
-        ("--data jsonl:few.jsonl@0.01 --data jsonl:many.jsonl@1 --validation 0", "few.jsonl: .* 42 samples"),
-        ("--data jsonl:few.jsonl --eval-data jsonl:many.jsonl@1", "--eval-data .*@WEIGHT"),
+        ("--data jsonl:few.jsonl@0.01 --data jsonl:many.jsonl@1 --validation 0", "42 samples"),
+        ("--data jsonl:few.jsonl --eval-data jsonl:many.jsonl@1", "--eval-data"),
         ("--data jsonl:few.jsonl --fraction 0.01", "--validation and --fraction"),
-        ("--data few.jsonl", "did you mean jsonl:few.jsonl?"),
-        ("--data jsonl:few.jsonl --images vqa", "few.jsonl:1: .*--images DIR"),
+        ("--data few.jsonl", "jsonl:few.jsonl?"),
     ],
 )
 def test_wrong_sources_are_named(flags, message, folder, monkeypatch):
     """Breaks when a mistake in a source is not found before training, or its remedy is no flag."""
     monkeypatch.chdir(folder)
-    with pytest.raises(UserError, match=message):
-        read_records(parse(flags.split())[0])
+    refused(lambda: read_records(parse(flags.split())[0]), "few.jsonl" if "eval" not in flags else "many", message)
+
+
+def test_a_bad_record_counts_once_over_epochs():
+    """Breaks when a record that every epoch reports again ends a long run."""
+    progress, micro = Progress(), batches.without_rows(["own.jsonl:2: no picture"])
+    for _ in range(3):
+        assert count_records([micro, micro], progress, 1, WORLD) == 0
+    assert progress.bad == ["own.jsonl:2: no picture"] and progress.empty_steps == 3
+    refused(lambda: count_records([batches.without_rows(["b"])], progress, 1, WORLD), "--max-bad", "b")
 
 
 def test_boxes_of_a_picture_that_exif_turns_are_not_learned(tmp_path, processor):

@@ -69,6 +69,8 @@ def _read(
     if settings.eval_data:  # nothing of --data is held out, and all of --eval-data is asked
         side, share["validation"] = "train", 0.0
         share["fraction"] = 1.0 if split == "validation" else settings.fraction
+    names = ("images", "allow_outside", "prompt", "seed", "samples")
+    options = {name: getattr(settings, name) for name in names} | {"tasks": settings.tasks.split(",")}
     sampled, parts, files = settings.answers == "sampled", [], []
     for number, source in enumerate(sources):
         kind, path = source_parts(source)
@@ -76,20 +78,9 @@ def _read(
             parts.append(Shards(str(path), side, sampled=sampled, buffer=settings.shuffle_buffer, **share))
             continue
         if source not in known or kind == "embedded":
-            known[source] = read_data(
-                source,
-                split if kind == "embedded" else "all",
-                images=settings.images,
-                allow_outside=settings.allow_outside,
-                prompt=settings.prompt,
-                sampled=sampled,
-                seed=settings.seed,
-                tasks=settings.tasks.split(","),
-                samples=settings.samples,
-            )
+            known[source] = read_data(source, split if kind == "embedded" else "all", sampled=sampled, **options)
         parts.append([of_source(r, source) for r in known[source]] if len(sources) > 1 else known[source])
-        if kind != "embedded":
-            files.append(number)
+        files += [] if kind == "embedded" else [number]
     kept = {id(r) for r in split_records([r for number in files for r in parts[number]], side, **share)}
     for number in files:
         parts[number] = [record for record in parts[number] if id(record) in kept]
@@ -102,27 +93,23 @@ def of_source(record: Record, source: str) -> Record:
 
 
 def _warn_of_common(learned: Sequence[Sequence[Record]], asked: Sequence[Sequence[Record]]) -> None:
-    """Print a line on stderr if pictures of --eval-data are trained on."""
-    asked_files = _files(asked)
-    common = sorted(_files(learned) & asked_files)
+    """Print a line on stderr if pictures of --eval-data are trained on. Those in tar shards have no names."""
+    files = []
+    for parts in (learned, asked):
+        records = chain.from_iterable(part for part in parts if not isinstance(part, Shards))
+        files.append({real_path(path) for record in records for path in record.pictures if isinstance(path, Path)})
+    common = sorted(files[0] & files[1])
     if common and os.environ.get("RANK", "0") == "0":  # the first process of torchrun
+        count = f"{len(common)} of the {len(files[1])} pictures of --eval-data are in --data, too"
         names = some([Path(path).name for path in common])
-        which = f"{len(common)} of the {len(asked_files)} pictures of --eval-data are in --data, too ({names})"
-        print(f"warning: {which}: the scores say little about new pictures", file=sys.stderr)
-
-
-def _files(parts: Sequence[Sequence[Record]]) -> set[str]:
-    """The picture files of records. Those in tar shards have no names."""
-    records = chain.from_iterable(part for part in parts if not isinstance(part, Shards))
-    return {real_path(picture) for record in records for picture in record.pictures if isinstance(picture, Path)}
+        print(f"warning: {count} ({names}): the scores say little about new pictures", file=sys.stderr)
 
 
 class Mixture(Planned):
-    """Several sources in one order. Records are numbered through, source by source.
+    """The records of `sources` in one order, numbered through, source by source.
 
     weights: the share of each source in the samples of an epoch, None: each record once. buffer: how many samples are
-    shuffled together where a source is a set of tar shards. sources: the name of each; records of tar shards get theirs
-    when they are read.
+    shuffled together where a source is a set of tar shards.
     """
 
     def __init__(
@@ -138,8 +125,8 @@ class Mixture(Planned):
             self.counts = np.diff(bounds, prepend=0)
             for size, count, source in zip(sizes, self.counts, sources, strict=True):
                 if not size or not count:
-                    problem = "its weight is less than one" if size else "it has no records: its weight is none"
-                    raise UserError(f"{source}: {problem} of an epoch's {self.samples:,} samples: leave it out")
+                    problem = f"{size} records and {count} of an epoch's {self.samples:,} samples"
+                    raise UserError(f"{source}: {problem}: leave it out, or give it more weight")
 
     def __len__(self) -> int:
         return self.samples
@@ -159,23 +146,16 @@ class Mixture(Planned):
         marks = np.repeat(np.arange(len(self.parts)), self.counts)
         np.random.default_rng((seed, epoch)).shuffle(marks)
         order = np.empty(self.samples, dtype=np.int64)
-        for number, count in enumerate(self.counts):
+        for number, (part, count) in enumerate(zip(self.parts, self.counts, strict=True)):
             if count:
-                passes, start = divmod(epoch * count, len(self.parts[number]))
-                turns = range(passes, passes - (start + count) // -len(self.parts[number]))
-                numbers = np.concatenate([self._pass(number, f"{seed}/{number}", turn) for turn in turns])
+                passes, start = divmod(epoch * count, len(part))
+                turns = range(passes, passes - (start + count) // -len(part))
+                numbers = np.concatenate([_order_of(part, f"{seed}/{number}", turn) for turn in turns])
                 order[marks == number] = numbers[start : start + count] + self.begins[number]
         return order
 
-    def _pass(self, number: int, seed: str, turn: int) -> np.ndarray:
-        """The numbers of a source's records within it, each once; of tar shards the shards are shuffled."""
-        part = self.parts[number]
-        if isinstance(part, Shards):
-            return part.order(seed, turn)
-        return np.array(random.Random(f"mixture/{seed}/{turn}").sample(range(len(part)), len(part)))
-
     def describe(self, numbers: Sequence[int], picture_tokens: int = 0) -> tuple[list, list[int]]:
-        """The keys of records, and their approximate lengths in tokens, see `Shards.describe`."""
+        """The keys of records, and their approximate lengths in tokens, see `Planned`."""
         keys, lengths = [], []
         for number, within in map(self._place, numbers):
             if isinstance(part := self.parts[number], Shards):
@@ -186,3 +166,10 @@ class Mixture(Planned):
             keys.append((number, key))
             lengths.append(length)
         return keys, lengths
+
+
+def _order_of(part: Sequence[Record], seed: str, turn: int) -> np.ndarray:
+    """The numbers of a source's records, each once; of tar shards the shards are shuffled."""
+    if isinstance(part, Shards):
+        return part.order(seed, turn)
+    return np.array(random.Random(f"mixture/{seed}/{turn}").sample(range(len(part)), len(part)))
