@@ -13,6 +13,7 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -61,28 +62,24 @@ def check_align(model: PaliGemma, records: Sequence[Record]) -> None:
     if not examples(records):
         raise UserError("--align: no record has one picture and an answer: leave it out")
     if (size := count(model.vision_tower.parameters())) > LARGE:
-        raise UserError(
-            f"--align moves a small vision tower to other pictures than its own; this one has {size:,} parameters, and "
-            "would forget what it knows: leave --align and --recipe own out"
-        )
+        problem = f"the vision tower has {size:,} parameters, and would forget what it knows"
+        raise UserError(f"--align is for a small one: {problem}: leave --align and --recipe own out")
 
 
 def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world: World) -> list[float]:
     """Train the vision tower for `settings.align` passes over the pictures of `records`, in place.
 
-    Returns the loss of each step. Records without exactly one picture, and pictures that cannot be read, are left out:
-    training itself reports them. Every process does the same work and takes the tower of the first. Raises UserError as
-    `check_align`, and for a loss that is not finite.
+    records: those that `check_align` has accepted. Returns the loss of each step. Records without exactly one picture,
+    and pictures that cannot be read, are left out: training itself reports them. Every process does the same work and
+    takes the tower of the first. Raises UserError for a loss that is not finite.
     """
-    check_align(model, records)
     asked = examples(records)
-    pictures = {record.key: record.pictures[0] for record in records if record.key in asked}
+    pictures = Pixels({r.key: r.pictures[0] for r in records if r.key in asked}, model.config.vision.image_size)
     autocast = "none" if settings.autocast == "fp16" else settings.autocast  # no gradient is scaled here
-    width, device = model.config.text.hidden_size, next(model.parameters()).device
+    tower, device = model.vision_tower, next(model.parameters()).device
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(settings.seed)
-        head = AnswerHead(width, COMMON + 1, COMMON).to(device)
-    tower = model.vision_tower
+        head = AnswerHead(model.config.text.hidden_size, COMMON + 1, COMMON).to(device)
     optimizers = [
         MuonAdamW(parameter_groups(tower, [Rule(matching(tower, ".*"), MUON_LR)]), (0.9, 0.98), ADAMW_RATIO),
         make_adamw(parameter_groups(head, [Rule(matching(head, ".*"), HEAD_LR)]), (0.9, 0.98)),
@@ -90,8 +87,7 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
     rng, losses = random.Random(f"align/{settings.seed}"), []
     order = [key for _ in range(settings.align) for key in rng.sample(sorted(asked), len(asked))]
     steps = [order[start : start + PICTURES] for start in range(0, len(order), PICTURES)]
-    batches = load(Pixels(pictures, model.config.vision.image_size), steps, settings.workers)
-    bar = tqdm(batches, desc="alignment", unit="batch", total=len(steps), disable=not world.is_first)
+    bar = tqdm(load(pictures, steps, settings.workers), "alignment", len(steps), disable=not world.is_first)
     for step, opened in enumerate(bar):
         if not opened:
             continue
@@ -125,11 +121,12 @@ def shifted(pixels: torch.Tensor, rng: random.Random) -> torch.Tensor:
     return F.pad(pixels, (most,) * 4, mode="replicate")[:, top : top + size, left : left + size]
 
 
+@dataclass(frozen=True)
 class Pixels(Dataset):
     """The pixels (3, size, size) of `pictures` by key, without those that cannot be read."""
 
-    def __init__(self, pictures: Mapping[str, Picture], size: int):
-        self.pictures, self.size = pictures, size
+    pictures: Mapping[str, Picture]
+    size: int
 
     def __getitem__(self, keys: Sequence[str]) -> dict[str, torch.Tensor]:
         opened = {}

@@ -14,7 +14,6 @@ from PIL import Image
 from eval import figures
 from model.common import shown
 from model.processor import Processor
-from train.data.batches import MicroBatch
 from train.data.sources import read_records
 from train.distributed import World
 from train.settings import Settings
@@ -23,35 +22,30 @@ from train.systems.open import open_model, open_processor
 
 
 def show_batch(settings: Settings, sheet: Path) -> list[str]:
-    """The lines to print; the pictures are written to `sheet`. Raises UserError for what cannot be used."""
+    """The lines to print: each row has ⟦ ⟧ around what is learned, ↵ for a newline, and no padding. The pictures are
+    written to `sheet`. Raises UserError for what cannot be used."""
     figures.check_name(sheet)
     records = read_records(settings)
     model, _ = open_model(settings, torch.device("meta"))  # shapes and the tokenizer are enough
     processor, _ = open_processor(settings, model)
     single = replace(settings, step_batch=None)  # a micro-batch is shown where data are too few for a step
     micro = next(make_order(records, processor, single, World(0, 1, torch.device("cpu"))).steps(0))[0]
-    lines = [*batch_lines(micro, processor), *(f"left out {line}" for line in micro.bad)]
-    pixels = ((micro.batch.pixel_values + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
-    if images := [Image.fromarray(picture) for picture in pixels]:
-        captions = [f"picture {number + 1}" for number in range(len(images))]
-        figures.save(figures.contact_sheet(images, captions, title="the pictures, as the model sees them"), sheet)
-        lines.append(f"in {shown(sheet)}: {len(images)} pictures of {images[0].width} px")
-    return [*lines, "nothing was trained"]
-
-
-def batch_lines(micro: MicroBatch, processor: Processor) -> list[str]:
-    """The rows of a batch as text: ⟦ ⟧ around what is learned, ↵ for a newline, padding left out."""
     batch, lines, slots = micro.batch, [], iter((micro.image_index + 1).tolist())
     for number, name in enumerate(micro.names):
-        valid = batch.attention_mask[number].bool()
+        valid, text = batch.attention_mask[number].bool(), ""
         ids, labels = (tensor[number][valid].tolist() for tensor in (batch.input_ids, batch.labels))
-        text = ""
         for is_learned, group in groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] != -100):
             part = spell([token for token, _ in group], processor, slots)
             text += f"⟦{part}⟧" if is_learned else part
         learned = sum(label != -100 for label in labels)
         lines += [f"{number + 1}  {shown(name)}: {len(ids)} tokens, {learned} of them learned", f"   {text}"]
-    return lines
+    lines += [f"left out {line}" for line in micro.bad]
+    pixels = ((batch.pixel_values + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
+    if images := [Image.fromarray(picture) for picture in pixels]:
+        captions = [f"picture {number + 1}" for number in range(len(images))]
+        figures.save(figures.contact_sheet(images, captions, title="the pictures, as the model sees them"), sheet)
+        lines.append(f"in {shown(sheet)}: {len(images)} pictures of {images[0].width} px")
+    return [*lines, "nothing was trained"]
 
 
 def spell(ids: list[int], processor: Processor, slots: Iterator[int]) -> str:

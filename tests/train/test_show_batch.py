@@ -13,15 +13,8 @@ def own(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     Image.new("RGB", (9, 9), (200, 0, 0)).save(folder / "a.png")
     turns = [("human", "Where is <image>\nthe dog?"), ("gpt", "top left"), ("human", "count cat"), ("gpt", "2")]
-    rows = [
-        {"image": "a.png", "conversations": [{"from": role, "value": text} for role, text in turns]},
-        {"image": "gone.png", "prefix": "a", "suffix": "b"},
-    ]
-    (folder / "own.json").write_text(json.dumps(rows))
-    box = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 9, 4.5]}
-    images, names = [{"id": 1, "file_name": "a.png", "width": 9, "height": 9}], [{"id": 1, "name": "dog"}]
-    coco = {"images": images, "annotations": [box], "categories": names}
-    (folder / "coco.json").write_text(json.dumps(coco))
+    talk = {"image": "a.png", "conversations": [{"from": role, "value": text} for role, text in turns]}
+    (folder / "own.json").write_text(json.dumps([talk, {"image": "gone.png", "prefix": "a", "suffix": "b"}]))
     shard.main([f"jsonl:{folder / 'own.json'}", "--out", str(folder / "s"), "--max-bad", "1"])
     return folder
 
@@ -29,7 +22,6 @@ def own(tmp_path_factory):
 REST = "⟦top left<eos>⟧count cat↵⟦2<eos>⟧"
 PICTURE_FIRST = f"[picture 1]<bos>Where is↵the dog?↵{REST}"
 PICTURE_INSIDE = f"<bos>Where is [picture 1]↵the dog?↵{REST}"
-BOX = "[picture 1]<bos>detect dog↵⟦<loc0000><loc0000><loc0512><loc1023> dog<eos>⟧"
 
 
 @pytest.mark.parametrize(
@@ -37,7 +29,6 @@ BOX = "[picture 1]<bos>detect dog↵⟦<loc0000><loc0000><loc0512><loc1023> dog<
     [
         ("jsonl:own.json", "", PICTURE_FIRST, "32 tokens, 5"),
         ("shards:s-000.tar", "", PICTURE_FIRST, "32 tokens, 5"),
-        ("coco:coco.json", "", BOX, "26 tokens, 6"),
         ("jsonl:own.json", "--arch wings --stage 1", PICTURE_INSIDE, "33 tokens, 5"),
         ("jsonl:own.json", "--arch qmamba --stage 1", PICTURE_INSIDE, "25 tokens, 5"),
     ],
@@ -50,7 +41,6 @@ def test_a_batch_is_shown_as_it_is_learned(data, flags, row, tokens, own, tmp_pa
     finetune.main([*flags, "--device", "cpu", "--show-batch", "sheet.png"])
     printed = capsys.readouterr().out
     assert (kind == "jsonl") == ("left out own.json[1]: " in printed)
-    assert f"   {row}\n" in printed and f": {tokens} of them learned" in printed and "nothing was trained" in printed
+    assert f"   {row}\n" in printed and f": {tokens} of them learned" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["sheet.png"]
-    reds = Image.open("sheet.png").convert("RGB").getcolors(1 << 20)
-    assert (200, 0, 0) in {color for _, color in reds}
+    assert (200, 0, 0) in {color for _, color in Image.open("sheet.png").convert("RGB").getcolors(1 << 20)}
