@@ -160,7 +160,7 @@ def without_rows(bad: Sequence[str] = ()) -> MicroBatch:
 
 def idle(processor: Processor) -> MicroBatch:
     """One blank row without targets: what a process computes in a step in which only other processes have rows."""
-    blank = Image.new("RGB", (processor.config.vision.image_size,) * 2)
+    blank = Image.new("RGB", [processor.config.vision.image_size] * 2)
     micro = collate([Record("blank", "blank", (lambda: blank,), (("nothing", "nothing"),))], processor)
     return replace(micro, targets=torch.full_like(micro.targets, -100), tokens=0, names=())
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,7 @@ def _weights(flag: str, given: Sequence[str]) -> tuple[list[str], list[float] | 
     if flag == "--eval-data" or len(given) == 1 or not all(match and float(match[2]) for match in matches):
         rule = "@WEIGHT, above 0, stands at each source of a mixture in --data, or at none"
         raise UserError(f"{flag} {' '.join(given)}: {rule}: add or leave out weights")
-    return [match[1] for match in matches], [float(match[2]) for match in matches]
+    return [match[1] for match in matches if match], [float(match[2]) for match in matches if match]
 
 
 def _read(
@@ -69,8 +70,8 @@ def _read(
     if settings.eval_data:  # nothing of --data is held out, and all of --eval-data is asked
         side, share["validation"] = "train", 0.0
         share["fraction"] = 1.0 if split == "validation" else settings.fraction
-    names = ("images", "allow_outside", "prompt", "seed", "samples")
-    options = {name: getattr(settings, name) for name in names} | {"tasks": settings.tasks.split(",")}
+    options: dict[str, Any] = {"tasks": settings.tasks.split(",")}
+    options |= {name: getattr(settings, name) for name in ("images", "allow_outside", "prompt", "seed", "samples")}
     sampled, parts, files = settings.answers == "sampled", [], []
     for number, source in enumerate(sources):
         kind, path = source_parts(source)
