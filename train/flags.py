@@ -18,25 +18,14 @@ MANY = 2**31 - 1  # the largest integer of a flag without another limit
 RUN_CONFIG = "config.json"
 
 
-def flag(
-    default,
-    help: str,
-    choices: Sequence[str] | None = None,
-    *,
-    least: float | None = None,
-    most: float | None = None,
-    share: bool = False,
-    **argument,
-):
+def flag(default, help: str, *, least: float | None = None, most: float | None = None, share: bool = False, **argument):
     """A dataclass field that is also a flag of the same name.
 
-    least, most: the range of a number, both ends included. share: it is from 0 to 1. argument: more arguments of
-    `add_argument`.
+    least, most: the range of a number, both ends included. share: a number from 0 to 1. argument: more arguments of
+    `add_argument`, such as `choices`.
     """
-    if choices is not None:
-        argument["choices"] = list(choices)
     least, most = (0, 1) if share else (least, most)
-    metadata = {"help": help, "least": least, "most": most, "choices": tuple(choices or ()), "argument": argument}
+    metadata = {"help": help, "least": least, "most": most, "argument": argument}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -55,21 +44,16 @@ class FlagParser(argparse.ArgumentParser):
 def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
     """Add a flag for each field of the dataclass `settings`; one that is not given is absent from the result."""
     for field in dataclasses.fields(settings):
-        help = field.metadata["help"]
+        kind, help = field_kind(settings, field), field.metadata["help"]
         if "default" not in help:
             help += f" (default: {field.default})"
+        reads = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": str if kind is list else kind}
         arguments = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%"), "dest": field.name}
-        arguments |= field.metadata["argument"]
-        kind = field_kind(settings, field)
-        if kind is bool:
-            arguments["action"] = argparse.BooleanOptionalAction
-        else:
-            arguments.setdefault("type", str if kind is list else kind)
-        parser.add_argument(flag_name(field.name), **arguments)
+        parser.add_argument(flag_name(field.name), **reads | arguments | field.metadata["argument"])
 
 
 def field_kind(settings: type, field: dataclasses.Field) -> type:
-    """The type of a field's value, None apart: int, float, bool, str, or list for a tuple of texts."""
+    """The type of a field's value, None apart: int, float, bool, str, Path, or list for a tuple of texts."""
     hint = typing.get_type_hints(settings)[field.name]
     if typing.get_origin(hint) is tuple:
         return list
@@ -80,28 +64,30 @@ def read_flags(options: type[Settings], program: str, description: str | None, a
     """The flags of a command that has no others. Raises UserError for values out of range."""
     parser = FlagParser(prog=f"python -m {program}", description=description)
     add_flags(parser, options)
-    chosen = from_values(options, vars(parser.parse_args(argv)))
-    check_ranges(chosen)
-    return chosen
+    return from_values(options, vars(parser.parse_args(argv)))
 
 
-def from_values(settings: type[Settings], values: Mapping[str, object]) -> Settings:
-    """An instance of the dataclass `settings`; lists, as argparse and JSON give them, become tuples."""
-    return settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+def from_values(settings: type[Settings], values: Mapping[str, object], where: str = "") -> Settings:
+    """An instance of the dataclass `settings`; lists, as argparse and JSON give them, become tuples.
+
+    Raises UserError as `check_ranges` does.
+    """
+    made = settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    check_ranges(made, where)
+    return made
 
 
 def check_ranges(settings, where: str = "") -> None:
     """Raise UserError, with `where` before it, for the first value that has another type or is out of range."""
     for field in dataclasses.fields(settings):
         value, kind, limits = getattr(settings, field.name), field_kind(type(settings), field), field.metadata
-        if kind is Path or "type" in limits["argument"]:  # its own reader has checked it
+        if kind is Path or value is None and field.default is None:
             continue
         most = MANY if kind is int and limits["most"] is None else limits["most"]
-        expected = Expected(kind, limits["least"], most, () if kind is list else limits["choices"])
+        choices = () if kind is list else tuple(limits["argument"].get("choices", ()))
+        expected = Expected(kind, limits["least"], most, choices)
         values = list(value) if isinstance(value, tuple) else value
-        if value is None and field.default is None:
-            continue
-        if not expected.accepts(values) or kind is list and not all(isinstance(text, str) for text in value):
+        if not expected.accepts(values) or kind is list and not all(isinstance(text, str) for text in values):
             raise UserError(f"{where}{flag_name(field.name)} is {quoted(value)}, expected {expected}")
 
 
@@ -126,7 +112,6 @@ def take_arguments(arguments: type[Arguments], given: dict) -> Arguments:
     """Take the flags that are no settings out of `given`. Raises UserError for flags that exclude each other."""
     names = [field.name for field in dataclasses.fields(arguments) if field.name in given]
     chosen = from_values(arguments, {name: given.pop(name) for name in names})
-    check_ranges(chosen)
     if chosen.resume is not None and (chosen.out is not None or given):
         raise UserError("--resume goes on with the run's own settings: leave the other flags out")
     if chosen.allow_changed and chosen.resume is None:
@@ -136,14 +121,7 @@ def take_arguments(arguments: type[Arguments], given: dict) -> Arguments:
 
 def read_config(settings: type[Settings], run: Path, program: str) -> Settings:
     """The settings in the config.json of a run folder. Raises UserError if `program` has not written it as it is."""
-    try:
-        raw = read_json(run / RUN_CONFIG)
-        if raw.keys() != {field.name for field in dataclasses.fields(settings)}:
-            raise UserError(f"{RUN_CONFIG} has other settings than this version")
-    except UserError as error:
-        raise UserError(
-            f"--resume {shown(run)}: no run folder of {program} ({error}): give the folder that it has written"
-        ) from None
-    chosen = from_values(settings, raw)
-    check_ranges(chosen, f"--resume {shown(run)}: in {RUN_CONFIG}, ")
-    return chosen
+    values, where = read_json(run / RUN_CONFIG), f"--resume {shown(run)}: {RUN_CONFIG}"
+    if values.keys() != {field.name for field in dataclasses.fields(settings)}:
+        raise UserError(f"{where} is not of this version of {program}: give a folder that it has written")
+    return from_values(settings, values, f"{where}: ")

@@ -9,55 +9,23 @@ from dataclasses import dataclass, field
 # Recipes: the paper's Table 1 (its section 4), and the transfer recipe of PaliGemma's authors (Beyer et al. 2024,
 # appendix J)
 
-_PAPER = {
-    "batch_size": 4,
-    "step_batch": 4,  # "a batch size of 4", and the rule rate / batch = 1e-4
-    "warmup": 50,
-    "schedule": "linear",
-    "optimizer": "adam",
-    "diff_in": "both",
-    "dropout": 0.1,
-    "epochs": 1,
-    "fraction": 0.4,
-    "prompt": "answer {question}",
-    "r": 32,
-    "alpha": 64.0,
-}
+_PAPER = {"batch_size": 4, "step_batch": 4}  # "a batch size of 4", and the rule rate / batch = 1e-4
+_PAPER |= {"optimizer": "adam", "schedule": "linear", "warmup": 50, "epochs": 1, "fraction": 0.4}
+_PAPER |= {"diff_in": "both", "r": 32, "alpha": 64.0, "dropout": 0.1, "prompt": "answer {question}"}
 _FAST, _SLOW = {"lr": 4e-4, "weight_decay": 1e-9}, {"lr": 2e-5, "weight_decay": 1e-8}
+_WHOLE = {"attention": "softmax", "full": True, "weight_decay": 0.0}
 RECIPES: dict[str, dict] = {
     "paper-1": _PAPER | _FAST | {"attention": "softmax", "feed_forward": "mlp"},
     "paper-2": _PAPER | _FAST | {"attention": "shared", "feed_forward": "swiglu-new"},
     "paper-3": _PAPER | _SLOW | {"attention": "softmax", "feed_forward": "mlp", "r": 16, "alpha": 32.0},
     "paper-4": _PAPER | _SLOW | {"attention": "shared", "feed_forward": "mlp"},
     "paper-5": _PAPER | _SLOW | {"attention": "split", "feed_forward": "swiglu-new", "option": ('rope_pairs="fresh"',)},
-    "paligemma": {
-        "attention": "softmax",
-        "full": True,
-        "lr": 1e-5,
-        "weight_decay": 0.0,
-        "beta2": 0.999,
-        "epochs": 10,
-        "batch_size": 16,
-        "step_batch": 256,
-        "schedule": "cosine",
-        "warmup": 0.05,
-        "clip": 1.0,
-        "answers": "sampled",
-        "prompt": "answer en {question}",
-    },
+    "paligemma": _WHOLE
+    | {"lr": 1e-5, "beta2": 0.999, "schedule": "cosine", "warmup": 0.05, "clip": 1.0}
+    | {"epochs": 10, "batch_size": 16, "step_batch": 256, "prompt": "answer en {question}", "answers": "sampled"},
     # The embedded base on other pictures than its own. Its vision tower knows 40 emojis by patches of a fixed grid:
     # every weight must learn. Questions of one picture in one batch make the picture matter, and share its encoding.
-    "own": {
-        "attention": "softmax",
-        "full": True,
-        "align": 16,
-        "optimizer": "muon",
-        "lr": 0.01,
-        "weight_decay": 0.0,
-        "batch_size": 64,
-        "per_picture": 8,
-        "epochs": 2,
-    },
+    "own": _WHOLE | {"align": 16, "optimizer": "muon", "lr": 0.01} | {"epochs": 2, "batch_size": 64, "per_picture": 8},
 }
 
 # Stages
@@ -77,8 +45,7 @@ class StageRecipe:
 
 
 _ONE_EPOCH = {"epochs": 1, "schedule": "cosine", "warmup": 0.03, "clip": 1.0, "batch_size": 16, "beta2": 0.999}
-# WINGS: the rates and decays of the paper. It gives a range for the first rate.
-_WINGS = _ONE_EPOCH | {"r": 64}
+_WINGS = _ONE_EPOCH | {"r": 64}  # the paper's rates and decays; it gives a range for the first rate
 # Q-Mamba: the paper's rates and batches; weights in fp32, matrix products in bf16 on a GPU
 _QMAMBA = _ONE_EPOCH | {"optimizer": "radam", "weight_decay": 0.0, "dtype": "fp32"}
 _SMALL = {"batch_size": 32, "step_batch": 32}
@@ -116,10 +83,8 @@ STAGES: dict[str, dict[int, StageRecipe]] = {
 
 def stage_defaults(arch: str | None, stage: int | None, is_embedded: bool) -> Mapping[str, object]:
     """The settings of a stage, on the embedded data or on others; empty where there is no such stage."""
-    recipe = STAGES.get(arch, {}).get(stage)
-    if recipe is None:
-        return {}
-    return recipe.defaults | (recipe.embedded if is_embedded else {})
+    recipe = STAGES.get(arch, {}).get(stage, StageRecipe({}))
+    return {**recipe.defaults, **(recipe.embedded if is_embedded else {})}
 
 
 # Dense bf16 FLOP/s (the data sheets' figures with sparsity are twice as high), and GB of memory
