@@ -9,11 +9,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 from torch import nn
-
-from model.common import UserError
 
 # λ, μ and the norms of a graft. No decay: it would pull these scalars and gains towards values without meaning.
 SCALARS = r".*\.(lambda_\w+|lambda_proj\.\w+|mu|subln\.weight)"
@@ -59,12 +58,13 @@ def make_adamw(groups: list[dict], betas: tuple[float, float], kind: type = torc
     return kind(groups, betas=betas, fused=can)
 
 
-OPTIMIZERS = {
-    "adamw": make_adamw,
-    "adam": partial(make_adamw, kind=torch.optim.Adam),  # Kingma & Ba 2015: decay is a part of the gradient
-    # Liu et al. 2020
-    "radam": lambda groups, betas: torch.optim.RAdam(groups, betas=betas, decoupled_weight_decay=True),
-}
+def make_radam(groups: list[dict], betas: tuple[float, float]) -> torch.optim.Optimizer:
+    """RAdam (Liu et al. 2020) over `groups`, with AdamW's decay."""
+    return torch.optim.RAdam(groups, betas=betas, decoupled_weight_decay=True)
+
+
+# Adam (Kingma & Ba 2015): decay is a part of the gradient
+OPTIMIZERS = {"adamw": make_adamw, "adam": partial(make_adamw, kind=torch.optim.Adam), "radam": make_radam}
 
 
 def is_inner_matrix(name: str, parameter: torch.Tensor) -> bool:
@@ -75,28 +75,23 @@ def is_inner_matrix(name: str, parameter: torch.Tensor) -> bool:
 class MuonAdamW(torch.optim.Optimizer):
     """Muon (Jordan 2024) for the matrices in `groups`, AdamW for embeddings, norms, biases and convolutions.
 
-    groups: as `parameter_groups` makes them; each is split in two. AdamW has `ratio` times the rate of the group. A
-    matrix moves by its rate in every direction, whatever its gradient's size. Checkpoints see one optimizer.
+    groups: as `parameter_groups` makes them; each is split in two. AdamW has `ratio` times the rate of the group.
+    Muon moves a matrix by its rate in every direction, whatever its gradient's size. Checkpoints see one optimizer.
     """
 
     def __init__(self, groups: Sequence[dict], betas: tuple[float, float], ratio: float):
-        split: dict[bool, list[dict]] = {True: [], False: []}
-        for group in groups:
-            for is_matrix, parts in split.items():
-                named = zip(group["names"], group["params"], strict=True)
-                chosen = [(name, p) for name, p in named if is_inner_matrix(name, p) == is_matrix]
-                if chosen:
-                    names, parameters = map(list, zip(*chosen, strict=True))
-                    rates = {rate: group[rate] * (1 if is_matrix else ratio) for rate in ("lr", "base_lr")}
-                    parts.append({**group, **rates, "names": names, "params": parameters})
+        split: dict[bool, list[dict]] = {False: [], True: []}
+        for group, is_matrix in product(groups, split):
+            named = zip(group["names"], group["params"], strict=True)
+            chosen = {name: p for name, p in named if is_inner_matrix(name, p) == is_matrix}
+            if chosen:
+                rates = {rate: group[rate] * (1 if is_matrix else ratio) for rate in ("lr", "base_lr")}
+                split[is_matrix].append({**group, **rates, "names": [*chosen], "params": [*chosen.values()]})
         super().__init__([*split[False], *split[True]], {})
-        self.parts: list[torch.optim.Optimizer] = []  # they share their groups and their state with this one
-        if split[False]:
-            self.parts.append(make_adamw(split[False], betas))
-        if split[True]:
-            self.parts.append(torch.optim.Muon(split[True], momentum=0.95))
+        self.parts: list[torch.optim.Optimizer] = [make_adamw(split[False], betas)] if split[False] else []
+        self.parts += [torch.optim.Muon(split[True], momentum=0.95)] if split[True] else []
         for part in self.parts:
-            part.state = self.state
+            part.state = self.state  # the parts share their groups and their state with this optimizer
 
     def step(self, closure=None) -> None:
         for part in self.parts:
@@ -111,22 +106,16 @@ def reconnect(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 def rate_factor(step: int, total: int, warmup: float, schedule: str) -> float:
-    """The factor of the peak rate at a step counted from 0: a linear warm-up, then `schedule` down to 0 at `total`.
+    """The factor of the peak rate at a step: from 1 / (warmup + 1) at step 0 up to 1, then `schedule` down to 0.
 
-    warmup: steps, or if below 1 a share of `total`. schedule: "linear", "cosine", or "constant". The factor of step 0
-    is 1 / (warmup + 1), not 0.
+    warmup: steps, or if below 1 a share of `total`. schedule: "linear", "cosine", or "constant", which stays at 1.
     """
     warmup = int(warmup if warmup >= 1 else warmup * total)
     if step < warmup:
         return (step + 1) / (warmup + 1)
     done = (step - warmup) / max(1, total - warmup)
-    if schedule == "linear":
-        return 1.0 - done
-    if schedule == "cosine":
-        return 0.5 * (1.0 + math.cos(math.pi * done))
-    if schedule == "constant":
-        return 1.0
-    raise UserError(f"schedule is {schedule!r}, expected 'linear', 'cosine' or 'constant'")
+    factors = {"linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done)), "constant": 1.0}
+    return factors[schedule]
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -81,7 +81,7 @@ STAGES: dict[str, dict[int, StageRecipe]] = {
 }
 
 
-def stage_defaults(arch: str | None, stage: int | None, is_embedded: bool) -> Mapping[str, object]:
+def stage_defaults(arch: str | None, stage: int | None, is_embedded: bool) -> dict[str, object]:
     """The settings of a stage, on the embedded data or on others; empty where there is no such stage."""
     recipe = STAGES.get(arch, {}).get(stage, StageRecipe({}))
     return {**recipe.defaults, **(recipe.embedded if is_embedded else {})}

@@ -19,17 +19,7 @@ from model.common import UserError
 from model.device import DTYPES
 from model.differential import FEED_FORWARDS, KINDS
 from model.mamba import KERNELS
-from train.flags import (
-    FlagParser,
-    RunArguments,
-    add_flags,
-    check_ranges,
-    flag,
-    flag_name,
-    from_values,
-    read_config,
-    take_arguments,
-)
+from train.flags import FlagParser, RunArguments, add_flags, flag, flag_name, from_values, read_config, take_arguments
 from train.loop import LoopSettings
 from train.optim import OPTIMIZERS
 from train.recipes import GPUS, RECIPES, STAGES, stage_defaults
@@ -44,26 +34,20 @@ class Settings(LoopSettings):
     base: str = flag("embedded", "model: a folder, a hub id, or `embedded`")
     data: tuple[str, ...] = flag(
         EMBEDDED,
-        f"{SOURCES}, or tar shards of train.shard, shards:'NAME-{{000..127}}.tar'. Given several times: a mixture. An "
-        "epoch has as many samples as all of them have records; with SOURCE@WEIGHT at each, a source gives the share "
-        "WEIGHT / (sum of weights) of these samples: a small one comes repeatedly, a large one goes on in the next "
-        "epoch (default: embedded)",
+        f"{SOURCES}, or tar shards of train.shard, shards:'NAME-{{000..127}}.tar'. Given several times: a mixture, "
+        "with as many samples in an epoch as records; with SOURCE@WEIGHT at each, a source gives the share WEIGHT / "
+        "(sum of weights) of them: a small one repeats, a large one goes on in the next epoch (default: embedded)",
         action="append",
         metavar="SOURCE[@WEIGHT]",
     )
     eval_data: tuple[str, ...] = flag(
         (),
-        "what is asked instead of pictures held out of --data, and named as there; may be given several times "
-        "(default: the share --validation of --data)",
+        "held-out data, named as in --data; may be given several times (default: the share --validation of --data)",
         action="append",
         metavar="SOURCE",
     )
     arch: str = flag("paligemma", f"what to train: paligemma, or a system with stages ({', '.join(STAGES)})")
-    stage: int | None = flag(
-        None,
-        "its stage; a later one starts from the model that the one before has written, "
-        "--base RUN/model (default: none)",
-    )
+    stage: int | None = flag(None, "its stage; a later one starts from the model of the one before, --base RUN/model")
     attention: str = flag("dex", "differential attention to graft", choices=list(KINDS))
     diff_in: str = flag("decoder", "where to graft it", choices=["decoder", "vision", "both"])
     feed_forward: str = flag("mlp", "feed-forward of the decoder", choices=list(FEED_FORWARDS))
@@ -79,21 +63,16 @@ class Settings(LoopSettings):
     alpha: float = flag(32.0, "LoRA alpha: updates are scaled by alpha / r", least=1e-6, most=1e6)
     dropout: float = flag(0.0, "LoRA dropout", least=0, most=0.9999)
     align: int = flag(
-        0, "with --full: passes over the pictures in which the vision tower alone learns, see train/align.py", least=0
+        0, "with --full: passes over the pictures in which the vision tower alone learns (train/align.py)", least=0
     )
     lr: float = flag(1.5e-3, "peak learning rate", least=0, most=1e6)
     scalar_lr: float | None = flag(
         None,
-        "peak rate of λ, μ and norms (default: as --lr); with --optimizer muon of all that is no matrix of a layer "
-        "(default: a tenth of --lr)",
+        "peak rate of λ, μ and norms (default: --lr); with muon of all but the layers' matrices (default: --lr / 10)",
         least=0,
         most=1e6,
     )
-    optimizer: str = flag(
-        "adamw",
-        "how the gradient is followed; muon: the matrices of the layers by Muon, the rest by AdamW",
-        choices=[*OPTIMIZERS, "muon"],
-    )
+    optimizer: str = flag("adamw", "muon: AdamW, but Muon for the layers' matrices", choices=[*OPTIMIZERS, "muon"])
     weight_decay: float = flag(1e-9, "AdamW weight decay; none on λ, μ and norms", least=0, most=1e6)
     beta2: float = flag(0.98, "AdamW's second momentum", least=0, most=0.9999999)
     batch_size: int = flag(32, "rows of a micro-batch, at most", least=1)
@@ -106,9 +85,7 @@ class Settings(LoopSettings):
     validation: float = flag(0.02, "share of the pictures held out of data on disk, without --eval-data", share=True)
     prompt: str = flag("answer {question}", "prompt of a VQAv2 question")
     answers: str = flag(
-        "common",
-        "VQAv2's answer to learn: the common one, or one of the ten, drawn anew each epoch",
-        choices=["common", "sampled"],
+        "common", "VQAv2's answer to learn, or one of its ten, drawn anew each epoch", choices=["common", "sampled"]
     )
     per_picture: int = flag(1, "questions of one picture that may share a batch, and its encoding", least=1)
     shuffle_buffer: int = flag(10000, "records of tar shards that are shuffled together", least=1)
@@ -117,14 +94,13 @@ class Settings(LoopSettings):
     max_length: int = flag(8192, "tokens of an example, its picture's included; longer ones are left out", least=1)
     dtype: str = flag(
         "auto",
-        "dtype of the base (default: bf16 on CUDA, else fp32; with --full and --stage fp32 everywhere, "
-        "in all about 18 bytes for each trained parameter)",
+        "of the base (default: bf16 on CUDA, else fp32; fp32 with --full and --stage: 18 bytes a trained parameter)",
         choices=["auto", *DTYPES],
     )
     quantize: str | None = flag(
-        None, "hold the frozen weights in 8 bits, or 4 (QLoRA), for memory (default: as --dtype)", list(QUANTIZED)
+        None, "hold the frozen weights in 8 bits, or 4 (QLoRA) (default: as --dtype)", choices=list(QUANTIZED)
     )
-    kernel: str | None = flag(None, "for the scan of Mamba, on CUDA (default: PyTorch alone)", choices=KERNELS)
+    kernel: str | None = flag(None, "of Mamba's scan, on CUDA (default: PyTorch alone)", choices=KERNELS)
     evaluate: bool = flag(True, "evaluate on held-out examples, before, during and after training")
     eval_limit: int = flag(400, "held-out examples of each evaluation", least=4)
     eval_every: int | None = flag(
@@ -136,17 +112,17 @@ class Settings(LoopSettings):
 
     @property
     def options(self) -> dict[str, object]:
-        """What `option` holds, by name. Raises UserError for what is no NAME=VALUE."""
+        """The values of `option`, by name. Raises UserError for a text that is not NAME=VALUE."""
         return dict(map(read_option, self.option))
 
     def options_of(self, known: Mapping[str, object]) -> dict[str, object]:
-        """`options`. Raises UserError for one that is not among the `known` ones, or of another type."""
+        """`options`. Raises UserError for a name that is not `known`, or a value of another type than the known one."""
         for name, value in self.options.items():
             if name not in known:
                 raise UserError(f"--option {name}: choose of {', '.join(known)}")
             if type(value) is not type(known[name]):
-                expected = f"{type(known[name]).__name__}, such as {known[name]!r}"
-                raise UserError(f"--option {name}={value}: expected {expected}")
+                kind = type(known[name]).__name__
+                raise UserError(f"--option {name}={value}: expected {kind}, such as {known[name]!r}")
         return self.options
 
     @property
@@ -156,7 +132,7 @@ class Settings(LoopSettings):
 
     @property
     def question_prompt(self) -> str | None:
-        """The template of the VQA questions that are trained on; None where only the data knows it."""
+        """The template of the VQA questions in training; None where the data has its own prompts."""
         if self.is_embedded:
             return PROMPT
         return self.prompt if any(source.startswith("vqav2:") for source in self.data) else None
@@ -178,15 +154,12 @@ class Arguments(RunArguments):
 
     show_batch: Path | None = flag(
         None,
-        "train nothing: print the first batch as the model reads it, with what is learned marked, and write its "
-        "pictures to a sheet (default: batch.png)",
+        "train nothing: print the first batch as the model reads it, and write its pictures (default: batch.png)",
         nargs="?",
         const=Path("batch.png"),
         metavar="FILE",
     )
-    plan: bool = flag(
-        False, "train nothing: open the data and the headers, and print what the run takes (memory, disk, hours)"
-    )
+    plan: bool = flag(False, "train nothing: print what the run takes (memory, disk, hours)")
     gpu: str = flag("H100", "GPU of --plan", choices=list(GPUS))
     gpus: int = flag(1, "number of them", least=1)
 
@@ -195,39 +168,32 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
     """The settings and the run folder of a command line; a recipe changes defaults, a flag overrides both."""
     parser = FlagParser(prog="python -m train.finetune", description=description)
     add_flags(parser, Arguments)
-    parser.add_argument(
-        "--recipe",
-        choices=list(RECIPES),
-        default=argparse.SUPPRESS,
-        help="settings of the paper's Table 1, of PaliGemma's authors, or for own pictures on the embedded base",
-    )
+    about = "settings of the paper's Table 1, of PaliGemma's authors, or for own pictures on the embedded base"
+    parser.add_argument("--recipe", choices=list(RECIPES), default=argparse.SUPPRESS, help=about)
     add_flags(parser, Settings)
     given = vars(parser.parse_args(argv))
     arguments = take_arguments(Arguments, given)
     if arguments.resume is not None:
         return read_config(Settings, arguments.resume, "train.finetune"), arguments
-    recipe = RECIPES.get(given.pop("recipe", ""), {})
-    is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
+    recipe, is_embedded = RECIPES.get(given.pop("recipe", ""), {}), tuple(given.get("data", EMBEDDED)) == EMBEDDED
     defaults = stage_defaults(given.get("arch"), given.get("stage"), is_embedded)
-    settings = from_values(Settings, {**defaults, **recipe, **given})
+    settings = from_values(Settings, defaults | recipe | given)
     check(settings)
     return settings, arguments
 
 
 def command_of(settings: Settings) -> str:
     """The command that gives `settings`: the flags that differ from their defaults, or that a stage has its own for."""
-    words = ["python", "-m", "train.finetune"]
-    of_stage = stage_defaults(settings.arch, settings.stage, settings.is_embedded)
+    words, of_stage = [], stage_defaults(settings.arch, settings.stage, settings.is_embedded)
     for field in fields(settings):
         value, name = getattr(settings, field.name), flag_name(field.name)
         if value is None or value == field.default and field.name not in of_stage:
             continue
         if isinstance(value, bool):
             words.append(name if value else name.replace("--", "--no-", 1))
-            continue
-        for part in value if isinstance(value, tuple) else (value,):
-            words += [name, str(part)]
-    return shlex.join(words)
+        else:
+            words += [word for part in (value if isinstance(value, tuple) else (value,)) for word in (name, str(part))]
+    return shlex.join(["python", "-m", "train.finetune", *words])
 
 
 def read_option(text: str) -> tuple[str, object]:
@@ -241,26 +207,23 @@ def read_option(text: str) -> tuple[str, object]:
 
 
 def check(settings: Settings) -> None:
-    """Raise UserError for values out of range, and for a stage without its system or a system without a stage."""
-    check_ranges(settings)
+    """Raise UserError for settings that exclude each other."""
     check_prompt(settings.prompt)
     if settings.writes_model and settings.dtype not in ("auto", "fp32"):
         raise UserError(
-            f"--dtype {settings.dtype}: --full and --stage train whole weights, and most updates of them are lost in "
-            f"{settings.dtype}: leave --dtype out (weights in fp32) and use --autocast {settings.dtype}"
+            f"--dtype {settings.dtype}: most updates of whole weights (--full, --stage) are lost in it: leave it out, "
+            f"and use --autocast {settings.dtype}"
         )
     if settings.align and not settings.full:
         raise UserError(f"--align {settings.align} trains the vision tower, which no adapter holds: add --full")
     if settings.patience and (not settings.evaluate or settings.eval_every == 0):
-        raise UserError(
-            f"--patience {settings.patience} counts evaluations during training: leave it out, or --no-evaluate and "
-            "--eval-every 0"
-        )
+        given = "--no-evaluate" if not settings.evaluate else "--eval-every 0"
+        raise UserError(f"--patience {settings.patience} counts evaluations during training: leave out it or {given}")
     if settings.arch not in ("paligemma", *STAGES):
         raise UserError(f"--arch {settings.arch}: expected one of paligemma, {', '.join(STAGES)}")
     if (settings.arch == "paligemma") != (settings.stage is None):
         raise UserError(
-            f"--arch {settings.arch} --stage {settings.stage}: a system with stages needs one, PaliGemma has none"
+            f"--arch {settings.arch} --stage {settings.stage}: give --stage with {' or '.join(STAGES)} only"
         )
 
 
@@ -273,8 +236,8 @@ def step_layout(settings: Settings, processes: int) -> tuple[int, int]:
     rows = max(1, min(settings.batch_size, wanted // processes))
     if wanted % (rows * processes):
         raise UserError(
-            f"--step-batch {wanted} is no multiple of {rows * processes}: {rows} rows of a micro-batch on each "
-            f"process of {processes}: change the number of processes, --batch-size or --step-batch"
+            f"--step-batch {wanted} is no multiple of {rows * processes}: {rows} rows of a micro-batch on each of "
+            f"{processes} processes: change the number of processes, --batch-size or --step-batch"
         )
     return rows, wanted // rows
 
