@@ -7,7 +7,7 @@ metrics.jsonl and checkpoints in the run folder. It knows no command line and no
 import math
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
@@ -51,7 +51,7 @@ class LoopSettings:
 
 
 class Micro(Protocol):
-    """A micro-batch: names of its rows, the number of supervised tokens, and a line for each unusable record."""
+    """A micro-batch: the names of its rows, its supervised tokens, and a line for each unusable record."""
 
     names: tuple[str, ...]
     tokens: int
@@ -69,7 +69,7 @@ class Order(Protocol):
 
 
 class Watch:
-    """What the loop calls at every step for more metrics. This one has none."""
+    """More metrics of every step; this base has none."""
 
     def measure(self, step: int, micro: Micro) -> dict:
         """Metrics of a step before its update."""
@@ -109,15 +109,15 @@ def fit(
     reconnect(optimizer, model)
     if progress.step:
         load_checkpoint(run, progress, model, optimizer, scaler)
-    parameters = trainable(model)
-    scalars = [parameter for name, parameter in parameters.items() if re.fullmatch(SCALARS, name)]
+    learned = trainable(model)
+    scalars = [parameter for name, parameter in learned.items() if re.fullmatch(SCALARS, name)]
     log = Log(run, order.total, progress, world)
     model.train()
     with catch_signals() as received, log.bar:
         steps = order.steps(progress.step, settings.workers, pin=world.device.type == "cuda")
         for micros in takewhile(lambda _: progress.stopped is None, steps):
             step = progress.step
-            seed((settings.seed * 1_000_003 + step) * 1_009 + world.rank, world.device)  # so no random state is saved
+            torch.manual_seed((settings.seed * 1_000_003 + step) * 1_009 + world.rank)  # no random state is saved
             tokens = count_records(micros, progress, settings.max_bad, world)
             scale = world.size / max(1, tokens)  # DDP and FSDP2 average gradients over processes
             losses = []
@@ -129,7 +129,7 @@ def fit(
                 scaler.scale(value * scale).backward()
             if tokens:
                 scaler.unscale_(optimizer)
-            losses, norms = read_numbers(losses, clip_gradients(list(parameters.values()), scalars, settings.clip))
+            losses, norms = clip_and_read([*learned.values()], scalars, losses, settings.clip)
             loss_sum, stopping = world.totals(sum(losses), float(bool(received)))
             check_finite(loss_sum, losses, step, micros, world, 0.0 if scaler.is_enabled() else norms["gradient_norm"])
             set_rates(optimizer, rate_factor(step, order.total, settings.warmup, settings.schedule))
@@ -147,8 +147,7 @@ def fit(
             is_last = stopping or progress.step == order.total or progress.stopped is not None
             if is_last or progress.step % settings.checkpoint_every == 0:
                 log.sync()
-                save_checkpoint(run, progress, model, optimizer, scaler, settings.keep, write=world.is_first)
-                world.barrier()
+                save_checkpoint(run, progress, model, optimizer, world, scaler, settings.keep)
                 log.go_on()
             if stopping:
                 raise Interrupted(received[0] if received else signal.SIGTERM)
@@ -157,20 +156,14 @@ def fit(
     return progress
 
 
-def seed(number: int, device: torch.device) -> None:
-    """`torch.manual_seed`, which takes half a millisecond of a step where it looks for devices that are not there."""
-    (torch.default_generator if device.type == "cpu" else torch).manual_seed(number)
-
-
 def count_records(micros: Sequence[Micro], progress: Progress, max_bad: int, world: World) -> int:
     """Add the samples and unusable records of a step to `progress`; returns its supervised tokens, of all processes.
 
     Raises UserError for more than `max_bad` unusable records.
     """
     bad = [line for micro in micros for line in micro.bad]
-    samples, tokens, count = world.totals(
-        sum(len(micro.names) for micro in micros), sum(micro.tokens for micro in micros), len(bad)
-    )
+    samples, tokens = sum(len(micro.names) for micro in micros), sum(micro.tokens for micro in micros)
+    samples, tokens, count = world.totals(samples, tokens, len(bad))
     progress.samples += int(samples)
     progress.empty_steps += not tokens
     if count:  # every epoch reports a record again
@@ -199,26 +192,17 @@ def check_finite(
     raise Diverged(f"step {step}: the loss is {loss} on {', '.join(names)}: lower --lr, or look at these records")
 
 
-def clip_gradients(
-    parameters: Sequence[nn.Parameter], scalars: Sequence[nn.Parameter], largest: float
-) -> dict[str, torch.Tensor]:
-    """Clip the gradients to the norm `largest` (0: leave them); returns their norms before that, for the metrics."""
-    norms = {"gradient_norm": gradient_norm(parameters)}
-    if scalars:
-        norms["scalar_gradient_norm"] = gradient_norm(scalars)
+def clip_and_read(
+    parameters: Sequence[nn.Parameter], scalars: Sequence[nn.Parameter], losses: Sequence[torch.Tensor], largest: float
+) -> tuple[list[float], dict[str, float]]:
+    """Clip the gradients to the norm `largest` (0: leave them); returns the losses, and the norms before that.
+
+    All numbers are read from the device at once. FSDP2 may have sharded a norm.
+    """
+    groups = {"gradient_norm": parameters} | ({"scalar_gradient_norm": scalars} if scalars else {})
+    gradients = {name: [p.grad for p in group if p.grad is not None] for name, group in groups.items()}
+    norms = {name: nn.utils.get_total_norm(tensors) for name, tensors in gradients.items()}
     if largest:
         nn.utils.clip_grads_with_norm_(parameters, largest, norms["gradient_norm"])
-    return norms
-
-
-def gradient_norm(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """The norm of all gradients, taken as one vector."""
-    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-
-
-def read_numbers(
-    losses: Sequence[torch.Tensor], norms: Mapping[str, torch.Tensor]
-) -> tuple[list[float], dict[str, float]]:
-    """The losses and norms of a step as numbers, read from the device at once. FSDP2 may have sharded a norm."""
     numbers = torch.stack([value.float() for value in (*losses, *map(gathered, norms.values()))]).tolist()
     return numbers[: len(losses)], dict(zip(norms, numbers[len(losses) :], strict=True))

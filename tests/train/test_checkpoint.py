@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.runs import refused
+from tests.runs import WORLD, refused
 from train.checkpoint import Progress, checkpoints, load_checkpoint, newest_progress, save_checkpoint
 from train.optim import OPTIMIZERS, MuonAdamW, Rule, make_adamw, parameter_groups
 
@@ -33,7 +33,7 @@ def test_resumed_equals_uninterrupted_to_the_bit(make_optimizer, tmp_path):
     for number in range(5):
         step(model, optimizer, number)
         if number == 2:
-            save_checkpoint(tmp_path, Progress(step=3, bad=["a"]), model, optimizer)
+            save_checkpoint(tmp_path, Progress(step=3, bad=["a"]), model, optimizer, WORLD)
     resumed, resumed_optimizer = make(seed=1, optimizer=make_optimizer)
     resumed[2].bias.data.copy_(model[2].bias)  # frozen: not in the checkpoint
     progress = newest_progress(tmp_path)
@@ -50,7 +50,7 @@ def test_the_newest_are_kept_in_numeric_order(tmp_path):
     step(model, optimizer)
     for keep, kept in ((2, ["step-9", "step-10"]), (1, ["step-10"])):
         for number in (8, 9, 10):
-            save_checkpoint(tmp_path, Progress(step=number, samples=keep), model, optimizer, keep=keep)
+            save_checkpoint(tmp_path, Progress(step=number, samples=keep), model, optimizer, WORLD, keep=keep)
         assert [path.name for path in checkpoints(tmp_path)] == kept
     assert json.loads((tmp_path / "checkpoints/step-10/state.json").read_text())["samples"] == 1  # written again
 
@@ -59,5 +59,5 @@ def test_another_runs_checkpoint_is_refused(tmp_path):
     """Breaks when weights land in a model that trains other parameters."""
     model, optimizer = make()
     step(model, optimizer)
-    save_checkpoint(tmp_path, Progress(step=1), model, optimizer)
+    save_checkpoint(tmp_path, Progress(step=1), model, optimizer, WORLD)
     refused(lambda: load_checkpoint(tmp_path, Progress(step=1), *make(width=9)), "step-1")
