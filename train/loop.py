@@ -36,14 +36,10 @@ class LoopSettings:
     clip: float = flag(1.0, "largest gradient norm; 0 does not clip", least=0, most=1e12)
     seed: int = flag(0, "of initialisation, order and dropout", least=0)
     device: str = flag("auto", "cuda, mps, cpu, … (default: cuda or mps if there is one)")
-    autocast: str = flag(
-        "auto", "autocast dtype (default: bf16 on CUDA, else none)", choices=["auto", "none", "bf16", "fp16"]
-    )
+    autocast: str = flag("auto", "default: bf16 on CUDA, else none", choices=["auto", "none", "bf16", "fp16"])
     shard: bool = flag(False, "with torchrun: FSDP2 instead of DDP")
     compile: bool = flag(False, "torch.compile the model")
-    checkpointing: bool = flag(
-        False, "recompute the activations of decoder and projector in the backward pass, for memory"
-    )
+    checkpointing: bool = flag(False, "recompute activations of decoder and projector, for memory")
     workers: int | None = flag(None, "processes that prepare batches (default: 0, on CUDA up to 8)", least=0, most=1024)
     max_bad: int = flag(20, "unusable records to leave out before the run stops", least=0)
     checkpoint_every: int = flag(200, "steps between checkpoints", least=1)

@@ -48,8 +48,8 @@ def make_order(
 ) -> Order:
     """The order of a run. processes: the number that it began with. Raises UserError for steps that cannot be made."""
     rows, micro_batches = step_layout(settings, processes or world.size)
-    if world.is_first and settings.batch_size > (wanted := settings.step_batch or settings.batch_size):
-        print(f"--batch-size {settings.batch_size}: a step has {wanted} rows, see --step-batch", file=sys.stderr)
+    if world.is_first and settings.step_batch and settings.batch_size > settings.step_batch:
+        print(f"--batch-size {settings.batch_size}: a step has {settings.step_batch} rows", file=sys.stderr)
     return Order(
         records,
         processor,
@@ -94,37 +94,20 @@ def row_losses(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
 
 def forward(model: nn.Module, micro: MicroBatch, targets: torch.Tensor | None = None) -> torch.Tensor:
     """Logits (B, T, V) of the supervised positions, where alone the head runs; the loss with `targets`."""
-    batch = micro.batch
-    return model(
-        batch.input_ids,
-        batch.pixel_values,
-        batch.token_type_ids,
-        batch.attention_mask,
-        positions_to_keep=micro.positions,
-        image_features=micro.features,
-        image_index=batch.image_index,
-        targets=targets,
-    )
+    return model(**inputs(micro), positions_to_keep=micro.positions, image_features=micro.features, targets=targets)
+
+
+def inputs(micro: MicroBatch) -> dict[str, torch.Tensor]:
+    """The arguments of the model that are the batch itself."""
+    return {name: tensor for name, tensor in vars(micro.batch).items() if name != "labels"}
 
 
 def distances(model: PaliGemma, micro: MicroBatch) -> dict:
     """λ or μ, and the total variation distance between the two maps, by layer, on one micro-batch."""
-    batch = micro.batch
     model.eval()
-    distance = map_distance(
-        model,
-        input_ids=batch.input_ids,
-        pixel_values=batch.pixel_values,
-        token_type_ids=batch.token_type_ids,
-        attention_mask=batch.attention_mask,
-        image_index=batch.image_index,
-    )
+    record = {"lambda": lambdas(model), "map_distance": map_distance(model, **inputs(micro))}
     model.train()
-    record = {
-        "lambda": {path: value.tolist() for path, value in lambdas(model).items()},
-        "map_distance": {path: value.item() for path, value in distance.items()},
-    }
-    return {name: by_layer for name, by_layer in record.items() if by_layer}
+    return {name: {path: value.tolist() for path, value in layers.items()} for name, layers in record.items() if layers}
 
 
 def is_sharded(settings: Settings, world: World) -> bool:
