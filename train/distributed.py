@@ -57,14 +57,11 @@ class World:
         return values
 
     def share(self, micro_batches: int) -> int:
-        """The number of a step's micro-batches for each process. Raises UserError if it is not a whole number.
-
-        A run resumed with another number of processes keeps the micro-batches of its steps.
-        """
+        """The number of a step's micro-batches for each process; a resumed run keeps the micro-batches of its steps."""
         if micro_batches % self.size:
             raise UserError(
-                f"a step of this run takes {micro_batches} micro-batches, which {self.size} processes cannot share "
-                "equally: start a number of processes that divides it"
+                f"{micro_batches} micro-batches of a step cannot be shared by {self.size} processes: start a number of "
+                "processes that divides it"
             )
         return micro_batches // self.size
 
@@ -75,22 +72,18 @@ class World:
 
 def join_world(device: str = "auto") -> World:
     """Join the processes that `torchrun` started, if it did. Raises UserError for a device that is not there."""
-    size, rank, local = (
-        int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
-    )
+    rank, local, size = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{local}"
     elif device == "auto" and size > 1:  # gloo does not have MPS
         device = "cpu"
     chosen = choose_device(device)
-    if chosen.type == "cuda":
+    on_gpu = chosen.type == "cuda"
+    if on_gpu:
         torch.cuda.set_device(chosen)
     if size > 1 and not dist.is_initialized():
-        if chosen.type == "cuda":
-            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=chosen)
-        else:
-            dist.init_process_group("gloo")
-    return World(rank, size, chosen)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=chosen if on_gpu else None)
+    return World(rank, max(1, size), chosen)
 
 
 def leave_world() -> None:
@@ -103,8 +96,7 @@ def leave_world() -> None:
 def spread(
     model: nn.Module, world: World, shard: bool, autocast: torch.dtype | None = None, compiles: bool = False
 ) -> nn.Module:
-    """The module to call in place of `model`: itself in one process, else wrapped by DDP, or with `shard` sharded by
-    FSDP2 layer by layer; all by torch.compile if it `compiles`.
+    """The module to call in place of `model`: itself in one process; else DDP, or with `shard` FSDP2 layer by layer.
 
     Both average gradients over processes, so the loss must be multiplied by `world.size`. A sharded model in fp32 that
     is called under `autocast` to bf16 gathers its weights in bf16, and sums gradients in fp32.
@@ -114,9 +106,8 @@ def spread(
             ids = [world.device.index] if world.device.type == "cuda" else None
             model = DistributedDataParallel(model, device_ids=ids)
         return torch.compile(model) if compiles else model
-    policy = MixedPrecisionPolicy()
-    if autocast == torch.bfloat16 and computes_in_bf16(model):
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    halves = autocast == torch.bfloat16 and computes_in_bf16(model)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if halves else MixedPrecisionPolicy()
     for layer in layers_of(model):
         if compiles:  # the layers alone: FSDP2 does its work between them, where a graph of the whole would break
             layer.compile()
@@ -125,7 +116,7 @@ def spread(
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers that FSDP2 shards one by one: of the vision tower, the decoder and the projector, if they have any."""
+    """The layers of vision tower, decoder and projector, which FSDP2 shards one by one."""
     return [layer for name, part in model.named_modules() if name in LAYERS for layer in part]
 
 
@@ -146,9 +137,9 @@ def computes_in_bf16(model: nn.Module) -> bool:
 
 
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:
-    """Set whether the next backward pass exchanges gradients: only the last micro-batch of a step needs to.
+    """Set whether DDP's next backward pass exchanges gradients: only the last micro-batch of a step needs to.
 
-    FSDP2 exchanges them always: between micro-batches it would hold the gradients of all weights on each process.
+    FSDP2 always does: between micro-batches each process would else hold the gradients of all weights.
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile has wrapped it
     if isinstance(model, DistributedDataParallel):
@@ -167,19 +158,17 @@ def ask_together(
 ) -> list[str | None]:
     """`eval.run.ask_all`, shared by all processes: each asks its copy of the model about its share of the pictures.
 
-    All get all answers, in order. The questions are not padded to a multiple of the processes, so each is asked once.
-    Every process must call it with the same questions.
+    All get all answers, in order. Every process must call it with the same questions.
     """
     numbers: dict[Hashable, int] = {}
     owners = [numbers.setdefault(question.key, len(numbers)) % world.size for question in questions]
     places = [place for place, owner in enumerate(owners) if owner == world.rank]
-    problems: dict[str, str] | None = None if left_out is None else {}
-    share, title = [questions[place] for place in places], progress if world.is_first else None
+    share, problems = [questions[place] for place in places], None if left_out is None else {}
+    title = progress if world.is_first else None
     answers = ask_all(model, processor, share, progress=title, left_out=problems, **options)
-    together: list[str | None] = [None] * len(questions)
-    for of_process, problems_of_process in world.gather((list(zip(places, answers, strict=True)), problems)):
-        for place, answer in of_process:
-            together[place] = answer
+    together: dict[int, str | None] = {}
+    for answers_of_process, problems_of_process in world.gather((dict(zip(places, answers, strict=True)), problems)):
+        together |= answers_of_process
         if left_out is not None:
             left_out |= problems_of_process
-    return together
+    return [together[place] for place in range(len(questions))]

@@ -16,8 +16,8 @@ from model.common import atomic_path, file_errors
 from train.checkpoint import Progress
 from train.distributed import World
 
-# Fields of the metrics that differ from run to run: the seconds of training so far, evaluations included; samples and
-# supervised tokens a second, of the step alone; the most memory so far in MiB, of the first process
+# Fields that differ from run to run: seconds of training so far, evaluations included; samples and supervised tokens a
+# second, of the step alone; peak memory so far in MiB, of the first process
 MEASURED = ("seconds", "samples_per_second", "tokens_per_second", "peak_memory")
 
 
@@ -31,7 +31,7 @@ def saved_lines(path: Path, step: int) -> list[bytes]:
 
 
 class Log:
-    """The metrics, the progress bar and the clock of a run; only the process with `writes` writes.
+    """The metrics, the progress bar and the clock of a run; only the first process writes.
 
     progress: of the run; `sync` updates its `seconds`. Steps that metrics.jsonl lacks are counted on stderr.
     """
@@ -47,7 +47,7 @@ class Log:
             kept = saved_lines(self.path, progress.step)
             with atomic_path(self.path) as temporary:
                 temporary.write_bytes(b"".join(kept))
-            self.file = self.path.open("ab", buffering=0)
+            self.file = self.path.open("ab")
         if lost := progress.step - len(kept):
             print(f"{self.path}: the lines of {lost} steps are missing or cannot be read", file=sys.stderr)
         with contextlib.suppress(ImportError):
@@ -64,22 +64,19 @@ class Log:
         took = time.perf_counter() - self.written
         samples = self.progress.samples - self.samples
         values = self.seconds(), samples / took, tokens / took, peak_bytes(self.device) / 2**20
-        return dict(zip(MEASURED, (round(value, 3) for value in values), strict=True))
+        return {name: round(value, 3) for name, value in zip(MEASURED, values, strict=True)}
 
     def write(self, record: dict) -> None:
         """Write the metrics of one step. Raises UserError if the disk is full."""
         if self.file is not None:
-            line = (json.dumps(record) + "\n").encode()
             with file_errors(self.path):
-                written = 0
-                while written < len(line):
-                    written += self.file.write(line[written:])
+                self.file.write((json.dumps(record) + "\n").encode())
+                self.file.flush()
             if "held_out_loss" in record:
                 self.held_out = f"held-out {record['held_out_loss']:.3f}, "
                 self.held_out += f"{record['exact_match']:.1f} %, " if "exact_match" in record else ""
-            samples_per_second = self.progress.samples / self.seconds()
             loss = f"loss {record['loss']:.3f}" if "loss" in record else "no usable record"
-            self.bar.set_postfix_str(f"{loss}, {self.held_out}{samples_per_second:.0f} samples/s")
+            self.bar.set_postfix_str(f"{loss}, {self.held_out}{self.progress.samples / self.seconds():.0f} samples/s")
             self.bar.update()
         if self.board is not None:
             for name, value in record.items():
@@ -122,15 +119,10 @@ def reset_peak(device: torch.device | str = "cpu") -> None:
 def draw_loss(run: Path) -> None:
     """Write `loss.png`: the loss of every step, its running mean, and the loss on held-out examples."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    logged = [(r["step"], r["loss"]) for r in records if "loss" in r]
-    losses = [loss for _, loss in logged]
+    losses, held_out = ([(r["step"], r[name]) for r in records if name in r] for name in ("loss", "held_out_loss"))
     width = max(1, len(losses) // 50)
-    smooth = [sum(losses[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(losses))]
-    means = [(step, mean) for (step, _), mean in zip(logged, smooth, strict=True)]
-    lines = {"each step": logged, f"mean of {width}": means}
-    if held_out := [(r["step"], r["held_out_loss"]) for r in records if "held_out_loss" in r]:
-        lines["held-out"] = held_out
-    chart = figures.line_chart(
-        lines, f"{run.name}: loss", "step", "nats a token", pale=["each step"], marked=["held-out"]
-    )
-    figures.save(chart, run / "loss.png")
+    before = [losses[max(0, number - width + 1) : number + 1] for number in range(len(losses))]
+    means = [(last[-1][0], sum(loss for _, loss in last) / len(last)) for last in before]
+    lines = {"each step": losses, f"mean of {width}": means, **({"held-out": held_out} if held_out else {})}
+    emphasis = {"pale": ["each step"], "marked": ["held-out"]}
+    figures.save(figures.line_chart(lines, f"{run.name}: loss", "step", "nats a token", **emphasis), run / "loss.png")

@@ -42,10 +42,9 @@ def catch_signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         received.append(number)
 
-    try:
+    before = {}
+    with contextlib.suppress(ValueError):  # not the main thread
         before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread
-        before = {}
     try:
         yield received
     finally:
@@ -62,11 +61,11 @@ def check_empty(out: Path | None) -> None:
 
 @contextlib.contextmanager
 def run_folder(arguments: RunArguments, settings, stem: str, program: str, world: World) -> Iterator[Path]:
-    """The folder of a run for the block, locked: a new one with the settings, a dataclass, in it, or the resumed one.
+    """The folder of a run for the block, locked: the resumed one, or a new `--out` or runs/STEM-NUMBER.
 
-    A new folder is `--out`, or the next runs/STEM-NUMBER. If the block raises UserError before anything is learned, the
-    new folder is deleted. An interrupted block ends the program, with advice. Raises UserError if another process
-    writes to the folder, if it is not empty, or if the processes do not share it.
+    If the block raises UserError before anything is learned, the new folder is deleted. An interrupted block ends the
+    program, with advice. Raises UserError if another process writes to the folder, if it is not empty, or if the
+    processes do not share it.
     """
     run = lock = None
     if world.is_first:
@@ -74,7 +73,7 @@ def run_folder(arguments: RunArguments, settings, stem: str, program: str, world
     run = world.gather(run)[0]
     try:
         steps = world.gather([path.name for path in checkpoints(run)])
-        if any(names != steps[0] for names in steps):  # each would begin at a step of its own
+        if any(names != steps[0] for names in steps):  # each would begin at another step
             raise UserError(f"{shown(run)}: the processes see different checkpoints: give a folder that they share")
         yield run
     except Interrupted as interrupted:
@@ -82,19 +81,19 @@ def run_folder(arguments: RunArguments, settings, stem: str, program: str, world
     except UserError:
         metrics = run / "metrics.jsonl"
         if lock and not arguments.resume and not (metrics.exists() and '"loss"' in metrics.read_text()):
-            _clear(run)
+            _delete_folder(run)
         raise
     finally:
         if lock:
             lock.close()
 
 
-def _clear(run: Path) -> None:
-    """Delete what a run has put into its new folder; hidden files of others stay, and then the folder."""
-    for path in run.iterdir():
-        if path.is_dir() and not path.name.startswith("."):
+def _delete_folder(run: Path) -> None:
+    """Delete a new folder with what the run has put into it; where others have put hidden files, these stay."""
+    for path in [run / LOCK, *run.glob("[!.]*")]:
+        if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
-        elif path.name == LOCK or not path.name.startswith("."):
+        else:
             path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         run.rmdir()
@@ -102,30 +101,26 @@ def _clear(run: Path) -> None:
 
 def _open_folder(arguments: RunArguments, settings, stem: str) -> tuple[Path, IO]:
     """Make or open the folder, and lock it."""
-    run = arguments.resume or arguments.out
-    with file_errors(run or "runs"):
-        if run is None:
+    if arguments.resume:
+        return arguments.resume, lock_folder(arguments.resume)
+    with file_errors(arguments.out or "runs"):
+        if arguments.out:
+            (run := arguments.out).mkdir(parents=True, exist_ok=True)
+        else:
             for number in itertools.count(1):
-                run = Path("runs", f"{stem}-{number}")
                 with contextlib.suppress(FileExistsError):
-                    run.mkdir(parents=True)
+                    (run := Path("runs", f"{stem}-{number}")).mkdir(parents=True)
                     break
-        elif not arguments.resume:
-            run.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(run)
-        try:
-            if not arguments.resume:
-                check_empty(run)
-                write_text(run / RUN_CONFIG, json.dumps(dataclasses.asdict(settings), indent=1) + "\n")
-        except BaseException:
-            lock.close()
-            raise
+    lock = lock_folder(run)
+    check_empty(run)
+    write_text(run / RUN_CONFIG, json.dumps(dataclasses.asdict(settings), indent=1) + "\n")
     return run, lock
 
 
 def lock_folder(run: Path) -> IO:
     """An open file that holds the lock of `run`. A killed process loses its lock, and workers do not inherit it."""
-    lock = (run / LOCK).open("w")
+    with file_errors(run):
+        lock = (run / LOCK).open("w")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
