@@ -101,8 +101,8 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
             if settings.keep_best and progress.best and progress.best.since:
                 model = optimizer = watch = None  # one model at a time: it may be as large as the memory
                 model = open_trained(settings, run / "best", world.device)
-                results["best"] = held_out.measure(model, "held-out, best")
-            results["blind"] = held_out.measure(model, "held-out, blind", without_pictures=True)
+                results["best"] = held_out.evaluate(model, "held-out, best")
+            results["blind"] = held_out.evaluate(model, "held-out, blind", without_pictures=True)
         if world.is_first:
             summary = summarize(settings, progress, results, count(trainable(outline).values()), held_out)
             write_text(run / "summary.json", json.dumps(summary, indent=1) + "\n")

@@ -40,14 +40,12 @@ class Log:
         self.progress, self.seconds_before, self.started = progress, progress.seconds, time.perf_counter()
         self.device, self.samples, self.written, self.held_out = world.device, progress.samples, self.started, ""
         self.bar = tqdm(total=total, initial=progress.step, desc="training", unit="step", disable=not world.is_first)
-        self.path, self.file, self.board = run / "metrics.jsonl", None, None
-        if not world.is_first:
+        self.path, self.writes, self.board = run / "metrics.jsonl", world.is_first, None
+        if not self.writes:
             return
-        with file_errors(self.path):
+        with atomic_path(self.path) as temporary:
             kept = saved_lines(self.path, progress.step)
-            with atomic_path(self.path) as temporary:
-                temporary.write_bytes(b"".join(kept))
-            self.file = self.path.open("ab")
+            temporary.write_bytes(b"".join(kept))
         if lost := progress.step - len(kept):
             print(f"{self.path}: the lines of {lost} steps are missing or cannot be read", file=sys.stderr)
         with contextlib.suppress(ImportError):
@@ -68,10 +66,9 @@ class Log:
 
     def write(self, record: dict) -> None:
         """Write the metrics of one step. Raises UserError if the disk is full."""
-        if self.file is not None:
-            with file_errors(self.path):
-                self.file.write((json.dumps(record) + "\n").encode())
-                self.file.flush()
+        if self.writes:
+            with file_errors(self.path), self.path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
             if "held_out_loss" in record:
                 self.held_out = f"held-out {record['held_out_loss']:.3f}, "
                 self.held_out += f"{record['exact_match']:.1f} %, " if "exact_match" in record else ""
@@ -92,9 +89,9 @@ class Log:
     def sync(self) -> None:
         """Flush the metrics to disk, and update `progress`."""
         self.progress.seconds = self.seconds()
-        if self.file is not None:
-            with file_errors(self.path):
-                os.fsync(self.file.fileno())
+        if self.writes:
+            with file_errors(self.path), self.path.open("a") as file:
+                os.fsync(file.fileno())
 
 
 def peak_bytes(device: torch.device | str = "cpu") -> int:

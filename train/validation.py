@@ -12,8 +12,7 @@ import math
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,8 +25,8 @@ from model.common import UserError, write_text
 from model.device import autocast_of
 from model.paligemma import MAX_LOGITS, PaliGemma
 from model.processor import Processor
-from train.checkpoint import Best, Progress, write_folder
-from train.data.batches import MicroBatch, MicroBatches, load, text_length
+from train.checkpoint import Best, Progress, Result, write_folder
+from train.data.batches import MicroBatch, load_batches, text_length
 from train.data.sources import read_records
 from train.distributed import World, ask_together
 from train.loop import Watch
@@ -41,21 +40,11 @@ LONGEST = 64  # tokens of an answer; where most answers are longer, none is gene
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a model makes of held-out records, by record. losses: nats of the right answer, None for a record that could
-    not be used. tokens: its length. answers: what the model says, None where it was not asked."""
-
-    losses: list[float | None]
-    tokens: list[int]
-    answers: list[str | None]
-
-
-@dataclass(frozen=True)
 class HeldOut:
     """The held-out examples of a run, see `open_held_out`.
 
-    lengths: tokens of each right answer, its end included. plan: the numbers of the records of each batch. asked: those
-    that a model can be asked for their answer; none where most answers are too long to be generated.
+    lengths: tokens of each right answer, its end included. plan: the numbers of the records of each batch. asked: of
+    the records whose answer is generated; none where most answers are too long.
     """
 
     records: list[Record]
@@ -69,60 +58,51 @@ class HeldOut:
     def evaluate(
         self, model: PaliGemma, title: str | None = None, *, most: int | None = None, without_pictures: bool = False
     ) -> Result:
-        """The losses of all records, and the answers to `most` of them (None: to all).
+        """The losses of all records, the answers to `most` of them (None: to all), and their scores.
 
-        without_pictures: every picture is gray. Every process must call it. A model that FSDP2 has sharded can only be
-        asked nothing: `most` is 0.
+        without_pictures: every picture is gray. Every process must call it. A model that FSDP2 has sharded cannot
+        generate: `most` is 0.
         """
         records = blind(self.records) if without_pictures else self.records
-        answers: list[str | None] = [None] * len(records)
         numbers = choose(self.asked, len(self.asked) if most is None else most)
+        said: dict[int, str | None] = {}
         with evaluating(model, self.world.device):
             losses, tokens = self._losses(model, records)
             if numbers:
-                questions = [ask_of(records[number]) for number in numbers]
+                asks = [ask_of(records[number]) for number in numbers]
                 longest = min(LONGEST, max(self.lengths[number] for number in numbers))
                 options = {"max_new_tokens": longest, "progress": title, "left_out": {}}
-                said = ask_together(self.world, model, self.processor, questions, **options)
-                for number, answer in zip(numbers, said, strict=True):
-                    answers[number] = answer
-        return Result(losses, tokens, answers)
+                answers = ask_together(self.world, model, self.processor, asks, **options)
+                said = dict(zip(numbers, answers, strict=True))
+        result = Result(losses, [said.get(number) for number in range(len(records))])
+        known = [loss for loss in losses if loss is not None]
+        result.scores["loss"] = math.fsum(known) / tokens if tokens else None
+        by_measure = score(self.records, result.answers)
+        for measure in ("exact_match", "vqa_accuracy"):
+            values = by_measure.get(measure, {}).values()
+            result.scores[measure] = 100 * sum(values) / len(values) if values else None
+        return result
 
-    def measure(self, model: PaliGemma, title: str, without_pictures: bool = False) -> dict:
-        """ "held_out", the `scores` of a model, and "records", the fields of the `Result`."""
-        result = self.evaluate(model, title, without_pictures=without_pictures)
-        return {"held_out": self.scores(result), "records": asdict(result)}
-
-    def _losses(self, model: PaliGemma, records: Sequence[Record]) -> tuple[list[float | None], list[int]]:
-        """Nats and tokens by record. All processes call the model equally often, since FSDP2 computes in step."""
-        rank, size = self.world.rank, self.world.size
-        plan = [*self.plan, *[[]] * (-len(self.plan) % size)]
-        places, shares = {record.name: number for number, record in enumerate(records)}, []
-        on_gpu = self.world.device.type == "cuda"
-        for micro in load(MicroBatches(records, self.processor), plan[rank::size], self.settings.workers, on_gpu):
-            names, micro = micro.names, ready(micro, self.processor, self.world.device)
-            with autocast_of(self.settings.autocast, self.world.device):
-                by_row = row_losses(model, micro)
-            shares += zip(names, by_row.tolist(), (micro.targets != -100).sum(1).tolist(), strict=False)
-        losses: list[float | None] = [None] * len(records)
-        tokens = [0] * len(records)
-        for of_process in self.world.gather(shares):
-            for name, loss, count in of_process:
-                losses[places[name]], tokens[places[name]] = loss, count
-        return losses, tokens
+    def _losses(self, model: PaliGemma, records: Sequence[Record]) -> tuple[list[float | None], int]:
+        """Nats by record, None for an unusable one, and all tokens. All processes call the model equally often, since
+        FSDP2 computes in step."""
+        rank, size, device = self.world.rank, self.world.size, self.world.device
+        plan, shares = [*self.plan, *[[]] * (-len(self.plan) % size)], {}
+        for micro in load_batches(
+            records, plan[rank::size], self.processor, self.settings.workers, device.type == "cuda"
+        ):
+            names, micro = micro.names, ready(micro, self.processor, device)
+            with autocast_of(self.settings.autocast, device):
+                losses = row_losses(model, micro).tolist()
+            shares |= zip(names, zip(losses, (micro.targets != -100).sum(1).tolist(), strict=True), strict=False)
+        known = {name: row for share in self.world.gather(shares) for name, row in share.items()}
+        losses = [known[record.name][0] if record.name in known else None for record in records]
+        return losses, sum(tokens for _, tokens in known.values())
 
     def matches(self, result: Result) -> list[float | None]:
         """Exact match, 0 or 1, of each answer."""
         by_name = score(self.records, result.answers)["exact_match"]
         return [by_name.get(record.name) for record in self.records]
-
-    def scores(self, result: Result) -> dict[str, float | None]:
-        """Loss in nats a token, exact match and VQA accuracy in percent; None where there is none."""
-        tokens, losses = sum(result.tokens), [loss for loss in result.losses if loss is not None]
-        by_measure = score(self.records, result.answers)
-        percent = {name: 100 * sum(values.values()) / len(values) for name, values in by_measure.items() if values}
-        loss = {"loss": math.fsum(losses) / tokens if tokens else None}
-        return loss | {name: percent.get(name) for name in ("exact_match", "vqa_accuracy")}
 
 
 def open_held_out(
@@ -147,11 +127,8 @@ def open_held_out(
     records = [record for record in records if record.turns]
     if not records:
         if world.is_first and settings.validation > 0:
-            print(
-                f"nothing is held out: --validation {settings.validation} of the pictures is none, or none that can be "
-                "used: give --eval-data, or a larger share",
-                file=sys.stderr,
-            )
+            about = f"--validation {settings.validation} of the pictures is none, or none that can be used"
+            print(f"nothing is held out: {about}: give --eval-data, or a larger share", file=sys.stderr)
         return None
     answers = [[len(ids) + 1 for ids in processor.tokenizer.encode([a for _, a in r.turns])] for r in records]
     lengths, longest = [of_record[-1] for of_record in answers], max(map(sum, answers))
@@ -183,7 +160,7 @@ def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TrainingWatch(Watch):
-    """What a fine-tuning run is watched by: distances of the two maps, held-out scores, and the best weights.
+    """Distances of the two maps, held-out scores, and the best weights of a fine-tuning run.
 
     total: steps of the run. files: of the base, written beside a whole model. held_out: None evaluates nothing.
     """
@@ -207,18 +184,16 @@ class TrainingWatch(Watch):
         """Evaluate the model every --eval-every steps and after the last; returns loss and exact match.
 
         `progress.best` becomes this step if its exact match is the highest so far, or equal and its loss the lowest
-        (where no answer is generated, by the loss alone), and then RUN/best is written; `progress.stopped` becomes it
-        when --patience is used up.
+        (where no answer is generated, by the loss alone), and then RUN/best is written. `progress.stopped` becomes this
+        step when --patience is used up.
         """
-        settings, held_out = self.settings, self.held_out
-        if held_out is None or settings.eval_every == 0:
-            return {}
-        if step % (settings.eval_every or -(-self.total // 10)) and step != self.total:
+        settings, every = self.settings, self.settings.eval_every
+        if self.held_out is None or every == 0 or step % (every or -(-self.total // 10)) and step != self.total:
             return {}
         most = 0 if is_sharded(settings, self.world) else ASKED
-        scores = held_out.scores(held_out.evaluate(self.model, most=most))
-        loss, exact, best = scores["loss"], scores["exact_match"], progress.best
-        if best and settings.keep_best and _read_step(self.run / "best") != best.step:
+        scores, best = self.held_out.evaluate(self.model, most=most).scores, progress.best
+        loss, exact = scores["loss"], scores["exact_match"]
+        if best and settings.keep_best and self._best_on_disk() != best.step:
             best = None  # the run was resumed from a step before that of the folder: its weights are of another course
         is_number = loss is not None and math.isfinite(loss)
         if not is_number and best is None:  # no example could be used, or nothing would be better
@@ -226,23 +201,20 @@ class TrainingWatch(Watch):
         if best is None or is_number and (exact or 0, -loss) > (best.exact_match or 0, -best.loss):
             progress.best = Best(step, loss, exact)
             if settings.keep_best:
-                write_folder(partial(self._write_best, step), self.run / "best", self.world)
+
+                def write(folder: Path) -> None:
+                    write_trained(self.model, folder, settings, self.world, self.files)
+                    if self.world.is_first:
+                        write_text(folder / STEP_FILE, f"{step}\n")
+
+                write_folder(write, self.run / "best", self.world)
         else:
             progress.best = replace(best, since=best.since + 1)
         if settings.patience and progress.best.since >= settings.patience:
             progress.stopped = step
-        if not is_number:
-            return {}
-        return {"held_out_loss": loss} | ({} if exact is None else {"exact_match": exact})
+        return {"held_out_loss": loss} | ({} if exact is None else {"exact_match": exact}) if is_number else {}
 
-    def _write_best(self, step: int, folder: Path) -> None:
-        write_trained(self.model, folder, self.settings, self.world, self.files)
-        if self.world.is_first:
-            write_text(folder / STEP_FILE, f"{step}\n")
-
-
-def _read_step(folder: Path) -> int | None:
-    """The step that the weights of RUN/best are of; None for a folder that is not there."""
-    with contextlib.suppress(OSError, ValueError):
-        return int((folder / STEP_FILE).read_text())
-    return None
+    def _best_on_disk(self) -> int | None:
+        """The step that the weights of RUN/best are of; None for a folder that is not there."""
+        file = self.run / "best" / STEP_FILE
+        return int(file.read_text()) if file.exists() else None
