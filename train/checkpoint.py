@@ -39,11 +39,12 @@ WHOLE, BLOCK, BLOCKS = 1 << 30, 1 << 18, 1 << 10  # bytes of a file that is hash
 
 @dataclass
 class Result:
-    """An evaluation. losses and answers: of each held-out record, None for one that was not used, or not asked.
-    scores: "loss", "exact_match" and "vqa_accuracy" of these. tests: accuracies that summary.json reports, by name."""
+    """An evaluation. losses, answers and matches (exact match, 0 or 1): of each held-out record, None where there is
+    none. scores: "loss", "exact_match" and "vqa_accuracy" of all. tests: other accuracies for summary.json."""
 
     losses: list[float | None] = field(default_factory=list)
     answers: list[str | None] = field(default_factory=list)
+    matches: list[float | None] = field(default_factory=list)
     scores: dict[str, float | None] = field(default_factory=dict)
     tests: dict = field(default_factory=dict)
 
@@ -179,8 +180,8 @@ def checkpoints(run: Path) -> list[Path]:
 def newest_progress(run: Path) -> Progress | None:
     """The progress of the newest checkpoint of `run`; None without any.
 
-    Raises UserError, naming the file and the checkpoint before, unless its files are those that were written. Of other
-    files in the folder only tensors matter, since all of them are read.
+    Raises UserError, naming the checkpoint before, if its files are not those that were written. Of other files in the
+    folder only tensors matter, since all of them are read.
     """
     if not (folders := checkpoints(run)):
         return None

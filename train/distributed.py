@@ -6,7 +6,7 @@ questions that all processes share.
 
 import gc
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -160,9 +160,8 @@ def ask_together(
 
     All get all answers, in order. Every process must call it with the same questions.
     """
-    numbers: dict[Hashable, int] = {}
-    owners = [numbers.setdefault(question.key, len(numbers)) % world.size for question in questions]
-    places = [place for place, owner in enumerate(owners) if owner == world.rank]
+    pictures = {key: number for number, key in enumerate(dict.fromkeys(question.key for question in questions))}
+    places = [place for place, q in enumerate(questions) if pictures[q.key] % world.size == world.rank]
     share, problems = [questions[place] for place in places], None if left_out is None else {}
     title = progress if world.is_first else None
     answers = ask_all(model, processor, share, progress=title, left_out=problems, **options)

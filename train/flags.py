@@ -48,6 +48,8 @@ def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
         if "default" not in help:
             help += f" (default: {field.default})"
         reads = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": str if kind is list else kind}
+        if kind is list and "nargs" not in field.metadata["argument"]:
+            reads["action"] = "append"
         arguments = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%"), "dest": field.name}
         parser.add_argument(flag_name(field.name), **reads | arguments | field.metadata["argument"])
 

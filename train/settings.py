@@ -37,14 +37,10 @@ class Settings(LoopSettings):
         f"{SOURCES}, or tar shards of train.shard, shards:'NAME-{{000..127}}.tar'. Given several times: a mixture, "
         "with as many samples in an epoch as records; with SOURCE@WEIGHT at each, a source gives the share WEIGHT / "
         "(sum of weights) of them: a small one repeats, a large one goes on in the next epoch (default: embedded)",
-        action="append",
         metavar="SOURCE[@WEIGHT]",
     )
     eval_data: tuple[str, ...] = flag(
-        (),
-        "held-out data, named as in --data; may be given several times (default: the share --validation of --data)",
-        action="append",
-        metavar="SOURCE",
+        (), "held-out data, also given several times (default: the share --validation of --data)", metavar="SOURCE"
     )
     arch: str = flag("paligemma", f"what to train: paligemma, or a system with stages ({', '.join(STAGES)})")
     stage: int | None = flag(None, "its stage; a later one starts from the model of the one before, --base RUN/model")
@@ -52,25 +48,17 @@ class Settings(LoopSettings):
     diff_in: str = flag("decoder", "where to graft it", choices=["decoder", "vision", "both"])
     feed_forward: str = flag("mlp", "feed-forward of the decoder", choices=list(FEED_FORWARDS))
     option: tuple[str, ...] = flag(
-        (),
-        "an option of the variant, NAME=VALUE (JSON), e.g. rope_pairs='\"fresh\"'",
-        action="append",
-        metavar="NAME=VALUE",
+        (), "of the variant, in JSON, e.g. rope_pairs='\"fresh\"'; may be given several times", metavar="NAME=VALUE"
     )
     full: bool = flag(False, "train every weight instead of LoRA (softmax attention only)")
     targets: str = flag(DECODER_TARGETS, "LoRA: regular expression for whole module paths")
     r: int = flag(16, "LoRA rank, also of a variant's second branch", least=1, most=65536)
     alpha: float = flag(32.0, "LoRA alpha: updates are scaled by alpha / r", least=1e-6, most=1e6)
     dropout: float = flag(0.0, "LoRA dropout", least=0, most=0.9999)
-    align: int = flag(
-        0, "with --full: passes over the pictures in which the vision tower alone learns (train/align.py)", least=0
-    )
+    align: int = flag(0, "with --full: passes in which the vision tower learns alone, see train/align.py", least=0)
     lr: float = flag(1.5e-3, "peak learning rate", least=0, most=1e6)
     scalar_lr: float | None = flag(
-        None,
-        "peak rate of λ, μ and norms (default: --lr); with muon of all but the layers' matrices (default: --lr / 10)",
-        least=0,
-        most=1e6,
+        None, "of λ, μ and norms (default: --lr); with muon of all but matrices (default: --lr / 10)", least=0, most=1e6
     )
     optimizer: str = flag("adamw", "muon: AdamW, but Muon for the layers' matrices", choices=[*OPTIMIZERS, "muon"])
     weight_decay: float = flag(1e-9, "AdamW weight decay; none on λ, μ and norms", least=0, most=1e6)
@@ -84,9 +72,7 @@ class Settings(LoopSettings):
     fraction: float = flag(1.0, "share of the training pictures to use (the paper's Part 1: 0.4)", share=True)
     validation: float = flag(0.02, "share of the pictures held out of data on disk, without --eval-data", share=True)
     prompt: str = flag("answer {question}", "prompt of a VQAv2 question")
-    answers: str = flag(
-        "common", "VQAv2's answer to learn, or one of its ten, drawn anew each epoch", choices=["common", "sampled"]
-    )
+    answers: str = flag("common", "VQAv2's answer, or one of ten, drawn each epoch", choices=["common", "sampled"])
     per_picture: int = flag(1, "questions of one picture that may share a batch, and its encoding", least=1)
     shuffle_buffer: int = flag(10000, "records of tar shards that are shuffled together", least=1)
     images: str | None = flag(None, "folder of the pictures (default: vqav2:DIR itself, or where the FILE is)")
@@ -94,26 +80,30 @@ class Settings(LoopSettings):
     max_length: int = flag(8192, "tokens of an example, its picture's included; longer ones are left out", least=1)
     dtype: str = flag(
         "auto",
-        "of the base (default: bf16 on CUDA, else fp32; fp32 with --full and --stage: 18 bytes a trained parameter)",
+        "of the base (default: bf16 on CUDA, else fp32; fp32 with --full and --stage)",
         choices=["auto", *DTYPES],
     )
-    quantize: str | None = flag(
-        None, "hold the frozen weights in 8 bits, or 4 (QLoRA) (default: as --dtype)", choices=list(QUANTIZED)
-    )
+    quantize: str | None = flag(None, "frozen weights in 8 or 4 bits (default: as --dtype)", choices=list(QUANTIZED))
     kernel: str | None = flag(None, "of Mamba's scan, on CUDA (default: PyTorch alone)", choices=KERNELS)
     evaluate: bool = flag(True, "evaluate on held-out examples, before, during and after training")
     eval_limit: int = flag(400, "held-out examples of each evaluation", least=4)
-    eval_every: int | None = flag(
-        None, "steps between evaluations during training; 0 none (default: ten times a run)", least=0
-    )
+    eval_every: int | None = flag(None, "steps between evaluations; 0 none (default: ten times a run)", least=0)
     keep_best: bool = flag(True, "keep the weights with the best held-out score in RUN/best")
     patience: int = flag(0, "stop after so many evaluations without a better score; 0 never", least=0)
     measure_every: int = flag(50, "steps between measurements of the distance between the two maps; 0 never", least=0)
 
     @property
     def options(self) -> dict[str, object]:
-        """The values of `option`, by name. Raises UserError for a text that is not NAME=VALUE."""
-        return dict(map(read_option, self.option))
+        """The values of `option`, which are JSON or else texts, by name. Raises UserError for what has no name."""
+        options: dict[str, object] = {}
+        for text in self.option:
+            name, equals, value = text.partition("=")
+            if not equals:
+                raise UserError(f"--option {text}: expected NAME=VALUE")
+            options[name] = value
+            with contextlib.suppress(json.JSONDecodeError):
+                options[name] = json.loads(value)
+        return options
 
     def options_of(self, known: Mapping[str, object]) -> dict[str, object]:
         """`options`. Raises UserError for a name that is not `known`, or a value of another type than the known one."""
@@ -194,16 +184,6 @@ def command_of(settings: Settings) -> str:
         else:
             words += [word for part in (value if isinstance(value, tuple) else (value,)) for word in (name, str(part))]
     return shlex.join(["python", "-m", "train.finetune", *words])
-
-
-def read_option(text: str) -> tuple[str, object]:
-    """NAME=VALUE with a JSON value; what is not JSON is a string."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise UserError(f"--option {text}: expected NAME=VALUE")
-    with contextlib.suppress(json.JSONDecodeError):
-        return name, json.loads(value)
-    return name, value
 
 
 def check(settings: Settings) -> None:

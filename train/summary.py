@@ -103,8 +103,8 @@ def gain_over_blind(held_out: HeldOut, results: Mapping[str, Result]) -> dict | 
     """By how much the trained model is better with pictures than with gray ones, paired, over pictures: "measure",
     "mean", "low" and "high". It is the loss where nothing is matched. None for data without pictures."""
     trained, blind = results[trained_column(results)], results["blind"]
-    scores, factor, measure = (held_out.matches(trained), held_out.matches(blind)), 100, "% exact match"
-    if not any(score for of_model in scores for score in of_model):
+    scores, factor, measure = (trained.matches, blind.matches), 100, "% exact match"
+    if not any([*trained.matches, *blind.matches]):
         scores, factor, measure = (blind.losses, trained.losses), 1, "nats an answer"
     pairs = [
         (factor * (after - before), record.key)
@@ -128,7 +128,7 @@ def write_answers(run: Path, held_out: HeldOut, results: Mapping[str, Result]) -
     if not held_out.asked:
         return []
     records, trained = held_out.records, results[trained_column(results)]
-    right = held_out.matches(trained)
+    right = trained.matches
     lines = [
         {
             "name": records[number].name,
@@ -177,36 +177,33 @@ def print_summary(
         print(f"{steps} {'steps' if steps > 1 else 'step'} had no usable record, and changed nothing")
     names = ["model/"] if settings.writes_model else ["adapter_model.safetensors", "adapter_config.json"]
     names += ["metrics.jsonl", "loss.png", "summary.json", *files, "checkpoints/"]
-    names += ["best/"] if (run / "best").is_dir() else []
+    names += ["best/"] * (run / "best").is_dir()
     print(f"\n{summary['samples']:,} samples in {summary['seconds']:.0f} s; in {run}: {', '.join(names)}")
     print("next:", "\n      ".join(next_commands(settings, run, trained_column(results) == "best")))
 
 
 def next_commands(settings: Settings, run: Path, is_best_kept: bool) -> list[str]:
-    """The commands that go on from a run, for the data that it was trained on.
-
-    Of the embedded data the table has the scores of the last weights, so the commands ask these.
-    """
-    best = is_best_kept and not settings.is_embedded
-    folder = shlex.quote(str(run / "best" if best else run / "model" if settings.writes_model else run))
-    model, prompt = f"--{'model' if settings.writes_model else 'adapter'} {folder}", settings.question_prompt or PROMPT
+    """The commands that go on from a run. Of the embedded data they ask the last weights, as the table has done."""
+    last = "model" if settings.writes_model else ""
+    folder = shlex.quote(str(run / ("best" if is_best_kept and not settings.is_embedded else last)))
+    model, prompt = f"--{last or 'adapter'} {folder}", settings.question_prompt or PROMPT
     # an adapter stores its prompt, a model does not
-    template = f" --prompt {shlex.quote(prompt)}" if settings.writes_model and prompt != PROMPT else ""
-    images = f" --images {shlex.quote(settings.images)}" if settings.images else ""
+    vqa_model = model + (f" --prompt {shlex.quote(prompt)}" if last and prompt != PROMPT else "")
     commands = []
     for source in settings.eval_data or settings.data:
         kind, _, path = WEIGHT.sub(r"\1", source).partition(":")
-        if kind != "vqav2" and not settings.eval_data:  # a file that was trained on says little
-            path = f"TEST{Path(path).suffix}"
-        asked = f"--data {shlex.quote(f'{kind}:{path}')}{images} {model}"
-        commands += {
-            "embedded": [f"eval.vqa {model}{template}", f"eval.needle {model}"],
-            "vqav2": [f"eval.vqa {asked}{template}"],
-            "jsonl": [f"eval.vqa {asked}"],
-            "coco": [f"eval.detect {asked}"],
-        }.get(kind, [])
+        if kind == "embedded":
+            commands += [f"eval.vqa {vqa_model}", f"eval.needle {model}"]
+        elif kind != "shards":
+            path = path if kind == "vqav2" or settings.eval_data else "TEST"  # a file that was trained on says little
+            asked = shlex.quote(f"{kind}:{path}") + (
+                f" --images {shlex.quote(settings.images)}" if settings.images else ""
+            )
+            commands.append(
+                f"eval.{'detect' if kind == 'coco' else 'vqa'} --data {asked} {vqa_model if kind == 'vqav2' else model}"
+            )
     question = shlex.quote(fill_prompt(prompt, "Where is the dog?")) if settings.question_prompt else "PROMPT"
-    commands.append(f"eval.ask {model} --image FILE --prompt {question}")
+    commands += [f"eval.ask {model} --image FILE --prompt {question}"]
     commands += [f"weights.export {folder} FOLDER"] if can_export(settings) else []
     return [f"python -m {command}" for command in commands]
 

@@ -72,25 +72,23 @@ class HeldOut:
                 asks = [ask_of(records[number]) for number in numbers]
                 longest = min(LONGEST, max(self.lengths[number] for number in numbers))
                 options = {"max_new_tokens": longest, "progress": title, "left_out": {}}
-                answers = ask_together(self.world, model, self.processor, asks, **options)
-                said = dict(zip(numbers, answers, strict=True))
-        result = Result(losses, [said.get(number) for number in range(len(records))])
-        known = [loss for loss in losses if loss is not None]
-        result.scores["loss"] = math.fsum(known) / tokens if tokens else None
-        by_measure = score(self.records, result.answers)
-        for measure in ("exact_match", "vqa_accuracy"):
-            values = by_measure.get(measure, {}).values()
-            result.scores[measure] = 100 * sum(values) / len(values) if values else None
-        return result
+                said = dict(zip(numbers, ask_together(self.world, model, self.processor, asks, **options), strict=True))
+        answers, known = (
+            [said.get(number) for number in range(len(records))],
+            [loss for loss in losses if loss is not None],
+        )
+        measured = {"exact_match": {}, "vqa_accuracy": {}} | score(self.records, answers)
+        matches = [measured["exact_match"].get(record.name) for record in self.records]
+        scores = {"loss": math.fsum(known) / tokens if tokens else None}
+        scores |= {name: 100 * sum(by.values()) / len(by) if by else None for name, by in measured.items()}
+        return Result(losses, answers, matches, scores)
 
     def _losses(self, model: PaliGemma, records: Sequence[Record]) -> tuple[list[float | None], int]:
         """Nats by record, None for an unusable one, and all tokens. All processes call the model equally often, since
         FSDP2 computes in step."""
         rank, size, device = self.world.rank, self.world.size, self.world.device
-        plan, shares = [*self.plan, *[[]] * (-len(self.plan) % size)], {}
-        for micro in load_batches(
-            records, plan[rank::size], self.processor, self.settings.workers, device.type == "cuda"
-        ):
+        plan, shares, on_gpu = [*self.plan, *[[]] * (-len(self.plan) % size)], {}, device.type == "cuda"
+        for micro in load_batches(records, plan[rank::size], self.processor, self.settings.workers, on_gpu):
             names, micro = micro.names, ready(micro, self.processor, device)
             with autocast_of(self.settings.autocast, device):
                 losses = row_losses(model, micro).tolist()
@@ -99,28 +97,21 @@ class HeldOut:
         losses = [known[record.name][0] if record.name in known else None for record in records]
         return losses, sum(tokens for _, tokens in known.values())
 
-    def matches(self, result: Result) -> list[float | None]:
-        """Exact match, 0 or 1, of each answer."""
-        by_name = score(self.records, result.answers)["exact_match"]
-        return [by_name.get(record.name) for record in self.records]
-
 
 def open_held_out(
     settings: Settings, processor: Processor, world: World, known: dict[str, list[Record]] | None = None
 ) -> HeldOut | None:
-    """Up to --eval-limit held-out examples, drawn from all; None where there are none, which a line on stderr says.
+    """Up to --eval-limit held-out examples, drawn from all, of the embedded scenes a quarter of that; None without any.
 
-    Of the embedded scenes, which have tests of their own, a quarter of that. known: see `read_records`. Raises
-    UserError for --eval-data that cannot be read.
+    known: see `read_records`. Raises UserError for --eval-data that cannot be read.
     """
     most = settings.eval_limit // 4 if settings.is_embedded else settings.eval_limit
-    source: Sequence[Record] = []
+    source, records = [], []
     try:
         source = read_records(replace(settings, samples=most), "validation", known)
     except UserError:  # too few pictures
         if settings.eval_data:
             raise
-    records: list[Record] = []
     for number in choose(range(len(source)), most):
         with contextlib.suppress(UserError):  # of a damaged shard; training names what it leaves out
             records.append(replace(source[number], sampled=False))

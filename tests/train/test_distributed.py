@@ -18,10 +18,9 @@ from model.processor import Processor
 from tests.files import write_vqav2
 from tests.runs import WORLD, metrics, refused, torchrun, words
 from train import finetune
-from train.checkpoint import load_checkpoint, newest_progress
+from train.checkpoint import newest_progress
 from train.distributed import World, ask_together
 from train.loop import Diverged, check_finite
-from train.optim import Rule, make_adamw, parameter_groups
 from train.settings import parse, step_layout
 from train.supervised import make_order
 from weights.load import load_model
@@ -85,12 +84,8 @@ def test_a_lost_part_is_refused(part, spread_run, tmp_path):
     """Breaks when a checkpoint of which a file was not copied resumes with half of its weights."""
     name = f"shard-0000{part}-model-00001-of-00001.safetensors"
     shutil.copytree(spread_run / "checkpoints/step-4", tmp_path / "checkpoints/step-4")
-    progress = newest_progress(tmp_path)
     (tmp_path / "checkpoints/step-4" / name).unlink()
-    refused(lambda: newest_progress(tmp_path), name)
-    model = load_model("tiny")
-    optimizer = make_adamw(parameter_groups(model, [Rule([*model.state_dict()], 0.1)]), (0.9, 0.98))
-    refused(lambda: load_checkpoint(tmp_path, progress, model, optimizer), "step-4")
+    refused(lambda: newest_progress(tmp_path), name, "step-4")
 
 
 # Steps
