@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from model.common import UserError, file_errors, read_json, shown, sync_files, sync_folder
 from train.distributed import World
@@ -63,10 +64,9 @@ class Best:
 class Progress:
     """What a run knows of itself beside its weights; every checkpoint stores it.
 
-    processes: at the beginning of the run. step: updates so far. samples, seconds: learned from, of training. bad: a
-    line for each unusable record. empty_steps: steps without a usable record. stopped: the step of an early end.
-    results: evaluations before training, by column of the table. origin: see `train/origin.py`. scaler: the state of
-    the gradient scaler.
+    processes: at the beginning of the run. step: updates so far. seconds: of training. bad: a line for each unusable
+    record. empty_steps: steps without a usable record. stopped: the step of an early end. results: evaluations, by
+    column of the table. origin: see `train/origin.py`. scaler: the state of the gradient scaler.
     """
 
     processes: int = 1
@@ -86,13 +86,7 @@ class Progress:
 
 
 def save_checkpoint(
-    run: Path,
-    progress: Progress,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    world: World,
-    scaler: torch.amp.GradScaler | None = None,
-    keep: int = 2,
+    run: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, world: World, keep: int = 2
 ) -> None:
     """Write `run/checkpoints/step-N`, and delete all but the newest `keep`.
 
@@ -106,7 +100,6 @@ def save_checkpoint(
         for name, parameter in zip(group["names"], group["params"], strict=True)
         for key, value in optimizer.state[parameter].items()
     }
-    progress.scaler = scaler.state_dict() if scaler is not None else None
 
     def write(folder: Path) -> None:
         if world.is_first:
@@ -198,14 +191,8 @@ def newest_progress(run: Path) -> Progress | None:
     return progress
 
 
-def load_checkpoint(
-    run: Path,
-    progress: Progress,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler | None = None,
-) -> None:
-    """Restore model, optimizer and scaler in place from the checkpoint of `progress`, see `newest_progress`.
+def load_checkpoint(run: Path, progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
+    """Restore model and optimizer in place from the checkpoint of `progress`, see `newest_progress`.
 
     Every process must call it, and reads its own part. Raises UserError if it belongs to other parameters.
     """
@@ -226,8 +213,6 @@ def load_checkpoint(
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*in a single process")  # which is intended
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
-    if scaler is not None and progress.scaler:
-        scaler.load_state_dict(progress.scaler)
 
 
 def file_digest(path: Path) -> str:

@@ -102,10 +102,8 @@ def spread(
     is called under `autocast` to bf16 gathers its weights in bf16, and sums gradients in fp32.
     """
     if world.size == 1 or not shard:
-        if world.size > 1:
-            ids = [world.device.index] if world.device.type == "cuda" else None
-            model = DistributedDataParallel(model, device_ids=ids)
-        return torch.compile(model) if compiles else model
+        called = model if world.size == 1 else DistributedDataParallel(model)
+        return torch.compile(called) if compiles else called
     halves = autocast == torch.bfloat16 and computes_in_bf16(model)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if halves else MixedPrecisionPolicy()
     for layer in layers_of(model):
@@ -147,14 +145,7 @@ def set_gradient_sync(model: nn.Module, sync: bool) -> None:
 
 
 def ask_together(
-    world: World,
-    model: PaliGemma,
-    processor: Processor,
-    questions: Sequence[Ask],
-    *,
-    progress: str | None = None,
-    left_out: dict[str, str] | None = None,
-    **options,
+    world: World, model: PaliGemma, processor: Processor, questions: Sequence[Ask], *, left_out=None, **options
 ) -> list[str | None]:
     """`eval.run.ask_all`, shared by all processes: each asks its copy of the model about its share of the pictures.
 
@@ -163,8 +154,9 @@ def ask_together(
     pictures = {key: number for number, key in enumerate(dict.fromkeys(question.key for question in questions))}
     places = [place for place, q in enumerate(questions) if pictures[q.key] % world.size == world.rank]
     share, problems = [questions[place] for place in places], None if left_out is None else {}
-    title = progress if world.is_first else None
-    answers = ask_all(model, processor, share, progress=title, left_out=problems, **options)
+    if not world.is_first:
+        options.pop("progress", None)
+    answers = ask_all(model, processor, share, left_out=problems, **options)
     together: dict[int, str | None] = {}
     for answers_of_process, problems_of_process in world.gather((dict(zip(places, answers, strict=True)), problems)):
         together |= answers_of_process

@@ -85,7 +85,7 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
             align(model, records, settings, world)
 
         watch = TrainingWatch(model, held_out, settings, run, world, order.total, files)
-        progress = train_on(order, model, optimizer, settings, run, world, watch, progress)
+        progress = train_on(order, model, optimizer, settings, run, world, watch=watch, progress=progress)
 
         result = run / "model" if settings.writes_model else run
         if settings.writes_model:
@@ -113,15 +113,12 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
 
 def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
     """Print what is trained: the base, its size, the share of it that is trained, the device."""
-    staged, total, trained = settings.stage is not None, count(outline.parameters()), count(trainable(outline).values())
-    kind = f"{settings.arch}, stage {settings.stage}" if staged else f"attention {settings.attention}"
-    print(
-        f"{settings.base}: {total:,} parameters, {trained:,} of them trainable "
-        f"({100 * trained / total:.2f} %), {kind}, on {world.device}"
-        + (f", {world.size} processes" if world.size > 1 else ""),
-        flush=True,
-    )
-    if not staged and not can_export(settings):
+    total, trained = count(outline.parameters()), count(trainable(outline).values())
+    size = f"{total:,} parameters, {trained:,} of them trainable ({100 * trained / total:.2f} %)"
+    kind = f"attention {settings.attention}" if settings.stage is None else f"{settings.arch}, stage {settings.stage}"
+    processes = f", {world.size} processes" if world.size > 1 else ""
+    print(f"{settings.base}: {size}, {kind}, on {world.device}{processes}", flush=True)
+    if settings.stage is None and not can_export(settings):
         foldable = " and ".join(f"--attention {name}" for name, kind in KINDS.items() if kind.foldable)
         print(f"this model cannot become plain weights (weights.export); {foldable} can, without swiglu-new")
 

@@ -7,7 +7,7 @@ metrics.jsonl and checkpoints in the run folder. It knows no command line and no
 import math
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
@@ -56,14 +56,6 @@ class Micro(Protocol):
     def to(self, device: torch.device) -> "Micro": ...
 
 
-class Order(Protocol):
-    """`total` steps; `steps(first)` yields the micro-batches of each step of this process, from step `first` on."""
-
-    total: int
-
-    def steps(self, first: int, workers: int | None = 0, pin: bool = False) -> Iterator[Sequence[Micro]]: ...
-
-
 class Watch:
     """More metrics of every step; this base has none."""
 
@@ -83,7 +75,7 @@ class Diverged(UserError):
 def fit(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    order: Order,
+    order,
     loss: Callable[[nn.Module, Micro], torch.Tensor],
     settings: LoopSettings,
     run: Path,
@@ -94,9 +86,10 @@ def fit(
 ) -> Progress:
     """Train `model` in place, from the newest checkpoint in `run` if there is one; returns the run's progress.
 
-    loss(model, micro): the sum over the supervised tokens. progress: of the newest checkpoint, or of a run that begins;
-    None reads it. A step without any usable record changes nothing and has no loss. Raises Diverged if the loss is not
-    finite, UserError for too many unusable records, Interrupted after SIGTERM or Ctrl-C, with a checkpoint written.
+    order: has `total` steps; `steps(first, workers, pin)` yields the micro-batches of each step of this process, from
+    step `first` on. loss(model, micro): the sum over the supervised tokens. progress: None reads the newest. A step
+    without any usable record changes nothing and has no loss. Raises Diverged if the loss is not finite, UserError for
+    too many unusable records, Interrupted after SIGTERM or Ctrl-C, with a checkpoint written.
     """
     progress, watch = progress or newest_progress(run) or Progress(world.size), watch or Watch()
     autocast, dtype = autocast_of(settings.autocast, world.device), autocast_dtype(settings.autocast, world.device)
@@ -104,7 +97,8 @@ def fit(
     called = spread(model, world, settings.shard, dtype, settings.compile)
     reconnect(optimizer, model)
     if progress.step:
-        load_checkpoint(run, progress, model, optimizer, scaler)
+        load_checkpoint(run, progress, model, optimizer)
+        scaler.load_state_dict(progress.scaler or scaler.state_dict())
     learned = trainable(model)
     scalars = [parameter for name, parameter in learned.items() if re.fullmatch(SCALARS, name)]
     log = Log(run, order.total, progress, world)
@@ -143,7 +137,8 @@ def fit(
             is_last = stopping or progress.step == order.total or progress.stopped is not None
             if is_last or progress.step % settings.checkpoint_every == 0:
                 log.sync()
-                save_checkpoint(run, progress, model, optimizer, world, scaler, settings.keep)
+                progress.scaler = scaler.state_dict()
+                save_checkpoint(run, progress, model, optimizer, world, settings.keep)
                 log.go_on()
             if stopping:
                 raise Interrupted(received[0] if received else signal.SIGTERM)

@@ -25,7 +25,6 @@ from model.images import load_image
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from train.checkpoint import Progress, Result
-from train.data.sources import WEIGHT
 from train.distributed import World, ask_together
 from train.settings import Settings, command_of
 from train.validation import HeldOut, choose, evaluating
@@ -188,24 +187,19 @@ def next_commands(settings: Settings, run: Path, is_best_kept: bool) -> list[str
     folder = shlex.quote(str(run / ("best" if is_best_kept and not settings.is_embedded else last)))
     model, prompt = f"--{last or 'adapter'} {folder}", settings.question_prompt or PROMPT
     # an adapter stores its prompt, a model does not
-    vqa_model = model + (f" --prompt {shlex.quote(prompt)}" if last and prompt != PROMPT else "")
+    asks = f"{model} --prompt {shlex.quote(prompt)}" if last and prompt != PROMPT else model
     commands = []
     for source in settings.eval_data or settings.data:
-        kind, _, path = WEIGHT.sub(r"\1", source).partition(":")
+        kind = source.partition(":")[0]
+        data = shlex.quote(source if settings.eval_data else f"{kind}:TEST")  # not what was trained on
         if kind == "embedded":
-            commands += [f"eval.vqa {vqa_model}", f"eval.needle {model}"]
-        elif kind != "shards":
-            path = path if kind == "vqav2" or settings.eval_data else "TEST"  # a file that was trained on says little
-            asked = shlex.quote(f"{kind}:{path}") + (
-                f" --images {shlex.quote(settings.images)}" if settings.images else ""
-            )
-            commands.append(
-                f"eval.{'detect' if kind == 'coco' else 'vqa'} --data {asked} {vqa_model if kind == 'vqav2' else model}"
-            )
+            commands += [f"eval.vqa {asks}", f"eval.needle {model}"]
+        elif kind in ("vqav2", "jsonl", "coco"):
+            command = "eval.detect" if kind == "coco" else "eval.vqa"
+            commands.append(f"{command} --data {data} {asks if kind == 'vqav2' else model}")
     question = shlex.quote(fill_prompt(prompt, "Where is the dog?")) if settings.question_prompt else "PROMPT"
-    commands += [f"eval.ask {model} --image FILE --prompt {question}"]
-    commands += [f"weights.export {folder} FOLDER"] if can_export(settings) else []
-    return [f"python -m {command}" for command in commands]
+    commands.append(f"eval.ask {model} --image FILE --prompt {question}")
+    return [f"python -m {command}" for command in commands + [f"weights.export {folder} FOLDER"] * can_export(settings)]
 
 
 def can_export(settings: Settings) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import Optimizer
 
 from eval.records import Record
 from model.differential import lambdas, map_distance
@@ -18,21 +19,14 @@ from model.processor import Processor
 from train.checkpoint import Progress
 from train.data.batches import MicroBatch, Order, idle
 from train.distributed import World
-from train.loop import Watch, fit
+from train.loop import fit
 from train.settings import Settings, step_layout
 
 
 def train_on(
-    order: Order,
-    model: PaliGemma,
-    optimizer: torch.optim.Optimizer,
-    settings: Settings,
-    run: Path,
-    world: World,
-    watch: Watch | None = None,
-    progress: Progress | None = None,
+    order: Order, model: PaliGemma, optimizer: Optimizer, settings: Settings, run: Path, world: World, **options
 ) -> Progress:
-    """Train `model` in place on the micro-batches of `order`; returns the run's progress, see `train.loop.fit`."""
+    """Train `model` in place on `order`; returns the run's progress. options: `watch` and `progress` of `fit`."""
 
     def loss(called: nn.Module, micro: MicroBatch) -> torch.Tensor:
         micro = ready(micro, order.processor, world.device)
@@ -40,7 +34,7 @@ def train_on(
             free_sizes(micro)
         return supervised_loss(called, micro)
 
-    return fit(model, optimizer, order, loss, settings, run, world, watch=watch, progress=progress)
+    return fit(model, optimizer, order, loss, settings, run, world, **options)
 
 
 def make_order(
@@ -50,18 +44,9 @@ def make_order(
     rows, micro_batches = step_layout(settings, processes or world.size)
     if world.is_first and settings.step_batch and settings.batch_size > settings.step_batch:
         print(f"--batch-size {settings.batch_size}: a step has {settings.step_batch} rows", file=sys.stderr)
-    return Order(
-        records,
-        processor,
-        batch_size=rows,
-        accumulate=world.share(micro_batches),
-        epochs=settings.epochs,
-        steps=settings.steps,
-        seed=settings.seed,
-        per_picture=settings.per_picture,
-        rank=world.rank,
-        world_size=world.size,
-    )
+    sizes = {"batch_size": rows, "accumulate": world.share(micro_batches), "rank": world.rank, "world_size": world.size}
+    chosen = {name: getattr(settings, name) for name in ("epochs", "steps", "seed", "per_picture")}
+    return Order(records, processor, **sizes, **chosen)
 
 
 def ready(micro: MicroBatch, processor: Processor, device: torch.device) -> MicroBatch:

@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from model.processor import Processor
 from tests.files import write_vqav2
 from tests.runs import WORLD, metrics, words
 from train import finetune, supervised, validation
-from train.checkpoint import Best, Progress
+from train.checkpoint import Best, Progress, Result
 from train.data.batches import collate
 from train.data.sources import read_records
 from train.settings import Settings, parse
@@ -58,22 +59,16 @@ def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
     closed, whole = metrics(tmp_path / "closed"), metrics(tmp_path / "open")
     assert [record["step"] for record in whole if "held_out_loss" in record and "exact_match" in record] == [1, 3, 5, 7]
     assert [{name: record[name] for name in closed[0]} for record in whole] == closed
-    loss, calls = supervised.supervised_loss, []
-
-    def fails(*args):
-        calls.append(1)
-        if len(calls) == 6:  # after the evaluation of step 4 and the checkpoint of step 3
-            raise KeyboardInterrupt
-        return loss(*args)
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(supervised, "supervised_loss", fails)
+        # the sixth call comes after the evaluation of step 4 and the checkpoint of step 3
+        losses = [supervised.supervised_loss] * 5 + [Mock(side_effect=KeyboardInterrupt)]
+        patch.setattr(supervised, "supervised_loss", lambda *args: losses.pop(0)(*args))
         train(flags, "--eval-every 2 --out", tmp_path / "cut")
     train("--resume", tmp_path / "cut")
     assert metrics(tmp_path / "cut") == whole
     pairs = [("cut", "open", ""), ("cut", "open", "best/"), ("closed", "open", "")]
-    for ours, theirs, folder in pairs:
-        ours, theirs = (load_file(tmp_path / name / folder / "adapter_model.safetensors") for name in (ours, theirs))
+    for *names, folder in pairs:
+        ours, theirs = (load_file(tmp_path / name / folder / "adapter_model.safetensors") for name in names)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     cut, summary = (json.loads((tmp_path / name / "summary.json").read_text())["held_out"] for name in ("cut", "open"))
     assert cut == summary
@@ -105,28 +100,31 @@ def test_a_run_without_progress_stops_and_is_finished(flags, tmp_path, capsys):
 
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
-    """`validate(step, loss, exact match)` of a watch whose scores are given, and its progress."""
+    """`validate(step, loss, exact match)` of a watch whose scores are given; the step and age of the best, the stop."""
     scores, progress = {}, Progress()
-    held_out = SimpleNamespace(evaluate=lambda model, most: None, scores=lambda result: scores)
+    held_out = SimpleNamespace(evaluate=lambda model, most: Result(scores=scores))
     monkeypatch.setattr(validation, "write_trained", lambda model, folder, *args: folder.mkdir())
     watch = TrainingWatch(None, held_out, Settings(eval_every=1, patience=2), tmp_path, WORLD, 100)
 
-    def validate(step: int, loss: float, exact: float | None) -> dict:
+    def validate(step: int, loss: float, exact: float | None) -> tuple:
         scores.update(loss=loss, exact_match=exact)
-        return watch.validate(step, progress)
+        logged = watch.validate(step, progress)
+        assert bool(logged) == (loss == loss)
+        return (progress.best and progress.best.step, progress.best and progress.best.since, progress.stopped)
 
     return validate, progress
 
 
+def step_of(folder: Path) -> int:
+    return int((folder / "best/step").read_text())
+
+
 def test_the_best_is_kept(watched, tmp_path):
     """Breaks when worse weights take the place of better ones, or a tie in exact match is not decided by the loss."""
-    (validate, progress), seen = watched, []
+    expected = [(1, 0, None), (2, 0, None), (3, 0, None), (3, 1, None), (5, 0, None), (5, 1, None), (5, 2, 7)]
     scores = [(3.0, 10.0), (2.0, 10.0), (9.0, 20.0), (1.0, 10.0), (8.0, 20.0), (8.0, 20.0), (7.0, None)]
-    for step, (loss, exact) in enumerate(scores, 1):
-        validate(step, loss, exact)
-        seen.append((progress.best.step, progress.best.since, progress.stopped))
-        assert int((tmp_path / "best/step").read_text()) == progress.best.step
-    assert seen == [(1, 0, None), (2, 0, None), (3, 0, None), (3, 1, None), (5, 0, None), (5, 1, None), (5, 2, 7)]
+    for step, ((loss, exact), best) in enumerate(zip(scores, expected, strict=True), 1):
+        assert watched[0](step, loss, exact) == best and step_of(tmp_path) == best[0]
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
@@ -134,14 +132,10 @@ def test_weights_of_another_course_are_not_the_best(watched, tmp_path):
     """Breaks when a run that goes on from an older checkpoint takes the weights after it for those of its best step, or
     when a loss that is not a number can never be beaten."""
     validate, progress = watched
-    for step, loss in ((1, float("nan")), (2, 3.0), (4, 1.0)):
-        validate(step, loss, 10.0)
-    assert progress.best.step == int((tmp_path / "best/step").read_text()) == 4
+    assert [validate(step, loss, 10.0)[0] for step, loss in ((1, float("nan")), (2, 3.0), (4, 1.0))] == [None, 2, 4]
     progress.best = Best(2, 3.0, 10.0)  # of the checkpoint of step 2
-    validate(3, 3.5, 10.0)
-    assert progress.best.step == int((tmp_path / "best/step").read_text()) == 3
-    assert validate(4, float("nan"), 10.0) == {}
-    assert (progress.best.step, progress.best.since) == (3, 1)
+    assert validate(3, 3.5, 10.0)[0] == step_of(tmp_path) == 3
+    assert validate(4, float("nan"), 10.0)[:2] == (3, 1)
 
 
 def test_a_picture_whose_use_is_not_shown_is_reported(capsys):
@@ -150,23 +144,23 @@ def test_a_picture_whose_use_is_not_shown_is_reported(capsys):
     records = [Record(f"{n}", f"{n // 2}", (Path("a.png"),), (("color?", "red"),)) for n in range(60)]
     held_out = HeldOut(records, [2] * 60, [], list(range(60)), None, Settings(), WORLD)
 
-    def result(right: int, loss: float) -> dict:
-        answers = ["red"] * right + ["blue"] * (60 - right)
-        return {"records": {"losses": [loss + n % 3 for n in range(60)], "tokens": [2] * 60, "answers": answers}}
-
-    def said(trained: dict, blind: dict) -> str:
-        gain = gain_over_blind(held_out, {"before": result(0, 9), "after": trained, "blind": blind})
-        summary = {"held_out": {"over_blind": gain}, "left_out": [], "empty_steps": 0, "samples": 60, "seconds": 1.0}
-        print_summary(summary, {}, Settings(), Path("run"), [])
+    def said(trained: tuple[int, float], blind: tuple[int, float]) -> str:
+        """The line for the right answers of each, and the loss of their first answer."""
+        results = {
+            name: Result([loss + n % 3 for n in range(60)], matches=[1.0] * right + [0.0] * (60 - right))
+            for name, (right, loss) in {"after": trained, "blind": blind}.items()
+        }
+        summary = {"held_out": {"over_blind": gain_over_blind(held_out, results)}, "samples": 60, "seconds": 1.0}
+        print_summary(summary | {"left_out": [], "empty_steps": 0}, {}, Settings(), Path("run"), [])
         return "".join(line for line in capsys.readouterr().out.splitlines() if "the picture" in line)
 
-    assert said(result(50, 1), result(20, 1)) == ""
+    assert said((50, 1), (20, 1)) == ""
     # two of 60 answers, those of one of 30 pictures: 3.33 % with a standard error of 3.33; Student's t(29) is 2.045
-    line = said(result(50, 1), result(48, 5))
+    line = said((50, 1), (48, 5))
     assert "not shown to use the picture" in line and "3.33 % exact match (±6.82" in line
-    assert "not shown to use the picture" in said(result(20, 1), result(50, 5))
-    assert said(result(0, 1), result(0, 2)) == ""  # nothing is matched: the loss decides
-    assert "(±0.00" in said(result(0, 2), result(0, 2))
+    assert "not shown to use the picture" in said((20, 1), (50, 5))
+    assert said((0, 1), (0, 2)) == ""  # nothing is matched: the loss decides
+    assert "(±0.00" in said((0, 2), (0, 2))
 
 
 def test_what_is_held_out(tmp_path, processor, monkeypatch, capsys):
