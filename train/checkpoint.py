@@ -90,8 +90,7 @@ def save_checkpoint(
 ) -> None:
     """Write `run/checkpoints/step-N`, and delete all but the newest `keep`.
 
-    Every process must call it: each writes its part of what FSDP2 has sharded, to a folder that all of them share. The
-    first process writes the rest.
+    Every process must call it: each writes its part of what FSDP2 has sharded, the first one the rest.
     """
     weights = {name: parameter.detach() for name, parameter in trainable(model).items()}
     moments = {
@@ -116,9 +115,8 @@ def save_checkpoint(
             (folder / MANIFEST).write_text(json.dumps(digests, indent=1))
 
     write_folder(write, run / "checkpoints" / f"step-{progress.step}", world)
-    if world.is_first:
-        for old in checkpoints(run)[:-keep]:
-            _discard(old)
+    for old in checkpoints(run)[:-keep] if world.is_first else ():
+        _discard(old)
 
 
 def _save_parts(tensors: dict[str, torch.Tensor], folder: Path) -> None:
@@ -135,9 +133,8 @@ def write_folder(write: Callable[[Path], None], folder: Path, world: World) -> N
     `write` gets a temporary name, which does not exist. Raises UserError for a full disk, and then nothing is left.
     """
     temporary = folder.with_name(f".{folder.name}.partial")
-    if world.is_first:
-        for leftover in folder.parent.glob(".*.partial"):  # of a run that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in folder.parent.glob(".*.partial") if world.is_first else ():  # of a run that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
     world.barrier()
     try:
         with file_errors(folder):

@@ -37,7 +37,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that prints and writes."""
+        """Whether this process prints and writes."""
         return self.rank == 0
 
     def totals(self, *values: float) -> list[float]:
@@ -60,8 +60,7 @@ class World:
         """The number of a step's micro-batches for each process; a resumed run keeps the micro-batches of its steps."""
         if micro_batches % self.size:
             raise UserError(
-                f"{micro_batches} micro-batches of a step cannot be shared by {self.size} processes: start a number of "
-                "processes that divides it"
+                f"{self.size} processes cannot share {micro_batches} micro-batches: start a number that divides them"
             )
         return micro_batches // self.size
 
@@ -119,7 +118,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def whole_model(model: nn.Module, world: World) -> nn.Module:
-    """The whole of a model that FSDP2 has sharded, in the main memory of the first process."""
+    """A model that FSDP2 has sharded, whole in the main memory of the first process."""
     whole = empty_model(model.config, next(model.parameters()).dtype)
     for name, tensor in model.state_dict().items():
         tensor = gathered(tensor)
@@ -153,10 +152,8 @@ def ask_together(
     """
     pictures = {key: number for number, key in enumerate(dict.fromkeys(question.key for question in questions))}
     places = [place for place, q in enumerate(questions) if pictures[q.key] % world.size == world.rank]
-    share, problems = [questions[place] for place in places], None if left_out is None else {}
-    if not world.is_first:
-        options.pop("progress", None)
-    answers = ask_all(model, processor, share, left_out=problems, **options)
+    problems, title = None if left_out is None else {}, {} if world.is_first else {"progress": None}
+    answers = ask_all(model, processor, [questions[place] for place in places], left_out=problems, **options | title)
     together: dict[int, str | None] = {}
     for answers_of_process, problems_of_process in world.gather((dict(zip(places, answers, strict=True)), problems)):
         together |= answers_of_process

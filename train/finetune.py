@@ -14,9 +14,7 @@ from, and accuracies before and after.
 import sys
 
 if not __package__:  # `python train/finetune.py`: the project's other packages cannot be found
-    print(
-        "error: run it from the project's folder: python -m train.finetune; or pip install -e . there", file=sys.stderr
-    )
+    print("error: run python -m train.finetune in the project's folder, or pip install -e . there", file=sys.stderr)
     sys.exit(2)
 
 import json

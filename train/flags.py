@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import TypeVar
@@ -16,6 +17,8 @@ from model.common import Expected, UserError, quoted, read_json, shown
 Settings = TypeVar("Settings")
 MANY = 2**31 - 1  # the largest integer of a flag without another limit
 RUN_CONFIG = "config.json"
+# it prints the lines of a description as they are
+FlagParser = partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def flag(default, help: str, *, least: float | None = None, most: float | None = None, share: bool = False, **argument):
@@ -34,24 +37,17 @@ def flag_name(name: str) -> str:
     return "--" + name.rstrip("_").replace("_", "-")
 
 
-class FlagParser(argparse.ArgumentParser):
-    """A parser that prints the lines of its description as they are."""
-
-    def __init__(self, **options):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-
-
 def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
     """Add a flag for each field of the dataclass `settings`; one that is not given is absent from the result."""
     for field in dataclasses.fields(settings):
         kind, help = field_kind(settings, field), field.metadata["help"]
         if "default" not in help:
             help += f" (default: {field.default})"
-        reads = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": str if kind is list else kind}
-        if kind is list and "nargs" not in field.metadata["argument"]:
-            reads["action"] = "append"
         arguments = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%"), "dest": field.name}
-        parser.add_argument(flag_name(field.name), **reads | arguments | field.metadata["argument"])
+        arguments |= {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        if kind is list:
+            arguments |= {"type": str} if "nargs" in field.metadata["argument"] else {"type": str, "action": "append"}
+        parser.add_argument(flag_name(field.name), **arguments | field.metadata["argument"])
 
 
 def field_kind(settings: type, field: dataclasses.Field) -> type:

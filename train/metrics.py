@@ -37,10 +37,14 @@ class Log:
     """
 
     def __init__(self, run: Path, total: int, progress: Progress, world: World):
-        self.progress, self.seconds_before, self.started = progress, progress.seconds, time.perf_counter()
-        self.device, self.samples, self.written, self.held_out = world.device, progress.samples, self.started, ""
+        self.progress, self.started, self.written = (
+            progress,
+            time.perf_counter() - progress.seconds,
+            time.perf_counter(),
+        )
+        self.device, self.samples, self.held_out, self.writes = world.device, progress.samples, "", world.is_first
         self.bar = tqdm(total=total, initial=progress.step, desc="training", unit="step", disable=not world.is_first)
-        self.path, self.writes, self.board = run / "metrics.jsonl", world.is_first, None
+        self.path, self.board = run / "metrics.jsonl", None
         if not self.writes:
             return
         with atomic_path(self.path) as temporary:
@@ -55,7 +59,7 @@ class Log:
 
     def seconds(self) -> float:
         """Seconds of training, those before the run was resumed included."""
-        return self.seconds_before + time.perf_counter() - self.started
+        return time.perf_counter() - self.started
 
     def speed(self, tokens: int) -> dict[str, float]:
         """The fields MEASURED of a step with so many supervised tokens, which ends now."""
@@ -75,10 +79,9 @@ class Log:
             loss = f"loss {record['loss']:.3f}" if "loss" in record else "no usable record"
             self.bar.set_postfix_str(f"{loss}, {self.held_out}{self.progress.samples / self.seconds():.0f} samples/s")
             self.bar.update()
-        if self.board is not None:
-            for name, value in record.items():
-                if isinstance(value, float):
-                    self.board.add_scalar(name, value, record["step"])
+        for name, value in record.items() if self.board is not None else ():
+            if isinstance(value, float):
+                self.board.add_scalar(name, value, record["step"])
         self.samples = self.progress.samples
         self.go_on()
 

@@ -58,13 +58,9 @@ def make_adamw(groups: list[dict], betas: tuple[float, float], kind: type = torc
     return kind(groups, betas=betas, fused=can)
 
 
-def make_radam(groups: list[dict], betas: tuple[float, float]) -> torch.optim.Optimizer:
-    """RAdam (Liu et al. 2020) over `groups`, with AdamW's decay."""
-    return torch.optim.RAdam(groups, betas=betas, decoupled_weight_decay=True)
-
-
-# Adam (Kingma & Ba 2015): decay is a part of the gradient
-OPTIMIZERS = {"adamw": make_adamw, "adam": partial(make_adamw, kind=torch.optim.Adam), "radam": make_radam}
+# Adam (Kingma & Ba 2015), whose decay is a part of the gradient; RAdam (Liu et al. 2020) with AdamW's decay
+OPTIMIZERS = {"adamw": make_adamw, "adam": partial(make_adamw, kind=torch.optim.Adam)}
+OPTIMIZERS["radam"] = lambda groups, betas: torch.optim.RAdam(groups, betas=betas, decoupled_weight_decay=True)
 
 
 def is_inner_matrix(name: str, parameter: torch.Tensor) -> bool:

@@ -84,8 +84,7 @@ def check_resume(run: Path, progress: Progress, origin: dict, allow_changed: boo
     before, now = progress.origin, json.loads(json.dumps(origin))  # tuples become lists, as in a checkpoint
     for name, new in now["numerics"].items():
         if (old := before["numerics"].get(name)) != new:
-            masks = ", and by the masks of dropout" if name == "processes" else ""
-            print(f"{run}: {name}: {old} before, {new} now: losses may differ by rounding{masks}", file=sys.stderr)
+            print(f"{run}: {name}: {old} before, {new} now: losses may differ by rounding", file=sys.stderr)
     old, changes = before["settings"], []
     for name, new in now["settings"].items():
         if name not in FREE and old[name] != new:

@@ -27,7 +27,7 @@ class Interrupted(Exception):
     """A signal, its first argument, asked the run to end; the run has been saved."""
 
     def end_program(self, advice: str) -> None:
-        """Print that the work is saved, with `advice`, and exit with the code that the signal itself would give."""
+        """Print that the work is saved, with `advice`, and exit with the signal's code."""
         print(f"\nsaved; {advice}", file=sys.stderr)
         sys.exit(128 + self.args[0])
 

@@ -34,9 +34,8 @@ class Settings(LoopSettings):
     base: str = flag("embedded", "model: a folder, a hub id, or `embedded`")
     data: tuple[str, ...] = flag(
         EMBEDDED,
-        f"{SOURCES}, or tar shards of train.shard, shards:'NAME-{{000..127}}.tar'. Given several times: a mixture, "
-        "with as many samples in an epoch as records; with SOURCE@WEIGHT at each, a source gives the share WEIGHT / "
-        "(sum of weights) of them: a small one repeats, a large one goes on in the next epoch (default: embedded)",
+        f"{SOURCES}, or tar shards of train.shard, shards:'NAME-{{000..127}}.tar'. Given several times: a mixture, in "
+        "which SOURCE@WEIGHT gives WEIGHT / (sum of weights) of the samples of an epoch (default: embedded)",
         metavar="SOURCE[@WEIGHT]",
     )
     eval_data: tuple[str, ...] = flag(
@@ -111,8 +110,7 @@ class Settings(LoopSettings):
             if name not in known:
                 raise UserError(f"--option {name}: choose of {', '.join(known)}")
             if type(value) is not type(known[name]):
-                kind = type(known[name]).__name__
-                raise UserError(f"--option {name}={value}: expected {kind}, such as {known[name]!r}")
+                raise UserError(f"--option {name}={value}: expected a value such as {known[name]!r}")
         return self.options
 
     @property
@@ -143,11 +141,7 @@ class Arguments(RunArguments):
     """The flags of `train.finetune` that are no settings."""
 
     show_batch: Path | None = flag(
-        None,
-        "train nothing: print the first batch as the model reads it, and write its pictures (default: batch.png)",
-        nargs="?",
-        const=Path("batch.png"),
-        metavar="FILE",
+        None, "print a batch, and draw it (default: batch.png)", nargs="?", const=Path("batch.png"), metavar="FILE"
     )
     plan: bool = flag(False, "train nothing: print what the run takes (memory, disk, hours)")
     gpu: str = flag("H100", "GPU of --plan", choices=list(GPUS))
@@ -190,15 +184,12 @@ def check(settings: Settings) -> None:
     """Raise UserError for settings that exclude each other."""
     check_prompt(settings.prompt)
     if settings.writes_model and settings.dtype not in ("auto", "fp32"):
-        raise UserError(
-            f"--dtype {settings.dtype}: most updates of whole weights (--full, --stage) are lost in it: leave it out, "
-            f"and use --autocast {settings.dtype}"
-        )
+        lost = "would lose most updates of whole weights (--full, --stage)"
+        raise UserError(f"--dtype {settings.dtype} {lost}: use --autocast {settings.dtype} instead")
     if settings.align and not settings.full:
         raise UserError(f"--align {settings.align} trains the vision tower, which no adapter holds: add --full")
     if settings.patience and (not settings.evaluate or settings.eval_every == 0):
-        given = "--no-evaluate" if not settings.evaluate else "--eval-every 0"
-        raise UserError(f"--patience {settings.patience} counts evaluations during training: leave out it or {given}")
+        raise UserError(f"--patience {settings.patience}: leave it out, or --no-evaluate and --eval-every 0")
     if settings.arch not in ("paligemma", *STAGES):
         raise UserError(f"--arch {settings.arch}: expected one of paligemma, {', '.join(STAGES)}")
     if (settings.arch == "paligemma") != (settings.stage is None):

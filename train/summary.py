@@ -101,7 +101,7 @@ def summarize(
 def gain_over_blind(held_out: HeldOut, results: Mapping[str, Result]) -> dict | None:
     """By how much the trained model is better with pictures than with gray ones, paired, over pictures: "measure",
     "mean", "low" and "high". It is the loss where nothing is matched. None for data without pictures."""
-    trained, blind = results[trained_column(results)], results["blind"]
+    trained, blind = results.get("best", results["after"]), results["blind"]
     scores, factor, measure = (trained.matches, blind.matches), 100, "% exact match"
     if not any([*trained.matches, *blind.matches]):
         scores, factor, measure = (blind.losses, trained.losses), 1, "nats an answer"
@@ -117,16 +117,11 @@ def gain_over_blind(held_out: HeldOut, results: Mapping[str, Result]) -> dict | 
     return {"measure": measure, "mean": gain.mean, "low": gain.low, "high": gain.high}
 
 
-def trained_column(results: Mapping[str, Result]) -> str:
-    """The column of the model that a run is for."""
-    return "best" if "best" in results else "after"
-
-
 def write_answers(run: Path, held_out: HeldOut, results: Mapping[str, Result]) -> list[str]:
     """Write answers.jsonl and answers.png; returns their names. There are none where nothing was asked."""
     if not held_out.asked:
         return []
-    records, trained = held_out.records, results[trained_column(results)]
+    records, trained = held_out.records, results.get("best", results["after"])
     right = trained.matches
     lines = [
         {
@@ -178,7 +173,7 @@ def print_summary(
     names += ["metrics.jsonl", "loss.png", "summary.json", *files, "checkpoints/"]
     names += ["best/"] * (run / "best").is_dir()
     print(f"\n{summary['samples']:,} samples in {summary['seconds']:.0f} s; in {run}: {', '.join(names)}")
-    print("next:", "\n      ".join(next_commands(settings, run, trained_column(results) == "best")))
+    print("next:", "\n      ".join(next_commands(settings, run, "best" in results)))
 
 
 def next_commands(settings: Settings, run: Path, is_best_kept: bool) -> list[str]:
@@ -210,7 +205,7 @@ def can_export(settings: Settings) -> bool:
 def print_accuracies(summary: dict, results: Mapping[str, Result], settings: Settings) -> None:
     """The table of accuracies: of the base, of the grafted model that training starts from, after it, of the best step,
     of the trained model on gray pictures, of guessing."""
-    columns = [*results, *(["chance"] if settings.is_embedded else [])]
+    columns = [*results, *["chance"] * settings.is_embedded]
     tests = {name: result.tests for name, result in results.items() if result.tests}
 
     def row(title: str, values: Mapping[str, float | None], decimals: int = 1) -> None:

@@ -60,8 +60,7 @@ class HeldOut:
     ) -> Result:
         """The losses of all records, the answers to `most` of them (None: to all), and their scores.
 
-        without_pictures: every picture is gray. Every process must call it. A model that FSDP2 has sharded cannot
-        generate: `most` is 0.
+        without_pictures: every picture is gray. Every process must call it; a model that FSDP2 has sharded with 0.
         """
         records = blind(self.records) if without_pictures else self.records
         numbers = choose(self.asked, len(self.asked) if most is None else most)
@@ -84,8 +83,7 @@ class HeldOut:
         return Result(losses, answers, matches, scores)
 
     def _losses(self, model: PaliGemma, records: Sequence[Record]) -> tuple[list[float | None], int]:
-        """Nats by record, None for an unusable one, and all tokens. All processes call the model equally often, since
-        FSDP2 computes in step."""
+        """Nats by record, and all tokens. All processes call the model equally often, since FSDP2 computes in step."""
         rank, size, device = self.world.rank, self.world.size, self.world.device
         plan, shares, on_gpu = [*self.plan, *[[]] * (-len(self.plan) % size)], {}, device.type == "cuda"
         for micro in load_batches(records, plan[rank::size], self.processor, self.settings.workers, on_gpu):
@@ -151,9 +149,9 @@ def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TrainingWatch(Watch):
-    """Distances of the two maps, held-out scores, and the best weights of a fine-tuning run.
+    """Distances of the two maps, held-out scores, and the best weights of a run of `total` steps.
 
-    total: steps of the run. files: of the base, written beside a whole model. held_out: None evaluates nothing.
+    files: of the base, written beside a whole model. held_out: None evaluates nothing.
     """
 
     model: PaliGemma
@@ -184,7 +182,8 @@ class TrainingWatch(Watch):
         most = 0 if is_sharded(settings, self.world) else ASKED
         scores, best = self.held_out.evaluate(self.model, most=most).scores, progress.best
         loss, exact = scores["loss"], scores["exact_match"]
-        if best and settings.keep_best and self._best_on_disk() != best.step:
+        kept = self.run / "best" / STEP_FILE
+        if best and settings.keep_best and not (kept.exists() and int(kept.read_text()) == best.step):
             best = None  # the run was resumed from a step before that of the folder: its weights are of another course
         is_number = loss is not None and math.isfinite(loss)
         if not is_number and best is None:  # no example could be used, or nothing would be better
@@ -198,14 +197,9 @@ class TrainingWatch(Watch):
                     if self.world.is_first:
                         write_text(folder / STEP_FILE, f"{step}\n")
 
-                write_folder(write, self.run / "best", self.world)
+                write_folder(write, kept.parent, self.world)
         else:
             progress.best = replace(best, since=best.since + 1)
         if settings.patience and progress.best.since >= settings.patience:
             progress.stopped = step
         return {"held_out_loss": loss} | ({} if exact is None else {"exact_match": exact}) if is_number else {}
-
-    def _best_on_disk(self) -> int | None:
-        """The step that the weights of RUN/best are of; None for a folder that is not there."""
-        file = self.run / "best" / STEP_FILE
-        return int(file.read_text()) if file.exists() else None

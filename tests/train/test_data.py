@@ -1,6 +1,5 @@
 """The order of training data, its batches, and records that cannot be used."""
 
-import json
 from collections import Counter
 
 import pytest
@@ -37,14 +36,12 @@ def test_an_epoch_holds_every_record_once():
 def test_a_batch_holds_similar_lengths_and_questions_of_one_picture():
     """Breaks when a batch is mostly padding or has one length only, or every question pays for its picture."""
     lengths = [(37 * i) % 320 for i in range(4000)]
-    plan = plan_epoch([str(i) for i in range(4000)], lengths, 16, 0, 0)
-    assert sum(max(lengths[i] for i in batch) * len(batch) for batch in plan) < 1.15 * sum(lengths)
-    assert sum(len({lengths[i] for i in batch}) for batch in plan) > 8 * len(plan)
-    keys = [f"p{i // 6}" for i in range(600)]
-    pictures = [
-        sum(len({keys[i] for i in batch}) for batch in plan_epoch(keys, [10] * 600, 12, 0, 0, per_picture))
-        for per_picture in (1, 2, 6)
-    ]
+    plan = [[lengths[i] for i in batch] for batch in plan_epoch([*range(4000)], lengths, 16, 0, 0)]
+    assert sum(max(batch) * len(batch) for batch in plan) < 1.15 * sum(lengths)
+    assert sum(len(set(batch)) for batch in plan) > 8 * len(plan)
+    keys = [i // 6 for i in range(600)]
+    plans = [plan_epoch(keys, [10] * 600, 12, 0, 0, per_picture) for per_picture in (1, 2, 6)]
+    pictures = [sum(len({keys[i] for i in batch}) for batch in plan) for plan in plans]
     assert pictures[0] > 500 and 250 < pictures[1] <= 300 and pictures[2] == 100
 
 
@@ -76,12 +73,9 @@ def test_order_can_start_at_any_step(processor, workers):
     """Breaks when a resumed run reads other batches than the uninterrupted one would have."""
     order = Order(records(), processor, batch_size=4, accumulate=2, epochs=3, seed=5)
     assert (order.steps_per_epoch, order.total) == (5, 15)
-    torch.manual_seed(0)
     state = torch.get_rng_state()
-    whole = [[micro.names for micro in step] for step in order.steps(0, workers)]
-    assert len(whole) == 15
-    for first in (1, 5, 8, 14):
-        assert [[micro.names for micro in step] for step in order.steps(first, workers)] == whole[first:]
+    whole, *parts = [[[m.names for m in step] for step in order.steps(n, workers)] for n in (0, 1, 5, 8, 14)]
+    assert len(whole) == 15 and parts == [whole[first:] for first in (1, 5, 8, 14)]
     assert torch.equal(torch.get_rng_state(), state)  # else masks of dropout would change after a resume
 
 
@@ -94,18 +88,21 @@ def test_processes_share_the_steps_of_one(processor):
     refused(lambda: Order(records(4), processor, batch_size=4, accumulate=2), "--step-batch", "--batch-size")
 
 
+def problems(micro) -> list[str]:
+    return [line.split(": ")[0] for line in micro.bad]
+
+
 def test_bad_records_are_left_out_and_named(processor, tmp_path):
     """Breaks when one unreadable picture ends a night's run, or disappears without a word."""
     (tmp_path / "broken.jpg").write_bytes(b"not a picture")
     good, bad = records(2), Record("q7", "broken", (tmp_path / "broken.jpg",), (("caption en", "a dog"),))
     control = Record("q8", "p0", good[0].pictures, (("say <bos>", "a dog"),))
     micro = collate([good[0], bad, control, good[1]], processor)
-    assert micro.names == ("r0", "r1")
-    assert [line.split(":")[0] for line in micro.bad] == ["q7", "q8"] and "broken.jpg" in micro.bad[0]
-    assert not micro.is_empty
+    assert micro.names == ("r0", "r1") and not micro.is_empty
+    assert problems(micro) == ["q7", "q8"] and "broken.jpg" in micro.bad[0]
     empty = collate([bad], processor, bad=("a.tar: x: not valid JSON",))
     assert empty.is_empty and not empty.names and not empty.tokens and empty.to("cpu").is_empty
-    assert [line.split(":")[0] for line in empty.bad] == ["a.tar", "q7"]
+    assert problems(empty) == ["a.tar", "q7"]
 
 
 def test_embedded_records_take_the_tasks_in_turn():
@@ -144,9 +141,8 @@ def test_sampled_answers_follow_the_annotators_and_the_seed(tmp_path, processor)
 def test_a_users_own_lines(tmp_path, processor):
     """Breaks when a user's JSONL cannot be trained on, or a bad line is not named."""
     Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
-    line = json.dumps({"image": "a.png", "prefix": "caption en", "suffix": "a cat"})
-    (tmp_path / "own.jsonl").write_text(f"{line}\n{{\n")
-    good, _ = records = own_records(tmp_path / "own.jsonl")
-    micro = collate(records, processor)
-    assert (good.prefix, good.suffix) == ("caption en", "a cat") and len(micro.names) == 1
-    assert [line.split(": ")[0] for line in micro.bad] == ["own.jsonl:2"]
+    (tmp_path / "own.jsonl").write_text('{"image": "a.png", "prefix": "caption en", "suffix": "a cat"}\n{\n')
+    made = own_records(tmp_path / "own.jsonl")
+    micro = collate(made, processor)
+    assert (made[0].prefix, made[0].suffix) == ("caption en", "a cat") and len(micro.names) == 1
+    assert problems(micro) == ["own.jsonl:2"]

@@ -1,7 +1,7 @@
 """The precision of training: updates far below the resolution of bf16 must not be lost."""
 
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,43 +23,34 @@ from weights.load import load_model
 
 pytestmark = pytest.mark.long
 
-CPU = torch.device("cpu")
 
+def mean_change(settings) -> float:
+    """The mean change of the trained weights after 40 steps of the run's optimizer at rate 1e-5.
 
-@pytest.fixture
-def as_on_cuda(monkeypatch):
-    """`--dtype auto` is resolved as on a GPU, and the model is opened on the CPU."""
-    resolve = systems.choose_dtype
-    monkeypatch.setattr(systems, "choose_dtype", lambda name, device: resolve(name, torch.device("cuda")))
-
-
-def mean_change(settings, steps: int = 40) -> float:
-    """The mean change of the trained weights after `steps` of the run's optimizer at rate 1e-5, by synthetic gradients.
-
-    The gradients have one sign: with Adam, each step moves each weight by about the rate.
+    The synthetic gradients have one sign: with Adam, each step moves each weight by about the rate.
     """
-    model, optimizer = open_model(settings, CPU)
-    weights = trainable(model)
+    model, optimizer = open_model(settings, WORLD.device)
+    weights, dice = trainable(model), torch.Generator().manual_seed(0)
     before = {name: p.detach().float().clone() for name, p in weights.items()}
-    dice = torch.Generator().manual_seed(0)
     gradients = {name: torch.rand(p.shape, generator=dice) + 0.5 for name, p in weights.items()}
     for group in optimizer.param_groups:
         group["lr"] = 1e-5
-    for _ in range(steps):
+    for _ in range(40):
         for name, p in weights.items():
             p.grad = gradients[name].to(p.dtype)
         optimizer.step()
-    changes = [(p.detach().float() - before[name]).abs().flatten() for name, p in weights.items()]
-    return torch.cat(changes).mean().item()
+    return torch.cat([(p.detach().float() - before[name]).abs().flatten() for name, p in weights.items()]).mean().item()
 
 
 @pytest.mark.parametrize("run", ["full", "wings", "qmamba"])
-def test_trained_weights_move_on_a_gpu_as_they_do_in_fp32(run, as_on_cuda, tmp_path):
+def test_trained_weights_move_on_a_gpu_as_they_do_in_fp32(run, monkeypatch, tmp_path):
     """Breaks when "auto" trains weights in bf16, where most updates of 1e-5 round to nothing."""
+    resolve = systems.choose_dtype  # --dtype auto as on a GPU, and the model on the CPU
+    monkeypatch.setattr(systems, "choose_dtype", lambda name, device: resolve(name, torch.device("cuda")))
     flags = "--base tiny --full --attention softmax --weight-decay 0"
     if run != "full":  # the second stage starts from the model of the first
-        first = f"--arch {run} --stage 1 --base embedded"
-        export_model(open_model(parse(words(first))[0], CPU)[0], tmp_path / "model")
+        first = parse(words(f"--arch {run} --stage 1 --base embedded"))[0]
+        export_model(open_model(first, WORLD.device)[0], tmp_path / "model")
         flags = f"--arch {run} --stage 2 --base {tmp_path}/model --weight-decay 0"
     given, exact = (parse(words(flags, dtype))[0] for dtype in ("", "--dtype fp32"))
     assert mean_change(given) == pytest.approx(mean_change(exact), rel=0.02)
@@ -85,38 +76,25 @@ def test_a_sharded_model_reads_bf16_and_keeps_fp32(tmp_path):
 # The gradient scaler of fp16, and gradients that are not finite
 
 
-@dataclass
-class Row:
-    factor: float
-    names, tokens, bad = ("row",), 1, ()
-
-    def to(self, device) -> "Row":
-        return self
-
-
-@dataclass
-class Rows:
+def rows(total: int) -> SimpleNamespace:
     """One row a step. The loss of the second overflows when it is scaled, so that the scaler backs off."""
-
-    total: int
-
-    def steps(self, first, workers=0, pin=False):
-        for step in range(first, self.total):
-            yield [Row(1e36 if step == 1 else 1.0)]
+    made = [SimpleNamespace(names=("row",), tokens=1, bad=(), factor=1e36 if n == 1 else 1.0) for n in range(total)]
+    for row in made:
+        row.to = lambda device, row=row: row
+    return SimpleNamespace(total=total, steps=lambda first, *args, **options: ([row] for row in made[first:]))
 
 
 def square(model, row):
     return model(torch.ones(1, 4)).float().square().sum() * row.factor
 
 
-def fit_small(run: Path, steps: int, loss=square, **settings) -> nn.Module:
-    """A small model, trained in `run` from its newest checkpoint on."""
+def fit_small(run: Path, steps: int, loss=square, **settings) -> None:
+    """Train a small model in `run`, from its newest checkpoint on."""
     torch.manual_seed(0)
     model = nn.Linear(4, 8)
     optimizer = make_adamw(parameter_groups(model, [Rule(["weight", "bias"], 1e-3)]), (0.9, 0.98))
     run.mkdir(exist_ok=True)
-    fit(model, optimizer, Rows(steps), loss, LoopSettings(schedule="constant", **settings), run, WORLD)
-    return model
+    fit(model, optimizer, rows(steps), loss, LoopSettings(schedule="constant", **settings), run, WORLD)
 
 
 def test_the_gradient_scaler_is_restored(tmp_path):
@@ -144,10 +122,8 @@ def test_the_last_micro_batch_alone_exchanges_gradients_when_compiled(tmp_path):
     dist.init_process_group("gloo", f"file://{tmp_path}/meet", world_size=1, rank=0)
     try:
         wrapped = DistributedDataParallel(nn.Linear(2, 2))
-        compiled = torch.compile(wrapped)
-        set_gradient_sync(compiled, False)
-        assert not wrapped.require_backward_grad_sync
-        set_gradient_sync(compiled, True)
-        assert wrapped.require_backward_grad_sync
+        for sync in (False, True):
+            set_gradient_sync(torch.compile(wrapped), sync)
+            assert wrapped.require_backward_grad_sync == sync
     finally:
         dist.destroy_process_group()

@@ -6,6 +6,7 @@ import os
 import shutil
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -78,8 +79,8 @@ def zero_base():
 
 
 def change_setting():
-    config = json.loads(Path("run/config.json").read_text())
-    Path("run/config.json").write_text(json.dumps(config | {"lr": 0.5, "workers": 0}))
+    file = Path("run/config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lr": 0.5, "workers": 0}))
 
 
 CHANGES = {change_answer: "records", replace_picture: "pictures", zero_base: "base", change_setting: "--lr"}
@@ -140,19 +141,17 @@ def test_processes_that_see_different_checkpoints_are_refused(run):
         def gather(self, value):
             return [value, [] if isinstance(value, list) else value]
 
-    def enter(world: World) -> None:
-        with run_folder(RunArguments(resume=run), None, "", "", world):
-            pass
-
-    refused(lambda: enter(Pair(0, 2, WORLD.device)), "run:", "checkpoints")
-    enter(WORLD)  # the lock is free again
+    arguments = RunArguments(resume=run), None, "", ""
+    refused(run_folder(*arguments, Pair(0, 2, WORLD.device)).__enter__, "run:", "checkpoints")
+    with run_folder(*arguments, WORLD):  # the lock is free again
+        pass
 
 
 def test_another_number_of_threads_is_mentioned(run, capsys):
     """Breaks when losses differ in the last digits without a word."""
     threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
     try:
-        torch.set_num_threads(threads + 1)
         train("--resume run")
     finally:
         torch.set_num_threads(threads)
@@ -160,10 +159,9 @@ def test_another_number_of_threads_is_mentioned(run, capsys):
 
 
 def hold(folder: Path, pipe: Connection) -> None:
-    lock = lock_folder(folder)
-    pipe.send("held")
-    pipe.recv()
-    lock.close()
+    with lock_folder(folder):
+        pipe.send("held")
+        pipe.recv()
 
 
 def test_a_folder_in_use_or_not_empty_is_refused(run):
@@ -193,12 +191,8 @@ def test_a_run_that_learns_nothing_leaves_no_folder(run):
 @pytest.mark.parametrize("victim", ["train.checkpoint.save_file", "train.metrics.os.fsync"])
 def test_a_full_disk_leaves_the_last_checkpoint_whole(victim, run, template, monkeypatch):
     """Breaks when a partial checkpoint stays, takes the place of a whole one, or the user sees a traceback."""
-
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        patch.setattr(victim, full)
+        patch.setattr(victim, Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
         refused(lambda: train("--resume run"), "run", "no space left")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-2", "step-4"]
     train("--resume run")
