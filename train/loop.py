@@ -160,9 +160,7 @@ def count_records(micros: Sequence[Micro], progress: Progress, max_bad: int, wor
     if count:  # every epoch reports a record again
         progress.bad = list(dict.fromkeys([*progress.bad, *chain.from_iterable(world.gather(bad))]))
     if len(progress.bad) > max_bad:
-        raise UserError(
-            f"{len(progress.bad)} unusable records, more than --max-bad {max_bad}; the last: {progress.bad[-1]}"
-        )
+        raise UserError(f"more unusable records than --max-bad {max_bad}; the last: {progress.bad[-1]}")
     return int(tokens)
 
 

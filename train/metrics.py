@@ -37,12 +37,8 @@ class Log:
     """
 
     def __init__(self, run: Path, total: int, progress: Progress, world: World):
-        self.progress, self.started, self.written = (
-            progress,
-            time.perf_counter() - progress.seconds,
-            time.perf_counter(),
-        )
-        self.device, self.samples, self.held_out, self.writes = world.device, progress.samples, "", world.is_first
+        self.progress, self.samples, self.held_out, self.written = progress, progress.samples, "", time.perf_counter()
+        self.started, self.device, self.writes = self.written - progress.seconds, world.device, world.is_first
         self.bar = tqdm(total=total, initial=progress.step, desc="training", unit="step", disable=not world.is_first)
         self.path, self.board = run / "metrics.jsonl", None
         if not self.writes:

@@ -90,12 +90,11 @@ def check_resume(run: Path, progress: Progress, origin: dict, allow_changed: boo
         if name not in FREE and old[name] != new:
             changes.append(f"{flag_name(name)} is {quoted(new)}, was {quoted(old[name])}")
     changes += [f"the {name}" for name, new in now["fingerprints"].items() if before["fingerprints"].get(name) != new]
-    if not changes:
-        return
     message = f"changed since step {progress.step}: {'; '.join(changes)}"
-    if not allow_changed:
+    if changes and not allow_changed:
         raise UserError(f"--resume {shown(run)}: {message}: undo that, or add --allow-changed")
-    print(f"{run}: allowed: {message}", file=sys.stderr)
+    if changes:
+        print(f"{run}: allowed: {message}", file=sys.stderr)
 
 
 def provenance() -> dict[str, str]:

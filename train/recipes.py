@@ -6,8 +6,7 @@ Names are those of `train.settings.Settings`. This file imports nothing of this 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# Recipes: the paper's Table 1 (its section 4), and the transfer recipe of PaliGemma's authors (Beyer et al. 2024,
-# appendix J)
+# Recipes: the paper's Table 1 (its section 4), and the transfer of PaliGemma's authors (Beyer et al. 2024, appendix J)
 
 _PAPER = {"batch_size": 4, "step_batch": 4}  # "a batch size of 4", and the rule rate / batch = 1e-4
 _PAPER |= {"optimizer": "adam", "schedule": "linear", "warmup": 50, "epochs": 1, "fraction": 0.4}

@@ -83,9 +83,6 @@ def run_folder(arguments: RunArguments, settings, stem: str, program: str, world
         if lock and not arguments.resume and not (metrics.exists() and '"loss"' in metrics.read_text()):
             _delete_folder(run)
         raise
-    finally:
-        if lock:
-            lock.close()
 
 
 def _delete_folder(run: Path) -> None:

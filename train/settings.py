@@ -206,15 +206,12 @@ def step_layout(settings: Settings, processes: int) -> tuple[int, int]:
     wanted = settings.step_batch or settings.batch_size * processes
     rows = max(1, min(settings.batch_size, wanted // processes))
     if wanted % (rows * processes):
-        raise UserError(
-            f"--step-batch {wanted} is no multiple of {rows * processes}: {rows} rows of a micro-batch on each of "
-            f"{processes} processes: change the number of processes, --batch-size or --step-batch"
-        )
+        needed = f"{rows} rows of a micro-batch × {processes} processes"
+        raise UserError(f"--step-batch {wanted} is no multiple of {needed}: change one of them, see --batch-size")
     return rows, wanted // rows
 
 
 def run_stem(settings: Settings) -> str:
     """The name of the run's folder, before its number."""
-    if settings.stage is not None:
-        return f"{settings.arch}-stage{settings.stage}"
-    return f"{Path(settings.base).name}-{settings.attention}"
+    staged = settings.stage is not None
+    return f"{settings.arch}-stage{settings.stage}" if staged else f"{Path(settings.base).name}-{settings.attention}"

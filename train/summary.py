@@ -61,9 +61,7 @@ def evaluate(
     return result
 
 
-def grade_text(
-    model: PaliGemma, processor: Processor, limit: int, title: str, ask_all: Callable[..., list]
-) -> dict[str, float]:
+def grade_text(model: PaliGemma, processor: Processor, limit: int, title: str, ask_all: Callable) -> dict[str, float]:
     """Percent right of `limit` sentences of each task of `eval/text/sentences.py`, which have no picture."""
     asked = [sentences.sentence(task, "test", number) for task in sentences.TASKS for number in range(limit)]
     asks = [Ask(f"{number}", f"text {number}", (), s.prefix) for number, s in enumerate(asked)]
@@ -99,8 +97,8 @@ def summarize(
 
 
 def gain_over_blind(held_out: HeldOut, results: Mapping[str, Result]) -> dict | None:
-    """By how much the trained model is better with pictures than with gray ones, paired, over pictures: "measure",
-    "mean", "low" and "high". It is the loss where nothing is matched. None for data without pictures."""
+    """How much better the trained model is with pictures than with gray ones, paired, over pictures: "measure", "mean",
+    "low" and "high". The measure is the loss where nothing is matched. None for data without pictures."""
     trained, blind = results.get("best", results["after"]), results["blind"]
     scores, factor, measure = (trained.matches, blind.matches), 100, "% exact match"
     if not any([*trained.matches, *blind.matches]):
@@ -121,7 +119,7 @@ def write_answers(run: Path, held_out: HeldOut, results: Mapping[str, Result]) -
     """Write answers.jsonl and answers.png; returns their names. There are none where nothing was asked."""
     if not held_out.asked:
         return []
-    records, trained = held_out.records, results.get("best", results["after"])
+    records, before, trained = held_out.records, results["before"].answers, results.get("best", results["after"])
     right = trained.matches
     lines = [
         {
@@ -138,9 +136,8 @@ def write_answers(run: Path, held_out: HeldOut, results: Mapping[str, Result]) -
     if not (shown := choose(shown, SHOWN)):
         return ["answers.jsonl"]
     captions = [
-        f"{records[number].prefix}\ntruth: {records[number].suffix}\n"
-        f"before: {results['before'].answers[number]}\nafter: {trained.answers[number]}"
-        for number in shown
+        f"{records[n].prefix}\ntruth: {records[n].suffix}\nbefore: {before[n]}\nafter: {trained.answers[n]}"
+        for n in shown
     ]
     pictures, hits = zip(*((load_image(records[n].pictures[0]), bool(right[n])) for n in shown), strict=True)
     sheet = figures.contact_sheet(pictures, captions, hits, title=f"{run.name}: held-out examples", lines=7)

@@ -60,7 +60,7 @@ class HeldOut:
     ) -> Result:
         """The losses of all records, the answers to `most` of them (None: to all), and their scores.
 
-        without_pictures: every picture is gray. Every process must call it; a model that FSDP2 has sharded with 0.
+        without_pictures: every picture is gray. Every process must call it. A model sharded by FSDP2 answers nothing.
         """
         records = blind(self.records) if without_pictures else self.records
         numbers = choose(self.asked, len(self.asked) if most is None else most)
@@ -72,13 +72,10 @@ class HeldOut:
                 longest = min(LONGEST, max(self.lengths[number] for number in numbers))
                 options = {"max_new_tokens": longest, "progress": title, "left_out": {}}
                 said = dict(zip(numbers, ask_together(self.world, model, self.processor, asks, **options), strict=True))
-        answers, known = (
-            [said.get(number) for number in range(len(records))],
-            [loss for loss in losses if loss is not None],
-        )
+        answers = [said.get(number) for number in range(len(records))]
         measured = {"exact_match": {}, "vqa_accuracy": {}} | score(self.records, answers)
         matches = [measured["exact_match"].get(record.name) for record in self.records]
-        scores = {"loss": math.fsum(known) / tokens if tokens else None}
+        scores = {"loss": math.fsum(loss for loss in losses if loss is not None) / tokens if tokens else None}
         scores |= {name: 100 * sum(by.values()) / len(by) if by else None for name, by in measured.items()}
         return Result(losses, answers, matches, scores)
 
@@ -116,8 +113,8 @@ def open_held_out(
     records = [record for record in records if record.turns]
     if not records:
         if world.is_first and settings.validation > 0:
-            about = f"--validation {settings.validation} of the pictures is none, or none that can be used"
-            print(f"nothing is held out: {about}: give --eval-data, or a larger share", file=sys.stderr)
+            about = f"--validation {settings.validation} holds out no usable picture"
+            print(f"{about}: give a larger share, or --eval-data", file=sys.stderr)
         return None
     answers = [[len(ids) + 1 for ids in processor.tokenizer.encode([a for _, a in r.turns])] for r in records]
     lengths, longest = [of_record[-1] for of_record in answers], max(map(sum, answers))

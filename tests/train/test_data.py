@@ -1,6 +1,7 @@
 """The order of training data, its batches, and records that cannot be used."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -13,14 +14,10 @@ from train.data.batches import MicroBatches, Order, collate, plan_epoch, supervi
 
 
 def records(count=40, pictures=10):
-    def draw(number):
-        return lambda: Image.new("RGB", (8, 8), (number * 20 % 256, 0, 0))
-
+    images = [partial(Image.new, "RGB", (8, 8), (number * 20 % 256, 0, 0)) for number in range(pictures)]
     prefixes, suffixes = ("answer en Is there a dog in the image?", "count dog"), ("two dogs and a cat", "yes")
-    return [
-        Record(f"r{i}", f"p{i % pictures}", (draw(i % pictures),), ((prefixes[i % 3 > 0], suffixes[i % 2]),))
-        for i in range(count)
-    ]
+    turns = [((prefixes[i % 3 > 0], suffixes[i % 2]),) for i in range(count)]
+    return [Record(f"r{i}", f"p{i % pictures}", (images[i % pictures],), turns[i]) for i in range(count)]
 
 
 def test_an_epoch_holds_every_record_once():
@@ -51,18 +48,17 @@ def test_a_batch_is_what_the_model_trains_on(processor):
     micro = collate(chosen, processor)
     assert micro.batch.pixel_values.shape[0] == 3 and micro.image_index.tolist() == [0, 1, 2, 0, 1, 2]
     assert micro.tokens == int((micro.batch.labels != -100).sum())
-    for row, record in enumerate(chosen):
-        kept = micro.targets[row] != -100
-        assert processor.decode(micro.targets[row][kept]) == record.suffix
-        # the token after each position is its target
-        assert torch.equal(micro.batch.input_ids[row, micro.positions[row][kept] + 1], micro.targets[row][kept])
-        assert micro.targets[row][kept][-1] == processor.config.eos_token_id
+    for ids, positions, targets, record in zip(
+        micro.batch.input_ids, micro.positions, micro.targets, chosen, strict=True
+    ):
+        kept = targets != -100
+        assert processor.decode(targets[kept]) == record.suffix and targets[kept][-1] == processor.config.eos_token_id
+        assert torch.equal(ids[positions[kept] + 1], targets[kept])  # the token after each position
 
 
 def test_supervised_positions():
     """Breaks when a position without a target carries loss."""
-    labels = torch.tensor([[-100, -100, 5, 6], [-100, 7, -100, -100], [-100] * 4])
-    positions, targets = supervised(labels)
+    positions, targets = supervised(torch.tensor([[-100, -100, 5, 6], [-100, 7, -100, -100], [-100] * 4]))
     assert targets.tolist() == [[5, 6], [7, -100], [-100, -100]]
     assert positions[0].tolist() == [1, 2] and positions[1, 0] == 0
 
@@ -117,12 +113,11 @@ def test_vqav2_is_read_and_split_by_picture(tmp_path):
     """Breaks when a picture is in training and validation, or the prompt or answer is not the published one."""
     write_vqav2(tmp_path)
     made = vqav2_records(tmp_path, "{ {0} {question}")  # filled literally, not as a format string
-    train, held_out = (split_records(made, split, 1.0, 0.2) for split in ("train", "validation"))
-    assert (len(train), len(held_out)) == (48, 12)
-    assert not {record.key for record in train} & {record.key for record in held_out}
+    shares = [("train", 1.0), ("validation", 1.0), ("train", 0.5)]
+    train, held_out, half = (split_records(made, split, share, 0.2) for split, share in shares)
+    assert (len(train), len(held_out)) == (48, 12) and not {r.key for r in train} & {r.key for r in held_out}
     assert train[0].prefix.startswith("{ {0} What is") and train[0].suffix == "yes"
-    part = split_records(made, "train", 0.5, 0.2)
-    assert len({record.key for record in part}) == 8 and {r.name for r in part} < {r.name for r in train}
+    assert len({r.key for r in half}) == 8 and {r.name for r in half} < {r.name for r in train}
 
 
 def test_sampled_answers_follow_the_annotators_and_the_seed(tmp_path, processor):
