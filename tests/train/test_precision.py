@@ -30,16 +30,17 @@ def mean_change(settings) -> float:
     The synthetic gradients have one sign: with Adam, each step moves each weight by about the rate.
     """
     model, optimizer = open_model(settings, WORLD.device)
-    weights, dice = trainable(model), torch.Generator().manual_seed(0)
-    before = {name: p.detach().float().clone() for name, p in weights.items()}
-    gradients = {name: torch.rand(p.shape, generator=dice) + 0.5 for name, p in weights.items()}
+    weights, dice = list(trainable(model).values()), torch.Generator().manual_seed(0)
+    before = [p.detach().float().clone() for p in weights]
+    gradients = [torch.rand(p.shape, generator=dice) + 0.5 for p in weights]
     for group in optimizer.param_groups:
         group["lr"] = 1e-5
     for _ in range(40):
-        for name, p in weights.items():
-            p.grad = gradients[name].to(p.dtype)
+        for p, gradient in zip(weights, gradients, strict=True):
+            p.grad = gradient.to(p.dtype)
         optimizer.step()
-    return torch.cat([(p.detach().float() - before[name]).abs().flatten() for name, p in weights.items()]).mean().item()
+    changes = [(p.detach().float() - old).abs().flatten() for p, old in zip(weights, before, strict=True)]
+    return torch.cat(changes).mean().item()
 
 
 @pytest.mark.parametrize("run", ["full", "wings", "qmamba"])
