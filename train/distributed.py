@@ -101,8 +101,10 @@ def spread(
     is called under `autocast` to bf16 gathers its weights in bf16, and sums gradients in fp32.
     """
     if world.size == 1 or not shard:
-        called = model if world.size == 1 else DistributedDataParallel(model)
-        return torch.compile(called) if compiles else called
+        if world.size > 1:
+            ids = [world.device.index] if world.device.type == "cuda" else None
+            model = DistributedDataParallel(model, device_ids=ids)
+        return torch.compile(model) if compiles else model
     halves = autocast == torch.bfloat16 and computes_in_bf16(model)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if halves else MixedPrecisionPolicy()
     for layer in layers_of(model):
