@@ -26,7 +26,7 @@ from model.device import autocast_of
 from model.paligemma import MAX_LOGITS, PaliGemma
 from model.processor import Processor
 from train.checkpoint import Best, Progress, Result, write_folder
-from train.data.batches import MicroBatch, load_batches, text_length
+from train.data.batches import MicroBatch, MicroBatches, load, text_length
 from train.data.sources import read_records
 from train.distributed import World, ask_together
 from train.loop import Watch
@@ -83,7 +83,7 @@ class HeldOut:
         """Nats by record, and all tokens. All processes call the model equally often, since FSDP2 computes in step."""
         rank, size, device = self.world.rank, self.world.size, self.world.device
         plan, shares, on_gpu = [*self.plan, *[[]] * (-len(self.plan) % size)], {}, device.type == "cuda"
-        for micro in load_batches(records, plan[rank::size], self.processor, self.settings.workers, on_gpu):
+        for micro in load(MicroBatches(records, self.processor), plan[rank::size], self.settings.workers, on_gpu):
             names, micro = micro.names, ready(micro, self.processor, device)
             with autocast_of(self.settings.autocast, device):
                 losses = row_losses(model, micro).tolist()
