@@ -113,8 +113,7 @@ def open_held_out(
     records = [record for record in records if record.turns]
     if not records:
         if world.is_first and settings.validation > 0:
-            about = f"--validation {settings.validation} holds out no usable picture"
-            print(f"{about}: give a larger share, or --eval-data", file=sys.stderr)
+            print(f"--validation {settings.validation} is too small: raise it, or give --eval-data", file=sys.stderr)
         return None
     answers = [[len(ids) + 1 for ids in processor.tokenizer.encode([a for _, a in r.turns])] for r in records]
     lengths, longest = [of_record[-1] for of_record in answers], max(map(sum, answers))
