@@ -6,10 +6,10 @@
 In: the scenes of `eval/scenes.py` and their tokenizer. Out: a model folder in the published format, with
 `pretraining.json` (accuracies, settings, the tokenizer's hash). `weights/tiny` is what this command writes.
 
-What was needed, each part measured: dense tasks before questions; Muon on the matrices; a linear decay at the end;
-large initial position embeddings; no loss on answers that cannot be known. Two auxiliary losses make
-learning reliable across seeds: the alignment loss (each patch against the words for its object and its place; without
-it nothing is learned), and the attention loss (two heads of one layer attend from a name to the patches that show it).
+Measurements showed the need for each part: dense tasks before questions; Muon on the matrices; a linear decay at the
+end; large initial position embeddings; no loss on answers that the picture does not determine. Two auxiliary losses
+make learning reliable across seeds: alignment (each patch predicts the words for its object and its place; without it
+nothing is learned), and attention (two heads of one layer attend from a name to the patches that show it).
 """
 
 import hashlib
@@ -19,11 +19,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from tqdm import tqdm
 
 from eval import scenes
@@ -41,9 +43,10 @@ from train.distributed import World, ask_together, join_world, leave_world
 from train.flags import flag, read_flags
 from train.optim import MuonAdamW, Rule, count, matching, parameter_groups, rate_factor, set_rates
 from train.run import check_empty
+from train.supervised import forward
 from weights.export import export_model
 
-ALONE = World(0, 1, torch.device("cpu"))
+BATCH = 32
 MATCHING_LAYER, MATCHING_HEADS = 1, 2
 MUON_LR, ADAMW_LR = 0.01, 1e-3
 
@@ -59,38 +62,28 @@ class BaseOptions:
 
 @dataclass(frozen=True)
 class PretrainingStage:
-    """A part of pre-training: samples, the shares of the tasks, Muon's learning rate, the weights of the three losses.
+    """A part of pre-training: samples, the shares of the tasks, Muon's learning rate, the weights of the losses.
 
-    The rate warms up over the first 2 % of the stage and falls linearly over its last 20 %.
+    The rate warms up over the first 2 % of the stage and falls linearly over its last 20 %. weights: of the losses of
+    answers, alignment and attention. by_example: the loss of answers is a mean over examples, as in big_vision, instead
+    of over tokens.
     """
 
     samples: int
     shares: dict[str, float]
     muon_lr: float
-    answer_weight: float = 1.0
-    alignment_weight: float = 0.0
-    attention_weight: float = 0.0
-    by_example: bool = False  # mean of the answer loss over examples, as in big_vision, instead of over tokens
+    weights: tuple[float, float, float] = (1.0, 0.0, 0.0)
+    by_example: bool = False
 
 
 DENSE = {"scan": 0.2, "detect_all": 0.7, "locate": 1.0, "count": 1.0, "exist": 1.0}
-QUESTIONS = {
-    "vqa": 3.0,
-    "count": 0.7,
-    "exist": 0.2,
-    "locate": 0.2,
-    "vertical": 0.2,
-    "horizontal": 0.2,
-    "cell": 0.6,
-    "caption": 0.4,
-    "detect_all": 0.2,
-    "detect": 1.0,
-}
+QUESTIONS = {"vqa": 3.0, "count": 0.7} | dict.fromkeys(("exist", "locate", "vertical", "horizontal"), 0.2)
+QUESTIONS |= {"cell": 0.6, "caption": 0.4, "detect_all": 0.2, "detect": 1.0}
 # Which of a picture's six questions is asked. Numbers are the hardest to learn: they come about as often as the others.
 ASKED = (0, 1, 2, 2, 3, 4, 5, 2, 0, 1)
 STAGES = (
-    PretrainingStage(3_000, DENSE, MUON_LR, answer_weight=0.0, alignment_weight=1.0),
-    PretrainingStage(20_000, DENSE, MUON_LR, alignment_weight=0.5, attention_weight=0.5),
+    PretrainingStage(3_000, DENSE, MUON_LR, (0.0, 1.0, 0.0)),
+    PretrainingStage(20_000, DENSE, MUON_LR, (1.0, 0.5, 0.5)),
     PretrainingStage(36_000, QUESTIONS, 0.005),
     # A mean over tokens favours captions and boxes over one-word answers; by_example from the start harms places.
     PretrainingStage(24_000, QUESTIONS, 0.005, by_example=True),
@@ -100,45 +93,32 @@ STAGES = (
 
 
 def batches(
-    stage: PretrainingStage, number: int, batch_size: int, processor: Processor, seed: int, world: World = ALONE
+    stage: PretrainingStage, number: int, processor: Processor, seed: int, world: World, rows: int = BATCH
 ) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-    """This process's part of each batch, and the token of the name that each patch shows (pictures, I)."""
+    """This process's part of each batch of `rows`, and the token of the name that each patch shows (pictures, I)."""
     rng = random.Random(f"pretrain/{seed}/{number}")
-    tasks, shares = list(stage.shares), list(stage.shares.values())
-    drawn = dict.fromkeys(tasks, number * 10_000_000)  # the stages share no samples
+    drawn = dict.fromkeys(stage.shares, number * 10_000_000)  # the stages share no samples
     piece = {name: processor.encode(f" {name}")[-1] for name in (*scenes.NAMES, scenes.NONE)}
-    for _ in range(stage.samples // batch_size):
+    for _ in range(stage.samples // rows):
         wanted = []
-        for task in rng.choices(tasks, shares, k=batch_size):
+        for task in rng.choices([*stage.shares], [*stage.shares.values()], k=rows):
             index = drawn[task] * len(scenes.QUESTIONS) + rng.choice(ASKED) if task == "vqa" else drawn[task]
             wanted.append((task, index))
             drawn[task] += 1
         samples = [scenes.sample(task, "train", index, seed) for task, index in wanted[world.rank :: world.size]]
         micro = collate([sample_record(s, str(i)) for i, s in enumerate(samples)], processor)
         for row, s in enumerate(samples):
-            for column, has_loss in enumerate(_has_loss(s, processor)):
-                if not has_loss:
-                    micro.targets[row, column] = -100
-        first = {int(picture): row for row, picture in reversed(list(enumerate(micro.image_index)))}
-        shown = [[piece[name] for name in samples[first[i]].scene.squares] for i in range(len(first))]
+            micro.targets[row, unknown_tokens(s, processor)] = -100
+        by_picture = dict(zip(micro.image_index.tolist(), samples, strict=True))
+        shown = [[piece[name] for name in s.scene.squares] for s in by_picture.values()]
         yield micro, torch.tensor(shown)
 
 
-def _has_loss(sample: scenes.Sample, processor: Processor) -> list[bool]:
-    """Which tokens of the answer have a loss: not those within spans that the picture does not determine."""
-    if not sample.unsupervised:
-        return []
-    start, result = 0, []
-    for piece in processor.tokenizer.encode(sample.suffix, out_type=str):
-        result.append(not any(a <= start < b for a, b in sample.unsupervised))
-        start += len(piece)
-    return result
-
-
-def make_optimizer(model: PaliGemma) -> MuonAdamW:
-    """Muon (Jordan 2024) for the matrices inside the layers, AdamW for embeddings, norms, biases and the patches."""
-    groups = parameter_groups(model, [Rule(matching(model, ".*"), MUON_LR)])
-    return MuonAdamW(groups, (0.9, 0.98), ADAMW_LR / MUON_LR)
+def unknown_tokens(sample: scenes.Sample, processor: Processor) -> list[int]:
+    """The places of an answer's tokens that the picture does not determine."""
+    pieces = processor.tokenizer.encode(sample.suffix, out_type=str)
+    starts = accumulate(map(len, pieces[:-1]), initial=0)
+    return [place for place, start in enumerate(starts) if any(a <= start < b for a, b in sample.unsupervised)]
 
 
 def losses(
@@ -149,33 +129,24 @@ def losses(
     They are the cross-entropy of the answers; that of each patch against the words for its object and its place; and
     -log of the attention from names to the patches that show them. shown: (pictures, I) token of what each patch shows.
     """
-    features = model.encode_images(micro.batch.pixel_values)
+    features, weights = model.encode_images(micro.batch.pixel_values), []
     sums, terms = [features.new_zeros(()) for _ in range(3)], torch.zeros(3)
-    if stage.alignment_weight:
+    has_answers, has_alignment, has_attention = map(bool, stage.weights)
+    if has_alignment:
         words = model.language_model.embed_tokens.weight
-        sums[1] = F.cross_entropy((features @ words.T).flatten(0, 1), shown.flatten(), reduction="sum")
-        for ids, sides in places(processor, shown.shape[1]):
-            logits = (features @ words[ids].T).flatten(0, 1)
-            sums[1] = sums[1] + F.cross_entropy(logits, sides.repeat(len(features)), reduction="sum")
+        for ids, wanted in [(slice(None), shown), *places(processor, shown.shape[1])]:
+            logits, wanted = features @ words[ids].T, wanted.expand_as(shown)
+            sums[1] = sums[1] + F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
         terms[1] = shown.numel()
-    if stage.answer_weight:
-        batch, weights = micro.batch, []
+    if has_answers:
         attention = model.language_model.layers[MATCHING_LAYER].self_attn
-        with tapped({attention: weights.append} if stage.attention_weight else {}):
-            logits = model(
-                batch.input_ids,
-                None,
-                batch.token_type_ids,
-                batch.attention_mask,
-                positions_to_keep=micro.positions,
-                image_features=features,
-                image_index=micro.image_index,
-            )
-        by_token = F.cross_entropy(logits.transpose(1, 2), micro.targets, ignore_index=-100, reduction="none")  # (B, T)
+        with tapped({attention: weights.append} if has_attention else {}):
+            logits = forward(model, replace(micro, features=features))
+        by_token = F.cross_entropy(logits.transpose(1, 2), micro.targets, reduction="none")  # (B, T)
         counts = (micro.targets != -100).sum(1).clamp(min=1)
         sums[0] = (by_token.sum(1) / counts).sum() if stage.by_example else by_token.sum()
         terms[0] = len(counts) if stage.by_example else counts.sum()
-        if weights:
+        if has_attention:
             mass = matched(weights[0], micro, shown, processor)
             sums[2], terms[2] = -mass.clamp(min=1e-9).log().sum(), mass.numel()
     return torch.stack(sums), terms
@@ -188,11 +159,10 @@ def matched(weights: torch.Tensor, micro: MicroBatch, shown: torch.Tensor, proce
     """
     ids = micro.batch.input_ids
     patches = (ids == processor.config.image_token_id).nonzero()[:, 1].view(len(ids), -1)  # (B, I)
-    to_patches = weights[:, :MATCHING_HEADS].gather(
-        3, patches[:, None, None].expand(-1, MATCHING_HEADS, ids.shape[1], -1)
-    )
+    heads = weights[:, :MATCHING_HEADS]
+    to_patches = heads.gather(3, patches[:, None, None].expand(*heads.shape[:3], -1))
     is_match = name_tokens(processor)[ids][:, :, None] == shown[micro.image_index][:, None]  # (B, S, I)
-    return (to_patches * is_match[:, None]).sum(-1)[is_match.any(-1)[:, None].expand(-1, MATCHING_HEADS, -1)]
+    return (to_patches * is_match[:, None]).sum(-1)[is_match.any(-1)[:, None].expand(heads.shape[:3])]
 
 
 @lru_cache
@@ -207,119 +177,93 @@ def name_tokens(processor: Processor) -> torch.Tensor:
 @lru_cache
 def places(processor: Processor, patches: int) -> list[tuple[list[int], torch.Tensor]]:
     """The tokens of the words for above and below, left and right, and which of the two fits each patch (I,)."""
-    patch, side = torch.arange(patches), int(patches**0.5)
-    words = (("top", "bottom"), ("top left", "top right"))
-    lower, right = patch // side >= side // 2, patch % side >= side // 2
-    return [
-        ([processor.encode(word)[-1] for word in pair], half.long())
-        for pair, half in zip(words, (lower, right), strict=True)
-    ]
+    side = int(patches**0.5)
+    half = (torch.arange(side) >= side // 2).long()
+    pairs = (("top", "bottom"), half.repeat_interleave(side)), (("top left", "top right"), half.repeat(side))
+    return [([processor.encode(word)[-1] for word in words], sides) for words, sides in pairs]
 
 
-def add_gradients(model: PaliGemma, world: World) -> None:
-    """Replace each gradient by its sum over the processes."""
-    if world.size == 1:
-        return
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat)
-    for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-        gradient.copy_(total.view_as(gradient))
-
-
-def pretrain(
-    model: PaliGemma,
-    processor: Processor,
-    seed: int = 0,
-    batch_size: int = 32,
-    scale: float = 1.0,
-    world: World = ALONE,
-    stages: Sequence[PretrainingStage] = STAGES,
-) -> None:
+def pretrain(model: PaliGemma, processor: Processor, seed: int, scale: float, world: World) -> None:
     """Train `model` in place through all stages; `scale` shortens them, for tests.
 
     The processes of `world` share every batch and end with the same weights.
     """
     model.train()
-    optimizer = make_optimizer(model)
-    for number, stage in enumerate(stages):
-        total = max(1, int(stage.samples * scale) // batch_size)
-        stage = replace(stage, samples=total * batch_size)
-        weights = torch.tensor([stage.answer_weight, stage.alignment_weight, stage.attention_weight])
+    # Muon (Jordan 2024) for the matrices inside the layers, AdamW for embeddings, norms, biases and the patches
+    groups = parameter_groups(model, [Rule(matching(model, ".*"), MUON_LR)])
+    optimizer = MuonAdamW(groups, (0.9, 0.98), ADAMW_LR / MUON_LR)
+    for number, stage in enumerate(STAGES):
+        stage = replace(stage, samples=max(BATCH, int(stage.samples * scale)))
+        total = stage.samples // BATCH
         optimizer.param_groups[-1]["base_lr"] = stage.muon_lr  # the last group is Muon's
-        bar = tqdm(
-            batches(stage, number, batch_size, processor, seed, world),
-            total=total,
-            desc=f"stage {number}",
-            unit="batch",
-            disable=not world.is_first,
-        )
+        drawn = batches(stage, number, processor, seed, world)
+        bar = tqdm(drawn, f"stage {number}", total, unit="batch", disable=not world.is_first)
         for step, (micro, shown) in enumerate(bar):
             sums, terms = losses(model, micro, shown, stage, processor)
             means = sums / torch.tensor(world.totals(*terms.tolist())).clamp(min=1)
-            (means @ weights).backward()
-            add_gradients(model, world)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            (means @ torch.tensor(stage.weights)).backward()
+            if world.size > 1:
+                gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+                summed = parameters_to_vector(gradients)
+                dist.all_reduce(summed)
+                vector_to_parameters(summed, gradients)
+            clip_grad_norm_(model.parameters(), 1.0)
             decay = (total - step) / max(1, total // 5)
             set_rates(optimizer, min(rate_factor(step, total, total // 50, "constant"), decay))
             optimizer.step()
             optimizer.zero_grad()
             if step % 20 == 0:
-                answer, alignment, attention = world.totals(*means.tolist())
-                bar.set_postfix(answer=f"{answer:.3f}", alignment=f"{alignment:.3f}", attention=f"{attention:.3f}")
+                parts = zip(("answer", "alignment", "attention"), world.totals(*means.tolist()), strict=True)
+                bar.set_postfix({name: f"{value:.3f}" for name, value in parts})
     model.eval()
 
 
-def accuracies(
-    model: PaliGemma, processor: Processor, count: int = 400, split: str = "test", world: World = ALONE
-) -> dict[str, float]:
-    """Exact match of answers, in percent, by task, and by answer type for VQA; `count` samples each."""
+def accuracies(model: PaliGemma, processor: Processor, count: int, world: World) -> dict[str, float]:
+    """Exact match of answers in the test split, in percent, by task, and by answer type for VQA; `count` a task."""
     result = {}
     for task in (*scenes.PROBES, "detect", "caption", "vqa", *scenes.NEEDLES):
-        samples = [scenes.sample(task, split, i) for i in range(count * (3 if task == "vqa" else 1))]
-        drawn = [sample_record(s, split) for s in samples]
-        asks = [Ask(f"{i}", record.key, record.pictures[0], record.prefix) for i, record in enumerate(drawn)]
+        samples = [scenes.sample(task, "test", i) for i in range(count * (3 if task == "vqa" else 1))]
+        records = [sample_record(s, "test") for s in samples]
+        asks = [Ask(f"{i}", record.key, record.pictures[0], record.prefix) for i, record in enumerate(records)]
         answers = ask_together(world, model, processor, asks, max_new_tokens=48)
-        hits = [answer == s.suffix for answer, s in zip(answers, samples, strict=True)]
-        result[task] = 100 * sum(hits) / len(hits)
+        hits = {task: [answer == s.suffix for answer, s in zip(answers, samples, strict=True)]}
         for answer_type in sorted({s.answer_type for s in samples} - {None}):
-            typed = [hit for hit, s in zip(hits, samples, strict=True) if s.answer_type == answer_type]
-            result[f"{task} {answer_type}"] = 100 * sum(typed) / len(typed)
-    return {name: round(value, 1) for name, value in result.items()}
+            typed = zip(hits[task], samples, strict=True)
+            hits[f"{task} {answer_type}"] = [hit for hit, s in typed if s.answer_type == answer_type]
+        result |= {name: round(100 * sum(of_name) / len(of_name), 1) for name, of_name in hits.items()}
+    return result
 
 
 def make_base(options: BaseOptions, world: World) -> None:
     """Train, evaluate and export the base, in every process of `world`; the first one writes and prints."""
-    started, out, tokenizer = time.perf_counter(), options.out, BUNDLED_FOLDER / "tokenizer.model"
+    started, tokenizer = time.perf_counter(), BUNDLED_FOLDER / "tokenizer.model"
     torch.manual_seed(options.seed)
     processor = Processor(PRESETS["tiny"], load_tokenizer(tokenizer))
     model = initialize(PaliGemma(PRESETS["tiny"]), options.seed, position_std=0.5)
     if world.is_first:
-        print(f"{count(model.parameters()):,} parameters, {sum(stage.samples for stage in STAGES):,} samples")
-    pretrain(model, processor, options.seed, scale=options.scale, world=world)
+        print(f"{count(model.parameters()):,} parameters")
+    pretrain(model, processor, options.seed, options.scale, world)
     model = model.to(torch.bfloat16).float()  # evaluate the weights as they are written, in bf16
-    result = accuracies(model, processor, max(8, round(400 * min(1.0, options.scale))), world=world)
-    seconds = time.perf_counter() - started
+    result = accuracies(model, processor, max(8, round(400 * min(1.0, options.scale))), world)
     if not world.is_first:
         return
-    shipped = BUNDLED_FOLDER / "pretraining.json"
     record = {
         "accuracy": result,
         "seed": options.seed,
         "scale": options.scale,
-        "seconds": round(seconds),
+        "seconds": round(time.perf_counter() - started),
         "processes": world.size,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "tokenizer_sha256": hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
     }
     texts = {"pretraining.json": json.dumps(record, indent=1) + "\n"}
-    export_model(model, out, dtype=torch.bfloat16, companions=[tokenizer], texts=texts)
-    reference = json.loads(shipped.read_text())["accuracy"] if shipped.exists() else {}
+    export_model(model, options.out, dtype=torch.bfloat16, companions=[tokenizer], texts=texts)
+    shipped = json.loads((BUNDLED_FOLDER / "pretraining.json").read_text())["accuracy"]
     print(f"\n{'exact match, %':<14}{'now':>8}{'shipped':>9}")
     for name, value in result.items():
-        print(f"{name:<14}{value:8.1f}{reference.get(name, float('nan')):9.1f}")
-    print(f"\n{out}: model.safetensors, config.json, tokenizer.model, pretraining.json; {seconds:.0f} s")
+        print(f"{name:<14}{value:8.1f}{shipped[name]:9.1f}")
+    print(f"\n{options.out}: model.safetensors, config.json, tokenizer.model, pretraining.json; {record['seconds']} s")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -6,26 +6,25 @@ In: the scenes of `eval/scenes.py`, each described by the names in its 16 square
 reads the queries of a picture. Out: a folder with config.json, model.safetensors and tokenizer.model, which
 transformers opens too. `weights/tiny-mamba` is what this command writes.
 
-The model learns the prompts of VQA and of the probes from text alone, as a published language model has learned
-language. Stage 1 of `train/systems/qmamba.py` does not change it.
+The model learns the prompts of VQA and of the probes from text alone. Stage 1 of `train/systems/qmamba.py` keeps it.
 """
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 from eval import scenes
 from model.common import run_command
 from model.config import PRESETS
 from model.mamba import MambaLM, initialize_mamba
-from model.processor import Batch, Processor
+from model.processor import Processor, TokenRow
 from model.source import BUNDLED_FOLDER
 from model.system_configs import MambaConfig
 from model.tokenizer import load_tokenizer
@@ -37,7 +36,6 @@ from weights.export import export_model
 
 CONFIG = MambaConfig(vocab_size=1728, hidden_size=128, num_hidden_layers=2, eos_token_id=1, bos_token_id=2)
 SAMPLES, BATCH, RATE = 20_000, 32, 3e-3  # scenes, scenes of a batch, AdamW's peak learning rate
-PROBES = ("locate", "count", "exist")
 
 
 @dataclass(frozen=True)
@@ -49,18 +47,16 @@ class MambaOptions:
     samples: int = flag(SAMPLES, "scenes to learn from", least=BATCH)
 
 
-def describe_scene(index: int, split: str, processor: Processor) -> tuple[list[int], list[int]]:
-    """A scene in words: the names in its squares, row by row, then nine questions with their answers.
+def describe_scene(index: int, split: str, processor: Processor) -> TokenRow:
+    """A scene in words: the names in its squares, row by row, then six questions of VQA on it and three probes.
 
-    Returns a row of `Processor.pad`: the answers are learned. Six questions are VQA's on this scene, three are probes.
+    The answers are learned.
     """
     samples = scenes.vqa_picture(split, index)
     squares, dice = samples[0].scene.squares, scenes.Dice(f"tell/{split}/{index}")
     asked = [(sample.prefix, sample.suffix) for sample in samples]
-    for probe in PROBES:
-        kind, wording = scenes.PROBES[probe]
-        facts = list(scenes.facts(squares, kind))
-        if facts:
+    for kind, wording in (scenes.PROBES[probe] for probe in ("locate", "count", "exist")):
+        if facts := list(scenes.facts(squares, kind)):
             wanted = dice.pick(sorted({answer for answer, *_ in facts}))
             answer, thing, _ = dice.pick([fact for fact in facts if fact[0] == wanted])
             asked.append((f"{wording} {thing}", answer))
@@ -72,54 +68,37 @@ def describe_scene(index: int, split: str, processor: Processor) -> tuple[list[i
     return ids, learned, learned
 
 
-def described_batches(processor: Processor, samples: int, batch_size: int, split: str = "train") -> Iterator[Batch]:
-    """Batches of `describe_scene`; token_type_ids are 0 at the scene only, so all questions and answers are causal."""
-    for start in range(0, samples // batch_size * batch_size, batch_size):
-        batch = processor.pad([describe_scene(start + row, split, processor) for row in range(batch_size)])
-        places = batch.attention_mask.cumsum(1)
-        yield replace(batch, token_type_ids=(places > scenes.GRID**2).long())
-
-
-def answers(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (B, T, V) and targets (B, T) of the supervised tokens."""
+def answers(model: MambaLM, step: int, split: str, processor: Processor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (B, T, V) and targets (B, T) of the answers in BATCH described scenes, from scene BATCH · step on."""
+    rows = [describe_scene(index, split, processor) for index in range(step * BATCH, (step + 1) * BATCH)]
+    batch = processor.pad(rows)
     positions, targets = supervised(batch.labels)
-    logits = model(
-        input_ids=batch.input_ids,
-        pixel_values=None,
-        token_type_ids=batch.token_type_ids,
-        attention_mask=batch.attention_mask,
-        positions_to_keep=positions,
-    )
-    return logits, targets
+    return model(batch.input_ids, batch.attention_mask, positions_to_keep=positions), targets
 
 
-def teach(
-    model: nn.Module, parameters: list[nn.Parameter], processor: Processor, samples: int = SAMPLES, rate: float = RATE
-) -> None:
-    """Train `model`, any language model, in place: AdamW over `parameters`, with a warm-up and a linear decay."""
-    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
-    total = max(1, samples // BATCH)
+def teach(model: MambaLM, processor: Processor, samples: int) -> None:
+    """Train `model` in place on the described scenes, with a warm-up and a linear decay."""
+    optimizer, total = torch.optim.AdamW(model.parameters(), RATE, (0.9, 0.98), weight_decay=0.0), samples // BATCH
     model.train()
-    bar = tqdm(described_batches(processor, total * BATCH, BATCH), total=total, desc="text", unit="batch")
-    for step, batch in enumerate(bar):
-        optimizer.param_groups[0]["lr"] = rate * rate_factor(step, total, total // 50, "linear")
-        logits, targets = answers(model, batch)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    bar = tqdm(range(total), "text", unit="batch")
+    for step in bar:
+        optimizer.param_groups[0]["lr"] = RATE * rate_factor(step, total, total // 50, "linear")
+        logits, targets = answers(model, step, "train", processor)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 20 == 0:
-            bar.set_postfix(loss=f"{loss.item():.3f}")
+        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     model.eval()
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, processor: Processor, samples: int = 320, split: str = "test") -> float:
+def accuracy(model: MambaLM, processor: Processor, samples: int = 320) -> float:
     """Percent of the answer tokens of unseen scenes to which the model gives the highest probability."""
     right = total = 0
-    for batch in described_batches(processor, samples, BATCH, split):
-        logits, targets = answers(model, batch)
+    for step in range(samples // BATCH):
+        logits, targets = answers(model, step, "test", processor)
         counted = (targets != -100) & (targets != processor.config.eos_token_id)
         right += int((logits.argmax(-1) == targets)[counted].sum())
         total += int(counted.sum())
@@ -133,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     processor, model = Processor(PRESETS["tiny"], load_tokenizer(tokenizer)), MambaLM(CONFIG)
     initialize_mamba(model.backbone, options.seed)
     print(f"{count(model.parameters()):,} parameters, {options.samples:,} scenes")
-    teach(model, list(model.parameters()), processor, options.samples)
+    teach(model, processor, options.samples)
     model = model.to(torch.bfloat16).float()  # evaluate the weights as they are written
     record = {
         "answer_tokens": round(accuracy(model, processor), 1),
@@ -144,10 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     texts = {"pretraining.json": json.dumps(record, indent=1) + "\n"}
     export_model(model, options.out, dtype=torch.bfloat16, companions=[tokenizer], texts=texts)
-    print(
-        f"{record['answer_tokens']} % of the answers' tokens are right; {options.out}: model.safetensors, config.json, "
-        f"tokenizer.model, pretraining.json; {record['seconds']} s"
-    )
+    print(f"{options.out}: {record['answer_tokens']} % of the answers' tokens are right; {record['seconds']} s")
 
 
 if __name__ == "__main__":

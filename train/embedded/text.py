@@ -7,9 +7,11 @@ from random weights, causally, and whose projector knows nothing. `train/systems
 """
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from eval.records import Record
 from eval.text import sentences
@@ -17,10 +19,13 @@ from model.common import run_command
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import EMBEDDED
-from train.embedded.frozen import learn, prepare
+from train.data.batches import MicroBatch, collate
+from train.distributed import World
 from train.flags import flag, read_flags
-from train.optim import Rule, matching
+from train.loop import LoopSettings, fit
+from train.optim import Rule, make_adamw, matching, parameter_groups
 from train.run import Interrupted, check_empty, lock_folder
+from train.supervised import supervised_loss
 from train.systems.wings import TEXT_FOLDER
 from weights.export import companions, export_model
 from weights.load import load_model
@@ -38,10 +43,24 @@ class TextBaseOptions:
     seed: int = flag(0, "of the weights and the sentences", least=0)
 
 
-def text_record(number: int, seed: int, tasks: Sequence[str] = TASKS) -> Record:
-    """A sentence of the train split, the tasks in turn."""
-    s = sentences.sentence(tasks[number % len(tasks)], "train", number, seed)
-    return Record(f"{s.task}/{number}", f"{s.task}/{number}", (), ((s.prefix, s.suffix),))
+@dataclass(frozen=True)
+class SentenceOrder:
+    """Each of `total` steps learns ROWS sentences of the train split, the tasks in turn."""
+
+    total: int
+    seed: int
+    processor: Processor
+
+    def steps(self, first: int, workers: int | None = 0, pin: bool = False) -> Iterator[list[MicroBatch]]:
+        """The micro-batch of each step from `first` on. No token sees a later one, in the prompt too."""
+        for step in range(first, self.total):
+            numbers = range(step * ROWS, (step + 1) * ROWS)
+            drawn = [sentences.sentence(TASKS[n % len(TASKS)], "train", n, self.seed) for n in numbers]
+            names = [f"{s.task}/{n}" for s, n in zip(drawn, numbers, strict=True)]
+            records = [Record(name, name, (), ((s.prefix, s.suffix),)) for name, s in zip(names, drawn, strict=True)]
+            micro = collate(records, self.processor)
+            causal = replace(micro.batch, token_type_ids=torch.ones_like(micro.batch.input_ids))
+            yield [replace(micro, batch=causal)]
 
 
 def make_text_base(seed: int, folder: Path, steps: int = STEPS) -> PaliGemma:
@@ -51,16 +70,16 @@ def make_text_base(seed: int, folder: Path, steps: int = STEPS) -> PaliGemma:
     """
     if (folder / "config.json").exists():
         return load_model(folder)
-    base, processor = load_model(EMBEDDED), Processor.from_source(EMBEDDED)
+    base, order = load_model(EMBEDDED), SentenceOrder(steps, seed, Processor.from_source(EMBEDDED))
     model = initialize(PaliGemma(base.config), seed)
     model.vision_tower.load_state_dict(base.vision_tower.state_dict())
-    rules = [Rule(matching(model, r"language_model\..*"), RATE, 1e-9)]
-    records = [text_record(number, seed) for number in range(steps * ROWS)]
+    groups = parameter_groups(model, [Rule(matching(model, r"language_model\..*"), RATE, 1e-9)])
+    optimizer, settings = make_adamw(groups, (0.9, 0.98)), LoopSettings(schedule="cosine", warmup=0.05, clip=1.0)
     run = folder.with_name(f".{folder.name}-{seed}-{steps}")
     run.mkdir(parents=True, exist_ok=True)
     with lock_folder(run):
-        learn(model, rules, prepare(records, processor, ROWS), run)
-        export_model(model, folder, companions=companions(EMBEDDED))
+        fit(model, optimizer, order, supervised_loss, settings, run, World(0, 1, torch.device("cpu")))
+        export_model(model.eval(), folder, companions=companions(EMBEDDED))
         shutil.rmtree(run)
     return model
 

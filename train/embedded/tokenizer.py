@@ -2,18 +2,15 @@
 
     python -m train.embedded.tokenizer
 
-In: the words of `eval/scenes.py`. Out: tokenizer.model, by default `weights/tiny/tokenizer.model`. Its hash is in the
-`pretraining.json` of the models trained with it.
+In: the words of `eval/scenes.py`. Out: tokenizer.model, by default `weights/tiny/tokenizer.model`. A new tokenizer
+needs new models: the order of its pieces is part of them. The `pretraining.json` of the base has its hash.
 
 Its settings are Gemma's: BPE with byte fallback, no normalisation, no space added in front or removed, pad 0, eos 1,
 bos 2, unk 3. Then come `<mask>`, which transformers would add otherwise, "\\n", and `<loc0000>` … `<loc1023>` as
 symbols. `<image>` is not a piece: its id is the first after the last piece.
 
-The training input is a list of words, not a text. BPE learns the most frequent merges first, so the frequencies fix
-the order: the bare words (10,000 times each), then the words after a space (100), then plurals (1). The vocabulary
-ends where the last word has become one piece.
-
-The order of the pieces is part of every checkpoint trained with them: a new tokenizer needs a new base.
+BPE learns the most frequent merges first, so the frequencies of the words fix the order: the bare words (10,000 times
+each), the words after a space (100), plurals (1). The vocabulary ends where the last word has become one piece.
 """
 
 import io
@@ -27,6 +24,8 @@ from eval.scenes import PLURALS, WORDS
 from model.common import atomic_path, run_command
 from model.source import BUNDLED_FOLDER
 from train.flags import flag, read_flags
+
+CONTROL = ("pad", "eos", "bos", "unk")
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,8 @@ def words() -> tuple[list[str], list[str]]:
 def train_tokenizer() -> bytes:
     """The sentencepiece model, serialised. The same bytes on every call with one version of sentencepiece."""
     bare, plurals = words()
-    frequencies = {
-        **dict.fromkeys(bare, 10_000),
-        **dict.fromkeys((f" {word}" for word in bare), 100),
-        **dict.fromkeys((f" {word}" for word in plurals), 1),
-    }
+    frequencies = dict.fromkeys(bare, 10_000) | dict.fromkeys((f" {word}" for word in bare), 100)
+    frequencies |= dict.fromkeys((f" {word}" for word in plurals), 1)
     characters = len(set("".join(frequencies)))
     exhausted = sentencepiece.SentencePieceProcessor(model_proto=_train(frequencies, 4096))
     # pieces: the merges in the order learned, then single characters
@@ -73,14 +69,8 @@ def _train(frequencies: dict[str, int], size: int) -> bytes:
         add_dummy_prefix=False,
         remove_extra_whitespaces=False,
         split_digits=False,  # unlike Gemma: here "▁3" is a piece like any word
-        pad_id=0,
-        eos_id=1,
-        bos_id=2,
-        unk_id=3,
-        pad_piece="<pad>",
-        eos_piece="<eos>",
-        bos_piece="<bos>",
-        unk_piece="<unk>",
+        **{f"{name}_id": number for number, name in enumerate(CONTROL)},
+        **{f"{name}_piece": f"<{name}>" for name in CONTROL},
         user_defined_symbols=["<mask>", "\n", *(f"<loc{value:04d}>" for value in range(1024))],
         num_threads=1,
         minloglevel=2,

@@ -58,10 +58,8 @@ def load_base(settings: Settings, device: torch.device) -> PaliGemma:
     """The base without graft and adapter, in its dtype, on `device`."""
     model = load_model(settings.base, dtype=weights_dtype(settings, device), device=device)
     if isinstance(model, LanguageModel):
-        raise UserError(
-            f"{settings.base}: is a language model for text alone: give it to --arch wings --stage 1 as --option "
-            "language_model=…, or take a model that reads pictures"
-        )
+        remedy = "give it to --arch wings --stage 1 as --option language_model=…, or take a model that reads pictures"
+        raise UserError(f"{settings.base}: is a language model for text alone: {remedy}")
     return model
 
 
@@ -112,8 +110,7 @@ def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
     if settings.full:
         rules = [Rule(matching(model, ".*"), settings.lr, settings.weight_decay)]
         if settings.align:  # the decoder's gradients undid at the full rate what the tower had learned of small shapes
-            tower = matching(model, r"vision_tower\..*")
-            rules.insert(0, Rule(tower, settings.lr / 10, settings.weight_decay))
+            rules.insert(0, Rule(matching(model, r"vision_tower\..*"), settings.lr / 10, settings.weight_decay))
         return rules
     torch.manual_seed(settings.seed)  # LoRA's A is drawn here
     adapter.inject(model, settings.targets, settings.r, settings.alpha, settings.dropout)
@@ -128,18 +125,15 @@ def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
 
 def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> PaliGemma:
     """The model of a stage. Raises UserError if its system has no such stage."""
-    stages = STAGES[settings.arch]
-    if settings.stage not in stages:
+    if settings.stage not in (stages := STAGES[settings.arch]):
         raise UserError(f"--stage {settings.stage}: {settings.arch} has {', '.join(map(str, stages))}")
     return SYSTEMS[settings.arch].open(settings, dtype, device)
 
 
 def stage_rules(model: PaliGemma, settings: Settings) -> list[Rule]:
     """What a stage trains, at which rates."""
-    rates = STAGES[settings.arch][settings.stage].rates
-    return [
-        Rule(matching(model, pattern), settings.lr * factor, settings.weight_decay) for pattern, factor in rates.items()
-    ]
+    rates, decay = STAGES[settings.arch][settings.stage].rates, settings.weight_decay
+    return [Rule(matching(model, pattern), settings.lr * factor, decay) for pattern, factor in rates.items()]
 
 
 def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, list[Path]]:

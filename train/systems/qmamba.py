@@ -41,15 +41,13 @@ class Parts:
 def read_options(settings: Settings) -> tuple[Parts, ProjectorConfig]:
     """The parts and the projector that `--option` describes. Raises UserError for an unknown name or a wrong type."""
     is_tiny = settings.base == EMBEDDED
-    parts, projector = asdict(Parts()), asdict(TINY if is_tiny else ProjectorConfig())
-    given = settings.options_of(parts | projector)
-    parts = Parts(**{name: given.get(name, value) for name, value in parts.items()})
-    projector = ProjectorConfig(**{name: given.get(name, value) for name, value in projector.items()})
+    parts, projector = Parts(), TINY if is_tiny else ProjectorConfig()
+    given = settings.options_of(asdict(parts) | asdict(projector))
+    parts = replace(parts, **{name: value for name, value in given.items() if hasattr(parts, name)})
+    projector = replace(projector, **{name: value for name, value in given.items() if not hasattr(parts, name)})
     if not is_tiny and parts.language_model == EMBEDDED:
-        raise UserError(
-            f"--base {settings.base}: its language model is not named: add --option "
-            "language_model=state-spaces/mamba-2.8b-hf, or another published Mamba"
-        )
+        remedy = "add --option language_model=state-spaces/mamba-2.8b-hf, or another published Mamba"
+        raise UserError(f"--base {settings.base}: its language model is not named: {remedy}")
     return parts, projector
 
 
@@ -83,12 +81,13 @@ def open_qmamba(settings: Settings, dtype: torch.dtype, device: torch.device) ->
     model = empty_model(config, dtype)
     tower.config = config.vision
     model.vision_tower, model.language_model = tower, text.backbone
-    is_meta, source = device.type == "meta", torch.device("meta" if device.type == "meta" else "cpu")
-    fresh = model.multi_modal_projector if is_meta else fresh_projector(config, settings.seed)
+    if device.type == "meta":  # for its sizes alone
+        return model
+    fresh = fresh_projector(config, settings.seed)
     if parts.blocks_from:
-        fill_from_mamba(fresh, load_mamba(parts.blocks_from, device=source).backbone)
+        fill_from_mamba(fresh, load_mamba(parts.blocks_from).backbone)
     if parts.connector_from:
-        copy_connector(fresh, parts.connector_from, source)
+        copy_connector(fresh, parts.connector_from)
     model.multi_modal_projector = fresh.to(device, dtype)
     return model
 
@@ -101,17 +100,15 @@ def load_qmamba(source: str, dtype: torch.dtype, device: torch.device) -> QMamba
     return model
 
 
-def copy_connector(projector: QMambaProjector, source: str, device: torch.device) -> None:
+def copy_connector(projector: QMambaProjector, source: str) -> None:
     """Copy the connector of a trained Q-Mamba, with queries or without, and the projection and norm before it.
 
     Raises UserError for a model of another kind or of other sizes.
     """
-    parts, mine = ("vision_proj", "vision_norm", "connector"), projector.state_dict()
-    theirs = load_qmamba(source, torch.float32, device).multi_modal_projector.state_dict()
-    copied = {name: tensor for name, tensor in theirs.items() if name.split(".")[0] in parts}
-    wanted = {name: tensor for name, tensor in mine.items() if name.split(".")[0] in parts}
-    for name in sorted(copied.keys() | wanted.keys()):
-        sizes = [tuple(tensors[name].shape) if name in tensors else "none" for tensors in (copied, wanted)]
-        if sizes[0] != sizes[1]:
-            raise UserError(f"connector_from={source}: its {name} is {sizes[0]}, expected {sizes[1]}: take another one")
-    projector.load_state_dict(copied, strict=False)
+    theirs = load_qmamba(source, torch.float32, torch.device("cpu")).multi_modal_projector.state_dict()
+    for name, tensor in projector.state_dict().items():
+        if name.split(".")[0] in ("vision_proj", "vision_norm", "connector"):
+            size, expected = tuple(theirs[name].shape) if name in theirs else "none", tuple(tensor.shape)
+            if size != expected:
+                raise UserError(f"connector_from={source}: its {name} is {size}, expected {expected}: take another one")
+            tensor.copy_(theirs[name])

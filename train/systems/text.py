@@ -48,8 +48,7 @@ from train.run import check_empty, run_folder
 from weights.export import export_model
 
 PROGRAM = "train.systems.text"
-SHORTEST = 64  # positions that a needle document is given at least,
-LEAST = 24  # and one of records alone
+SHORTEST, LEAST = 64, 24  # positions at least of a needle document, and of one of records alone
 MOST_RECORDS = 64  # of a document that is learned from
 
 
@@ -57,9 +56,7 @@ MOST_RECORDS = 64  # of a document that is learned from
 class TextSettings(LoopSettings):
     """All settings of a run. Each is a flag of the same name; see `train.flags.flag`."""
 
-    text: tuple[str, ...] = flag(
-        (), "files or folders of plain text (default: Python's standard library)", nargs="*", metavar="PATH"
-    )
+    text: tuple[str, ...] = flag((), "plain text (default: Python's standard library)", nargs="*", metavar="PATH")
     corpus: str = flag("", "folder of the prepared corpus (default: RUN/corpus)")
     attention: str = flag("differential", "attention of every layer", choices=["differential", "plain"])
     preset: str = flag("tiny", "size of the model", choices=list(TEXT_PRESETS))
@@ -69,9 +66,7 @@ class TextSettings(LoopSettings):
     tokens: float = flag(2e6, "tokens to learn from", least=1, most=1e15)
     needles: float = flag(0.4, "share of needle documents among those drawn", share=True)
     examples: float = flag(0.35, "share of documents of records alone: recall and examples, half each", share=True)
-    curriculum: float = flag(
-        0.35, "share of the rows, the first ones, in which recall is all that is learned", share=True
-    )
+    curriculum: float = flag(0.35, "share of the rows, the first ones, that hold recall alone", share=True)
     lr: float = flag(3e-3, "peak learning rate of AdamW", least=0, most=1e6)
     weight_decay: float = flag(0.1, "AdamW weight decay, on matrices", least=0, most=1e6)
     beta2: float = flag(0.95, "AdamW's second momentum", least=0, most=0.9999999)
@@ -100,11 +95,8 @@ class TextSettings(LoopSettings):
 def check(settings: TextSettings) -> None:
     """Raise UserError for values out of range."""
     check_ranges(settings)
-    if settings.needles + settings.examples > 0.95:
-        raise UserError(
-            f"--needles {settings.needles} and --examples {settings.examples} leave no room for text: keep their sum "
-            "at 0.95 or below"
-        )
+    if (tasks := settings.needles + settings.examples) > 0.95:
+        raise UserError(f"--needles and --examples sum to {tasks:g}, expected at most 0.95: leave room for text")
 
 
 # Data
@@ -112,14 +104,13 @@ def check(settings: TextSettings) -> None:
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Packed rows: input_ids, documents and targets (B, S), with the number of targets. A document's last token is a
-    target only."""
+    """Packed rows: input_ids, documents and targets (B, S). A document's last token is a target only."""
 
     input_ids: torch.Tensor
     documents: torch.Tensor
     targets: torch.Tensor
     names: tuple[str, ...]
-    tokens: int
+    tokens: int  # targets
     bad: tuple[str, ...] = ()
 
     def to(self, device: str | torch.device) -> "TextBatch":
@@ -148,10 +139,9 @@ def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -
         elif room >= LEAST and kind < needles + recall + examples:
             most = min(MOST_RECORDS, room - 2 * MOST_ASKED - 2)
             records = round(4 * (most / 4) ** dice.random())
-            if kind < needles + recall:
-                document = tasks.recall(dice, records, MOST_ASKED).ids
-            else:
-                document = tasks.listed(*tasks.episode(dice, records)).ids
+            is_recall = kind < needles + recall
+            task = tasks.recall(dice, records, MOST_ASKED) if is_recall else tasks.listed(*tasks.episode(dice, records))
+            document = task.ids
         else:
             start = dice.randrange(len(ids))
             end = starts[torch.searchsorted(starts, start, right=True)]
@@ -163,8 +153,7 @@ def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -
 
 
 def pack(rows: Sequence[list[list[int]]], names: Sequence[str], unforeseen: Sequence[int] = ()) -> TextBatch:
-    """Rows of packed documents: inputs are each document's tokens but the last, targets its tokens but the first, and
-    none of the `unforeseen`."""
+    """Rows of packed documents: each token's target is the next of its document, but none of the `unforeseen`."""
     targets = torch.tensor([[token for document in row for token in document[1:]] for row in rows])
     hidden = torch.isin(targets, torch.tensor(unforeseen, dtype=targets.dtype))
     return TextBatch(
@@ -182,18 +171,11 @@ class TextOrder:
 
     def __init__(self, corpus: Corpus, settings: TextSettings, split: str = "train", rank: int = 0, processes: int = 1):
         self.corpus, self.settings, self.tasks = corpus, settings, Tasks(corpus, split)
-        self.total, self.rank = settings.steps, rank
-        self.share, rest = divmod(settings.rows, processes)
+        self.total, self.rank, (self.share, rest) = settings.steps, rank, divmod(settings.rows, processes)
         if rest:
-            raise UserError(
-                f"--step-batch {settings.rows}: {processes} processes cannot share these rows equally: change it, or "
-                "start a number of processes that divides it"
-            )
-        if len(corpus.ids[split]) < settings.length:
-            raise UserError(
-                f"the {split} split has {len(corpus.ids[split])} tokens, fewer than a row of {settings.length}: give "
-                "more text, or a smaller --length"
-            )
+            raise UserError(f"--step-batch {settings.rows}: expected a multiple of the {processes} processes")
+        if (tokens := len(corpus.ids[split])) < settings.length:
+            raise UserError(f"--length {settings.length}: the {split} split has {tokens} tokens: give more --text")
 
     def steps(self, first: int, workers: int | None = 0, pin: bool = False) -> Iterator[list[TextBatch]]:
         """The micro-batches of each step, from step `first` to the last."""
@@ -209,10 +191,10 @@ class TextOrder:
         return self.batch(*item)
 
     def batch(self, first: int, rows: int | None = None) -> TextBatch:
-        """`rows` rows, by default those of a whole micro-batch."""
+        """`rows` rows from row `first` on, by default those of a whole micro-batch."""
         numbers = range(first, first + (rows or self.settings.batch_size))
-        rows = [draw_row(self.corpus, self.tasks, self.settings, number) for number in numbers]
-        return pack(rows, [f"row {number}" for number in numbers], self.tasks.unforeseen)
+        drawn = [draw_row(self.corpus, self.tasks, self.settings, number) for number in numbers]
+        return pack(drawn, [f"row {number}" for number in numbers], self.tasks.unforeseen)
 
 
 def text_loss(model: nn.Module, micro: TextBatch) -> torch.Tensor:
@@ -224,8 +206,8 @@ def text_loss(model: nn.Module, micro: TextBatch) -> torch.Tensor:
 def validation_loss(model: TextModel, corpus: Corpus, settings: TextSettings, batches: int = 16) -> float:
     """Nats per token on rows of the validation split, with the mixture of training; the same rows for all seeds."""
     order = TextOrder(corpus, replace(settings, seed=0, curriculum=0.0), "validation")
-    rows = [order.batch(number * settings.batch_size).to(device_of(model)) for number in range(batches)]
-    return sum(text_loss(model, micro).item() for micro in rows) / sum(micro.tokens for micro in rows)
+    micros = [order.batch(number * settings.batch_size).to(device_of(model)) for number in range(batches)]
+    return sum(text_loss(model, micro).item() for micro in micros) / sum(micro.tokens for micro in micros)
 
 
 def make_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.Optimizer:
@@ -300,8 +282,7 @@ def train(settings: TextSettings, arguments: RunArguments, world: World) -> None
         corpus = find_corpus(folder) if saved else None  # a resumed run keeps its tokens, even if the text has changed
         if world.is_first:
             corpus = corpus or open_corpus(folder, settings.text, settings.vocab_size, SYMBOLS)
-            tokens, documents = len(corpus.ids["train"]), len(corpus.starts["train"]) - 1
-            print(f"{tokens:,} tokens of text to learn from, {documents} documents", flush=True)
+            print(f"{len(corpus.ids['train']):,} tokens of text to learn from", flush=True)
             origin = origin_of(settings, {"corpus": corpus.digest}, world, torch.float32)
             if saved:
                 check_resume(run, saved, origin, arguments.allow_changed)
@@ -314,12 +295,9 @@ def train(settings: TextSettings, arguments: RunArguments, world: World) -> None
         write_folder(lambda folder: write(folder) if world.is_first else None, run / "model", world)
         if world.is_first:
             draw_loss(run)
-            tokens = settings.steps * settings.rows * settings.length
-            print(
-                f"{count(model.parameters()):,} parameters, {settings.attention} attention, {tokens:,} tokens "
-                f"in {progress.seconds:.0f} s; in {run}: model/, metrics.jsonl, loss.png, checkpoints/"
-            )
-            print(f"next: python -m eval.text all {run}")
+            size, tokens = count(model.parameters()), settings.steps * settings.rows * settings.length
+            print(f"{size:,} parameters, {settings.attention} attention, {tokens:,} tokens in {progress.seconds:.0f} s")
+            print(f"{run}: model/, metrics.jsonl, loss.png; next: python -m eval.text all {run}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -30,9 +30,8 @@ class Parts:
     """What stage 1 is made of.
 
     language_model: a folder or hub id; "" is the base's own decoder. feature_layer: of the vision tower beside it, see
-    `VisionConfig`. chat: "yes" trains and asks it in turns of its family's conversation, "no" in plain text, and "auto"
-    in turns if the mark that ends one ends its answers by its configuration. router, router_width, rotary: see
-    `WingsConfig`.
+    `VisionConfig`. chat: "yes" trains and asks in turns of its family's conversation, "no" in plain text, "auto" in
+    turns if its configuration ends answers by the mark that ends a turn. router, router_width, rotary: see `WingsConfig`.
     """
 
     language_model: str = ""
@@ -78,19 +77,14 @@ def open_wings(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
     if parts.language_model:
         return join_parts(settings, parts, dtype, device)
     source = settings.base
-    if source == TEXT_BASE and device.type == "meta":
-        source = EMBEDDED
-    elif source == TEXT_BASE:
-        check_base(settings)
-        source = TEXT_FOLDER
+    if source == TEXT_BASE:
+        source = EMBEDDED if device.type == "meta" else TEXT_FOLDER
     base = load_model(source, dtype=dtype, device=device)
     if settings.stage == 1:
         return attach(base, settings.r, seed=settings.seed, **parts.learners)
     if type(base) is not Wings or base.config.routed:
-        raise UserError(
-            f"--stage 2: {settings.base} is no model of stage 1: train one with --arch wings --stage 1, and give "
-            "--base RUN/model"
-        )
+        remedy = "train one with --arch wings --stage 1, and give --base RUN/model"
+        raise UserError(f"--stage 2: {settings.base} is no model of stage 1: {remedy}")
     return route(base, settings.seed)
 
 
