@@ -21,13 +21,13 @@ from train import finetune, loop
 from train.checkpoint import checkpoints
 from train.distributed import World
 from train.embedded import mamba, text
-from train.embedded.base import ALONE, STAGES, batches, losses, main, matched
+from train.embedded.base import STAGES, batches, losses, main, matched
 from train.optim import set_rates
 from train.run import Interrupted
 from train.systems.qmamba import TINY_MAMBA
 from weights.load import load_mamba, load_model
 
-CPU = torch.device("cpu")
+ALONE, *PAIR = (World(rank, size, torch.device("cpu")) for rank, size in ((0, 1), (0, 2), (1, 2)))
 
 
 @pytest.mark.long
@@ -36,10 +36,10 @@ def test_the_gradient_of_two_processes_is_that_of_one(processor, number):
     """Fails if a sample is seen twice or not at all, or a mean is taken over one process's tokens or patches."""
     model = initialize(PaliGemma(PRESETS["tiny"]), position_std=0.5)
     stage = replace(STAGES[number], samples=8)
-    weights = torch.tensor([stage.answer_weight, stage.alignment_weight, stage.attention_weight])
+    weights = torch.tensor(stage.weights)
 
     def gradients(*worlds: World) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        parts = [losses(model, *next(batches(stage, number, 8, processor, 0, w)), stage, processor) for w in worlds]
+        parts = [losses(model, *next(batches(stage, number, processor, 0, w, 8)), stage, processor) for w in worlds]
         terms = torch.stack([part[1] for part in parts]).sum(0)
         for sums, _ in parts:
             (sums / terms.clamp(min=1) @ weights).backward()
@@ -47,7 +47,7 @@ def test_the_gradient_of_two_processes_is_that_of_one(processor, number):
         model.zero_grad()
         return terms, taken
 
-    (terms, pair), (whole, alone) = gradients(World(0, 2, CPU), World(1, 2, CPU)), gradients(ALONE)
+    (terms, pair), (whole, alone) = gradients(*PAIR), gradients(ALONE)
     assert torch.equal(whole, terms) and whole.bool().tolist() == weights.bool().tolist()
     assert pair.keys() == alone.keys()
     for name, gradient in alone.items():
@@ -56,7 +56,7 @@ def test_the_gradient_of_two_processes_is_that_of_one(processor, number):
 
 def test_names_are_matched_with_the_patches_that_show_them(processor):
     """Fails if a name of the text is compared with another picture's patches, or its place in the row is lost."""
-    micro, cells = next(batches(replace(STAGES[1], samples=32), 1, 32, processor, 0))
+    micro, cells = next(batches(replace(STAGES[1], samples=32), 1, processor, 0, ALONE))
     rows, width = micro.batch.input_ids.shape
     first = (micro.batch.input_ids == processor.config.image_token_id).long().argmax(1)
     weights, hits, tokenizer = torch.zeros(rows, 4, width, width), 0, processor.tokenizer
@@ -79,7 +79,7 @@ def test_no_stage_sees_a_sample_of_another(processor, monkeypatch):
     monkeypatch.setattr(scenes, "sample", lambda *sample: seen[-1].add(sample[:3]) or real(*sample))
     for number, stage in enumerate(STAGES):
         seen.append(set())
-        list(batches(replace(stage, samples=64), number, 32, processor, 0))
+        list(batches(replace(stage, samples=64), number, processor, 0, ALONE))
     assert all(map(len, seen)) and len(set.union(*seen)) == sum(map(len, seen))
 
 

@@ -81,13 +81,13 @@ def open_qmamba(settings: Settings, dtype: torch.dtype, device: torch.device) ->
     model = empty_model(config, dtype)
     tower.config = config.vision
     model.vision_tower, model.language_model = tower, text.backbone
-    if device.type == "meta":  # for its sizes alone
-        return model
-    fresh = fresh_projector(config, settings.seed)
+    fresh, source = model.multi_modal_projector, device
+    if device.type != "meta":
+        fresh, source = fresh_projector(config, settings.seed), torch.device("cpu")
     if parts.blocks_from:
-        fill_from_mamba(fresh, load_mamba(parts.blocks_from).backbone)
+        fill_from_mamba(fresh, load_mamba(parts.blocks_from, device=source).backbone)
     if parts.connector_from:
-        copy_connector(fresh, parts.connector_from)
+        copy_connector(fresh, load_qmamba(parts.connector_from, torch.float32, source), parts.connector_from)
     model.multi_modal_projector = fresh.to(device, dtype)
     return model
 
@@ -100,15 +100,18 @@ def load_qmamba(source: str, dtype: torch.dtype, device: torch.device) -> QMamba
     return model
 
 
-def copy_connector(projector: QMambaProjector, source: str) -> None:
-    """Copy the connector of a trained Q-Mamba, with queries or without, and the projection and norm before it.
+def copy_connector(projector: QMambaProjector, donor: QMamba, source: str) -> None:
+    """Copy the connector of `donor`, with queries or without, and the projection and norm before it.
 
-    Raises UserError for a model of another kind or of other sizes.
+    Raises UserError, naming its `source`, for other sizes.
     """
-    theirs = load_qmamba(source, torch.float32, torch.device("cpu")).multi_modal_projector.state_dict()
-    for name, tensor in projector.state_dict().items():
-        if name.split(".")[0] in ("vision_proj", "vision_norm", "connector"):
-            size, expected = tuple(theirs[name].shape) if name in theirs else "none", tuple(tensor.shape)
-            if size != expected:
-                raise UserError(f"connector_from={source}: its {name} is {size}, expected {expected}: take another one")
-            tensor.copy_(theirs[name])
+    parts = ("vision_proj", "vision_norm", "connector")
+    theirs, mine = (
+        {name: tensor for name, tensor in part.state_dict().items() if name.split(".")[0] in parts}
+        for part in (donor.multi_modal_projector, projector)
+    )
+    for name in sorted(theirs.keys() | mine.keys()):
+        sizes = [tuple(tensors[name].shape) if name in tensors else "none" for tensors in (theirs, mine)]
+        if sizes[0] != sizes[1]:
+            raise UserError(f"connector_from={source}: its {name} is {sizes[0]}, expected {sizes[1]}: take another one")
+    projector.load_state_dict(theirs, strict=False)

@@ -31,7 +31,7 @@ class Parts:
 
     language_model: a folder or hub id; "" is the base's own decoder. feature_layer: of the vision tower beside it, see
     `VisionConfig`. chat: "yes" trains and asks in turns of its family's conversation, "no" in plain text, "auto" in
-    turns if its configuration ends answers by the mark that ends a turn. router, router_width, rotary: see `WingsConfig`.
+    turns if its configuration ends answers by the mark of a turn's end. The others: see `WingsConfig`.
     """
 
     language_model: str = ""
