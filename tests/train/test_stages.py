@@ -3,8 +3,6 @@
 A system of this test stands beside the real ones: the mechanism needs nothing of theirs.
 """
 
-import json
-
 import pytest
 import torch
 
@@ -21,10 +19,6 @@ from weights.load import load_model
 pytestmark = pytest.mark.long
 
 
-def open_any(settings, dtype, device):
-    return load_model(settings.base, dtype=dtype, device=device)
-
-
 @pytest.fixture(autouse=True)
 def system(monkeypatch):
     """Two stages of the plain model: the projector alone, then decoder and projector at other rates."""
@@ -33,7 +27,11 @@ def system(monkeypatch):
         2: StageRecipe({r"multi_modal_projector\..*": 5.0, r"language_model\..*": 1.0}, {"lr": 1e-4}),
     }
     monkeypatch.setitem(recipes.STAGES, "probe", stages)
-    monkeypatch.setitem(systems.SYSTEMS, "probe", System(open_any))
+    monkeypatch.setitem(
+        systems.SYSTEMS,
+        "probe",
+        System(lambda settings, dtype, device: load_model(settings.base, dtype=dtype, device=device)),
+    )
 
 
 def test_each_stage_trains_what_it_names_at_its_rates():
@@ -41,10 +39,9 @@ def test_each_stage_trains_what_it_names_at_its_rates():
     settings = parse("--arch probe --stage 2 --weight-decay 0.5".split())[0]
     model, optimizer = open_model(settings, torch.device("cpu"))
     rates = {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}
-    factors = {"multi_modal_projector": 5, "language_model": 1}
-    wanted = {name: 1e-4 * factors.get(name.split(".")[0], 0) for name, _ in model.named_parameters()}
-    assert rates == pytest.approx({name: rate for name, rate in wanted.items() if rate})
-    assert trainable(model).keys() == rates.keys()
+    parts = {"multi_modal_projector": 5e-4, "language_model": 1e-4}
+    wanted = {name: parts[part] for name, _ in model.named_parameters() if (part := name.split(".")[0]) in parts}
+    assert rates == pytest.approx(wanted) and trainable(model).keys() == rates.keys()
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.5}
     settings = parse("--arch probe --stage 1 --lr 0.5".split())[0]
     assert (settings.lr, settings.optimizer) == (0.5, "radam")
@@ -66,5 +63,4 @@ def test_a_stage_leaves_a_model_that_the_next_starts_from(tmp_path):
     changed = {name for (name, a), b in pairs if not torch.equal(a, b)}
     assert changed == {"multi_modal_projector.linear.weight", "multi_modal_projector.linear.bias"}
     main(f"{small} --stage 2 --base {tmp_path}/1/model --out {tmp_path}/2".split())
-    assert json.loads((tmp_path / "2" / "summary.json").read_text())["trainable_parameters"] > 1e6
     assert (tmp_path / "2" / "model" / "tokenizer.model").exists()

@@ -15,7 +15,6 @@ from model.text import new_model
 from tests.files import prose, write_prose
 from tests.pair import in_pair
 from tests.runs import metrics
-from train.optim import SCALARS
 from train.systems.text import TextOrder, TextSettings, draw_row, main, make_optimizer, pack, text_loss
 from weights.load import load_model
 
@@ -25,9 +24,6 @@ SMALL = "--preset nano --length 128 --batch-size 2 --tokens 2000 --checkpoint-ev
 
 def weights_of(run) -> dict[str, torch.Tensor]:
     return load_model(run / "model").state_dict()
-
-
-# --- rows --------------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_full_of_whole_documents(corpus):
@@ -52,20 +48,16 @@ def test_targets_are_the_next_tokens_of_the_same_document(corpus):
     tasks = Tasks(corpus, "train")
     row = draw_row(corpus, tasks, SETTINGS, 0)
     batch, answers = pack([row, row], ["a", "b"]), pack([row, row], ["a", "b"], tasks.unforeseen)
-    assert batch.input_ids.shape == batch.documents.shape == batch.targets.shape == (2, SETTINGS.length)
-    for values, wanted in (
-        (batch.input_ids, [token for document in row for token in document[:-1]]),
-        (batch.targets, [token for document in row for token in document[1:]]),
-        (batch.documents, [number for number, document in enumerate(row) for _ in document[1:]]),
-    ):
-        assert values.tolist() == [wanted, wanted]
+    assert batch.input_ids.tolist() == [[token for document in row for token in document[:-1]]] * 2
+    assert batch.targets.tolist() == [[token for document in row for token in document[1:]]] * 2
+    assert batch.documents.tolist() == [[number for number, document in enumerate(row) for _ in document[1:]]] * 2
     hidden = torch.isin(batch.targets, torch.tensor(tasks.unforeseen))
     assert hidden.any() and torch.equal(answers.targets == -100, hidden)
     assert torch.equal(answers.targets[~hidden], batch.targets[~hidden])
     assert (batch.tokens, answers.tokens) == (2 * SETTINGS.length, int((~hidden).sum()))
 
 
-@pytest.mark.parametrize("length", [64, 65, 66, 97, 101])
+@pytest.mark.parametrize("length", [64, 66, 101])
 def test_examples_are_never_cut(length, corpus):
     """Breaks when the last example's answer, or the end, does not fit into a row that is nearly full."""
     tasks, settings = Tasks(corpus, "train"), replace(SETTINGS, length=length, needles=0.0, examples=1.0)
@@ -86,7 +78,7 @@ def test_the_order_starts_anywhere(corpus):
     assert not torch.equal(TextOrder(corpus, replace(settings, seed=1)).batch(0).input_ids, whole[0][0].input_ids)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 6])
+@pytest.mark.parametrize("processes", [1, 3])
 def test_processes_share_the_rows_of_a_step(corpus, processes):
     """Breaks when a row of a step is taken twice or by no process, or a process takes more than its share."""
     settings = replace(SETTINGS, step_batch=6)
@@ -95,7 +87,7 @@ def test_processes_share_the_rows_of_a_step(corpus, processes):
     assert [sum(map(len, micros)) for micros in steps] == [6 // processes] * processes
     assert max(len(names) for micros in steps for names in micros) <= settings.batch_size
     assert [name for micros in steps for names in micros for name in names] == [f"row {n}" for n in range(12, 18)]
-    with pytest.raises(UserError, match="--step-batch 6: 4 processes"):
+    with pytest.raises(UserError, match="--step-batch 6: .* 4 processes"):
         TextOrder(corpus, settings, "train", 0, 4)
 
 
@@ -104,11 +96,10 @@ def test_learning_lowers_the_loss(corpus):
     model = new_model("nano", True)
     optimizer = make_optimizer(model, replace(SETTINGS, lr=1e-2))
     bare, decayed = optimizer.param_groups
-    assert {*bare["names"], *decayed["names"]} == {name for name, _ in model.named_parameters()}
+    names = dict(model.named_parameters())
+    assert {*bare["names"], *decayed["names"]} == names.keys() and any("lambda" in name for name in bare["names"])
     assert (bare["weight_decay"], decayed["weight_decay"]) == (0, SETTINGS.weight_decay)
-    is_matrix = {name: p.dim() == 2 and "embed_tokens" not in name for name, p in model.named_parameters()}
-    assert {*decayed["names"]} == {name for name in is_matrix if is_matrix[name]}
-    assert any(re.fullmatch(SCALARS, name) for name in bare["names"])
+    assert {*decayed["names"]} == {name for name in names if names[name].dim() == 2 and "embed_tokens" not in name}
     batch, losses = TextOrder(corpus, SETTINGS).batch(0), []
     for _ in range(12):
         loss = text_loss(model, batch) / batch.tokens
@@ -119,17 +110,13 @@ def test_learning_lowers_the_loss(corpus):
     assert losses[-1] < 0.7 * losses[0] and 6 < losses[0] < 9
 
 
-# --- runs --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["differential", "plain"])
 def test_a_run_resumes_to_the_bit(tmp_path, kind, capsys):
     """Breaks when an interrupted run ends elsewhere than an uninterrupted one, or learns an edited text."""
     text, whole, cut = write_prose(tmp_path / "text"), tmp_path / "whole", tmp_path / "cut"
     main(f"{SMALL} --attention {kind} --text {text} --out {whole}".split())
-    said = capsys.readouterr().out  # tokens learned, not those asked for
-    assert f"python -m eval.text all {whole}" in said and f"{kind} attention, 2,048 tokens in " in said
+    assert f"{kind} attention, 2,048 tokens in " in capsys.readouterr().out  # those learned, not those asked for
     shutil.copytree(whole, cut, ignore=shutil.ignore_patterns("model", "step-8"))
     assert [step.name for step in (cut / "checkpoints").iterdir()] == ["step-6"]  # 2000 tokens are 8 steps of 256
     (text / "0.txt").write_text(prose(1000))
@@ -137,9 +124,9 @@ def test_a_run_resumes_to_the_bit(tmp_path, kind, capsys):
     ours, theirs = weights_of(cut), weights_of(whole)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert metrics(cut) == metrics(whole)
+    assert (cut / "loss.png").exists()
     for name in ("corpus/tokens.safetensors", "model/tokenizer.model"):
         assert (cut / name).read_bytes() == (whole / name).read_bytes()
-    assert (cut / "loss.png").exists()
 
 
 @pytest.mark.long
@@ -163,17 +150,9 @@ def test_two_processes_learn_what_one_does(text_folder, tmp_path):
         assert all(torch.allclose(ours[name], theirs[name], 1e-3, 1e-4) for name in theirs)
 
 
-@pytest.mark.parametrize(
-    ("more", "part"),
-    [
-        ("--length 32", "--length"),
-        ("--needles 0.7 --examples 0.4", "--needles"),
-        ("--text /nowhere", "/nowhere"),
-        ("--length 100000", "--length"),
-    ],
-)
-def test_mistakes_are_told_before_a_step(text_folder, tmp_path, more, part):
+@pytest.mark.parametrize("more", ["--length 32", "--needles 0.7 --examples 0.4", "--text /nowhere", "--length 100000"])
+def test_mistakes_are_told_before_a_step(text_folder, tmp_path, more):
     """Breaks when a wrong flag ends in a traceback, or leaves a run folder."""
-    with pytest.raises(UserError, match=part):
+    with pytest.raises(UserError, match=more.split()[0] if "nowhere" not in more else "/nowhere"):
         main(f"{SMALL} --text {text_folder} {more} --out {tmp_path}/run".split())
     assert not (tmp_path / "run").exists()

@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
-from eval import ask, scenes
 from eval.run import log_likelihoods
 from model.common import UserError
 from model.mamba import MambaLM, initialize_mamba
@@ -21,7 +19,7 @@ from train.optim import trainable
 from train.settings import parse
 from train.systems.open import open_model, open_processor, open_stage
 from weights.export import export_model
-from weights.load import load_model, load_siglip
+from weights.load import load_model
 
 CPU = torch.device("cpu")
 SMALL = ("queries=4", "hidden_size=16", "num_blocks=2", "state_size=4")
@@ -47,9 +45,6 @@ def open_first(language: Path, *options: str, seed: int = 0) -> QMamba:
     """The model of stage 1; a later option overrides an earlier one."""
     argv = flags(1, f"language_model={language}", *SMALL, *options)
     return open_stage(parse([*argv, "--seed", str(seed)])[0], torch.float32, CPU)
-
-
-# --- the parts ---------------------------------------------------------------------------------------------------
 
 
 def test_the_parts_come_from_where_they_are_said_to(language):
@@ -87,27 +82,6 @@ def test_trained_parts_are_taken_over(language, tmp_path):
         assert not torch.equal(mine.output.weight, theirs.output.weight)
 
 
-def test_a_published_siglip_is_a_tower(tmp_path):
-    """Breaks when the tower of a SiglipModel, of 384 px in the paper, is not read as transformers reads it."""
-    sizes = {"hidden_size": 20, "intermediate_size": 28, "num_hidden_layers": 3, "num_attention_heads": 2}
-    vision, text = sizes | {"patch_size": 14, "image_size": 60}, sizes | {"vocab_size": 50}
-    torch.manual_seed(0)
-    hf = transformers.SiglipModel(transformers.SiglipConfig(vision_config=vision, text_config=text)).eval()
-    hf.save_pretrained(tmp_path)
-    pixels = torch.rand(2, 3, 60, 60) * 2 - 1
-    with torch.no_grad():
-        expected = hf.vision_model(pixels).last_hidden_state
-        assert relative_error(load_siglip(tmp_path)(pixels), expected) <= 1e-6
-    tensors = load_file(tmp_path / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if "vision_model.post_layernorm.weight" not in name}
-    save_file(kept, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="post_layernorm.weight"):
-        load_siglip(tmp_path)
-
-
-# --- the stages --------------------------------------------------------------------------------------------------
-
-
 def test_the_defaults_are_those_of_the_paper():
     """Breaks when a run with `--arch qmamba` alone is not the published recipe, or the embedded one shadows it."""
     for stage, rate, rows in ((1, 1e-4, 256), (2, 2e-5, 128)):
@@ -116,15 +90,11 @@ def test_the_defaults_are_those_of_the_paper():
         assert (settings.optimizer, settings.schedule, settings.warmup) == ("radam", "cosine", 0.03)
         assert (settings.epochs, settings.dtype) == (1, "fp32")
         assert parse(flags(stage))[0].lr != rate
-        assert parse([*flags(stage), "--lr", "1"])[0].lr == 1
 
 
 @pytest.mark.long
-def test_both_stages_run_end_to_end(tmp_path, capsys):
-    """Breaks when a stage does not train what the paper trains, or does not go on from what was written.
-
-    Stage 1 needs no option: the embedded parts are the defaults.
-    """
+def test_both_stages_run_end_to_end(tmp_path):
+    """Breaks when a stage trains other parts than the paper's, or does not go on from what was written."""
     small = "--samples 64 --eval-limit 4 --checkpoint-every 9".split()
     start, _ = open_model(parse(flags(1))[0], CPU)
     assert {name.split(".")[0] for name in trainable(start)} == {"multi_modal_projector"}
@@ -137,9 +107,6 @@ def test_both_stages_run_end_to_end(tmp_path, capsys):
         learned.append({name.split(".")[0] for (name, p), other in pairs if not torch.equal(p, other)})
     assert learned == [{"multi_modal_projector"}, {"multi_modal_projector", "language_model"}]
     assert json.loads((tmp_path / "2" / "summary.json").read_text())["after"]["vqa"] is not None
-    scenes.sample("vqa", "test", 0).image.save(tmp_path / "scene.png")
-    ask.main(["--adapter", str(tmp_path / "2"), "--image", str(tmp_path / "scene.png"), "--prompt", "exist dog"])
-    assert "exist dog" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -159,18 +126,14 @@ def test_parts_that_do_not_fit_are_refused(language, tmp_path, option, told):
     """Breaks when an impossible projector, or weights of other sizes, fail somewhere inside, or are trained."""
     if "wide" in option:
         export_model(open_first(language, "hidden_size=24"), tmp_path)
-    with pytest.raises(UserError, match=told) as caught:
+    with pytest.raises(UserError, match=told):
         open_first(language, option.format(language=language, wide=tmp_path))
-    assert "\n" not in str(caught.value)
 
 
 def test_a_stage_with_the_wrong_start_is_refused():
     """Breaks when a base comes without a language model, or stage 2 without a stage 1."""
-    for argv, told in (
-        ([*flags(1), "--base", str(BUNDLED_FOLDER)], "language_model=state-spaces"),
-        (flags(2), "embedded: is no Q-Mamba"),
-        (flags(2, "queries=3"), "stage 1 has decided that"),
-    ):
+    without = [*flags(1), "--base", str(BUNDLED_FOLDER)], "language_model=state-spaces"
+    for argv, told in (without, (flags(2), "is no Q-Mamba"), (flags(2, "queries=3"), "stage 1 has decided that")):
         with pytest.raises(UserError, match=told):
             open_stage(parse(argv)[0], torch.float32, CPU)
 
@@ -181,9 +144,8 @@ def test_choices_are_weighed_as_if_read_alone():
     model = open_stage(settings, torch.float32, CPU)
     processor, _ = open_processor(settings, model)
     assert processor.config.num_image_tokens == 8  # a query each
-    picture, choices = torch.rand(1, 3, 112, 112) * 2 - 1, ["yes", "top left", "row 2 column 3"]
-    prefixes = ["Is there a dog in the image?", "where"]
-    features = model.encode_images(picture)
+    prefixes, choices = ["Is there a dog in the image?", "where"], ["yes", "top left", "row 2 column 3"]
+    features = model.encode_images(torch.rand(1, 3, 112, 112) * 2 - 1)
     batch = processor.pad([processor.layout(1, prefix) for prefix in prefixes])
     ids = [[*processor.encode(choice), processor.config.eos_token_id] for choice in choices]
     weighed = log_likelihoods(model, batch, [ids, ids], features, torch.tensor([0, 0]))

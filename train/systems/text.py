@@ -219,7 +219,7 @@ def make_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.Opti
 
 @dataclass(frozen=True)
 class TextWatch(Watch):
-    """Logs the validation loss on so many `batches` after the steps `points`, as "held_out_loss"."""
+    """Logs the validation loss on `batches` micro-batches after each of the steps `points`, as "held_out_loss"."""
 
     model: TextModel
     corpus: Corpus
@@ -262,14 +262,13 @@ def learn(
 def parse(argv: Sequence[str] | None) -> tuple[TextSettings, RunArguments]:
     """The settings and the run folder of a command line. Raises UserError for values out of range."""
     parser = FlagParser(prog=f"python -m {PROGRAM}", description=__doc__)
-    add_flags(parser, RunArguments)
-    add_flags(parser, TextSettings)
+    for fields in (RunArguments, TextSettings):
+        add_flags(parser, fields)
     given = vars(parser.parse_args(argv))
     arguments = take_arguments(RunArguments, given)
     if arguments.resume is not None:
         return read_config(TextSettings, arguments.resume, PROGRAM), arguments
-    settings = from_values(TextSettings, given)
-    check(settings)
+    check(settings := from_values(TextSettings, given))
     return settings, arguments
 
 
