@@ -1,6 +1,5 @@
 """The engine of all studies, on made-up studies: cells, rates, ranges, controls, differences, and the report."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -161,28 +160,23 @@ def test_a_killed_study_goes_on_in_other_processes(number, tmp_path, done):
 
 
 def test_changed_source_makes_new_cells(tmp_path, monkeypatch):
-    """Breaks when a cell is read after its scorer or renderer has changed, or lost when a table or comment has."""
+    """Breaks when a cell is read after its scorer or renderer has changed, or lost when a comment or judge has."""
+    files = {"eval/__init__.py": "", "eval/judge.py": "LEVEL = 5", "eval/renderer.py": '"""It draws."""\nSIZE = 2'}
+    files |= {"eval/scorer.py": "from eval import renderer\nSCORE = 1"}
+    files |= {"study.py": "import eval.judge\nfrom eval.scorer import SCORE\nROWS = 3"}
     monkeypatch.setattr(source_hash, "ROOT", tmp_path)
+    monkeypatch.setattr(source_hash, "JUDGING", {tmp_path / "eval/judge.py"})
     (tmp_path / "eval").mkdir()
+    exec(compile("def make(job): ...", tmp_path / "study.py", "exec"), names := {})
 
-    def code(scorer="SCORE = 1", renderer="SIZE = 2", study="ROWS = 3", text="'a table'"):
-        (tmp_path / "eval" / "scorer.py").write_text(f"from eval import renderer\n{scorer}\n")
-        (tmp_path / "eval" / "renderer.py").write_text(f'"""It draws."""\n{renderer}\n')
-        made = f"from eval.scorer import SCORE\n{study}\nTEXT = {text}\n\ndef make(job):\n    return SCORE, ROWS\n"
-        (tmp_path / "study.py").write_text(made)
-        spec = importlib.util.spec_from_file_location("study", tmp_path / "study.py")
-        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-        source_hash.parse.cache_clear()
-        return source_hash.source_hash(module.make)
+    def changed(old, new):
+        for file, text in files.items():
+            (tmp_path / file).write_text(text.replace(old, new))
+        return source_hash.source_hash.__wrapped__(names["make"])
 
-    (tmp_path / "eval" / "__init__.py").write_text("")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(sys.modules, "eval.scorer", type(sys)("eval.scorer"))
-    sys.modules["eval.scorer"].SCORE = 1
-    first = code()
-    assert code(text="'another table'") == first == code(renderer="SIZE = 2  # a comment")
-    changed = [code(scorer="SCORE = 2"), code(renderer="SIZE = 3"), code(study="ROWS = 4")]
-    assert len({first, *changed}) == 4
+    first = changed("", "")
+    assert [changed("draws", "paints"), changed("= 2", "= 2  # pixels"), changed("= 5", "= 6")] == [first] * 3
+    assert len({first, changed("SCORE = 1", "SCORE = 2"), changed("SIZE = 2", "SIZE = 3"), changed("= 3", "= 4")}) == 4
 
 
 def test_no_flag_of_a_study_hides_another():

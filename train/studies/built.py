@@ -89,7 +89,9 @@ def blocks(run: Run, predictions: tuple[Prediction, ...] = PREDICTIONS) -> list:
         rates=(0.01, 0.02, 0.04),
         main="built",
     )
-    part = run.part(study, FEWEST_SEEDS)
+    part = Run(study, run.out, run.jobs, FEWEST_SEEDS)
+    part.compute()
+    run.parts.append(part)
     judged = part.table(study.beside["softmax"])
     verdicts = {place: difference["verdict"] for place, difference in judged.items()}
     return [

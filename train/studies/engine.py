@@ -9,10 +9,8 @@ on, and a change computes only the cells that it changes. A study is a `Study` a
 
 import json
 import statistics
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import IO
 
@@ -27,7 +25,7 @@ from train.studies.pool import Job, compute_all
 from train.studies.rules import MARGIN, TIE, Prediction, best_rate, bracket, is_inside, judge
 from train.studies.source_hash import source_hash
 
-MEAN = "mean"  # of the measures in range, each with the same weight
+MEAN = "mean"  # a column of the tables: of the measures in range, each with the same weight
 UNUSABLE = -1e6  # below the mean of any other cells
 Scores = dict[str, np.ndarray]  # by measure (seeds, examples), in percent or in the unit of the measure
 
@@ -58,6 +56,14 @@ class Measure:
     @property
     def scale(self) -> float:
         return 100.0 if self.unit == "%" else 1.0
+
+    @property
+    def heading(self) -> str:
+        return self.title if self.unit == "%" else f"{self.title}, {self.unit}"
+
+    @property
+    def digits(self) -> int:
+        return 1 if self.unit == "%" else 3
 
 
 @dataclass(frozen=True)
@@ -95,19 +101,19 @@ class Study:
     more: Callable[["Run"], list] = lambda run: []
 
     @property
+    def plan(self) -> list[str]:
+        """What two reports in one folder share: the study, quick or not, its base, data and settings."""
+        return [self.name, digest(self.key)]
+
+    @property
     def averaged(self) -> list[str]:
         return [name for name, measure in self.measures.items() if measure.in_mean]
 
     @property
-    def columns(self) -> list[str]:
+    def columns(self) -> dict[str, Measure]:
         """Of a table of differences."""
-        return [MEAN] * (self.main == MEAN or len(self.averaged) > 1) + list(self.measures)
-
-    def margin(self, column: str) -> float:
-        return MARGIN if column == MEAN else self.measures[column].margin
-
-    def less_is_better(self, column: str) -> bool:
-        return column != MEAN and self.measures[column].less_is_better
+        mean = {MEAN: Measure("mean of those in range", ())}
+        return (mean if self.main == MEAN or len(self.averaged) > 1 else {}) | dict(self.measures)
 
 
 # The run of a study
@@ -130,13 +136,9 @@ class Run:
     used: dict[Path, Job] = field(default_factory=dict)
     parts: list["Run"] = field(default_factory=list)
 
-    @cached_property
-    def code(self) -> str:
-        return source_hash(self.study.make)
-
     def file(self, job: Job) -> Path:
         """Where the result of a job is, or will be. Both splits are in the folder of the cell."""
-        name = digest(self.code, self.study.key, replace(job, split=""))
+        name = digest(source_hash(self.study.make), self.study.key, replace(job, split=""))
         return self.out / "cells" / name / f"{job.split}.json"
 
     def get(self, jobs: Sequence[Job]) -> list[dict]:
@@ -145,20 +147,23 @@ class Run:
         needs = {job: list(self.study.needs(job)) for job in jobs}
         if needed := list(dict.fromkeys(need for of_job in needs.values() for need in of_job)):
             self.get(needed)
-        compute_all(
-            [
-                (self.study.make, job, self.file(job), [self.file(need).parent for need in of_job])
-                for job, of_job in needs.items()
-                if not self.file(job).exists()
-            ],
-            self.jobs,
-        )
+        missing = sorted((job for job in needs if not self.file(job).exists()), key=lambda job: job.seed)
+        folders = {job: [self.file(need).parent for need in needs[job]] for job in missing}
+        compute_all([(self.study.make, job, self.file(job), folders[job]) for job in missing], self.jobs)
         self.used |= {self.file(job): job for job in jobs}
         return [json.loads(self.file(job).read_text()) for job in jobs]
 
     def job(self, row: str, seed: int, split: str = "test", rate: float | None = None) -> Job:
         """A cell of a row, at its chosen rate if none is given."""
         return Job(row, self.study.rows[row], self.rates[row] if rate is None else rate, seed, split)
+
+    def at_rates(
+        self, places: Iterable[tuple[str, float]], seeds: Sequence[int], split: str = "test"
+    ) -> dict[tuple[str, float], list[dict]]:
+        """The cells of each (row, rate), seed by seed."""
+        jobs = {place: [self.job(place[0], seed, split, place[1]) for seed in seeds] for place in places}
+        self.get([job for of_place in jobs.values() for job in of_place])  # side by side
+        return {place: self.get(of_place) for place, of_place in jobs.items()}
 
     # Rates and cells
 
@@ -170,33 +175,31 @@ class Run:
         """Choose the rate of each row: the best on the validation split, mean over seeds. Plain rows share theirs:
         a rate that chance chose for one control makes a difference where there is none."""
         study, rows = self.study, list(self.study.rows)
-        sign, tie = -1 if study.less_is_better(study.main) else 1, TIE * study.margin(study.main)
+        tie = TIE * study.columns[study.main].margin
 
         def score(grid: Sequence[float]) -> dict[str, dict[float, float]]:
-            jobs = [
-                self.job(row, seed, "validation", rate) for seed in self.tuning_seeds for rate in grid for row in rows
-            ]
-            cells = dict(zip(jobs, self.get(jobs), strict=True))
-            self.tried = {row: dict.fromkeys(grid, 0.0) for row in rows}
-            for job, cell in cells.items():
-                names = [n for n in cell["scores"] if n == study.main or study.main == MEAN and n in study.averaged]
-                mean = np.mean([study.measures[name].scale * np.mean(cell["scores"][name]) for name in names])
-                score_of_cell = sign * float(mean) if study.usable(cell) else UNUSABLE
-                self.tried[job.row][job.rate] += score_of_cell / len(self.tuning_seeds)
+            cells = self.at_rates([(row, rate) for row in rows for rate in grid], self.tuning_seeds, "validation")
+            self.tried = {row: {rate: self.worth(cells[row, rate]) for rate in grid} for row in rows}
             plain = {rate: float(np.mean([self.tried[row][rate] for row in study.plain or rows])) for rate in grid}
             return {row: plain if row in study.plain else self.tried[row] for row in rows}
 
         scores = bracket(study.rates, score, tie)
         self.rates = {row: best_rate(of_row, tie) for row, of_row in scores.items()}
 
-    def add_controls_by_time(self) -> None:
+    def worth(self, cells: Sequence[dict]) -> float:
+        """What a rate is chosen by: the main measure of its cells; more is better."""
+        main, averaged = self.study.main, self.study.averaged
+        if not all(map(self.study.usable, cells)):
+            return UNUSABLE
+        names = averaged if main == MEAN else [main]
+        mean = np.mean([scores.mean() for name, scores in self.scores_of(cells).items() if name in names])
+        return -float(mean) if self.study.columns[main].less_is_better else float(mean)
+
+    def add_controls_by_time(self, lengthen: Callable[[tuple, float], tuple]) -> None:
         """Controls of the last table that train as long as their rows, by the median seconds of the tuning seeds."""
-        (title, table), lengthen = list(self.study.beside.items())[-1], self.study.lengthen
-        assert lengthen is not None
-        rows, beside, seconds = dict(self.study.rows), {}, {}
-        for row in dict.fromkeys([*table, *(control for control, *_ in table.values())]):
-            cells = self.get([self.job(row, seed, "validation") for seed in self.tuning_seeds])
-            seconds[row] = statistics.median(cell["facts"]["seconds"] for cell in cells)
+        (title, table), rows, beside = list(self.study.beside.items())[-1], dict(self.study.rows), {}
+        cells = self.at_rates(self.rates.items(), self.tuning_seeds, "validation")
+        seconds = {row: statistics.median(c["facts"]["seconds"] for c in of_row) for (row, _), of_row in cells.items()}
         for row, (control, *_) in table.items():
             ratio = round(seconds[row] / seconds[control], 1)
             name = f"{control}, {ratio} × steps" if ratio > 1 else control
@@ -205,35 +208,32 @@ class Run:
             beside[row] = (name,)
         self.study = replace(self.study, rows=rows, beside={**self.study.beside, f"{title}, trained as long": beside})
 
-    def finish(self) -> None:
-        """All rows at their rates: the test split, and the means of the validation split."""
-        rows, measures = self.study.rows, self.study.measures
-        jobs = [self.job(row, seed) for seed in range(self.seeds) for row in rows]
-        cells = dict(zip(jobs, self.get(jobs), strict=True))
-        self.cells = {row: [cells[job] for job in jobs if job.row == row] for row in rows}
-        for row in rows if self.study.rates else ():
-            of_row = self.get([self.job(row, seed, "validation") for seed in self.tuning_seeds])
-            self.validation[row] = {
-                name: measures[name].scale * float(np.mean([cell["scores"][name] for cell in of_row]))
-                for name in of_row[0]["scores"]
-            }
-
-    def part(self, study: Study, seeds: int) -> "Run":
-        """A smaller study in the same folder, computed; its cells are in the same CSV."""
-        part = Run(study, self.out, self.jobs, seeds)
-        part.tune()
-        part.finish()
-        self.parts.append(part)
-        return part
+    def compute(self) -> None:
+        """Choose the rates, then make the cells of all rows at them, and the means on the validation split."""
+        self.rates = dict.fromkeys(self.study.rows, 0.0)
+        if self.study.rates:
+            self.tune()
+        if self.study.lengthen:
+            self.add_controls_by_time(self.study.lengthen)
+        cells = self.at_rates(self.rates.items(), range(self.seeds))
+        self.cells = {row: of_row for (row, _), of_row in cells.items()}
+        if self.study.rates:
+            cells = self.at_rates(self.rates.items(), self.tuning_seeds, "validation")
+            scores = {row: self.scores_of(of_row) for (row, _), of_row in cells.items()}
+            self.validation = {row: {name: float(s.mean()) for name, s in scores[row].items()} for row in scores}
 
     # Differences
 
-    def scores(self, row: str, cells: Sequence[Mapping] | None = None) -> Scores:
-        """Of the cells of a row in the test split, or of others."""
-        cells = self.cells[row] if cells is None else cells
+    def scores(self, row: str) -> Scores:
+        """Of the cells of a row in the test split."""
+        return self.scores_of(self.cells[row])
+
+    def scores_of(self, cells: Sequence[Mapping]) -> Scores:
+        """Of cells of one split, on the measures that it has."""
         return {
             name: measure.scale * np.array([cell["scores"][name] for cell in cells], dtype=float)
             for name, measure in self.study.measures.items()
+            if name in cells[0]["scores"]
         }
 
     def mean_scores(self, rows: Sequence[str]) -> Scores:
@@ -242,14 +242,14 @@ class Run:
         return {name: np.mean([scores[name] for scores in of_rows], axis=0) for name in self.study.measures}
 
     def in_range(self, controls: Sequence[str]) -> list[str]:
-        """The measures that can show a difference, by the controls' mean on the validation split; a measure in another
+        """The columns that can show a difference, by the controls' mean on the validation split; a measure in another
         unit than percent, or that this split does not have, always can."""
         usable = []
         for name, measure in self.study.measures.items():
             known = [self.validation[row][name] for row in controls if name in self.validation.get(row, ())]
             if measure.unit != "%" or not known or is_inside(float(np.mean(known)), measure.chance):
                 usable.append(name)
-        return usable
+        return usable + [MEAN] * any(name in usable for name in self.study.averaged)
 
     def difference(self, scores: Scores, control: Scores, column: str, usable: Sequence[str]) -> Estimate:
         """Scores minus those of the control, paired by seed and example. MEAN: each usable measure weighs the same."""
@@ -270,30 +270,27 @@ class Run:
 
         at: scores of rows in place of those at their rates.
         """
-        study, differences, inside = self.study, {}, set()
+        columns, differences, inside = self.study.columns, {}, set()
         for row, controls in beside.items():
             scores, control = at[row] if at else self.scores(row), self.mean_scores(controls)
             usable = self.in_range(controls)
-            for column in study.columns:
-                differences[row, column] = self.difference(scores, control, column, usable)
-                if set(study.averaged) & set(usable) if column == MEAN else column in usable:
-                    inside.add((row, column))
-        margins = {place: study.margin(place[1]) for place in differences}
-        less, judged = {place for place in differences if study.less_is_better(place[1])}, {}
+            differences |= {(row, name): self.difference(scores, control, name, usable) for name in columns}
+            inside |= {(row, name) for name in usable}
+        margins = {place: columns[place[1]].margin for place in differences}
+        less = {place for place in differences if columns[place[1]].less_is_better}
+        table = {}
         for is_main in (True, False):
-            family = {place: gap for place, gap in differences.items() if (place[1] == study.main) == is_main}
-            judged |= judge(family, inside, margins, less)
-        if self.seeds == 1:  # says nothing of other runs
-            judged = {place: verdict | {"verdict": "one seed"} for place, verdict in judged.items()}
-        return {place: differences[place]._asdict() | judged[place] for place in differences}
+            family = {place: gap for place, gap in differences.items() if (place[1] == self.study.main) == is_main}
+            for place, judged in judge(family, inside, margins, less).items():
+                one_seed = {"verdict": "one seed"} if self.seeds == 1 else {}  # says nothing of other runs
+                table[place] = differences[place]._asdict() | judged | one_seed
+        return table
 
     def at_one_rate(self) -> dict[tuple[str, str], dict]:
         """The first table once more, rows at their controls' rate, on the tuning seeds; of rows whose rate differs."""
-        table = next(iter(self.study.beside.values()))
-        at = {}
-        for row, (control, *_) in table.items():
-            if (rate := self.rates[control]) != self.rates[row]:
-                at[row] = self.scores(row, self.get([self.job(row, seed, rate=rate) for seed in self.tuning_seeds]))
+        table, rates = next(iter(self.study.beside.values()), {}), self.rates
+        moved = [(row, rates[controls[0]]) for row, controls in table.items() if rates[row] != rates[controls[0]]]
+        at = {row: self.scores_of(cells) for (row, _), cells in self.at_rates(moved, self.tuning_seeds).items()}
         return self.table({row: table[row] for row in at}, at)
 
 
@@ -307,23 +304,11 @@ def run(study: Study, options: StudyOptions) -> Run:
     out.mkdir(parents=True, exist_ok=True)
     made = Run(study, out, options.jobs, options.seeds, lock_folder(out))
     report = out / "comparison.json"
-    if report.exists() and json.loads(report.read_text())["plan"] != plan_of(study):
+    if report.exists() and json.loads(report.read_text())["plan"] != study.plan:
         raise UserError(f"--out {out}: has the report of another study or plan: choose another folder")
     torch.set_num_threads(1)  # so that a result does not depend on the number of jobs
     try:
-        if study.rates:
-            made.tune()
-        else:
-            made.rates = dict.fromkeys(study.rows, 0.0)
-        if study.lengthen:
-            made.add_controls_by_time()
-        made.finish()
+        made.compute()
     except Interrupted as interrupted:
-        print("\nsaved; the same command goes on from here", file=sys.stderr)
-        sys.exit(128 + interrupted.args[0])
+        interrupted.end_program("the same command goes on from here")
     return made
-
-
-def plan_of(study: Study) -> list[str]:
-    """What two reports in one folder share: the study, quick or not, its base, data and settings."""
-    return [study.name, digest(study.key)]

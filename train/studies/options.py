@@ -27,10 +27,7 @@ class StudyOptions:
 
     seeds: int = flag(10, "runs of each row", least=1, metavar="N")
     rates: tuple[float, ...] | None = flag(
-        None,
-        "peak rates to try first; one is not searched for (default: the study's)",
-        type=read_rates,
-        metavar="A,B,…",
+        None, "peak rates A,B,… to try first; one is not searched for (default: the study's)", type=read_rates
     )
     jobs: int = flag(1 if torch.cuda.is_available() else torch.get_num_threads(), "cells side by side", least=1)
     quick: bool = flag(False, "a plan of at most ten minutes on two cores")
@@ -43,7 +40,7 @@ def read_options(
     """The flags of a study that fixes its settings. quick: other defaults with --quick. Raises UserError."""
     parser = FlagParser(prog=f"python -m {program}", description=description)
     add_flags(parser, kind)
-    return _options_of(kind, vars(parser.parse_args(argv)), quick)
+    return _with_quick(kind, vars(parser.parse_args(argv)), quick)
 
 
 def read_with_settings(
@@ -69,12 +66,12 @@ def read_with_settings(
         name = word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
         if word.startswith("--") and name in decided:
             raise UserError(f"{word}: the study decides that itself: `python -m {program} --help` lists its flags")
-    options = _options_of(kind, vars(known), quick)
+    options = _with_quick(kind, vars(known), quick)
     return options, parse([*defaults, *(quick_defaults if options.quick else ()), *rest])[0]
 
 
-def _options_of(kind: type[Options], given: dict, quick: Mapping[str, object]) -> Options:
-    options = from_values(kind, {**(quick if given.get("quick") else {}), **given})
+def _with_quick(kind: type[Options], given: dict, quick: Mapping[str, object]) -> Options:
+    options = from_values(kind, {**quick, **given} if given.get("quick") else given)
     check_ranges(options)
     return options
 

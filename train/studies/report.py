@@ -17,7 +17,7 @@ import numpy as np
 from eval.report import interval_text, markdown_table
 from eval.statistics import estimate
 from model.common import write_text
-from train.studies.engine import MEAN, Run, plan_of
+from train.studies.engine import Run
 from train.studies.rules import FEWEST_SEEDS, check, share_of_range
 
 ABOUT = (
@@ -83,74 +83,59 @@ def read_csv(file: Path) -> list[Line]:
 # Tables
 
 
-def title_of(run: Run, name: str) -> str:
-    """A column of a table."""
-    if name == MEAN:
-        return "mean of those in range"
-    measure = run.study.measures[name]
-    return measure.title if measure.unit == "%" else f"{measure.title}, {measure.unit}"
+def sections(*parts: tuple[str, Sequence[str]]) -> list:
+    """The blocks of tables with their titles; without those that are empty."""
+    return [block for title, table in parts if table for block in (f"## {title}", table)]
 
 
-def digits(run: Run, name: str) -> int:
-    return 1 if name == MEAN or run.study.measures[name].unit == "%" else 3
-
-
-def rate_text(rate: float) -> str:
-    return f"{rate:g}" if rate else ""
+def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table; a table without rows is empty."""
+    return markdown_table(head, body) if body else []
 
 
 def accuracy_table(run: Run) -> list[str]:
     """Every row at its rate."""
-    measures, body = run.study.measures, []
-    body.append(["guessing", "", "", "", *("" if m.chance is None else f"{m.chance:.1f}" for m in measures.values())])
+    measures = run.study.measures
+    body = [["guessing", "", "", "", *("" if m.chance is None else f"{m.chance:.1f}" for m in measures.values())]]
     for row, cells in run.cells.items():
-        scores, parameters = run.scores(row), cells[0]["facts"].get("parameters")
-        texts = [interval_text(estimate(scores[m], measures[m].groups), digits(run, m)) for m in measures]
-        body.append([row, f"{parameters:,}" if parameters else "", f"{len(cells)}", rate_text(run.rates[row]), *texts])
-    return markdown_table(["row", "parameters", "seeds", "rate", *(title_of(run, m) for m in measures)], body)
+        scores, parameters, rate = run.scores(row), cells[0]["facts"].get("parameters"), run.rates[row]
+        texts = [interval_text(estimate(scores[name], m.groups), m.digits) for name, m in measures.items()]
+        known = [f"{parameters:,}" if parameters else "", f"{len(cells)}", f"{rate:g}" if rate else ""]
+        body.append([row, *known, *texts])
+    return table(["row", "parameters", "seeds", "rate", *(m.heading for m in measures.values())], body)
 
 
-def rung_tables(run: Run) -> list:
-    """The score of each row by difficulty, for measures that have several."""
-    blocks = []
-    for name, measure in run.study.measures.items():
-        if measure.rungs:
-            parts = {row: by_rung(run.scores(row)[name].mean(0), measure.rungs).values() for row in run.cells}
-            body = [[row, *(f"{np.mean(part):.{digits(run, name)}f}" for part in parts[row])] for row in parts]
-            blocks += sections((title_of(run, name), markdown_table(["row", *dict.fromkeys(measure.rungs)], body)))
-    return blocks
-
-
-def spell(run: Run, name: str, judged: Mapping) -> str:
-    """A difference on a measure, its interval and its verdict."""
-    return f"{interval_text(judged, digits(run, name), signed=True)} {judged['verdict']}"
+def rung_table(run: Run, name: str) -> list[str]:
+    """The score of each row by difficulty; empty for a measure that has one."""
+    measure = run.study.measures[name]
+    of_rows = {row: by_rung(run.scores(row)[name].mean(0), measure.rungs) for row in run.cells if measure.rungs}
+    body = [
+        [row, *(f"{np.mean(part):.{measure.digits}f}" for part in parts.values())] for row, parts in of_rows.items()
+    ]
+    return table(["row", *dict.fromkeys(measure.rungs)], body)
 
 
 def difference_table(run: Run, beside: Mapping[str, tuple[str, ...]], judged: Mapping[tuple, Mapping]) -> list[str]:
-    """Those of `beside` that are judged; a table without rows is empty."""
-    columns = run.study.columns
-    body = [
-        [
-            row,
-            controls[0] if len(controls) == 1 else f"{len(controls)} rows",
-            *(spell(run, name, judged[row, name]) for name in columns),
-        ]
-        for row, controls in beside.items()
-        if (row, columns[0]) in judged
-    ]
-    return markdown_table(["row", "beside", *(title_of(run, name) for name in columns)], body) if body else []
+    """Those of `beside` that are judged, with intervals and verdicts."""
+    columns, body = run.study.columns, []
+    for row, controls in beside.items():
+        gaps = [(judged[row, name], measure.digits) for name, measure in columns.items() if (row, name) in judged]
+        texts = [f"{interval_text(gap, digits, signed=True)} {gap['verdict']}" for gap, digits in gaps]
+        body += [[row, controls[0] if len(controls) == 1 else f"{len(controls)} rows", *texts]] if texts else []
+    return table(["row", "beside", *(measure.heading for measure in columns.values())], body)
 
 
 def range_table(run: Run, beside: Mapping[str, tuple[str, ...]]) -> list[str]:
     """How far the controls are from guessing and from 100 % on the validation split."""
     controls, body = list(dict.fromkeys(row for rows in beside.values() for row in rows)), []
+    usable = run.in_range(controls)
     for name, measure in run.study.measures.items():
         if controls and measure.unit == "%" and all(name in run.validation.get(row, ()) for row in controls):
             chance = measure.chance or 0.0
             shares = [100 * share_of_range(run.validation[row][name], chance) for row in controls]
-            counts = "yes" if name in run.in_range(controls) else "no"
-            body.append([measure.title, f"{chance:.1f}", f"{min(shares):.0f} to {max(shares):.0f}", counts])
-    return markdown_table(["measure", "guessing, %", "controls, % of the way to 100", "counts"], body) if body else []
+            share = f"{min(shares):.0f} to {max(shares):.0f}"
+            body.append([measure.title, f"{chance:.1f}", share, "yes" if name in usable else "no"])
+    return table(["measure", "guessing, %", "controls, % of the way to 100", "counts"], body)
 
 
 def rate_table(run: Run) -> list[str]:
@@ -160,31 +145,31 @@ def rate_table(run: Run) -> list[str]:
         scores = ", ".join(f"{rate:g}: {score:.4g}" for rate, score in tried.items())
         is_at_edge = len(tried) > 1 and run.rates[row] in (min(tried), max(tried))
         body.append([row, f"{run.rates[row]:g}", scores, "at the edge" * is_at_edge])
-    return markdown_table(["row", "rate", "score by rate", ""], body) if body else []
+    return table(["row", "rate", "score by rate", ""], body)
 
 
 def prediction_table(checked: Sequence[Mapping]) -> list[str]:
+    """The predictions of `rules.check`."""
     head = ["row", "measure", "predicted", "found", "outcome", "reason given before"]
     keys = ["row", "measure", "verdict", "found", "outcome", "reason"]
-    return markdown_table(head, [[one[key] for key in keys] for one in checked]) if checked else []
+    return table(head, [[prediction[key] for key in keys] for prediction in checked])
 
 
 def in_words(run: Run, beside: Mapping[str, tuple[str, ...]], judged: Mapping[tuple, Mapping]) -> list[str]:
     """The main differences of a table, and what limits them."""
-    main, sentences = run.study.main, []
+    sentences, digits = [], run.study.columns[run.study.main].digits
     for row, controls in beside.items():
-        gap = judged[row, main]
-        seen = f" (±{gap['visible']:.{digits(run, main)}f} would have been seen)" * (gap["verdict"] == "undecided")
-        sentences.append(f"{row} beside {' and '.join(controls)}: {spell(run, main, gap)}{seen}.")
+        gap = judged[row, run.study.main]
+        seen = f" (±{gap['visible']:.{digits}f} would have been seen)" * (gap["verdict"] == "undecided")
+        text = f"{interval_text(gap, digits, signed=True)} {gap['verdict']}{seen}"
+        sentences.append(f"- {row} beside {' and '.join(controls)}: {text}.")
     if run.seeds < FEWEST_SEEDS:
-        sentences.append(f"{run.seeds} seed(s): fewer than {FEWEST_SEEDS} decide nothing.")
+        sentences.append(f"- {run.seeds} seed(s): fewer than {FEWEST_SEEDS} decide nothing.")
     failed = [(row, cell) for row, cells in run.cells.items() for cell in cells if cell["facts"].get("diverged")]
-    return sentences + [f"{row}, seed {cell['seed']}: {cell['facts']['diverged']}" for row, cell in failed]
+    return sentences + [f"- {row}, seed {cell['seed']}: {cell['facts']['diverged']}" for row, cell in failed]
 
 
-def sections(*parts: tuple[str, Sequence[str]]) -> list:
-    """The blocks of tables with their titles; without those that are empty."""
-    return [block for title, table in parts if table for block in (f"## {title}", table)]
+# The whole
 
 
 def write(run: Run) -> str:
@@ -198,18 +183,18 @@ def write(run: Run) -> str:
         *sections(("Scores", accuracy_table(run))),
         *sections(*((f"Minus {name}", difference_table(run, study.beside[name], tables[name])) for name in tables)),
         *sections(("The same at the controls' rate", difference_table(run, beside, run.at_one_rate()))),
-        *rung_tables(run),
+        *sections(*((measure.heading, rung_table(run, name)) for name, measure in study.measures.items())),
         *sections(("Range", range_table(run, beside)), ("Rates", rate_table(run))),
         *sections(("Predictions", prediction_table(checked))),
         *study.more(run),
-        *sections(("In words", [f"- {sentence}" for sentence in in_words(run, beside, judged)])),
+        *sections(("In words", in_words(run, beside, judged))),
     ]
     lines, files = lines_of(run), [file for part in (run, *run.parts) for file in part.used]
     made_by = sorted({f"commit {line.commit}, {line.processor}, PyTorch {line.torch}" for line in lines})
     seconds = round(sum(json.loads(file.read_text())["cpu_seconds"] for file in files))
     blocks.append(f"Cells were made by {'; '.join(made_by)}: {seconds:,} CPU seconds, {run.seeds} seed(s).")
     summary = {
-        "plan": plan_of(study),
+        "plan": study.plan,
         "title": study.title,
         "made_by": made_by,
         "cpu_seconds": seconds,
