@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.common import UserError
 from model.qmamba import QMamba
 from tests.files import write_vqav2
 from train.settings import parse
 from train.studies import qmamba
 from train.studies.pool import Job
-from train.studies.qmamba import ROWS, Options, changes_of, needs, open_row, study_of
-from train.studies.stages import read_stages
+from train.studies.qmamba import ROWS, needs, open_row
 from weights.export import export_model
 from weights.load import load_model
 
@@ -57,13 +55,11 @@ def test_a_trained_connector_is_the_one_that_was_trained(tmp_path):
 
 def test_rows_need_the_models_that_they_start_from():
     """Breaks when a connector is another seed's, or a scan in one direction is of a model with another rate."""
-    stages = {1: first()}
-    job = Job("global", changes_of("global"), 0.5, 3, "validation")
-    assert needs(stages, job) == [Job("connector", changes_of("connector"), 1.0, 3, "validation")]
-    forward = Job("all queries, forward", changes_of("all queries, forward"), 0.5, 3)
-    assert needs(stages, forward) == [Job("all queries", changes_of("all queries"), 0.5, 3)]
-    given = {1: parse(["--arch", "qmamba", "--stage", "1", "--option", "connector_from=x"])[0]}
-    assert not needs(given, job) and not needs(stages, Job("linear", (), 1.0, 3))
+    job = Job("global", ROWS["global"], 0.5, 3, "validation")
+    assert needs(job) == [Job("connector", ROWS["connector"], 1.0, 3, "validation")]
+    forward = Job("all queries, forward", ROWS["all queries, forward"], 0.5, 3)
+    assert needs(forward) == [Job("all queries", ROWS["all queries"], 0.5, 3)]
+    assert not needs(Job("linear", ROWS["linear"], 1.0, 3))
 
 
 def study_folder(out: Path, *flags: str) -> dict[str, Path]:
@@ -106,6 +102,3 @@ def test_a_table_is_made_of_data_on_disk(tmp_path):
     cells = study_folder(tmp_path / "study", *flags)
     assert set(cells) == {"local", "global", "connector"}  # whose connector the others start from
     assert set(json.loads((cells["global"] / "test.json").read_text())["scores"]) == {"VQA"}
-    options, stages = read_stages(Options, "qmamba", ["--tables", "5"], "", {})
-    with pytest.raises(UserError, match="--tables 5: choose of 1, 2, 3, 4"):
-        study_of(stages, options)

@@ -15,19 +15,9 @@ from tests.reference import relative_error
 from train.embedded.text import make_text_base
 from train.optim import count, matching, trainable
 from train.settings import parse
-from train.studies import engine, wings
+from train.studies import wings
 from train.studies.engine import Measure, Run, Study
-from train.studies.wings import (
-    DECODER,
-    LEARNERS,
-    PROJECTOR,
-    ROWS,
-    Options,
-    lora_rank,
-    open_first,
-    share_named,
-    study_of,
-)
+from train.studies.wings import DECODER, LEARNERS, PROJECTOR, ROWS, lora_rank, open_first, share_named
 from weights.load import load_model
 
 
@@ -66,28 +56,17 @@ def test_the_share_of_named_objects():
 
 
 def test_rows_train_what_they_say():
-    """Breaks when LoRA has fewer parameters than its control, or a part is in no row, or in one that lacks it."""
-    base = load_model("embedded")
-    model = attach(base, 16)
-    rank = lora_rank(model)
-    routed = route(model)
+    """Breaks when LoRA has fewer parameters than its control, or a pattern names what is another's."""
+    base, model = load_model("embedded"), attach(load_model("embedded"), 16)
+    rank, routed = lora_rank(model), route(model)
     sizes = []
     for r in (rank - 1, rank):
         adapter.inject(plain := attach(load_model("embedded"), 16), wings.DECODER_TARGETS, r, 2.0 * r)
         sizes.append(count(trainable(plain).values()))
     assert sizes[0] < count(routed.parameters()) - count(base.parameters()) <= sizes[1]
-    parts = [set(matching(routed, pattern)) for pattern in (PROJECTOR, DECODER, LEARNERS)]
-    assert set.union(*parts) == set(matching(routed, r"(?!vision_tower\.).*")) and sum(map(len, parts)) == len(
-        set.union(*parts)
-    )
-    assert parts[1] == set(matching(base, r"language_model\..*"))
-    assert {name: row.factors(2) for name, row in ROWS.items()} == {
-        "full": {PROJECTOR: 5, DECODER: 1},
-        "visual": {PROJECTOR: 5, DECODER: 1, LEARNERS: 1},
-        "wings": {PROJECTOR: 5, DECODER: 1, LEARNERS: 1},
-        "lora": {PROJECTOR: 1, wings.LORA: 1},
-        "learners": {PROJECTOR: 1, LEARNERS: 1},
-    }
+    parts = [matching(routed, pattern) for pattern in (PROJECTOR, DECODER, LEARNERS)]
+    assert sorted(sum(parts, [])) == sorted(matching(routed, r"(?!vision_tower\.).*"))
+    assert {*parts[1]} == {*matching(base, r"language_model\..*")}
 
 
 def test_a_rate_at_which_a_seed_does_not_read_is_not_chosen(tmp_path):
@@ -120,8 +99,10 @@ def test_the_miniature_starts_from_the_text_base_of_its_seed(tmp_path):
 @pytest.mark.long
 def test_the_study_from_end_to_end_and_again(tmp_path):
     """Breaks when a small study fails, trains another number of parameters, or computes finished cells again."""
-    flags = ["--base", "embedded", "--device", "cpu", "--steps", "1", "--batch-size", "4", "--step-batch", "4"]
-    command = [*flags, "--seeds", "1", "--rates", "1", "--limit", "8", "--jobs", "1", "--out", str(tmp_path)]
+    flags = (
+        "--base embedded --device cpu --steps 1 --batch-size 4 --step-batch 4 --seeds 1 --rates 1 --limit 8 --jobs 1"
+    )
+    command = [*flags.split(), "--out", str(tmp_path)]
     wings.main(command)
     made = {file: file.stat().st_mtime_ns for file in tmp_path.glob("cells/*/*.json")}
     summary, text = json.loads((tmp_path / "comparison.json").read_text()), (tmp_path / "comparison.md").read_text()
@@ -136,5 +117,3 @@ def test_the_study_from_end_to_end_and_again(tmp_path):
     assert all(f" {task} " in text for task in sentences.TASKS)
     wings.main(command)
     assert made == {file: file.stat().st_mtime_ns for file in tmp_path.glob("cells/*/*.json")}
-    with pytest.raises(engine.UserError, match="--rows wing: choose of full, visual"):
-        study_of({2: parse(["--arch", "wings", "--stage", "2"])[0]}, Options(rows="wing"))

@@ -2,7 +2,7 @@
 
     python -m train.reproduce qmamba [--quick]           in miniature, on the embedded models and scenes
     python -m train.reproduce qmamba --base google/siglip-so400m-patch14-384 --option language_model=MAMBA \\
-        --stage-1-data jsonl:FILE --data jsonl:FILE --tables 2,3,4       on models and data as the paper's
+        --stage-1-data jsonl:FILE --data jsonl:FILE --tables 2 3 4       on models and data as the paper's
 
 "Query-based Cross-Modal Projector Bolstering Mamba Multimodal LLM" (anonymous ACL submission). Rows are those of its
 Table 1 (the number of queries, and projectors without any), Table 2 (local or global attention), Table 3 (the weights
@@ -11,50 +11,43 @@ of the connector) and Table 4 (the order in which a trained connector scans). Ea
 in the same order and answer the same questions. Each model is in cells/…/model, for other benchmarks.
 
 The trained connector is that of row `connector`, which has no queries: connector and linear projector before Mamba, as
-in VL-Mamba, of the same seed; --option connector_from=MODEL takes another. Table 4 trains nothing: models that were
-trained in both directions scan in one. --rates are factors of --lr in both stages. Every other flag is one of
-`train.finetune` and holds for both stages of all rows.
+in VL-Mamba, of the same seed. Table 4 trains nothing: models that were trained in both directions scan in one. --rates
+are factors of --lr in both stages. Every other flag is one of `train.finetune` and holds for both stages of all rows.
 """
 
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from eval import scenes
 from eval.command import Ask
 from eval.report import markdown_table
-from eval.run import ask_all
-from model.common import UserError, write_text
 from model.device import choose_device
 from model.mamba import choose_kernel
-from model.paligemma import PaliGemma
-from model.processor import Processor
 from model.qmamba import QMamba
 from train.flags import flag
-from train.loop import Diverged
 from train.optim import count, trainable
+from train.recipes import STAGES
 from train.settings import Settings
 from train.studies import engine, report
-from train.studies.engine import MEAN, Run, Study
+from train.studies.engine import MEAN, Study
 from train.studies.measures import Task, training_records, vqa_task
 from train.studies.pool import Job
 from train.studies.rules import Prediction
-from train.studies.stages import StagedOptions, key_of, learn, read_stages
-from train.systems.open import open_processor, open_stage, stage_rules, weights_dtype
+from train.studies.stages import StagedOptions, asking, key_of, learn, once, read_stages, without_answers
+from train.systems.open import open_processor, open_stage, weights_dtype
 from weights.export import export_model
-from weights.load import load_model
 
 TASKS = ("vqa", "locate", "count", "exist")  # of the embedded scenes
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A row of the paper's `table`, beside another one.
 
     options: of the projector; queries may be "all" (one a feature) or "half" (of the default). trained: starts from the
@@ -62,15 +55,15 @@ class Row:
     """
 
     table: int
-    beside: str | None
+    beside: str
     options: tuple[tuple[str, object], ...] = ()
     trained: bool = False
-    order: str | None = None
+    order: str = ""
 
 
 ROWS = {
     "local": Row(3, "from scratch", trained=True),
-    "from scratch": Row(3, None),
+    "from scratch": Row(3, ""),
     "global": Row(2, "local", (("local_attention", False),), trained=True),
     "half the queries": Row(1, "local", (("queries", "half"),), trained=True),
     "all queries": Row(1, "local", (("queries", "all"),), trained=True),
@@ -94,59 +87,41 @@ PUBLISHED = (
     ("Table 3", "from scratch 74.22, 56.30, 53.12, 48.0, 86.4"),
     ("Table 4", "forward alone does not harm, and can help"),
 )
-QUICK = {"seeds": 3, "limit": 200, "rates": (1.0,), "tables": "2,3"}
+QUICK = {"seeds": 3, "limit": 200, "rates": (1.0,), "tables": ("2", "3")}
 
 
 @dataclass(frozen=True)
 class Options(StagedOptions):
     """The flags of this study."""
 
-    tables: str = flag("1,2,3,4", "tables of the paper", metavar="N,…")
+    tables: tuple[str, ...] = flag(tuple("1234"), "of the paper (default: all)", choices="1234", nargs="+")
 
 
 # Cells
 
 
-def needs(stages: Mapping[int, Settings], job: Job) -> list[Job]:
+def needs(job: Job) -> list[Job]:
     """The cell with the connector that a row starts from, or with the model that it asks in one direction."""
     row = ROWS[job.row]
-    if row.order and row.beside:
-        return [replace(job, row=row.beside, changes=changes_of(row.beside))]
-    if row.trained and "connector_from" not in stages[1].options:
-        return [replace(job, row="connector", changes=changes_of("connector"), rate=1.0)]
-    return []
-
-
-def changes_of(name: str) -> tuple:
-    return tuple(asdict(ROWS[name]).items())
+    if row.order:
+        return [replace(job, row=row.beside, changes=ROWS[row.beside])]
+    return [replace(job, row="connector", changes=ROWS["connector"], rate=1.0)] if row.trained else []
 
 
 def make(stages: Mapping[int, Settings], limit: int, job: Job, folder: Path, *needed: Path) -> dict:
-    """Train a row in both stages, unless its model is there, and ask it the questions of a split.
-
-    A run whose loss is no longer finite scores 0.
-    """
+    """Train a row in both stages, unless its model is there, and ask it the questions of a split."""
     row, tasks = ROWS[job.row], tasks_of(stages[2], job.split, limit)
-    model_folder = needed[0] if row.order else folder
-    facts = model_folder / "facts.json"
-    if not facts.exists():
-        try:
-            found = train(stages, job, folder, *needed)
-        except Diverged as error:
-            found = {"diverged": str(error)}
-        write_text(facts, json.dumps(found))
-    found = json.loads(facts.read_text())
-    if "diverged" in found:
-        return {"scores": {name: [0.0] * len(task.groups) for name, task in tasks.items()}, "facts": found}
-    settings = replace(stages[2], base=str(model_folder / "model"))
-    device = choose_device(settings.device)
-    model: Any = load_model(settings.base, dtype=weights_dtype(settings, device), device=device).eval()
+    trained = needed[0] if row.order else folder
+    facts = once(trained / "facts.json", lambda: train(stages, job, folder, *needed))
+    if "diverged" in facts:
+        return without_answers(tasks, facts)
+    settings = replace(stages[2], base=str(trained / "model"))
+    model = open_qmamba(settings)
     if row.order:
         model.multi_modal_projector.connector.order = row.order
-    choose_kernel(model, settings.kernel, device)
     processor = open_processor(settings, model)[0]
     scores = {name: task.grade(model, processor, settings, folder) for name, task in tasks.items()}
-    return {"scores": scores, "facts": found}
+    return {"scores": scores, "facts": facts}
 
 
 def train(stages: Mapping[int, Settings], job: Job, folder: Path, *donor: Path) -> dict:
@@ -155,29 +130,30 @@ def train(stages: Mapping[int, Settings], job: Job, folder: Path, *donor: Path) 
     processor, files = open_processor(stages[1], model)
     for stage, settings in stages.items():
         settings = replace(settings, seed=job.seed, lr=settings.lr * job.rate)
-        records, rules = training_records(settings, stages[stage].seed), stage_rules(model, settings)
-        seconds += learn(model, processor, records, rules, settings, folder / f"{stage}")
+        records, factors = training_records(settings, Settings.seed), STAGES["qmamba"][stage].rates
+        seconds += learn(model, processor, records, settings, factors, folder)
     shutil.rmtree(folder / "model", ignore_errors=True)  # of a study that was killed here
     export_model(model, folder / "model", companions=files)
-    for stage in stages:
-        shutil.rmtree(folder / f"{stage}")
+    shutil.rmtree(folder / "stages")
     return {"parameters": count(trainable(model).values()), "seconds": seconds}
 
 
 def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> QMamba:
     """The model of stage 1: a fresh projector, whose shared parts are those of the other rows of the seed."""
-    options: dict[str, Any] = settings.options | dict(row.options)
-    if not row.trained:
-        options.pop("connector_from", None)
-    elif donor:
-        options["connector_from"] = str(donor[0] / "model")
-    device = choose_device(settings.device)
+    options = settings.options | dict(row.options)
+    options["connector_from"] = str(donor[0] / "model") if row.trained and donor else ""
     if options.get("queries") in ("all", "half"):
-        config: Any = open_stage(settings, torch.float32, torch.device("meta")).config
-        sizes = {"all": config.vision.num_image_tokens, "half": max(1, config.projector.queries // 2)}
-        options["queries"] = sizes[options["queries"]]
-    settings = replace(settings, seed=seed, option=tuple(f"{name}={json.dumps(options[name])}" for name in options))
-    model = open_stage(settings, weights_dtype(settings, device), device)
+        sizes = open_stage(settings, torch.float32, torch.device("meta")).config
+        is_all = options["queries"] == "all"
+        options["queries"] = sizes.vision.num_image_tokens if is_all else max(1, sizes.projector.queries // 2)
+    option = tuple(f"{name}={json.dumps(value)}" for name, value in options.items())
+    return open_qmamba(replace(settings, seed=seed, option=option))
+
+
+def open_qmamba(settings: Settings) -> QMamba:
+    """The model of a stage, on its device, with its kernel of the scan."""
+    device = choose_device(settings.device)
+    model = open_stage(settings, weights_dtype(settings, device), device).eval()
     assert isinstance(model, QMamba)
     choose_kernel(model, settings.kernel, device)
     return model
@@ -198,46 +174,34 @@ def scene_task(name: str, split: str, limit: int) -> Task:
     """One task of the embedded scenes. Guessing: the likeliest answer of training to the same words."""
     samples = [scenes.sample(name, split, number) for number in range(limit)]
     asks = [Ask(str(n), str(s.image_id), s.scene.render, s.prefix) for n, s in enumerate(samples)]
-
-    def grade(model: PaliGemma, processor: Processor, settings: Settings, folder: Path) -> list[float]:
-        answers = ask_all(model, processor, asks, max_new_tokens=6)
-        return [float(answer == sample.suffix) for answer, sample in zip(answers, samples, strict=True)]
-
     seen = [scenes.sample(name, "train", number) for number in range(2_000)]
     chance = scenes.blind(seen, samples)["overall"]
-    return Task(name, [f"{name}/{sample.image_id}" for sample in samples], chance, grade=grade)
+    return asking(name, asks, [sample.suffix for sample in samples], chance=chance)
 
 
 # The study
 
 
 def study_of(stages: Mapping[int, Settings], options: Options) -> Study:
-    """Raises UserError for an unknown table."""
-    tables = options.tables.split(",")
-    if unknown := [number for number in tables if number not in ("1", "2", "3", "4")]:
-        raise UserError(f"--tables {unknown[0]}: choose of 1, 2, 3, 4")
-    beside = {name: (row.beside,) for name, row in ROWS.items() if f"{row.table}" in tables and row.beside}
+    beside = {name: (row.beside,) for name, row in ROWS.items() if str(row.table) in options.tables and row.beside}
     names = [name for name in ROWS if name in {*beside, *(control for (control,) in beside.values())}]
     is_embedded = stages[2].is_embedded
     return Study(
         name="qmamba",
         title=f"Q-Mamba: base {stages[1].base}, data {' '.join(stages[2].data)}",
-        rows={name: changes_of(name) for name in names},
+        rows={name: ROWS[name] for name in names},
         make=partial(make, stages, options.limit),
         key=key_of(stages, options.limit),
         measures=tasks_of(stages[2], "test", options.limit),
         beside={"the row that the paper compares with": beside},
         rates=options.rates or ((0.5, 1.0, 2.0) if is_embedded else (1.0,)),
         plain=tuple(name for name in names if name.startswith("all queries")),  # one model, in three orders
-        needs=partial(needs, stages),
+        needs=needs,
         predictions=PREDICTIONS if is_embedded else (),
-        more=more,
-    )
-
-
-def more(run: Run) -> list:
-    return report.sections(
-        ("The paper's experiments", markdown_table(["published", "figures, and rows here"], PUBLISHED))
+        more=lambda run: [
+            "## The paper's experiments",
+            markdown_table(["published", "figures, and rows here"], PUBLISHED),
+        ],
     )
 
 

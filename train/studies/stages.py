@@ -1,25 +1,32 @@
-"""What the studies of WINGS and Q-Mamba share: the flags, the settings of both stages, and the training of a stage.
+"""What the studies of WINGS and Q-Mamba share: flags, settings of both stages, the training of a stage, and a task.
 
 In: a command line. Out: settings by stage, from which rows and cells are made. `train/recipes.py` has the stages.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import eq
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from eval.command import Ask
 from eval.records import Record
+from eval.run import ask_all
+from model.common import write_text
 from model.device import choose_device
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.source import EMBEDDED
 from train.distributed import World
 from train.flags import flag
-from train.optim import Rule
+from train.loop import Diverged
+from train.optim import Rule, matching
 from train.settings import Settings
-from train.studies.measures import data_mark
+from train.studies.engine import Measure
+from train.studies.measures import Task, data_mark
 from train.studies.options import StudyOptions, deciding, read_with_settings
 from train.supervised import make_order, train_on
 from train.systems.open import make_optimizer, open_stage
@@ -57,24 +64,60 @@ def read_stages(
 
 def key_of(stages: Mapping[int, Settings], limit: int) -> str:
     """What decides all cells beside their source: settings, data, and the weights that stage 1 starts from."""
-    settings = [(deciding(one), data_mark(one)) for one in stages.values()]
+    settings = [(deciding(of_stage), data_mark(of_stage)) for of_stage in stages.values()]
     first = replace(stages[1], base=EMBEDDED) if stages[1].base == TEXT_BASE else stages[1]  # the cells train it
     return repr((settings, exact_fingerprint(open_stage(first, torch.float32, torch.device("cpu"))), limit))
+
+
+# Cells
 
 
 def learn(
     model: PaliGemma,
     processor: Processor,
     records: Sequence[Record],
-    rules: Sequence[Rule],
     settings: Settings,
+    factors: Mapping[str, float],
     folder: Path,
 ) -> float:
-    """Train in place what `rules` name, from the newest checkpoint in `folder` if there is one. Returns seconds."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Train a stage in place, from the newest checkpoint in folder/stages if there is one. Returns seconds.
+
+    factors: by pattern of parameter names, of the rate in `settings`.
+    """
+    run = folder / "stages" / f"{settings.stage}"
+    run.mkdir(parents=True, exist_ok=True)
+    rules = [Rule(matching(model, names), settings.lr * by, settings.weight_decay) for names, by in factors.items()]
     model.set_checkpointing(settings.checkpointing)
     optimizer, world = make_optimizer(model, rules, settings), World(0, 1, choose_device(settings.device))
     order = make_order(records, processor, settings, world)
-    progress = train_on(order, model, optimizer, settings, folder, world)
+    progress = train_on(order, model, optimizer, settings, run, world)
     model.eval()
     return progress.seconds
+
+
+def once(file: Path, train: Callable[[], dict]) -> dict:
+    """What `train` returns, from `file` if it is there. If the loss was no longer finite: {"diverged": why}."""
+    if not file.exists():
+        try:
+            result = train()
+        except Diverged as error:
+            result = {"diverged": str(error)}
+        write_text(file, json.dumps(result) + "\n")
+    return json.loads(file.read_text())
+
+
+def without_answers(measures: Mapping[str, Measure], facts: dict) -> dict:
+    """The cell of a run that diverged: it scores 0."""
+    return {"scores": {name: [0.0] * len(measure.groups) for name, measure in measures.items()}, "facts": facts}
+
+
+def asking(
+    title: str, asks: Sequence[Ask], truths: Sequence[str], score: Callable[[str, str], float] = eq, **more
+) -> Task:
+    """A task whose answers are scored by score(answer, truth). more: fields of a Task."""
+
+    def grade(model: PaliGemma, processor: Processor, settings: Settings, folder: Path) -> list[float]:
+        answers = ask_all(model, processor, asks)
+        return [float(score(answer or "", truth)) for answer, truth in zip(answers, truths, strict=True)]
+
+    return Task(title, [ask.key for ask in asks], grade=grade, **more)

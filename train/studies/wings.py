@@ -5,23 +5,23 @@
         --stage-1-data jsonl:FILE --data jsonl:FILE      on models and data as the paper's
 
 Zhang et al., "Wings: Learning Multimodal LLMs without Text-only Forgetting", NeurIPS 2024. Every row starts from one
-language model and vision tower. Stage 1 trains the projector, and the visual learners of a row that has them; stage 2
-what the row says. All rows of a seed learn the same pictures in the same order. Measures: text alone
+language model and vision tower. Stage 1 trains the projector, and the visual learners of a row that has learners;
+stage 2 what `ROWS` says. All rows of a seed learn the same pictures in the same order. Measures: text alone
 (`eval/text/sentences.py`), pictures, and the attention shift (`eval/shift.py`). The first table is the paper's claim:
 text that is kept with learners and without. In the second the decoder is frozen: learners, or LoRA of their size.
 
 In miniature each seed has a decoder of its own (`train/embedded/text.py`), and an answer names what is in each of the
 16 squares. --rates are factors of --lr in stage 2. One at which a tuning seed does not learn to read is not chosen.
-Every other flag is one of `train.finetune` and holds for both stages of all rows.
+Every other flag is one of `train.finetune` and holds for both stages of all rows. Missing: MMLU, MMMU and the like,
+which need a large language model; interleaved pictures and text (IIT), whose questions are not public.
 """
 
-import json
 import random
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 
@@ -32,65 +32,43 @@ from eval import scenes
 from eval.command import Ask, ask_of
 from eval.records import Record
 from eval.report import interval_text, markdown_table
-from eval.run import ask_all
-from eval.shift import measure, put_slot
+from eval.shift import GROUPS, measure, put_slot
 from eval.statistics import estimate
 from eval.text.sentences import TASKS, sentence
 from lora import adapter
 from lora.adapter import DECODER_TARGETS
-from model.common import UserError, write_text
 from model.device import choose_device
-from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.wings import Wings, route
 from train.data.sources import read_records
 from train.embedded.text import make_text_base
 from train.flags import flag
-from train.loop import Diverged
-from train.optim import Rule, count, matching, trainable
+from train.optim import count, trainable
 from train.settings import Settings
 from train.studies import engine, report
 from train.studies.engine import Measure, Run, Study
-from train.studies.measures import training_records, vqa_task
+from train.studies.measures import Task, training_records, vqa_task
 from train.studies.pool import Job
 from train.studies.rules import Prediction
-from train.studies.stages import StagedOptions, key_of, learn, read_stages
+from train.studies.stages import StagedOptions, asking, key_of, learn, once, read_stages, without_answers
 from train.systems.open import open_processor, open_stage, weights_dtype
 from train.systems.wings import TEXT_BASE
 
-PROJECTOR, LORA = r"multi_modal_projector\..*", r".*\.lora_[AB]\..*"
+PROJECTOR, LORA, VISUAL = r"multi_modal_projector\..*", r".*\.lora_[AB]\..*", r".*\.visual\..*"
 LEARNERS, DECODER = r".*\.(visual|textual|router)\..*", r"language_model\.(?!.*\.(visual|textual|router)\.).*"
-QUESTION = "What is in the image?"  # of the miniature
-READ = 0.9  # of the objects: a run that names fewer has not learned to read pictures
+# What stage 2 trains, and the factors of its rate. 5 is the paper's. LoRA has the size of learners and routers.
+ROWS = {
+    "full": {PROJECTOR: 5.0, DECODER: 1.0},
+    "visual": {PROJECTOR: 5.0, DECODER: 1.0, VISUAL: 1.0},
+    "wings": {PROJECTOR: 5.0, DECODER: 1.0, LEARNERS: 1.0},
+    "lora": {PROJECTOR: 6.0, LORA: 6.0},
+    "learners": {PROJECTOR: 10.0, LEARNERS: 10.0},
+}
 BEFORE = "before"  # as the row of a job: the language model before it sees a picture
 TEXT, PICTURES, SHIFT, SPLITS = "text", "pictures", "shift", ("validation", "test")
+QUESTION = "What is in the image?"  # of the miniature
+READ = 0.9  # of the objects: a run that names fewer has not learned to read pictures
 LOOKED_AT = 100  # pictures whose attention is measured
-
-
-@dataclass(frozen=True)
-class Row:
-    """learners: "none", "visual", or "routed" for both kinds with routers. decoder: "trained", "frozen", or "lora" with
-    as many parameters as learners and routers have. rate: of stage 2, over --lr."""
-
-    learners: str
-    decoder: str
-    rate: float = 1.0
-
-    def factors(self, stage: int) -> dict[str, float]:
-        """By pattern of names what is trained, and the factor of its rate. The projector's 5 is the paper's."""
-        learners = {} if self.learners == "none" else {LEARNERS: 1.0}
-        if stage == 1 or self.decoder == "frozen":
-            return {PROJECTOR: 1.0} | learners
-        return {PROJECTOR: 1.0, LORA: 1.0} if self.decoder == "lora" else {PROJECTOR: 5.0, DECODER: 1.0} | learners
-
-
-ROWS = {
-    "full": Row("none", "trained"),
-    "visual": Row("visual", "trained"),
-    "wings": Row("routed", "trained"),
-    "lora": Row("none", "lora", 6.0),
-    "learners": Row("routed", "frozen", 10.0),
-}
 BESIDE = {
     "tuning without learners": {"wings": "full", "visual": "full"},
     "LoRA of as many parameters": {"learners": "lora"},
@@ -99,21 +77,14 @@ PREDICTIONS = (
     Prediction("wings", TEXT, "better", "the paper's claim; an earlier run of this miniature could not tell"),
     Prediction("visual", TEXT, "worse", "the paper's reason for textual learners"),
 )
-PUBLISHED = (
-    ("text-only forgetting; learners against it, and beside LoRA", "both tables"),
-    ("LAWS before, in and after the picture", "as published, for each row"),
-    ("attention shift and text, over more than 100 models", "the shift of each row; missing: so many models"),
-    ("MMLU, MMMU and other benchmarks", "missing: a language model that can answer them is needed"),
-    ("interleaved pictures and text (IIT)", "missing: its questions are not public"),
-)
-QUICK = {"rows": "full,wings", "seeds": 3, "limit": 200, "rates": (1.0,)}
+QUICK = {"rows": ("full", "wings"), "seeds": 3, "limit": 200, "rates": (1.0,)}
 
 
 @dataclass(frozen=True)
 class Options(StagedOptions):
     """The flags of this study."""
 
-    rows: str = flag(",".join(ROWS), f"of {', '.join(ROWS)}", metavar="NAME,…")
+    rows: tuple[str, ...] = flag(tuple(ROWS), "(default: all)", choices=[*ROWS], nargs="+")
 
 
 # Cells
@@ -124,24 +95,17 @@ def needs(job: Job) -> list[Job]:
     return [] if job.row == BEFORE else [Job(BEFORE, (), 0.0, job.seed)]
 
 
-def make(stages: Mapping[int, Settings], sizes: Mapping[str, int], job: Job, folder: Path, *before: Path) -> dict:
-    """Train a row in both stages, unless that is done, and give its scores on a split. sizes: examples by measure.
+def make(stages: Mapping[int, Settings], limit: int, job: Job, folder: Path, *before: Path) -> dict:
+    """Train a row in both stages, unless that is done, and give its scores on a split.
 
-    The cell of the language model has no scores of a row; what it knows of text is in its facts. A run whose loss is no
-    longer finite scores 0.
+    The cell of the language model has no scores of a row; what it knows of text is in its facts.
     """
     if job.row == BEFORE:
-        model, processor = open_first(stages[1], job.seed, folder)
-        return {"scores": {}, "facts": {TEXT: grade_text(model, processor, "test", sizes[TEXT])}}
-    done = folder / "done.json"
-    if not done.exists():
-        try:
-            cell = train(stages, sizes[TEXT], job, folder, before[0])
-        except Diverged as error:
-            scores = {name: [0.0] * size for name, size in sizes.items()}
-            cell = {"scores": dict.fromkeys(SPLITS, scores), "facts": {"diverged": str(error)}}
-        write_text(done, json.dumps(cell))
-    cell = json.loads(done.read_text())
+        known = text_task("test", limit).grade(*open_first(stages[1], job.seed, folder), stages[1], folder)
+        return {"scores": {}, "facts": {TEXT: known}}
+    cell = once(folder / "cell.json", lambda: train(stages, limit, job, folder, before[0]))
+    if "diverged" in cell:
+        return without_answers(measures_of(stages[2], job.split, limit), cell)
     return {"scores": cell["scores"][job.split], "facts": cell["facts"]}
 
 
@@ -159,31 +123,27 @@ def open_first(settings: Settings, seed: int, before: Path) -> tuple[Wings, Proc
 
 def train(stages: Mapping[int, Settings], limit: int, job: Job, folder: Path, before: Path) -> dict:
     """Both stages: the "scores" of each split, and "facts". Learners that are not trained add exactly 0."""
-    row = Row(**dict(job.changes))
-    (model, processor), seconds = open_first(stages[1], job.seed, before), 0.0
-    for stage, settings in stages.items():
-        settings = replace(settings, seed=job.seed)
-        if stage == 2:
-            settings = replace(settings, lr=settings.lr * row.rate * job.rate)
-            model = route(model, job.seed) if row.learners == "routed" else model
-        if stage == 2 and row.decoder == "lora":
-            rank = lora_rank(model)
-            torch.manual_seed(job.seed)  # LoRA's A is drawn here
-            adapter.inject(model, DECODER_TARGETS, rank, 2.0 * rank)
-        rules = [
-            Rule(matching(model, pattern), settings.lr * factor, settings.weight_decay)
-            for pattern, factor in row.factors(stage).items()
-        ]
-        records = pictures_to_learn(settings, stages[stage].seed)
-        seconds += learn(model, processor, records, rules, settings, folder / f"{stage}")
-    scores: dict[str, dict] = {split: {TEXT: grade_text(model, processor, split, limit)} for split in SPLITS}
+    first, second = (replace(settings, seed=job.seed) for settings in stages.values())
+    factors = dict(job.changes)
+    model, processor = open_first(first, job.seed, before)
+    visual = {VISUAL: 1.0} if factors.keys() & {VISUAL, LEARNERS} else {}
+    seconds = learn(model, processor, pictures_to_learn(first), first, {PROJECTOR: 1.0} | visual, folder)
+    if LEARNERS in factors:
+        model = route(model, job.seed)
+    if LORA in factors:
+        rank = lora_rank(model)
+        torch.manual_seed(job.seed)  # LoRA's A is drawn here
+        adapter.inject(model, DECODER_TARGETS, rank, 2.0 * rank)
+    second = replace(second, lr=second.lr * job.rate)
+    seconds += learn(model, processor, pictures_to_learn(second), second, factors, folder)
+    scores = {}
     for split in SPLITS:
-        scores[split][PICTURES] = grade_pictures(model, processor, settings, split, limit, folder)
-    shift = measure(model, processor, [(r.pictures[0], put_slot(r.prefix)) for r in looked_at(settings)])
+        tasks = tasks_of(stages[2], split, limit)
+        scores[split] = {name: task.grade(model, processor, second, folder) for name, task in tasks.items()}
+    shift = measure(model, processor, [(r.pictures[0], put_slot(r.prefix)) for r in looked_at(second)])
     scores["test"][SHIFT] = np.nan_to_num(shift.each, nan=1.0).tolist()  # a flat curve has no correlation
+    shutil.rmtree(folder / "stages")
     facts = {"parameters": count(trainable(model).values()), "seconds": seconds, "laws": shift.shares.tolist()}
-    for stage in stages:
-        shutil.rmtree(folder / f"{stage}")
     return {"scores": scores, "facts": facts}
 
 
@@ -199,10 +159,10 @@ def lora_rank(model: Wings) -> int:
 # Data and measures
 
 
-def pictures_to_learn(settings: Settings, shared_seed: int) -> Sequence[Record]:
+def pictures_to_learn(settings: Settings) -> Sequence[Record]:
     """Data on disk as it is; scenes with the picture at a random place in the question."""
     if not settings.is_embedded:
-        return training_records(settings, shared_seed)
+        return training_records(settings, Settings.seed)
     dice, first = random.Random(f"places/{settings.seed}/{settings.stage}"), 10_000_000 * (settings.stage or 0)
     return [scene("train", first + n, dice.random(), settings.seed) for n in range(settings.samples)]
 
@@ -221,22 +181,30 @@ def looked_at(settings: Settings) -> list[Record]:
     return list(islice((r for r in read_records(settings, "validation") if len(r.pictures) == 1), LOOKED_AT))
 
 
-def grade_text(model: PaliGemma, processor: Processor, split: str, limit: int) -> list[float]:
-    """Right (1) or wrong (0) for `limit` sentences without a picture, the text tasks in turn."""
-    asked = [sentence([*TASKS][n % len(TASKS)], split, n // len(TASKS)) for n in range(limit)]
-    asks = [Ask(f"{number}", f"text {number}", (), s.prefix) for number, s in enumerate(asked)]
-    return [float(answer == s.suffix) for answer, s in zip(ask_all(model, processor, asks), asked, strict=True)]
+def text_task(split: str, limit: int) -> Task:
+    """Sentences without a picture, the text tasks in turn."""
+    texts = [sentence([*TASKS][n % len(TASKS)], split, n // len(TASKS)) for n in range(limit)]
+    asks = [Ask(f"{number}", f"{number}", (), text.prefix) for number, text in enumerate(texts)]
+    return asking("text alone", asks, [text.suffix for text in texts], rungs=[text.task for text in texts])
 
 
-def grade_pictures(
-    model: PaliGemma, processor: Processor, settings: Settings, split: str, limit: int, folder: Path
-) -> list[float]:
-    """VQA accuracy of held-out questions; of scenes the share of the objects that the answer names."""
-    if not settings.is_embedded:
-        return vqa_task(settings, split, limit).grade(model, processor, settings, folder)
-    records = [scene(split, number) for number in range(limit)]
-    answers = ask_all(model, processor, [ask_of(record) for record in records])
-    return [share_named(answer or "", record.suffix) for answer, record in zip(answers, records, strict=True)]
+@cache
+def tasks_of(settings: Settings, split: str, limit: int) -> dict[str, Task]:
+    """Text, and held-out questions about pictures; of scenes the share of the objects that the answer names."""
+    if settings.is_embedded:
+        records = [scene(split, number) for number in range(limit)]
+        truths = [record.suffix for record in records]
+        pictures = asking("pictures", [ask_of(record) for record in records], truths, share_named)
+    else:
+        pictures = vqa_task(settings, split, limit)
+    return {TEXT: text_task(split, limit), PICTURES: replace(pictures, in_mean=False)}
+
+
+def measures_of(settings: Settings, split: str, limit: int) -> dict[str, Measure]:
+    """The tasks, and in the test split the attention shift."""
+    shown, flat = [record.key for record in looked_at(settings)], {"margin": 0.1, "in_mean": False}
+    shift = {SHIFT: Measure("attention shift", shown, unit="0 to 2", less_is_better=True, **flat)}
+    return {**tasks_of(settings, split, limit), **(shift if split == "test" else {})}
 
 
 def share_named(answer: str, squares: str) -> float:
@@ -254,56 +222,42 @@ def has_read(cell: Mapping) -> bool:
 
 
 def study_of(stages: Mapping[int, Settings], options: Options) -> Study:
-    """Raises UserError for an unknown row."""
-    names, limit, is_embedded = options.rows.split(","), options.limit, stages[2].is_embedded
-    if unknown := [name for name in names if name not in ROWS]:
-        raise UserError(f"--rows {unknown[0]}: choose of {', '.join(ROWS)}")
-    beside = {
-        title: {row: (control,) for row, control in table.items() if {row, control} <= {*names}}
-        for title, table in BESIDE.items()
-    }
-    numbers = [f"{number}" for number in range(limit)]
-    pictures = numbers if is_embedded else vqa_task(stages[2], "test", limit).groups
-    shown, less = [record.key for record in looked_at(stages[2])], {"margin": 0.1, "less_is_better": True}
-    measures = {
-        TEXT: Measure("text alone", numbers, rungs=[[*TASKS][n % len(TASKS)] for n in range(limit)]),
-        PICTURES: Measure("pictures", pictures, in_mean=False),
-        SHIFT: Measure("attention shift", shown, unit="0 to 2", in_mean=False, **less),
-    }
+    is_embedded, beside = stages[2].is_embedded, {}
+    for title, table in BESIDE.items():
+        if pairs := {row: (control,) for row, control in table.items() if {row, control} <= {*options.rows}}:
+            beside[title] = pairs
     return Study(
         name="wings",
         title=f"WINGS: base {stages[1].base}, data {' '.join(stages[2].data)}",
-        rows={name: tuple(vars(ROWS[name]).items()) for name in names},
-        make=partial(make, stages, {name: len(one.groups) for name, one in measures.items()}),
-        key=key_of(stages, limit),
-        measures=measures,
+        rows={name: tuple(ROWS[name].items()) for name in options.rows},
+        make=partial(make, stages, options.limit),
+        key=key_of(stages, options.limit),
+        measures=measures_of(stages[2], "test", options.limit),
         main=TEXT,
-        beside={title: table for title, table in beside.items() if table},
+        beside=beside,
         rates=options.rates or ((0.5, 1.0, 2.0) if is_embedded else (1.0,)),
         needs=needs,
         usable=has_read if is_embedded else lambda cell: True,
         predictions=PREDICTIONS,
-        more=more,
+        more=blocks,
     )
 
 
-def more(run: Run) -> list:
-    """Text beside that of the language model before, LAWS by layer, and what the paper published."""
+def blocks(run: Run) -> list:
+    """Text beside that of the language model before, and LAWS by layer, as the paper shows them."""
     before = run.get([Job(BEFORE, (), 0.0, seed) for seed in range(run.seeds)])
-    known = 100 * np.array([cell["facts"][TEXT] for cell in before])
-    kept = {row: estimate(run.scores(row)[TEXT] - known) for row in run.cells}
-    facts = {row: [cell["facts"] for cell in cells] for row, cells in run.cells.items()}
-    laws = {
-        row: np.mean([one["laws"] for one in of_row], axis=0) for row, of_row in facts.items() if "laws" in of_row[0]
-    }
-    layers = [[row, *(" / ".join(f"{x:.0f}" for x in layer) for layer in of_row)] for row, of_row in laws.items()]
-    head = ["row", *(f"layer {number}" for number in range(1, len(next(iter(laws.values()), ())) + 1))]
-    body = [[row, interval_text(change, 1, signed=True)] for row, change in kept.items()]
-    return report.sections(
-        ("Text alone, change in points", markdown_table(["row", f"{known.mean():.1f} % before"], body)),
-        ("LAWS of text before, picture, text after, % of the attention", markdown_table(head, layers)),
-        ("The paper's experiments", markdown_table(["published", "here"], PUBLISHED)),
-    )
+    known, kept, laws = 100 * np.array([cell["facts"][TEXT] for cell in before]), [], []
+    for row, cells in run.cells.items():
+        kept.append([row, interval_text(estimate(run.scores(row)[TEXT] - known), 1, signed=True)])
+        if all("laws" in cell["facts"] for cell in cells):
+            groups = np.mean([cell["facts"]["laws"] for cell in cells], axis=0).T
+            laws.append([row, *(" ".join(f"{share:.0f}" for share in by_layer) for by_layer in groups)])
+    return [
+        "## Text alone, change in points",
+        markdown_table(["row", f"{known.mean():.1f} % before"], kept),
+        "## LAWS by layer, % of the attention",
+        markdown_table(["row", *GROUPS], laws),
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
