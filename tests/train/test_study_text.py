@@ -14,7 +14,7 @@ from train.studies.report import read_csv
 from train.studies.text import equal_loss, hardest, main, window_losses
 from weights.load import load_model
 
-FLAGS = "--preset nano --length 128 --batch-size 2 --rates 1e-3 --tokens 1280 --limit 5 --seeds 2 --jobs 1"
+FLAGS = "--sizes nano --length 128 --batch-size 2 --rates 1e-3 --tokens 1280 --limit 5 --seeds 2 --jobs 1"
 
 
 def run(text_folder, out, *more: str) -> dict:

@@ -2,7 +2,7 @@
 
     python -m train.compare --rows text                          three sizes, up to 0.6 million parameters, two cores
     python -m train.compare --rows text --quick                  two sizes, shorter runs
-    python -m train.reproduce text --preset small --tokens 2e9 --batch-size 64 --device cuda --text DIR
+    python -m train.reproduce text --sizes small --tokens 2e9 --batch-size 64 --device cuda --text DIR
 
 In: text, by default the source of Python's standard library, and the tasks of `eval/text/tasks.py`. Out: the report of
 `train/studies/report.py`, with λ, the loss over tokens, and the figures of Ye et al. (2024) beside ours.
@@ -11,13 +11,16 @@ Runs of one size and seed are a pair: both kinds have equal parameters to within
 and, but for λ and the norm by head, the same initial weights to the bit. The loss on validation text, after all tokens,
 chooses a rate for each kind and size. Each task is asked at its largest number of records, needles or examples. A cell
 is a run folder, which `python -m eval.text all RUN…` measures by depth, number and length of context.
+
+Of the paper's experiments, scaling by size and by tokens is in miniature; examples in context are of an invented task;
+missing are downstream tasks, hallucination, outliers and attention in few bits, and the ablations.
 """
 
 import json
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -46,9 +49,9 @@ from weights.load import load_model
 
 KINDS = ("plain", "differential")
 CURVE, CURVE_BATCHES = 8, 4  # points of the loss over tokens in a run, and validation batches of each
-DEFAULTS = TextSettings(preset="0.6m", tokens=3e5, checkpoint_every=250)
-SIZES, RATES = ("0.3m", "0.2m"), (3e-3, 6e-3, 1.2e-2)  # beside the default preset; to try first
-QUICK = {"preset": "0.3m", "sizes": ("0.1m",), "tokens": 1.5e5, "limit": 50, "seeds": 5, "positive": False}
+SIZES, RATES = ("0.6m", "0.3m", "0.2m"), (3e-3, 6e-3, 1.2e-2)  # the main size first; rates to try first
+DEFAULTS = TextSettings(tokens=3e5, checkpoint_every=250)
+QUICK = {"sizes": ("0.3m", "0.1m"), "tokens": 1.5e5, "limit": 50, "seeds": 5, "positive": False}
 QUICK |= {"rates": (1.2e-2, 2.4e-2, 4.8e-2)}
 PREDICTED = (  # from a run of three seeds in which nothing was retrieved, and from Ye et al. 2024
     ("loss", "worse", "+0.09 nats at 0.64 million parameters"),
@@ -59,30 +62,17 @@ PREDICTED = (  # from a run of three seeds in which nothing was retrieved, and f
 )
 # Ye et al. 2024, Table 3: shares of the attention at 3B, mean over depths, plain and differential
 SHARES = {"attention": ("on the answer", "0.05", "0.32"), "attention-noise": ("on noise", "0.51", "0.02")}
-EXPERIMENTS = (  # published, and here
-    ("language modelling, 3B and 1T tokens, downstream tasks", "missing: a base of that size is not trained here"),
-    ("scaling by size, 830M to 13.1B", "in miniature, by `--sizes`"),
-    ("scaling by tokens, 3B, up to 360B: equal loss with 64 % of the tokens", "in miniature, the loss over tokens"),
-    ("likelihood by context, needles by depth and length, up to 64K", "`python -m eval.text all`, within a row"),
-    ("many-shot learning in context: TREC, Banking-77, Clinc-150", "on an invented task, 64 examples at most"),
-    ("robustness to the examples' order", "as published, at random; best minus worst order of a question"),
-    ("hallucination; outliers, attention in few bits; ablations of λ, norm and heads", "missing: not built"),
-)
+TITLES = {"recall": "one of {} records", "needle": "one of {} needles in a text", "examples": "after {} examples"}
 
 
 @dataclass(frozen=True)
 class Options(StudyOptions):
     """The flags of this study."""
 
+    sizes: tuple[str, ...] = flag(SIZES, "the main one first", choices=list(TEXT_PRESETS), nargs="+", metavar="PRESET")
     limit: int = flag(100, "windows of text, and tests of each task", least=5, metavar="N")
     positive: bool = flag(True, "the positive control, a minute")
-    text: tuple[str, ...] = flag(
-        (), "files or folders of plain text (default: Python's standard library)", nargs="*", metavar="PATH"
-    )
-    preset: str = flag(DEFAULTS.preset, "the first size", choices=list(TEXT_PRESETS))
-    sizes: tuple[str, ...] = flag(
-        (), "more sizes (default: 0.3m 0.2m)", nargs="*", choices=list(TEXT_PRESETS), metavar="PRESET"
-    )
+    text: tuple[str, ...] = flag((), "files, folders (default: Python's standard library)", nargs="*", metavar="PATH")
     tokens: float = flag(DEFAULTS.tokens, "tokens of a run", least=1, most=1e15)
     length: int = flag(DEFAULTS.length, "positions of a row", least=max(measures.EXAMPLES) + 4, most=2**20)
     batch_size: int = flag(DEFAULTS.batch_size, "rows of a step", least=1)
@@ -92,12 +82,9 @@ class Options(StudyOptions):
 def read_arguments(argv: Sequence[str] | None) -> tuple[Options, TextSettings]:
     """The study's flags, and the settings of its runs. Raises UserError."""
     options = read_options(Options, argv, "train.compare --rows text", __doc__, QUICK)
-    more = options.sizes or SIZES * (options.preset == DEFAULTS.preset)
-    out = options.out or Path("runs/compare-text" + "-quick" * options.quick)
-    options = replace(options, out=out, sizes=tuple(dict.fromkeys((options.preset, *more))))
-    known = {field.name for field in fields(TextSettings)}
-    given = {name: value for name, value in vars(options).items() if name in known}
-    settings = replace(DEFAULTS, **given, corpus=str(out / "corpus"))
+    options = replace(options, out=options.out or Path("runs/compare-text" + "-quick" * options.quick))
+    given = {name: getattr(options, name) for name in ("text", "tokens", "length", "batch_size", "device")}
+    settings = replace(DEFAULTS, **given, preset=options.sizes[0], corpus=f"{options.out}/corpus")
     check(settings)
     return options, settings
 
@@ -155,21 +142,15 @@ def window_losses(panel: measures.Scores) -> list[float]:
 
 def measures_of(corpus: Corpus, length: int, limit: int) -> dict[str, Measure]:
     """The loss on text, and each task at the largest number that fits a row."""
-    records = max(number for number in measures.RECALL if number + 4 < length)
-    needles = max(number for number in measures.NEEDLES if 3 * number < length)
+    most = {"recall": max(number for number in measures.RECALL if number + 4 < length)}
+    most |= {"needle": max(number for number in measures.NEEDLES if 3 * number < length)}
+    most |= {"examples": max(measures.EXAMPLES)}
     documents = [str(document) for _, document in measures.windows(corpus, length, limit)]
-    tests = [str(number) for number in range(limit)]
-
-    def task(name: str, number: int, title: str) -> Measure:
-        return Measure(title, tests, 100 * measures.chance(name, [number])[number])
-
-    return {
-        "recall": task("recall", records, f"one of {records} records"),
-        "needle": task("needle", needles, f"one of {needles} needles in a text"),
-        "examples": task("examples", max(measures.EXAMPLES), f"after {max(measures.EXAMPLES)} examples"),
-        "order": Measure("of them in any order: 100 less best minus worst", tests, in_mean=False),
-        "loss": Measure("loss on text", documents, unit="nats", margin=0.03, less_is_better=True, in_mean=False),
-    }
+    chances = {name: 100 * measures.chance(name, [number])[number] for name, number in most.items()}
+    tasks = {name: Measure(TITLES[name].format(most[name]), range(limit), chances[name]) for name in most}
+    order = Measure("of them in any order: 100 less best minus worst", range(limit), in_mean=False)
+    loss = Measure("loss on text", documents, unit="nats", margin=0.03, less_is_better=True, in_mean=False)
+    return tasks | {"order": order, "loss": loss}
 
 
 def study_of(settings: TextSettings, options: Options, corpus: Corpus) -> Study:
@@ -193,27 +174,26 @@ def study_of(settings: TextSettings, options: Options, corpus: Corpus) -> Study:
 
 def blocks(options: Options, run: Run) -> list:
     """λ, the loss over tokens, the paper's figures, and the command that measures the runs by depth and number."""
-    pair = {kind: [cell["facts"] for cell in run.cells[f"{kind}, {options.preset}"]] for kind in KINDS}
-    weights = np.mean([cell["lambda"] for cell in pair["differential"]], axis=0)
-    means = {name: [np.mean([cell[name] for cell in of_kind]) for of_kind in pair.values()] for name in SHARES}
-    shares = [
-        [f"attention {title}", *published, *(f"{mean:.3f}" for mean in means[name])]
-        for name, (title, *published) in SHARES.items()
-    ]
-    curves = {kind: np.mean([cell["curve"] for cell in of_kind], axis=0).tolist() for kind, of_kind in pair.items()}
-    sizes = sorted((run.cells[f"plain, {size}"][0]["facts"]["parameters"], size) for size in options.sizes)
-    losses = np.array([[run.scores(f"{kind}, {size}")["loss"] for kind in KINDS] for _, size in sizes])
-    title = f"loss over tokens, {options.preset}, validation rows"
+    first = options.sizes[0]
+    facts = {kind: [cell["facts"] for cell in run.cells[f"{kind}, {first}"]] for kind in KINDS}
+    weights = np.mean([cell["lambda"] for cell in facts["differential"]], axis=0)
+    shares = []
+    for name, (title, *published) in SHARES.items():
+        means = [np.mean([cell[name] for cell in facts[kind]]) for kind in KINDS]
+        shares.append([f"attention {title}", *published, *(f"{mean:.3f}" for mean in means)])
+    curves = {kind: np.mean([cell["curve"] for cell in facts[kind]], axis=0).tolist() for kind in KINDS}
+    title = f"loss over tokens, {first}, validation rows"
     figures.save(figures.line_chart(curves, title, "tokens", "nats a token"), run.out / "curve.png")
-    folders = (run.file(run.job(f"{kind}, {options.preset}", n)).parent for kind in KINDS for n in range(run.seeds))
+    parameters = [run.cells[f"plain, {size}"][0]["facts"]["parameters"] for size in options.sizes]
+    losses = np.array([[run.scores(f"{kind}, {size}")["loss"] for kind in KINDS] for size in options.sizes])
+    folders = [str(run.file(run.job(f"{kind}, {first}", n)).parent) for kind in KINDS for n in range(run.seeds)]
     return [
-        f"λ of {options.preset} by layer, mean over seeds: {', '.join(f'{weight:.2f}' for weight in weights)}.",
+        f"λ of {first} by layer, mean over seeds: {', '.join(f'{weight:.2f}' for weight in weights)}.",
         f"![{title}](curve.png)",
         "## Published (Ye et al. 2024, 3B) and here",
         markdown_table(["share of", *KINDS, *(f"{kind}, here" for kind in KINDS)], shares),
-        equal_loss([parameters for parameters, _ in sizes], losses, run.study.measures["loss"].groups),
-        markdown_table(["experiment", "here"], EXPERIMENTS),
-        f"By depth, number and length of context: `python -m eval.text all {' '.join(map(str, folders))}`",
+        equal_loss(parameters, losses, run.study.measures["loss"].groups),
+        f"By depth, number and length of context: `python -m eval.text all {' '.join(folders)}`",
         *(built.blocks(run, built.ORIGINAL) if options.positive else []),
     ]
 
@@ -221,13 +201,13 @@ def blocks(options: Options, run: Run) -> list:
 def equal_loss(parameters: Sequence[float], losses: np.ndarray, documents: Sequence[str]) -> str:
     """The share of plain attention's parameters with which differential attention has its loss, in a sentence.
 
-    parameters: of each size, from small to large. losses: (sizes, kinds, seeds, windows), in nats. The loss is taken as
-    a line over the logarithm of the parameters, with one slope b of both kinds: a gap g at the largest size is worth a
+    parameters: of each size, the main one first. losses: (sizes, kinds, seeds, windows), in nats. The loss is taken as
+    a line over the logarithm of the parameters, with one slope b of both kinds: a gap g at the main size is worth a
     factor of exp(-g / b).
     """
-    span = parameters[-1] / parameters[0]
+    span = max(parameters) / min(parameters)
     slopes = np.polyfit(np.log(parameters), losses.mean(axis=(1, 3)), 1)[0] if span > 1 else np.zeros(losses.shape[2])
-    slope, gap = estimate(slopes[:, None]), estimate(losses[-1, 1] - losses[-1, 0], documents)
+    slope, gap = estimate(slopes[:, None]), estimate(losses[0, 1] - losses[0, 0], documents)
     if not slope.high < -1e-9:
         return "The loss is not shown to fall with the parameters: no share of them for equal loss follows."
     share, low, high = np.exp(-np.array(gap[:3]) / slope.mean)
