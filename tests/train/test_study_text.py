@@ -33,12 +33,8 @@ def test_the_study_runs_end_to_end_and_each_cell_once(text_folder, tmp_path, cap
 
     lines = [line for line in read_csv(tmp_path / "comparison.csv") if line.row == "differential, nano"]
     (line,) = [line for line in lines if (line.seed, line.split, line.measure) == (1, "test", "loss")]
-    folders = {
-        (cell["row"], cell["seed"]): file.parent
-        for file in tmp_path.glob("cells/*/test.json")
-        if "steps" not in (cell := json.loads(file.read_text()))["row"]
-    }
-    folder = folders["differential, nano", 1]
+    cells = {file.parent: json.loads(file.read_text()) for file in tmp_path.glob("cells/*/test.json")}
+    (folder,) = [f for f, cell in cells.items() if (cell["row"], cell["seed"]) == ("differential, nano", 1)]
     settings = json.loads((folder / "config.json").read_text())
     assert (settings["attention"], settings["seed"], settings["tokens"]) == ("differential", 1, 1280)
     model, corpus = load_model(folder / "model"), kept_corpus(tmp_path / "corpus")
@@ -48,10 +44,9 @@ def test_the_study_runs_end_to_end_and_each_cell_once(text_folder, tmp_path, cap
     assert tried == pytest.approx(-np.mean(validation)) and len(validation) == 2
     held_out = json.loads((folder / "validation.json").read_text())["scores"]["loss"]
     assert held_out == pytest.approx(window_losses(nll(model, corpus, 128, 5, "validation")["nll"]))
-    cell = json.loads((folder / "test.json").read_text())["scores"]
+    cell = cells[folder]["scores"]
     assert cell["recall"] == hardest(recall(model, corpus, 128, 5)["recall"]) and len(cell["recall"]) == 5
-    margins = hardest(examples(model, corpus, 128, 5)["examples-margin"])
-    assert cell["order"] == [1 - margin for margin in margins]
+    assert cell["order"] == [1 - margin for margin in hardest(examples(model, corpus, 128, 5)["examples-margin"])]
 
     report, times = (tmp_path / "comparison.md").read_text(), {f: f.stat().st_mtime for f in tmp_path.rglob("*.json")}
     assert report in capsys.readouterr().out and "| attention on the answer |  0.05 |         0.32 |" in report
@@ -85,12 +80,6 @@ def test_a_task_is_asked_at_its_largest_number():
     assert chance("needle", [64])[64] == pytest.approx(1 / 64 + 63 / 64 / 8)
 
 
-def losses(gap: float, falls: float) -> np.ndarray:
-    """Two seeds of two windows at three sizes: the plain loss falls by `falls` from each to the next."""
-    plain = np.array([np.array([[5.0, 3.0], [5.0, 3.0]]) - falls * step for step in range(3)])
-    return np.stack([plain, plain + gap], axis=1)
-
-
 @pytest.mark.parametrize(
     ("gap", "falls", "words"),
     [
@@ -103,7 +92,10 @@ def losses(gap: float, falls: float) -> np.ndarray:
 )
 def test_a_share_for_equal_loss_needs_losses_that_support_it(gap, falls, words):
     """Breaks when a gap is turned into another share, or into one where size does not matter or beyond all sizes."""
-    assert words in equal_loss([1e6, 2e6, 4e6], losses(gap, falls), ["a", "b"])
+    plain = np.array(
+        [np.array([[5.0, 3.0], [5.0, 3.0]]) - falls * step for step in (2, 1, 0)]
+    )  # two seeds, two windows
+    assert words in equal_loss([4e6, 2e6, 1e6], np.stack([plain, plain + gap], axis=1), ["a", "b"])
 
 
 @pytest.mark.parametrize("more", [("--length", "8"), ("--text", "/nowhere"), ("--limit", "2")])
