@@ -72,35 +72,31 @@ def test_a_study_from_end_to_end(done):
 
 def test_the_tables_can_be_computed_from_the_csv(done):
     """Breaks when the CSV misses a cell, rounds a score, or has others than those of the tables."""
-    lines, summary = (
-        report.read_csv(done.out / "comparison.csv"),
-        json.loads((done.out / "comparison.json").read_text()),
-    )
+    lines = report.read_csv(done.out / "comparison.csv")
     assert lines == report.lines_of(done) and lines[0]._fields[-4:] == ("cpu_seconds", "commit", "processor", "torch")
     assert len(lines) == 4 * 5 * 4 + (3 * 3 + 1) * 3 * 3  # rungs and measures on test; rates and seeds on validation
-
-    def means(row, measure):  # by seed, in percent
-        found = [one for one in lines if (one.row, one.measure, one.split, one.rate) == (row, measure, "test", 0.02)]
-        of_seed = {one.seed: [other for other in found if other.seed == one.seed] for one in found}
-        return np.array([100 * sum(o.right for o in of) / sum(o.n for o in of) for _, of in sorted(of_seed.items())])
-
-    assert means("better", "loss") / 100 == pytest.approx(done.scores("better")["loss"].mean(1), abs=1e-12)
-    gaps = means("better", "first") - (means("plain", "first") + means("plain too", "first")) / 2
-    (gap,) = [one for one in summary["tables"][POOLED] if one["measure"] == "first"]
-    assert gap["mean"] == pytest.approx(gaps.mean(), abs=1e-12)
+    gaps = []
+    for seed in range(5):
+        of_row = {row: [] for row in done.rates}
+        for line in lines:
+            if (line.seed, line.measure, line.split, line.rate) == (seed, "first", "test", 0.02):
+                of_row[line.row].append(line)
+        mean = {row: 100 * sum(of.right for of in rungs) / sum(of.n for of in rungs) for row, rungs in of_row.items()}
+        gaps.append(mean["better"] - (mean["plain"] + mean["plain too"]) / 2)
+    gap = done.table(done.study.beside[POOLED])["better", "first"]
+    assert gap["mean"] == pytest.approx(np.mean(gaps), abs=1e-12)
     scores = done.scores("better")["first"] - done.mean_scores(["plain", "plain too"])["first"]
     assert (gap["low"], gap["high"]) == estimate(scores, GROUPS)[1:3]  # pictures are groups
 
 
 def test_cells_name_what_made_them(tmp_path, monkeypatch):
     """Breaks when cells of two commits are reported as those of the call."""
-    monkeypatch.setattr(pool, "provenance", lambda: {"commit": "old", "processor": "p", "torch": "t"})
-    run(tmp_path, seeds=1)
-    monkeypatch.setattr(pool, "provenance", lambda: {"commit": "new", "processor": "p", "torch": "t"})
-    text = report.write(run(tmp_path, seeds=2))
+    for seeds, commit in enumerate(("old", "new"), 1):
+        monkeypatch.setattr(pool, "provenance", lambda: {"commit": commit, "processor": "p", "torch": "t"})  # noqa: B023
+        text = report.write(made := run(tmp_path, seeds=seeds))
+        made.lock.close()
     assert "commit new, p, PyTorch t; commit old, p, PyTorch t" in text
-    commits = {line.commit for line in report.read_csv(tmp_path / "comparison.csv") if line.seed == 1}
-    assert commits == {"new"}
+    assert {line.commit for line in report.read_csv(tmp_path / "comparison.csv") if line.seed == 1} == {"new"}
 
 
 def test_a_tie_is_in_the_unit_of_the_score(tmp_path):
@@ -111,15 +107,14 @@ def test_a_tie_is_in_the_unit_of_the_score(tmp_path):
 
 def test_one_call_works_in_a_folder(tmp_path):
     """Breaks when two calls train one cell at once, or another plan overwrites a report."""
-    made = run(tmp_path / "a", seeds=1)
-    code = f"from pathlib import Path\nfrom train.run import lock_folder\nlock_folder(Path({str(made.out)!r}))"
+    made = run(tmp_path, seeds=1)
+    code = f"from pathlib import Path\nfrom train.run import lock_folder\nlock_folder(Path({str(tmp_path)!r}))"
     locked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "another process" in locked.stderr
     report.write(made)
     made.lock.close()
     with pytest.raises(UserError, match="another study or plan"):
-        run(tmp_path / "a", key="another base")
-    report.write(run(tmp_path / "a", seeds=2))
+        run(tmp_path, key="another base")
 
 
 def test_stages_are_shared_and_come_first(tmp_path):
@@ -141,21 +136,21 @@ def test_a_killed_study_goes_on_in_other_processes(number, tmp_path, done):
     script, out = tmp_path / "slow.py", tmp_path / "out"
     script.write_text(slow)
     start = [sys.executable, str(script), str(out)]
-    with subprocess.Popen(start, env=os.environ | {"PYTHONPATH": "."}, stderr=subprocess.PIPE) as first:
+    path = os.environ | {"PYTHONPATH": "."}
+    with subprocess.Popen(start, env=path, stderr=subprocess.PIPE) as first:
         while len(list(out.glob("cells/*/validation.json"))) < 3:
             assert first.poll() is None
             time.sleep(0.05)
         first.send_signal(number)
         first.wait(60)
-    time.sleep(2)
+    time.sleep(1)
     before = {file: file.read_text() for file in out.glob("cells/*/*.json")}
-    time.sleep(1.5)
+    time.sleep(2)
     assert before == {file: file.read_text() for file in out.glob("cells/*/*.json")} and len(before) < 30
     assert all(json.loads(text)["scores"] for text in before.values())
-    subprocess.run(start, env=os.environ | {"PYTHONPATH": "."}, check=True)
+    subprocess.run(start, env=path, check=True)
     assert all(file.read_text() == text for file, text in before.items())
-    tables = json.loads((out / "comparison.json").read_text())["tables"]
-    alone = json.loads((done.out / "comparison.json").read_text())["tables"]
+    tables, alone = (json.loads((folder / "comparison.json").read_text())["tables"] for folder in (out, done.out))
     assert tables == {title: alone[title] for title in tables}
 
 
@@ -189,27 +184,25 @@ def test_no_flag_of_a_study_hides_another():
 def test_verdicts_are_computed():
     """Breaks when a verdict is not that of its table's p-values, or what is out of range weakens the others."""
 
-    def row(mean, error):
+    def gap(mean, error):
         return estimate(mean + error * 5**0.5 * np.array([[-1.2649], [-0.6325], [0], [0.6325], [1.2649]]))
 
-    def verdicts(differences, inside=None, less=()):
-        inside = differences if inside is None else inside
-        found = rules.judge(differences, inside, dict.fromkeys(differences, 3.0), less)
-        return {name: one["verdict"] for name, one in found.items()}
+    def verdicts(gaps, inside=None, less=()):
+        judged = rules.judge(gaps, gaps if inside is None else inside, dict.fromkeys(gaps, 3.0), less)
+        return {name: one["verdict"] for name, one in judged.items()}
 
-    rows = {"up": row(9, 1), "down": row(-9, 1), "same": row(0.5, 0.3), "open": row(2, 2), "small": row(1, 0.2)}
+    rows = {"up": gap(9, 1), "down": gap(-9, 1), "same": gap(0.5, 0.3), "open": gap(2, 2), "small": gap(1, 0.2)}
     expected = {"up": "better", "down": "worse", "same": "equivalent", "open": "undecided", "small": "equivalent"}
-    assert verdicts(rows) == expected and verdicts({"a": row(9, 1)}, less="a") == {"a": "worse"}
-    # p 0.02 alone, 0.08 among four
-    four = {name: row(4, 1.08) for name in "abcd"}
+    assert verdicts(rows) == expected and verdicts({"a": gap(9, 1)}, less="a") == {"a": "worse"}
+    four = {name: gap(4, 1.08) for name in "abcd"}  # p 0.02 alone, 0.08 among four
     assert set(verdicts(four).values()) == {"undecided"}
     assert verdicts(four, "a") == dict.fromkeys("bcd", "out of range") | {"a": "better"}
     # 2 points from the margin: t 2.86 and 2.11 of 4 degrees, p 0.023 and 0.052
-    assert [verdicts({"a": row(1, error)})["a"] for error in (0.7, 0.95)] == ["equivalent", "undecided"]
+    assert [verdicts({"a": gap(1, error)})["a"] for error in (0.7, 0.95)] == ["equivalent", "undecided"]
     assert [rules.is_inside(score, 25) for score in (30, 37, 96, 97)] == [False, True, True, False]
     predictions = [rules.Prediction(name, MEAN, "equivalent", "") for name in ("same", "up", "open", "absent")]
     checked = rules.check(predictions, {(name, MEAN): verdict for name, verdict in expected.items()})
-    assert [one["outcome"] for one in checked] == ["confirmed", "refuted", "open"]
+    assert [prediction["outcome"] for prediction in checked] == ["confirmed", "refuted", "open"]
 
 
 def test_a_grid_grows_until_every_row_is_inside():

@@ -77,27 +77,27 @@ def make(job: Job, folder: Path) -> dict:
 
 def blocks(run: Run, predictions: tuple[Prediction, ...] = PREDICTIONS) -> list:
     """Blocks of the report of another study, which the cells of this one belong to."""
-    kinds = [prediction.row for prediction in predictions]
+    beside = {prediction.row: ("softmax",) for prediction in predictions}
     study = Study(
         name="built",
         title="The built task",
-        rows=dict.fromkeys(["softmax", *kinds], ()),
+        rows=dict.fromkeys(["softmax", *beside], ()),
         make=make,
         key="",
         measures={"built": Measure("built task", range(TESTS), 100 / CLASSES, in_mean=False)},
-        beside={"softmax": dict.fromkeys(kinds, ("softmax",))},
+        beside={"softmax": beside},
         rates=(0.01, 0.02, 0.04),
         main="built",
     )
     part = Run(study, run.out, run.jobs, FEWEST_SEEDS)
     part.compute()
     run.parts.append(part)
-    judged = part.table(study.beside["softmax"])
+    judged = part.table(beside)
     verdicts = {place: difference["verdict"] for place, difference in judged.items()}
     return [
         "## Positive control: the built task (train/studies/built.py)",
         f"The best that one bounded map can do is {best_of_one_map():.1f} %; two maps can reach 100 %.",
         report.accuracy_table(part),
-        report.difference_table(part, study.beside["softmax"], judged),
+        report.difference_table(part, beside, judged),
         report.prediction_table(check(predictions, verdicts)),
     ]

@@ -9,7 +9,7 @@ on, and a change computes only the cells that it changes. A study is a `Study` a
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
@@ -22,7 +22,7 @@ from model.common import UserError
 from train.run import Interrupted, lock_folder
 from train.studies.options import StudyOptions, digest
 from train.studies.pool import Job, compute_all
-from train.studies.rules import MARGIN, TIE, Prediction, best_rate, bracket, is_inside, judge
+from train.studies.rules import MARGIN, TIE, TUNING_SEEDS, Prediction, best_rate, bracket, is_inside, judge
 from train.studies.source_hash import source_hash
 
 MEAN = "mean"  # a column of the tables: of the measures in range, each with the same weight
@@ -77,8 +77,8 @@ class Study:
     beside: by title of a table the controls of each row, whose scores are averaged. The first table is the primary one.
     rates: the first grid; () where each row fixes its rate, and no validation split exists.
     main: the measure of the main difference, which chooses the rates; MEAN: of all with `in_mean`.
-    plain: rows that share a rate. tuning_seeds: of the cells that choose the rates. usable(cell): whether a validation
-    cell may do so; a rate with one that may not comes last.
+    plain: rows that share a rate. usable(cell): whether a validation cell may choose a rate; a rate with one that may
+    not comes last.
     lengthen(changes, ratio): a control of the last table, trained so many times as long; None: no such controls.
     more(run): blocks of the report that no other study has, each a text or a list of lines.
     """
@@ -93,7 +93,6 @@ class Study:
     rates: tuple[float, ...] = ()
     main: str = MEAN
     plain: tuple[str, ...] = ()
-    tuning_seeds: tuple[int, ...] = (0, 1, 2)
     needs: Callable[[Job], Sequence[Job]] = lambda job: ()
     usable: Callable[[Mapping], bool] = lambda cell: True
     lengthen: Callable[[tuple, float], tuple] | None = None
@@ -133,7 +132,7 @@ class Run:
     rates: dict[str, float] = field(default_factory=dict)
     validation: dict[str, dict[str, float]] = field(default_factory=dict)
     cells: dict[str, list[dict]] = field(default_factory=dict)
-    used: dict[Path, Job] = field(default_factory=dict)
+    used: dict[Job, dict] = field(default_factory=dict)
     parts: list["Run"] = field(default_factory=list)
 
     def file(self, job: Job) -> Path:
@@ -150,26 +149,26 @@ class Run:
         missing = sorted((job for job in needs if not self.file(job).exists()), key=lambda job: job.seed)
         folders = {job: [self.file(need).parent for need in needs[job]] for job in missing}
         compute_all([(self.study.make, job, self.file(job), folders[job]) for job in missing], self.jobs)
-        self.used |= {self.file(job): job for job in jobs}
-        return [json.loads(self.file(job).read_text()) for job in jobs]
+        cells = [json.loads(self.file(job).read_text()) for job in jobs]
+        self.used |= zip(jobs, cells, strict=True)
+        return cells
 
-    def job(self, row: str, seed: int, split: str = "test", rate: float | None = None) -> Job:
-        """A cell of a row, at its chosen rate if none is given."""
-        return Job(row, self.study.rows[row], self.rates[row] if rate is None else rate, seed, split)
+    def job(self, row: str, seed: int) -> Job:
+        """A cell of a row at its chosen rate."""
+        return Job(row, self.study.rows[row], self.rates[row], seed)
 
-    def at_rates(
-        self, places: Iterable[tuple[str, float]], seeds: Sequence[int], split: str = "test"
-    ) -> dict[tuple[str, float], list[dict]]:
-        """The cells of each (row, rate), seed by seed."""
-        jobs = {place: [self.job(place[0], seed, split, place[1]) for seed in seeds] for place in places}
-        self.get([job for of_place in jobs.values() for job in of_place])  # side by side
-        return {place: self.get(of_place) for place, of_place in jobs.items()}
+    def at_rates(self, rates: Mapping[str, float], seeds: Sequence[int], split: str = "test") -> dict[str, list[dict]]:
+        """The cells of rows at their rates, seed by seed."""
+        rows = self.study.rows
+        jobs = {row: [Job(row, rows[row], rate, seed, split) for seed in seeds] for row, rate in rates.items()}
+        self.get([job for of_row in jobs.values() for job in of_row])  # side by side
+        return {row: self.get(of_row) for row, of_row in jobs.items()}
 
     # Rates and cells
 
     @property
-    def tuning_seeds(self) -> tuple[int, ...]:
-        return self.study.tuning_seeds[: self.seeds]
+    def tuning_seeds(self) -> range:
+        return range(min(TUNING_SEEDS, self.seeds))
 
     def tune(self) -> None:
         """Choose the rate of each row: the best on the validation split, mean over seeds. Plain rows share theirs:
@@ -178,8 +177,8 @@ class Run:
         tie = TIE * study.columns[study.main].margin
 
         def score(grid: Sequence[float]) -> dict[str, dict[float, float]]:
-            cells = self.at_rates([(row, rate) for row in rows for rate in grid], self.tuning_seeds, "validation")
-            self.tried = {row: {rate: self.worth(cells[row, rate]) for rate in grid} for row in rows}
+            cells = {rate: self.at_rates(dict.fromkeys(rows, rate), self.tuning_seeds, "validation") for rate in grid}
+            self.tried = {row: {rate: self.worth(cells[rate][row]) for rate in grid} for row in rows}
             plain = {rate: float(np.mean([self.tried[row][rate] for row in study.plain or rows])) for rate in grid}
             return {row: plain if row in study.plain else self.tried[row] for row in rows}
 
@@ -198,8 +197,8 @@ class Run:
     def add_controls_by_time(self, lengthen: Callable[[tuple, float], tuple]) -> None:
         """Controls of the last table that train as long as their rows, by the median seconds of the tuning seeds."""
         (title, table), rows, beside = list(self.study.beside.items())[-1], dict(self.study.rows), {}
-        cells = self.at_rates(self.rates.items(), self.tuning_seeds, "validation")
-        seconds = {row: statistics.median(c["facts"]["seconds"] for c in of_row) for (row, _), of_row in cells.items()}
+        cells = self.at_rates(self.rates, self.tuning_seeds, "validation")
+        seconds = {row: statistics.median(cell["facts"]["seconds"] for cell in cells[row]) for row in cells}
         for row, (control, *_) in table.items():
             ratio = round(seconds[row] / seconds[control], 1)
             name = f"{control}, {ratio} × steps" if ratio > 1 else control
@@ -215,11 +214,10 @@ class Run:
             self.tune()
         if self.study.lengthen:
             self.add_controls_by_time(self.study.lengthen)
-        cells = self.at_rates(self.rates.items(), range(self.seeds))
-        self.cells = {row: of_row for (row, _), of_row in cells.items()}
+        self.cells = self.at_rates(self.rates, range(self.seeds))
         if self.study.rates:
-            cells = self.at_rates(self.rates.items(), self.tuning_seeds, "validation")
-            scores = {row: self.scores_of(of_row) for (row, _), of_row in cells.items()}
+            cells = self.at_rates(self.rates, self.tuning_seeds, "validation")
+            scores = {row: self.scores_of(of_row) for row, of_row in cells.items()}
             self.validation = {row: {name: float(s.mean()) for name, s in scores[row].items()} for row in scores}
 
     # Differences
@@ -289,8 +287,8 @@ class Run:
     def at_one_rate(self) -> dict[tuple[str, str], dict]:
         """The first table once more, rows at their controls' rate, on the tuning seeds; of rows whose rate differs."""
         table, rates = next(iter(self.study.beside.values()), {}), self.rates
-        moved = [(row, rates[controls[0]]) for row, controls in table.items() if rates[row] != rates[controls[0]]]
-        at = {row: self.scores_of(cells) for (row, _), cells in self.at_rates(moved, self.tuning_seeds).items()}
+        moved = {row: rates[control] for row, (control, *_) in table.items() if rates[row] != rates[control]}
+        at = {row: self.scores_of(cells) for row, cells in self.at_rates(moved, self.tuning_seeds).items()}
         return self.table({row: table[row] for row in at}, at)
 
 

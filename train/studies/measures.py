@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from train.origin import data_fingerprints
 from train.settings import Settings
 from train.studies.engine import Measure
 from train.studies.options import digest
+from train.studies.rules import TUNING_SEEDS
 
 # eval/scenes.py names them: n4d7 is a 4×4 needle with 7 distractors, o1 and o2 are full pictures. e16: POPE's question
 # about one of 16 objects.
@@ -54,16 +55,18 @@ def training_records(settings: Settings, shared_seed: int) -> Sequence[Record]:
     return _training_records(Settings(seed=seed, **{name: getattr(settings, name) for name in names.split()}))
 
 
-@lru_cache(maxsize=1)  # cells are computed seed by seed
+@lru_cache(maxsize=TUNING_SEEDS)  # cells are computed seed by seed
 def _training_records(settings: Settings) -> Sequence[Record]:
     records = read_records(settings)
     if not settings.is_embedded:
         return records
-    drawn: dict[str, Callable] = {}  # each picture once for all its questions
-    for record in records:
-        assert callable(picture := record.pictures[0])
-        drawn.setdefault(record.key, cache(picture))
-    return [replace(record, pictures=(drawn[record.key],)) for record in records]
+    pictures = _drawn_once({record.key: record.pictures[0] for record in records})
+    return [replace(record, pictures=(pictures[record.key],)) for record in records]
+
+
+def _drawn_once(pictures: Mapping) -> dict:
+    """Pictures by name; those that are drawn when they are called for are kept."""
+    return {name: cache(picture) if callable(picture) else picture for name, picture in pictures.items()}
 
 
 def data_mark(settings: Settings) -> str:
@@ -74,28 +77,29 @@ def data_mark(settings: Settings) -> str:
 # Tasks
 
 
-def _asking(settings: Settings, title: str, folder: Path) -> dict:
-    """Options of `ask_all`. Answers about data on disk, which may take hours, have a progress bar and a log."""
-    log = folder / f"answers-{digest(title)}.jsonl"
-    return {"left_out": {}} | ({} if settings.is_embedded else {"progress": title, "log": log})
-
-
-def _report_left_out(left_out: dict[str, str], asked: int) -> None:
-    """Name on stderr the first of the questions that could not be asked; if these are all, raise UserError."""
-    if len(left_out) == asked:
-        raise UserError(f"none of the {asked} questions can be asked: {shown(next(iter(left_out.values())))}")
-    if left_out:
-        print(f"{len(left_out)} questions count as wrong: {shown(next(iter(left_out.values())))} …", file=sys.stderr)
-
-
 @dataclass(frozen=True)
 class Task(Measure):
     """A measure with its questions. grade(model, processor, settings, folder): the score of each, from 0 to 1. labels:
-    of each, the answer type of a question or the "(row, column)" of a needle. mark: a hash of questions and answers."""
+    the "(row, column)" of each needle. mark: a hash of questions and answers."""
 
     grade: Callable[[PaliGemma, Processor, Settings, Path], list[float]] = lambda *_: []
     labels: Sequence[str] = ()
     mark: str = ""
+
+
+def _ask(answer: Callable, title: str, settings: Settings, folder: Path, asked: int, *given):
+    """answer(*given); on disk, where it may take hours, with a progress bar and a log.
+
+    Names on stderr the first question that could not be asked; raises UserError if these are all of those `asked`.
+    """
+    log, left_out = folder / f"answers-{digest(title)}.jsonl", {}
+    answers = answer(*given, left_out=left_out, **({} if settings.is_embedded else {"progress": title, "log": log}))
+    first = shown(next(iter(left_out.values()), ""))
+    if len(left_out) == asked:
+        raise UserError(f"none of the {asked} questions can be asked: {first}")
+    if left_out:
+        print(f"{len(left_out)} questions count as wrong: {first} …", file=sys.stderr)
+    return answers
 
 
 def embedded_tasks(split: str, limit: int, protocol: str) -> dict[str, Task]:
@@ -151,9 +155,8 @@ def trial_task(title: str, trials: Sequence[needle.Trial], protocol: str) -> Tas
     trials = [trial._replace(pictures=cache(trial.pictures)) for trial in trials]
 
     def grade(model: PaliGemma, processor: Processor, settings: Settings, folder: Path) -> list[float]:
-        options = _asking(settings, title, folder)
-        answers = needle.answer(model, processor, trials, protocol, **options)
-        _report_left_out(options["left_out"], sum(map(len, answers)))
+        asked = len(needle.asks_of(trials, protocol))
+        answers = _ask(needle.answer, title, settings, folder, asked, model, processor, trials, protocol)
         judged = [needle.judge(record) for record in needle.responses_of(trials, answers, protocol)]
         return [float((verdict or (False,) * 3)[2]) for verdict in judged]
 
@@ -190,21 +193,17 @@ def benchmark_task(
     title: str, benchmark: vqa.Benchmark, chance: float | None, template: str = vqa.PROMPT, scoring: str = "official"
 ) -> Task:
     """Questions about pictures, each drawn once where they are drawn. One whose picture cannot be read is wrong."""
-    drawn = {key: cache(picture) if callable(picture) else picture for key, picture in benchmark.pictures.items()}
-    benchmark = benchmark._replace(pictures=drawn)
+    benchmark = benchmark._replace(pictures=_drawn_once(benchmark.pictures))
 
     def grade(model: PaliGemma, processor: Processor, settings: Settings, folder: Path) -> list[float]:
-        options = _asking(settings, title, folder)
-        said = vqa.answer(model, processor, benchmark, template, **options)
-        answers = {question.question_id: said.get(question.question_id, "") for question in benchmark.questions}
-        _report_left_out(options["left_out"], len(answers))
+        answers = dict.fromkeys((question.question_id for question in benchmark.questions), "")
+        answers |= _ask(vqa.answer, title, settings, folder, len(answers), model, processor, benchmark, template)
         return list(vqa.question_accuracies(benchmark.annotations, answers, scoring).values())
 
     turns = [ask.before for ask in benchmark.asks]
     mark = digest(scoring, template, benchmark.questions, benchmark.annotations, turns)
     groups = [question.image for question in benchmark.questions]
-    labels = [annotation.answer_type or "all" for annotation in benchmark.annotations]
-    return Task(title, groups, chance, grade=grade, labels=labels, mark=mark)
+    return Task(title, groups, chance, grade=grade, mark=mark)
 
 
 # Held-out questions on disk
@@ -240,14 +239,12 @@ def held_out_vqa(settings: Settings, split: str, limit: int | None) -> tuple[vqa
 
 @lru_cache(maxsize=1)  # both splits
 def _held_out(settings: Settings) -> Sequence[Record]:
-    return list(_readable(read_records(settings, "validation")))
-
-
-def _readable(records: Sequence[Record]) -> Iterator[Record]:
-    """The records but for damaged ones of tar shards, which training leaves out and names."""
+    """Without damaged ones of tar shards, which training leaves out and names."""
+    records, readable = read_records(settings, "validation"), []
     for number in range(len(records)):
         with contextlib.suppress(UserError):
-            yield records[number]
+            readable.append(records[number])
+    return readable
 
 
 def benchmark_of(records: Sequence[Record]) -> vqa.Benchmark:

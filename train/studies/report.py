@@ -1,14 +1,13 @@
 """The report of any study: comparison.md, comparison.json, and comparison.csv, from which both can be made again.
 
 Tables: accuracy of each row, each table of differences, the same at one rate, the range of the measures, predictions,
-rates tried; then what the study adds, and the verdicts in words.
+rates tried; then what the study adds, and what limits it.
 """
 
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,8 +50,8 @@ class Line(NamedTuple):
 def lines_of(run: Run) -> list[Line]:
     """All results that the report rests on. Seconds are those of the cell, on each of its lines."""
     lines = []
-    for file, job in sorted(run.used.items(), key=lambda used: str(astuple(used[1]))):
-        cell = json.loads(file.read_text())
+    for job in sorted(run.used, key=str):
+        cell = run.used[job]
         made_by = [cell[name] for name in ("cpu_seconds", "commit", "processor", "torch")]
         for name, scores in cell["scores"].items():
             rungs = run.study.measures[name].rungs if job.split == "test" else ()
@@ -67,14 +66,8 @@ def by_rung(scores: Sequence[float], rungs: Sequence[str]) -> dict[str, list[flo
     return {rung: [s for s, other in zip(scores, rungs, strict=True) if other == rung] for rung in dict.fromkeys(rungs)}
 
 
-def write_csv(lines: Iterable[Line], file: Path) -> None:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([Line._fields, *lines])
-    write_text(file, text.getvalue())
-
-
 def read_csv(file: Path) -> list[Line]:
-    """The lines of `write_csv`, equal to the bit: Python writes floats so that they are read as they were."""
+    """The lines of a comparison.csv, equal to the bit: Python writes floats so that they are read as they were."""
     with file.open(encoding="utf-8", newline="") as text:
         rows = list(csv.reader(text))[1:]
     return [Line(*(kind(cell) for kind, cell in zip(Line.__annotations__.values(), row, strict=True))) for row in rows]
@@ -116,12 +109,16 @@ def rung_table(run: Run, name: str) -> list[str]:
 
 
 def difference_table(run: Run, beside: Mapping[str, tuple[str, ...]], judged: Mapping[tuple, Mapping]) -> list[str]:
-    """Those of `beside` that are judged, with intervals and verdicts."""
+    """Those of `beside` that are judged: intervals, verdicts, and what an undecided one would have seen."""
     columns, body = run.study.columns, []
-    for row, controls in beside.items():
-        gaps = [(judged[row, name], measure.digits) for name, measure in columns.items() if (row, name) in judged]
-        texts = [f"{interval_text(gap, digits, signed=True)} {gap['verdict']}" for gap, digits in gaps]
-        body += [[row, controls[0] if len(controls) == 1 else f"{len(controls)} rows", *texts]] if texts else []
+    for row in dict.fromkeys(row for row, _ in judged):
+        texts = []
+        for name, measure in columns.items():
+            gap, digits = judged[row, name], measure.digits
+            seen = f" (±{gap['visible']:.{digits}f} is visible)" if gap["verdict"] == "undecided" else ""
+            texts.append(f"{interval_text(gap, digits, signed=True)} {gap['verdict']}{seen}")
+        controls = beside[row]
+        body.append([row, controls[0] if len(controls) == 1 else f"{len(controls)} rows", *texts])
     return table(["row", "beside", *(measure.heading for measure in columns.values())], body)
 
 
@@ -155,18 +152,12 @@ def prediction_table(checked: Sequence[Mapping]) -> list[str]:
     return table(head, [[prediction[key] for key in keys] for prediction in checked])
 
 
-def in_words(run: Run, beside: Mapping[str, tuple[str, ...]], judged: Mapping[tuple, Mapping]) -> list[str]:
-    """The main differences of a table, and what limits them."""
-    sentences, digits = [], run.study.columns[run.study.main].digits
-    for row, controls in beside.items():
-        gap = judged[row, run.study.main]
-        seen = f" (±{gap['visible']:.{digits}f} would have been seen)" * (gap["verdict"] == "undecided")
-        text = f"{interval_text(gap, digits, signed=True)} {gap['verdict']}{seen}"
-        sentences.append(f"- {row} beside {' and '.join(controls)}: {text}.")
-    if run.seeds < FEWEST_SEEDS:
-        sentences.append(f"- {run.seeds} seed(s): fewer than {FEWEST_SEEDS} decide nothing.")
+def limits(run: Run) -> list[str]:
+    """What else a reader has to know: too few seeds, and runs that diverged."""
+    few = f"- {run.seeds} seed(s): fewer than {FEWEST_SEEDS} decide nothing."
     failed = [(row, cell) for row, cells in run.cells.items() for cell in cells if cell["facts"].get("diverged")]
-    return sentences + [f"- {row}, seed {cell['seed']}: {cell['facts']['diverged']}" for row, cell in failed]
+    texts = [f"- {row}, seed {cell['seed']}: {cell['facts']['diverged']}" for row, cell in failed]
+    return [few] * (run.seeds < FEWEST_SEEDS) + texts
 
 
 # The whole
@@ -177,25 +168,23 @@ def write(run: Run) -> str:
     study, tables = run.study, {title: run.table(beside) for title, beside in run.study.beside.items()}
     beside, judged = next(iter(study.beside.values()), {}), next(iter(tables.values()), {})
     checked = check(study.predictions, {place: gap["verdict"] for place, gap in judged.items()})
-    blocks = [
-        f"# {study.title}",
-        ABOUT,
-        *sections(("Scores", accuracy_table(run))),
-        *sections(*((f"Minus {name}", difference_table(run, study.beside[name], tables[name])) for name in tables)),
-        *sections(("The same at the controls' rate", difference_table(run, beside, run.at_one_rate()))),
-        *sections(*((measure.heading, rung_table(run, name)) for name, measure in study.measures.items())),
-        *sections(("Range", range_table(run, beside)), ("Rates", rate_table(run))),
-        *sections(("Predictions", prediction_table(checked))),
-        *study.more(run),
-        *sections(("In words", in_words(run, beside, judged))),
-    ]
-    lines, files = lines_of(run), [file for part in (run, *run.parts) for file in part.used]
-    made_by = sorted({f"commit {line.commit}, {line.processor}, PyTorch {line.torch}" for line in lines})
-    seconds = round(sum(json.loads(file.read_text())["cpu_seconds"] for file in files))
+    blocks = [f"# {study.title}", ABOUT]
+    blocks += sections(
+        ("Scores", accuracy_table(run)),
+        *((f"Minus {name}", difference_table(run, study.beside[name], tables[name])) for name in tables),
+        ("The same at the controls' rate", difference_table(run, beside, run.at_one_rate())),
+        *((measure.heading, rung_table(run, name)) for name, measure in study.measures.items()),
+        ("Range", range_table(run, beside)),
+        ("Rates", rate_table(run)),
+        ("Predictions", prediction_table(checked)),
+    )
+    blocks += [*study.more(run), *sections(("Limits", limits(run)))]
+    cells = [cell for part in (run, *run.parts) for cell in part.used.values()]
+    made_by = sorted({f"commit {cell['commit']}, {cell['processor']}, PyTorch {cell['torch']}" for cell in cells})
+    seconds = round(sum(cell["cpu_seconds"] for cell in cells))
     blocks.append(f"Cells were made by {'; '.join(made_by)}: {seconds:,} CPU seconds, {run.seeds} seed(s).")
     summary = {
         "plan": study.plan,
-        "title": study.title,
         "made_by": made_by,
         "cpu_seconds": seconds,
         "seeds": run.seeds,
@@ -209,7 +198,9 @@ def write(run: Run) -> str:
         "predictions": checked,
     }
     text = "\n\n".join(block if isinstance(block, str) else "\n".join(block) for block in blocks) + "\n"
-    write_csv(lines, run.out / "comparison.csv")
+    table_of_cells = io.StringIO()
+    csv.writer(table_of_cells, lineterminator="\n").writerows([Line._fields, *lines_of(run)])
+    write_text(run.out / "comparison.csv", table_of_cells.getvalue())
     write_text(run.out / "comparison.md", text)
     write_text(run.out / "comparison.json", json.dumps(summary, indent=1) + "\n")
     return text

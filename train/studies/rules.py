@@ -19,8 +19,10 @@ MARGIN = 3.0  # the smallest difference of interest, in points
 INSIDE = (0.15, 0.95)
 FEWEST_SEEDS = 5  # below, a report says that nothing is decided
 MOST_RATES = 10
+TUNING_SEEDS = 3  # that choose the rates
 TIE = 1 / 6  # of the margin: rates whose scores differ by less are equally good
 
+DECIDED = ("better", "worse", "equivalent")
 Scores = Mapping[str, Mapping[float, float]]  # of the validation split by row and rate; more is better
 
 
@@ -80,22 +82,23 @@ def judge(
     equal = dict(zip(usable, holm([differences[name].equivalence(margins[name]) for name in usable]), strict=True))
     judged = {}
     for name, difference in differences.items():
-        verdict = "undecided" if name in unequal else "out of range"
-        if name in unequal and equal[name] < 0.05:
+        if name not in inside:
+            verdict = "out of range"
+        elif equal[name] < 0.05:
             verdict = "equivalent"
-        elif name in unequal and unequal[name] < 0.05:
+        elif unequal[name] < 0.05:
             verdict = "better" if (difference.mean > 0) != (name in less_is_better) else "worse"
-        visible = difference.visible(max(1, len(usable)))
-        judged[name] = {"p": unequal.get(name), "visible": visible, "verdict": verdict}
+        else:
+            verdict = "undecided"
+        judged[name] = {"p": unequal.get(name), "visible": difference.visible(max(1, len(usable))), "verdict": verdict}
     return judged
 
 
 def check(predictions: Sequence[Prediction], verdicts: Mapping[tuple[str, str], str]) -> list[dict]:
     """Each prediction about a (row, measure) with its verdict, and whether that confirms it."""
     checked = []
-    for one in predictions:
-        if (verdict := verdicts.get((one.row, one.measure))) is not None:
-            outcome = "confirmed" if verdict == one.verdict else "refuted"
-            outcome = outcome if verdict in ("better", "worse", "equivalent") else "open"
-            checked.append({**one._asdict(), "found": verdict, "outcome": outcome})
+    for predicted in predictions:
+        if found := verdicts.get((predicted.row, predicted.measure)):
+            outcome = "open" if found not in DECIDED else "confirmed" if found == predicted.verdict else "refuted"
+            checked.append(predicted._asdict() | {"found": found, "outcome": outcome})
     return checked
