@@ -61,7 +61,7 @@ def test_rows_train_what_they_say():
     rank, routed = lora_rank(model), route(model)
     sizes = []
     for r in (rank - 1, rank):
-        adapter.inject(plain := attach(load_model("embedded"), 16), wings.DECODER_TARGETS, r, 2.0 * r)
+        adapter.inject(plain := attach(load_model("embedded"), 16), adapter.DECODER_TARGETS, r, 2.0 * r)
         sizes.append(count(trainable(plain).values()))
     assert sizes[0] < count(routed.parameters()) - count(base.parameters()) <= sizes[1]
     parts = [matching(routed, pattern) for pattern in (PROJECTOR, DECODER, LEARNERS)]

@@ -86,8 +86,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[Options, dict[str, Settings]]:
     held_out = base.validation
     if kind == "vqav2" and held_out == Settings.validation and Path(folder, VAL_FILES[0]).exists():
         held_out = 0.0  # val2014 is asked about
-    whole = {"fraction": 1.0, "validation": held_out, "measure_every": 0}
-    return options, {name: replace(settings[name], **whole) for name in VQA_SCORES}
+    return options, {name: replace(settings[name], fraction=1.0, validation=held_out) for name in VQA_SCORES}
 
 
 def on_share(settings: Settings) -> Settings:

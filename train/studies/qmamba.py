@@ -36,6 +36,7 @@ from train.optim import count, trainable
 from train.recipes import STAGES
 from train.settings import Settings
 from train.studies import engine, report
+from train.studies.adapters import ask
 from train.studies.engine import MEAN, Study
 from train.studies.measures import Task, training_records, vqa_task
 from train.studies.pool import Job
@@ -120,8 +121,7 @@ def make(stages: Mapping[int, Settings], limit: int, job: Job, folder: Path, *ne
     if row.order:
         model.multi_modal_projector.connector.order = row.order
     processor = open_processor(settings, model)[0]
-    scores = {name: task.grade(model, processor, settings, folder) for name, task in tasks.items()}
-    return {"scores": scores, "facts": facts}
+    return {"scores": ask(model, processor, settings, tasks, folder), "facts": facts}
 
 
 def train(stages: Mapping[int, Settings], job: Job, folder: Path, *donor: Path) -> dict:

@@ -51,11 +51,10 @@ def read_stages(
     kind: type[Options], arch: str, argv: Sequence[str] | None, description: str | None, quick: Mapping[str, object]
 ) -> tuple[Options, dict[int, Settings]]:
     """The flags of a study, and the settings of both stages of `arch`. Raises UserError."""
-    stages = {}
+    stages, given = {}, (kind, argv, f"train.reproduce {arch}", description, quick)
     for stage in (1, 2):
-        defaults, program = ("--arch", arch, "--stage", f"{stage}"), f"train.reproduce {arch}"
-        read = read_with_settings(kind, argv, program, description, quick, decided=DECIDED, defaults=defaults)
-        options, stages[stage] = read[0], replace(read[1], measure_every=0)
+        defaults = ("--arch", arch, "--stage", f"{stage}")
+        options, stages[stage] = read_with_settings(*given, decided=DECIDED, defaults=defaults)
     if options.stage_1_data:
         stages[1] = replace(stages[1], data=(options.stage_1_data,))
     stages[2] = replace(stages[2], option=())  # stage 1 decides the parts

@@ -36,7 +36,6 @@ from eval.shift import GROUPS, measure, put_slot
 from eval.statistics import estimate
 from eval.text.sentences import TASKS, sentence
 from lora import adapter
-from lora.adapter import DECODER_TARGETS
 from model.device import choose_device
 from model.processor import Processor
 from model.wings import Wings, route
@@ -46,6 +45,7 @@ from train.flags import flag
 from train.optim import count, trainable
 from train.settings import Settings
 from train.studies import engine, report
+from train.studies.adapters import ask
 from train.studies.engine import Measure, Run, Study
 from train.studies.measures import Task, training_records, vqa_task
 from train.studies.pool import Job
@@ -133,13 +133,10 @@ def train(stages: Mapping[int, Settings], limit: int, job: Job, folder: Path, be
     if LORA in factors:
         rank = lora_rank(model)
         torch.manual_seed(job.seed)  # LoRA's A is drawn here
-        adapter.inject(model, DECODER_TARGETS, rank, 2.0 * rank)
+        adapter.inject(model, adapter.DECODER_TARGETS, rank, 2.0 * rank)
     second = replace(second, lr=second.lr * job.rate)
     seconds += learn(model, processor, pictures_to_learn(second), second, factors, folder)
-    scores = {}
-    for split in SPLITS:
-        tasks = tasks_of(stages[2], split, limit)
-        scores[split] = {name: task.grade(model, processor, second, folder) for name, task in tasks.items()}
+    scores = {split: ask(model, processor, second, tasks_of(stages[2], split, limit), folder) for split in SPLITS}
     shift = measure(model, processor, [(r.pictures[0], put_slot(r.prefix)) for r in looked_at(second)])
     scores["test"][SHIFT] = np.nan_to_num(shift.each, nan=1.0).tolist()  # a flat curve has no correlation
     shutil.rmtree(folder / "stages")
@@ -152,7 +149,7 @@ def lora_rank(model: Wings) -> int:
     with torch.device("meta"):
         routed, plain = (Wings(replace(model.config, routed=routed)) for routed in (True, False))
     learners = count(p for name, p in routed.named_parameters() if re.fullmatch(LEARNERS, name))
-    adapter.inject(plain, DECODER_TARGETS, 1, 1.0)
+    adapter.inject(plain, adapter.DECODER_TARGETS, 1, 1.0)
     return -(-learners // count(trainable(plain).values()))
 
 
@@ -202,9 +199,11 @@ def tasks_of(settings: Settings, split: str, limit: int) -> dict[str, Task]:
 
 def measures_of(settings: Settings, split: str, limit: int) -> dict[str, Measure]:
     """The tasks, and in the test split the attention shift."""
-    shown, flat = [record.key for record in looked_at(settings)], {"margin": 0.1, "in_mean": False}
-    shift = {SHIFT: Measure("attention shift", shown, unit="0 to 2", less_is_better=True, **flat)}
-    return {**tasks_of(settings, split, limit), **(shift if split == "test" else {})}
+    measures: dict[str, Measure] = {**tasks_of(settings, split, limit)}
+    if split == "test":
+        shown, less = [record.key for record in looked_at(settings)], {"margin": 0.1, "less_is_better": True}
+        measures[SHIFT] = Measure("attention shift", shown, unit="0 to 2", in_mean=False, **less)
+    return measures
 
 
 def share_named(answer: str, squares: str) -> float:
