@@ -48,8 +48,7 @@ from weights.fingerprint import tensor_fingerprint
 
 def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
     """The whole run: data, model, loop, summary."""
-    if world.is_first:  # which makes the folder, maybe before another process looks
-        check_empty(arguments.out)
+    check_empty(arguments.out if world.is_first else None)  # which may have made it before another process looks
     check_base(settings)
     outline, _ = open_model(settings, torch.device("meta"))  # mistakes are reported before weights are read
     choose_kernel(outline, settings.kernel, world.device)

@@ -56,7 +56,7 @@ class Options:
     sections: str = flag(",".join(SECTIONS), "with commas between (default: all)")
     base: str = flag("mini", "a preset (random weights), a folder, a hub id or embedded")
     device: str = flag("cpu", "cpu, cuda, auto")
-    dtype: str = flag("auto", "of the weights; auto is bf16 on CUDA, else fp32", ["auto", *DTYPES])
+    dtype: str = flag("auto", "of the weights; auto is bf16 on CUDA, else fp32", choices=["auto", *DTYPES])
     batch: str | None = flag(None, "rows, with commas (default: prefill 1,8; decode 1,4,16; train 4; eval 12)")
     tokens: int = flag(20, "new tokens of decode", least=1)
     rounds: int = flag(9, "rounds of each row", least=1)

@@ -274,7 +274,7 @@ def parse(argv: Sequence[str] | None) -> tuple[TextSettings, RunArguments]:
 
 def train(settings: TextSettings, arguments: RunArguments, world: World) -> None:
     """The whole run: prepare the corpus, train, write the result."""
-    check_empty(arguments.out)
+    check_empty(arguments.out if world.is_first else None)
     with run_folder(arguments, settings, f"text-{settings.attention}", PROGRAM, world) as run:
         folder, saved = Path(settings.corpus or run / "corpus"), newest_progress(run)
         progress = saved or Progress(world.size)
