@@ -273,15 +273,17 @@ class Nf4Linear(QuantizedLinear):
     kind = "nf4"
 
     def pack(self, pieces):
-        parts = []
-        for piece in pieces:
-            values = _blocks(piece.float().flatten(), GROUP)
-            scale = values.abs().amax(dim=1)
-            values = values * torch.where(scale > 0, 1 / scale, 0.0)[:, None]
-            numbers = _nearest(values.flatten(), torch.tensor(NF4, device=piece.device))
-            parts.append((numbers[::2] << 4 | numbers[1::2], scale))
-        weight, scale = map(torch.cat, zip(*parts, strict=True))
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        def quantized(piece):
+            values = _blocks(piece.to(torch.float32, copy=True).flatten(), GROUP)
+            low, high = values.aminmax(dim=1)
+            scale = torch.maximum(-low, high)
+            values.mul_(torch.where(scale > 0, 1 / scale, 0.0)[:, None])
+            numbers = _nearest(values, torch.tensor(NF4, device=piece.device))
+            return numbers[:, ::2] << 4 | numbers[:, 1::2], scale
+
+        groups = -(-self.out_features * self.in_features // GROUP)
+        weight, scale = _joined(map(quantized, pieces), groups)
+        self.weight = nn.Parameter(weight.flatten(), requires_grad=False)
         codes = torch.tensor(NF4, device=scale.device)
         pairs = torch.cartesian_prod(codes, codes)  # of each byte
         offset = scale.mean()
