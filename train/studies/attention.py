@@ -97,21 +97,17 @@ def make(base: Settings, options: Options, job: Job, folder: Path) -> dict:
     return fine_tune(base, settings, tasks_of(base, options, job.split), folder)
 
 
-def lengthen(base: Settings, changes: tuple, ratio: float) -> tuple:
-    return (*changes, ("samples", round(base.samples * ratio)))
-
-
 def study_of(base: Settings, options: Options) -> Study:
     """Raises UserError for an unknown row."""
-    chosen, by_size = {}, {}
-    for name in options.rows.split(","):
-        if name not in ROWS:
-            raise UserError(f"--rows {name}: choose of {', '.join(ROWS)}")
-        chosen[name] = ROWS[name]
-    for name in [name for name in chosen if name != "fine-tuned"]:
+    names, by_size, on_disk = options.rows.split(","), {}, not base.is_embedded
+    if unknown := [name for name in names if name not in ROWS]:
+        raise UserError(f"--rows {unknown[0]}: choose of {', '.join(ROWS)}")
+    chosen = {name: ROWS[name] for name in names}
+    for name in [name for name in names if name != "fine-tuned"]:
         control, changes = control_by_size(base, ROWS[name])
-        by_size[name] = ("fine-tuned",) if changes["r"] == base.r and "fine-tuned" in chosen else (control,)
-        chosen |= {} if by_size[name] == ("fine-tuned",) else {control: changes}
+        if changes["r"] == base.r and "fine-tuned" in names:
+            control = "fine-tuned"
+        by_size[name], chosen[control] = (control,), chosen.get(control, changes)
     plain = tuple(name for name in chosen if name not in by_size)
     tasks = {split: tasks_of(base, options, split) for split in ("validation", "test")}
     marks = [task.mark for of_split in tasks.values() for task in of_split.values()]
@@ -128,22 +124,16 @@ def study_of(base: Settings, options: Options) -> Study:
         },
         rates=options.rates or tuple(float(f"{base.lr * factor:.3g}") for factor in (1, 2, 4)),
         plain=plain,
-        lengthen=partial(lengthen, base) if base.is_embedded else None,
+        lengthen=None if on_disk else lambda changes, ratio: (*changes, ("samples", round(base.samples * ratio))),
         predictions=PREDICTIONS,
         more=built.blocks if options.positive else lambda run: [],
     )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    quick = {"quick": QUICK, "quick_defaults": ("--samples", "800")}
     options, base = read_with_settings(
-        Options,
-        argv,
-        "train.compare",
-        __doc__,
-        QUICK,
-        decided=DECIDED.split(),
-        defaults=DEFAULTS,
-        quick_defaults=("--samples", "800"),
+        Options, argv, "train.compare", __doc__, **quick, decided=DECIDED.split(), defaults=DEFAULTS
     )
     if options.coco and base.is_embedded:
         raise UserError("--coco goes with --data on disk: the embedded scenes have needle tests of their own")
