@@ -79,8 +79,8 @@ def check_ranges(settings, where: str = "") -> None:
     """Raise UserError, with `where` before it, for the first value that has another type or is out of range."""
     for field in dataclasses.fields(settings):
         value, kind, limits = getattr(settings, field.name), field_kind(type(settings), field), field.metadata
-        if kind is Path or value is None and field.default is None:
-            continue
+        if kind is Path or value is None and field.default is None or "type" in limits["argument"]:
+            continue  # which its own reader has checked
         most = MANY if kind is int and limits["most"] is None else limits["most"]
         choices = () if kind is list else tuple(limits["argument"].get("choices", ()))
         expected = Expected(kind, limits["least"], most, choices)

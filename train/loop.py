@@ -86,10 +86,9 @@ def fit(
 ) -> Progress:
     """Train `model` in place, from the newest checkpoint in `run` if there is one; returns the run's progress.
 
-    order: has `total` steps; `steps(first, workers, pin)` yields the micro-batches of each step of this process, from
-    step `first` on. loss(model, micro): the sum over the supervised tokens. progress: None reads the newest. A step
-    without any usable record changes nothing and has no loss. Raises Diverged if the loss is not finite, UserError for
-    too many unusable records, Interrupted after SIGTERM or Ctrl-C, with a checkpoint written.
+    order: `steps(first, workers, pin)` yields the micro-batches of this process in each of `total` steps. loss(model,
+    micro): the sum over the supervised tokens. progress: None reads the newest. A step without a usable record changes
+    nothing. Raises Diverged, UserError for too many unusable records, Interrupted after a signal, once all is saved.
     """
     progress, watch = progress or newest_progress(run) or Progress(world.size), watch or Watch()
     autocast, dtype = autocast_of(settings.autocast, world.device), autocast_dtype(settings.autocast, world.device)
@@ -109,31 +108,22 @@ def fit(
             step = progress.step
             torch.manual_seed((settings.seed * 1_000_003 + step) * 1_009 + world.rank)  # no random state is saved
             tokens = count_records(micros, progress, settings.max_bad, world)
-            scale = world.size / max(1, tokens)  # DDP and FSDP2 average gradients over processes
-            losses = []
-            for number, micro in enumerate(micros if tokens else ()):
-                set_gradient_sync(called, number == len(micros) - 1)
-                with autocast:
-                    value = loss(called, micro.to(world.device))
-                losses.append(value.detach())
-                scaler.scale(value * scale).backward()
+            losses = accumulate(called, micros if tokens else (), loss, world.size / max(1, tokens), autocast, scaler)
             if tokens:
                 scaler.unscale_(optimizer)
             losses, norms = clip_and_read([*learned.values()], scalars, losses, settings.clip)
             loss_sum, stopping = world.totals(sum(losses), float(bool(received)))
             check_finite(loss_sum, losses, step, micros, world, 0.0 if scaler.is_enabled() else norms["gradient_norm"])
             set_rates(optimizer, rate_factor(step, order.total, settings.warmup, settings.schedule))
-            record = {"step": step, **({"loss": loss_sum / tokens} if tokens else {})}
+            record = {"step": step} | ({"loss": loss_sum / tokens} if tokens else {})
             record |= {"lr": optimizer.param_groups[-1]["lr"], **norms}
-            record |= watch.measure(step, micros[-1]) if tokens else {}
             if tokens:  # else momentum and decay would move the weights all the same
+                record |= watch.measure(step, micros[-1])
                 scaler.step(optimizer)
                 scaler.update()
             optimizer.zero_grad(set_to_none=True)
             progress.step += 1
-            record |= log.speed(tokens)
-            record |= watch.validate(progress.step, progress)
-            log.write(record)
+            log.write(record | log.speed(tokens) | watch.validate(progress.step, progress))
             is_last = stopping or progress.step == order.total or progress.stopped is not None
             if is_last or progress.step % settings.checkpoint_every == 0:
                 log.sync()
@@ -145,6 +135,18 @@ def fit(
     if not progress.samples:
         raise UserError(f"all {len(progress.bad)} records were unusable; the first: {progress.bad[0]}")
     return progress
+
+
+def accumulate(called: nn.Module, micros: Sequence[Micro], loss, factor: float, autocast, scaler) -> list[torch.Tensor]:
+    """Add up the gradients of `micros`, times `factor`, since DDP and FSDP2 average them; returns the losses."""
+    losses, device = [], next(called.parameters()).device
+    for number, micro in enumerate(micros):
+        set_gradient_sync(called, number == len(micros) - 1)
+        with autocast:
+            value = loss(called, micro.to(device))
+        losses.append(value.detach())
+        scaler.scale(value * factor).backward()
+    return losses
 
 
 def count_records(micros: Sequence[Micro], progress: Progress, max_bad: int, world: World) -> int:

@@ -184,8 +184,7 @@ def check(settings: Settings) -> None:
     """Raise UserError for settings that exclude each other."""
     check_prompt(settings.prompt)
     if settings.writes_model and settings.dtype not in ("auto", "fp32"):
-        lost = "would lose most updates of whole weights (--full, --stage)"
-        raise UserError(f"--dtype {settings.dtype} {lost}: use --autocast {settings.dtype} instead")
+        raise UserError(f"--dtype {settings.dtype} loses updates of whole weights: use --autocast {settings.dtype}")
     if settings.align and not settings.full:
         raise UserError(f"--align {settings.align} trains the vision tower, which no adapter holds: add --full")
     if settings.patience and (not settings.evaluate or settings.eval_every == 0):
