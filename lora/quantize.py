@@ -354,9 +354,7 @@ BF16_KINDS = ("int8", "int4")  # which PyTorch multiplies on a CPU in bf16; thei
 MIN_OUTPUTS = 16  # a layer with fewer is a gate: it stays as it is
 
 
-def replaceable(
-    model: Adaptable, kind: str, head: bool = False
-) -> dict[str, tuple[nn.Linear | nn.Embedding, type[QuantizedLinear]]]:
+def replaceable(model: Adaptable, kind: str, head: bool = False) -> dict[str, tuple[Any, type[QuantizedLinear]]]:
     """The layers of `model` that `kind` replaces, and by which class, by path: all frozen linear layers but the head.
 
     With `head`, whether frozen or not, and embedding and head, too, for a kind of BF16_KINDS. Raises UserError for an
@@ -369,7 +367,7 @@ def replaceable(
     if not isinstance(model.language_model, Gemma):
         raise UserError(f"{type(model).__name__} cannot be quantized to {kind}: its scans need whole weights")
     eight_bits = head and kind in BF16_KINDS
-    found: dict[str, tuple[nn.Linear | nn.Embedding, type[QuantizedLinear]]] = {}
+    found: dict[str, tuple[Any, type[QuantizedLinear]]] = {}
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
             continue
@@ -382,7 +380,7 @@ def replaceable(
     return found
 
 
-def pack(model: Any, kind: str, layers: dict[str, tuple[nn.Module, type[QuantizedLinear]]]) -> int:
+def pack(model: Any, kind: str, layers: dict[str, tuple[Any, type[QuantizedLinear]]]) -> int:
     """Replace these `layers`, as `replaceable` returns them; returns how many."""
     for path, (module, quantized) in layers.items():
         model.set_submodule(path, quantized(module).train(module.training))

@@ -224,7 +224,7 @@ def test_both_stages_are_trained_resumed_and_opened_elsewhere(parts, tmp_path, c
     ("more", "message"),
     [
         (["--option", "language=x"], "--option language: choose of language_model, feature_layer, chat"),
-        (["--option", "rotary=3"], "--option rotary=3: expected bool"),
+        (["--option", "rotary=3"], "--option rotary=3"),
         (["--option", "chat=maybe"], "--option chat=maybe: expected auto, yes or no"),
         (["--option", "feature_layer=9"], "feature_layer 9 is not one of SigLIP's 3 layers"),
         (["--option", 'router="rows"'], "router is 'rows', expected 'octaves' or 'row'"),
