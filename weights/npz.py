@@ -65,7 +65,7 @@ def read_headers(path: Path) -> dict[str, Entry]:
                 except (RuntimeError, IndexError):  # not even the right number of axes
                     given = shape
                 for layer in range(min(layers, _MAX_LAYERS)):
-                    entries[template.format(layer)] = Entry(path, given, _DTYPES.get(str(dtype.str), str(dtype)))
+                    entries[template.format(layer)] = Entry(path, given, _DTYPES.get(dtype.str, str(dtype.str)))
     return entries
 
 
