@@ -17,9 +17,9 @@ import json
 import math
 import os
 import re
+import secrets
 import stat
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -396,14 +396,10 @@ def atomic_path(path: str | Path, durable: bool = True) -> Iterator[Path]:
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
             # the suffix is kept: Pillow and others choose the format by it
-            handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:40]}-", suffix=path.suffix)
-            os.close(handle)
-            temporary = Path(name)
+            temporary = path.with_name(f".{path.stem[:40]}-{secrets.token_hex(4)}{path.suffix}")
+            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # less the user's mask
         with file_errors(path, own=temporary):
             yield temporary
-            mask = os.umask(0)  # it can only be read by setting it
-            os.umask(mask)
-            temporary.chmod(0o666 & ~mask)
             if durable:
                 with temporary.open("rb") as file:
                     os.fsync(file.fileno())

@@ -9,6 +9,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -83,10 +84,13 @@ def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
 @cache
 def processor_name() -> str:
     """The CPU's model, never empty: sums are rounded in another order on another one."""
-    commands = ["cat", "/proc/cpuinfo"], ["env", "LC_ALL=C", "lscpu"], ["sysctl", "machdep.cpu.brand_string"]
-    for command in commands:  # Linux on x86, Linux on ARM, macOS
+    commands = None, ["env", "LC_ALL=C", "lscpu"], ["sysctl", "machdep.cpu.brand_string"]
+    for command in commands:  # Linux on x86, where a file says it; Linux on ARM, macOS
         with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-            text = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+            if command is None:
+                text = Path("/proc/cpuinfo").read_text()
+            else:
+                text = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
             names = re.findall(r"^[ \t]*(?:model name|machdep\.cpu\.brand_string)\s*:[ \t]*(\w.*)", text, re.M | re.I)
             if names:
                 return " + ".join(dict.fromkeys(name.strip() for name in names))  # small and large cores

@@ -342,14 +342,14 @@ _BOX = re.compile(r"\s*<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})>(?:<seg\d
 def parse_boxes(text: str, width: int, height: int) -> list[tuple[str, tuple[float, float, float, float]]]:
     """Labels and boxes (x1, y1, x2, y2), in pixels of a width × height picture, of a detection answer.
 
-    The answer reads `<locY1><locX1><locY2><locX2> label ; …`; bin b of 1024 stands for b/1024 of the side (big_vision,
+    The answer reads `<locY1><locX1><locY2><locX2> label ; …`; place p of 0 … 1023 is p/1023 of the side (big_vision,
     PaliGemma's detection format). Parts of the text that are not a box are ignored.
     """
     boxes = []
     for part in text.split(";"):
         match = _BOX.fullmatch(part)
         if match and all(int(value) < 1024 for value in match.groups()[:4]):
-            y1, x1, y2, x2 = (int(value) / 1024 for value in match.groups()[:4])
+            y1, x1, y2, x2 = (int(value) / 1023 for value in match.groups()[:4])
             corners = (min(x1, x2) * width, min(y1, y2) * height, max(x1, x2) * width, max(y1, y2) * height)
             boxes.append((match[5].strip(), corners))
     return boxes

@@ -395,13 +395,13 @@ def test_devices_that_do_not_exist(name):
     assert refused(choose_device, name).startswith("--device ")
 
 
-CPUS = {  # what `cat /proc/cpuinfo`, `lscpu` and `sysctl` print
-    "AMD EPYC": {"cat": "vendor_id\t: AMD\nmodel name\t: AMD EPYC\n\nmodel name\t: AMD EPYC\n"},
+CPUS = {  # what /proc/cpuinfo holds, and `lscpu` and `sysctl` print
+    "AMD EPYC": {"file": "vendor_id\t: AMD\nmodel name\t: AMD EPYC\n\nmodel name\t: AMD EPYC\n"},
     "Neoverse-N1": {
-        "cat": "CPU part\t: 0xd0c\n",
+        "file": "CPU part\t: 0xd0c\n",
         "env": "BIOS Model name: none\n  Model name:    Neoverse-N1\nModel: 1\n",
     },
-    "Cortex-A55 + Cortex-A76": {"cat": "", "env": "Model name: Cortex-A55\nModel: 0\nModel name: Cortex-A76\n"},
+    "Cortex-A55 + Cortex-A76": {"file": "", "env": "Model name: Cortex-A55\nModel: 0\nModel name: Cortex-A76\n"},
     "Apple M1": {"sysctl": "machdep.cpu.brand_string: Apple M1\n"},
     "unknown processor": {"env": "Model name:  -\n"},
 }
@@ -417,9 +417,22 @@ def test_a_processor_has_one_clear_name(name, monkeypatch):
         return SimpleNamespace(stdout=CPUS[name][command[0]])
 
     monkeypatch.setattr(device.subprocess, "run", run)
+    monkeypatch.setattr(device, "Path", lambda path: SimpleNamespace(read_text=lambda: run(["file"]).stdout))
     for function in ("processor", "machine"):
         monkeypatch.setattr(device.platform, function, str)
     assert device.processor_name.__wrapped__() == name
+
+
+def test_a_written_file_has_the_mode_of_the_users_mask(tmp_path, monkeypatch):
+    """Breaks when the mask of the whole process is changed for an instant, in which another thread may make a file."""
+    before = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "umask", lambda mask: pytest.fail("the mask was changed"))
+            write_text(tmp_path / "a.txt", "a")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.txt").stat().st_mode & 0o777 == 0o640
 
 
 @pytest.mark.parametrize("there", [(), ("mps",), ("cuda", "mps")])

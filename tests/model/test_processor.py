@@ -321,9 +321,9 @@ def test_processor_crosses_process_borders(processor):
 
 
 def test_boxes_by_hand():
-    """Breaks when x and y are swapped, or bins are not 1024 to the side."""
+    """Breaks when x and y are swapped, or the last place is not the far side, as in the published decoder."""
     text = "<loc0256><loc0000><loc0512><loc1023> brown cow ; <loc0000><loc0512><loc1023><loc0768>dog"
-    assert parse_boxes(text, 2048, 1024) == [
+    assert parse_boxes(text, 2046, 1023) == [
         ("brown cow", (0.0, 256.0, 2046.0, 512.0)),
         ("dog", (1024.0, 0.0, 1536.0, 1023.0)),
     ]
@@ -349,7 +349,7 @@ def test_answers_that_are_not_quite_boxes(text, labels):
 
 def test_box_corners_are_ordered():
     """Breaks when an answer with swapped corners makes a box that cannot be drawn."""
-    assert parse_boxes("<loc0512><loc0768><loc0256><loc0000> x", 1024, 1024) == [("x", (0, 256, 768, 512))]
+    assert parse_boxes("<loc0512><loc0768><loc0256><loc0000> x", 1023, 1023) == [("x", (0, 256, 768, 512))]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
