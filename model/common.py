@@ -396,8 +396,9 @@ def atomic_path(path: str | Path, durable: bool = True) -> Iterator[Path]:
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
             # the suffix is kept: Pillow and others choose the format by it
-            temporary = path.with_name(f".{path.stem[:40]}-{secrets.token_hex(4)}{path.suffix}")
-            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # less the user's mask
+            name = path.with_name(f".{path.stem[:40]}-{secrets.token_hex(4)}{path.suffix}")
+            os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # less the user's mask
+            temporary = name
         with file_errors(path, own=temporary):
             yield temporary
             if durable:
