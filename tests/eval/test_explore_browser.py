@@ -156,5 +156,5 @@ def test_a_gallery_links_hits_and_misses(case, other, new_page, tmp_path):
     shown.locator("#filter button", has_text="hits").click()
     assert shown.locator("#cases button:visible").count() == 1
     shown.locator("#cases button:visible").click()
-    shown.wait_for_function("document.querySelector('h1').textContent.includes('Where')")
+    shown.locator("h1", has_text="Where").wait_for()
     assert shown.url.endswith("#1") and shown.locator("#verdict.hit").count() == 1
