@@ -26,8 +26,6 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from model.common import UserError
-
 CATEGORIES = {
     "animal": "dog cat tiger horse cow pig lion elephant frog penguin fish butterfly".split(),
     "food": "apple banana strawberry watermelon grapes orange carrot bread cheese pizza burger cake".split(),
@@ -103,12 +101,8 @@ def place_objects(objects: Iterable[tuple[int, str]]) -> tuple[str, ...]:
 def compose(
     task: str, split: str, seed: int, index: int, draw: Callable = ordinary, usable: Callable = lambda squares: True
 ) -> tuple[Dice, tuple[str, ...]]:
-    """The dice of one picture and the first composition they `draw` that is `usable` and belongs to `split`.
-
-    Raises UserError for an unknown split.
-    """
-    if split not in SPLITS:
-        raise UserError(f"split is {split!r}: expected one of {', '.join(SPLITS)}")
+    """The dice of one picture and the first composition they `draw` that is `usable` and belongs to `split`."""
+    assert split in SPLITS, f"split is {split!r}: expected one of {', '.join(SPLITS)}"
     dice = Dice(f"{task}/{split}/{seed}/{index}")
     while True:
         squares = draw(dice)
@@ -123,11 +117,6 @@ def quadrant(square: int) -> str:
 def count(squares: Sequence[str]) -> Counter:
     """How often each object occurs, in raster order of its first one."""
     return Counter(name for name in squares if name != NONE)
-
-
-def unique(squares: Sequence[str]) -> list[str]:
-    """Objects that occur once, in raster order."""
-    return [name for name, number in count(squares).items() if number == 1]
 
 
 # Drawing
@@ -198,23 +187,16 @@ def paint(dice: Dice, squares: tuple[str, ...]) -> Scene:
             objects.append(Placed(square, name, size, *looks))
     # 112–168 ± 14 for the tint ± 2·36 for both rises: within 0–255
     grey, down, across = 112 + dice.below(57), dice.below(61) - 30, dice.below(61) - 30
-    tint = [
-        tuple(base + dice.below(2 * most + 1) - most for _ in "RGB")
-        for base, most in ((grey, 14), (down, 6), (across, 6))
-    ]
-    return Scene(squares, tuple(objects), tuple(tint))
+    levels = ((grey, 14), (down, 6), (across, 6))
+    tint = tuple(tuple(base + dice.below(2 * most + 1) - most for _ in "RGB") for base, most in levels)
+    return Scene(squares, tuple(objects), tint)
 
 
 # Samples, and names in text
 
 NUMBERS = ("two", "three", "four", "five")
-IRREGULAR = {
-    "fish": "fish",
-    "butterfly": "butterflies",
-    "strawberry": "strawberries",
-    "grapes": "grapes",
-    "bus": "buses",
-}
+IRREGULAR = {"fish": "fish", "grapes": "grapes", "bus": "buses"}
+IRREGULAR |= {name: f"{name[:-1]}ies" for name in ("butterfly", "strawberry")}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import combinations
-from typing import NamedTuple
 
 from eval.pictures import (
     CATEGORIES,
@@ -33,13 +32,10 @@ from eval.pictures import (
     place_objects,
     plural,
     quadrant,
-    unique,
     with_article,
 )
 from eval.statistics import blind_guesses
 from model.common import UserError
-
-HALVES = ("top or bottom", "left or right")
 
 # Pretraining: dense answers, which teach where things are
 
@@ -95,7 +91,7 @@ def probe(task: str, split: str, index: int, seed: int = 0) -> Sample:
     return Sample(task, paint(dice, squares), f"{wording} {thing}", answer, index, index)
 
 
-# task: (what is asked, the prompt before the thing)
+# task: (the kind of `facts`, the prompt before the thing)
 PROBES = {
     "locate": ("where", "locate"),
     "count": ("count", "count"),
@@ -105,28 +101,19 @@ PROBES = {
     "cell": ("row and column", "row and column"),
 }
 
-
 # Visual question answering
 
-
-class Kind(NamedTuple):
-    """A kind of question: VQAv2's answer type and question type, and the wording."""
-
-    answer_type: str
-    question_type: str
-    wording: str
-
-
+# kind: (VQAv2's answer type, VQAv2's question type, the wording)
 KINDS = {
-    "object": Kind("yes/no", "is there a", "Is there {a_thing} in the image?"),
-    "category": Kind("yes/no", "is any", "Is any {thing} in the image?"),
-    "position": Kind("yes/no", "is the", "Is the {thing} in the {place}?"),
-    "count": Kind("number", "how many", "How many {things} are there?"),
-    "count category": Kind("number", "how many", "How many {things} are there?"),
-    "total": Kind("number", "how many", "How many objects are there?"),
-    "where": Kind("other", "where is the", "Where is the {thing}?"),
-    "what": Kind("other", "what is in the", "What is in the {place}?"),
-    "which": Kind("other", "which", "Which {thing} is in the image?"),
+    "object": ("yes/no", "is there a", "Is there {a_thing} in the image?"),
+    "category": ("yes/no", "is any", "Is any {thing} in the image?"),
+    "position": ("yes/no", "is the", "Is the {thing} in the {place}?"),
+    "count": ("number", "how many", "How many {things} are there?"),
+    "count category": ("number", "how many", "How many {things} are there?"),
+    "total": ("number", "how many", "How many objects are there?"),
+    "where": ("other", "where is the", "Where is the {thing}?"),
+    "what": ("other", "what is in the", "What is in the {place}?"),
+    "which": ("other", "which", "Which {thing} is in the image?"),
 }
 ASKED_CATEGORIES = ("animal", "food", "vehicle")  # "thing" as a category would not be understood
 # Answer types of a picture's questions, near VQAv2's shares (38 % yes/no, 12 % number, 50 % other; 5.4 a picture)
@@ -143,30 +130,30 @@ def facts(squares: Sequence[str], kind: str) -> Iterator[tuple[str, str, str]]:
         yield from ((str(there[name]), name, "") for name in NAMES)
     elif kind == "total":
         yield str(sum(there.values())), "", ""
-    elif kind in ("where", "position", *HALVES, "row and column"):
-        for name in unique(squares):
-            square = squares.index(name)
-            place, (row, column) = quadrant(square), divmod(square, GRID)
-            if kind == "position":
-                yield from (("yes" if other == place else "no", name, other) for other in PLACES)
-            elif kind == "row and column":
-                yield f"row {row + 1} column {column + 1}", name, ""
-            else:
-                yield place if kind == "where" else place.split()[HALVES.index(kind)], name, ""
     elif kind == "what":
         for place in PLACES:
             names = [name for square, name in enumerate(squares) if name != NONE and quadrant(square) == place]
             if len(names) == 1:
                 yield names[0], "", place
-    else:
+    elif "category" in kind or kind == "which":
         for category in ASKED_CATEGORIES:
-            counts = [there[name] for name in CATEGORIES[category] if name in there]
+            members = [name for name in there if name in CATEGORIES[category]]
             if kind == "category":
-                yield "yes" if counts else "no", category, ""
+                yield "yes" if members else "no", category, ""
             elif kind == "count category":
-                yield str(sum(counts)), category, ""
-            elif len(counts) == 1:
-                yield next(name for name in there if name in CATEGORIES[category]), category, ""
+                yield str(sum(there[name] for name in members)), category, ""
+            elif len(members) == 1:
+                yield members[0], category, ""
+    else:
+        for name in (name for name, number in there.items() if number == 1):
+            square = squares.index(name)
+            place, (row, column) = quadrant(square), divmod(square, GRID)
+            if kind == "position":
+                yield from (("yes" if other == place else "no", name, other) for other in PLACES)
+            else:
+                vertical, horizontal = place.split()
+                answers = {"where": place, "top or bottom": vertical, "left or right": horizontal}
+                yield (answers | {"row and column": f"row {row + 1} column {column + 1}"})[kind], name, ""
 
 
 def _balanced(dice: Dice, candidates: Iterable[tuple[str, str, str]]) -> tuple[str, str, str]:
@@ -177,39 +164,31 @@ def _balanced(dice: Dice, candidates: Iterable[tuple[str, str, str]]) -> tuple[s
     return dice.pick(by_answer[dice.pick(list(by_answer))])
 
 
+@cache
+def _question(kind: str, thing: str, place: str = "") -> str:
+    return KINDS[kind][2].format(thing=thing, a_thing=with_article(thing), things=plural(thing), place=place)
+
+
 @lru_cache(maxsize=64)
 def vqa_picture(split: str, image_id: int, seed: int = 0) -> tuple[Sample, ...]:
     """The questions on one picture, none twice, prompt `answer en QUESTION`; answer types as in `QUESTIONS`."""
-    kinds = {one: [kind for kind, asked in KINDS.items() if asked.answer_type == one] for one in QUESTIONS}
+    kinds = {name: [kind for kind, (answer_type, *_) in KINDS.items() if answer_type == name] for name in QUESTIONS}
 
     def usable(squares: Sequence[str]) -> bool:
         return sum(1 for kind in kinds["other"] for _ in facts(squares, kind)) >= QUESTIONS.count("other")
 
     dice, squares = compose("vqa", split, seed, image_id, usable=usable)
-    scene, asked = paint(dice, squares), {}
+    scene, samples = paint(dice, squares), {}
     for answer_type in QUESTIONS:
         for kind in dice.draw(kinds[answer_type], len(kinds[answer_type])):
-            left = [fact for fact in facts(squares, kind) if _ask(kind, *fact[1:]) not in asked]
+            left = [fact for fact in facts(squares, kind) if _question(kind, *fact[1:]) not in samples]
             if left:
                 answer, thing, place = _balanced(dice, left)
-                asked[_ask(kind, thing, place)] = kind, answer
+                question, ids = _question(kind, thing, place), (image_id, image_id * 1000 + len(samples))
+                types = KINDS[kind][1], answer_type
+                samples[question] = Sample("vqa", scene, f"answer en {question}", answer, *ids, *types)
                 break
-    return tuple(
-        _question(scene, question, answer, image_id, image_id * 1000 + number, KINDS[kind])
-        for number, (question, (kind, answer)) in enumerate(asked.items())
-    )
-
-
-def _question(
-    scene: Scene, question: str, answer: str, image_id: int, question_id: int, kind: Kind, task: str = "vqa"
-) -> Sample:
-    types = kind.question_type, kind.answer_type
-    return Sample(task, scene, f"answer en {question}", answer, image_id, question_id, *types)
-
-
-@cache
-def _ask(kind: str, thing: str, place: str = "") -> str:
-    return KINDS[kind].wording.format(thing=thing, a_thing=with_article(thing), things=plural(thing), place=place)
+    return tuple(samples.values())
 
 
 def vqa(split: str, index: int, seed: int = 0) -> Sample:
@@ -219,37 +198,25 @@ def vqa(split: str, index: int, seed: int = 0) -> Sample:
 
 def vqav2_files(split: str = "test", images: int = 200, seed: int = 0) -> tuple[dict, dict]:
     """The split as VQAv2's two files (questions, annotations); ten identical answers, `answer_id` 1 to 10."""
-    samples = [s for image_id in range(images) for s in vqa_picture(split, image_id, seed)]
-    head = {
-        "info": {"description": "The embedded scenes in VQAv2's format."},
-        "task_type": "Open-Ended",
-        "data_type": "embedded",
-        "data_subtype": split,
-        "license": {"name": "Apache License 2.0"},
-    }
-    questions = [{"image_id": s.image_id, "question": s.question, "question_id": s.question_id} for s in samples]
-    annotations = [
-        {
-            "question_id": s.question_id,
-            "image_id": s.image_id,
-            "question_type": s.question_type,
-            "answer_type": s.answer_type,
-            "multiple_choice_answer": s.suffix,
-            "answers": [{"answer": s.suffix, "answer_confidence": "yes", "answer_id": i} for i in range(1, 11)],
-        }
-        for s in samples
-    ]
+    head = {"info": {"description": "The embedded scenes in VQAv2's format."}, "task_type": "Open-Ended"}
+    head |= {"data_type": "embedded", "data_subtype": split, "license": {"name": "Apache License 2.0"}}
+    questions, annotations = [], []
+    for s in (s for image_id in range(images) for s in vqa_picture(split, image_id, seed)):
+        answers = [{"answer": s.suffix, "answer_confidence": "yes", "answer_id": number} for number in range(1, 11)]
+        types = {"question_type": s.question_type, "answer_type": s.answer_type}
+        types |= {"multiple_choice_answer": s.suffix, "answers": answers}
+        questions.append({"image_id": s.image_id, "question": s.question, "question_id": s.question_id})
+        annotations.append({"question_id": s.question_id, "image_id": s.image_id, **types})
     return head | {"questions": questions}, head | {"annotations": annotations}
 
 
-def blind(train: Iterable[Sample], test: Iterable[Sample]) -> dict[str, float]:
+def blind(train: Iterable[Sample], test: Sequence[Sample]) -> dict[str, float]:
     """Accuracy in percent, overall and by answer type, of `blind_guesses`: by prefix, else by question type."""
 
     def keys(s: Sample) -> tuple:
         return s.prefix, (s.question_type,), ()
 
-    test, hits = list(test), defaultdict(list)
-    guesses = blind_guesses([(keys(s), s.suffix) for s in train], map(keys, test))
+    guesses, hits = blind_guesses([(keys(s), s.suffix) for s in train], map(keys, test)), defaultdict(list)
     for s, guess in zip(test, guesses, strict=True):
         for group in ("overall", s.answer_type or s.task):
             hits[group].append(guess == s.suffix)
@@ -259,9 +226,7 @@ def blind(train: Iterable[Sample], test: Iterable[Sample]) -> dict[str, float]:
 # Needles in a haystack of sub-images
 
 NEEDLES = {"n2o1": (2, 1), "n2o2": (2, 2), "n4o1": (4, 1)}  # sub-images along a side, objects in each
-NEEDLE_TITLES = {
-    kind: f"{n}×{n}, {'one object' if objects == 1 else 'two objects'} each" for kind, (n, objects) in NEEDLES.items()
-}
+NEEDLE_TITLES = {"n2o1": "2×2, one object each", "n2o2": "2×2, two objects each", "n4o1": "4×4, one object each"}
 
 
 @dataclass(frozen=True)
@@ -286,8 +251,8 @@ class Needle:
             rights = (row, column) if self.n == 2 else (row * self.n + column,)
             for (prefix, words), right in zip(place_questions(caption, self.n), rights, strict=True):
                 suffix, number = NONE if row < 0 else words[right], self.id * 1000 + len(samples)
-                asked = prefix.rpartition("? ")[2].removesuffix("?")
-                samples.append(Sample(self.kind, self.scene, prefix, suffix, self.id, number, asked))
+                question_type = prefix.rpartition("? ")[2].removesuffix("?")
+                samples.append(Sample(self.kind, self.scene, prefix, suffix, self.id, number, question_type))
         return samples
 
 
@@ -306,29 +271,24 @@ def needle(kind: str, split: str, index: int, seed: int = 0, *, needles: int = 1
     """Needle test `index`. Targets take turns: N² consecutive indices have their first needle in each place once.
 
     `negative`: nothing that a caption says is there; of two objects, both are, but in different sub-images.
-    Raises UserError for an unknown kind or more needles than places.
+    Raises UserError for more needles than places.
     """
     n, objects, distractors = layout_of(kind)
     most = n**2 if distractors == n**2 - 1 else 1
     if not 1 <= needles <= most:
         raise UserError(f"{needles} needles in {n}×{n} sub-images: expected 1 to {most}")
     first = index % n**2
-    stream = f"{kind}/{needles}{'/negative' * negative}"
     draw = partial(_stitched, n=n, objects=objects, first=first, filled=distractors + 1)
-    dice, squares = compose(stream, split, seed, index, draw=draw)
+    dice, squares = compose(f"{kind}/{needles}{'/negative' * negative}", split, seed, index, draw=draw)
     parts = [_part(squares, n, place) for place in range(n**2)]
-    if negative:
-        targets = [(-1, -1)] * needles
-        if objects == 1:
-            wanted = dice.draw(((name,) for name in NAMES if name not in squares), needles)
-        else:
-            together = [set(part) for part in parts]
-            pairs = combinations(count(squares), 2)
-            wanted = dice.draw((pair for pair in pairs if set(pair) not in together), needles)
-    else:
+    if not negative:
         places = [first, *dice.draw((place for place in range(n**2) if place != first), needles - 1)]
-        targets = [divmod(place, n) for place in places]
-        wanted = [parts[place] for place in places]
+        targets, wanted = [divmod(place, n) for place in places], [parts[place] for place in places]
+    else:
+        targets, together = [(-1, -1)] * needles, [set(part) for part in parts]
+        absent = ((name,) for name in NAMES if name not in squares)
+        apart = (pair for pair in combinations(count(squares), 2) if set(pair) not in together)
+        wanted = dice.draw(absent if objects == 1 else apart, needles)
     captions = tuple(describe(names) for names in wanted)
     return Needle(kind, paint(dice, squares), n, captions, tuple(targets), index)
 
@@ -337,14 +297,13 @@ def layout_of(kind: str) -> tuple[int, int, int]:
     """Sub-images along a side, objects in each, and how many sub-images beside the needle's have any.
 
     Besides NEEDLES: n4d7 is 4×4 with one object in the needle's and in 7 other sub-images; 3×3 fill the upper left of
-    the picture. Raises UserError for an unknown kind."""
+    the picture."""
     if kind in NEEDLES:
         n, objects = NEEDLES[kind]
         return n, objects, n**2 - 1
-    found = re.fullmatch(r"n([234])d(\d{1,2})", kind)
-    if found is None or int(found[2]) >= int(found[1]) ** 2:
-        raise UserError(f"needle kind is {kind!r}: expected one of {', '.join(NEEDLES)}, or n4d0 to n4d15")
-    return int(found[1]), 1, int(found[2])
+    match = re.fullmatch(r"n([234])d(\d{1,2})", kind)
+    assert match and int(match[2]) < int(match[1]) ** 2, f"needle kind is {kind!r}: expected {list(NEEDLES)}, or n4d7"
+    return int(match[1]), 1, int(match[2])
 
 
 def _stitched(dice: Dice, n: int, objects: int, first: int, filled: int) -> tuple[str, ...]:
@@ -356,8 +315,7 @@ def _stitched(dice: Dice, n: int, objects: int, first: int, filled: int) -> tupl
     shared = [a, b, *(dice.pick((a, b)) for _ in range(n**2 - 3))]
     groups = [[a, b], *zip(dice.draw(shared, n**2 - 1), names, strict=False)] if objects == 2 else [[x] for x in names]
     places = [first, *dice.draw((place for place in range(n**2) if place != first), n**2 - 1)]
-    part = GRID // n
-    placed = []
+    part, placed = GRID // n, []
     for place, group in zip(places[:filled], groups, strict=False):
         corner = place // n * part * GRID + place % n * part
         spots = dice.draw(range(part**2), objects)
@@ -392,10 +350,9 @@ def pope(
 
     Absent ones are drawn at random; or are the most frequent objects; or those that most often accompany the present
     object asked about just before, as counted over train scenes. Pictures and "yes" questions are the same in all
-    three. Raises UserError for an unknown strategy.
+    three.
     """
-    if strategy not in STRATEGIES:
-        raise UserError(f"strategy is {strategy!r}: expected one of {', '.join(STRATEGIES)}")
+    assert strategy in STRATEGIES, f"strategy is {strategy!r}: expected one of {', '.join(STRATEGIES)}"
     frequency, company = (Counter(), defaultdict(Counter)) if strategy == "random" else object_statistics()
     samples, stream, draw = [], "pope", ordinary
     if objects:
@@ -408,9 +365,9 @@ def pope(
             rank = {"random": Counter(), "popular": frequency, "adversarial": company[name]}[strategy]
             other = max(absent, key=rank.__getitem__)  # the first of equals, and `absent` is shuffled
             absent.remove(other)
-            for asked, answer in ((name, "yes"), (other, "no")):
-                question, number, task = _ask("object", asked), len(samples) + 1, f"pope-{strategy}"
-                samples.append(_question(scene, question, answer, image_id, number, KINDS["object"], task))
+            for thing, answer in ((name, "yes"), (other, "no")):
+                prefix, ids = f"answer en {_question('object', thing)}", (image_id, len(samples) + 1)
+                samples.append(Sample(f"pope-{strategy}", scene, prefix, answer, *ids, "is there a", "yes/no"))
     return samples
 
 
@@ -428,33 +385,22 @@ def object_statistics(scenes: int = 4000) -> tuple[Counter, dict[str, Counter]]:
 
 # All tasks
 
-TASKS: dict[str, Callable[[str, int, int], Sample]] = {
-    "scan": scan,
-    "detect_all": detect_all,
-    "detect": detect,
-    **{task: partial(probe, task) for task in PROBES},
-    "caption": caption,
-    "vqa": vqa,
-    **{kind: partial(_needle_question, kind) for kind in NEEDLES},
-}
+TASKS: dict[str, Callable[[str, int, int], Sample]] = {"scan": scan, "detect_all": detect_all, "detect": detect}
+TASKS |= {task: partial(probe, task) for task in PROBES}
+TASKS |= {"caption": caption, "vqa": vqa}
+TASKS |= {kind: partial(_needle_question, kind) for kind in NEEDLES}
 
 
 def sample(task: str, split: str, index: int, seed: int = 0) -> Sample:
-    """Sample number `index` of a task's endless stream. Raises UserError for an unknown task or split."""
+    """Sample number `index` of a task's endless stream. Raises UserError for an unknown task."""
     if task not in TASKS:
         raise UserError(f"task is {task!r}: expected one of {', '.join(TASKS)}")
     return TASKS[task](split, index, seed)
 
 
 # Every word and mark of the tasks; `train/embedded/tokenizer.py` makes each one piece
-WORDS = [
-    *NAMES,
-    *ASKED_CATEGORIES,
-    *NUMBERS,
-    NONE,
-    *"0123456789,.:;?",
-    *"scan detect locate count exist caption answer en yes no top bottom left right row column".split(),
-    *"a an and any are how image in is many objects or the there what where which".split(),
-    *"Bottom Caption Column How Is Left Right Row Top What Where Which".split(),
-]
+WORDS = [*NAMES, *ASKED_CATEGORIES, *NUMBERS, NONE, *"0123456789,.:;?"]
+WORDS += "scan detect locate count exist caption answer en yes no top bottom left right row column".split()
+WORDS += "a an and any are how image in is many objects or the there what where which".split()
+WORDS += "Bottom Caption Column How Is Left Right Row Top What Where Which".split()
 PLURALS = [plural(name) for name in (*NAMES, *ASKED_CATEGORIES)]

@@ -6,12 +6,13 @@ Answers are checked by a second reading of the scene: from where objects are dra
 import hashlib
 import random
 import re
-from collections import Counter, defaultdict
+from collections import Counter
+from itertools import combinations
 
 import numpy as np
 import pytest
-import sentencepiece
 from PIL import Image
+from sentencepiece import SentencePieceProcessor
 from transformers import AddedToken, GemmaTokenizer
 from transformers.tokenization_utils_base import generate_merges
 
@@ -21,22 +22,18 @@ from model.common import UserError
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from train.data.batches import collate
-from train.embedded.tokenizer import main, train_tokenizer, words
+from train.embedded.tokenizer import main, words
 
-MODEL_FILE = BUNDLED_FOLDER / "tokenizer.model"
 LOCATIONS = [f"<loc{value:04d}>" for value in range(1024)]
 
 
 @pytest.fixture(scope="module")
-def pieces() -> sentencepiece.SentencePieceProcessor:
-    return sentencepiece.SentencePieceProcessor(model_file=str(MODEL_FILE))
+def pieces() -> SentencePieceProcessor:
+    return SentencePieceProcessor(model_file=str(BUNDLED_FOLDER / "tokenizer.model"))
 
 
 def stream(task: str, split: str, count: int, seed: int = 0) -> list[pictures.Sample]:
     return [scenes.sample(task, split, index, seed) for index in range(count)]
-
-
-# --- a second reading of a scene --------------------------------------------------------------------------------------
 
 
 def seen(scene: pictures.Scene) -> list[tuple[str, float, float]]:
@@ -86,58 +83,33 @@ def inside(box: tuple[int, ...], x: float, y: float) -> bool:
     return left <= x <= right and top <= y <= bottom
 
 
-# --- splits and determinism -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.long
 def test_every_composition_belongs_to_one_split():
     """Breaks when a scene leaks from one split into another."""
-    compositions = defaultdict(set)
-    for task in scenes.TASKS:
-        for split in pictures.SPLITS:
-            for seed in (0, 1):
-                compositions[split] |= {sample.scene.squares for sample in stream(task, split, 60, seed)}
-    for strategy in scenes.STRATEGIES:
-        compositions["test"] |= {sample.scene.squares for sample in scenes.pope(strategy, images=20)}
-    compositions["test"] |= {
-        scenes.needle("n2o2", "test", i, needles=2, negative=True).scene.squares for i in range(20)
-    }
-    train, validation, test = (compositions[split] for split in pictures.SPLITS)
-    assert min(map(len, (train, validation, test))) > 300
-    assert not train & validation and not train & test and not validation & test
+    groups = {split: [s for task in scenes.TASKS for s in stream(task, split, 100)] for split in pictures.SPLITS}
+    groups["test"] += [s for strategy in scenes.STRATEGIES for s in scenes.pope(strategy, images=20)]
+    compositions = {split: {s.scene.squares for s in samples} for split, samples in groups.items()}
+    assert min(map(len, compositions.values())) > 300
+    assert not any(a & b for a, b in combinations(compositions.values(), 2))
     assert all(pictures.split_of(squares) == split for split, group in compositions.items() for squares in group)
-
-
-def test_splits_hold_the_promised_shares():
-    """Breaks when the hash starves a split: its scenes would take for ever to draw."""
-    single = [
-        tuple(name if i == square else "none" for i in range(16)) for square in range(16) for name in pictures.NAMES
-    ]
-    shares = Counter(map(pictures.split_of, single))
-    assert abs(shares["train"] / 640 - 6 / 8) < 0.05 and min(shares["test"], shares["validation"]) > 640 / 8 - 25
 
 
 def test_samples_depend_on_nothing_but_their_address():
     """Breaks when order, a global generator or a cache decides what a sample is."""
     addresses = [(task, split, index) for task in scenes.TASKS for split in ("train", "test") for index in (0, 7, 200)]
-    first = {address: scenes.sample(*address) for address in addresses}
+    first = [scenes.sample(*address) for address in addresses]
     random.seed(1)
-    np.random.seed(1)
     scenes.vqa_picture.cache_clear()
-    for address in reversed(addresses):
-        again = scenes.sample(*address)
-        assert again == first[address]
-        assert np.array_equal(again.scene.render(), first[address].scene.render())
+    assert [scenes.sample(*address) for address in reversed(addresses)] == first[::-1]
     assert scenes.sample("vqa", "train", 0, seed=1) != scenes.sample("vqa", "train", 0, seed=0)
 
 
 def test_the_benchmark_is_the_published_one():
     """Breaks when the test scenes or questions change: figures measured before are then of another benchmark."""
-    digest = hashlib.sha256()
-    for task in scenes.TASKS:
-        for s in stream(task, "test", 50):
-            text = repr((s.prefix, s.suffix, s.scene.objects, s.scene.ground))
-            digest.update(text.replace("Placed(square=", "Placed(cell=").encode())  # as it was named when published
+    texts = [
+        repr((s.prefix, s.suffix, s.scene.objects, s.scene.ground)) for t in scenes.TASKS for s in stream(t, "test", 50)
+    ]
+    digest = hashlib.sha256("".join(texts).replace("Placed(square=", "Placed(cell=").encode())  # as it was published
     for strategy in scenes.STRATEGIES:
         digest.update(repr([(s.prefix, s.suffix) for s in scenes.pope(strategy, images=20)]).encode())
     assert digest.hexdigest()[:16] == "59e1e740f7770ed3"
@@ -153,98 +125,31 @@ def test_the_model_sees_what_it_always_saw():
     assert digest.hexdigest()[:16] == "0f458c1a2b42305a"
 
 
-def test_unknown_names_are_refused():
-    """Breaks when a typing error ends in a traceback, or in the scenes of no split."""
-    for call, message in (
-        (lambda: scenes.sample("scam", "train", 0), "task is 'scam': expected one of scan, "),
-        (lambda: scenes.sample("scan", "val", 0), "split is 'val': expected one of train, validation, test"),
-        (lambda: scenes.needle("n8o1", "test", 0), "needle kind is 'n8o1'"),
-        (lambda: scenes.needle("n2o1", "test", 0, needles=5), "5 needles in 2×2 sub-images: expected 1 to 4"),
-        (lambda: scenes.pope("hard"), "strategy is 'hard'"),
-    ):
-        with pytest.raises(UserError, match=re.escape(message)):
-            call()
-
-
-# --- pictures ---------------------------------------------------------------------------------------------------------
-
-
-def test_sprites_are_all_there_and_attributed():
-    """Breaks when a sprite is missing, the pictures grow, or their licence gets lost."""
-    files = {path.stem: path for path in pictures.SPRITES.glob("*.webp")}
-    assert sorted(files) == sorted(pictures.NAMES) and len(files) == 40
-    assert [len(names) for names in pictures.CATEGORIES.values()] == [12, 12, 8, 8]
-    assert sum(path.stat().st_size for path in files.values()) < 100_000
-    for path in files.values():
-        with Image.open(path) as image:
-            assert (image.size, image.mode) == ((64, 64), "RGBA")
-    licence = (pictures.SPRITES / "LICENSE").read_text()
-    assert "MIT License" in licence and "Copyright (c) Microsoft Corporation" in licence and "Fluent Emoji" in licence
-    assert all(re.search(rf"^  {name} ", licence, re.M) for name in pictures.NAMES)
-
-
 def test_rendering_agrees_with_pillow():
     """Breaks when sprites turn transparent, shift, lose their mirroring or brightness, or a level wraps around."""
-    for index in range(12):
-        scene = scenes.sample("scan", "train", index).scene
-        (grey, down, across) = (np.array(values, float) for values in scene.ground)
-        ramp = (np.arange(112) * 2 - 111)[:, None] / 112
-        ground = grey + (ramp * down)[:, None] + (ramp * across)[None, :]
-        expected = Image.fromarray(ground.round().astype(np.uint8))
-        for placed in scene.objects:
+    ramp = (np.arange(112) * 2 - 111)[:, None] / 112
+    for sample in stream("scan", "train", 12):
+        grey, down, across = np.array(sample.scene.ground, float)
+        expected = Image.fromarray((grey + (ramp * down)[:, None] + (ramp * across)[None, :]).round().astype(np.uint8))
+        for placed in sample.scene.objects:
             sprite = Image.open(pictures.SPRITES / f"{placed.name}.webp").resize((placed.size,) * 2, Image.BICUBIC)
             if placed.mirrored:
                 sprite = sprite.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            bright = Image.merge(
-                "RGB", [c.point(lambda v, b=placed.brightness: min(255, v * b // 128)) for c in sprite.split()[:3]]
-            )
+            bright = sprite.convert("RGB").point(lambda v, b=placed.brightness: min(255, v * b // 128))
             row, column = divmod(placed.square, 4)
             expected.paste(bright, (28 * column + placed.x, 28 * row + placed.y), sprite.getchannel("A"))
-        difference = np.abs(scene.render().astype(int) - np.asarray(expected, int))
+        difference = np.abs(sample.scene.render().astype(int) - np.asarray(expected, int))
         # half-transparent rims that are brightened may differ: there the clipping comes before or after the blend
         assert np.quantile(difference, 0.99) <= 4 and difference.mean() < 1
-
-
-def test_objects_stay_in_their_squares_and_vary():
-    """Breaks when an object crosses into the next patch, or jitter, scale, mirroring or brightness stop varying."""
-    looks = defaultdict(set)
-    for index in range(60):
-        scene = scenes.sample("vqa", "train", index * 6).scene
-        bare = pictures.Scene(scene.squares, (), scene.ground)
-        touched = (scene.render() != bare.render()).any(axis=-1).reshape(4, 28, 4, 28).any(axis=(1, 3)).reshape(-1)
-        assert [bool(t) for t in touched] == [name != "none" for name in scene.squares]
-        assert 1 <= len(scene.objects) <= 5
-        for placed in scene.objects:
-            assert 0.78 < placed.size / 28 <= 1 and 0.85 <= placed.brightness / 128 <= 1.102
-            assert placed.x + placed.size <= 28 and placed.y + placed.size <= 28
-            for name in ("size", "x", "y", "mirrored", "brightness"):
-                looks[name].add(getattr(placed, name))
-    assert {name: len(values) >= (2 if name == "mirrored" else 6) for name, values in looks.items()} == dict.fromkeys(
-        ("size", "x", "y", "mirrored", "brightness"), True
-    )
-
-
-@pytest.mark.parametrize("chance", [0.0, 1 - 2**-53])
-def test_the_most_extreme_ground_does_not_wrap_around(chance, monkeypatch):
-    """Breaks when the darkest or brightest ground leaves 0 to 255."""
-    monkeypatch.setattr(pictures.Dice, "random", lambda dice: chance)
-    picture = pictures.paint(pictures.Dice(0), ("none",) * 16).render().astype(int)
-    assert picture.max() - picture.min() > 100
-    assert np.abs(np.diff(picture, axis=0)).max() <= 1 and np.abs(np.diff(picture, axis=1)).max() <= 1
-
-
-# --- answers ----------------------------------------------------------------------------------------------------------
 
 
 def test_vqa_answers_are_true_and_the_only_true_ones():
     """Breaks when an answer is wrong, a question has two right answers, or a picture gets a question twice."""
     for image_id in range(150):
         samples = scenes.vqa_picture("test", image_id)
-        assert [s.answer_type for s in samples] == ["yes/no", "yes/no", "number", "other", "other", "other"]
-        assert len({s.prefix for s in samples}) == 6
+        assert tuple(s.answer_type for s in samples) == scenes.QUESTIONS and len({s.prefix for s in samples}) == 6
         for s in samples:
-            assert s.prefix == f"answer en {s.question}"
-            assert s.question.lower().startswith(s.question_type)
+            assert s.prefix == f"answer en {s.question}" and s.question.lower().startswith(s.question_type)
             assert truth(s.question, seen(s.scene)) == {s.suffix}, (s.question, s.suffix, s.scene.squares)
 
 
@@ -288,29 +193,19 @@ def test_detection_boxes_hold_the_objects():
 
 def test_dense_detection_lists_everything_and_masks_the_names(pieces):
     """Breaks when the list of all objects is wrong, or the loss falls on names in random order, or misses a box."""
-    shuffled = False
     for s in stream("detect_all", "train", 100):
-        found = re.findall(r"(\w+)<loc(\d{4})><loc(\d{4})>", s.suffix)
-        assert s.suffix == " ".join(f"{name}<loc{y}><loc{x}>" for name, y, x in found)
-        found = [((int(y), int(x), int(y) + 256, int(x) + 256), name) for name, y, x in found]
-        objects = seen(s.scene)
-        assert s.prefix == "detect" and sorted(name for _, name in found) == sorted(name for name, _, _ in objects)
-        left = list(objects)
-        for b, name in found:  # of one name, the first in raster order comes first
-            first = next(o for o in left if o[0] == name)
-            assert inside(b, first[1], first[2])
-            left.remove(first)
-        shuffled |= [name for _, name in found] != [name for name, _, _ in objects]
+        told, objects = re.findall(r"(\w+)<loc(\d{4})><loc(\d{4})>", s.suffix), seen(s.scene)
+        assert s.suffix == " ".join(f"{name}<loc{y}><loc{x}>" for name, y, x in told) and s.prefix == "detect"
+        assert sorted(name for name, *_ in told) == sorted(name for name, *_ in objects)
+        for name, y, x in told:  # of one name, the first in raster order comes first
+            first = next(o for o in objects if o[0] == name)
+            assert inside((int(y), int(x), int(y) + 256, int(x) + 256), *first[1:])
+            objects.remove(first)
         end, masked, kept = 0, [], []
         for piece in pieces.encode(s.suffix, out_type=str):
             start, end = end, end + len(piece)
             (masked if any(a <= start and end <= b for a, b in s.unsupervised) else kept).append(piece.strip("▁"))
-        assert masked == [name for _, name in found]
-        assert set(kept) <= set(LOCATIONS) and len(kept) == 2 * len(found)
-    assert shuffled
-
-
-# --- balance ----------------------------------------------------------------------------------------------------------
+        assert masked == [name for name, *_ in told] and kept == [f"<loc{at}>" for _, *both in told for at in both]
 
 
 def test_blind_baseline_is_the_most_frequent_train_answer():
@@ -329,7 +224,6 @@ def test_blind_baseline_is_the_most_frequent_train_answer():
 def test_answers_are_balanced():
     """Breaks when a model that never looks at the picture does well."""
     accuracy = scenes.blind(stream("vqa", "train", 12000), stream("vqa", "test", 1800))
-    print("blind:", {group: round(value, 1) for group, value in accuracy.items()})
     assert 28 < accuracy["overall"] < 37
     assert 50 <= accuracy["yes/no"] < 60 and 30 < accuracy["number"] < 48 and 12 < accuracy["other"] < 20
     for kind, chance in (("n2o1", 50), ("n2o2", 50), ("n4o1", 100 / 16)):  # of one question
@@ -341,20 +235,12 @@ def test_vqav2_files_have_the_official_layout():
     questions, annotations = scenes.vqav2_files("test", images=5)
     head = {"info", "task_type", "data_type", "license", "data_subtype"}
     assert set(questions) == head | {"questions"} and set(annotations) == head | {"annotations"}
-    assert all(set(q) == {"image_id", "question", "question_id"} for q in questions["questions"])
-    assert len({q["question_id"] for q in questions["questions"]}) == 30
-    for i, (q, a) in enumerate(zip(questions["questions"], annotations["annotations"], strict=True)):
-        types = {"question_type", "answer_type"}
-        assert set(a) == types | {"question_id", "image_id", "multiple_choice_answer", "answers"}
-        assert (a["question_id"], a["image_id"]) == (q["question_id"], q["image_id"])
-        assert [answer["answer_id"] for answer in a["answers"]] == list(range(1, 11))
-        assert all(set(r) == {"answer", "answer_confidence", "answer_id"} for r in a["answers"])
-        sample = scenes.sample("vqa", "test", i)
-        assert {r["answer"] for r in a["answers"]} == {a["multiple_choice_answer"]} == {sample.suffix}
-        assert q["question"] == sample.question
-
-
-# --- needles ----------------------------------------------------------------------------------------------------------
+    for s, q, a in zip(stream("vqa", "test", 30), questions["questions"], annotations["annotations"], strict=True):
+        ids = {"question_id": s.question_id, "image_id": s.image_id}
+        assert q == {**ids, "question": s.question}
+        types = {"question_type": s.question_type, "answer_type": s.answer_type, "multiple_choice_answer": s.suffix}
+        answers = [{"answer": s.suffix, "answer_confidence": "yes", "answer_id": n} for n in range(1, 11)]
+        assert a == {**ids, **types, "answers": answers}
 
 
 def parts(needle: scenes.Needle) -> dict[tuple[int, int], list[str]]:
@@ -376,20 +262,16 @@ def test_needles_are_in_one_place_and_take_turns(kind):
     turns = Counter()
     for index in range(4 * n**2):
         needle = scenes.needle(kind, "test", index)
-        assert needle.n == n and all(len(names) == objects for names in parts(needle).values())
-        (target,) = needle.targets
-        (caption,) = needle.captions
-        assert [spot for spot, names in parts(needle).items() if set(nouns(caption)) <= set(names)] == [target]
-        assert parts(needle)[target] == nouns(caption)
+        (target,), (caption,), places = needle.targets, needle.captions, parts(needle)
+        assert needle.n == n and all(len(names) == objects for names in places.values())
+        assert [spot for spot, names in places.items() if set(nouns(caption)) <= set(names)] == [target]
+        assert places[target] == nouns(caption)
         turns[target] += 1
-        asked = {s.prefix: s.suffix for s in needle.samples()}
-        head = f"Caption: {caption}. Where is the caption? "
-        row, column = target
-        assert asked == (
-            {head + "Top or Bottom?": ["top", "bottom"][row], head + "Left or Right?": ["left", "right"][column]}
-            if n == 2
-            else {head + "Row and Column?": f"row {row + 1} column {column + 1}"}
-        )
+        head, (row, column) = f"Caption: {caption}. Where is the caption? ", target
+        told = {"Row and Column?": f"row {row + 1} column {column + 1}"}
+        if n == 2:
+            told = {"Top or Bottom?": ["top", "bottom"][row], "Left or Right?": ["left", "right"][column]}
+        assert {s.prefix: s.suffix for s in needle.samples()} == {head + text: word for text, word in told.items()}
     assert set(turns.values()) == {4} and len(turns) == n**2
     streamed = [s for index in range(8) for s in scenes.needle(kind, "train", index).samples()]
     assert streamed == stream(kind, "train", len(streamed))
@@ -411,20 +293,17 @@ def test_negatives_and_several_needles(kind, needles):
     """Breaks when an absent needle can be found, or the second needle is not where it is said to be."""
     for index in range(20):
         absent = scenes.needle(kind, "test", index, needles=needles, negative=True)
-        assert absent.targets == ((-1, -1),) * needles
-        assert len({frozenset(nouns(caption)) for caption in absent.captions}) == needles
-        for caption in absent.captions:
-            assert not any(set(nouns(caption)) <= set(names) for names in parts(absent).values())
-            if kind == "n2o2":  # both objects are there, apart
-                assert set(nouns(caption)) <= set(absent.scene.squares)
-        assert {s.suffix for s in absent.samples()} == {"none"}
+        assert absent.targets == ((-1, -1),) * needles and {s.suffix for s in absent.samples()} == {"none"}
+        wanted = {frozenset(nouns(caption)) for caption in absent.captions}
+        assert len(wanted) == needles and not any(w <= set(names) for w in wanted for names in parts(absent).values())
+        assert kind != "n2o2" or set().union(*wanted) <= set(absent.scene.squares)  # both objects are there, apart
         there = scenes.needle(kind, "test", index, needles=needles)
-        assert len(set(there.targets)) == needles
+        assert len(set(there.targets)) == needles and len({s.question_id for s in there.samples()}) == len(
+            there.samples()
+        )
         assert [parts(there)[target] for target in there.targets] == [nouns(caption) for caption in there.captions]
-        assert len({s.question_id for s in there.samples()}) == len(there.samples())
-
-
-# --- POPE -------------------------------------------------------------------------------------------------------------
+    with pytest.raises(UserError, match="expected 1 to"):
+        scenes.needle(kind, "test", 0, needles=17)
 
 
 def test_pope_asks_about_present_and_absent_objects_in_turn():
@@ -433,12 +312,10 @@ def test_pope_asks_about_present_and_absent_objects_in_turn():
     frequency, company = scenes.object_statistics()
     fame, closeness = Counter(), Counter()
     for strategy, poll in polls.items():
-        assert len(poll) == 360 and [s.suffix for s in poll] == ["yes", "no"] * 180
-        assert [s.question_id for s in poll] == list(range(1, 361))
+        assert [s.suffix for s in poll] == ["yes", "no"] * 180 and [s.question_id for s in poll] == [*range(1, 361)]
         assert [s.prefix for s in poll[::2]] == [s.prefix for s in polls["random"][::2]]
-        assert all(s.scene == other.scene for s, other in zip(poll, polls["random"], strict=True))
-        for start in range(0, 360, 6):
-            assert len({s.prefix for s in poll[start : start + 6]}) == 6
+        assert [s.scene for s in poll] == [s.scene for s in polls["random"]]
+        assert all(len({s.prefix for s in poll[start : start + 6]}) == 6 for start in range(0, 360, 6))
         for yes, no in zip(poll[::2], poll[1::2], strict=True):
             assert truth(yes.question, seen(yes.scene)) == {"yes"} and truth(no.question, seen(no.scene)) == {"no"}
             present, absent = (s.question.split()[3] for s in (yes, no))
@@ -447,38 +324,20 @@ def test_pope_asks_about_present_and_absent_objects_in_turn():
     assert fame["popular"] > 1.5 * fame["random"] and closeness["adversarial"] > 2 * closeness["random"]
 
 
-def test_objects_have_favourites_and_company():
-    """Breaks when popular and adversarial questions have nothing to exploit."""
-    frequency, company = scenes.object_statistics()
-    assert frequency["dog"] > 2 * frequency["butterfly"]
-    for name, partner in (("lion", "elephant"), ("key", "clock"), ("cat", "dog")):
-        assert company[name].most_common(1)[0][0] == partner
-    assert all(company[a][b] == company[b][a] for a in pictures.NAMES for b in pictures.NAMES)
-
-
-# --- tokenizer --------------------------------------------------------------------------------------------------------
-
-
-def test_tokenizer_is_made_the_same_again(pieces, tmp_path, capsys):
+def test_tokenizer_is_made_the_same_again(tmp_path, capsys):
     """Breaks when the shipped pieces are not those that the command makes: every row of the embedding would move."""
     main(["--out", str(tmp_path / "tokenizer.model")])
     assert "1722 pieces; <image> is id 1722, the embedding has 1728 rows" in capsys.readouterr().out
-    again = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
-    assert [again.id_to_piece(i) for i in range(again.vocab_size())] == [pieces.id_to_piece(i) for i in range(1722)]
-    assert train_tokenizer() == (tmp_path / "tokenizer.model").read_bytes()
+    again, shipped = (SentencePieceProcessor(model_file=str(f / "tokenizer.model")) for f in (tmp_path, BUNDLED_FOLDER))
+    assert [again.id_to_piece(i) for i in range(again.vocab_size())] == [shipped.id_to_piece(i) for i in range(1722)]
 
 
 def test_tokenizer_has_the_ids_of_gemma(pieces):
     """Breaks when a control id moves, or text is normalised, trimmed or given a space in front."""
-    assert (pieces.pad_id(), pieces.eos_id(), pieces.bos_id(), pieces.unk_id()) == (0, 1, 2, 3)
     assert [pieces.id_to_piece(i) for i in range(4)] == ["<pad>", "<eos>", "<bos>", "<unk>"]
-    first = pieces.piece_to_id("<loc0000>")
-    assert [pieces.piece_to_id(piece) for piece in LOCATIONS] == list(range(first, first + 1024))
-    assert MODEL_FILE.stat().st_size < 50_000
     assert pieces.encode("dog dog\n", out_type=str) == ["dog", "▁dog", "\n"]
     for text in ("", " ", "  a  dog ", "Ünïcode 🐶\t…", "<loc0003><loc1024> cathedral\n\n", "ﬁ ① Å"):
-        assert pieces.decode(pieces.encode(text)) == text
-        assert pieces.unk_id() not in pieces.encode(text)
+        assert pieces.decode(pieces.encode(text)) == text and pieces.unk_id() not in pieces.encode(text)
 
 
 @pytest.mark.long
