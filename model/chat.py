@@ -159,7 +159,7 @@ class TextTokenizer:
 def load_text_tokenizer(
     source: str | Path, revision: str | None = None, max_length: int | None = None
 ) -> TextTokenizer:
-    """The tokenizer of a language model, a folder or hub id: tokenizer.json, or tokenizer.model where there is none.
+    """The tokenizer of a language model, a folder or hub id: tokenizer.model, or tokenizer.json where there is none.
 
     Qwen's needs the package `tokenizers`. Raises UserError.
     """

@@ -99,7 +99,7 @@ class Processor:
     def from_source(cls, source: str | Path, *, revision: str | None = None, **options) -> "Processor":
         """The processor of a model: a folder, `embedded`, a hub id, or a preset with the embedded model's vocabulary.
 
-        Needs config.json and tokenizer.json, or tokenizer.model where there is none. Of a PaliGemma's image processor
+        Needs config.json and tokenizer.model, or tokenizer.json where there is none. Of a PaliGemma's image processor
         the file, if there is one, must say what is done here. options: those of the constructor. Raises UserError.
         """
         preset, file = preset_of(source), find_tokenizer(source, revision)
@@ -248,7 +248,7 @@ class Processor:
 
         transformers reads `<bos>` or `<eos>` in a prompt as the control token, sentencepiece spells it out: a
         prompt that holds one has no agreed meaning, and here it is an error. `<loc0000>` and `<seg000>` are text.
-        With a tokenizer.json all other text has the ids of transformers. With tokenizer.model alone, which
+        With a tokenizer.json all other text has the ids of transformers. With tokenizer.model, which
         sentencepiece reads, three kinds of text may have other ids: a literal U+2581, which sentencepiece takes for a
         space; more than 31 spaces, tabs or newlines in a row, which it groups otherwise; and, for Gemma 1, the spelling
         of a reserved piece such as `<b>` or `<unused0>`, which it takes for that piece or not as the file says.

@@ -197,6 +197,12 @@ def question(number: int) -> dict:
     return {"question_id": number, "image": "a.jpg", "text": "Is there a dog?", "label": "yes"}
 
 
+TOKENIZER = {"version": "1.0", "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}}
+TOKENIZER |= {"pre_tokenizer": None, "post_processor": None, "decoder": {"type": "Fuse"}, "truncation": None}
+VOCABULARY = {piece: id_ for id_, piece in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", "a", "b", "ab", "\u2581"])}
+FLAGS = {"special": False, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+TOKENIZER |= {"added_tokens": [{"id": 8, "content": "<x>"} | FLAGS]}
+TOKENIZER |= {"model": {"type": "BPE", "vocab": VOCABULARY, "merges": [["a", "b"]], "unk_token": "<unk>"}}
 RUN_CONFIG = {"base": "embedded", "data": "embedded", "lr": 1e-3, "steps": 3, "option": []}
 LANGUAGE_CONFIG = {"model_type": "qwen2", "eos_token_id": [1], "layer_types": ["full_attention"], "vocab_size": 9}
 LANGUAGE_CONFIG |= {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -210,7 +216,7 @@ READERS = {
     "tokenizer.model": Reader(base_file("tokenizer.model"), lambda path: Processor.from_source(path.parent)),
     "config of the processor": Reader(base_file("config.json"), lambda path: Processor.from_source(path.parent)),
     "tokenizer.json": Reader(
-        json_file("tokenizer.json", {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}), load_tokenizer
+        json_file("tokenizer.json", TOKENIZER), lambda path: load_tokenizer(path).encode("a b<x>")
     ),
     "Mamba's config.json": Reader(
         base_file("config.json", BUNDLED_FOLDER.parent / "tiny-mamba"), lambda path: load_mamba(path.parent)
