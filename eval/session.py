@@ -37,9 +37,7 @@ from model.language_config import LanguageConfig
 from model.mamba import KERNELS, choose_kernel
 from model.paligemma import PaliGemma
 from model.processor import Processor
-from model.qmamba import set_scan_order
 from model.source import EMBEDDED
-from model.system_configs import SCAN_ORDERS
 from weights.load import load_model
 
 
@@ -82,7 +80,7 @@ def check_figure(path: Path | None) -> None:
 
 
 def add_model_flags(parser: argparse.ArgumentParser, many: bool = False) -> None:
-    """--model, --adapter and how they compute. many: several models, adapters and scan orders may be given."""
+    """--model, --adapter and how they compute. many: several models, adapters and kinds of bits may be given."""
     several = {"action": "append"} if many else {}
     again = "; give it again to compare" if many else ""
     source = f"a folder, a hub id, a preset, or `embedded`{again} (default: the base of the adapter, else `embedded`)"
@@ -97,8 +95,6 @@ def add_model_flags(parser: argparse.ArgumentParser, many: bool = False) -> None
     add_flag(parser, "--dtype", dtype, choices=list(DTYPES))
     bits = f"hold the weights in 8 or 4 bits, for memory and decoding on a CPU{again} (default: as --dtype)"
     add_flag(parser, "--quantize", bits, choices=["none", *KINDS], **several)
-    order = f"in which the connector of a Q-Mamba reads the picture{again} (default: as it was trained)"
-    add_flag(parser, "--scan-order", order, choices=SCAN_ORDERS, **several)
     add_flag(parser, "--kernel", "for the scan of Mamba, on CUDA (default: PyTorch alone)", choices=KERNELS)
     length = "limit of a prompt's tokens, its pictures' included, and of an answer's"
     add_flag(parser, "--max-length", length, 8192, type=positive, metavar="N")
@@ -125,19 +121,18 @@ def add_answer_flags(parser: argparse.ArgumentParser, limit: str, default: int |
 
 
 class Subject(NamedTuple):
-    """A model that is asked: its source, the run with its adapter, its title for tables and figures, the order in which
-    its connector scans, None for that of its training, and how its weights are held, None for whole."""
+    """A model that is asked: its source, the run with its adapter, its title for tables and figures, and how its
+    weights are held, None for whole."""
 
     source: str
     run: Path | None
     title: str
-    order: str | None = None
     quantize: str | None = None
 
     @property
     def ways(self) -> list[str]:
         """What distinguishes it from others of its source and run."""
-        return [way for way in (self.order, self.quantize) if way is not None]
+        return [] if self.quantize is None else [self.quantize]
 
     @property
     def name(self) -> str:
@@ -157,9 +152,9 @@ def model_of(args: Namespace) -> Subject:
         if args.adapter != "none":
             print(f"the last run is asked: {shown(args.adapter)}; --adapter takes another one", file=sys.stderr)
     quantize = None if args.quantize == "none" else args.quantize
-    if args.scan_order or quantize:
-        subject = model_of(Namespace(model=args.model, adapter=args.adapter, scan_order=None, quantize=None))
-        subject = subject._replace(order=args.scan_order, quantize=quantize)
+    if quantize:
+        subject = model_of(Namespace(model=args.model, adapter=args.adapter, quantize=None))
+        subject = subject._replace(quantize=quantize)
         return subject._replace(title="-".join((subject.title, *subject.ways)))
     run = None if args.adapter in (None, "none") else Path(args.adapter)
     if run is None:
@@ -177,15 +172,13 @@ def title_of(folder: Path) -> str:
 
 def models_of(args: Namespace) -> list[Subject]:
     """The models that repeated flags name: each --model, or each --adapter on the one --model. Raises UserError."""
-    flags = args.model, args.adapter, args.scan_order, args.quantize
-    models, adapters, orders, kinds = (given or [None] for given in flags)
+    models, adapters, kinds = (given or [None] for given in (args.model, args.adapter, args.quantize))
     if len(models) > 1 and args.adapter:
         raise UserError("--adapter with several --model: give one base, or none for the adapters' own")
     subjects = [
-        model_of(Namespace(model=model, adapter=run, scan_order=order, quantize=kind))
+        model_of(Namespace(model=model, adapter=run, quantize=kind))
         for model in models
         for run in adapters
-        for order in orders
         for kind in kinds
     ]
     titles = Counter(subject.title for subject in subjects)
@@ -264,8 +257,6 @@ def _load(args: Namespace, subject: Subject) -> Any:
         dtype = "bf16"
     model = load_model(subject.source, dtype=choose_dtype(dtype, device), device=device, quantize=subject.quantize)
     choose_kernel(model, args.kernel, device)
-    if subject.order is not None:
-        set_scan_order(model, subject.order)
     return model
 
 

@@ -16,9 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from model.attention import keep_positions
 from model.common import UserError
+from model.gemma import RMSNorm
 from model.linear import Linear, linear
 from model.scan import selective_scan, use_kernel
 from model.system_configs import MambaConfig
+
+KERNELS = ("mamba_ssm",)  # that `choose_kernel` takes
 
 
 class MambaState:
@@ -40,7 +43,6 @@ class MambaMixer(nn.Module):
         super().__init__()
         channels, size = config.intermediate_size, config.state_size
         self.splits = [config.rank, size, size]
-        self.zero_order_hold = config.zero_order_hold
         self.in_proj = Linear(config.hidden_size, 2 * channels, bias=False)
         self.conv1d = nn.Conv1d(channels, channels, config.conv_kernel, groups=channels)
         self.x_proj = Linear(channels, sum(self.splits), bias=False)
@@ -63,8 +65,8 @@ class MambaMixer(nn.Module):
         delta = F.softplus(linear(delta, self.dt_proj.weight).float() + self.dt_proj.bias.float())
         if valid is not None:
             delta = delta.masked_fill(~valid[..., None], 0.0)  # a step with Δ = 0 leaves the state as it is
-        first, hold = None if state is None else state.ssm, self.zero_order_hold
-        y, last = selective_scan(x, delta, -self.A_log.float().exp(), B, C, first, zero_order_hold=hold)
+        first = None if state is None else state.ssm
+        y, last = selective_scan(x, delta, -self.A_log.float().exp(), B, C, first)
         if state is not None:
             state.ssm = last
         y = (y + self.D.float() * x) * F.silu(z)
@@ -81,24 +83,10 @@ class MambaMixer(nn.Module):
             state.conv = _take(inputs, valid.sum(1)[:, None] + torch.arange(past, device=x.device))
         elif state is not None:
             state.conv = inputs[:, steps:].clone()
-        assert self.conv1d.bias is not None
-        out = self.conv1d.bias.float()
+        out = self.conv1d.get_parameter("bias").float()
         for shift, weight in enumerate(self.conv1d.weight[:, 0].unbind(1)):
             out = torch.addcmul(out, inputs[:, shift : shift + steps], weight)
         return F.silu(out).to(x.dtype)
-
-
-class MambaRMSNorm(nn.Module):
-    """weight · x / rms(x). Unlike Gemma's, the factor is not 1 + weight and is applied after the cast back."""
-
-    def __init__(self, width: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x.float()
-        return self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 class MambaBlock(nn.Module):
@@ -106,7 +94,7 @@ class MambaBlock(nn.Module):
 
     def __init__(self, config: MambaConfig):
         super().__init__()
-        self.norm = MambaRMSNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon, offset=0)
         self.mixer = MambaMixer(config)
 
     def forward(
@@ -124,7 +112,7 @@ class Mamba(nn.Module):
         self.checkpointing = False  # recompute each layer in the backward pass instead of keeping its activations
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(MambaBlock(config) for _ in range(config.num_hidden_layers))
-        self.norm_f = MambaRMSNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.norm_f = RMSNorm(config.hidden_size, config.layer_norm_epsilon, offset=0)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """ids (B, S) to embeddings (B, S, H), unscaled."""
@@ -142,14 +130,11 @@ class Mamba(nn.Module):
 
         With a `cache`, x continues the sequence that it has read. valid (B, Sk) is False at padding, on either side;
         its last S columns are those of x. A single step is never padding. `types` are ignored: image and prefix are
-        causal, too. Raises UserError for S = 0, or a cache of another model.
+        causal, too.
         """
-        steps = x.shape[1]
-        if cache is not None and len(cache) != len(self.layers):
-            raise UserError(f"the cache has {len(cache)} layers, but the model {len(self.layers)}: use its new_cache")
         order = None
-        if valid is not None and steps > 1:
-            valid = valid[:, -steps:].bool()
+        if valid is not None and x.shape[1] > 1:
+            valid = valid[:, -x.shape[1] :].bool()
             # padding is moved to the end of its row: in the recurrence and the convolution, tokens must be neighbours
             order = (~valid).long().argsort(dim=1, stable=True)
             x, valid = _take(x, order), valid.gather(1, order)
@@ -186,27 +171,21 @@ class MambaLM(nn.Module):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         *,
-        token_type_ids: torch.Tensor | None = None,
         positions_to_keep: int | torch.Tensor | None = None,
         cache: list[MambaState] | None = None,
-        **pictures: torch.Tensor | None,
+        **unused: torch.Tensor | None,
     ) -> torch.Tensor:
         """float32 logits (B, S, V), or those of the positions asked for, as in `PaliGemma.forward`.
 
-        attention_mask (B, S): 0 at padding, on either side; None means no padding. token_type_ids are ignored.
-        pictures: the arguments of `PaliGemma.forward` for pictures, which `generate` passes as None; others raise
-        UserError.
+        attention_mask (B, S): 0 at padding, on either side; None means no padding. unused: token_type_ids, and what
+        `generate` passes as None to a model without pictures.
         """
-        if any(value is not None for value in pictures.values()):
-            raise UserError(f"a language model takes no {', '.join(pictures)}: use a model of model/qmamba.py")
+        assert unused.get("pixel_values") is None, "a language model takes no pictures"
         x = self.backbone.embed(input_ids)
         return self.backbone.head(self.backbone(x, attention_mask, None, cache, positions_to_keep))
 
     def new_cache(self, capacity: int | None = None) -> list[MambaState]:
         return self.backbone.new_cache()
-
-
-KERNELS = ("mamba_ssm",)  # what `choose_kernel` takes
 
 
 def choose_kernel(model: nn.Module, kernel: str | None, device: torch.device | str) -> None:
@@ -227,16 +206,11 @@ def initialize_mixer(mixer: MambaMixer, depth: int, generator: torch.Generator) 
 
     A = −1 … −N in every channel, D = 1, and b_Δ such that the initial steps Δ are log-uniform between 0.001 and 0.1.
     """
-
-    def uniform(tensor: torch.Tensor, bound: float) -> None:
-        tensor.copy_((torch.rand(tensor.shape, generator=generator) * 2 - 1) * bound)
-
-    for matrix in (mixer.in_proj, mixer.x_proj, mixer.out_proj):
-        uniform(matrix.weight, matrix.in_features**-0.5)
+    for layer in (mixer.in_proj, mixer.x_proj, mixer.out_proj, mixer.conv1d, mixer.dt_proj):
+        uniform = torch.rand(layer.weight.shape, generator=generator) * 2 - 1
+        layer.weight.copy_(uniform * layer.weight[0].numel() ** -0.5)
     mixer.out_proj.weight /= depth**0.5
-    uniform(mixer.conv1d.weight, mixer.conv1d.kernel_size[0] ** -0.5)
     mixer.conv1d.get_parameter("bias").zero_()
-    uniform(mixer.dt_proj.weight, mixer.dt_proj.in_features**-0.5)
     low, high = math.log(1e-3), math.log(0.1)
     step = (torch.rand(mixer.dt_proj.out_features, generator=generator) * (high - low) + low).exp().clamp(min=1e-4)
     mixer.dt_proj.bias.copy_(step + (-torch.expm1(-step)).log())  # softplus⁻¹
@@ -253,5 +227,5 @@ def initialize_mamba(model: Mamba, seed: int = 0) -> None:
     for module in model.modules():
         if isinstance(module, MambaMixer):
             initialize_mixer(module, len(model.layers), generator)
-        elif isinstance(module, MambaRMSNorm):
+        elif isinstance(module, RMSNorm):
             module.weight.fill_(1.0)

@@ -36,10 +36,9 @@ def local_mask(queries: int, keys: int, device: torch.device | str | None = None
                         . . . x x x . .
                         . . . . . . x x
 
-    Raises UserError for more queries than keys.
+    There is at least one key for each query: a softmax over none is NaN.
     """
-    if not 1 <= queries <= keys:
-        raise UserError(f"{queries} queries cannot share {keys} keys: ask for at least one, at most one a key")
+    assert 1 <= queries <= keys, f"{queries} queries cannot share {keys} keys"
     span, longer = divmod(keys, queries)
     query, key = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
     start = query * span + query.clamp(max=longer)
@@ -171,30 +170,17 @@ def build_projector(config: QMambaConfig) -> nn.Module:
     return Projector(config) if config.projector.projector == "linear" else QMambaProjector(config)
 
 
-def set_scan_order(model: nn.Module, order: str) -> None:
-    """Let the connector scan in one of SCAN_ORDERS from now on. Raises UserError for a model without a connector."""
-    projector = model.multi_modal_projector if isinstance(model, QMamba) else None
-    if not isinstance(projector, QMambaProjector) or not isinstance(projector.connector, Connector):
-        raise UserError(f"--scan-order {order}: this model has no connector that scans: take a Q-Mamba with one")
-    projector.connector.order = order
-    config: Any = model.config  # with it the log of answers knows one order from another
-    model.config = replace(config, projector=replace(config.projector, scan_order=order))
-
-
 @torch.no_grad()
 def fill_from_mamba(projector: QMambaProjector, source: Mamba) -> None:
     """Copy the mixers of a language model (`MambaLM.backbone`) into the projector's blocks, layer by layer.
 
     Raises UserError unless all sizes agree; mamba-130m fits the default projector.
     """
-    mine, theirs = projector.config.mixers, source.config
-    sizes = ("num_hidden_layers", "hidden_size", "state_size", "expand", "conv_kernel", "rank", "zero_order_hold")
-    for name in sizes:
-        if getattr(mine, name) != getattr(theirs, name):
-            raise UserError(
-                f"the Mamba weights have {name} {getattr(theirs, name)}, the projector {getattr(mine, name)}: take "
-                "weights of its geometry, or size it after the weights"
-            )
+    for name in ("num_hidden_layers", "hidden_size", "state_size", "expand", "conv_kernel", "rank"):
+        mine, theirs = getattr(projector.config.mixers, name), getattr(source.config, name)
+        if mine != theirs:
+            remedy = "take weights of its geometry, or size it after the weights"
+            raise UserError(f"the Mamba weights have {name} {theirs}, the projector {mine}: {remedy}")
     for block, layer in zip(projector.blocks, source.layers, strict=True):
         block.get_submodule("mixer").load_state_dict(layer.get_submodule("mixer").state_dict())
 

@@ -14,11 +14,11 @@ from torch.autograd.function import once_differentiable
 from model import device
 from model.common import UserError
 
-# Steps of a block on a CPU. The backward pass keeps only the state before each block and computes the block again:
-# 1/16 of the memory, and faster, because a block stays in the cache.
+# Steps of a block on a CPU. The backward pass keeps the state before each block and computes the block again: a
+# sixteenth of the memory, and faster, because a block stays in the cache.
 BLOCK = 16
-# Numbers in the states of one block that fit a CPU's cache; larger batches are scanned a few rows at a time. 1.8 times
-# as fast for 64 rows of 32 steps with E = 256, N = 16 on one core.
+# Numbers in the states of a block that fit a CPU's cache; larger batches are scanned a few rows at a time. 1.8 times as
+# fast for 64 rows of 32 steps with E = 256, N = 16 on one core.
 CACHE_SIZE = 1 << 19
 # The same on a GPU, for its memory: 256 MB, of which the backward pass holds six.
 GPU_SIZE = 1 << 26
@@ -34,68 +34,37 @@ def selective_scan(
     C: torch.Tensor,
     state: torch.Tensor | None = None,
     chunk: int | None = None,
-    zero_order_hold: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y (B, L, E) and the last state (B, N, E) of s_t = exp(Δ_t A) ⊙ s_{t−1} + (Δ_t x_t) ⊗ B_t, y_t = s_t C_t.
 
     x and delta (B, L, E), A (E, N) negative, B and C (B, L, N), state (B, N, E) or None for zeros (Gu and Dao 2023,
-    Algorithm 2; B is discretised as Δ·B, as in all published code). zero_order_hold: by their Eq. 4 instead, as
-    (ΔA)⁻¹ (exp(ΔA) − 1) · ΔB. Computed in fp32, or in fp64 if any input is fp64. Every factor is the exponential of a
-    number ≤ 0, and nothing is divided by such a factor, so nothing overflows for any Δ ≥ 0.
+    Algorithm 2; B is discretised as Δ·B, as in all published code). Computed in fp32, or in fp64 if any input is fp64.
+    Every factor is the exponential of a number ≤ 0, and nothing is divided by it: no Δ ≥ 0 overflows.
 
-    `chunk` T: T steps at a time by `_scan_in_parallel`, which takes 3 log₂ T operations in place of T. 0: one step
-    after the other, in blocks. None: that on a CPU, where it is faster, else as many in parallel as GPU_SIZE allows.
-    Raises UserError for L = 0 and for shapes that do not fit each other.
+    `chunk` T: T steps at a time by `_scan_in_parallel`, which takes 3 log₂ T operations in place of T. 0: step by step,
+    in blocks. None: 0 on a CPU, where it is faster, else as many in parallel as GPU_SIZE allows.
     """
-    batch, length, channels, size = _check_shapes(x, delta, A, B, C, state)
-    if _kernel_is_on and state is None and x.is_cuda and not zero_order_hold:
+    (batch, length, channels), size = x.shape, A.shape[1]
+    assert length > 0, "the sequence is empty"
+    if _kernel_is_on and state is None and x.is_cuda:
         return _kernel_scan(x.float(), delta.float(), A.float(), B.float(), C.float())
     if chunk is None:
         is_cpu = x.device.type == "cpu" and not device.shapes_only
-        chunk = 0 if is_cpu else parallel_steps(batch, size, channels)
-    dtype = torch.float32
-    for tensor in (x, delta, A, B, C):
-        dtype = torch.promote_types(dtype, tensor.dtype)
+        chunk = 0 if is_cpu else max(1, GPU_SIZE // (batch * size * channels))
+    is_fp64 = any(tensor.dtype == torch.float64 for tensor in (x, delta, A, B, C))
+    dtype = torch.float64 if is_fp64 else torch.float32
     state = x.new_zeros(batch, size, channels, dtype=dtype) if state is None else state.to(dtype)
     x, delta, A, B, C = (tensor.to(dtype).contiguous() for tensor in (x, delta, A.T, B, C))
     if length == 1 and not torch.is_grad_enabled():  # a decoding step: the general path would take three times as long
-        _, states = _states(state, x, delta, A, B, False, zero_order_hold)
+        _, states = _states(state, x, delta, A, B, parallel=False)
         return _sum_states(C, states[:, 1:]), states[:, 1].clone()  # a view would keep both states alive
     rows = batch if chunk else max(1, CACHE_SIZE // (min(BLOCK, length) * size * channels))
-    parts = [
-        SelectiveScan.apply(x, delta, A, B, C, state, chunk, zero_order_hold)
-        for x, delta, B, C, state in zip(*(tensor.split(rows) for tensor in (x, delta, B, C, state)), strict=True)
-    ]
+    split = zip(*(tensor.split(rows) for tensor in (x, delta, B, C, state)), strict=True)
+    parts = [SelectiveScan.apply(x, delta, A, B, C, state, chunk) for x, delta, B, C, state in split]
     if len(parts) == 1:
         return parts[0]
     y, last = zip(*parts, strict=True)
     return torch.cat(y), torch.cat(last)
-
-
-def parallel_steps(batch: int, size: int, channels: int) -> int:
-    """The steps whose states a GPU holds at the same time."""
-    return max(1, GPU_SIZE // (batch * size * channels))
-
-
-def _check_shapes(x, delta, A, B, C, state) -> tuple[int, int, int, int]:
-    """(B, L, E, N). Raises UserError for shapes that do not fit each other."""
-    (batch, length, channels), size = x.shape, A.shape[-1]
-    if length == 0:
-        raise UserError("selective_scan: the sequence is empty (L = 0): give at least one token")
-    expected = {
-        "delta": (delta, (batch, length, channels)),
-        "A": (A, (channels, size)),
-        "B": (B, (batch, length, size)),
-        "C": (C, (batch, length, size)),
-        "state": (state, (batch, size, channels)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise UserError(
-                f"selective_scan: {name} is {tuple(tensor.shape)}, expected {shape} for x {tuple(x.shape)} and "
-                f"state size {size}: take weights and state from the same model"
-            )
-    return batch, length, channels, size
 
 
 def use_kernel(on: bool = True, device: torch.device | str = "cuda") -> None:
@@ -104,11 +73,10 @@ def use_kernel(on: bool = True, device: torch.device | str = "cuda") -> None:
     Raises UserError if the package is not installed, or `device` is no GPU of NVIDIA's.
     """
     global _kernel_is_on
-    remedy = "pip install mamba-ssm, on a machine with CUDA, or leave --kernel out"
     if on and importlib.util.find_spec("mamba_ssm") is None:
-        raise UserError(f"mamba_ssm is not installed: {remedy}")
+        raise UserError("mamba_ssm is not installed: pip install mamba-ssm, on a machine with CUDA, or drop --kernel")
     if on and torch.device(device).type != "cuda":
-        raise UserError(f"mamba_ssm computes on CUDA alone, not on {device}: leave --kernel out")
+        raise UserError(f"mamba_ssm computes on CUDA alone, not on {device}: drop --kernel")
     _kernel_is_on = on
 
 
@@ -126,16 +94,16 @@ class SelectiveScan(torch.autograd.Function):
     """The scan and its gradient. A is (N, E) here: channels come last, so that every step reads contiguous memory."""
 
     @staticmethod
-    def forward(ctx, x, delta, A, B, C, state, chunk, hold):
+    def forward(ctx, x, delta, A, B, C, state, chunk):
         """y (B, L, E) and the last state (B, N, E), block by block."""
         y, before = torch.empty_like(x), []
         for block in _blocks(x.shape[1], chunk):
             before.append(state)
-            _, states = _states(state, x[:, block], delta[:, block], A, B[:, block], bool(chunk), hold, keep=False)
+            _, states = _states(state, x[:, block], delta[:, block], A, B[:, block], bool(chunk), keep=False)
             y[:, block] = _sum_states(C[:, block], states[:, 1:])
             state = states[:, -1].clone()  # a view would keep the whole block alive
         ctx.save_for_backward(x, delta, A, B, C, torch.stack(before))
-        ctx.chunk, ctx.hold = chunk, hold
+        ctx.chunk = chunk
         return y, state
 
     @staticmethod
@@ -143,17 +111,15 @@ class SelectiveScan(torch.autograd.Function):
     def backward(ctx, grad_y, grad_state):
         """The gradients of x, Δ, A, B, C and the first state, by reverse accumulation.
 
-        Write ∂v for the gradient of the loss with respect to v, a_t = exp(Δ_t A), w_t for what the input is weighed
-        with (Δ_t, or with zero-order hold (a_t − 1) / A), and g_t = ∂s_t, where g_t includes what reaches s_t through
-        all later states:
+        Write ∂v for the gradient of the loss with respect to v, a_t = exp(Δ_t A), and g_t = ∂s_t, which includes what
+        reaches s_t through all later states:
 
             g_t  = C_t ⊗ ∂y_t + a_{t+1} ⊙ g_{t+1}       (the last step adds the gradient of the last state instead)
             ∂C_t = Σ_e s_t[:, e] ∂y_t[e]                 from y_t = C_t s_t
-            ∂B_t = Σ_e g_t[:, e] w_t x_t[e]              from s_t = … + (w_t x_t) ⊗ B_t
-            ∂x_t = Σ_n g_t[n, :] w_t B_t[n]
-            ∂w_t = g_t ⊙ x_t ⊗ B_t                       dw/dΔ is 1, or a_t; dw/dA is 0, or as `_hold_slope` has it
+            ∂B_t = Σ_e g_t[:, e] Δ_t x_t[e]              from s_t = … + (Δ_t x_t) ⊗ B_t
+            ∂u_t = Σ_n g_t[n, :] B_t[n]                  of u_t = Δ_t x_t
             ∂q_t = g_t ⊙ a_t ⊙ s_{t−1}                   of the exponent q_t = Δ_t A, from s_t = exp(q_t) ⊙ s_{t−1} + …
-            ∂Δ_t = Σ_n A ⊙ ∂q_t + Σ_n ∂w_t dw/dΔ;   ∂A = Σ_t Δ_t ∂q_t + Σ_t ∂w_t dw/dA;   ∂s_0 = a_1 ⊙ g_1
+            ∂x_t = ∂u_t Δ_t;   ∂Δ_t = ∂u_t x_t + Σ_n A ⊙ ∂q_t;   ∂A = Σ_t Δ_t ∂q_t;   ∂s_0 = a_1 ⊙ g_1
 
         The states of a block are computed again from the saved state before it.
         """
@@ -164,62 +130,38 @@ class SelectiveScan(torch.autograd.Function):
         grad_A = torch.zeros_like(A)
         for index, block in reversed(list(enumerate(_blocks(x.shape[1], ctx.chunk)))):
             x_t, delta_t, B_t, grad_y_t = x[:, block], delta[:, block], B[:, block], grad_y[:, block]
-            decay, states = _states(before[index], x_t, delta_t, A, B_t, parallel, ctx.hold)
-            g, after = _adjoints(decay, C[:, block], grad_y_t, after, parallel)
-            grad_C[:, block] = _sum_channels(states[:, 1:], grad_y_t)
-            if ctx.hold:
-                weighed = g * _hold(delta_t, A)
-                grad_B[:, block] = _sum_channels(weighed, x_t)
-                grad_x[:, block] = _sum_states(B_t, weighed)
-                grad_u = _sum_states(B_t, g * decay)
-                grad_A += (_hold_slope(delta_t, A) * g * B_t[..., None] * x_t[:, :, None]).sum((0, 1))
+            decay, states = _states(before[index], x_t, delta_t, A, B_t, parallel)
+            g = C[:, block, :, None] * grad_y_t[:, :, None]
+            g[:, -1] += after
+            if parallel:
+                _scan_in_parallel(decay.roll(-1, 1), g, reverse=True)  # the last factor is applied to nothing
             else:
-                grad_B[:, block] = _sum_channels(g, delta_t * x_t)
-                grad_u = _sum_states(B_t, g)
-                torch.mul(grad_u, delta_t, out=grad_x[:, block])
+                for t in range(g.shape[1] - 1, 0, -1):
+                    g[:, t - 1].addcmul_(decay[:, t], g[:, t])
+            after = decay[:, 0] * g[:, 0]
+            grad_C[:, block] = _sum_channels(states[:, 1:], grad_y_t)
+            grad_B[:, block] = _sum_channels(g, delta_t * x_t)
+            grad_u = _sum_states(B_t, g)
+            torch.mul(grad_u, delta_t, out=grad_x[:, block])
             grad_q = g.mul_(decay).mul_(states[:, :-1])
             grad_A += (grad_q * delta_t[:, :, None]).sum((0, 1))
             grad_delta[:, block] = grad_q.mul_(A).sum(2).addcmul_(grad_u, x_t)
-        return grad_x, grad_delta, grad_A, grad_B, grad_C, after, None, None
+        return grad_x, grad_delta, grad_A, grad_B, grad_C, after, None
 
 
 def _blocks(length: int, chunk: int) -> list[slice]:
     """The steps in blocks of nearly equal length, of at most `chunk` steps, or of BLOCK."""
     count = -(-length // (chunk or BLOCK))
     steps = -(-length // count) if chunk else BLOCK
-    return [slice(start, min(start + steps, length)) for start in range(0, length, steps)]
+    return [slice(start, start + steps) for start in range(0, length, steps)]
 
 
-def _decay(delta: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
-    """a_t = exp(Δ_t A), (B, T, N, E)."""
-    return (delta[:, :, None] * A).exp_()
-
-
-def _hold(delta: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
-    """(exp(Δ_t A) − 1) / A, (B, T, N, E): Δ_t for A → 0, and exact near it."""
-    A = A.clamp(max=-1e-30)
-    return torch.expm1(delta[:, :, None] * A).div_(A)
-
-
-def _hold_slope(delta: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
-    """d/dA of `_hold`, (B, T, N, E): Δ² (exp(q) − φ(q)) / q with q = ΔA, φ(q) = (exp(q) − 1) / q; near 0 its series."""
-    q = delta[:, :, None] * A
-    series = torch.full_like(q, 1 / 5760)
-    for divisor in (840, 144, 30, 8, 3, 2):
-        series.mul_(q).add_(1 / divisor)
-    is_near = q > -(torch.finfo(q.dtype).eps ** 0.1)
-    q = q.masked_fill_(is_near, -1.0)
-    slope = torch.where(is_near, series, (q.exp() - torch.expm1(q) / q) / q)
-    return slope.mul_(delta[:, :, None] ** 2)
-
-
-def _states(state, x, delta, A, B, parallel, hold, keep=True) -> tuple[torch.Tensor, torch.Tensor]:
+def _states(state, x, delta, A, B, parallel, keep=True) -> tuple[torch.Tensor, torch.Tensor]:
     """a_t (B, T, N, E), and the states (B, T + 1, N, E) from `state` itself on. keep: a_t is still needed."""
-    decay = _decay(delta, A)
+    decay = (delta[:, :, None] * A).exp_()
     states = decay.new_empty(len(x), x.shape[1] + 1, *A.shape)
     states[:, 0] = state
-    inputs = _hold(delta, A).mul_(x[:, :, None]) if hold else (delta * x)[:, :, None]
-    torch.mul(B[..., None], inputs, out=states[:, 1:])
+    torch.mul(B[..., None], (delta * x)[:, :, None], out=states[:, 1:])
     if parallel:
         states[:, 1].addcmul_(decay[:, 0], state)
         _scan_in_parallel(decay.clone() if keep else decay, states[:, 1:])
@@ -227,18 +169,6 @@ def _states(state, x, delta, A, B, parallel, hold, keep=True) -> tuple[torch.Ten
         for t in range(x.shape[1]):
             states[:, t + 1].addcmul_(decay[:, t], states[:, t])
     return decay, states
-
-
-def _adjoints(decay, C, grad_y, after, parallel) -> tuple[torch.Tensor, torch.Tensor]:
-    """g_t (B, T, N, E), where the last step adds `after`, and a_1 ⊙ g_1, which goes to the steps before these."""
-    g = C[..., None] * grad_y[:, :, None]
-    g[:, -1] += after
-    if parallel:
-        _scan_in_parallel(decay.roll(-1, 1), g, reverse=True)  # the last factor is applied to nothing
-    else:
-        for t in range(g.shape[1] - 1, 0, -1):
-            g[:, t - 1].addcmul_(decay[:, t], g[:, t])
-    return g, decay[:, 0] * g[:, 0]
 
 
 def _scan_in_parallel(decay: torch.Tensor, values: torch.Tensor, reverse: bool = False) -> None:

@@ -143,7 +143,6 @@ class MambaConfig(Config):
     expand: Annotated[int, Expected(int, 1, 64)] = 2
     conv_kernel: Annotated[int, Expected(int, 1, 64)] = 4
     time_step_rank: Size | None = None  # None: ⌈H / 16⌉
-    zero_order_hold: bool = False  # of B, see `model.scan.selective_scan`; published weights know Δ·B alone
     layer_norm_epsilon: Epsilon = 1e-5
     pad_token_id: TokenId = 0
     eos_token_id: TokenId = 0
@@ -242,17 +241,11 @@ class ProjectorConfig:
     connector: bool = True
     scan_order: Annotated[str, Expected(str, choices=SCAN_ORDERS)] = "bidirectional"  # of the connector
     feed_forward: bool = True
-    zero_order_hold: bool = False  # of B in the mixers: the paper's Eq. 2, in place of Δ·B as in all published code
 
     @property
     def mixers(self) -> MambaConfig:
         """The Mamba layers inside: by default those of mamba-130m, whose weights fit (`fill_from_mamba`)."""
-        return MambaConfig(
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.num_blocks,
-            state_size=self.state_size,
-            zero_order_hold=self.zero_order_hold,
-        )
+        return MambaConfig(hidden_size=self.hidden_size, num_hidden_layers=self.num_blocks, state_size=self.state_size)
 
 
 @dataclass(frozen=True)

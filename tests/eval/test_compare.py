@@ -95,8 +95,8 @@ def test_models_that_cannot_be_told_apart(source, twin, tmp_path, monkeypatch):
 
     titles = [subject.title for subject in models("--model", "a/x", "--model", "b/x", "--model", "c")]
     assert titles == ["a_x", "b_x", "c"]
-    kinds = models("--model", "a", "--quantize", "none", "--quantize", "int4", "--scan-order", "forward")
-    assert [(subject.title, subject.quantize) for subject in kinds] == [("a-forward", None), ("a-forward-int4", "int4")]
+    kinds = models("--model", "a", "--quantize", "none", "--quantize", "int4")
+    assert [(subject.title, subject.quantize) for subject in kinds] == [("a", None), ("a-int4", "int4")]
     with pytest.raises(UserError, match="named twice"):
         models("--adapter", twin, "--adapter", twin)
     with pytest.raises(UserError, match="--adapter with several --model"):
