@@ -4,19 +4,20 @@ In: the environment that `torchrun` sets. Out: a `World`; a model wrapped by DDP
 questions that all processes share.
 """
 
+import contextlib
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from eval.run import Ask, ask_all
-from model.common import UserError
 from model.device import choose_device
 from model.mamba import MambaMixer
 from model.paligemma import PaliGemma
@@ -56,14 +57,6 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def share(self, micro_batches: int) -> int:
-        """The number of a step's micro-batches for each process; a resumed run keeps the micro-batches of its steps."""
-        if micro_batches % self.size:
-            raise UserError(
-                f"{self.size} processes cannot share {micro_batches} micro-batches: start a number that divides them"
-            )
-        return micro_batches // self.size
-
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()
@@ -85,11 +78,15 @@ def join_world(device: str = "auto") -> World:
     return World(rank, max(1, size), chosen)
 
 
-def leave_world() -> None:
-    """Leave the processes that `join_world` joined."""
-    if dist.is_initialized():
-        gc.collect()  # a process group kept alive by a reference cycle would be destroyed too late, and abort
-        dist.destroy_process_group()
+@contextlib.contextmanager
+def joined_world(device: str = "auto") -> Iterator[World]:
+    """The world of `join_world` for the block, which leaves it at its end."""
+    try:
+        yield join_world(device)
+    finally:
+        if dist.is_initialized():
+            gc.collect()  # a process group kept alive by a reference cycle would be destroyed too late, and abort
+            dist.destroy_process_group()
 
 
 def spread(
@@ -119,8 +116,15 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [layer for name, part in model.named_modules() if name in LAYERS for layer in part]
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 has spread the weights: no process holds all of them."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 def whole_model(model: nn.Module, world: World) -> nn.Module:
-    """A model that FSDP2 has sharded, whole in the main memory of the first process."""
+    """The model; if FSDP2 has sharded it, a whole one in the main memory of the first process."""
+    if not is_sharded(model):
+        return model
     whole = empty_model(model.config, next(model.parameters()).dtype)
     for name, tensor in model.state_dict().items():
         tensor = gathered(tensor)

@@ -30,18 +30,15 @@ from model.paligemma import PaliGemma
 from train.align import align, check_align
 from train.checkpoint import Progress, newest_progress, write_folder
 from train.data.sources import read_records
-from train.distributed import World, join_world, leave_world
+from train.distributed import World, is_sharded, joined_world
 from train.metrics import draw_loss
 from train.optim import count, trainable
 from train.origin import check_resume, data_fingerprints, origin_of
-from train.plan import plan, plan_table
 from train.run import check_empty, run_folder
 from train.settings import Arguments, Settings, parse, run_stem
-from train.show_batch import show_batch
 from train.summary import can_export, evaluate, print_summary, summarize, write_answers
-from train.supervised import is_sharded, make_order, train_on
+from train.supervised import make_order, train_on
 from train.systems.open import load_start, open_model, open_processor, open_trained, weights_dtype, write_trained
-from train.systems.wings import check_base
 from train.validation import TrainingWatch, open_held_out
 from weights.fingerprint import tensor_fingerprint
 
@@ -49,7 +46,6 @@ from weights.fingerprint import tensor_fingerprint
 def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
     """The whole run: data, model, loop, summary."""
     check_empty(arguments.out if world.is_first else None)  # which may have made it before another process looks
-    check_base(settings)
     outline, _ = open_model(settings, torch.device("meta"))  # mistakes are reported before weights are read
     choose_kernel(outline, settings.kernel, world.device)
     records = read_records(settings, known=(files_read := {}))
@@ -91,7 +87,7 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
         else:
             write_trained(model, result, settings, world, files)
         if settings.evaluate:
-            if is_sharded(settings, world):
+            if is_sharded(model):
                 del model, optimizer, watch
                 model = open_trained(settings, result, world.device)
             results["after"] = evaluate(model, processor, settings, "after", world, held_out)
@@ -124,17 +120,18 @@ def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     settings, arguments = parse(argv, __doc__)
     if arguments.plan:
+        from train.plan import plan, plan_table
+
         print(plan_table([plan(settings, gpus=arguments.gpus)], arguments.gpu))
         return
     if arguments.show_batch:
+        from train.show_batch import show_batch
+
         for line in show_batch(settings, arguments.show_batch):
             print(shown(line, 10_000))
         return
-    world = join_world(settings.device)
-    try:
+    with joined_world(settings.device) as world:
         fine_tune(settings, arguments, world)
-    finally:
-        leave_world()
 
 
 if __name__ == "__main__":

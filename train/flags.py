@@ -6,11 +6,11 @@ In: a frozen dataclass whose fields are made by `flag`. Out: its instance, from 
 import argparse
 import dataclasses
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import NoneType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from model.common import Expected, UserError, quoted, read_json, shown
 
@@ -21,7 +21,9 @@ RUN_CONFIG = "config.json"
 FlagParser = partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def flag(default, help: str, *, least: float | None = None, most: float | None = None, share: bool = False, **argument):
+def flag(
+    default: Any, help: str, *, least: float | None = None, most: float | None = None, share: bool = False, **argument
+) -> Any:
     """A dataclass field that is also a flag of the same name.
 
     least, most: the range of a number, both ends included. share: a number from 0 to 1. argument: more arguments of
@@ -44,9 +46,12 @@ def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
         if "default" not in help:
             help += f" (default: {field.default})"
         arguments = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%"), "dest": field.name}
-        arguments |= {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        if kind is list:
-            arguments |= {"type": str} if "nargs" in field.metadata["argument"] else {"type": str, "action": "append"}
+        if kind is bool:
+            arguments["action"] = argparse.BooleanOptionalAction
+        elif kind is list:
+            arguments |= {"type": str} if "nargs" in field.metadata["argument"] else {"action": "append"}
+        else:
+            arguments["type"] = kind
         parser.add_argument(flag_name(field.name), **arguments | field.metadata["argument"])
 
 
@@ -68,17 +73,11 @@ def read_flags(options: type[Settings], program: str, description: str | None, a
 def from_values(settings: type[Settings], values: Mapping[str, object], where: str = "") -> Settings:
     """An instance of the dataclass `settings`; lists, as argparse and JSON give them, become tuples.
 
-    Raises UserError as `check_ranges` does.
+    Raises UserError, with `where` before it, for the first value that has another type or is out of range.
     """
     made = settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-    check_ranges(made, where)
-    return made
-
-
-def check_ranges(settings, where: str = "") -> None:
-    """Raise UserError, with `where` before it, for the first value that has another type or is out of range."""
     for field in dataclasses.fields(settings):
-        value, kind, limits = getattr(settings, field.name), field_kind(type(settings), field), field.metadata
+        value, kind, limits = getattr(made, field.name), field_kind(settings, field), field.metadata
         if kind is Path or value is None and field.default is None or "type" in limits["argument"]:
             continue  # which its own reader has checked
         most = MANY if kind is int and limits["most"] is None else limits["most"]
@@ -87,6 +86,7 @@ def check_ranges(settings, where: str = "") -> None:
         values = list(value) if isinstance(value, tuple) else value
         if not expected.accepts(values) or kind is list and not all(isinstance(text, str) for text in values):
             raise UserError(f"{where}{flag_name(field.name)} is {quoted(value)}, expected {expected}")
+    return made
 
 
 # Runs
@@ -106,20 +106,35 @@ class RunArguments:
 Arguments = TypeVar("Arguments", bound=RunArguments)
 
 
-def take_arguments(arguments: type[Arguments], given: dict) -> Arguments:
-    """Take the flags that are no settings out of `given`. Raises UserError for flags that exclude each other."""
+def read_run(
+    parser: argparse.ArgumentParser,
+    settings: type[Settings],
+    arguments: type[Arguments],
+    argv: Sequence[str] | None,
+    defaults: Callable[[dict], dict] = lambda given: {},
+) -> tuple[Settings, Arguments]:
+    """The settings of a run, from its flags or from the folder that is resumed, and its other flags.
+
+    parser: of the command. defaults(flags): settings that take the place of the fields' defaults. Raises UserError for
+    flags that exclude each other, and values out of range.
+    """
+    for kind in (arguments, settings):
+        add_flags(parser, kind)
+    given = vars(parser.parse_args(argv))
     names = [field.name for field in dataclasses.fields(arguments) if field.name in given]
     chosen = from_values(arguments, {name: given.pop(name) for name in names})
     if chosen.resume is not None and (chosen.out is not None or given):
         raise UserError("--resume goes on with the run's own settings: leave the other flags out")
     if chosen.allow_changed and chosen.resume is None:
         raise UserError("--allow-changed goes with --resume: leave it out")
-    return chosen
+    if chosen.resume is not None:
+        return read_config(settings, chosen.resume, parser.prog), chosen
+    return from_values(settings, {**defaults(given), **given}), chosen
 
 
 def read_config(settings: type[Settings], run: Path, program: str) -> Settings:
     """The settings in the config.json of a run folder. Raises UserError if `program` has not written it as it is."""
     values, where = read_json(run / RUN_CONFIG), f"--resume {shown(run)}: {RUN_CONFIG}"
     if values.keys() != {field.name for field in dataclasses.fields(settings)}:
-        raise UserError(f"{where} is not of this version of {program}: give a folder that it has written")
+        raise UserError(f"{where} is not of this version of `{program}`: give a folder that it has written")
     return from_values(settings, values, f"{where}: ")

@@ -7,7 +7,8 @@ metrics.jsonl and checkpoints in the run folder. It knows no command line and no
 import math
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
@@ -53,7 +54,16 @@ class Micro(Protocol):
     tokens: int
     bad: tuple[str, ...]
 
-    def to(self, device: torch.device) -> "Micro": ...
+
+class StepOrder(Protocol):
+    """The micro-batches of this process in each of `total` steps."""
+
+    total: int
+
+    def steps(self, first: int, workers: int | None = 0, pin: bool = False) -> Iterator[Sequence[Micro]]: ...
+
+
+Loss = Callable[[nn.Module, Micro], torch.Tensor]
 
 
 class Watch:
@@ -75,8 +85,8 @@ class Diverged(UserError):
 def fit(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    order,
-    loss: Callable[[nn.Module, Micro], torch.Tensor],
+    order: StepOrder,
+    loss: Loss,
     settings: LoopSettings,
     run: Path,
     world: World,
@@ -86,9 +96,9 @@ def fit(
 ) -> Progress:
     """Train `model` in place, from the newest checkpoint in `run` if there is one; returns the run's progress.
 
-    order: `steps(first, workers, pin)` yields the micro-batches of this process in each of `total` steps. loss(model,
-    micro): the sum over the supervised tokens. progress: None reads the newest. A step without a usable record changes
-    nothing. Raises Diverged, UserError for too many unusable records, Interrupted after a signal, once all is saved.
+    loss(model, micro): moves the micro-batch to the device; the sum over its supervised tokens. progress: None reads
+    the newest. A step without a usable record changes nothing. Raises Diverged, UserError for too many unusable
+    records, Interrupted after a signal, once all is saved.
     """
     progress, watch = progress or newest_progress(run) or Progress(world.size), watch or Watch()
     autocast, dtype = autocast_of(settings.autocast, world.device), autocast_dtype(settings.autocast, world.device)
@@ -100,9 +110,8 @@ def fit(
         scaler.load_state_dict(progress.scaler or scaler.state_dict())
     learned = trainable(model)
     scalars = [parameter for name, parameter in learned.items() if re.fullmatch(SCALARS, name)]
-    log = Log(run, order.total, progress, world)
     model.train()
-    with catch_signals() as received, log.bar:
+    with catch_signals() as received, closing(Log(run, order.total, progress, world)) as log:
         steps = order.steps(progress.step, settings.workers, pin=world.device.type == "cuda")
         for micros in takewhile(lambda _: progress.stopped is None, steps):
             step = progress.step
@@ -137,13 +146,13 @@ def fit(
     return progress
 
 
-def accumulate(called: nn.Module, micros: Sequence[Micro], loss, factor: float, autocast, scaler) -> list[torch.Tensor]:
+def accumulate(called: nn.Module, micros: Sequence[Micro], loss: Loss, factor: float, autocast, scaler) -> list:
     """Add up the gradients of `micros`, times `factor`, since DDP and FSDP2 average them; returns the losses."""
-    losses, device = [], next(called.parameters()).device
+    losses = []
     for number, micro in enumerate(micros):
         set_gradient_sync(called, number == len(micros) - 1)
         with autocast:
-            value = loss(called, micro.to(device))
+            value = loss(called, micro)
         losses.append(value.detach())
         scaler.scale(value * factor).backward()
     return losses

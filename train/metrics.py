@@ -40,7 +40,7 @@ class Log:
         self.progress, self.samples, self.held_out, self.written = progress, progress.samples, "", time.perf_counter()
         self.started, self.device, self.writes = self.written - progress.seconds, world.device, world.is_first
         self.bar = tqdm(total=total, initial=progress.step, desc="training", unit="step", disable=not world.is_first)
-        self.path, self.board = run / "metrics.jsonl", None
+        self.path, self.file, self.board = run / "metrics.jsonl", None, None
         if not self.writes:
             return
         with atomic_path(self.path) as temporary:
@@ -48,6 +48,7 @@ class Log:
             temporary.write_bytes(b"".join(kept))
         if lost := progress.step - len(kept):
             print(f"{self.path}: the lines of {lost} steps are missing or cannot be read", file=sys.stderr)
+        self.file = self.path.open("a", buffering=1)  # each line is the system's as soon as it is written
         with contextlib.suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
 
@@ -67,8 +68,8 @@ class Log:
     def write(self, record: dict) -> None:
         """Write the metrics of one step. Raises UserError if the disk is full."""
         if self.writes:
-            with file_errors(self.path), self.path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            with file_errors(self.path):
+                self.file.write(json.dumps(record) + "\n")
             if "held_out_loss" in record:
                 self.held_out = f"held-out {record['held_out_loss']:.3f}, "
                 self.held_out += f"{record['exact_match']:.1f} %, " if "exact_match" in record else ""
@@ -89,8 +90,14 @@ class Log:
         """Flush the metrics to disk, and update `progress`."""
         self.progress.seconds = self.seconds()
         if self.writes:
-            with file_errors(self.path), self.path.open("a") as file:
-                os.fsync(file.fileno())
+            with file_errors(self.path):
+                os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        """End the bar and the files."""
+        for part in (self.bar, self.file, self.board):
+            if part is not None:
+                part.close()
 
 
 def peak_bytes(device: torch.device | str = "cpu") -> int:
@@ -101,15 +108,6 @@ def peak_bytes(device: torch.device | str = "cpu") -> int:
         line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def reset_peak(device: torch.device | str = "cpu") -> None:
-    """Let `peak_bytes` count from here, where the system can."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
 
 
 def draw_loss(run: Path) -> None:

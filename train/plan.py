@@ -36,7 +36,7 @@ from train.optim import count, is_inner_matrix, trainable
 from train.recipes import GPUS
 from train.settings import Settings, run_stem, step_layout
 from train.supervised import make_order, supervised_loss
-from train.systems.open import SYSTEMS, open_model, open_processor, weights_dtype
+from train.systems.open import open_model, open_processor, system_of, weights_dtype
 
 aten = torch.ops.aten
 SHARES = (0.5, 0.3)  # of the peak, which a training step may reach
@@ -124,7 +124,7 @@ def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
 
 def open_tokenizer(settings: Settings, model: PaliGemma) -> Processor:
     """The processor of the run; for a preset without a tokenizer with that of the embedded base, of smaller pieces."""
-    source = settings.base if settings.stage is None else SYSTEMS[settings.arch].tokenizer_source(settings)
+    source = settings.base if settings.stage is None else system_of(settings.arch).tokenizer_source(settings)
     if preset_of(source):
         return Processor(model.config, Processor.from_source("embedded").tokenizer, max_length=settings.max_length)
     return open_processor(settings, model)[0]

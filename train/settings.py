@@ -19,7 +19,7 @@ from model.common import UserError
 from model.device import DTYPES
 from model.differential import FEED_FORWARDS, KINDS
 from model.mamba import KERNELS
-from train.flags import FlagParser, RunArguments, add_flags, flag, flag_name, from_values, read_config, take_arguments
+from train.flags import FlagParser, RunArguments, flag, flag_name, read_run
 from train.loop import LoopSettings
 from train.optim import OPTIMIZERS
 from train.recipes import GPUS, RECIPES, STAGES, stage_defaults
@@ -150,19 +150,17 @@ class Arguments(RunArguments):
 
 def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, Arguments]:
     """The settings and the run folder of a command line; a recipe changes defaults, a flag overrides both."""
+
+    def defaults(given: dict) -> dict:
+        is_embedded, recipe = tuple(given.get("data", EMBEDDED)) == EMBEDDED, given.pop("recipe", "")
+        return stage_defaults(given.get("arch"), given.get("stage"), is_embedded) | RECIPES.get(recipe, {})
+
     parser = FlagParser(prog="python -m train.finetune", description=description)
-    add_flags(parser, Arguments)
     about = "settings of the paper's Table 1, of PaliGemma's authors, or for own pictures on the embedded base"
     parser.add_argument("--recipe", choices=list(RECIPES), default=argparse.SUPPRESS, help=about)
-    add_flags(parser, Settings)
-    given = vars(parser.parse_args(argv))
-    arguments = take_arguments(Arguments, given)
-    if arguments.resume is not None:
-        return read_config(Settings, arguments.resume, "train.finetune"), arguments
-    recipe, is_embedded = RECIPES.get(given.pop("recipe", ""), {}), tuple(given.get("data", EMBEDDED)) == EMBEDDED
-    defaults = stage_defaults(given.get("arch"), given.get("stage"), is_embedded)
-    settings = from_values(Settings, defaults | recipe | given)
-    check(settings)
+    settings, arguments = read_run(parser, Settings, Arguments, argv, defaults)
+    if arguments.resume is None:
+        check(settings)
     return settings, arguments
 
 

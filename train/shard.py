@@ -27,7 +27,7 @@ from eval.own_files import ROLES
 from eval.records import SOURCES, Picture, Record, Refusal, groups_of, read_data
 from model.common import UserError, file_errors, run_command, shown, sync_files, sync_folder
 from train.data.shards import PICTURES, index_of
-from train.flags import FlagParser, add_flags, check_ranges, flag, from_values
+from train.flags import FlagParser, add_flags, flag, from_values
 from train.settings import Settings
 
 
@@ -117,7 +117,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = vars(parser.parse_args(argv))
     data, out = given.pop("data"), given.pop("out")
     options = from_values(PackOptions, given)
-    check_ranges(options)
     if data == "embedded":
         raise UserError("embedded: these pictures are drawn while training needs them: give data in files")
     records = read_data(data, images=options.images, allow_outside=options.allow_outside, prompt=options.prompt)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from eval.records import Record
+from model.common import UserError
 from model.differential import lambdas, map_distance
 from model.paligemma import PaliGemma
 from model.processor import Processor
@@ -40,13 +41,19 @@ def train_on(
 def make_order(
     records: Sequence[Record], processor: Processor, settings: Settings, world: World, processes: int | None = None
 ) -> Order:
-    """The order of a run. processes: the number that it began with. Raises UserError for steps that cannot be made."""
+    """The order of a run. processes: the number that it began with; the micro-batches of its steps stay the same.
+
+    Raises UserError for steps that cannot be made.
+    """
     rows, micro_batches = step_layout(settings, processes or world.size)
+    if micro_batches % world.size:
+        problem = f"{world.size} processes cannot share {micro_batches} micro-batches"
+        raise UserError(f"{problem}: start a number that divides them")
     if world.is_first and settings.step_batch and settings.batch_size > settings.step_batch:
         print(f"--batch-size {settings.batch_size}: a step has {settings.step_batch} rows", file=sys.stderr)
-    sizes = {"batch_size": rows, "accumulate": world.share(micro_batches), "rank": world.rank, "world_size": world.size}
     chosen = {name: getattr(settings, name) for name in ("epochs", "steps", "seed", "per_picture")}
-    return Order(records, processor, **sizes, **chosen)
+    chosen |= {"batch_size": rows, "accumulate": micro_batches // world.size}
+    return Order(records, processor, rank=world.rank, world_size=world.size, **chosen)
 
 
 def ready(micro: MicroBatch, processor: Processor, device: torch.device) -> MicroBatch:
@@ -93,8 +100,3 @@ def distances(model: PaliGemma, micro: MicroBatch) -> dict:
     record = {"lambda": lambdas(model), "map_distance": map_distance(model, **inputs(micro))}
     model.train()
     return {name: {path: value.tolist() for path, value in layers.items()} for name, layers in record.items() if layers}
-
-
-def is_sharded(settings: Settings, world: World) -> bool:
-    """Whether no process holds a whole model."""
-    return settings.shard and world.size > 1

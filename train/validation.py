@@ -28,10 +28,10 @@ from model.processor import Processor
 from train.checkpoint import Best, Progress, Result, write_folder
 from train.data.batches import MicroBatch, MicroBatches, load, text_length
 from train.data.sources import read_records
-from train.distributed import World, ask_together
+from train.distributed import World, ask_together, is_sharded
 from train.loop import Watch
 from train.settings import Settings
-from train.supervised import distances, is_sharded, ready, row_losses
+from train.supervised import distances, ready, row_losses
 from train.systems.open import write_trained
 
 ASKED = 200  # examples that a model answers at an evaluation during training; the loss is of all
@@ -63,7 +63,7 @@ class HeldOut:
         without_pictures: every picture is gray. Every process must call it. A model sharded by FSDP2 answers nothing.
         """
         records = blind(self.records) if without_pictures else self.records
-        numbers = choose(self.asked, len(self.asked) if most is None else most)
+        numbers = [] if is_sharded(model) else choose(self.asked, len(self.asked) if most is None else most)
         said: dict[int, str | None] = {}
         with evaluating(model, self.world.device):
             losses, tokens = self._losses(model, records)
@@ -161,7 +161,7 @@ class TrainingWatch(Watch):
     def measure(self, step: int, micro: MicroBatch) -> dict:
         """λ and the distance between the two maps, every --measure-every steps; of a sharded model nothing."""
         every, is_first = self.settings.measure_every, self.world.is_first
-        if not every or step % every or micro.is_empty or not is_first or is_sharded(self.settings, self.world):
+        if not every or step % every or micro.is_empty or not is_first or is_sharded(self.model):
             return {}
         return distances(self.model, micro.to(self.world.device))
 
@@ -175,8 +175,7 @@ class TrainingWatch(Watch):
         settings, every = self.settings, self.settings.eval_every
         if self.held_out is None or every == 0 or step % (every or -(-self.total // 10)) and step != self.total:
             return {}
-        most = 0 if is_sharded(settings, self.world) else ASKED
-        scores, best = self.held_out.evaluate(self.model, most=most).scores, progress.best
+        scores, best = self.held_out.evaluate(self.model, most=ASKED).scores, progress.best
         loss, exact = scores["loss"], scores["exact_match"]
         kept = self.run / "best" / STEP_FILE
         if best and settings.keep_best and not (kept.exists() and int(kept.read_text()) == best.step):

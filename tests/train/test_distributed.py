@@ -115,14 +115,13 @@ def test_a_step_is_what_the_flags_say(processor, capsys):
     """Breaks when a flag does not override a recipe, --batch-size is lowered without a word, or steps change size."""
     assert step_layout(parse([])[0], 3) == (32, 3)
     assert step_layout(parse(words("--recipe paper-2 --step-batch 12 --batch-size 2"))[0], 3) == (2, 6)
-    assert World(0, 3, WORLD.device).share(6) == 2
-    refused(lambda: World(0, 4, WORLD.device).share(6), "4 processes")
     settings, records = parse(words("--recipe paper-1 --batch-size 32"))[0], embedded_records(("vqa",), count=8)
     for rank in (0, 1):
         make_order(records, processor, settings, World(rank, 2, WORLD.device))
     assert capsys.readouterr().err.count("--batch-size 32") == 1
     make_order(records, processor, replace(settings, batch_size=4), World(0, 2, WORLD.device))
     assert not capsys.readouterr().err
+    refused(lambda: make_order(records, processor, settings, World(0, 3, WORLD.device), processes=2), "3 processes")
 
 
 # Two threads in place of two processes

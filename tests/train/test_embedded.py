@@ -5,6 +5,7 @@ How well the base sees after all stages is no test's matter: `weights/tiny/pretr
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 
@@ -127,9 +128,13 @@ def test_the_text_base_resumes_to_the_bit(processor, tmp_path, monkeypatch):
         text.make_text_base(3, tmp_path / "cut", steps=4)
     (run,) = tmp_path.glob(".cut-*")
     assert checkpoints(run) and not (tmp_path / "cut").exists()
+    with monkeypatch.context() as patch:  # another recipe goes on with no other's checkpoint
+        patch.setattr(text, "RATE", 1e-4)
+        text.make_text_base(3, tmp_path / "cut", steps=4)
+    shutil.rmtree(tmp_path / "cut")
     text.make_text_base(3, tmp_path / "cut", steps=4)
     cut = load_model(tmp_path / "cut").state_dict()
-    assert len(steps) == 4 and not run.exists() and all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert len(steps) == 4 + 4 and not run.exists() and all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
 def test_wings_without_its_base_names_the_command(tmp_path, monkeypatch):
@@ -138,4 +143,3 @@ def test_wings_without_its_base_names_the_command(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"runs/embedded-text .* python -m train\.embedded\.text"):
         finetune.main(["--arch", "wings", "--stage", "1"])
     assert not list(tmp_path.iterdir())
-    finetune.main(["--arch", "wings", "--stage", "1", "--plan"])

@@ -3,6 +3,8 @@
 A system of this test stands beside the real ones: the mechanism needs nothing of theirs.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from train.optim import trainable
 from train.recipes import StageRecipe
 from train.settings import parse
 from train.systems import open as systems
-from train.systems.open import System, open_model
+from train.systems.open import open_model
 from weights.load import load_model
 
 pytestmark = pytest.mark.long
@@ -27,11 +29,11 @@ def system(monkeypatch):
         2: StageRecipe({r"multi_modal_projector\..*": 5.0, r"language_model\..*": 1.0}, {"lr": 1e-4}),
     }
     monkeypatch.setitem(recipes.STAGES, "probe", stages)
-    monkeypatch.setitem(
-        systems.SYSTEMS,
-        "probe",
-        System(lambda settings, dtype, device: load_model(settings.base, dtype=dtype, device=device)),
+    probe = SimpleNamespace(
+        open_stage=lambda settings, dtype, device: load_model(settings.base, dtype=dtype, device=device),
+        tokenizer_source=lambda settings: settings.base,
     )
+    monkeypatch.setattr(systems, "system_of", lambda arch: probe)
 
 
 def test_each_stage_trains_what_it_names_at_its_rates():

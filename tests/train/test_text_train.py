@@ -75,7 +75,7 @@ def test_the_order_starts_anywhere(corpus):
     for ours, theirs in zip(itertools.chain(*resumed), itertools.chain(*whole[4:]), strict=True):
         assert torch.equal(ours.input_ids, theirs.input_ids) and ours.names == theirs.names
     assert len({tuple(row.tolist()) for step in whole for micro in step for row in micro.input_ids}) == 24
-    assert not torch.equal(TextOrder(corpus, replace(settings, seed=1)).batch(0).input_ids, whole[0][0].input_ids)
+    assert not torch.equal(TextOrder(corpus, replace(settings, seed=1))[range(2)].input_ids, whole[0][0].input_ids)
 
 
 @pytest.mark.parametrize("processes", [1, 3])
@@ -100,7 +100,7 @@ def test_learning_lowers_the_loss(corpus):
     assert {*bare["names"], *decayed["names"]} == names.keys() and any("lambda" in name for name in bare["names"])
     assert (bare["weight_decay"], decayed["weight_decay"]) == (0, SETTINGS.weight_decay)
     assert {*decayed["names"]} == {name for name in names if names[name].dim() == 2 and "embed_tokens" not in name}
-    batch, losses = TextOrder(corpus, SETTINGS).batch(0), []
+    batch, losses = TextOrder(corpus, SETTINGS)[range(2)], []
     for _ in range(12):
         loss = text_loss(model, batch) / batch.tokens
         loss.backward()

@@ -39,7 +39,7 @@ from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.tokenizer import load_tokenizer
 from train.data.batches import MicroBatch, collate
-from train.distributed import World, ask_together, join_world, leave_world
+from train.distributed import World, ask_together, joined_world
 from train.flags import flag, read_flags
 from train.optim import MuonAdamW, Rule, count, matching, parameter_groups, rate_factor, set_rates
 from train.run import check_empty
@@ -269,10 +269,8 @@ def make_base(options: BaseOptions, world: World) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     options = read_flags(BaseOptions, "train.embedded.base", __doc__, argv)
     check_empty(options.out)
-    try:
-        make_base(options, join_world("cpu"))
-    finally:
-        leave_world()
+    with joined_world("cpu") as world:
+        make_base(options, world)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
     python -m train.embedded.text          minutes on two cores; after an interruption the same command goes on
 
 In: a seed. Out: runs/embedded-text, a PaliGemma whose decoder has learned the sentences of `eval/text/sentences.py`
-from random weights, causally, and whose projector knows nothing. `train/systems/wings.py` opens it as `embedded-text`.
+from random weights, causally, and whose projector knows nothing. `train/systems/wings.py` opens it as `embedded-text`,
+whatever its own --seed is; another one is made with --out DIR and given as --base DIR.
 """
 
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -28,6 +30,7 @@ from train.run import Interrupted, check_empty, lock_folder
 from train.supervised import supervised_loss
 from train.systems.wings import TEXT_FOLDER
 from weights.export import companions, export_model
+from weights.fingerprint import exact_fingerprint
 from weights.load import load_model
 
 # half of the text is lookup: it takes the longest to learn
@@ -71,11 +74,12 @@ def make_text_base(seed: int, folder: Path, steps: int = STEPS) -> PaliGemma:
     if (folder / "config.json").exists():
         return load_model(folder)
     base, order = load_model(EMBEDDED), SentenceOrder(steps, seed, Processor.from_source(EMBEDDED))
+    decides = exact_fingerprint(base), TASKS, ROWS, RATE, seed, steps
     model = initialize(PaliGemma(base.config), seed)
     model.vision_tower.load_state_dict(base.vision_tower.state_dict())
     groups = parameter_groups(model, [Rule(matching(model, r"language_model\..*"), RATE, 1e-9)])
     optimizer, settings = make_adamw(groups, (0.9, 0.98)), LoopSettings(schedule="cosine", warmup=0.05, clip=1.0)
-    run = folder.with_name(f".{folder.name}-{seed}-{steps}")
+    run = folder.with_name(f".{folder.name}-{sha256(repr(decides).encode()).hexdigest()[:8]}")
     run.mkdir(parents=True, exist_ok=True)
     with lock_folder(run):
         fit(model, optimizer, order, supervised_loss, settings, run, World(0, 1, torch.device("cpu")))

@@ -1,12 +1,12 @@
 """Open what a run trains: a base with its graft and adapter, or the model of a stage, with its optimizer and processor.
 
 In: the settings of a run. Out: the model, the optimizer over the parameters that are trained, and the processor. A new
-system with stages is one file beside this one, its `STAGES` in `train/recipes.py`, and one entry of SYSTEMS.
+system with stages is one file beside this one, its `STAGES` in `train/recipes.py`, and a line of `system_of`.
 """
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,25 +24,21 @@ from train.distributed import World, whole_model
 from train.optim import OPTIMIZERS, SCALARS, MuonAdamW, Rule, matching, parameter_groups, trainable
 from train.recipes import STAGES
 from train.settings import Settings
-from train.systems.qmamba import language_model, open_qmamba
-from train.systems.wings import open_wings, text_source
 from weights.export import companions, export_model
 from weights.load import load_model
 
 
-@dataclass(frozen=True)
-class System:
-    """A model that is trained in stages.
+def system_of(arch: str):
+    """The module of a system with stages, imported when it is asked for.
 
-    `open(settings, dtype, device)` makes the model of a stage: the first from a plain base, a later one from the model
-    that the stage before wrote. `tokenizer_source` names the model whose tokenizer it reads with.
+    Its `open_stage(settings, dtype, device)` makes the model of a stage: the first from a plain base, a later one from
+    the model that the stage before wrote. Its `tokenizer_source(settings)` names the model whose tokenizer it takes.
     """
-
-    open: Callable[[Settings, torch.dtype, torch.device], PaliGemma]
-    tokenizer_source: Callable[[Settings], str] = lambda settings: settings.base
-
-
-SYSTEMS: dict[str, System] = {"wings": System(open_wings, text_source), "qmamba": System(open_qmamba, language_model)}
+    if arch == "wings":
+        from train.systems import wings as system
+    else:
+        from train.systems import qmamba as system
+    return system
 
 
 def weights_dtype(settings: Settings, device: torch.device) -> torch.dtype:
@@ -124,10 +120,12 @@ def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
 
 
 def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> PaliGemma:
-    """The model of a stage. Raises UserError if its system has no such stage."""
+    """The model of a stage. Raises UserError if its system has no such stage, and for options of a later one."""
     if settings.stage not in (stages := STAGES[settings.arch]):
         raise UserError(f"--stage {settings.stage}: {settings.arch} has {', '.join(map(str, stages))}")
-    return SYSTEMS[settings.arch].open(settings, dtype, device)
+    if settings.option and settings.stage != 1:
+        raise UserError(f"--option {settings.option[0]}: stage 1 has decided that: leave it out")
+    return system_of(settings.arch).open_stage(settings, dtype, device)
 
 
 def stage_rules(model: PaliGemma, settings: Settings) -> list[Rule]:
@@ -141,7 +139,7 @@ def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, lis
     options = {"draft": not settings.is_embedded, "max_length": settings.max_length}
     if settings.stage is None:
         return Processor.from_source(settings.base, **options), companions(settings.base)
-    tokenizer = find_tokenizer(SYSTEMS[settings.arch].tokenizer_source(settings))
+    tokenizer = find_tokenizer(system_of(settings.arch).tokenizer_source(settings))
     return Processor(model.config, load_tokenizer(tokenizer), **options), [tokenizer]
 
 
@@ -150,7 +148,7 @@ def write_trained(model: PaliGemma, folder: Path, settings: Settings, world: Wor
     if not settings.writes_model:
         adapter.save(model, folder, settings.base, settings.question_prompt, write=world.is_first)
     else:
-        whole = whole_model(model, world) if settings.shard and world.size > 1 else model
+        whole = whole_model(model, world)
         if world.is_first:
             export_model(whole, folder, companions=files)
     world.barrier()

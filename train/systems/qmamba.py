@@ -51,7 +51,7 @@ def read_options(settings: Settings) -> tuple[Parts, ProjectorConfig]:
     return parts, projector
 
 
-def language_model(settings: Settings) -> str:
+def tokenizer_source(settings: Settings) -> str:
     """The source of the language model and its tokenizer: from stage 2 on the base itself."""
     if settings.stage != 1:
         return settings.base
@@ -59,18 +59,16 @@ def language_model(settings: Settings) -> str:
     return str(TINY_MAMBA) if source == EMBEDDED else source
 
 
-def open_qmamba(settings: Settings, dtype: torch.dtype, device: torch.device) -> QMamba:
+def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> QMamba:
     """Stage 1: a fresh projector between the vision tower of a base and a language model. Stage 2: the base itself.
 
     Raises UserError for parts that do not fit together.
     """
     if settings.stage != 1:
-        if settings.option:
-            raise UserError(f"--option {settings.option[0]}: stage 1 has decided that: leave it out")
         return load_qmamba(settings.base, dtype, device)
     parts, projector = read_options(settings)
     tower = load_siglip(settings.base, dtype, device)
-    text = load_mamba(language_model(settings), dtype, device)
+    text = load_mamba(tokenizer_source(settings), dtype, device)
     config = QMambaConfig(
         vision=replace(tower.config, feature_layer=parts.feature_layer),
         projector=projector,

@@ -14,32 +14,21 @@ the model, `train/studies/text.py` compares it with its twin.
 import random
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from eval.text.corpus import BOS, Corpus, find_corpus, kept_corpus, open_corpus
-from eval.text.measures import device_of
 from eval.text.tasks import MOST_ASKED, SYMBOLS, Tasks
 from model.common import UserError, run_command
 from model.system_configs import TEXT_PRESETS
 from model.text import TextModel, new_model
 from train.checkpoint import Progress, newest_progress, write_folder
 from train.data.batches import each_tensor, load
-from train.distributed import World, join_world, leave_world, whole_model
-from train.flags import (
-    FlagParser,
-    RunArguments,
-    add_flags,
-    check_ranges,
-    flag,
-    from_values,
-    read_config,
-    take_arguments,
-)
+from train.distributed import World, joined_world, whole_model
+from train.flags import FlagParser, RunArguments, flag, read_run
 from train.loop import LoopSettings, Watch, fit
 from train.metrics import draw_loss
 from train.optim import SCALARS, Rule, count, make_adamw, matching, parameter_groups
@@ -50,6 +39,7 @@ from weights.export import export_model
 PROGRAM = "train.systems.text"
 SHORTEST, LEAST = 64, 24  # positions at least of a needle document, and of one of records alone
 MOST_RECORDS = 64  # of a document that is learned from
+VALIDATION_BATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -90,13 +80,6 @@ class TextSettings(LoopSettings):
         if self.examples and index < self.curriculum * self.steps * self.rows:
             return 0.0, 1.0, 0.0
         return self.needles, self.examples / 2, self.examples / 2
-
-
-def check(settings: TextSettings) -> None:
-    """Raise UserError for values out of range."""
-    check_ranges(settings)
-    if (tasks := settings.needles + settings.examples) > 0.95:
-        raise UserError(f"--needles and --examples sum to {tasks:g}, expected at most 0.95: leave room for text")
 
 
 # Data
@@ -146,28 +129,23 @@ def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -
             start = dice.randrange(len(ids))
             end = starts[torch.searchsorted(starts, start, right=True)]
             document = [BOS, *ids[start : min(start + room, int(end))].tolist()]
-        document = document[: room + 1]
-        documents.append(document)
-        room -= len(document) - 1
+        documents.append(document[: room + 1])
+        room -= len(documents[-1]) - 1
     return documents
 
 
 def pack(rows: Sequence[list[list[int]]], names: Sequence[str], unforeseen: Sequence[int] = ()) -> TextBatch:
     """Rows of packed documents: each token's target is the next of its document, but none of the `unforeseen`."""
-    targets = torch.tensor([[token for document in row for token in document[1:]] for row in rows])
+    ids = torch.tensor([[*chain(*(document[:-1] for document in row))] for row in rows])
+    targets = torch.tensor([[*chain(*(document[1:] for document in row))] for row in rows])
+    documents = torch.tensor([[n for n, document in enumerate(row) for _ in document[1:]] for row in rows])
     hidden = torch.isin(targets, torch.tensor(unforeseen, dtype=targets.dtype))
-    return TextBatch(
-        torch.tensor([[token for document in row for token in document[:-1]] for row in rows]),
-        torch.tensor([[n for n, document in enumerate(row) for _ in document[:-1]] for row in rows]),
-        targets.masked_fill(hidden, -100),
-        tuple(names),
-        int((~hidden).sum()),
-    )
+    return TextBatch(ids, documents, targets.masked_fill(hidden, -100), tuple(names), int((~hidden).sum()))
 
 
 class TextOrder:
     """The rows of every step: step s takes rows s·R … s·R + R − 1, in equal shares of all processes, so a run can start
-    at any step, on any number of processes that divides R."""
+    at any step, on any number of processes that divides R. `order[numbers]` is the batch of these rows."""
 
     def __init__(self, corpus: Corpus, settings: TextSettings, split: str = "train", rank: int = 0, processes: int = 1):
         self.corpus, self.settings, self.tasks = corpus, settings, Tasks(corpus, split)
@@ -179,35 +157,26 @@ class TextOrder:
 
     def steps(self, first: int, workers: int | None = 0, pin: bool = False) -> Iterator[list[TextBatch]]:
         """The micro-batches of each step, from step `first` to the last."""
-        size = self.settings.batch_size
-        starts = (step * self.settings.rows + self.rank * self.share for step in range(first, self.total))
-        shares = [(done, min(size, self.share - done)) for done in range(0, self.share, size)]
-        batches = load(self, ((start + done, rows) for start in starts for done, rows in shares), workers, pin)
+        size, of_process = self.settings.batch_size, range(self.rank * self.share, (self.rank + 1) * self.share)
+        starts = [range(start, min(start + size, of_process.stop)) for start in of_process[::size]]
+        firsts = (step * self.settings.rows for step in range(first, self.total))
+        plan = (range(row + rows.start, row + rows.stop) for row in firsts for rows in starts)
+        batches = load(self, plan, workers, pin)
         for _ in range(first, self.total):
-            yield list(islice(batches, len(shares)))
+            yield list(islice(batches, len(starts)))
 
-    def __getitem__(self, item: tuple[int, int]) -> TextBatch:
-        """`batch(*item)`, for the workers of a DataLoader."""
-        return self.batch(*item)
-
-    def batch(self, first: int, rows: int | None = None) -> TextBatch:
-        """`rows` rows from row `first` on, by default those of a whole micro-batch."""
-        numbers = range(first, first + (rows or self.settings.batch_size))
+    def __getitem__(self, numbers: range) -> TextBatch:
         drawn = [draw_row(self.corpus, self.tasks, self.settings, number) for number in numbers]
         return pack(drawn, [f"row {number}" for number in numbers], self.tasks.unforeseen)
 
 
+# Training
+
+
 def text_loss(model: nn.Module, micro: TextBatch) -> torch.Tensor:
     """The sum of cross-entropies over all positions that have a target."""
+    micro = micro.to(next(model.parameters()).device)
     return model(micro.input_ids, documents=micro.documents, targets=micro.targets)
-
-
-@torch.no_grad()
-def validation_loss(model: TextModel, corpus: Corpus, settings: TextSettings, batches: int = 16) -> float:
-    """Nats per token on rows of the validation split, with the mixture of training; the same rows for all seeds."""
-    order = TextOrder(corpus, replace(settings, seed=0, curriculum=0.0), "validation")
-    micros = [order.batch(number * settings.batch_size).to(device_of(model)) for number in range(batches)]
-    return sum(text_loss(model, micro).item() for micro in micros) / sum(micro.tokens for micro in micros)
 
 
 def make_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.Optimizer:
@@ -219,18 +188,23 @@ def make_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.Opti
 
 @dataclass(frozen=True)
 class TextWatch(Watch):
-    """Logs the validation loss on `batches` micro-batches after each of the steps `points`, as "held_out_loss"."""
+    """Logs "held_out_loss" after each of the steps `points`: nats per token on rows of the validation split, with the
+    mixture of training, the same for all seeds."""
 
     model: TextModel
     corpus: Corpus
     settings: TextSettings
     points: Collection[int]
-    batches: int
 
+    @torch.no_grad()
     def validate(self, step: int, progress: Progress) -> dict[str, float]:
         if step not in self.points:
             return {}
-        return {"held_out_loss": validation_loss(self.model, self.corpus, self.settings, self.batches)}
+        order = TextOrder(self.corpus, replace(self.settings, seed=0, curriculum=0.0), "validation")
+        size = self.settings.batch_size
+        micros = [order[range(number * size, (number + 1) * size)] for number in range(VALIDATION_BATCHES)]
+        loss = sum(text_loss(self.model, micro).item() for micro in micros)
+        return {"held_out_loss": loss / sum(micro.tokens for micro in micros)}
 
 
 def learn(
@@ -239,37 +213,22 @@ def learn(
     run: Path,
     world: World,
     progress: Progress | None = None,
-    *,
     points: Collection[int] = (),
-    batches: int = 16,
 ) -> tuple[TextModel, Progress]:
     """Train from the newest checkpoint in `run`, if there is one; the model and the run's progress.
 
-    progress: see `train.loop.fit`. points, batches: see `TextWatch`.
+    progress: see `train.loop.fit`. points: see `TextWatch`.
     """
     assert corpus.tokenizer.vocab_size() <= settings.vocab_size, "the corpus is of another preset"
     model = new_model(settings.preset, settings.attention == "differential", settings.seed).to(world.device)
     model.set_checkpointing(settings.checkpointing)
     optimizer, order = make_optimizer(model, settings), TextOrder(corpus, settings, "train", world.rank, world.size)
-    watch = TextWatch(model, corpus, settings, points, batches)
+    watch = TextWatch(model, corpus, settings, points)
     progress = fit(model, optimizer, order, text_loss, settings, run, world, watch=watch, progress=progress)
     return model.eval(), progress
 
 
 # The command
-
-
-def parse(argv: Sequence[str] | None) -> tuple[TextSettings, RunArguments]:
-    """The settings and the run folder of a command line. Raises UserError for values out of range."""
-    parser = FlagParser(prog=f"python -m {PROGRAM}", description=__doc__)
-    for fields in (RunArguments, TextSettings):
-        add_flags(parser, fields)
-    given = vars(parser.parse_args(argv))
-    arguments = take_arguments(RunArguments, given)
-    if arguments.resume is not None:
-        return read_config(TextSettings, arguments.resume, PROGRAM), arguments
-    check(settings := from_values(TextSettings, given))
-    return settings, arguments
 
 
 def train(settings: TextSettings, arguments: RunArguments, world: World) -> None:
@@ -288,10 +247,13 @@ def train(settings: TextSettings, arguments: RunArguments, world: World) -> None
             progress.origin = origin
         world.barrier()  # the first process has written the corpus
         model, progress = learn(settings, corpus or kept_corpus(folder), run, world, progress)
-        if settings.shard and world.size > 1:
-            model = whole_model(model, world)
-        write = partial(export_model, model, companions=[folder / "tokenizer.model"])
-        write_folder(lambda folder: write(folder) if world.is_first else None, run / "model", world)
+        model = whole_model(model, world)
+
+        def write(result: Path) -> None:
+            if world.is_first:
+                export_model(model, result, companions=[folder / "tokenizer.model"])
+
+        write_folder(write, run / "model", world)
         if world.is_first:
             draw_loss(run)
             size, tokens = count(model.parameters()), settings.steps * settings.rows * settings.length
@@ -300,12 +262,12 @@ def train(settings: TextSettings, arguments: RunArguments, world: World) -> None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    settings, arguments = parse(argv)
-    world = join_world(settings.device)
-    try:
+    parser = FlagParser(prog=f"python -m {PROGRAM}", description=__doc__)
+    settings, arguments = read_run(parser, TextSettings, RunArguments, argv)
+    if (tasks := settings.needles + settings.examples) > 0.95:
+        raise UserError(f"--needles and --examples sum to {tasks:g}, expected at most 0.95: leave room for text")
+    with joined_world(settings.device) as world:
         train(settings, arguments, world)
-    finally:
-        leave_world()
 
 
 if __name__ == "__main__":

@@ -43,9 +43,7 @@ class Parts:
 
     @classmethod
     def of(cls, settings: Settings) -> "Parts":
-        """Raises UserError for an unknown option, one of another type, and one of a later stage."""
-        if settings.option and settings.stage != 1:
-            raise UserError(f"--option {settings.option[0]}: stage 1 has decided that: leave it out")
+        """Raises UserError for an unknown option, and one of another type."""
         parts = cls(**settings.options_of(asdict(cls())))
         if parts.chat not in ("auto", "yes", "no"):
             raise UserError(f"--option chat={parts.chat}: expected auto, yes or no")
@@ -56,30 +54,22 @@ class Parts:
         return {name: value for name, value in asdict(self).items() if name in LEARNER_FIELDS}
 
 
-def text_source(settings: Settings) -> str:
+def tokenizer_source(settings: Settings) -> str:
     """The source of the tokenizer. The embedded models share one."""
     return Parts.of(settings).language_model or (EMBEDDED if settings.base == TEXT_BASE else settings.base)
 
 
-def check_base(settings: Settings) -> None:
-    """Raise UserError for the base `embedded-text` before it is made."""
-    if settings.base == TEXT_BASE and not Parts.of(settings).language_model and not TEXT_FOLDER.is_dir():
-        raise UserError(f"--base {TEXT_BASE}: {TEXT_FOLDER} is not there: make it with python -m train.embedded.text")
-
-
-def open_wings(settings: Settings, dtype: torch.dtype, device: torch.device) -> Wings:
+def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> Wings:
     """Stage 1: a base with visual learners. Stage 2: the model of stage 1 with textual learners and routers.
 
-    On the meta device `embedded-text` has the sizes of the embedded base. Raises UserError for another base than the
-    stage starts from.
+    Raises UserError for another base than the stage starts from.
     """
     parts = Parts.of(settings)
     if parts.language_model:
         return join_parts(settings, parts, dtype, device)
-    source = settings.base
-    if source == TEXT_BASE:
-        source = EMBEDDED if device.type == "meta" else TEXT_FOLDER
-    base = load_model(source, dtype=dtype, device=device)
+    if settings.base == TEXT_BASE and not TEXT_FOLDER.is_dir():
+        raise UserError(f"--base {TEXT_BASE}: {TEXT_FOLDER} is not there: make it with python -m train.embedded.text")
+    base = load_model(TEXT_FOLDER if settings.base == TEXT_BASE else settings.base, dtype=dtype, device=device)
     if settings.stage == 1:
         return attach(base, settings.r, seed=settings.seed, **parts.learners)
     if type(base) is not Wings or base.config.routed:
