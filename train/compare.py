@@ -16,10 +16,10 @@ STUDIES = {"wings": wings.main, "qmamba": qmamba.main, "text": text.main}
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study that --rows names; any other value names rows of the attention study."""
     parser = argparse.ArgumentParser(prog="python -m train.compare", add_help=False, allow_abbrev=False)
-    parser.add_argument("--rows")
+    parser.add_argument("--rows", nargs="+", default=[])
     known, rest = parser.parse_known_args(argv)
-    if known.rows in STUDIES:
-        STUDIES[known.rows](rest)
+    if len(known.rows) == 1 and known.rows[0] in STUDIES:
+        STUDIES[known.rows[0]](rest)
     else:
         attention.main(argv)
 

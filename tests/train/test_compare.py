@@ -15,12 +15,10 @@ from eval.records import own_records
 from model.common import UserError
 from tests.files import write_vqav2
 from train import compare
-from train.loop import Diverged
 from train.optim import count, trainable
 from train.settings import Settings
-from train.studies import adapters, attention, measures, report
-from train.studies.attention import PLAIN, ROWS, Options, control_by_size
-from train.studies.pool import Job
+from train.studies import adapters, measures, report
+from train.studies.attention import PLAIN, ROWS, control_by_size
 from train.systems.open import load_base, open_model
 
 CPU = torch.device("cpu")
@@ -32,7 +30,7 @@ FLAGS = "--seeds 2 --samples 32 --batch-size 16 --limit 16 --rates 1e-2 --no-pos
 def test_the_command_from_end_to_end(tmp_path, monkeypatch, capsys):
     """Breaks when a table, a control, a seed or an interval is missing, or a finished cell is trained again."""
     monkeypatch.setattr(measures, "DOSES", (0, 15))
-    command = ["--rows", "fine-tuned,dex", "--device", "cpu", *FLAGS, "--out", str(tmp_path)]
+    command = ["--rows", "fine-tuned", "dex", "--device", "cpu", *FLAGS, "--out", str(tmp_path)]
     compare.main(command)
     text = capsys.readouterr().out
     assert "## Minus the mean of all plain rows" in text and "LoRA r18" in text and "## Range" in text
@@ -58,19 +56,6 @@ def test_the_control_is_the_smallest_that_is_large_enough(name):
     smaller = control | {"r": control["r"] - 1}
     assert parameters(control) >= parameters(ROWS[name]) > parameters(smaller) and title == f"LoRA r{control['r']}"
     assert control["alpha"] / control["r"] == BASE.alpha / BASE.r and control.items() >= PLAIN.items()
-
-
-def test_a_diverged_run_scores_nothing_and_is_named(tmp_path, monkeypatch):
-    """Breaks when one rate that is too high ends the comparison, or a failed run is left out of the mean."""
-
-    def train(*given):
-        raise Diverged("step 7: the loss is nan")
-
-    monkeypatch.setattr(adapters, "train_on", train)
-    monkeypatch.setattr(attention, "tasks_of", lambda *given: {"VQA": measures.vqa_task(Settings(), "test", 6)})
-    cell = attention.make(BASE, Options(), Job("dex", tuple(ROWS["dex"].items()), 1e-3, 0), tmp_path)
-    assert cell["scores"] == {"VQA": [0.0] * 6} and "step 7" in cell["facts"]["diverged"]
-    assert cell["facts"]["parameters"] == 188_420
 
 
 def test_rows_of_a_seed_learn_from_the_same():
@@ -116,8 +101,8 @@ def test_no_picture_is_in_two_splits_of_any_seed(kind, processor, tmp_path):
     for seed in range(3):
         learned = {record.key for record in measures.training_records(replace(base, seed=seed), base.seed)}
         assert len(learned) == 14 and not learned & held_out
-    scores = test.grade(load_base(base, CPU).eval(), processor, base, tmp_path)
-    assert len(scores) == len(test.groups) == (9 if kind == "vqav2" else 6)
+    scores = adapters.ask(load_base(base, CPU), processor, base, {"VQA": test}, tmp_path)
+    assert len(scores["VQA"]) == len(test.groups) == (9 if kind == "vqav2" else 6)
 
 
 def test_val2014_is_the_test_split_where_it_is(tmp_path):
@@ -179,14 +164,16 @@ def test_a_study_reads_tar_shards(tmp_path, monkeypatch):
 def test_pictures_that_are_all_gone_are_no_score(tmp_path, processor, capsys):
     """Breaks when a folder of pictures that is not there is stored as a score of 0."""
     base = on_disk(write_jsonl(tmp_path, 4), validation=0.9)
-    model, task = load_base(base, CPU).eval(), measures.vqa_task(base, "test", None)
+    model, task = load_base(base, CPU), measures.vqa_task(base, "test", None)
     first, second = sorted(Path(name) for name in set(task.groups))
     first.unlink()
-    assert len(task.grade(model, processor, base, tmp_path / "a")) == 4
+    (tmp_path / "cell").mkdir()
+    asked = model, processor, base, {"VQA": task}, tmp_path / "cell"
+    assert len(adapters.ask(*asked)["VQA"]) == 4
     assert capsys.readouterr().err.count("2 questions count as wrong") == 1
     second.unlink()
     with pytest.raises(UserError, match="none of the 4 questions can be asked.*png"):
-        task.grade(model, processor, base, tmp_path / "b")
+        adapters.ask(*asked)
 
 
 def test_tasks_of_the_embedded_scenes_are_even():
@@ -205,7 +192,7 @@ def test_tasks_of_the_embedded_scenes_are_even():
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 
-TOLD = {"--rows twn": "twn", "--lr 1": "--lr", "--no-evaluate": "evaluate", "--coco x": "--coco", "--data jsonl:x": "x"}
+TOLD = {"--lr 1": "--lr", "--no-evaluate": "evaluate", "--coco x": "--coco", "--data jsonl:x": "x"}
 
 
 @pytest.mark.parametrize("flags", TOLD)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +14,11 @@ import pytest
 
 from eval.statistics import estimate
 from model.common import UserError
+from train.loop import Diverged
 from train.settings import Settings
 from train.studies import attention, engine, paper, pool, report, rules, source_hash
 from train.studies.engine import MEAN, Measure, Study
-from train.studies.options import StudyOptions
+from train.studies.options import StudyOptions, read_options
 from train.studies.pool import Job
 
 GROUPS = [f"picture {number // 2}" for number in range(40)]
@@ -97,6 +98,30 @@ def test_cells_name_what_made_them(tmp_path, monkeypatch):
         made.lock.close()
     assert "commit new, p, PyTorch t; commit old, p, PyTorch t" in text
     assert {line.commit for line in report.read_csv(tmp_path / "comparison.csv") if line.seed == 1} == {"new"}
+
+
+def test_a_run_that_diverges_scores_its_worst(tmp_path):
+    """Breaks when one rate that is too high ends a study, is chosen, or its seed is left out of the mean."""
+
+    def diverging(job, folder):
+        if job.rate > 0.02 or job.split == "test" and (job.row, job.seed) == ("better", 1):
+            raise Diverged("step 7: the loss is nan")
+        return make(job, folder)
+
+    measures = MEASURES | {"loss": replace(MEASURES["loss"], failed=9.0)}
+    made = run(tmp_path, seeds=3, make=diverging, measures=measures)
+    assert set(made.rates.values()) == {0.02} and made.tried["better"][0.04] == engine.UNUSABLE
+    scores = made.scores("better")
+    assert not scores["first"][1].any() and (scores["loss"][1] == 9).all() and scores["first"][[0, 2]].any(1).all()
+    assert "- better, seed 1: step 7" in report.write(made)
+
+
+def test_rates_are_above_zero(capsys):
+    """Breaks when a study trains all night at a rate of 0."""
+    for rates in ("1e-3,0", "nan", "-1", "x"):
+        with pytest.raises(SystemExit):
+            read_options(StudyOptions, ["--rates", rates], "", "", {})
+        assert f"--rates: invalid read_rates value: '{rates}'" in capsys.readouterr().err
 
 
 def test_a_tie_is_in_the_unit_of_the_score(tmp_path):

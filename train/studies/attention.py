@@ -54,17 +54,14 @@ PREDICTIONS = (
     Prediction("v2", MEAN, "equivalent", "starts at 0.018 of the second map; −3 points at 4×4, n.s."),
     Prediction("dex", MEAN, "equivalent", "linear in the head's output; no other map"),
 )
-DECIDED = "attention feed_forward option full tasks lr seed arch stage wings recipe resume allow_changed plan gpu gpus"
-DECIDED += " show_batch evaluate eval_limit eval_data"
-DEFAULTS = ("--samples", "3200", "--tasks", "vqa,n2o1,n2o2,n4o1")
-QUICK = {"rows": "fine-tuned,twin,dex", "limit": 128, "seeds": 5}
+QUICK = {"rows": ("fine-tuned", "twin", "dex"), "limit": 128, "seeds": 5}
 
 
 @dataclass(frozen=True)
 class Options(StudyOptions):
     """The flags of this study, besides those of `train.finetune`."""
 
-    rows: str = flag(",".join(DEFAULT), f"of {', '.join(ROWS)}", metavar="NAME,…")
+    rows: tuple[str, ...] = flag(tuple(DEFAULT), "(default: all but swiglu)", choices=[*ROWS], nargs="+")
     limit: int = flag(600, "VQA questions; half as many of each other kind; half of all for validation", least=1)
     protocol: str = flag("constrained", "of the needle tests", choices=PROTOCOLS[:2])
     coco: str | None = flag(None, "with --data on disk: folder of COCO val2014, for needle tests (default: none)")
@@ -98,14 +95,10 @@ def make(base: Settings, options: Options, job: Job, folder: Path) -> dict:
 
 
 def study_of(base: Settings, options: Options) -> Study:
-    """Raises UserError for an unknown row."""
-    names, by_size, on_disk = options.rows.split(","), {}, not base.is_embedded
-    if unknown := [name for name in names if name not in ROWS]:
-        raise UserError(f"--rows {unknown[0]}: choose of {', '.join(ROWS)}")
-    chosen = {name: ROWS[name] for name in names}
-    for name in [name for name in names if name != "fine-tuned"]:
+    chosen, by_size = {name: ROWS[name] for name in options.rows}, {}
+    for name in [name for name in options.rows if name != "fine-tuned"]:
         control, changes = control_by_size(base, ROWS[name])
-        if changes["r"] == base.r and "fine-tuned" in names:
+        if changes["r"] == base.r and "fine-tuned" in options.rows:
             control = "fine-tuned"
         by_size[name], chosen[control] = (control,), chosen.get(control, changes)
     plain = tuple(name for name in chosen if name not in by_size)
@@ -124,18 +117,18 @@ def study_of(base: Settings, options: Options) -> Study:
         },
         rates=options.rates or tuple(float(f"{base.lr * factor:.3g}") for factor in (1, 2, 4)),
         plain=plain,
-        lengthen=None if on_disk else lambda changes, ratio: (*changes, ("samples", round(base.samples * ratio))),
+        lengthen=(lambda changes, ratio: (*changes, ("samples", round(base.samples * ratio))))
+        if base.is_embedded
+        else None,
         predictions=PREDICTIONS,
         more=built.blocks if options.positive else lambda run: [],
     )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    quick = {"quick": QUICK, "quick_defaults": ("--samples", "800")}
-    options, base = read_with_settings(
-        Options, argv, "train.compare", __doc__, **quick, decided=DECIDED.split(), defaults=DEFAULTS
-    )
+    flags = {"decided": "attention feed_forward option full tasks lr seed recipe", "quick_defaults": "--samples 800"}
+    flags["defaults"] = "--samples 3200 --tasks vqa,n2o1,n2o2,n4o1"
+    options, base = read_with_settings(Options, argv, "train.compare", __doc__, QUICK, **flags)
     if options.coco and base.is_embedded:
         raise UserError("--coco goes with --data on disk: the embedded scenes have needle tests of their own")
-    run = engine.run(study_of(replace(base, measure_every=0), options), options)
-    print(report.write(run))
+    print(report.write(engine.run(study_of(base, options), options)))

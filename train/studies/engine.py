@@ -40,7 +40,7 @@ class Measure:
     groups: the picture or document of each example. chance: the score of guessing in percent, None if unknown. unit:
     scores in "%" are from 0 to 1; others, such as "nats", are shown as they are. margin: the smallest difference of
     interest, in points or the unit. rungs: the difficulty of each example, if they differ. view: what is judged in
-    place of paired differences (seeds, examples), such as their slope.
+    place of paired differences (seeds, examples), such as their slope. failed: the score of a cell that diverged.
     """
 
     title: str
@@ -52,6 +52,7 @@ class Measure:
     in_mean: bool = True
     rungs: Sequence[str] = ()
     view: Callable[[np.ndarray], np.ndarray] = lambda scores: scores
+    failed: float = 0.0  # in the unit of cells, before `scale`
 
     @property
     def scale(self) -> float:
@@ -71,14 +72,15 @@ class Study:
     """All that one study is.
 
     make(job, folder, *folders): trains a cell in its folder, unless its model is there, and scores it: {"scores":
-    {measure: [score, …]}, "facts": {…}}. Facts for the report: "parameters", "seconds" of training, "diverged" (why).
-    folders: of the cells that it `needs`, such as an earlier stage.
+    {measure: [score, …]}, "facts": {…}}. Facts for the report: "parameters", "seconds" of training. folders: of the
+    cells that it `needs`, such as an earlier stage. If it raises Diverged, the cell has no scores, and the fact
+    "diverged" says why.
     key: what decides a cell beside its job and the source: base, data, settings.
     beside: by title of a table the controls of each row, whose scores are averaged. The first table is the primary one.
     rates: the first grid; () where each row fixes its rate, and no validation split exists.
     main: the measure of the main difference, which chooses the rates; MEAN: of all with `in_mean`.
     plain: rows that share a rate. usable(cell): whether a validation cell may choose a rate; a rate with one that may
-    not comes last.
+    not, or that diverged, comes last.
     lengthen(changes, ratio): a control of the last table, trained so many times as long; None: no such controls.
     more(run): blocks of the report that no other study has, each a text or a list of lines.
     """
@@ -188,7 +190,7 @@ class Run:
     def worth(self, cells: Sequence[dict]) -> float:
         """What a rate is chosen by: the main measure of its cells; more is better."""
         main, averaged = self.study.main, self.study.averaged
-        if not all(map(self.study.usable, cells)):
+        if not all("diverged" not in cell["facts"] and self.study.usable(cell) for cell in cells):
             return UNUSABLE
         names = averaged if main == MEAN else [main]
         mean = np.mean([scores.mean() for name, scores in self.scores_of(cells).items() if name in names])
@@ -198,7 +200,7 @@ class Run:
         """Controls of the last table that train as long as their rows, by the median seconds of the tuning seeds."""
         (title, table), rows, beside = list(self.study.beside.items())[-1], dict(self.study.rows), {}
         cells = self.at_rates(self.rates, self.tuning_seeds, "validation")
-        seconds = {row: statistics.median(cell["facts"]["seconds"] for cell in cells[row]) for row in cells}
+        seconds = {row: statistics.median(cell["facts"].get("seconds", 1.0) for cell in cells[row]) for row in cells}
         for row, (control, *_) in table.items():
             ratio = round(seconds[row] / seconds[control], 1)
             name = f"{control}, {ratio} × steps" if ratio > 1 else control
@@ -228,11 +230,18 @@ class Run:
 
     def scores_of(self, cells: Sequence[Mapping]) -> Scores:
         """Of cells of one split, on the measures that it has."""
-        return {
-            name: measure.scale * np.array([cell["scores"][name] for cell in cells], dtype=float)
-            for name, measure in self.study.measures.items()
-            if name in cells[0]["scores"]
-        }
+        sizes = {name: len(scores) for cell in cells for name, scores in cell["scores"].items()}
+        sizes = sizes or {name: len(measure.groups) for name, measure in self.study.measures.items()}  # all diverged
+        scores = {}
+        for name, measure in self.study.measures.items():
+            if name in sizes:
+                of_cells = [cell["scores"].get(name, [measure.failed] * sizes[name]) for cell in cells]
+                scores[name] = measure.scale * np.array(of_cells, dtype=float)
+        return scores
+
+    def facts(self, row: str) -> list[dict]:
+        """Of the cells of a row that did not diverge."""
+        return [cell["facts"] for cell in self.cells[row] if "diverged" not in cell["facts"]]
 
     def mean_scores(self, rows: Sequence[str]) -> Scores:
         """Of the rows together, seed by seed and example by example."""
@@ -261,17 +270,11 @@ class Run:
             groups += [f"{name}/{group}" for group in measures[name].groups]
         return estimate(np.hstack(parts), groups)
 
-    def table(
-        self, beside: Mapping[str, tuple[str, ...]], at: Mapping[str, Scores] | None = None
-    ) -> dict[tuple[str, str], dict]:
-        """The judged differences of a table by (row, column); the main ones are a family of their own.
-
-        at: scores of rows in place of those at their rates.
-        """
+    def table(self, beside: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], dict]:
+        """The judged differences of a table by (row, column); the main ones are a family of their own."""
         columns, differences, inside = self.study.columns, {}, set()
         for row, controls in beside.items():
-            scores, control = at[row] if at else self.scores(row), self.mean_scores(controls)
-            usable = self.in_range(controls)
+            scores, control, usable = self.scores(row), self.mean_scores(controls), self.in_range(controls)
             differences |= {(row, name): self.difference(scores, control, name, usable) for name in columns}
             inside |= {(row, name) for name in usable}
         margins = {place: columns[place[1]].margin for place in differences}
@@ -283,13 +286,6 @@ class Run:
                 one_seed = {"verdict": "one seed"} if self.seeds == 1 else {}  # says nothing of other runs
                 table[place] = differences[place]._asdict() | judged | one_seed
         return table
-
-    def at_one_rate(self) -> dict[tuple[str, str], dict]:
-        """The first table once more, rows at their controls' rate, on the tuning seeds; of rows whose rate differs."""
-        table, rates = next(iter(self.study.beside.values()), {}), self.rates
-        moved = {row: rates[control] for row, (control, *_) in table.items() if rates[row] != rates[control]}
-        at = {row: self.scores_of(cells) for row, cells in self.at_rates(moved, self.tuning_seeds).items()}
-        return self.table({row: table[row] for row in at}, at)
 
 
 def run(study: Study, options: StudyOptions) -> Run:

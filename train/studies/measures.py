@@ -8,24 +8,22 @@ whether they still are. On disk: held-out VQA, and with --coco needle tests on C
 import argparse
 import contextlib
 import random
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
+from operator import eq
 from pathlib import Path
 
 import numpy as np
 
 from eval import needle, scenes, vqa
-from eval.command import ask_of
+from eval.command import Ask, ask_of
 from eval.datasets import Annotation, Question, read_questions
 from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record
 from eval.statistics import slope_scores
 from eval.vqa_data import truths_of
 from eval.vqa_scoring import ANNOTATORS
-from model.common import UserError, shown
-from model.paligemma import PaliGemma
-from model.processor import Processor
+from model.common import UserError
 from train.data.sources import read_records
 from train.origin import data_fingerprints
 from train.settings import Settings
@@ -60,13 +58,8 @@ def _training_records(settings: Settings) -> Sequence[Record]:
     records = read_records(settings)
     if not settings.is_embedded:
         return records
-    pictures = _drawn_once({record.key: record.pictures[0] for record in records})
-    return [replace(record, pictures=(pictures[record.key],)) for record in records]
-
-
-def _drawn_once(pictures: Mapping) -> dict:
-    """Pictures by name; those that are drawn when they are called for are kept."""
-    return {name: cache(picture) if callable(picture) else picture for name, picture in pictures.items()}
+    drawn_once = {record.key: (cache(record.pictures[0]),) for record in records}
+    return [replace(record, pictures=drawn_once[record.key]) for record in records]
 
 
 def data_mark(settings: Settings) -> str:
@@ -79,27 +72,35 @@ def data_mark(settings: Settings) -> str:
 
 @dataclass(frozen=True)
 class Task(Measure):
-    """A measure with its questions. grade(model, processor, settings, folder): the score of each, from 0 to 1. labels:
-    the "(row, column)" of each needle. mark: a hash of questions and answers."""
+    """A measure that a model is asked, see `task_of`.
 
-    grade: Callable[[PaliGemma, Processor, Settings, Path], list[float]] = lambda *_: []
+    score(answers): of each example, from 0 to 1; the answer None is wrong. labels: the "(row, column)" of each needle.
+    mark: a hash of questions and right answers.
+    """
+
+    asks: Sequence[Ask] = ()
+    score: Callable[[Sequence[str | None]], list[float]] = lambda answers: []
     labels: Sequence[str] = ()
     mark: str = ""
 
 
-def _ask(answer: Callable, title: str, settings: Settings, folder: Path, asked: int, *given):
-    """answer(*given); on disk, where it may take hours, with a progress bar and a log.
+def task_of(title: str, asks: Sequence[Ask], score: Callable, groups: Sequence, truths: object, **more) -> Task:
+    """A task whose pictures are drawn once, where they are drawn. more: fields of a Task."""
+    drawn_once = {ask.key: cache(ask.picture) if callable(ask.picture) else ask.picture for ask in asks}
+    mark = digest(truths, [(ask.id, ask.prefix, ask.choices, ask.before) for ask in asks])
+    asks = [replace(ask, picture=drawn_once[ask.key]) for ask in asks]
+    return Task(title, groups, asks=asks, score=score, mark=mark, **more)
 
-    Names on stderr the first question that could not be asked; raises UserError if these are all of those `asked`.
-    """
-    log, left_out = folder / f"answers-{digest(title)}.jsonl", {}
-    answers = answer(*given, left_out=left_out, **({} if settings.is_embedded else {"progress": title, "log": log}))
-    first = shown(next(iter(left_out.values()), ""))
-    if len(left_out) == asked:
-        raise UserError(f"none of the {asked} questions can be asked: {first}")
-    if left_out:
-        print(f"{len(left_out)} questions count as wrong: {first} …", file=sys.stderr)
-    return answers
+
+def asking(
+    title: str, asks: Sequence[Ask], truths: Sequence[str], right: Callable[[str, str], float] = eq, **more
+) -> Task:
+    """A task in which each answer is scored by itself, by right(answer, truth)."""
+
+    def score(answers: Sequence[str | None]) -> list[float]:
+        return [float(right(answer or "", truth)) for answer, truth in zip(answers, truths, strict=True)]
+
+    return task_of(title, asks, score, [ask.key for ask in asks], truths, **more)
 
 
 def embedded_tasks(split: str, limit: int, protocol: str) -> dict[str, Task]:
@@ -117,8 +118,7 @@ def disk_tasks(settings: Settings, split: str, limit: int, protocol: str, coco: 
     if coco:
         tests = max(1, limit // 32) * 16
         title, trials = coco_needles(settings, 2 * tests, coco, captions)
-        part = slice(0, None, 2) if split == "test" else slice(1, None, 2)
-        tasks["needle"] = trial_task(title, trials[part], protocol)
+        tasks["needle"] = trial_task(title, trials[0 if split == "test" else 1 :: 2], protocol)
     return tasks
 
 
@@ -151,19 +151,16 @@ def coco_needles(
 
 
 def trial_task(title: str, trials: Sequence[needle.Trial], protocol: str) -> Task:
-    """Needle tests of one kind: a test is right if every needle in it is found. Each picture is drawn once."""
-    trials = [trial._replace(pictures=cache(trial.pictures)) for trial in trials]
+    """Needle tests of one kind: a test is right if every needle in it is found."""
 
-    def grade(model: PaliGemma, processor: Processor, settings: Settings, folder: Path) -> list[float]:
-        asked = len(needle.asks_of(trials, protocol))
-        answers = _ask(needle.answer, title, settings, folder, asked, model, processor, trials, protocol)
-        judged = [needle.judge(record) for record in needle.responses_of(trials, answers, protocol)]
-        return [float((verdict or (False,) * 3)[2]) for verdict in judged]
+    def score(answers: Sequence[str | None]) -> list[float]:
+        records = needle.responses_of(trials, needle.by_trial(trials, protocol, answers), protocol)
+        return [float((needle.judge(record) or (False,) * 3)[2]) for record in records]
 
     tests = [trial.test for trial in trials]
-    labels = [str(test.places[0][1:]) for test in tests]
-    groups, chance = [str(test.haystack) for test in tests], 100 / tests[0].side ** 2
-    return Task(title, groups, chance, grade=grade, labels=labels, mark=digest(protocol, tests))
+    labels, groups = [str(test.places[0][1:]) for test in tests], [str(test.haystack) for test in tests]
+    asks = needle.asks_of(trials, protocol)
+    return task_of(title, asks, score, groups, (protocol, tests), chance=100 / tests[0].side ** 2, labels=labels)
 
 
 def existence_task(questions: int, protocol: str, split: str) -> Task:
@@ -192,18 +189,16 @@ def vqa_task(settings: Settings, split: str, limit: int | None, scoring: str = "
 def benchmark_task(
     title: str, benchmark: vqa.Benchmark, chance: float | None, template: str = vqa.PROMPT, scoring: str = "official"
 ) -> Task:
-    """Questions about pictures, each drawn once where they are drawn. One whose picture cannot be read is wrong."""
-    benchmark = benchmark._replace(pictures=_drawn_once(benchmark.pictures))
+    """Questions about pictures. One whose picture cannot be read is wrong."""
+    numbers, annotations = [question.question_id for question in benchmark.questions], benchmark.annotations
 
-    def grade(model: PaliGemma, processor: Processor, settings: Settings, folder: Path) -> list[float]:
-        answers = dict.fromkeys((question.question_id for question in benchmark.questions), "")
-        answers |= _ask(vqa.answer, title, settings, folder, len(answers), model, processor, benchmark, template)
-        return list(vqa.question_accuracies(benchmark.annotations, answers, scoring).values())
+    def score(answers: Sequence[str | None]) -> list[float]:
+        said = dict(zip(numbers, [answer or "" for answer in answers], strict=True))
+        return list(vqa.question_accuracies(annotations, said, scoring).values())
 
-    turns = [ask.before for ask in benchmark.asks]
-    mark = digest(scoring, template, benchmark.questions, benchmark.annotations, turns)
     groups = [question.image for question in benchmark.questions]
-    return Task(title, groups, chance, grade=grade, mark=mark)
+    asks = vqa.asks_of(benchmark, template)
+    return task_of(title, asks, score, groups, (scoring, annotations), chance=chance)
 
 
 # Held-out questions on disk

@@ -9,16 +9,21 @@ from typing import TypeVar
 import torch
 
 from model.common import UserError
-from train.flags import FlagParser, add_flags, check_ranges, flag, from_values
+from train.flags import FlagParser, add_flags, flag, from_values
 from train.origin import FREE
 from train.settings import Settings, parse
 
 Options = TypeVar("Options", bound="StudyOptions")
+# flags of `train.finetune` that no study has
+DECIDED = "arch stage resume allow_changed plan gpu gpus show_batch evaluate eval_limit eval_data".split()
 
 
 def read_rates(text: str) -> tuple[float, ...]:
-    """The value of a flag --rates."""
-    return tuple(float(part) for part in text.split(","))
+    """The value of a flag --rates. Raises ValueError, which argparse reports, for one that is not above 0."""
+    rates = tuple(float(part) for part in text.split(","))
+    if not all(0 < rate <= 1e6 for rate in rates):
+        raise ValueError(text)
+    return rates
 
 
 @dataclass(frozen=True)
@@ -35,12 +40,29 @@ class StudyOptions:
 
 
 def read_options(
-    kind: type[Options], argv: Sequence[str] | None, program: str, description: str | None, quick: Mapping[str, object]
+    kind: type[Options],
+    argv: Sequence[str] | None,
+    program: str,
+    description: str | None,
+    quick: Mapping[str, object],
+    *,
+    epilog: str = "",
+    rest: list[str] | None = None,
 ) -> Options:
-    """The flags of a study that fixes its settings. quick: other defaults with --quick. Raises UserError."""
-    parser = FlagParser(prog=f"python -m {program}", description=description)
+    """The flags of a study. quick: other defaults with --quick. rest: filled with unknown flags; None refuses them.
+
+    Raises UserError.
+    """
+    about = {"prog": f"python -m {program}", "description": description, "epilog": epilog}
+    parser = FlagParser(allow_abbrev=False, **about)
     add_flags(parser, kind)
-    return _with_quick(kind, vars(parser.parse_args(argv)), quick)
+    known, unknown = parser.parse_known_args(argv)
+    if rest is None and unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest is not None:
+        rest += unknown
+    given = vars(known)
+    return from_values(kind, {**quick, **given} if given.get("quick") else given)
 
 
 def read_with_settings(
@@ -50,30 +72,23 @@ def read_with_settings(
     description: str | None,
     quick: Mapping[str, object],
     *,
-    decided: Sequence[str],
-    defaults: Sequence[str],
-    quick_defaults: Sequence[str] = (),
+    decided: str,
+    defaults: str,
+    quick_defaults: str = "",
 ) -> tuple[Options, Settings]:
     """The flags of a study, and the settings that all rows start from: every other flag is one of `train.finetune`.
 
-    decided: settings that the study decides. defaults, quick_defaults: flags of `train.finetune`. Raises UserError.
+    decided: settings that the study decides, beside DECIDED. defaults, quick_defaults: flags of `train.finetune`.
+    Raises UserError.
     """
-    about = f"Other flags: those of `python -m train.finetune`, with other defaults: {' '.join(defaults)}."
-    parser = FlagParser(prog=f"python -m {program}", description=description, allow_abbrev=False, epilog=about)
-    add_flags(parser, kind)
-    known, rest = parser.parse_known_args(argv)
+    about = f"Other flags: those of `python -m train.finetune`, with other defaults: {defaults}."
+    options = read_options(kind, argv, program, description, quick, epilog=about, rest=(rest := []))
     for word in rest:
         name = word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
-        if word.startswith("--") and name in decided:
+        if word.startswith("--") and name in (*DECIDED, *decided.split()):
             raise UserError(f"{word}: the study decides that itself: `python -m {program} --help` lists its flags")
-    options = _with_quick(kind, vars(known), quick)
-    return options, parse([*defaults, *(quick_defaults if options.quick else ()), *rest])[0]
-
-
-def _with_quick(kind: type[Options], given: dict, quick: Mapping[str, object]) -> Options:
-    options = from_values(kind, {**quick, **given} if given.get("quick") else given)
-    check_ranges(options)
-    return options
+    settings = parse([*defaults.split(), *(quick_defaults.split() if options.quick else ()), *rest])[0]
+    return options, settings
 
 
 def deciding(settings) -> dict:

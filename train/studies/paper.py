@@ -48,9 +48,8 @@ WITHOUT, WITH = "part-2-without", "part-2-with"  # differential attention
 NEEDLE_SCORES = {"baseline": 28.75, WITHOUT: 30.42, WITH: 34.72}  # Table 2: index accuracy, %
 PART_2 = {WITHOUT: ("paper-1", "paper-3"), WITH: ("paper-2", "paper-4", "paper-5")}  # chosen of these
 SHARE = 0.4  # of the pictures, in Part 1
-DECIDED = "fraction full resume allow_changed evaluate eval_limit eval_data arch stage show_batch".split()
 # half of the miniature's samples ask for needles, since the embedded base has never seen their words
-MINIATURE = ("--samples", "4000", "--tasks", "vqa,n2o1")
+MINIATURE = "--samples 4000 --tasks vqa,n2o1"
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,10 @@ class Options(StudyOptions):
 def read_arguments(argv: Sequence[str]) -> tuple[Options, dict[str, Settings]]:
     """The study's flags, and the settings of each model on all pictures; flags override recipes. Raises UserError."""
     settings: dict[str, Settings] = {}
-    quick, program = ("--samples", "400"), "train.reproduce paligemma"
+    about = {"decided": "fraction full", "defaults": MINIATURE, "quick_defaults": "--samples 400"}
     for name in VQA_SCORES:
-        flags, about = [*argv, "--recipe", name], {"decided": DECIDED, "defaults": MINIATURE, "quick_defaults": quick}
-        options, settings[name] = read_with_settings(Options, flags, program, __doc__, {}, **about)
+        given = Options, [*argv, "--recipe", name], "train.reproduce paligemma", __doc__, {}
+        options, settings[name] = read_with_settings(*given, **about)
     base = settings["paper-1"]
     if options.coco and base.is_embedded:
         raise UserError("--coco goes with --data on disk: the embedded scenes have needle tests of their own")
@@ -138,7 +137,7 @@ def make(options: Options, models: Mapping[str, Settings], job: Job, folder: Pat
     name = job.row
     if part_1:
         cells = [json.loads((earlier / "test.json").read_text()) for earlier in part_1]
-        name = max(cells, key=lambda cell: np.mean(cell["scores"]["VQA"]))["row"]
+        name = max(cells, key=lambda cell: np.mean(cell["scores"].get("VQA", 0.0)))["row"]
     settings = models[name] if part_1 else on_share(models[name])
     result = fine_tune(base, replace(settings, seed=base.seed + job.seed), tasks, folder)
     return result | {"facts": result["facts"] | {"chosen": name}}
@@ -182,7 +181,7 @@ def blocks(models: Mapping[str, Settings], run: Run) -> list:
     scores = {row: {name: f"{each.mean():.2f}" for name, each in run.scores(row).items()} for row in run.cells}
     means = {name: float(scores[name]["VQA"]) for name in models}
     order, published = (" > ".join(sorted(models, key=of.__getitem__, reverse=True)) for of in (means, VQA_SCORES))
-    chosen = {row: run.cells[row][0]["facts"]["chosen"] for row in PART_2 if row in run.cells}
+    chosen = {row: facts["chosen"] for row in PART_2 if row in run.cells for facts in run.facts(row)[:1]}
     table_1, table_2 = [], []
     for name, of in models.items():
         numbers = [f"{of.lr:g}", f"{of.r}/{of.alpha:g}", f"{of.weight_decay:g}", f"{VQA_SCORES[name]:.2f}"]

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from model.common import write_text
+from train.loop import Diverged
 from train.origin import provenance
 
 
@@ -46,15 +47,28 @@ def compute_all(calls: Sequence[tuple], processes: int) -> None:
 
 
 def compute(call: tuple[Callable[..., dict], Job, Path, Sequence[Path]]) -> str:
-    """Make a cell and write its result, with what it was made by; returns its row and CPU seconds in words."""
+    """Make a cell and write its result, with what it was made by; returns its row and CPU seconds in words.
+
+    A run whose loss is no longer finite has no scores; the study goes on.
+    """
     make, job, file, needed = call
     file.parent.mkdir(parents=True, exist_ok=True)
     started = time.process_time()
-    result = make(job, file.parent, *needed)
+    try:
+        result = make(job, file.parent, *needed)
+    except Diverged as error:
+        result = {"scores": {}, "facts": {"diverged": str(error)}}
     spent = time.process_time() - started
     write_text(file, json.dumps(asdict(job) | result | {"cpu_seconds": round(spent, 2)} | provenance()) + "\n")
     rate = f", rate {job.rate:g}" if job.rate else ""
     return f"{job.row}{rate}, seed {job.seed}, {job.split}: {spent:.0f} CPU seconds"
+
+
+def once(file: Path, train: Callable[[], dict]) -> dict:
+    """What `train` returns, as JSON in `file`; from there if it is there already."""
+    if not file.exists():
+        write_text(file, json.dumps(train()) + "\n")
+    return json.loads(file.read_text())
 
 
 @cache

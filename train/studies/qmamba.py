@@ -28,21 +28,20 @@ import torch
 from eval import scenes
 from eval.command import Ask
 from eval.report import markdown_table
-from model.device import choose_device
-from model.mamba import choose_kernel
-from model.qmamba import QMamba
+from model.paligemma import PaliGemma
 from train.flags import flag
+from train.loop import Diverged
 from train.optim import count, trainable
 from train.recipes import STAGES
 from train.settings import Settings
 from train.studies import engine, report
 from train.studies.adapters import ask
 from train.studies.engine import MEAN, Study
-from train.studies.measures import Task, training_records, vqa_task
-from train.studies.pool import Job
+from train.studies.measures import Task, asking, training_records, vqa_task
+from train.studies.pool import Job, once
 from train.studies.rules import Prediction
-from train.studies.stages import StagedOptions, asking, key_of, learn, once, read_stages, without_answers
-from train.systems.open import open_processor, open_stage, weights_dtype
+from train.studies.stages import StagedOptions, key_of, learn, open_on_device, read_stages
+from train.systems.open import open_processor, open_stage
 from weights.export import export_model
 
 TASKS = ("vqa", "locate", "count", "exist")  # of the embedded scenes
@@ -112,12 +111,12 @@ def needs(job: Job) -> list[Job]:
 def make(stages: Mapping[int, Settings], limit: int, job: Job, folder: Path, *needed: Path) -> dict:
     """Train a row in both stages, unless its model is there, and ask it the questions of a split."""
     row, tasks = ROWS[job.row], tasks_of(stages[2], job.split, limit)
+    if needed and not (needed[0] / "model").exists():
+        raise Diverged("the row that it starts from diverged")
     trained = needed[0] if row.order else folder
     facts = once(trained / "facts.json", lambda: train(stages, job, folder, *needed))
-    if "diverged" in facts:
-        return without_answers(tasks, facts)
     settings = replace(stages[2], base=str(trained / "model"))
-    model = open_qmamba(settings)
+    model = open_on_device(settings)
     if row.order:
         model.multi_modal_projector.connector.order = row.order
     processor = open_processor(settings, model)[0]
@@ -138,7 +137,7 @@ def train(stages: Mapping[int, Settings], job: Job, folder: Path, *donor: Path) 
     return {"parameters": count(trainable(model).values()), "seconds": seconds}
 
 
-def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> QMamba:
+def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> PaliGemma:
     """The model of stage 1: a fresh projector, whose shared parts are those of the other rows of the seed."""
     options = settings.options | dict(row.options)
     options["connector_from"] = str(donor[0] / "model") if row.trained and donor else ""
@@ -147,16 +146,7 @@ def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> QMamba:
         is_all = options["queries"] == "all"
         options["queries"] = sizes.vision.num_image_tokens if is_all else max(1, sizes.projector.queries // 2)
     option = tuple(f"{name}={json.dumps(value)}" for name, value in options.items())
-    return open_qmamba(replace(settings, seed=seed, option=option))
-
-
-def open_qmamba(settings: Settings) -> QMamba:
-    """The model of a stage, on its device, with its kernel of the scan."""
-    device = choose_device(settings.device)
-    model = open_stage(settings, weights_dtype(settings, device), device).eval()
-    assert isinstance(model, QMamba)
-    choose_kernel(model, settings.kernel, device)
-    return model
+    return open_on_device(replace(settings, seed=seed, option=option))
 
 
 # Measures

@@ -1,7 +1,7 @@
 """The report of any study: comparison.md, comparison.json, and comparison.csv, from which both can be made again.
 
-Tables: accuracy of each row, each table of differences, the same at one rate, the range of the measures, predictions,
-rates tried; then what the study adds, and what limits it.
+Tables: accuracy of each row, each table of differences, the range of the measures, predictions, rates tried; then what
+the study adds, and what limits it. Cells that diverged are in no line of the CSV.
 """
 
 import csv
@@ -91,7 +91,8 @@ def accuracy_table(run: Run) -> list[str]:
     measures = run.study.measures
     body = [["guessing", "", "", "", *("" if m.chance is None else f"{m.chance:.1f}" for m in measures.values())]]
     for row, cells in run.cells.items():
-        scores, parameters, rate = run.scores(row), cells[0]["facts"].get("parameters"), run.rates[row]
+        scores, rate = run.scores(row), run.rates[row]
+        parameters = next((facts["parameters"] for facts in run.facts(row) if "parameters" in facts), 0)
         texts = [interval_text(estimate(scores[name], m.groups), m.digits) for name, m in measures.items()]
         known = [f"{parameters:,}" if parameters else "", f"{len(cells)}", f"{rate:g}" if rate else ""]
         body.append([row, *known, *texts])
@@ -172,7 +173,6 @@ def write(run: Run) -> str:
     blocks += sections(
         ("Scores", accuracy_table(run)),
         *((f"Minus {name}", difference_table(run, study.beside[name], tables[name])) for name in tables),
-        ("The same at the controls' rate", difference_table(run, beside, run.at_one_rate())),
         *((measure.heading, rung_table(run, name)) for name, measure in study.measures.items()),
         ("Range", range_table(run, beside)),
         ("Rates", rate_table(run)),

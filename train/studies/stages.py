@@ -1,39 +1,31 @@
-"""What the studies of WINGS and Q-Mamba share: flags, settings of both stages, the training of a stage, and a task.
+"""What the studies of WINGS and Q-Mamba share: flags, settings of both stages, and the training of a stage.
 
 In: a command line. Out: settings by stage, from which rows and cells are made. `train/recipes.py` has the stages.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import eq
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from eval.command import Ask
 from eval.records import Record
-from eval.run import ask_all
-from model.common import write_text
 from model.device import choose_device
+from model.mamba import choose_kernel
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.source import EMBEDDED
 from train.distributed import World
 from train.flags import flag
-from train.loop import Diverged
 from train.optim import Rule, matching
 from train.settings import Settings
-from train.studies.engine import Measure
-from train.studies.measures import Task, data_mark
+from train.studies.measures import data_mark
 from train.studies.options import StudyOptions, deciding, read_with_settings
 from train.supervised import make_order, train_on
-from train.systems.open import make_optimizer, open_stage
+from train.systems.open import make_optimizer, open_stage, weights_dtype
 from train.systems.wings import TEXT_BASE
 from weights.fingerprint import exact_fingerprint
-
-DECIDED = "arch stage recipe seed resume allow_changed plan gpu gpus show_batch evaluate eval_limit eval_data".split()
 
 
 @dataclass(frozen=True)
@@ -53,8 +45,8 @@ def read_stages(
     """The flags of a study, and the settings of both stages of `arch`. Raises UserError."""
     stages, given = {}, (kind, argv, f"train.reproduce {arch}", description, quick)
     for stage in (1, 2):
-        defaults = ("--arch", arch, "--stage", f"{stage}")
-        options, stages[stage] = read_with_settings(*given, decided=DECIDED, defaults=defaults)
+        defaults = f"--arch {arch} --stage {stage}"
+        options, stages[stage] = read_with_settings(*given, decided="recipe seed", defaults=defaults)
     if options.stage_1_data:
         stages[1] = replace(stages[1], data=(options.stage_1_data,))
     stages[2] = replace(stages[2], option=())  # stage 1 decides the parts
@@ -68,7 +60,12 @@ def key_of(stages: Mapping[int, Settings], limit: int) -> str:
     return repr((settings, exact_fingerprint(open_stage(first, torch.float32, torch.device("cpu"))), limit))
 
 
-# Cells
+def open_on_device(settings: Settings) -> PaliGemma:
+    """The model of a stage, on its device, with its kernel of the scan."""
+    device = choose_device(settings.device)
+    model = open_stage(settings, weights_dtype(settings, device), device).eval()
+    choose_kernel(model, settings.kernel, device)
+    return model
 
 
 def learn(
@@ -92,31 +89,3 @@ def learn(
     progress = train_on(order, model, optimizer, settings, run, world)
     model.eval()
     return progress.seconds
-
-
-def once(file: Path, train: Callable[[], dict]) -> dict:
-    """What `train` returns, from `file` if it is there. If the loss was no longer finite: {"diverged": why}."""
-    if not file.exists():
-        try:
-            result = train()
-        except Diverged as error:
-            result = {"diverged": str(error)}
-        write_text(file, json.dumps(result) + "\n")
-    return json.loads(file.read_text())
-
-
-def without_answers(measures: Mapping[str, Measure], facts: dict) -> dict:
-    """The cell of a run that diverged: it scores 0."""
-    return {"scores": {name: [0.0] * len(measure.groups) for name, measure in measures.items()}, "facts": facts}
-
-
-def asking(
-    title: str, asks: Sequence[Ask], truths: Sequence[str], score: Callable[[str, str], float] = eq, **more
-) -> Task:
-    """A task whose answers are scored by score(answer, truth). more: fields of a Task."""
-
-    def grade(model: PaliGemma, processor: Processor, settings: Settings, folder: Path) -> list[float]:
-        answers = ask_all(model, processor, asks)
-        return [float(score(answer or "", truth)) for answer, truth in zip(answers, truths, strict=True)]
-
-    return Task(title, [ask.key for ask in asks], grade=grade, **more)

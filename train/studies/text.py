@@ -17,6 +17,7 @@ missing are downstream tasks, hallucination, outliers and attention in few bits,
 """
 
 import json
+import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -41,14 +42,14 @@ from train.optim import count
 from train.studies import built, engine, report
 from train.studies.engine import Measure, Run, Study
 from train.studies.options import StudyOptions, deciding, read_options
-from train.studies.pool import Job
+from train.studies.pool import Job, once
 from train.studies.rules import Prediction
-from train.systems.text import TextSettings, check, learn
+from train.systems.text import TextSettings, learn
 from weights.export import export_model
 from weights.load import load_model
 
 KINDS = ("plain", "differential")
-CURVE, CURVE_BATCHES = 8, 4  # points of the loss over tokens in a run, and validation batches of each
+CURVE = 8  # points of the loss over tokens in a run
 SIZES, RATES = ("0.6m", "0.3m", "0.2m"), (3e-3, 6e-3, 1.2e-2)  # the main size first; rates to try first
 DEFAULTS = TextSettings(tokens=3e5, checkpoint_every=250)
 QUICK = {"sizes": ("0.3m", "0.1m"), "tokens": 1.5e5, "limit": 50, "seeds": 5, "positive": False}
@@ -84,9 +85,7 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Options, TextSettings]:
     options = read_options(Options, argv, "train.compare --rows text", __doc__, QUICK)
     options = replace(options, out=options.out or Path("runs/compare-text" + "-quick" * options.quick))
     given = {name: getattr(options, name) for name in ("text", "tokens", "length", "batch_size", "device")}
-    settings = replace(DEFAULTS, **given, preset=options.sizes[0], corpus=f"{options.out}/corpus")
-    check(settings)
-    return options, settings
+    return options, replace(DEFAULTS, **given, preset=options.sizes[0], corpus=f"{options.out}/corpus")
 
 
 # Cells
@@ -95,19 +94,19 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Options, TextSettings]:
 def make(settings: TextSettings, limit: int, job: Job, folder: Path) -> dict:
     """Train the model of a cell in its folder, unless it is there, and measure it on a split."""
     settings = replace(settings, **dict(job.changes), lr=job.rate, seed=job.seed)
-    corpus, world, file = kept_corpus(Path(settings.corpus)), join_world(settings.device), folder / "facts.json"
-    if file.exists():
-        model = load_model(folder / "model", device=world.device)
-    else:
+    corpus, world = kept_corpus(Path(settings.corpus)), join_world(settings.device)
+
+    def train() -> dict:
         write_text(folder / "config.json", json.dumps(asdict(settings), indent=1) + "\n")
         points = {round(settings.steps * (number + 1) / CURVE) for number in range(CURVE)}
-        model, progress = learn(settings, corpus, folder, world, points=points, batches=CURVE_BATCHES)
-        facts = {"parameters": count(model.parameters()), "seconds": progress.seconds}
-        facts |= {"lambda": [value.item() for value in lambdas(model).values()], "curve": curve_of(settings, folder)}
+        model, progress = learn(settings, corpus, folder, world, points=points)
         export_model(model, folder / "model")
-        write_text(file, json.dumps(facts) + "\n")
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    facts, panels = json.loads(file.read_text()), {}
+        facts = {"parameters": count(model.parameters()), "seconds": progress.seconds}
+        return facts | {"lambda": [v.item() for v in lambdas(model).values()], "curve": curve_of(settings, folder)}
+
+    facts, panels = once(folder / "facts.json", train), {}
+    model = load_model(folder / "model", device=world.device)
     for name in ("nll", "recall", "needle", "examples"):
         panels |= measures.MEASURES[name](model, corpus, settings.length, limit, job.split)
     if job.split == "test":
@@ -149,7 +148,8 @@ def measures_of(corpus: Corpus, length: int, limit: int) -> dict[str, Measure]:
     chances = {name: 100 * measures.chance(name, [number])[number] for name, number in most.items()}
     tasks = {name: Measure(TITLES[name].format(most[name]), range(limit), chances[name]) for name in most}
     order = Measure("of them in any order: 100 less best minus worst", range(limit), in_mean=False)
-    loss = Measure("loss on text", documents, unit="nats", margin=0.03, less_is_better=True, in_mean=False)
+    more = {"margin": 0.03, "less_is_better": True, "in_mean": False, "failed": math.log(corpus.tokenizer.vocab_size())}
+    loss = Measure("loss on text", documents, unit="nats", **more)
     return tasks | {"order": order, "loss": loss}
 
 
@@ -175,7 +175,9 @@ def study_of(settings: TextSettings, options: Options, corpus: Corpus) -> Study:
 def blocks(options: Options, run: Run) -> list:
     """λ, the loss over tokens, the paper's figures, and the command that measures the runs by depth and number."""
     first = options.sizes[0]
-    facts = {kind: [cell["facts"] for cell in run.cells[f"{kind}, {first}"]] for kind in KINDS}
+    if not all(map(run.facts, run.cells)):
+        return ["All runs of a row diverged."]
+    facts = {kind: run.facts(f"{kind}, {first}") for kind in KINDS}
     weights = np.mean([cell["lambda"] for cell in facts["differential"]], axis=0)
     shares = []
     for name, (title, *published) in SHARES.items():
@@ -184,7 +186,7 @@ def blocks(options: Options, run: Run) -> list:
     curves = {kind: np.mean([cell["curve"] for cell in facts[kind]], axis=0).tolist() for kind in KINDS}
     title = f"loss over tokens, {first}, validation rows"
     figures.save(figures.line_chart(curves, title, "tokens", "nats a token"), run.out / "curve.png")
-    parameters = [run.cells[f"plain, {size}"][0]["facts"]["parameters"] for size in options.sizes]
+    parameters = [run.facts(f"plain, {size}")[0]["parameters"] for size in options.sizes]
     losses = np.array([[run.scores(f"{kind}, {size}")["loss"] for kind in KINDS] for size in options.sizes])
     folders = [str(run.file(run.job(f"{kind}, {first}", n)).parent) for kind in KINDS for n in range(run.seeds)]
     return [

@@ -36,7 +36,7 @@ from eval.shift import GROUPS, measure, put_slot
 from eval.statistics import estimate
 from eval.text.sentences import TASKS, sentence
 from lora import adapter
-from model.device import choose_device
+from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.wings import Wings, route
 from train.data.sources import read_records
@@ -47,11 +47,11 @@ from train.settings import Settings
 from train.studies import engine, report
 from train.studies.adapters import ask
 from train.studies.engine import Measure, Run, Study
-from train.studies.measures import Task, training_records, vqa_task
-from train.studies.pool import Job
+from train.studies.measures import Task, asking, training_records, vqa_task
+from train.studies.pool import Job, once
 from train.studies.rules import Prediction
-from train.studies.stages import StagedOptions, asking, key_of, learn, once, read_stages, without_answers
-from train.systems.open import open_processor, open_stage, weights_dtype
+from train.studies.stages import StagedOptions, key_of, learn, open_on_device, read_stages
+from train.systems.open import open_processor
 from train.systems.wings import TEXT_BASE
 
 PROJECTOR, LORA, VISUAL = r"multi_modal_projector\..*", r".*\.lora_[AB]\..*", r".*\.visual\..*"
@@ -101,23 +101,19 @@ def make(stages: Mapping[int, Settings], limit: int, job: Job, folder: Path, *be
     The cell of the language model has no scores of a row; what it knows of text is in its facts.
     """
     if job.row == BEFORE:
-        known = text_task("test", limit).grade(*open_first(stages[1], job.seed, folder), stages[1], folder)
-        return {"scores": {}, "facts": {TEXT: known}}
+        tasks = {TEXT: text_task("test", limit)}
+        return {"scores": {}, "facts": ask(*open_first(stages[1], job.seed, folder), stages[1], tasks, folder)}
     cell = once(folder / "cell.json", lambda: train(stages, limit, job, folder, before[0]))
-    if "diverged" in cell:
-        return without_answers(measures_of(stages[2], job.split, limit), cell)
     return {"scores": cell["scores"][job.split], "facts": cell["facts"]}
 
 
-def open_first(settings: Settings, seed: int, before: Path) -> tuple[Wings, Processor]:
+def open_first(settings: Settings, seed: int, before: Path) -> tuple[PaliGemma, Processor]:
     """The model of stage 1. The decoder of the miniature is trained in the folder `before`, unless it is there."""
     settings = replace(settings, seed=seed)
     if settings.base == TEXT_BASE and "language_model" not in settings.options:
         make_text_base(seed, before / "model")
         settings = replace(settings, base=str(before / "model"))
-    device = choose_device(settings.device)
-    model = open_stage(settings, weights_dtype(settings, device), device).eval()
-    assert isinstance(model, Wings)
+    model = open_on_device(settings)
     return model, open_processor(settings, model)[0]
 
 
@@ -202,7 +198,7 @@ def measures_of(settings: Settings, split: str, limit: int) -> dict[str, Measure
     measures: dict[str, Measure] = {**tasks_of(settings, split, limit)}
     if split == "test":
         shown, less = [record.key for record in looked_at(settings)], {"margin": 0.1, "less_is_better": True}
-        measures[SHIFT] = Measure("attention shift", shown, unit="0 to 2", in_mean=False, **less)
+        measures[SHIFT] = Measure("attention shift", shown, unit="0 to 2", in_mean=False, failed=1.0, **less)
     return measures
 
 
@@ -246,10 +242,10 @@ def blocks(run: Run) -> list:
     """Text beside that of the language model before, and LAWS by layer, as the paper shows them."""
     before = run.get([Job(BEFORE, (), 0.0, seed) for seed in range(run.seeds)])
     known, kept, laws = 100 * np.array([cell["facts"][TEXT] for cell in before]), [], []
-    for row, cells in run.cells.items():
+    for row in run.cells:
         kept.append([row, interval_text(estimate(run.scores(row)[TEXT] - known), 1, signed=True)])
-        if all("laws" in cell["facts"] for cell in cells):
-            groups = np.mean([cell["facts"]["laws"] for cell in cells], axis=0).T
+        if facts := run.facts(row):
+            groups = np.mean([of_cell["laws"] for of_cell in facts], axis=0).T
             laws.append([row, *(" ".join(f"{share:.0f}" for share in by_layer) for by_layer in groups)])
     return [
         "## Text alone, change in points",
