@@ -30,8 +30,8 @@ from model.attention import Attention, attention_modules, tapped
 from model.common import UserError, quoted, run_command
 from model.generate import check_finite
 from model.images import load_image
+from model.language import TextModel
 from model.paligemma import PaliGemma
-from model.text import TextModel
 
 
 class Look(NamedTuple):

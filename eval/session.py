@@ -33,11 +33,11 @@ from model.common import UserError, file_errors, read_field, read_json, shown, w
 from model.device import DTYPES, choose_device, choose_dtype
 from model.generate import CompiledStep
 from model.language import LanguageModel
-from model.language_config import LanguageConfig
 from model.mamba import KERNELS, choose_kernel
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.source import EMBEDDED
+from model.system_configs import LanguageConfig
 from weights.load import load_model
 
 

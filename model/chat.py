@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from model.common import UserError, quoted, read_json, read_text, shown
-from model.language_config import LanguageConfig
 from model.source import resolve
+from model.system_configs import LanguageConfig
 from model.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from model.turns import SLOT, Turn, check_text
 
@@ -55,8 +55,7 @@ class TextTokenizer:
         self.config, self.tokenizer, self.template = config, tokenizer, template
         self.max_length = min(max_length or config.max_position_embeddings, config.max_position_embeddings)
         self.format = CHAT_FORMATS[config.text.model_type]
-        control = {*config.eos_token_id, config.pad_token_id, tokenizer.unk_id()}
-        control |= set() if config.bos_token_id is None else {config.bos_token_id}
+        control = {*config.eos_token_id, config.pad_token_id, config.bos_token_id, tokenizer.unk_id()} - {None}
         # a base model may have no turns
         marks = {mark: tokenizer.piece_to_id(mark) for mark in (self.format.start, self.format.end)}
         self._marks = {mark: id_ for mark, id_ in marks.items() if id_ != tokenizer.unk_id()}

@@ -161,7 +161,7 @@ def generate(
             masks = {"token_type_ids": types[:, :seen], "attention_mask": valid[:, :seen]}
             return model(token[:, None], pixel_values=None, **masks, cache=cache)[:, -1]
 
-        eos = torch.tensor(model.config.eos_token_id).view(-1)  # one, or a tuple of several
+        eos = torch.tensor(model.config.eos_token_id, dtype=torch.int64).view(-1)  # one, or a tuple of any number
         ends = torch.cat((eos, torch.tensor(also_end, dtype=eos.dtype))).to(logits.device)
         sampling = temperature, top_p, generator, excluded
         tokens = _decode(logits, lambda logits: pick(logits, *sampling), advance, ends, max_new_tokens, on_token)
@@ -207,10 +207,10 @@ def ask_text(
     return [tokenizer.decode(row) for row in new]
 
 
-def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids (B, S) of rows of unequal length, and the attention mask (B, S)."""
+def pad_left(rows: Sequence[Sequence[int]], pad: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids (B, S) of rows of unequal length, and the attention mask (B, S). pad: None where a model has none."""
     width = max(map(len, rows))
-    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows])
+    ids = torch.tensor([[pad or 0] * (width - len(row)) + list(row) for row in rows])
     valid = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     return ids, valid
 
@@ -245,7 +245,7 @@ def _decode(
         broken |= ~(finite | ended)
         ended |= broken
         # torch.multinomial fails on NaN, on CUDA for all later calls too
-        token = torch.where(ended, ends[0], choose(torch.where(finite[:, None], logits, 0.0)))
+        token = torch.where(ended, ends[0] if len(ends) else 0, choose(torch.where(finite[:, None], logits, 0.0)))
         tokens.append(token)
         if on_token is not None:
             on_token(token)

@@ -1,7 +1,16 @@
-"""A language model for text alone: Gemma, Gemma 2, Qwen1.5 or Qwen2, as `weights.load.load_text` opens it.
+"""Language models for text alone: Gemma, Gemma 2, Qwen1.5 or Qwen2, and the Differential Transformer.
 
-In: token ids (B, S) of `model/chat.py`. Out: float32 logits (B, S, V). Every position is causal. `embed` and `decode`
-are its two halves, between which `model/wings.py` puts the features of pictures.
+In: token ids (B, S), and the document of each token where rows are packed. Out: float32 logits (B, S, V), or the loss
+against targets. Every position is causal. `embed` and `decode` are the two halves, between which `model/wings.py` puts
+the features of pictures.
+
+`TextModel` is trained from nothing: the Differential Transformer (Ye et al. 2024) or its plain counterpart. Both are
+Gemma's layers with a silu gate (pre-norm, RMSNorm, SwiGLU of 8/3·H, a tied head); the variant `split` with fresh RoPE
+pairs is the published attention:
+
+    attention       heads              maps of a head     per head                            weights of a layer
+    plain           2h of width d      1                  A·V                                 4·H² + 8·H²
+    differential    h of width 2d      2, of width d      norm((A₁ − λ·A₂)·V)·(1 − λ_init)    4·H² + 8·H² + 6d
 """
 
 from typing import Any
@@ -11,8 +20,9 @@ import torch
 from model.attention import LayerCache
 from model.common import UserError
 from model.gemma import Gemma
-from model.graft import Adaptable
-from model.paligemma import summed_loss
+from model.graft import Adaptable, graft
+from model.paligemma import initialize, summed_loss
+from model.system_configs import TEXT_PRESETS, TextModelConfig
 
 
 class LanguageModel(Adaptable):
@@ -34,19 +44,16 @@ class LanguageModel(Adaptable):
         *,
         documents: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        **pictures: torch.Tensor | None,
+        **unused: torch.Tensor | None,
     ) -> torch.Tensor:
         """float32 logits (B, S, V), or those of the positions asked for; with `targets`, the loss against them.
 
         attention_mask (B, Sk): 0 at padding, on either side; with a `cache` it covers the cached positions too. None
         means no padding. positions_to_keep and targets as in `PaliGemma.forward`. documents (B, Sk): the number of each
-        token's document, where a row holds several; tokens see their own document only. token_type_ids are ignored.
-        pictures: the arguments of `PaliGemma.forward` for pictures, which `generate` passes as None; others raise
-        UserError.
+        token's document, where a row holds several; tokens see their own document only. unused: token_type_ids, and
+        what `generate` passes as None to a model without pictures.
         """
-        if any(value is not None for value in pictures.values()):
-            raise UserError(f"a language model takes no {', '.join(pictures)}: use a model that reads pictures")
+        assert unused.get("pixel_values") is None, "a language model takes no pictures"
         hidden = self.decode(self.embed(input_ids), attention_mask, cache, positions_to_keep, documents)
         head = self.language_model.head
         return head(hidden) if targets is None else summed_loss(head, self.config.text.vocab_size, hidden, targets)
@@ -69,3 +76,26 @@ class LanguageModel(Adaptable):
             attention_mask = torch.ones(len(embeddings), length, dtype=torch.int64, device=embeddings.device)
         causal = torch.ones_like(attention_mask)
         return self.language_model(embeddings, attention_mask.bool(), causal, cache, positions_to_keep, documents)
+
+
+class TextModel(LanguageModel):
+    """Gemma's decoder and head. `seed` is that of the λ vectors, which `initialize` does not change."""
+
+    first_position = 1
+
+    def __init__(self, config: TextModelConfig, seed: int = 0):
+        super().__init__(config)
+        if config.differential:
+            graft(self, "split", rope_pairs="fresh", seed=seed)
+
+
+def new_model(preset: str, differential: bool, seed: int = 0) -> TextModel:
+    """A model of random weights. For one seed, plain and differential models have equal embeddings, norms and MLPs.
+
+    Raises UserError for an unknown preset.
+    """
+    if preset not in TEXT_PRESETS:
+        raise UserError(f"unknown preset {preset!r}: choose one of {', '.join(TEXT_PRESETS)}")
+    model = TextModel(TextModelConfig.of(TEXT_PRESETS[preset], differential), seed)
+    initialize(model, seed)
+    return model

@@ -42,7 +42,6 @@ class PaliGemma(Adaptable):
 
     def __init__(self, config: PaliGemmaConfig):
         super().__init__()
-        config.check()
         self.config = config
         self.vision_tower = Siglip(config.vision)
         self.multi_modal_projector, self.language_model = self.build(config)

@@ -22,9 +22,15 @@ from model.chat import TextTokenizer
 from model.common import UserError, quoted, read_json, shown
 from model.config import PaliGemmaConfig, read_section
 from model.images import Drawn, Picture, fit, to_pixels
-from model.language_config import LanguageConfig
 from model.source import preset_of
-from model.system_configs import LanguageWingsConfig, QMambaConfig, TextModelConfig, WingsConfig, read_config
+from model.system_configs import (
+    LanguageConfig,
+    LanguageWingsConfig,
+    QMambaConfig,
+    TextModelConfig,
+    WingsConfig,
+    read_config,
+)
 from model.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from model.turns import SLOT, Turn, check_text, check_turns
 

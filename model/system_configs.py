@@ -4,314 +4,98 @@ In: the dictionary of a config.json, or a preset's name. Out: a frozen dataclass
 """
 
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Any, ClassVar, Literal
 
-from model.common import Expected, UserError, field_problems, quoted, read_field, read_json
+from model.common import quoted, read_json
 from model.config import (
-    SIZE,
+    CONTROL_TOKENS,
     Config,
-    Depth,
-    Epsilon,
     PaliGemmaConfig,
-    Size,
     TextConfig,
-    TokenId,
     VisionConfig,
-    VocabSize,
-    control_token_problems,
-    read_known,
+    config_errors,
     read_section,
-    require_type,
+    require,
 )
-from model.language_config import CLASSES, LanguageConfig
 
-ROUTERS = ("octaves", "row")
+# Language models for text alone
+
+# transformers' classes, by model_type
+CLASSES = {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_NOT_COMPUTED = ("use_sliding_window", "use_bidirectional_attention", "quantization_config")
 
 
 @dataclass(frozen=True)
-class WingsConfig(PaliGemmaConfig):
-    """PaliGemma's sizes, and those of the learners and routers, see `model.wings`.
+class LanguageConfig(Config):
+    """A published decoder and its control tokens. eos_token_id: each of them ends an answer; there may be none."""
 
-    routed: with textual learners and routers, from stage 2 on. router: what a router reads. router_width: the positions
-    that a router of "row" knows. rotary: learners rotate queries and keys.
-    """
-
-    rank: Size = 64
-    routed: bool = True
-    router: Annotated[str, Expected(str, choices=ROUTERS)] = "octaves"
-    router_width: Size = 2048  # of the paper's training texts
-    rotary: bool = True
+    text: TextConfig
+    eos_token_id: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    max_position_embeddings: int = 8192
 
     @classmethod
-    def from_dict(cls, raw: dict, where: str = "config.json") -> "WingsConfig":
-        base, learners = read_section(raw, "paligemma_config", where), raw.get("learner_config", {})
-        authors = "the weights of the authors have the shapes of another decoder and router: train with --wings"
-        require_type(raw, "wings", where, f": {authors}")
-        if not base:
-            raise UserError(f"{where}: has no paligemma_config: {authors}")
-        return cls.beside(PaliGemmaConfig.from_dict(base, where), **read_learners(learners, where)).check(where)
+    def from_file(cls, path: str | Path) -> "LanguageConfig":
+        """As in `Config`. Control tokens of generation_config.json come first, as in transformers' `generate`."""
+        raw, beside = read_json(path), Path(path).with_name("generation_config.json")
+        given = read_json(beside) if beside.is_file() else {}
+        with config_errors(path):
+            return cls.from_dict(raw | {name: given[name] for name in CONTROL_TOKENS if given.get(name) is not None})
 
     @classmethod
-    def beside(cls, base: PaliGemmaConfig, **learners) -> "WingsConfig":
-        """The sizes of `base` with those of the learners."""
-        return cls(**{field.name: getattr(base, field.name) for field in fields(PaliGemmaConfig)}, **learners)
+    def from_dict(cls, raw: dict) -> "LanguageConfig":
+        kind, is_qwen = raw.get("model_type"), raw.get("model_type") == "qwen2"
+        require(str(kind) in CLASSES, f"model_type is {quoted(kind)}, expected a text model's: {', '.join(CLASSES)}")
+        pad, end, bos = (raw.get(name, None if is_qwen else default) for name, default in CONTROL_TOKENS.items())
+        ends = tuple(end) if isinstance(end, list) else () if end is None else (end,)
+        require(all(type(id_) is int for id_ in ends), f"eos_token_id is {quoted(end)}, expected token ids or null")
+        for name in _NOT_COMPUTED:
+            require(not raw.get(name), f"{name} is {quoted(raw.get(name))}: this is not computed here")
+        if is_qwen:
+            given = {name: value for name, value in raw.items() if value is not None}
+            layers, activation = {*map(str, given.pop("layer_types", ()))}, given.pop("hidden_act", "silu")
+            require(activation == "silu", f"hidden_act is {quoted(activation)}: this is not computed here")
+            require(layers <= {"full_attention"}, f"layer_types is {quoted(layers)}: this is not computed here")
+            heads = given["num_attention_heads"]
+            filled = {"num_key_value_heads": heads, "head_dim": given["hidden_size"] // heads}
+            raw = filled | {"tie_word_embeddings": False, "hidden_activation": "silu"} | given
+        length = raw.get("max_position_embeddings", cls.max_position_embeddings)
+        return cls(TextConfig.from_dict(raw), ends, ends[0] if pad is None and ends else pad, bos, length)
 
     def to_dict(self) -> dict:
-        return {
-            "model_type": "wings",
-            "paligemma_config": super().to_dict(),
-            "learner_config": {name: getattr(self, name) for name in LEARNER_FIELDS},
+        return self.text.to_dict() | {
+            "architectures": [CLASSES[self.text.model_type]],
+            "eos_token_id": self.eos_token_id[0] if len(self.eos_token_id) == 1 else list(self.eos_token_id) or None,
+            "pad_token_id": self.pad_token_id,
+            "bos_token_id": self.bos_token_id,
+            "max_position_embeddings": self.max_position_embeddings,
         }
-
-    def problems(self) -> list[str]:
-        return super().problems() or self.learner_problems()
-
-    def learner_problems(self) -> list[str]:
-        width, heads = self.text.hidden_size, self.text.num_attention_heads
-        fits = width % (2 * heads) == 0
-        return [] if fits else [f"a learner cannot cut {width} channels into {heads} heads of an even width"]
-
-
-# what `WingsConfig` adds, and the defaults
-LEARNER_FIELDS = {f.name: f.default for f in fields(WingsConfig) if f.name not in PaliGemmaConfig.__dataclass_fields__}
-
-
-def read_learners(raw, where: str) -> dict:
-    """The `learner_config` of a config.json. Raises UserError for other names."""
-    if not isinstance(raw, dict) or not raw.keys() <= LEARNER_FIELDS.keys():
-        raise UserError(
-            f"{where}: learner_config is {quoted(raw)}, expected {', '.join(LEARNER_FIELDS)}: correct the file"
-        )
-    return raw
 
 
 @dataclass(frozen=True)
-class LanguageWingsConfig(WingsConfig):
-    """WINGS on a published language model, beside a SigLIP and a projector of two layers.
+class TextModelConfig(Config):
+    """Sizes of a decoder that is trained from nothing, as it is built, and whether its attention is differential."""
 
-    eos_token_id ends an answer. chat: prompts and answers are turns of the family's conversation, see `model/chat.py`.
-    """
-
-    bos_token_id: TokenId | None = None
-    chat: bool = False
-
-    @property
-    def language(self) -> LanguageConfig:
-        """The configuration of the language model."""
-        return LanguageConfig(self.text, (self.eos_token_id,), self.pad_token_id, self.bos_token_id)
+    kind: ClassVar[str] = "diff-transformer"
+    text: TextConfig
+    differential: bool = False
 
     @classmethod
-    def from_dict(cls, raw: dict, where: str = "config.json") -> "LanguageWingsConfig":
-        require_type(raw, "wings-language", where)
-        language = LanguageConfig.from_dict(read_section(raw, "text_config", where), where)
-        return cls(
-            vision=read_known(VisionConfig, read_section(raw, "vision_config", where)),
-            text=language.text,
-            image_token_id=raw.get("image_token_id", language.text.vocab_size),
-            eos_token_id=language.eos_token_id[0],
-            pad_token_id=language.pad_token_id,
-            bos_token_id=language.bos_token_id,
-            chat=raw.get("chat", False),
-            **read_learners(raw.get("learner_config", {}), where),
-        ).check(where)
+    def of(cls, plain: TextConfig, differential: bool) -> "TextModelConfig":
+        """The plain model, or the differential one: half as many heads, each twice as wide (Ye et al. 2024, 2.2).
 
-    def to_dict(self) -> dict:
-        return {
-            "model_type": "wings-language",
-            "image_token_id": self.image_token_id,
-            "chat": self.chat,
-            "vision_config": asdict(self.vision),
-            "text_config": self.language.to_dict(),
-            "learner_config": {name: getattr(self, name) for name in LEARNER_FIELDS},
-        }
-
-    def problems(self) -> list[str]:
-        problems = [*self.vision.problems(), *self.language.problems(), *field_problems(self)]
-        return problems or self.learner_problems()
-
-
-@dataclass(frozen=True)
-class MambaConfig(Config):
-    """Sizes of a Mamba language model. Defaults: mamba-130m."""
-
-    vocab_size: VocabSize = 50280  # 50277 tokens of GPT-NeoX, padded to a multiple of 8
-    hidden_size: Size = 768
-    num_hidden_layers: Depth = 24
-    state_size: Annotated[int, Expected(int, 1, 4096)] = 16
-    expand: Annotated[int, Expected(int, 1, 64)] = 2
-    conv_kernel: Annotated[int, Expected(int, 1, 64)] = 4
-    time_step_rank: Size | None = None  # None: ⌈H / 16⌉
-    layer_norm_epsilon: Epsilon = 1e-5
-    pad_token_id: TokenId = 0
-    eos_token_id: TokenId = 0
-    bos_token_id: TokenId = 0
-
-    @property
-    def intermediate_size(self) -> int:
-        """E."""
-        return self.expand * self.hidden_size
-
-    @property
-    def rank(self) -> int:
-        """R."""
-        return self.time_step_rank or math.ceil(self.hidden_size / 16)
-
-    @classmethod
-    def from_dict(cls, raw: dict, where: str = "config.json") -> "MambaConfig":
-        """Read a config.json, of transformers or of the original repository."""
-        layer = read_section(raw, "ssm_cfg", where)
-        original = {
-            "hidden_size": raw.get("d_model"),
-            "num_hidden_layers": raw.get("n_layer"),
-            "state_size": layer.get("d_state"),
-            "expand": layer.get("expand"),
-            "conv_kernel": layer.get("d_conv"),
-            "time_step_rank": layer.get("dt_rank"),
-        }
-        given = {f.name: raw[f.name] for f in fields(cls) if raw.get(f.name) is not None}
-        given = {name: value for name, value in original.items() if value is not None} | given
-        if given.get("time_step_rank") == "auto":
-            del given["time_step_rank"]
-        problems = [
-            f"{name} is {quoted(value)}, expected {expected!r}"
-            for name, value, expected in (
-                ("model_type", raw.get("model_type", "mamba"), "mamba"),
-                ("ssm_cfg.layer", layer.get("layer", "Mamba1"), "Mamba1"),
-                ("attn_layer_idx", raw.get("attn_layer_idx") or [], []),
-                ("rms_norm", raw.get("rms_norm", True), True),
-                ("hidden_act", raw.get("hidden_act", "silu"), "silu"),
-                ("use_bias", raw.get("use_bias", False), False),
-                ("use_conv_bias", raw.get("use_conv_bias", True), True),
-                ("tie_word_embeddings", raw.get("tie_word_embeddings", raw.get("tie_embeddings", True)), True),
-            )
-            if value != expected
-        ] + [f"{name} is missing" for name in ("vocab_size", "hidden_size", "num_hidden_layers") if name not in given]
-        if problems:
-            raise UserError(f"{where}: {'; '.join(problems)}: only Mamba 1 with a tied head is built here")
-        config = cls(**given).check(where)
-        if raw.get("pad_vocab_size_multiple") is None:
-            return config
-        multiple = read_field(raw, "pad_vocab_size_multiple", SIZE, where)
-        return replace(config, vocab_size=-(-config.vocab_size // multiple) * multiple)
-
-    def to_dict(self) -> dict:
-        return asdict(self) | {
-            "architectures": ["MambaForCausalLM"],
-            "model_type": "mamba",
-            "tie_word_embeddings": True,
-            "intermediate_size": self.intermediate_size,
-            "time_step_rank": self.time_step_rank or "auto",
-        }
-
-    def problems(self) -> list[str]:
-        return field_problems(self) or control_token_problems(self, self.vocab_size)
-
-
-# Geometries by name: layers × hidden width of state-spaces/mamba-*.
-MAMBA_PRESETS: dict[str, MambaConfig] = {
-    name: MambaConfig(num_hidden_layers=layers, hidden_size=width)
-    for name, layers, width in (
-        ("mamba-130m", 24, 768),
-        ("mamba-370m", 48, 1024),
-        ("mamba-790m", 48, 1536),
-        ("mamba-1.4b", 48, 2048),
-        ("mamba-2.8b", 64, 2560),
-    )
-}
-
-
-SCAN_ORDERS = ("bidirectional", "forward", "backward")
-# With learned queries; without them, each feature a vector, as in VL-Mamba; one linear map, as in LLaVA
-PROJECTORS = ("qmamba", "connector", "linear")
-
-
-@dataclass(frozen=True)
-class ProjectorConfig:
-    """Sizes of the Q-Mamba projector. Defaults: the paper's, with 256 queries (it reports 128, 256, 512 and 729)."""
-
-    projector: Annotated[str, Expected(str, choices=PROJECTORS)] = "qmamba"
-    queries: Size = 256
-    hidden_size: Size = 768
-    num_blocks: Depth = 24
-    num_attention_heads: Size = 16
-    state_size: Annotated[int, Expected(int, 1, 4096)] = 16
-    local_attention: bool = True  # each query attends to its own span of features; False: to all of them
-    connector: bool = True
-    scan_order: Annotated[str, Expected(str, choices=SCAN_ORDERS)] = "bidirectional"  # of the connector
-    feed_forward: bool = True
-
-    @property
-    def mixers(self) -> MambaConfig:
-        """The Mamba layers inside: by default those of mamba-130m, whose weights fit (`fill_from_mamba`)."""
-        return MambaConfig(hidden_size=self.hidden_size, num_hidden_layers=self.num_blocks, state_size=self.state_size)
-
-
-@dataclass(frozen=True)
-class QMambaConfig(Config):
-    """The whole model. Defaults: SigLIP So400m at 384 px without its last layer, and mamba-2.8b."""
-
-    vision: VisionConfig = field(default_factory=lambda: VisionConfig(image_size=384, feature_layer=-2))
-    projector: ProjectorConfig = field(default_factory=ProjectorConfig)
-    text: MambaConfig = field(default_factory=lambda: MAMBA_PRESETS["mamba-2.8b"])
-    image_token_id: TokenId = 50279  # a row of the embedding's padding, which no text uses
-
-    @property
-    def num_image_tokens(self) -> int:
-        """Positions of one picture in the sequence: one per query, or per feature if there are no queries."""
-        return self.projector.queries if self.projector.projector == "qmamba" else self.vision.num_image_tokens
-
-    @property
-    def pad_token_id(self) -> int:
-        return self.text.pad_token_id
-
-    @property
-    def eos_token_id(self) -> int:
-        return self.text.eos_token_id
-
-    @property
-    def bos_token_id(self) -> int:
-        return self.text.bos_token_id
-
-    @classmethod
-    def from_dict(cls, raw: dict, where: str = "config.json") -> "QMambaConfig":
-        require_type(raw, "qmamba", where)
-        return cls(
-            vision=read_known(VisionConfig, read_section(raw, "vision_config", where)),
-            projector=read_known(ProjectorConfig, read_section(raw, "projector_config", where)),
-            text=MambaConfig.from_dict(read_section(raw, "text_config", where), where),
-            image_token_id=raw.get("image_token_id", cls.image_token_id),
-        ).check(where)
-
-    def to_dict(self) -> dict:
-        return {
-            "model_type": "qmamba",
-            "image_token_id": self.image_token_id,
-            "vision_config": asdict(self.vision),
-            "projector_config": asdict(self.projector),
-            "text_config": self.text.to_dict(),
-        }
-
-    def problems(self) -> list[str]:
-        v, p = self.vision, self.projector
-        problems = v.problems() + field_problems(p, "projector_config.") + self.text.problems() + field_problems(self)
-        if p.projector == "connector" and not p.connector:
-            problems.append("projector is 'connector', but connector is false: take one of them back")
-        if not problems and self.num_image_tokens > v.num_image_tokens:
-            problems.append(f"{p.queries} queries are more than the picture's {v.num_image_tokens} features")
-        if not problems and p.hidden_size % p.num_attention_heads:
-            problems.append(f"projector width {p.hidden_size} is no multiple of {p.num_attention_heads} heads")
-        return problems
-
-
-# The paper's model by name, with the control tokens of the embedded tokenizer, which presets are read with.
-QMAMBA_PRESETS: dict[str, QMambaConfig] = {
-    "qmamba-2.8b": QMambaConfig(text=replace(MAMBA_PRESETS["mamba-2.8b"], eos_token_id=1, bos_token_id=2))
-}
-
-
-MODEL_TYPE = "diff-transformer"
+        Raises UserError for an odd number of heads.
+        """
+        if not differential:
+            return cls(plain)
+        heads, key_heads = plain.num_attention_heads, plain.num_key_value_heads
+        is_even = heads % 2 == key_heads % 2 == 0
+        require(is_even, f"{heads} heads on {key_heads} key heads cannot be paired: both numbers must be even")
+        pairs = {"num_attention_heads": heads // 2, "num_key_value_heads": key_heads // 2}
+        return cls(replace(plain, **pairs, head_dim=2 * plain.head_dim), True)
 
 
 def _plain(vocab_size: int, hidden_size: int, layers: int, heads: int) -> TextConfig:
@@ -346,49 +130,210 @@ TEXT_PRESETS = {
     "13.1b": _plain(100_288, 5120, 40, 40),
 }
 
+# WINGS
+
 
 @dataclass(frozen=True)
-class TextModelConfig(Config):
-    """Sizes of the decoder as it is built, and whether its attention is differential."""
+class WingsConfig(PaliGemmaConfig):
+    """PaliGemma's sizes, and those of the learners and routers, see `model.wings`.
 
-    text: TextConfig
-    differential: bool = False
+    routed: with textual learners and routers, from stage 2 on. router: what a router reads. router_width: the positions
+    that a router of "row" knows. rotary: learners rotate queries and keys.
+    """
+
+    kind: ClassVar[str] = "wings"
+    rank: int = 64
+    routed: bool = True
+    router: Literal["octaves", "row"] = "octaves"
+    router_width: int = 2048  # of the paper's training texts
+    rotary: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        width, heads = self.text.hidden_size, self.text.num_attention_heads
+        require(width % (2 * heads) == 0, f"a learner cannot cut {width} channels into {heads} heads of an even width")
 
     @classmethod
-    def of(cls, plain: TextConfig, differential: bool) -> "TextModelConfig":
-        """The plain model, or the differential one: half as many heads, each twice as wide (Ye et al. 2024, 2.2).
-
-        Raises UserError for an odd number of heads.
-        """
-        if not differential:
-            return cls(plain)
-        heads, key_heads = plain.num_attention_heads, plain.num_key_value_heads
-        if heads % 2 or key_heads % 2:
-            raise UserError(f"{heads} heads on {key_heads} key heads cannot be paired: both numbers must be even")
-        pairs = {"num_attention_heads": heads // 2, "num_key_value_heads": key_heads // 2}
-        return cls(replace(plain, **pairs, head_dim=2 * plain.head_dim), True)
+    def beside(cls, base: PaliGemmaConfig, **learners) -> "WingsConfig":
+        """The sizes of `base` with those of the learners."""
+        return cls(**{field.name: getattr(base, field.name) for field in fields(PaliGemmaConfig)}, **learners)
 
     @classmethod
-    def from_dict(cls, raw: dict, where: str = "config.json") -> "TextModelConfig":
-        require_type(raw, MODEL_TYPE, where)
-        text = read_field(raw, "text_config", Expected(dict), where)
-        return cls(read_known(TextConfig, text), raw.get("differential", False)).check(where)
-
-    def problems(self) -> list[str]:
-        return self.text.problems() + field_problems(self)
+    def from_dict(cls, raw: dict) -> "WingsConfig":
+        return super(PaliGemmaConfig, cls).from_dict(raw)  # not in the published format, which has no learners
 
     def to_dict(self) -> dict:
-        text = {name: value for name, value in asdict(self.text).items() if value is not None}
-        return {"model_type": MODEL_TYPE, "differential": self.differential, "text_config": text}
+        return super(PaliGemmaConfig, self).to_dict()
 
 
-# by config.json's model_type
-CONFIGS = {"paligemma": PaliGemmaConfig, "qmamba": QMambaConfig, MODEL_TYPE: TextModelConfig, "wings": WingsConfig}
-CONFIGS |= dict.fromkeys(CLASSES, LanguageConfig) | {"wings-language": LanguageWingsConfig}
+# what `WingsConfig` adds, and the defaults
+LEARNER_FIELDS = {f.name: f.default for f in fields(WingsConfig) if f.name not in PaliGemmaConfig.__dataclass_fields__}
 
 
-def read_config(path: str | Path) -> PaliGemmaConfig | QMambaConfig | TextModelConfig | LanguageConfig:
+@dataclass(frozen=True)
+class LanguageWingsConfig(WingsConfig):
+    """WINGS on a published language model, beside a SigLIP and a projector of two layers.
+
+    eos_token_id ends an answer. chat: prompts and answers are turns of the family's conversation, see `model/chat.py`.
+    """
+
+    kind: ClassVar[str] = "wings-language"
+    bos_token_id: int | None = None
+    chat: bool = False
+
+    @property
+    def language(self) -> LanguageConfig:
+        """The configuration of the language model."""
+        return LanguageConfig(self.text, (self.eos_token_id,), self.pad_token_id, self.bos_token_id)
+
+
+# Mamba and Q-Mamba
+
+# what of a Mamba's config.json is computed here, and no shape shows
+_COMPUTED = {"model_type": "mamba", "rms_norm": True, "hidden_act": "silu", "use_bias": False, "use_conv_bias": True}
+_COMPUTED |= {"tie_word_embeddings": True, "tie_embeddings": True}
+
+
+@dataclass(frozen=True)
+class MambaConfig(Config):
+    """Sizes of a Mamba language model. Defaults: mamba-130m."""
+
+    vocab_size: int = 50280  # 50277 tokens of GPT-NeoX, padded to a multiple of 8
+    hidden_size: int = 768
+    num_hidden_layers: int = 24
+    state_size: int = 16
+    expand: int = 2
+    conv_kernel: int = 4
+    time_step_rank: int | None = None  # None: ⌈H / 16⌉
+    layer_norm_epsilon: float = 1e-5
+    pad_token_id: int = 0
+    eos_token_id: int = 0
+    bos_token_id: int = 0
+
+    @property
+    def intermediate_size(self) -> int:
+        """E."""
+        return self.expand * self.hidden_size
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return self.time_step_rank or math.ceil(self.hidden_size / 16)
+
+    @classmethod
+    def from_dict(cls, raw: dict) -> "MambaConfig":
+        """Read a config.json, of transformers or of the original repository."""
+        layer = read_section(raw, "ssm_cfg")
+        for name, expected in _COMPUTED.items():
+            value, remedy = raw.get(name, expected), "only Mamba 1 with a tied head is built here"
+            require(value == expected, f"{name} is {quoted(value)}, expected {expected!r}: {remedy}")
+        is_pure = layer.get("layer", "Mamba1") == "Mamba1" and not raw.get("attn_layer_idx")
+        require(is_pure, f"it has other layers than Mamba 1 ({quoted(layer.get('layer', 'attention'))})")
+        original = {
+            "hidden_size": raw.get("d_model"),
+            "num_hidden_layers": raw.get("n_layer"),
+            "state_size": layer.get("d_state"),
+            "expand": layer.get("expand"),
+            "conv_kernel": layer.get("d_conv"),
+            "time_step_rank": layer.get("dt_rank"),
+        }
+        given = original | {name: value for name, value in raw.items() if value is not None}
+        if given["time_step_rank"] == "auto":
+            del given["time_step_rank"]
+        multiple = given.get("pad_vocab_size_multiple", 1)
+        given["vocab_size"] = -(-given["vocab_size"] // multiple) * multiple
+        return super().from_dict(given)
+
+    def to_dict(self) -> dict:
+        return super().to_dict() | {
+            "architectures": ["MambaForCausalLM"],
+            "model_type": "mamba",
+            "tie_word_embeddings": True,
+            "intermediate_size": self.intermediate_size,
+            "time_step_rank": self.time_step_rank or "auto",
+        }
+
+
+# Geometries by name: layers and hidden width of state-spaces/mamba-*.
+_MAMBA_SIZES = {"130m": (24, 768), "370m": (48, 1024), "790m": (48, 1536), "1.4b": (48, 2048), "2.8b": (64, 2560)}
+MAMBA_PRESETS: dict[str, MambaConfig] = {
+    f"mamba-{name}": MambaConfig(num_hidden_layers=layers, hidden_size=width)
+    for name, (layers, width) in _MAMBA_SIZES.items()
+}
+
+
+@dataclass(frozen=True)
+class ProjectorConfig(Config):
+    """Sizes of the Q-Mamba projector. Defaults: the paper's, with 256 queries (it reports 128, 256, 512 and 729)."""
+
+    # with learned queries; without them, each feature a vector, as in VL-Mamba; one linear map, as in LLaVA
+    projector: Literal["qmamba", "connector", "linear"] = "qmamba"
+    queries: int = 256
+    hidden_size: int = 768
+    num_blocks: int = 24
+    num_attention_heads: int = 16
+    state_size: int = 16
+    local_attention: bool = True  # each query attends to its own span of features; False: to all of them
+    connector: bool = True
+    scan_order: Literal["bidirectional", "forward", "backward"] = "bidirectional"  # of the connector
+    feed_forward: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        width, heads = self.hidden_size, self.num_attention_heads
+        require(width % heads == 0, f"projector width {width} is no multiple of {heads} heads")
+        is_plain = self.projector == "connector" and not self.connector
+        require(not is_plain, "projector is 'connector', but connector is false: take one of them back")
+
+    @property
+    def mixers(self) -> MambaConfig:
+        """The Mamba layers inside: by default those of mamba-130m, whose weights fit (`fill_from_mamba`)."""
+        return MambaConfig(hidden_size=self.hidden_size, num_hidden_layers=self.num_blocks, state_size=self.state_size)
+
+
+@dataclass(frozen=True)
+class QMambaConfig(Config):
+    """The whole model. Defaults: SigLIP So400m at 384 px without its last layer, and mamba-2.8b."""
+
+    kind: ClassVar[str] = "qmamba"
+    vision: VisionConfig = field(default_factory=lambda: VisionConfig(image_size=384, feature_layer=-2))
+    projector: ProjectorConfig = field(default_factory=ProjectorConfig)
+    text: MambaConfig = field(default_factory=lambda: MAMBA_PRESETS["mamba-2.8b"])
+    image_token_id: int = 50279  # a row of the embedding's padding, which no text uses
+
+    def __post_init__(self):
+        super().__post_init__()
+        queries, features = self.num_image_tokens, self.vision.num_image_tokens
+        require(queries <= features, f"{queries} queries are more than the picture's {features} features")
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Positions of one picture in the sequence: one per query, or per feature if there are no queries."""
+        return self.projector.queries if self.projector.projector == "qmamba" else self.vision.num_image_tokens
+
+    @property
+    def pad_token_id(self) -> int:
+        return self.text.pad_token_id
+
+    @property
+    def eos_token_id(self) -> int:
+        return self.text.eos_token_id
+
+    @property
+    def bos_token_id(self) -> int:
+        return self.text.bos_token_id
+
+
+# The paper's model by name, with the control tokens of the embedded tokenizer, which presets are read with.
+QMAMBA_PRESETS: dict[str, QMambaConfig] = {
+    "qmamba-2.8b": QMambaConfig(text=replace(MAMBA_PRESETS["mamba-2.8b"], eos_token_id=1, bos_token_id=2))
+}
+
+_KINDS = (PaliGemmaConfig, TextModelConfig, WingsConfig, LanguageWingsConfig, QMambaConfig)
+CONFIGS: dict[str, type[Config]] = {config.kind: config for config in _KINDS} | dict.fromkeys(CLASSES, LanguageConfig)
+
+
+def read_config(path: str | Path) -> Any:
     """The configuration in the config.json at `path`. Raises UserError for a file that is no model of this project."""
-    raw = read_json(path, unique_keys=True)
     # PaliGemma's reader has the best message for a type that is not in the table
-    return CONFIGS.get(str(raw.get("model_type")), PaliGemmaConfig).from_file(path)
+    return CONFIGS.get(str(read_json(path).get("model_type")), PaliGemmaConfig).from_file(path)

@@ -27,9 +27,9 @@ from eval import datasets, needle_files, needle_scoring, own_files, pope, record
 from lora import adapter
 from model.common import UserError
 from model.images import load_image, to_pixels
-from model.language_config import LanguageConfig
 from model.processor import Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER
+from model.system_configs import LanguageConfig
 from tests.files import write_vqav2
 from train.data import shards
 from train.flags import read_config

@@ -18,15 +18,15 @@ from torch.overrides import TorchFunctionMode
 
 from lora.quantize import pack, replaceable
 from model.common import UserError, file_errors, read_json, shown
-from model.config import PRESETS, PaliGemmaConfig, VisionConfig, read_section, read_vision
-from model.language import LanguageModel
-from model.language_config import LanguageConfig
+from model.config import PRESETS, PaliGemmaConfig, VisionConfig
+from model.language import LanguageModel, TextModel
 from model.mamba import MambaLM
 from model.paligemma import PaliGemma, initialize
 from model.qmamba import QMamba, initialize_qmamba
 from model.siglip import Siglip
 from model.source import local_path, preset_of, resolve
 from model.system_configs import (
+    LanguageConfig,
     LanguageWingsConfig,
     MambaConfig,
     QMambaConfig,
@@ -34,7 +34,6 @@ from model.system_configs import (
     WingsConfig,
     read_config,
 )
-from model.text import TextModel
 from model.wings import Wings
 from weights import mapping, npz
 from weights.mapping import STORED_DTYPES, Entry
@@ -156,8 +155,10 @@ def compare(folder: Path, entries: dict[str, Entry], config: Any) -> Checkpoint:
     """The checkpoint of these tensors, and what does not fit the model of this configuration."""
     try:
         model, kind = empty_model(config), KINDS[type(config)][1]
-    except (RuntimeError, MemoryError, OverflowError) as error:
-        raise UserError(f"{folder / 'config.json'}: impossible sizes ({error}): download it again") from None
+    except (ArithmeticError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{folder / 'config.json'}: impossible sizes ({shown(str(error))}): download it again"
+        ) from None
     entries = {name: entry for name, entry in entries.items() if not name.startswith(kind.ignored)}
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     is_array = any(entry.path.suffix == ".npz" for entry in entries.values())
@@ -272,15 +273,8 @@ def load_siglip(source: str | Path, dtype: torch.dtype = torch.float32, device: 
     if not preset_of(source) and local_path(source).suffix != ".npz":
         raw = read_json(resolve(source, ["config.json"]) / "config.json")
         if raw.get("model_type") in ("siglip", "siglip_vision_model"):
-            return read_model(examine(source, read=read_siglip), dtype, device)
+            return read_model(examine(source, read=VisionConfig.from_file), dtype, device)
     model = load_model(source, dtype=dtype, device=device)
     if isinstance(model, LanguageModel):
         raise UserError(f"{source}: a language model for text alone has no vision tower: give a SigLIP, a PaliGemma")
     return model.vision_tower
-
-
-def read_siglip(path: Path) -> VisionConfig:
-    """The vision tower in the config.json of a SigLIP, whole or its tower alone. Raises UserError."""
-    raw = read_json(path)
-    is_whole = raw.get("model_type") == "siglip"
-    return read_vision(read_section(raw, "vision_config", str(path)) if is_whole else raw, str(path))

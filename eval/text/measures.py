@@ -39,7 +39,7 @@ from model.attention import attention_modules
 from model.common import UserError
 from model.device import choose_device
 from model.generate import NonFiniteError, check_finite, finite_rows
-from model.text import TextModel
+from model.language import TextModel
 from weights.load import load_model
 
 SPLIT, SEED = "test", 7

@@ -17,10 +17,9 @@ from model.chat import load_text_tokenizer
 from model.common import UserError, shown
 from model.generate import pad_left
 from model.images import Picture
-from model.language_config import LanguageConfig
 from model.processor import Batch, TokenRow
 from model.source import local_path, preset_of, resolve
-from model.system_configs import TextModelConfig, read_config
+from model.system_configs import LanguageConfig, TextModelConfig, read_config
 from model.tokenizer import find_tokenizer, load_tokenizer
 
 PROMPT = "Question: {question}\nAnswer:"
@@ -29,7 +28,7 @@ PROMPT = "Question: {question}\nAnswer:"
 class TextReader:
     """Rows of texts and what may follow each. A longer row is cut on the left, so that every choice has room."""
 
-    def __init__(self, encode: Callable[[str], list[int]], begin: list[int], pad: int, max_length: int):
+    def __init__(self, encode: Callable[[str], list[int]], begin: list[int], pad: int | None, max_length: int):
         self.encode = lru_cache(maxsize=4096)(encode)  # a prompt is encoded with each of its choices
         self.begin, self.padding, self.max_length = begin, pad, max_length
 

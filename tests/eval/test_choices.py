@@ -16,8 +16,8 @@ from eval.command import Ask
 from model.common import UserError
 from model.config import TextConfig
 from model.language import LanguageModel
-from model.language_config import LanguageConfig
 from model.paligemma import initialize
+from model.system_configs import LanguageConfig
 from tests.eval.conftest import TOKENIZER
 from tests.model.test_chat import gemma_tokenizer, qwen_tokenizer
 from weights.export import export_model

@@ -10,7 +10,7 @@ from eval.run import ask_all, log_likelihoods
 from eval.text import measures
 from model.common import UserError
 from model.generate import NonFiniteError, generate
-from model.text import new_model
+from model.language import new_model
 from weights.export import companions, export_model
 from weights.load import load_model
 

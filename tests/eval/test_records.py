@@ -14,7 +14,7 @@ from eval.run import layout
 from model.common import UserError
 from model.images import load_image
 from model.processor import Processor
-from model.system_configs import MambaConfig, QMambaConfig, WingsConfig
+from model.system_configs import MambaConfig, ProjectorConfig, QMambaConfig, WingsConfig
 from train.data.batches import collate
 
 
@@ -76,7 +76,13 @@ def processors(processor):
     config = processor.config
     mamba = MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=config.text.vocab_size + 1)
     mamba = replace(mamba, pad_token_id=config.pad_token_id, eos_token_id=config.eos_token_id, bos_token_id=2)
-    qmamba = replace(QMambaConfig(), vision=config.vision, text=mamba, image_token_id=config.image_token_id)
+    qmamba = replace(
+        QMambaConfig(),
+        vision=config.vision,
+        projector=ProjectorConfig(queries=8),
+        text=mamba,
+        image_token_id=config.image_token_id,
+    )
     return {
         "paligemma": processor,
         "wings": Processor(WingsConfig.beside(config, rank=4), processor.tokenizer),

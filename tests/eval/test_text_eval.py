@@ -44,8 +44,8 @@ from eval.text.measures import (
 from eval.text.tasks import ANSWERS, CITIES, LETTERS, MOST_ASKED, QUESTIONS, RECORDS, SHOWN, Document, Tasks
 from model.common import UserError
 from model.config import TextConfig
+from model.language import TextModel
 from model.system_configs import TextModelConfig
-from model.text import TextModel
 from tests.files import prose
 
 

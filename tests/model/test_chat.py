@@ -18,9 +18,9 @@ from model.common import UserError
 from model.config import TextConfig
 from model.generate import ask_text
 from model.language import LanguageModel
-from model.language_config import LanguageConfig
 from model.paligemma import initialize
 from model.source import BUNDLED_FOLDER
+from model.system_configs import LanguageConfig
 from weights.export import export_model
 from weights.load import load_text
 

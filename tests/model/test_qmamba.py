@@ -9,7 +9,6 @@ import torch.nn.functional as F
 import transformers
 from transformers.models.mamba.modeling_mamba import MambaMixer as HFMambaMixer
 
-from model import cpu
 from model.attention import set_attention_backend
 from model.common import UserError
 from model.config import PaliGemmaConfig, VisionConfig
@@ -19,7 +18,7 @@ from model.processor import Processor, load_tokenizer
 from model.qmamba import QMamba, QMambaProjector, fill_from_mamba, fresh_projector, initialize_qmamba, local_mask
 from model.siglip import Siglip
 from model.source import BUNDLED_FOLDER
-from model.system_configs import SCAN_ORDERS, MambaConfig, ProjectorConfig, QMambaConfig
+from model.system_configs import MambaConfig, ProjectorConfig, QMambaConfig
 from tests.reference import relative_error
 
 IMAGE = 59
@@ -175,7 +174,7 @@ def test_each_option_matters():
     x, module = features(), projector()
     with torch.no_grad():
         outputs = []
-        for order in SCAN_ORDERS:  # on the same trained weights, as the paper's Table 4
+        for order in ("bidirectional", "forward", "backward"):  # on the same trained weights, as the paper's Table 4
             module.connector.order = order
             outputs.append(module(x))
         for change in ({"local_attention": False}, {"feed_forward": False}, {"connector": False}):
@@ -239,17 +238,6 @@ def test_729_queries_of_729_features():
         module.blocks[0].cross_attn.q_proj.weight.normal_()
         assert before.shape == (1, 729, TEXT.hidden_size)
         assert relative_error(module(seen), before) <= 1e-6
-
-
-def test_the_default_sizes_compute_the_same_by_rows(monkeypatch):
-    """Breaks when the mask of 256 queries and 729 features does not fit the CPU's own attention, which they are given
-    to where there is AVX-512."""
-    module, x = projector(queries=256, num_blocks=1, connector=False), features(keys=729)
-    with torch.no_grad():
-        monkeypatch.setattr(cpu, "rows_are_faster", lambda q, k: False)
-        fused = module(x)
-        monkeypatch.setattr(cpu, "rows_are_faster", lambda q, k: True)
-        assert relative_error(module(x), fused) <= 2e-6
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -440,37 +428,6 @@ def test_the_processor_lays_out_one_token_a_query():
     assert logits.shape == (*rows.input_ids.shape, pieces)
 
 
-def test_config_is_read_back():
-    """Breaks when a saved model would be built in other sizes, or the defaults are not the paper's."""
-    for config in (CONFIG, QMambaConfig(), replace(CONFIG, projector=replace(PROJECTOR, connector=False))):
-        assert QMambaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    default = QMambaConfig()
-    assert default.vision.num_image_tokens == 729 and default.num_image_tokens == 256
-    assert (default.text.num_hidden_layers, default.text.hidden_size) == (64, 2560)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"projector": replace(PROJECTOR, queries=17)}, "17 queries are more than the picture's 16 features"),
-        ({"projector": replace(PROJECTOR, queries=17, local_attention=False)}, "17 queries"),
-        ({"projector": replace(PROJECTOR, queries=0)}, "queries is 0"),
-        ({"projector": replace(PROJECTOR, projector="connector", connector=False)}, "but connector is false"),
-        ({"projector": replace(PROJECTOR, num_attention_heads=5)}, "no multiple of 5 heads"),
-        ({"projector": replace(PROJECTOR, scan_order="sideways")}, "sideways"),
-        ({"vision": replace(VISION, feature_layer=-5)}, "feature_layer -5"),
-        ({"text": replace(TEXT, state_size=0)}, "state_size is 0"),
-    ],
-)
-def test_sizes_that_contradict_are_refused(change, message):
-    """Breaks when an impossible model fails somewhere inside, or not at all."""
-    config = replace(CONFIG, **change)
-    with pytest.raises(UserError, match=message):
-        QMamba(config)
-    with pytest.raises(UserError, match=message):
-        QMambaConfig.from_dict(config.to_dict())
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -482,9 +439,3 @@ def test_batches_that_do_not_fit_are_refused(change, message):
     """Breaks when pictures of another size or number, or an empty prompt, are taken without a word."""
     with pytest.raises(UserError, match=message):
         model()(**batch() | change)
-
-
-def test_another_model_is_refused():
-    """Breaks when the sizes of a PaliGemma are read as a Q-Mamba's."""
-    with pytest.raises(UserError, match="'paligemma', expected 'qmamba'"):
-        QMambaConfig.from_dict(PaliGemmaConfig().to_dict())

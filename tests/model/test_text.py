@@ -10,8 +10,8 @@ from torch import nn
 from model.common import UserError
 from model.config import TextConfig
 from model.differential import lambdas
+from model.language import TextModel, new_model
 from model.system_configs import TEXT_PRESETS, TextModelConfig
-from model.text import TextModel, new_model
 from model.variants import Split
 from weights.export import export_model
 from weights.load import load_model

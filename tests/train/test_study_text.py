@@ -9,7 +9,7 @@ import torch
 from eval.text.corpus import kept_corpus
 from eval.text.measures import Scores, chance, examples, nll, recall
 from model.common import UserError
-from model.text import new_model
+from model.language import new_model
 from train.studies.report import read_csv
 from train.studies.text import equal_loss, hardest, main, window_losses
 from weights.load import load_model

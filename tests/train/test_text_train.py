@@ -11,7 +11,7 @@ import torch
 from eval.text.corpus import BOS, EOS
 from eval.text.tasks import Tasks
 from model.common import UserError
-from model.text import new_model
+from model.language import new_model
 from tests.files import prose, write_prose
 from tests.pair import in_pair
 from tests.runs import metrics

@@ -75,7 +75,6 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
         text=text.config,
         image_token_id=text.config.vocab_size - 1,  # in the padding of the embedding: no text has this id
     )
-    config.check(f"--base {settings.base}")
     model = empty_model(config, dtype)
     tower.config = config.vision
     model.vision_tower, model.language_model = tower, text.backbone

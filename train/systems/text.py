@@ -23,8 +23,8 @@ from torch import nn
 from eval.text.corpus import BOS, Corpus, find_corpus, kept_corpus, open_corpus
 from eval.text.tasks import MOST_ASKED, SYMBOLS, Tasks
 from model.common import UserError, run_command
+from model.language import TextModel, new_model
 from model.system_configs import TEXT_PRESETS
-from model.text import TextModel, new_model
 from train.checkpoint import Progress, newest_progress, write_folder
 from train.data.batches import each_tensor, load
 from train.distributed import World, joined_world, whole_model

@@ -87,11 +87,13 @@ def join_parts(settings: Settings, parts: Parts, dtype: torch.dtype, device: tor
     is_chat = parts.chat == "yes" or parts.chat == "auto" and bool({*mark} & {*language.eos_token_id})
     if is_chat and not mark:
         raise UserError(f"--option chat=yes: {parts.language_model} has no tokens for turns: leave it out")
+    if not is_chat and not language.eos_token_id:
+        raise UserError(f"{parts.language_model}: its eos_token_id is null, but an answer must end: take another model")
     config = LanguageWingsConfig(
         vision=replace(tower.config, feature_layer=parts.feature_layer),
         text=language.text,
         image_token_id=language.text.vocab_size,  # no text has it: it is no row of the embedding
-        pad_token_id=language.pad_token_id,
+        pad_token_id=language.pad_token_id or 0,
         eos_token_id=mark[0] if is_chat else language.eos_token_id[0],
         bos_token_id=language.bos_token_id,
         chat=is_chat,
@@ -99,4 +101,4 @@ def join_parts(settings: Settings, parts: Parts, dtype: torch.dtype, device: tor
         routed=False,
         **parts.learners,
     )
-    return join(config.check(f"--base {settings.base}"), tower, text, settings.seed)
+    return join(config, tower, text, settings.seed)
