@@ -156,9 +156,7 @@ def compare(folder: Path, entries: dict[str, Entry], config: Any) -> Checkpoint:
     try:
         model, kind = empty_model(config), KINDS[type(config)][1]
     except (ArithmeticError, MemoryError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{folder / 'config.json'}: impossible sizes ({shown(str(error))}): download it again"
-        ) from None
+        raise UserError(f"{folder / 'config.json'}: impossible sizes ({shown(str(error))})") from None
     entries = {name: entry for name, entry in entries.items() if not name.startswith(kind.ignored)}
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     is_array = any(entry.path.suffix == ".npz" for entry in entries.values())
