@@ -5,47 +5,15 @@ A new benchmark is one file like `eval/pope.py`: a `Command`, the part that diff
 
 import argparse
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from PIL import Image
-
-from eval.datasets import PROMPT, Question, check_prompt, fill_prompt
-from eval.records import Record
+from eval.datasets import PROMPT
+from eval.question import Picture as Picture
+from eval.question import Question as Ask
+from eval.question import question_of as ask_of  # noqa: F401
 from model.common import quoted, shown
-
-Picture = Path | Image.Image | Callable[[], Any]  # a file, or what is drawn: an image, or a function that gives one
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One question. `picture` is a picture or several; questions with the same `key` share it. `files` are those that
-    a function reads: if one is replaced, the question is asked anew. With `choices` the answer is the likeliest of
-    them, each with its end token; if also `scored`, the JSON list of their log-probabilities without it; else it is
-    decoded greedily. before: earlier turns, prompts with their answers."""
-
-    id: str
-    key: str
-    picture: Picture | Sequence[Picture]
-    prefix: str
-    choices: tuple[str, ...] = ()
-    files: Collection[Path] = ()
-    before: tuple[tuple[str, str], ...] = ()
-    scored: bool = False
-
-    def images(self) -> list:
-        """The pictures: files, images, or arrays of pixels. A function may return a list of them."""
-        given = self.picture() if callable(self.picture) else self.picture
-        return [one() if callable(one) else one for one in (given if isinstance(given, list | tuple) else [given])]
-
-    def versions(self) -> list[tuple[str, int, int]]:
-        """What distinguishes the files of the pictures from others of their names."""
-        given = self.picture if isinstance(self.picture, list | tuple) else [self.picture]
-        files = [*self.files, *(path for path in given if isinstance(path, Path))]
-        stats = [(str(path.absolute()), path.stat()) for path in files if path.is_file()]
-        return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
 class Report(NamedTuple):
@@ -135,14 +103,3 @@ def add_outside_flag(parser: argparse.ArgumentParser) -> None:
 def print_report(report: Report, as_json: bool) -> None:
     for line in [json.dumps(report.values)] if as_json else report.lines:
         print(line if as_json else shown(line, 10_000))  # names from files may hold control characters
-
-
-def ask_of(record: Record) -> Ask:
-    """The question of a record's last turn."""
-    return Ask(record.name, record.key, record.pictures, record.prefix, before=record.turns[:-1])
-
-
-def make_asks(questions: Iterable[Question], pictures: Mapping, template: str) -> list[Ask]:
-    """What is asked; `pictures` has the pictures by name. Raises UserError for a template without {question}."""
-    check_prompt(template)
-    return [Ask(str(q.question_id), q.image, pictures[q.image], fill_prompt(template, q.question)) for q in questions]

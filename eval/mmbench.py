@@ -1,7 +1,7 @@
 """MMBench: multiple choice about pictures, right only if the answer holds when the options change places.
 
     python -m eval.mmbench --tsv mmbench_dev_en.tsv --model SRC --adapter RUN
-    python -m eval.mmbench score --tsv mmbench_dev_en.tsv --results results.json
+    python -m eval.mmbench --tsv mmbench_dev_en.tsv --results results.json
 
 In: the official TSV, and a model, or its answers. Out: CircularEval's accuracy by split and category, results.json, and
 submission.xlsx for the evaluation server.
@@ -19,23 +19,21 @@ answer is read as VLMEvalKit does where no other model judges it; what is undeci
 Sources: Liu et al., "MMBench: Is Your Multi-modal Model an All-around Player?", ECCV 2024; open-compass/VLMEvalKit.
 """
 
-import argparse
 import base64
 import binascii
 import hashlib
 import io
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
 
-from eval.command import Ask, Command, Report, add_flag
+from eval.bench import Benchmark, Row, means, run
+from eval.command import positive
 from eval.datasets import check_unique, read_table, some
-from eval.entry import main_of
-from eval.report import markdown_table
+from eval.question import Question
 from eval.spreadsheet import write_xlsx
-from eval.vqa import read_results, write_results
 from model.common import UserError, quoted, run_command, shown
 
 BASE = 1_000_000
@@ -47,9 +45,15 @@ REFUSALS = (
     "Cannot determine the answer",
 )
 NOT_SUBMITTED = ("hint", "category", "source", "image", "comment", "l2-category")
+WORDINGS = ("llava", "paligemma", "vlmevalkit")
+# What pandas, with which the official scripts read, takes for no value. "None", which pandas 2 adds by accident
+# (pandas-dev/pandas issue 52493), and "none" are the texts of options.
+ABSENT = set(
+    "#N/A #NA -1.#IND -1.#QNAN -NaN -nan 1.#IND 1.#QNAN <NA> N/A NA NULL NaN n/a nan null".split() + ["", "#N/A N/A"]
+)
 
 
-class Row(NamedTuple):
+class Line(NamedTuple):
     """One row of the file: its values by column, "" where absent, and its options by letter."""
 
     where: str
@@ -58,49 +62,118 @@ class Row(NamedTuple):
     options: dict[str, str]
 
 
-def read_rows(path: str) -> list[Row]:
+class MMBench(Benchmark):
+    name = "mmbench"
+    flags = {
+        "--tsv": {"help": "MMBench's file for CircularEval, with the pictures in it", "metavar": "FILE"},
+        "--wording": {
+            "help": "prompt as in these models' evaluation; paligemma's asks for the option's text, not its letter",
+            "default": "llava",
+            "choices": WORDINGS,
+        },
+        "--likelihood": {"help": "the answer is the likeliest of the letters, or texts", "default": False},
+        "--limit": {
+            "help": "questions, the first N, all their rotations (default: all)",
+            "type": positive,
+            "metavar": "N",
+        },
+    }
+
+    def questions(self, args):
+        if args.tsv is None:
+            raise UserError("--tsv is missing: give MMBench's file for CircularEval")
+        questions = []
+        for lines in list(groups_of(read_lines(args.tsv)).values())[: args.limit]:
+            for line in lines:
+                choices = line.options.values() if args.wording == "paligemma" else line.options
+                questions.append(
+                    Question(
+                        line.index,
+                        hashlib.sha256(line.values["image"].encode()).hexdigest()[:16],
+                        partial(open_picture, line.values["image"], line.where),
+                        prompt_of(args.wording, line.values["question"], line.values.get("hint", ""), line.options),
+                        tuple(choices) if args.likelihood else (),
+                        truth=line,
+                        group=hashlib.sha256(lines[0].values["image"].encode()).hexdigest()[:16],
+                    )
+                )
+        return questions
+
+    def rows(self, questions, answers):
+        """A row for each rotation; the first of a question has the score, if all rotations have an answer."""
+        said = {}
+        for question, answer in zip(questions, answers, strict=True):
+            if answer in question.choices:
+                answer = list(question.truth.options)[question.choices.index(answer)]
+            said[question.id] = answer
+        scores = {}
+        for lines in groups_of(question.truth for question in questions).values():
+            if all(line.values.get("answer") and said[line.index] is not None for line in lines):
+                hits = [choose(said[line.index], line.options) == line.values["answer"] for line in lines]
+                scores[lines[0].index] = {"CircularEval": float(all(hits))}
+        return [Row(question, said[question.id], scores.get(question.id, {})) for question in questions]
+
+    def summary(self, rows):
+        lines = defaultdict(list, {"overall": []})
+        for row in rows:
+            if row.scores:
+                values = row.question.truth.values
+                lines["overall"].append(row)
+                split = values.get("split") or "all"
+                for name in dict.fromkeys(["", values.get("l2-category"), values.get("category")]):
+                    if name is not None:
+                        lines[f"{split} {name}".rstrip()].append(row)
+        return {name: {k: round(v, 2) for k, v in means(of).items()} for name, of in lines.items() if of}
+
+    def write(self, rows, out, subject):
+        super().write(rows, out, subject)
+        names = [name for name in rows[0].question.truth.values if name not in NOT_SUBMITTED]
+        names.insert(6, "prediction")
+        lines = [{**r.question.truth.values, "index": r.question.id, "prediction": r.answer or ""} for r in rows]
+        write_xlsx(out / "submission.xlsx", [names, *([line[name] for name in names] for line in lines)])
+
+
+# The file
+
+
+def read_lines(path: str) -> list[Line]:
     """The rows of MMBench's TSV. Raises UserError, also for a question that lacks one of its rotations."""
-    (_, names), *lines = read_table(path, "\t") or [("", [])]
+    (_, names), *table = read_table(path, "\t") or [("", [])]
     missing = [name for name in ("index", "question", "A", "B", "image") if name not in names]
-    if missing or not lines:
+    if missing or not table:
         raise UserError(f"{shown(path)}: has no {some(missing) or 'rows'}: give MMBench's TSV")
-    rows = []
-    for where, line in lines:
-        if len(line) != len(names):
-            raise UserError(f"{where}: {len(line)} values for {len(names)} columns: download the file again")
-        values = {n: "" if v.strip().lower() in ("", "nan", "none") else v for n, v in zip(names, line, strict=True)}
+    lines = []
+    for where, row in table:
+        if len(row) != len(names):
+            raise UserError(f"{where}: {len(row)} values for {len(names)} columns: download the file again")
+        values = {name: "" if value.strip() in ABSENT else value for name, value in zip(names, row, strict=True)}
         options = {letter: values[letter] for letter in "ABCD" if values.get(letter)}
         if not re.fullmatch("[0-9]{1,12}", values["index"]) or len(options) < 2 or not values["image"]:
             raise UserError(f"{where}: expected an index, two options and an image: correct the file")
         if values.get("answer") and values["answer"] not in options:
             raise UserError(f"{where}: answer is {quoted(values['answer'])}, not one of {', '.join(options)}")
-        rows.append(Row(where, int(values["index"]), values, options))
-    check_unique((row.index for row in rows), path)
-    images = {str(row.index): row.values["image"] for row in rows}
-    for row in rows:
-        if len(row.values["image"]) <= 64:  # the index of a row with the same picture
-            row.values["image"] = images.get(row.values["image"], row.values["image"])
-    for base, group in groups_of(rows).items():
-        turns = sorted(row.index // BASE for row in group)
+        lines.append(Line(where, int(values["index"]), values, options))
+    check_unique((line.index for line in lines), path)
+    images = {str(line.index): line.values["image"] for line in lines}
+    for line in lines:
+        if len(line.values["image"]) <= 64:  # the index of a row with the same picture
+            line.values["image"] = images.get(line.values["image"], line.values["image"])
+    for base, group in groups_of(lines).items():
+        turns = sorted(line.index // BASE for line in group)
         if turns != list(range(len(group[0].options))):
             raise UserError(
                 f"{group[0].where}: question {base} has rotations {turns}, expected one for each of its "
                 f"{len(group[0].options)} options, from 0: give the file for CircularEval"
             )
-    return rows
+    return lines
 
 
-def groups_of(rows: Sequence[Row]) -> dict[int, list[Row]]:
-    """The rows of each question by its base index, in their order."""
+def groups_of(lines: Iterable[Line]) -> dict[int, list[Line]]:
+    """The rows of each question by its base index, by rotation."""
     groups = defaultdict(list)
-    for row in rows:
-        groups[row.index % BASE].append(row)
-    return groups
-
-
-def key_of(row: Row) -> str:
-    """Names the picture, which several questions may share."""
-    return hashlib.sha256(row.values["image"].encode()).hexdigest()[:16]
+    for line in lines:
+        groups[line.index % BASE].append(line)
+    return {base: sorted(group, key=lambda line: line.index) for base, group in groups.items()}
 
 
 def open_picture(text: str, where: str) -> io.BytesIO:
@@ -111,9 +184,6 @@ def open_picture(text: str, where: str) -> io.BytesIO:
         raise UserError(f"{where}: image is no base64: download the file again") from None
     file.name = where
     return file
-
-
-WORDINGS = ("llava", "paligemma", "vlmevalkit")
 
 
 def prompt_of(wording: str, question: str, hint: str, options: Mapping[str, str]) -> str:
@@ -154,95 +224,7 @@ def choose(answer: str, options: Mapping[str, str]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def report_of(rows: Sequence[Row], answers: Mapping[int, str]) -> Report:
-    """CircularEval of the questions all of whose rows have an answer: percent by split and category."""
-    chosen = {row.index: choose(answers[row.index], row.options) for row in rows if row.index in answers}
-    scores: dict[str, bool] = {}
-    hits: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
-    for base, group in groups_of(rows).items():
-        if all(row.index in chosen and row.values.get("answer") for row in group):
-            hit = scores[str(base)] = all(chosen[row.index] == row.values["answer"] for row in group)
-            values = min(group, key=lambda row: row.index).values
-            names = dict.fromkeys(["overall", values.get("l2-category"), values.get("category")])
-            for name in filter(None, names):
-                hits[values.get("split") or "all"][name].append(hit)
-    if not scores:
-        return Report({}, ["no answers are given: the evaluation server scores submission.xlsx"])
-    splits = {
-        split: {name: round(100 * sum(of_name) / len(of_name), 2) for name, of_name in of_split.items()}
-        for split, of_split in hits.items()
-    }
-    values = {
-        "overall": round(100 * sum(scores.values()) / len(scores), 2),
-        "questions": len(scores),
-        "undecided": sum(letter is None for letter in chosen.values()),
-    }
-    lines = [
-        "MMBench, CircularEval: {overall:.2f} % of {questions} questions, {undecided} answers undecided".format_map(
-            values
-        )
-    ]
-    for split, by_name in splits.items():
-        cells = [[name, str(len(hits[split][name])), f"{value:.2f}"] for name, value in by_name.items()]
-        lines += ["", *markdown_table([split, "questions", "%"], cells)]
-    pictures = {str(base): key_of(group[0]) for base, group in groups_of(rows).items()}
-    return Report(values | {"splits": splits}, lines, (), {"CircularEval": scores}, pictures=pictures)
-
-
-# Commands
-
-
-def load(args: argparse.Namespace) -> tuple[list[Row], dict[str, list[Ask]]]:
-    """The rows of the first questions, and what to ask. Raises UserError."""
-    if args.tsv is None:
-        raise UserError("--tsv is missing: give MMBench's file for CircularEval")
-    rows = [row for group in list(groups_of(read_rows(args.tsv)).values())[: args.limit] for row in group]
-    asks = []
-    for row in rows:
-        prompt = prompt_of(args.wording, row.values["question"], row.values.get("hint", ""), row.options)
-        picture = partial(open_picture, row.values["image"], row.where)
-        asks.append(Ask(str(row.index), key_of(row), picture, prompt, choices_of(row, args) if args.likelihood else ()))
-    return rows, {"mmbench": asks}
-
-
-def choices_of(row: Row, args: argparse.Namespace) -> tuple[str, ...]:
-    return tuple(row.options.values() if args.wording == "paligemma" else row.options)
-
-
-def finish(args: argparse.Namespace, rows: list[Row], answers: dict[str, list[str | None]], session) -> Report:
-    """results.json, submission.xlsx and the accuracies."""
-    said = {row.index: text for row, text in zip(rows, answers["mmbench"], strict=True) if text is not None}
-    if args.likelihood:
-        said = {r.index: list(r.options)[choices_of(r, args).index(said[r.index])] for r in rows if r.index in said}
-    write_results(session.out / "results.json", said)
-    names = [name for name in rows[0].values if name not in NOT_SUBMITTED]
-    names.insert(6, "prediction")
-    lines = [row.values | {"index": row.index, "prediction": said.get(row.index, "")} for row in rows]
-    write_xlsx(session.out / "submission.xlsx", [names, *([line[name] for name in names] for line in lines)])
-    return report_of(rows, said)._replace(files=["results.json", "submission.xlsx", "answers.jsonl"])
-
-
-def score(args: argparse.Namespace) -> Report:
-    """`python -m eval.mmbench score`: the accuracies of a results file."""
-    rows = read_rows(args.tsv)
-    return report_of(rows, read_results(args.results, [row.index for row in rows], args.tsv))
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_flag(parser, "--tsv", "MMBench's file for CircularEval, with the pictures in it", metavar="FILE")
-    wordings = "prompt as in these models' evaluation; paligemma's asks for the option's text, not its letter"
-    add_flag(parser, "--wording", wordings, "llava", choices=WORDINGS)
-    add_flag(parser, "--likelihood", "the answer is the likeliest of the letters, or texts", False)
-
-
-def add_score_flags(parser: argparse.ArgumentParser) -> None:
-    add_flag(parser, "--tsv", "MMBench's file for CircularEval", required=True, metavar="FILE")
-    add_flag(parser, "--results", 'results file, [{"question_id", "answer"}, …]', required=True)
-
-
-LIMIT = "questions, the first N, all their rotations (default: all)", None
-COMMAND = Command("mmbench", __doc__, add_flags, add_score_flags, load, finish, score, LIMIT)
-main = main_of(COMMAND)
+main = partial(run, MMBench())
 
 if __name__ == "__main__":
     run_command(main)

@@ -12,33 +12,35 @@ trained, for short answers, and PaliGemma as its authors ask (big_vision, config
 """
 
 import json
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
-from eval import mmbench, needle, pope, vqa
-from eval.command import Ask, Command, Report, add_flag, command_parser, print_report
-from eval.compare import compare
+from eval.bench import Benchmark, Results, add_ask_flags, ask, compare, comparison_table, questions_for
+from eval.command import add_flag, command_parser
 from eval.datasets import PROMPT, check_prompt
-from eval.entry import parser_of
+from eval.mmbench import MMBench
+from eval.open import Subject, add_model_flags, models_of, open_model, out_folder, stored_prompt
+from eval.pope import Pope
 from eval.report import markdown_table
-from eval.session import Session, Subject, add_answer_flags, answer, models_of, open_model, out_folder, stored_prompt
+from eval.vqa import Vqa
 from model.common import UserError, quoted, run_command, shown, write_text
 from model.source import preset_of, resolve
 from model.system_configs import QMambaConfig, WingsConfig, read_config
 
 SHORT = "{question}\nAnswer the question using a single word or phrase."
 UNSURE = "\nWhen the provided information is insufficient, respond with 'Unanswerable'.\n"
+OVERALL = "overall", "VQA accuracy"
 
 
 class Task(NamedTuple):
-    """A benchmark: its command; for each column a factor and the place of its figure in the report's values; the
-    command's flags, in which ROOT/ begins the names below --root; the prompts of LLaVA's line and of PaliGemma."""
+    """A benchmark; the line and the measure of its summary for each column; its flags, in which ROOT/ begins the names
+    below --root; the prompts of LLaVA's line and of PaliGemma."""
 
-    command: Command
-    columns: Mapping[str, tuple]
+    benchmark: Benchmark
+    columns: Mapping[str, tuple[str, str]]
     flags: str
     llava: str = SHORT
     paligemma: str = PROMPT
@@ -46,44 +48,33 @@ class Task(NamedTuple):
 
 TASKS = {
     "vqav2": Task(
-        vqa.COMMAND,
-        {"VQAv2": (1, "overall")},
+        Vqa(),
+        {"VQAv2": OVERALL},
         "--questions ROOT/vqav2/v2_OpenEnded_mscoco_val2014_questions.json "
         "--annotations ROOT/vqav2/v2_mscoco_val2014_annotations.json --images ROOT/coco",
     ),
     "gqa": Task(
-        vqa.COMMAND,
-        {"GQA": (1, "overall")},
-        "--questions ROOT/gqa/testdev_balanced_questions.json --images ROOT/gqa/images",
+        Vqa(), {"GQA": OVERALL}, "--questions ROOT/gqa/testdev_balanced_questions.json --images ROOT/gqa/images"
     ),
     "vizwiz": Task(
-        vqa.COMMAND,
-        {
-            "VizWiz": (1, "overall"),
-            "unanswerable AP": (1, "answerability", "ap"),
-            "unanswerable F1": (1, "answerability", "f1"),
-        },
+        Vqa(),
+        {"VizWiz": OVERALL, "unanswerable AP": ("answerability", "AP"), "unanswerable F1": ("answerability", "F1")},
         "--questions ROOT/vizwiz/val.json --images ROOT/vizwiz/val --answerability",
         SHORT.replace("\n", UNSURE),
     ),
     "textvqa": Task(
-        vqa.COMMAND,
-        {"TextVQA": (1, "overall")},
+        Vqa(),
+        {"TextVQA": OVERALL},
         "--questions ROOT/textvqa/TextVQA_0.5.1_val.json --images ROOT/textvqa/train_images",
     ),
     "pope": Task(
-        pope.COMMAND,
-        {"POPE": (100, "mean", "accuracy"), "POPE F1": (100, "mean", "f1"), "POPE P(yes)": (100, "mean", "P(yes)")},
+        Pope(),
+        {"POPE": ("mean", "accuracy"), "POPE F1": ("mean", "F1"), "POPE P(yes)": ("mean", "P(yes)")},
         "--questions ROOT/pope/coco_pope_random.json ROOT/pope/coco_pope_popular.json "
         "ROOT/pope/coco_pope_adversarial.json --images ROOT/coco/val2014 --probability",
         paligemma="{question}",
     ),
-    "mmbench": Task(mmbench.COMMAND, {"MMBench": (1, "overall")}, "--tsv ROOT/mmbench/MMBench_DEV_EN.tsv"),
-    "needle": Task(
-        needle.COMMAND,
-        {"MMNeedle": (100, "1_2_2", "exact_accuracy")},
-        "--coco ROOT/coco --captions ROOT/needle/file_to_caption.json --metadata ROOT/needle",
-    ),
+    "mmbench": Task(MMBench(), {"MMBench": ("overall", "CircularEval")}, "--tsv ROOT/mmbench/MMBench_DEV_EN.tsv"),
 }
 
 
@@ -95,20 +86,18 @@ def is_of_llava(subject: Subject) -> bool:
     return isinstance(config, QMambaConfig | WingsConfig)
 
 
-def arguments(args: Namespace, task: Task, subject: Subject) -> Namespace:
+def flags_of(args: Namespace, task: Task, subject: Subject) -> Namespace:
     """The flags of a benchmark's own command, for one model. Raises UserError."""
+    parser = ArgumentParser()
+    for name, options in task.benchmark.flags.items():
+        add_flag(parser, name, **options)
+    words = [f"{args.root}/{w.removeprefix('ROOT/')}" if w.startswith("ROOT/") else w for w in task.flags.split()]
+    own = vars(parser.parse_args(words))
     llava = args.wording == "llava" or args.wording is None and is_of_llava(subject)
-    words = [
-        word.replace("ROOT", str(args.root), 1) if word.startswith("ROOT/") else word for word in task.flags.split()
-    ]
-    own = vars(parser_of(task.command).parse_args(words))
     default = task.llava if llava else task.paligemma
-    given = {
-        "prompt": args.prompt or (stored_prompt(subject, default) if args.wording is None else default),
-        "wording": "llava" if llava else "paligemma",
-        "limit": args.limit or task.command.limit[1],
-    }
-    return Namespace(**{**vars(args), **own, **given})
+    own["prompt"] = args.prompt or (stored_prompt(subject, default) if args.wording is None else default)
+    own |= {"wording": "llava" if llava else "paligemma", "limit": args.limit or own.get("limit")}
+    return Namespace(**vars(args) | own)
 
 
 def check_files(root: Path, tasks: Sequence[str]) -> None:
@@ -127,64 +116,55 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flag(parser, "--wording", wording, choices=["paligemma", "llava"])
     add_flag(parser, "--prompt", "one prompt with {question} in it for all (default: --wording's)", metavar="TEMPLATE")
     add_flag(parser, "--plan", "list what would be asked, and stop", False)
-    add_answer_flags(parser, "questions of each benchmark, the first N (default: all; 200 of needle)", None, 32)
+    add_ask_flags(parser, 32)
+    add_model_flags(parser, many=True)
     args = parser.parse_args(argv)
     tasks = list(dict.fromkeys(args.tasks.split(",")))
     if unknown := [name for name in tasks if name not in TASKS]:
         raise UserError(f"--tasks: {quoted(unknown[0])} is none of {', '.join(TASKS)}")
-    if args.one_by_one:
-        raise UserError("--one-by-one: give it to a benchmark's own command")
     check_prompt(args.prompt or PROMPT)
     check_files(args.root, tasks)
-    subjects, loaded = models_of(args), {}
-    needed = {(subject, name): arguments(args, TASKS[name], subject) for subject in subjects for name in tasks}
-    for (_, name), own in needed.items():
+    subjects = models_of(args)
+    flags = {(subject, name): flags_of(args, TASKS[name], subject) for subject in subjects for name in tasks}
+    loaded = {}
+    for (_, name), own in flags.items():
         key = name, own.prompt, own.wording
-        loaded[key] = loaded.get(key) or TASKS[name].command.load(own)
+        loaded[key] = loaded.get(key) or questions_for(TASKS[name].benchmark, own)
+    questions = {key: loaded[key[1], own.prompt, own.wording] for key, own in flags.items()}
     if args.plan:
-        print("\n".join(plan_lines(needed, loaded)))
+        rows = [
+            [s.title, name, f"{len(asked):,}", f"{len({q.key for q in asked}):,}", quoted(asked[0].prefix, 200)]
+            for (s, name), asked in questions.items()
+        ]
+        print("\n".join(markdown_table(["model", "benchmark", "questions", "pictures", "the first prompt"], rows)))
         return
-    out = out_folder(args.out, "suite")
-    run(needed, loaded, out, args)
-
-
-def plan_lines(needed: Mapping[tuple[Subject, str], Namespace], loaded: Mapping) -> list[str]:
-    """What would be asked of each model."""
-    rows = []
-    for (subject, name), own in needed.items():
-        sets: dict[str, list[Ask]] = loaded[name, own.prompt, own.wording][1]
-        asks = [ask for of_set in sets.values() for ask in of_set]
-        pictures, first = len({ask.key for ask in asks}), quoted(asks[0].prefix, 200)
-        rows.append([subject.title, name, f"{len(asks):,}", f"{pictures:,}", first])
-    return markdown_table(["model", "benchmark", "questions", "pictures", "the first prompt"], rows)
-
-
-def run(needed: Mapping[tuple[Subject, str], Namespace], loaded: Mapping, out: Path, args: Namespace) -> None:
-    """Ask each model all questions; print and write the table."""
-    reports: dict[str, dict[str, Report]] = {name: {} for _, name in needed}
-    values: dict[str, dict[str, float | None]] = {}
-    for subject in dict.fromkeys(subject for subject, _ in needed):
+    out, results = out_folder(args.out, "suite"), defaultdict(dict)
+    values: dict[str, dict[str, float | None]] = defaultdict(dict)
+    for subject in subjects:
         opened = open_model(args, subject)
-        values[subject.title] = {}
-        for name in reports:
-            own, folder = needed[subject, name], out_folder(out / subject.title / name)
-            session = Session(*opened, subject.title, folder, subject)
-            report = reports[name][subject.title] = answer(
-                TASKS[name].command, own, session, *loaded[name, own.prompt, own.wording]
-            )
-            for column, (factor, *place) in TASKS[name].columns.items():
-                figure = reduce(lambda found, key: found.get(key, {}), place, report.values)
-                values[subject.title][column] = factor * figure if figure != {} else None
-        del opened, session  # before the next model is read
-    columns = list(dict.fromkeys(column for row in values.values() for column in row))
-    cells = [[t, *("-" if row[c] is None else f"{row[c]:.2f}" for c in columns)] for t, row in values.items()]
-    lines = markdown_table(["%", *columns], cells)
-    if len(values) > 1:
-        for name, of_task in reports.items():
-            first, *rest = compare(of_task)[1] or ["no right answers are given"]
-            lines += ["", f"{name}: {first}", *rest]
+        for name in tasks:
+            task, folder = TASKS[name], out_folder(out / subject.title / name)
+            rows = ask(task.benchmark, questions[subject, name], opened, subject, folder, flags[subject, name])
+            results[name] |= rows
+            for title, of_title in rows.items():
+                summary = task.benchmark.summary(of_title)
+                for column, (line, measure) in task.columns.items():
+                    values[title][column] = summary.get(line, {}).get(measure)
+        del opened  # before the next model is read
     write_text(out / "suite.json", json.dumps(values, indent=1, ensure_ascii=False) + "\n")
-    print_report(Report(values, [*lines, f"in {out}: suite.json"]), args.json)
+    print(json.dumps(values, ensure_ascii=False) if args.json else "\n".join(lines_of(values, results)))
+
+
+def lines_of(values: Mapping[str, Mapping[str, float | None]], results: Mapping[str, Results]) -> list[str]:
+    """The table of all figures, and of several models the comparison by benchmark."""
+    columns = list(dict.fromkeys(column for row in values.values() for column in row))
+    cells = [
+        [title, *("-" if row.get(c) is None else f"{row[c]:.2f}" for c in columns)] for title, row in values.items()
+    ]
+    lines = markdown_table(["%", *columns], cells)
+    for name, of_task in results.items() if len(values) > 1 else ():
+        lines += ["", f"{name}:", *comparison_table(compare(of_task))]
+    return lines
 
 
 if __name__ == "__main__":

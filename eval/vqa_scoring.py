@@ -11,9 +11,11 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
+from pathlib import Path
 
 from eval.datasets import Annotation
-from model.common import UserError
+from eval.records import Record
+from model.common import UserError, shown
 
 # Normalisation of answers
 
@@ -146,9 +148,15 @@ def answerability(is_unanswerable: Sequence[bool], scores: Sequence[float]) -> d
     called = [score > 0.5 for score in scores]
     both = sum(one and other for one, other in zip(called, is_unanswerable, strict=True))
     return {
-        "ap": round(100 * precision / found, 2) if found else 0.0,
-        "f1": round(200 * both / (sum(called) + found), 2) if found + sum(called) else 0.0,
+        "AP": round(100 * precision / found, 2) if found else 0.0,
+        "F1": round(200 * both / (sum(called) + found), 2) if found + sum(called) else 0.0,
     }
+
+
+def truths_of(record: Record) -> list[str]:
+    """The right answers of an own example, its suffix included; an empty one is none."""
+    given = [*record.answers, *[record.suffix] * (record.suffix not in record.answers)]
+    return [text for text in given if text.strip()]
 
 
 def _by_position(annotation: Annotation, normalize: Callable[[str], str]) -> list[dict]:
@@ -158,21 +166,22 @@ def _by_position(annotation: Annotation, normalize: Callable[[str], str]) -> lis
 SCORERS = {"official": official, "paper": paper, "textvqa": textvqa, "vizwiz": vizwiz, "gqa": gqa}
 
 
-def question_accuracies(
-    annotations: Iterable[Annotation], answers: Mapping, scoring: str = "official"
-) -> dict[int | str, float]:
-    """Accuracy (0..1) by question id, in the order of `annotations`; GQA's unbalanced questions are not scored."""
-    scorer = SCORERS[scoring]
-    return {a.question_id: scorer(a, answers[a.question_id]) for a in annotations if a.balanced or scoring != "gqa"}
+def check_scoring(scoring: str, annotations: Sequence[Annotation], source: str | Path) -> None:
+    """Raise UserError for a scoring by which no answer can be right.
+
+    Leave-one-out counts what other annotators said: with one answer a question there are none; official scoring leaves
+    equal records out together, which without an answer_id are all equal answers.
+    """
+    scored = [a for a in annotations if a.balanced or scoring != "gqa"][:1000]
+    if not any(SCORERS[scoring](a, given["answer"]) for a in scored for given in a.answers):
+        raise UserError(
+            f"{shown(source)}: {scoring} scoring cannot apply: it needs several answers a question, and an answer_id "
+            "each if they are equal: take --scoring gqa, which is exact match, or leave it out"
+        )
 
 
 def summarize(annotations: Iterable[Annotation], accuracies: Mapping) -> dict:
-    """{"overall", "per_answer_type", "per_question_type"} in percent, rounded to two decimals as the official scorer.
-
-    Raises UserError if there is nothing to average.
-    """
-    if not accuracies:
-        raise UserError("no scored questions: the annotations hold none (GQA scores those with isBalanced true)")
+    """{"overall", "per_answer_type", "per_question_type"} in percent, rounded to two decimals as upstream."""
     scored = [a for a in annotations if a.question_id in accuracies]
 
     def percent(group: list[Annotation]) -> float:

@@ -181,7 +181,7 @@ def ask(
 ) -> list[str]:
     """The answer to each prompt about its picture, as text. options: those of `generate`. Raises UserError.
 
-    Many questions are asked faster by `eval.run.ask_all`, which encodes a picture once and sorts prompts by length.
+    Many questions are asked faster by `eval.answer.ask_all`, which encodes a picture once and sorts prompts by length.
     """
     batch = processor(pictures, prompts).to(next(model.parameters()).device)
     options["image_index"] = batch.image_index

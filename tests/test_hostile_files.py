@@ -23,7 +23,9 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
-from eval import datasets, needle_files, needle_scoring, own_files, pope, records, run, session, vqa
+from eval import answer, bench, datasets, needle_files, needle_scoring, own_files, records
+from eval.open import last_run
+from eval.question import Question
 from lora import adapter
 from model.common import UserError
 from model.images import load_image, to_pixels
@@ -179,6 +181,11 @@ def picture_file(kind: str) -> Callable[[Path], Path]:
     return write
 
 
+def read_log(path: Path) -> None:
+    with answer.open_log(path) as file:
+        answer.read_log(file, path)
+
+
 def npz_file(folder: Path) -> Path:
     np.savez(folder / "model.npz", **{"params/a": np.zeros(3, np.float32)})
     return folder / "model.npz"
@@ -239,7 +246,7 @@ READERS = {
     ),
     "VQA results": Reader(
         json_file("results.json", [{"question_id": 1, "answer": "a"}, {"question_id": 2, "answer": "b"}]),
-        lambda path: vqa.read_results(path, [1, 2], "questions.json"),
+        lambda path: bench.read_answers(path, [Question(n, "", (), "?") for n in (1, 2)]),
     ),
     "JSON lines": Reader(example_file, records.own_records),
     "conversations": Reader(conversation_file, records.own_records),
@@ -247,13 +254,11 @@ READERS = {
     "POPE questions": Reader(json_lines("pope.json", question(1), question(2)), datasets.read_pope),
     "POPE answers": Reader(
         json_lines("answers.json", question(1) | {"answer": "yes"}),
-        lambda path: pope.read_answers(
-            path, [datasets.PopeQuestion(1, "a.jpg", "Is there a dog?", "yes")], "pope.json"
-        ),
+        lambda path: bench.read_answers(path, [Question(1, "a.jpg", (), "Is there a dog?")]),
     ),
     "captions": Reader(json_file("captions.json", {"a.jpg": "a dog", "b.jpg": "a cat"}), needle_files.read_captions),
     "needle responses": Reader(json_file("responses.json", [RESPONSE]), needle_scoring.read_responses),
-    "log of answers": Reader(json_lines("answers.jsonl", {"id": "1", "answer": "a", "mark": "f"}), run.read_log),
+    "log of answers": Reader(json_lines("answers.jsonl", {"id": "1", "answer": "a", "mark": "f"}), read_log),
     "tar shard": Reader(shard_file, read_shard),
     **{
         f"picture.{kind}": Reader(picture_file(kind), lambda path: to_pixels(load_image(path), 28))
@@ -429,4 +434,4 @@ def test_sessions_find_the_last_run_among_broken_ones(tmp_path, monkeypatch):
         (folder / "summary.json").write_text("{}")
         (folder / "config.json").write_text(text, encoding="utf-8", errors="surrogatepass")
     (tmp_path / "runs" / "0" / "model").mkdir()
-    assert session.last_run() == str(Path("runs", "0"))
+    assert last_run() == str(Path("runs", "0"))

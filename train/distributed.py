@@ -17,7 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from eval.run import Ask, ask_all
+from eval.answer import ask_all
+from eval.question import Question
 from model.device import choose_device
 from model.mamba import MambaMixer
 from model.paligemma import PaliGemma
@@ -150,9 +151,9 @@ def set_gradient_sync(model: nn.Module, sync: bool) -> None:
 
 
 def ask_together(
-    world: World, model: PaliGemma, processor: Processor, questions: Sequence[Ask], *, left_out=None, **options
+    world: World, model: PaliGemma, processor: Processor, questions: Sequence[Question], *, left_out=None, **options
 ) -> list[str | None]:
-    """`eval.run.ask_all`, shared by all processes: each asks its copy of the model about its share of the pictures.
+    """`eval.answer.ask_all`, shared by all processes: each asks its copy of the model about its share of the pictures.
 
     All get all answers, in order. Every process must call it with the same questions.
     """

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from eval import figures, needle, scenes, vqa
-from eval.command import Ask
 from eval.datasets import PROMPT, fill_prompt
+from eval.question import Question
 from eval.statistics import estimate
 from eval.text import sentences
 from model.common import write_text
@@ -64,7 +64,7 @@ def evaluate(
 def grade_text(model: PaliGemma, processor: Processor, limit: int, title: str, ask_all: Callable) -> dict[str, float]:
     """Percent right of `limit` sentences of each task of `eval/text/sentences.py`, which have no picture."""
     asked = [sentences.sentence(task, "test", number) for task in sentences.TASKS for number in range(limit)]
-    asks = [Ask(f"{number}", f"text {number}", (), s.prefix) for number, s in enumerate(asked)]
+    asks = [Question(f"{number}", f"text {number}", (), s.prefix) for number, s in enumerate(asked)]
     right = [a == s.suffix for a, s in zip(ask_all(model, processor, asks, progress=title), asked, strict=True)]
     return {task: 100 * float(np.mean(right[n * limit : (n + 1) * limit])) for n, task in enumerate(sentences.TASKS)}
 
@@ -84,7 +84,7 @@ def summarize(
         "empty_steps": progress.empty_steps,
     }
     if settings.evaluate and settings.is_embedded:
-        summary["blind"] = vqa.blind_embedded(settings.eval_limit)
+        summary["blind"] = vqa.guess_embedded(settings.eval_limit)
     if held_out is not None:
         summary["held_out"] = {
             "examples": len(held_out.records),

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from eval.command import ask_of
+from eval.question import question_of
 from eval.records import Record, blind
 from eval.vqa_data import score
 from model.common import UserError, write_text
@@ -68,7 +68,7 @@ class HeldOut:
         with evaluating(model, self.world.device):
             losses, tokens = self._losses(model, records)
             if numbers:
-                asks = [ask_of(records[number]) for number in numbers]
+                asks = [question_of(records[number]) for number in numbers]
                 longest = min(LONGEST, max(self.lengths[number] for number in numbers))
                 options = {"max_new_tokens": longest, "progress": title, "left_out": {}}
                 said = dict(zip(numbers, ask_together(self.world, model, self.processor, asks, **options), strict=True))

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from eval import scenes, vqa
-from eval.command import Ask
+from eval import scenes
+from eval.bench import records_of
+from eval.datasets import Annotation
 from eval.needle import words_of
 from eval.needle_scoring import judge, read_responses
-from eval.records import Record
-from eval.vqa_data import truths_of
-from eval.vqa_scoring import SCORERS, exact_match
+from eval.vqa import Vqa
+from eval.vqa_scoring import truths_of
 from model.common import UserError, shown
 from model.images import load_image
 
@@ -59,36 +59,28 @@ def both(items: Sequence, hits: Sequence[bool], limit: int) -> list:
 
 def vqa_questions(args: argparse.Namespace, prompt: str) -> list[Question]:
     """Of eval.vqa's results.json, with the truth from --data."""
-    results = {str(id_): text for id_, text in vqa.read_results(args.gallery / "results.json").items()}
-    data, asks = read_questions(args, prompt, len(results))
-    if isinstance(data, list):
-        truths = {r.name: (truths_of(r)[0], partial(exact_match, truths=truths_of(r))) for r in data}
-    else:
-        right = partial(_is_right, scoring=data.scoring)
-        truths = {str(a.question_id): (a.answer, partial(right, annotation=a)) for a in data.annotations}
-    asks = [ask for ask in asks if ask.id in results and ask.id in truths]
-    if not asks:
+    results = {str(record["question_id"]): record["answer"] for _, record in records_of(args.gallery / "results.json")}
+    benchmark, limit = Vqa(), len(results) if args.data == "embedded" else None
+    unused = dict.fromkeys(("questions", "annotations", "scoring", "guess", "answerability", "prompt"))
+    flags = {"data": args.data, "images": args.images, "template": prompt, "limit": limit}
+    asked = [q for q in benchmark.questions(Namespace(**unused, **flags)) if str(q.id) in results]
+    if not asked:
         raise UserError(f"{shown(args.gallery)}: none of its questions is in --data {shown(args.data)}: give its data")
-    hits = [bool(truths[ask.id][1](results[ask.id])) for ask in asks]
+
+    def right(answer: str, question) -> bool:
+        return next(iter(benchmark.score(question, answer).values())) >= 0.5
+
+    hits = [right(results[str(q.id)], q) for q in asked]
     return [
-        Question(load_image(ask.images()[0]), ask.prefix, *truths[ask.id], results[ask.id])
-        for ask in both(asks, hits, args.limit)
+        Question(
+            load_image(q.images()[0]),
+            q.prefix,
+            q.truth.answer if isinstance(q.truth, Annotation) else truths_of(q.truth)[0],
+            partial(right, question=q),
+            results[str(q.id)],
+        )
+        for q in both(asked, hits, args.limit)
     ]
-
-
-def read_questions(args: argparse.Namespace, prompt: str, limit: int) -> tuple[vqa.Benchmark | list[Record], list[Ask]]:
-    """The questions of --data, the first ones if embedded, as eval.vqa asks them, and their truth. Raises UserError."""
-    if args.data == "embedded":
-        benchmark = vqa.embedded(limit)
-        return benchmark, vqa.asks_of(benchmark, prompt)
-    flags = {"data": args.data, "images": args.images, "allow_outside": args.allow_outside, "prompt": prompt}
-    unused = dict.fromkeys(("questions", "annotations", "scoring", "blind", "answerability", "limit"))
-    data, sets = vqa.load(Namespace(**flags, **unused))
-    return data if isinstance(data, list) else data.benchmark, next(iter(sets.values()))
-
-
-def _is_right(answer: str, annotation, scoring: str) -> bool:
-    return SCORERS[scoring](annotation, answer) >= 0.5
 
 
 def needle_questions(args: argparse.Namespace, kind: str, limit: int) -> list[Question]:

@@ -1,15 +1,20 @@
 """The VQA scorers against cases worked out by hand from the published rules, and the files they read and refuse."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from eval import vqa, vqa_scoring
 from eval.datasets import Annotation
+from eval.question import Question
 from model.common import UserError
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def annotation(answers, ids=True, **fields):
@@ -275,220 +280,152 @@ def test_summary_by_type_rounds_once():
     }
 
 
-def test_gqa_scores_balanced_questions_only():
-    """Unbalanced questions are there for consistency measures; averaging them in changes published accuracies."""
-    hit = replace(annotation({"yes": 1}, answer_type="binary"), question_id="a")
-    miss = replace(hit, question_id="b", balanced=False)
-    accuracies = vqa_scoring.question_accuracies([hit, miss], {"a": "yes", "b": "no"}, "gqa")
-    assert accuracies == {"a": 1}
-    with pytest.raises(UserError, match="no scored questions"):
-        vqa_scoring.summarize([miss], vqa_scoring.question_accuracies([miss], {"b": "no"}, "gqa"))
+# Files
+
+QUESTIONS = [(70, 7, "Is it red?"), (71, 7, "How many?"), (80, 8, "What is it?")]
+SAID = {70: ("yes/no", "is it", ["yes"] * 10), 71: ("number", "how many", ["2"] * 3 + ["3"] * 7)}
+SAID[80] = "other", "what is", ["dog"] * 2 + ["cat"] * 8
+RESULTS = [{"question_id": n, "answer": text} for n, text in ((80, "A dog."), (70, "yes"), (71, "two"))]
 
 
-# Files and the command
-
-QUESTIONS = {
-    "data_subtype": "val2014",
-    "questions": [
-        {"image_id": 7, "question": "Is it red?", "question_id": 70},
-        {"image_id": 7, "question": "How many?", "question_id": 71},
-        {"image_id": 8, "question": "What is it?", "question_id": 80},
-    ],
-}
-
-
-def _annotated(id_, kind, first, answers):
+def annotated(id_, kind, first, answers):
     records = [{"answer": a, "answer_confidence": "yes", "answer_id": n + 1} for n, a in enumerate(answers)]
-    return {
-        "question_id": id_,
-        "image_id": id_ // 10,
-        "answer_type": kind,
-        "question_type": first,
-        "multiple_choice_answer": answers[0],
-        "answers": records,
-    }
-
-
-ANNOTATIONS = {
-    "annotations": [
-        _annotated(70, "yes/no", "is it", ["yes"] * 10),
-        _annotated(71, "number", "how many", ["2"] * 3 + ["3"] * 7),
-        _annotated(80, "other", "what is", ["dog"] * 2 + ["cat"] * 8),
-    ]
-}
-RESULTS = [
-    {"question_id": 80, "answer": "A dog."},
-    {"question_id": 70, "answer": "yes"},
-    {"question_id": 71, "answer": "two"},
-]
+    types = {"answer_type": kind, "question_type": first, "multiple_choice_answer": answers[0]}
+    return {"question_id": id_, "image_id": id_ // 10, "answers": records} | types
 
 
 @pytest.fixture
-def files(tmp_path):
-    for name, value in (("Q", QUESTIONS), ("A", ANNOTATIONS), ("R", RESULTS)):
-        (tmp_path / name).write_text(json.dumps(value))
-    return tmp_path
+def scores(workplace, capsys):
+    """A function that scores RESULTS, or others, with --json."""
+    asked = [{"image_id": image, "question": text, "question_id": id_} for id_, image, text in QUESTIONS]
+    (workplace / "Q").write_text(json.dumps({"data_subtype": "val2014", "questions": asked}))
+    (workplace / "A").write_text(json.dumps({"annotations": [annotated(id_, *rest) for id_, rest in SAID.items()]}))
+    for image in (7, 8):
+        (workplace / f"COCO_val2014_{image:012d}.jpg").write_bytes(b"")  # looked for, not opened
+
+    def run(*more, results=RESULTS, files="--questions Q --annotations A"):
+        (workplace / "R").write_text(json.dumps(results))
+        vqa.main([*files.split(), *"--images . --results R --json".split(), *more])
+        return json.loads(capsys.readouterr().out)
+
+    return run
 
 
-def arguments(files, *more):
-    paths = {"--questions": "Q", "--annotations": "A", "--results": "R"}
-    return ["score", *(part for flag, name in paths.items() for part in (flag, str(files / name))), *more]
+def values(found: dict, title: str = "R") -> dict:
+    return {line: of["VQA accuracy"] for line, of in found[title]["summary"].items()}
 
 
-def test_score_json(files, capsys):
-    """The keys, the percents or the JSON-only stdout that other programs read have changed."""
-    vqa.main(arguments(files, "--json"))
-    # 1, 3 matches of ten (0.9), 2 matches (0.6): 100 · 2.5 / 3
-    assert json.loads(capsys.readouterr().out) == {
-        "overall": 83.33,
-        "per_answer_type": {"yes/no": 100.0, "number": 90.0, "other": 60.0},
-        "per_question_type": {"is it": 100.0, "how many": 90.0, "what is": 60.0},
-    }
+def test_a_results_file(scores):
+    """The percents have changed: 1, 3 matches of ten (0.9), 2 matches (0.6) make 100 · 2.5 / 3."""
+    types = {"yes/no": 100.0, "number": 90.0, "other": 60.0}
+    questions = {"  is it": 100.0, "  how many": 90.0, "  what is": 60.0}
+    assert values(scores()) == {"overall": 83.33} | types | questions
+    measure = scores()["R"]["measures"]["VQA accuracy, official scoring"]
+    assert measure["mean"] == pytest.approx(250 / 3) and measure["questions"] == 3
 
 
 @pytest.mark.parametrize(
     ("scoring", "overall"), [("paper", 33.33), ("textvqa", 83.33), ("vizwiz", 83.33), ("gqa", 33.33)]
 )
-def test_score_with_another_scorer(files, capsys, scoring, overall):
+def test_another_scorer(scores, scoring, overall):
     """--scoring is not passed on, or its default is not the official one."""
-    vqa.main(arguments(files, "--scoring", scoring, "--json"))
-    assert json.loads(capsys.readouterr().out)["overall"] == overall
-
-
-def test_score_table(files, capsys):
-    """Without --json a reader gets one aligned row a type."""
-    vqa.main(arguments(files))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "VQA accuracy (%), official scoring, 3 questions"
-    assert lines[1].split() == ["overall", "83.33"]
-    assert len({len(line) for line in lines[1:]}) == 1
-
-
-def test_written_results_are_read_back(tmp_path):
-    """Our own results file must be one that the official tools accept."""
-    vqa.write_results(tmp_path / "r.json", {7: "café", 8: ""})
-    assert json.loads((tmp_path / "r.json").read_text()) == [
-        {"question_id": 7, "answer": "café"},
-        {"question_id": 8, "answer": ""},
-    ]
-    assert vqa.read_results(tmp_path / "r.json", [8, 7], "A") == {7: "café", 8: ""}
+    assert values(scores("--scoring", scoring))["overall"] == overall
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "expected"),
+    ("results", "expected"),
     [
-        ("R", RESULTS[:2], ["R", "1 missing id(s) (71)"]),
-        ("R", [*RESULTS, {"question_id": 99, "answer": "x"}], ["R", "1 extra id(s) (99)"]),
-        ("R", [*RESULTS[:2], {"question_id": 99, "answer": "x"}], ["1 missing id(s) (71)", "1 extra id(s) (99)"]),
-        ("R", [*RESULTS, RESULTS[0]], ["R", "duplicate id(s) (80)"]),
-        (
-            "R",
-            [{"question_id": str(n), "answer": "x"} for n in (70, 71, 80)],
-            ["missing id(s) (70, 71, 80)", "extra id(s) ('70'"],
-        ),
-        ("R", [{"question_id": n, "answer": "x"} for n in range(20)], ["(0, 1, 2, 3, 4, …)"]),
-        ("R", [*RESULTS[:2], {"question_id": 71, "answer": 2}], ["R[2]", "(71)", "answer is 2, expected a text"]),
-        ("R", [*RESULTS[:2], {"question_id": 71}], ["R[2]", "answer is missing"]),
-        ("R", [*RESULTS[:2], {"answer": "x"}], ["R[2]", "question_id is missing"]),
-        ("R", [*RESULTS[:2], 71], ["R[2]", "expected an object, found integer"]),
-        ("R", {"70": "yes"}, ["R", "expected a list"]),
-        ("R", [], ["R", "an empty one"]),
-        ("R", '[{"question_id": 70,\n "answer": yes}]', ["R", "line 2, column 12"]),
-        ("R", None, ["R", "not found"]),
-        ("A", {"annotations": ANNOTATIONS["annotations"][:2]}, ["A", "1 question(s)", "have no annotation (80)"]),
-        ("A", {"annotations": ANNOTATIONS["annotations"] * 2}, ["A", "duplicate id(s) (70, 71, 80)"]),
-        ("A", {"annotations": [{"question_id": 70, "answers": []}]}, ["A: annotations[0]", "at least 1"]),
-        (
-            "A",
-            {"annotations": [{"question_id": 70, "answers": [7]}]},
-            ["A: annotations[0]: answers[0]", "expected an object"],
-        ),
-        ("A", {"annotations": [{"question_id": 70}]}, ["A: annotations[0]", "answers is missing"]),
-        ("A", {"annotations": [ANNOTATIONS["annotations"][0] | {"answer_type": []}]}, ["answer_type is []"]),
-        ("A", QUESTIONS, ["A", "no 'annotations' list"]),
-        ("Q", ANNOTATIONS, ["Q", "no 'questions' list"]),
-        ("Q", {"questions": QUESTIONS["questions"][:1] * 2}, ["Q", "duplicate id(s) (70)"]),
-        ("Q", "{", ["Q", "not valid JSON at line 1"]),
+        (RESULTS[:2], "R: ids are 1 missing (71, …)"),
+        ([*RESULTS, {"question_id": 99, "answer": "x"}], "R: ids are 1 extra (99, …)"),
+        ([*RESULTS, RESULTS[0]], "R[3]: id 80 occurs twice"),
+        ([*RESULTS[:2], {"question_id": 71, "answer": 2}], "R[2]: answer is 2"),
+        ([*RESULTS[:2], 71], "R[2]: expected an object"),
     ],
 )
-def test_bad_files_are_named(files, file, content, expected):
+def test_bad_results_are_named(scores, results, expected):
     """A wrong file is scored, or its user is left without the file, the ids and the remedy."""
-    if content is None:
-        (files / file).unlink()
-    else:
-        (files / file).write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(UserError) as caught:
-        vqa.main(arguments(files))
-    message = str(caught.value)
-    assert all(part in message for part in [str(files / file), *expected[file == expected[0] :]]), message
-    assert "\n" not in message
+        scores(results=results)
+    assert str(caught.value).startswith(expected) and "\n" not in str(caught.value)
 
 
+def test_a_scoring_that_cannot_apply_says_so(scores, workplace):
+    """Right answers to a file with one answer a question score 0.00 without a word; the fitting scoring is exact."""
+    one = [annotated(id_, *rest[:2], rest[2][:1]) for id_, rest in SAID.items()]
+    (workplace / "A").write_text(json.dumps({"annotations": one}))
+    for scoring in ("official", "textvqa", "vizwiz"):
+        with pytest.raises(UserError, match=f"A: {scoring} scoring cannot apply.*--scoring gqa"):
+            scores("--scoring", scoring)
+    assert list(scores()["R"]["measures"]) == ["VQA accuracy, gqa scoring"]
+
+
+TYPES = {"types": {"structural": "verify"}, "isBalanced": True}
 GQA = {
-    "1": {"question": "Is it?", "imageId": "7", "answer": "yes", "isBalanced": True, "types": {"structural": "verify"}},
+    "1": {"question": "Is it?", "imageId": "7", "answer": "yes"} | TYPES,
     "2": {"question": "What?", "imageId": "7", "answer": "dog", "isBalanced": True, "types": {"structural": "query"}},
-    "3": {"question": "What?", "imageId": "8", "answer": "cat", "isBalanced": False, "types": {"structural": "query"}},
+    "3": {"question": "What?", "imageId": "8", "answer": "cat"} | TYPES | {"isBalanced": False},  # not scored
 }
-TEXTVQA = {"data": [{"question_id": 1, "image_id": "ab", "question": "Who?", "answers": ["Joe's"] * 10}]}
-VIZWIZ = [
-    {
-        "image": "v_1.jpg",
-        "question": "What?",
-        "answer_type": "other",
-        "answers": [{"answer": "dog", "answer_confidence": "yes"}] * 2
-        + [{"answer": "cat", "answer_confidence": "no"}] * 8,
-    }
-]
+TEXTVQA = {"data": [{"question_id": 1, "image_id": "7", "question": "Who?", "answers": ["Joe's"] * 10}]}
+GIVEN = [{"answer": a, "answer_confidence": "yes"} for a in ["dog"] * 2 + ["cat"] * 8]
+VIZWIZ = [{"image": "7.jpg", "question": "What?", "answer_type": "other", "answers": GIVEN}]
 
 
 @pytest.mark.parametrize(
-    ("scoring", "questions", "results", "summary"),
+    ("scoring", "questions", "results", "expected"),
     [
         (
             "gqa",
             GQA,
-            [{"questionId": str(n), "prediction": p} for n, p in ((1, "Yes."), (2, "cat"), (3, "cat"))],
-            {
-                "overall": 50.0,
-                "per_answer_type": {"binary": 100.0, "open": 0.0},
-                "per_question_type": {"verify": 100.0, "query": 0.0},
-            },
+            [{"questionId": n, "prediction": p} for n, p in (("1", "Yes."), ("2", "cat"), ("3", "cat"))],
+            {"overall": 50.0, "binary": 100.0, "open": 0.0, "  verify": 100.0, "  query": 0.0},
         ),
-        (
-            "textvqa",
-            TEXTVQA,
-            [{"question_id": 1, "answer": "joe's"}],
-            {"overall": 100.0, "per_answer_type": {}, "per_question_type": {}},
-        ),
-        (
-            "vizwiz",
-            VIZWIZ,
-            [{"image": "v_1.jpg", "answer": "A dog"}],
-            {"overall": 60.0, "per_answer_type": {"other": 60.0}, "per_question_type": {}},
-        ),
+        ("textvqa", TEXTVQA, [{"question_id": 1, "answer": "joe's"}], {"overall": 100.0}),
+        ("vizwiz", VIZWIZ, [{"image": "7.jpg", "answer": "A dog"}], {"overall": 60.0, "other": 60.0}),
     ],
 )
-def test_one_file_layouts(tmp_path, capsys, scoring, questions, results, summary):
+def test_one_file_layouts(scores, workplace, scoring, questions, results, expected):
     """GQA, TextVQA and VizWiz publish questions and answers in one file each, in layouts of their own."""
-    (tmp_path / "Q").write_text(json.dumps(questions))
-    (tmp_path / "R").write_text(json.dumps(results))
-    paths = ["--questions", str(tmp_path / "Q"), "--results", str(tmp_path / "R")]
-    vqa.main(["score", *paths, "--scoring", scoring, "--json"])
-    assert json.loads(capsys.readouterr().out) == summary
-    vqa.main(["score", *paths])
-    assert f"{scoring} scoring, {len(results) - (scoring == 'gqa')} questions\n" in capsys.readouterr().out
+    (workplace / "Q").write_text(json.dumps(questions))
+    for image in (7, 8):
+        (workplace / f"{image}.jpg").write_bytes(b"")
+    found = scores(results=results, files="--questions Q")
+    assert values(found) == expected and list(found["R"]["measures"]) == [f"VQA accuracy, {scoring} scoring"]
 
 
-def test_command_fails_with_one_line_and_code_2(files):
+def test_command_fails_with_one_line_and_code_2(scores, workplace):
     """A script that scores cannot tell a bad file from a good one."""
-    (files / "R").write_text("[")
-    command = [sys.executable, "-m", "eval.vqa", *arguments(files, "--json")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    (workplace / "R").write_text("[")
+    command = [sys.executable, "-m", "eval.vqa", *"--questions Q --annotations A --images . --results R".split()]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith(f"error: {files / 'R'}: ") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: R: ") and done.stderr.count("\n") == 1
 
 
 def test_scoring_does_not_load_torch():
-    """Scoring a file takes seconds because the model's library is imported for nothing."""
-    code = "import sys, eval.vqa, eval.needle, eval.pope; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    """What scores needs the model's library: a scorer is read, and reused, without it."""
+    code = "import sys, eval.vqa, eval.mmbench, eval.pope; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+# Guesses from the text alone
+
+
+def test_text_only_guesses_by_hand(scores, workplace):
+    """The baseline knows more than the training questions, or less than their words."""
+
+    def questions(*rows):
+        truths = [Annotation(n, (), answer, "", kind) for n, (_, kind, answer) in enumerate(rows)]
+        return [Question(t.question_id, "", (), text, truth=t) for t, (text, *_) in zip(truths, rows, strict=True)]
+
+    train = [("Is it?", "is", answer) for answer in ("yes", "yes", "no")] + 2 * [("Is he?", "is", "no")]
+    train = questions(*train, ("How many?", "how", "2"), ("How many?", "how", "1"))
+    test = [("Is it?", "is", "x"), ("Is she?", "is", "x"), ("How many?", "how", "x"), ("Why?", "why", "x")]
+    # the question; its type (no 3, yes 2); a tie goes to the first in the alphabet; all (no 3, yes 2, …)
+    assert vqa.text_only_guesses(questions(*test), train) == ["yes", "no", "1", "no"]
+    # without training questions the best constant of each type
+    assert vqa.text_only_guesses(train, []) == ["no"] * 5 + ["1"] * 2
+    assert set(vqa.guess_embedded(600)) == {"overall", "yes/no", "number", "other"}
+    assert 25 < vqa.guess_embedded(600)["overall"] < 45
+    for files in ([], ["Q", "A"]):  # of one answer a question the most frequent is always guessed
+        found = scores("--guess", *files)
+        assert values(found, vqa.GUESS)["yes/no"] == 100 and values(found)["overall"] == 83.33

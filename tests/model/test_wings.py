@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from eval.answer import log_likelihoods
 from eval.records import Record
-from eval.run import log_likelihoods
 from model.attention import LayerCache, Rope, set_attention_backend
 from model.common import UserError
 from model.config import PaliGemmaConfig, TextConfig, VisionConfig

@@ -10,8 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from eval import scenes, vqa
+from eval import scenes
 from eval.records import own_records
+from eval.vqa_scoring import official
 from model.common import UserError
 from tests.files import write_vqav2
 from train import compare
@@ -139,13 +140,13 @@ def test_own_examples_are_asked_and_scored_in_full(tmp_path):
     ]
     write_jsonl(tmp_path, 2)
     (tmp_path / "own.json").write_text(json.dumps(rows))
-    benchmark = measures.benchmark_of(records := own_records(tmp_path / "own.json"))
-    asked = {ask.prefix: (len(ask.images()), ask.before) for ask in vqa.asks_of(benchmark, "{question}")}
+    questions = measures.own_questions(own_records(tmp_path / "own.json"))
+    asked = {question.prefix: (len(question.images()), question.before) for question in questions}
     before = (("a", "b"),)
     assert asked == {"which": (2, ()), "text": (0, ()), "c": (1, before), "colour": (1, ()), "shade": (1, ())}
     for said, scores in (("one alone d red light", [1, 1, 1, 1, 1]), ("two ALONE c blue black", [0, 0, 0, 0.3, 0])):
-        answers = dict(zip((record.name for record in records), said.split(), strict=True))
-        assert list(vqa.question_accuracies(benchmark.annotations, answers).values()) == pytest.approx(scores)
+        found = [official(q.truth, text) for q, text in zip(questions, said.split(), strict=True)]
+        assert found == pytest.approx(scores)
 
 
 def test_a_study_reads_tar_shards(tmp_path, monkeypatch):

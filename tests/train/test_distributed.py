@@ -12,8 +12,9 @@ import torch
 from safetensors import safe_open
 
 from eval import scenes
+from eval.answer import ask_all
+from eval.question import Question
 from eval.records import embedded_records
-from eval.run import Ask, ask_all
 from model.processor import Processor
 from tests.files import write_vqav2
 from tests.runs import WORLD, metrics, refused, torchrun, words
@@ -154,14 +155,14 @@ def as_two(work) -> list:
     return results
 
 
-def questions(folder: Path) -> list[Ask]:
+def questions(folder: Path) -> list[Question]:
     """Free and multiple-choice ones on seven pictures, one of which cannot be read."""
     for number in range(6):
         scenes.sample("vqa", "test", 32 * number).image.save(folder / f"{number}.png")
     (folder / "6.png").write_bytes(b"broken")
     prompts = [("caption en", ()), ("answer en Is there a cat in the image?", ()), ("which", ("yes", "no", "two dogs"))]
     return [
-        Ask(f"{prompt[:3]}-{number}", f"{number}", folder / f"{number}.png", prompt, choices)
+        Question(f"{prompt[:3]}-{number}", f"{number}", folder / f"{number}.png", prompt, choices)
         for prompt, choices in prompts
         for number in range(7)
     ]

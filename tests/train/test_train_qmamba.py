@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from eval.run import log_likelihoods
+from eval.answer import log_likelihoods
 from model.common import UserError
 from model.mamba import MambaLM, initialize_mamba
 from model.qmamba import QMamba

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from eval.command import Ask
-from eval.run import ask_all
+from eval.answer import ask_all
+from eval.question import Question
 from lora import adapter
 from model.common import keep_memory
 from model.device import choose_device
@@ -53,7 +53,7 @@ class Ours(Side):
     def eval(self, batch: int):
         """Questions on pictures in files, to the texts of the answers."""
         processor = Processor.from_source(self.folder)
-        asks = [Ask(str(n), path.name, path, text) for n, (path, text) in enumerate(self.questions())]
+        asks = [Question(str(n), path.name, path, text) for n, (path, text) in enumerate(self.questions())]
         return lambda: ask_all(self.model, processor, asks, max_new_tokens=ANSWER, batch_size=batch)
 
 

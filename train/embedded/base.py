@@ -29,8 +29,8 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from tqdm import tqdm
 
 from eval import scenes
+from eval.question import Question
 from eval.records import sample_record
-from eval.run import Ask
 from model.attention import tapped
 from model.common import run_command
 from model.config import PRESETS
@@ -224,7 +224,7 @@ def accuracies(model: PaliGemma, processor: Processor, count: int, world: World)
     for task in (*scenes.PROBES, "detect", "caption", "vqa", *scenes.NEEDLES):
         samples = [scenes.sample(task, "test", i) for i in range(count * (3 if task == "vqa" else 1))]
         records = [sample_record(s, "test") for s in samples]
-        asks = [Ask(f"{i}", record.key, record.pictures[0], record.prefix) for i, record in enumerate(records)]
+        asks = [Question(f"{i}", record.key, record.pictures[0], record.prefix) for i, record in enumerate(records)]
         answers = ask_together(world, model, processor, asks, max_new_tokens=48)
         hits = {task: [answer == s.suffix for answer, s in zip(answers, samples, strict=True)]}
         for answer_type in sorted({s.answer_type for s in samples} - {None}):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from eval.run import ask_all
+from eval.answer import ask_all
 from lora import adapter
 from model.common import UserError, shown
 from model.paligemma import PaliGemma

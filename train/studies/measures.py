@@ -17,12 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from eval import needle, scenes, vqa
-from eval.command import Ask, ask_of
-from eval.datasets import Annotation, Question, read_questions
+from eval.datasets import Annotation, read_questions
+from eval.question import Question, question_of
 from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record
 from eval.statistics import slope_scores
-from eval.vqa_data import truths_of
-from eval.vqa_scoring import ANNOTATORS
+from eval.vqa_scoring import ANNOTATORS, SCORERS, truths_of
 from model.common import UserError
 from train.data.sources import read_records
 from train.origin import data_fingerprints
@@ -78,13 +77,13 @@ class Task(Measure):
     mark: a hash of questions and right answers.
     """
 
-    asks: Sequence[Ask] = ()
+    asks: Sequence[Question] = ()
     score: Callable[[Sequence[str | None]], list[float]] = lambda answers: []
     labels: Sequence[str] = ()
     mark: str = ""
 
 
-def task_of(title: str, asks: Sequence[Ask], score: Callable, groups: Sequence, truths: object, **more) -> Task:
+def task_of(title: str, asks: Sequence[Question], score: Callable, groups: Sequence, truths: object, **more) -> Task:
     """A task whose pictures are drawn once, where they are drawn. more: fields of a Task."""
     drawn_once = {ask.key: cache(ask.picture) if callable(ask.picture) else ask.picture for ask in asks}
     mark = digest(truths, [(ask.id, ask.prefix, ask.choices, ask.before) for ask in asks])
@@ -93,7 +92,7 @@ def task_of(title: str, asks: Sequence[Ask], score: Callable, groups: Sequence, 
 
 
 def asking(
-    title: str, asks: Sequence[Ask], truths: Sequence[str], right: Callable[[str, str], float] = eq, **more
+    title: str, asks: Sequence[Question], truths: Sequence[str], right: Callable[[str, str], float] = eq, **more
 ) -> Task:
     """A task in which each answer is scored by itself, by right(answer, truth)."""
 
@@ -170,42 +169,35 @@ def existence_task(questions: int, protocol: str, split: str) -> Task:
     a place after short training, as to a needle's question.
     """
     samples = scenes.pope("random", split, -(-questions // 6), objects=EXISTENCE)
-    benchmark = vqa.of_samples(samples, f"{split}/e{EXISTENCE}")
     words = ("yes", "no") if protocol == "constrained" else ()
-    asks = [replace(ask, choices=words) for ask in vqa.asks_of(benchmark)]
-    return benchmark_task(f"is it there, among {EXISTENCE}", benchmark._replace(asks=asks), 50.0)
+    asks = [replace(question, choices=words) for question in vqa.of_samples(samples, f"{split}/e{EXISTENCE}")]
+    return question_task(f"is it there, among {EXISTENCE}", asks, 50.0)
 
 
 def vqa_task(settings: Settings, split: str, limit: int | None, scoring: str = "official") -> Task:
     """VQA on the embedded scenes or on disk. Raises UserError if no pictures are held out."""
     if settings.is_embedded:
         assert limit is not None
-        chance = vqa.blind_embedded(limit)["overall"] if split == "test" else None
-        return benchmark_task("VQA", vqa.embedded(limit, split), chance, scoring=scoring)
-    benchmark, template = held_out_vqa(settings, split, limit)
-    return benchmark_task("VQA", benchmark, None, template, scoring)
+        chance = vqa.guess_embedded(limit)["overall"] if split == "test" else None
+        return question_task("VQA", vqa.embedded(limit, split), chance, scoring)
+    return question_task("VQA", held_out_vqa(settings, split, limit), None, scoring)
 
 
-def benchmark_task(
-    title: str, benchmark: vqa.Benchmark, chance: float | None, template: str = vqa.PROMPT, scoring: str = "official"
-) -> Task:
-    """Questions about pictures. One whose picture cannot be read is wrong."""
-    numbers, annotations = [question.question_id for question in benchmark.questions], benchmark.annotations
+def question_task(title: str, asks: Sequence[Question], chance: float | None, scoring: str = "official") -> Task:
+    """Questions about pictures, whose truth is an `Annotation`. One whose picture cannot be read is wrong."""
+    truths = [question.truth for question in asks]
 
     def score(answers: Sequence[str | None]) -> list[float]:
-        said = dict(zip(numbers, [answer or "" for answer in answers], strict=True))
-        return list(vqa.question_accuracies(annotations, said, scoring).values())
+        return [SCORERS[scoring](truth, answer or "") for answer, truth in zip(answers, truths, strict=True)]
 
-    groups = [question.image for question in benchmark.questions]
-    asks = vqa.asks_of(benchmark, template)
-    return task_of(title, asks, score, groups, (scoring, annotations), chance=chance)
+    return task_of(title, asks, score, [question.key for question in asks], (scoring, truths), chance=chance)
 
 
 # Held-out questions on disk
 
 
-def held_out_vqa(settings: Settings, split: str, limit: int | None) -> tuple[vqa.Benchmark, str]:
-    """`limit` questions on disk, drawn at random, and their prompt.
+def held_out_vqa(settings: Settings, split: str, limit: int | None) -> list[Question]:
+    """`limit` questions on disk, drawn at random.
 
     They are about the pictures held out from training, one half for each split. If VQAv2's val2014 files are in the
     same folder, those are the test split. Raises UserError if no pictures are held out.
@@ -227,9 +219,8 @@ def held_out_vqa(settings: Settings, split: str, limit: int | None) -> tuple[vqa
     chosen = set(names if limit is None else random.Random(f"vqa/{split}").sample(names, min(limit, len(names))))
     if kind == "vqav2":
         paths, images = [folder / name for name in files], settings.images or folder
-        benchmark = vqa.from_files(*paths, images, only=chosen, allow_outside=settings.allow_outside)
-        return benchmark, settings.prompt
-    return benchmark_of([record for record in held_out if record.name in chosen]), "{question}"
+        return vqa.from_files(*paths, images, settings.prompt, only=chosen)[0]
+    return own_questions([record for record in held_out if record.name in chosen])
 
 
 @lru_cache(maxsize=1)  # both splits
@@ -242,16 +233,15 @@ def _held_out(settings: Settings) -> Sequence[Record]:
     return readable
 
 
-def benchmark_of(records: Sequence[Record]) -> vqa.Benchmark:
-    """A user's records as a benchmark; of a conversation the last answer is asked.
+def own_questions(records: Sequence[Record]) -> list[Question]:
+    """The questions of a user's records; of a conversation the last answer is asked.
 
     Answers by ANNOTATORS or more people are scored as VQAv2's. Of fewer each is right: it counts as given by ten; if
     there is only one, the official scorer does not normalise it.
     """
-    questions, annotations = [], []
+    questions = []
     for record in records:
         given = record.answers if len(record.answers) >= ANNOTATORS else truths_of(record) * 10
         answers = tuple({"answer": answer, "answer_id": number} for number, answer in enumerate(given))
-        questions.append(Question(record.name, record.key, record.prefix))
-        annotations.append(Annotation(record.name, answers, record.suffix))
-    return vqa.Benchmark(questions, annotations, {}, asks=[ask_of(record) for record in records])
+        questions.append(question_of(record, truth=Annotation(record.name, answers, record.suffix)))
+    return questions

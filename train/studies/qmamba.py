@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from eval import scenes
-from eval.command import Ask
+from eval.question import Question
 from eval.report import markdown_table
 from model.paligemma import PaliGemma
 from train.flags import flag
@@ -163,7 +163,7 @@ def tasks_of(settings: Settings, split: str, limit: int) -> dict[str, Task]:
 def scene_task(name: str, split: str, limit: int) -> Task:
     """One task of the embedded scenes. Guessing: the likeliest answer of training to the same words."""
     samples = [scenes.sample(name, split, number) for number in range(limit)]
-    asks = [Ask(str(n), str(s.image_id), s.scene.render, s.prefix) for n, s in enumerate(samples)]
+    asks = [Question(str(n), str(s.image_id), s.scene.render, s.prefix) for n, s in enumerate(samples)]
     seen = [scenes.sample(name, "train", number) for number in range(2_000)]
     chance = scenes.blind(seen, samples)["overall"]
     return asking(name, asks, [sample.suffix for sample in samples], chance=chance)

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from eval import scenes
-from eval.command import Ask, ask_of
+from eval.question import Question, question_of
 from eval.records import Record
 from eval.report import interval_text, markdown_table
 from eval.shift import GROUPS, measure, put_slot
@@ -177,7 +177,7 @@ def looked_at(settings: Settings) -> list[Record]:
 def text_task(split: str, limit: int) -> Task:
     """Sentences without a picture, the text tasks in turn."""
     texts = [sentence([*TASKS][n % len(TASKS)], split, n // len(TASKS)) for n in range(limit)]
-    asks = [Ask(f"{number}", f"{number}", (), text.prefix) for number, text in enumerate(texts)]
+    asks = [Question(f"{number}", f"{number}", (), text.prefix) for number, text in enumerate(texts)]
     return asking("text alone", asks, [text.suffix for text in texts], rungs=[text.task for text in texts])
 
 
@@ -187,7 +187,7 @@ def tasks_of(settings: Settings, split: str, limit: int) -> dict[str, Task]:
     if settings.is_embedded:
         records = [scene(split, number) for number in range(limit)]
         truths = [record.suffix for record in records]
-        pictures = asking("pictures", [ask_of(record) for record in records], truths, share_named)
+        pictures = asking("pictures", [question_of(record) for record in records], truths, share_named)
     else:
         pictures = vqa_task(settings, split, limit)
     return {TEXT: text_task(split, limit), PICTURES: replace(pictures, in_mean=False)}

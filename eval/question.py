@@ -1,0 +1,63 @@
+"""One question to a model about pictures. Benchmarks make it, `eval/answer.py` asks it, and the scorers read it."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from eval.records import Record, gray_picture
+
+Picture = Path | Image.Image | Callable[[], Any]  # a file, an image, or a function that draws or opens one
+Answer = str | list[float]  # a text; or, of a question whose choices are `scored`, their log-probabilities in nats
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt about a picture or several, and what is known about the right answer.
+
+    id: unique, as in the data. key: names the pictures; questions with one key share them, and their encoding.
+    prefix: the prompt. choices: if given, the answer is the likeliest of them, each with its end token; if also
+    `scored`, the list of their log-probabilities without it. Without choices the answer is decoded greedily.
+    files: those that a function among the pictures reads; if one is replaced, the question is asked anew.
+    before: earlier turns, prompts with their answers. truth: what the benchmark's `score` compares with.
+    kind: a line of the benchmark's table. group: questions of one group are not independent (default: key).
+    """
+
+    id: int | str
+    key: str
+    picture: Picture | Sequence[Picture]
+    prefix: str
+    choices: tuple[str, ...] = ()
+    files: Collection[Path] = ()
+    before: tuple[tuple[str, str], ...] = ()
+    scored: bool = False
+    truth: Any = None
+    kind: str = ""
+    group: str = ""
+
+    @property
+    def pictures(self) -> list[Picture]:
+        return list(self.picture) if isinstance(self.picture, list | tuple) else [self.picture]
+
+    def images(self) -> list:
+        """The opened pictures: files, images, or arrays of pixels. A lone function may return a list of them."""
+        opened = [picture() if callable(picture) else picture for picture in self.pictures]
+        return opened[0] if len(opened) == 1 and isinstance(opened[0], list | tuple) else opened
+
+    def versions(self) -> list[tuple[str, int, int]]:
+        """Path, size and time of the files of the pictures: a replaced file is another picture."""
+        files = [*self.files, *(picture for picture in self.pictures if isinstance(picture, Path))]
+        stats = [(str(path.absolute()), path.stat()) for path in files if path.is_file()]
+        return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+    def blind(self) -> "Question":
+        """The same question with every picture gray; all of them share one encoding."""
+        count = len(self.pictures)
+        return replace(self, key=f"gray {count}", picture=(gray_picture,) * count, files=()) if count else self
+
+
+def question_of(record: Record, **more: Any) -> Question:
+    """The question of a record's last turn."""
+    return Question(record.name, record.key, record.pictures, record.prefix, before=record.turns[:-1], **more)
