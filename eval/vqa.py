@@ -35,7 +35,7 @@ from eval.datasets import (
 )
 from eval.question import Question, question_of
 from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record, groups_of, read_data, source_parts
-from eval.vqa_scoring import SCORERS, answerability, check_scoring, exact_match, summarize, truths_of, vqa_accuracy
+from eval.vqa_scoring import SCORERS, answerability, check_scoring, record_scores, summarize, truths_of
 from model.common import UserError, run_command, shown, write_text
 
 NAMES = {"gqa": ("questionId", "prediction"), "vizwiz": ("image", "answer")}  # in their servers' files
@@ -123,9 +123,7 @@ class Vqa(Benchmark):
     def score(self, question, answer):
         truth = question.truth
         if isinstance(truth, Record):
-            people = vqa_accuracy(answer, truth.answers)
-            scores = {"exact match": float(exact_match(answer, truths_of(truth)))}
-            return scores if people is None else scores | {"VQA accuracy": people}
+            return record_scores(truth, answer)
         if truth is None or question.scored or self.scoring == "gqa" and not truth.balanced:
             return {}
         return {f"VQA accuracy, {self.scoring} scoring": SCORERS[self.scoring](truth, answer)}

@@ -153,6 +153,13 @@ def answerability(is_unanswerable: Sequence[bool], scores: Sequence[float]) -> d
     }
 
 
+def record_scores(record: Record, answer: str) -> dict[str, float]:
+    """Exact match of an own example, and VQA accuracy where enough people have answered."""
+    scores = {"exact_match": float(exact_match(answer, truths_of(record)))}
+    accuracy = vqa_accuracy(answer, record.answers)
+    return scores if accuracy is None else scores | {"vqa_accuracy": accuracy}
+
+
 def truths_of(record: Record) -> list[str]:
     """The right answers of an own example, its suffix included; an empty one is none."""
     given = [*record.answers, *[record.suffix] * (record.suffix not in record.answers)]

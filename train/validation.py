@@ -20,7 +20,7 @@ from torch import nn
 
 from eval.question import question_of
 from eval.records import Record, blind
-from eval.vqa_data import score
+from eval.vqa_scoring import record_scores
 from model.common import UserError, write_text
 from model.device import autocast_of
 from model.paligemma import MAX_LOGITS, PaliGemma
@@ -73,7 +73,10 @@ class HeldOut:
                 options = {"max_new_tokens": longest, "progress": title, "left_out": {}}
                 said = dict(zip(numbers, ask_together(self.world, model, self.processor, asks, **options), strict=True))
         answers = [said.get(number) for number in range(len(records))]
-        measured = {"exact_match": {}, "vqa_accuracy": {}} | score(self.records, answers)
+        measured: dict[str, dict[str, float]] = {"exact_match": {}, "vqa_accuracy": {}}
+        for record, answer in zip(self.records, answers, strict=True):
+            for measure, value in [] if answer is None else record_scores(record, answer).items():
+                measured[measure][record.name] = value
         matches = [measured["exact_match"].get(record.name) for record in self.records]
         scores = {"loss": math.fsum(loss for loss in losses if loss is not None) / tokens if tokens else None}
         scores |= {name: 100 * sum(by.values()) / len(by) if by else None for name, by in measured.items()}

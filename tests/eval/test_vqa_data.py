@@ -26,15 +26,15 @@ def test_every_question_is_scored_by_what_its_data_has(tmp_path):
         record = Record("a", "a", (), (("what?", suffix),), answers)
         return vqa.Vqa().score(question_of(record, truth=record), said)
 
-    assert score("red ", "Red") == {"exact match": 1} and score("blue", "Red") == {"exact match": 0}
-    assert score("TWO", "x", ("one", "two")) == {"exact match": 1}
+    assert score("red ", "Red") == {"exact_match": 1} and score("blue", "Red") == {"exact_match": 0}
+    assert score("TWO", "x", ("one", "two")) == {"exact_match": 1}
     scores = score("no", "yes", ("yes",) * 9 + ("no",))
-    assert scores == {"exact match": 1, "VQA accuracy": pytest.approx(0.3)}
+    assert scores == {"exact_match": 1, "vqa_accuracy": pytest.approx(0.3)}
     lines = [{"prefix": "what", **given} for given in ({"suffix": " "}, {"answers": ["", ""]}, {"answers": ["a", ""]})]
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
     records = read_data(f"jsonl:{tmp_path / 'own.jsonl'}")
     assert sorted(len(record.turns) for record in records) == [0, 0, 1]
-    assert vqa.Vqa().score(question_of(records[0], truth=records[0]), "") == {"exact match": 0}
+    assert vqa.Vqa().score(question_of(records[0], truth=records[0]), "") == {"exact_match": 0}
 
 
 def test_own_examples(source, workplace, monkeypatch, capsys):
@@ -60,8 +60,8 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
     said, gray = ({(e["answer"], int(e["id"][-1]) % 2) for e in part} for part in (logged[:6], logged[6:]))
     assert len(logged) == 12 and len(gray) == 2 < len(said)  # gray: one answer a prompt
     printed = json.loads(printed)
-    assert printed["random"]["measures"]["exact match"]["mean"] == 0
-    assert printed["random, blind"]["measures"]["exact match"]["questions"] == 6
+    assert printed["random"]["measures"]["exact_match"]["mean"] == 0
+    assert printed["random, blind"]["measures"]["exact_match"]["questions"] == 6
 
     for line, result in zip(lines, results, strict=True):  # now every answer is right, in capitals
         line["suffix"] = f" {result['answer'].upper()}\n"
