@@ -24,11 +24,11 @@ from model.chat import TextTokenizer, load_text_tokenizer
 from model.common import UserError, file_errors, quoted, read_json, shown
 from model.device import DTYPES, choose_device, choose_dtype
 from model.language import LanguageModel
-from model.language_config import LanguageConfig
 from model.mamba import KERNELS, choose_kernel
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.source import EMBEDDED
+from model.system_configs import LanguageConfig
 from weights.load import load_model
 
 
