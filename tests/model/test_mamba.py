@@ -3,28 +3,24 @@
 import functools
 import importlib.util
 import math
-import sys
-import types
+import tempfile
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
-from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
-from eval import vqa
 from model import scan
+from model.common import UserError
 from model.generate import generate
 from model.mamba import Mamba, MambaLM, choose_kernel, initialize_mamba
-from model.scan import BLOCK, _kernel_scan, selective_scan, use_kernel
+from model.scan import BLOCK, selective_scan, use_kernel
 from model.system_configs import MAMBA_PRESETS, MambaConfig
 from tests.reference import relative_error
-from train import finetune
+from weights.load import load_mamba
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The scan
-# ---------------------------------------------------------------------------------------------------------------------
+# --- the scan --------------------------------------------------------------------------------------------------------
 
 
 def loop(x, delta, A, B, C, state):
@@ -58,17 +54,18 @@ def run_with_gradients(function, inputs, dtype):
     return [*outputs, *(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs)]
 
 
+def errors(function, inputs, dtype=torch.float32) -> list[float]:
+    """Of y, the last state, and the gradients of x, Δ, A, B, C and the first state, against the loop in fp64."""
+    mine, exact = run_with_gradients(function, inputs, dtype), run_with_gradients(loop, inputs, torch.float64)
+    return [relative_error(a, b) for a, b in zip(mine, exact, strict=True)]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("chunk", [None, 1, 5, BLOCK, BLOCK + 3, 1000])
 @pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
 def test_scan_equals_a_loop_in_fp64(length, chunk):
     """Breaks when outputs, last state or any gradient depart at any length, on a block's or a chunk's border too."""
-    inputs = scan_inputs(length)
-    mine = run_with_gradients(lambda *args: selective_scan(*args, chunk=chunk), inputs, torch.float32)
-    exact = run_with_gradients(loop, inputs, torch.float64)
-    names = ("y", "last state", "x", "delta", "A", "B", "C", "first state")
-    for name, a, b in zip(names, mine, exact, strict=True):
-        assert relative_error(a, b) <= 2e-6, name
+    assert max(errors(functools.partial(selective_scan, chunk=chunk), scan_inputs(length))) <= 2e-6
 
 
 @pytest.mark.parametrize("chunk", [None, 8])
@@ -77,82 +74,22 @@ def test_large_and_small_steps_are_exact(scale, chunk):
     """Breaks when decay is divided by or taken apart in logarithms: exp(Δ A) underflows here, and 1/exp(Δ A) is ∞."""
     inputs = scan_inputs(50, scale=scale)
     inputs[1][:, ::3] = 0.0  # steps that keep the state whole among others that wipe it out
-    mine = run_with_gradients(lambda *args: selective_scan(*args, chunk=chunk), inputs, torch.float32)
-    exact = run_with_gradients(loop, inputs, torch.float64)
-    for a, b in zip(mine, exact, strict=True):
-        assert torch.isfinite(a).all()
-        assert relative_error(a, b) <= 1e-5
+    assert max(errors(functools.partial(selective_scan, chunk=chunk), inputs)) <= 1e-5
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("chunk", [None, 3])
-def test_gradcheck(chunk):
-    """Breaks when the backward pass written by hand is not the derivative of the forward pass."""
+@pytest.mark.parametrize("outputs", [slice(0, 1), slice(1, 2), slice(0, 2)], ids=["y", "state", "both"])
+def test_gradcheck(chunk, outputs):
+    """Breaks when the backward pass written by hand is not the derivative of the forward pass, or needs both losses."""
     inputs = [tensor.requires_grad_() for tensor in scan_inputs(8, batch=1, channels=3, size=2)]
-    inputs[1].data[:, :4] *= 1e-3  # the series of the slope near 0
-    assert torch.autograd.gradcheck(functools.partial(selective_scan, chunk=chunk), inputs)
-
-
-@pytest.mark.parametrize("output", [0, 1])
-def test_either_output_alone_has_a_gradient(output):
-    """Breaks when a loss of the state alone, or of y alone, cannot be differentiated."""
-    inputs = scan_inputs(20)
-    mine = run_with_gradients(lambda *args: selective_scan(*args)[output : output + 1], inputs, torch.float64)
-    exact = run_with_gradients(lambda *args: loop(*args)[output : output + 1], inputs, torch.float64)
-    for a, b in zip(mine, exact, strict=True):
-        torch.testing.assert_close(a, b)
+    assert torch.autograd.gradcheck(lambda *args: selective_scan(*args, chunk=chunk)[outputs], inputs)
 
 
 def test_a_large_batch_is_read_by_rows(monkeypatch):
     """Breaks when the rows that share a cache are put together in another order, or lose a part of A's gradient."""
-    inputs = scan_inputs(20, batch=5)
-    exact = run_with_gradients(loop, inputs, torch.float64)
-    monkeypatch.setattr("model.scan.CACHE_SIZE", 2 * BLOCK * 6 * 5)  # two rows at a time
-    for a, b in zip(run_with_gradients(selective_scan, inputs, torch.float64), exact, strict=True):
-        assert relative_error(a, b) <= 1e-12
-
-
-def test_the_kernel_is_called_as_it_wants(monkeypatch):
-    """Breaks when sequences or states are handed to mamba_ssm's scan in another layout than it takes and returns."""
-    interface = types.ModuleType("mamba_ssm.ops.selective_scan_interface")
-    interface.selective_scan_fn = mamba_selective_scan  # transformers' stand-in for it, of the same signature
-    monkeypatch.setitem(sys.modules, "mamba_ssm", types.ModuleType("mamba_ssm"))
-    monkeypatch.setitem(sys.modules, "mamba_ssm.ops", types.ModuleType("mamba_ssm.ops"))
-    monkeypatch.setitem(sys.modules, interface.__name__, interface)
-    inputs = [tensor.float() for tensor in scan_inputs(20)[:5]]
-    for a, b in zip(_kernel_scan(*inputs), selective_scan(*inputs), strict=True):
-        assert relative_error(a, b) <= 1e-5
-
-
-def test_an_absent_kernel_is_told(monkeypatch):
-    """Breaks when a machine without the package or without CUDA, or a model without Mamba, learns of it in the middle
-    of a run, or never."""
-    if importlib.util.find_spec("mamba_ssm"):
-        pytest.skip("mamba_ssm is installed")
-    with pytest.raises(ValueError, match="pip install mamba-ssm"):
-        use_kernel()
-    with pytest.raises(ValueError, match="mamba_ssm is not installed"):
-        finetune.main(["--arch", "qmamba", "--stage", "1", "--kernel", "mamba_ssm", "--device", "cpu"])
-    with pytest.raises(ValueError, match="no Mamba layers"):
-        vqa.main(["--model", "embedded", "--limit", "1", "--kernel", "mamba_ssm", "--device", "cpu"])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    with pytest.raises(ValueError, match="on CUDA alone, not on cpu"):
-        choose_kernel(Mamba(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1)), "mamba_ssm", "cpu")
-
-
-@pytest.mark.gpu
-def test_the_kernel_equals_the_scan():
-    """Breaks when mamba_ssm computes another recurrence, or its gradients differ."""
-    pytest.importorskip("mamba_ssm")
-    inputs = [tensor.float().cuda() for tensor in scan_inputs(100)[:5]]
-    mine = run_with_gradients(lambda *args: selective_scan(*args)[:1], inputs, torch.float32)
-    use_kernel()
-    try:
-        theirs = run_with_gradients(lambda *args: selective_scan(*args)[:1], inputs, torch.float32)
-    finally:
-        use_kernel(False)
-    for a, b in zip(theirs, mine, strict=True):
-        assert relative_error(a, b) <= 1e-4
+    monkeypatch.setattr(scan, "CACHE_SIZE", 2 * BLOCK * 6 * 5)  # two rows at a time
+    assert max(errors(selective_scan, scan_inputs(20, batch=5), torch.float64)) <= 1e-12
 
 
 def test_scan_goes_on_from_its_state():
@@ -173,24 +110,9 @@ def test_the_recurrence_is_computed_in_fp32(autocast):
     """Breaks when bf16 inputs or autocast round the state at every step, forward or backward."""
     inputs = [tensor.bfloat16() for tensor in scan_inputs(60)]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        mine = run_with_gradients(selective_scan, inputs, torch.float32 if autocast else torch.bfloat16)
-    assert mine[0].dtype == mine[1].dtype == torch.float32
-    for index, (a, b) in enumerate(zip(mine, run_with_gradients(loop, inputs, torch.float64), strict=True)):
-        # the gradient of a bf16 input is rounded once, at the end
-        assert relative_error(a, b) <= 2e-6 + (0.0 if autocast or index < 2 else 2**-8)
-
-
-def test_a_gpu_s_scan_holds_few_blocks(monkeypatch):
-    """Breaks when, on a GPU, the states of a whole long sequence are in memory, or blocks are put together wrongly."""
-    inputs = scan_inputs(100)
-    monkeypatch.setattr(scan, "GPU_SIZE", 2 * 6 * 5 * 30)  # 30 steps of these two rows
-    steps, spied = [], scan._states
-    monkeypatch.setattr(scan, "_states", lambda *args, **more: steps.append(args[1].shape[1]) or spied(*args, **more))
-    chunk = 30
-    mine = run_with_gradients(functools.partial(selective_scan, chunk=chunk), inputs, torch.float32)
-    for a, b in zip(mine, run_with_gradients(loop, inputs, torch.float64), strict=True):
-        assert relative_error(a, b) <= 2e-6
-    assert steps == [25] * 8  # four blocks of nearly equal length, in both passes
+        found = errors(selective_scan, inputs, torch.float32 if autocast else torch.bfloat16)
+    # the gradient of a bf16 input is rounded once, at the end
+    assert max(found[:2]) <= 2e-6 and max(found[2:]) <= 2e-6 + (0.0 if autocast else 2**-8)
 
 
 @pytest.mark.parametrize("chunk", [None, 32])
@@ -205,9 +127,34 @@ def test_few_states_are_kept_for_the_backward_pass(chunk):
     assert sum(kept) <= sequences + length / BLOCK * channels * size < length * channels * size
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The language model
-# ---------------------------------------------------------------------------------------------------------------------
+def test_an_absent_kernel_is_told(monkeypatch):
+    """Breaks when a machine without the package or CUDA, or a model without Mamba, learns of it in a run, or never."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install mamba-ssm"):
+        use_kernel()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(UserError, match="CUDA"):
+        choose_kernel(Mamba(MambaConfig(9, 8, 1)), "mamba_ssm", "cpu")
+    with pytest.raises(UserError, match="no Mamba layers"):
+        choose_kernel(torch.nn.Identity(), "mamba_ssm", "cuda")
+
+
+@pytest.mark.gpu
+def test_the_kernel_equals_the_scan():
+    """Breaks when mamba_ssm computes another recurrence, or its gradients differ."""
+    pytest.importorskip("mamba_ssm")
+    inputs = [tensor.float().cuda() for tensor in scan_inputs(100)[:5]]
+    mine = run_with_gradients(lambda *args: selective_scan(*args)[:1], inputs, torch.float32)
+    use_kernel()
+    try:
+        theirs = run_with_gradients(lambda *args: selective_scan(*args)[:1], inputs, torch.float32)
+    finally:
+        use_kernel(False)
+    for a, b in zip(theirs, mine, strict=True):
+        assert relative_error(a, b) <= 1e-4
+
+
+# --- the language model ----------------------------------------------------------------------------------------------
 
 
 def hf_mamba(seed: int = 0, **sizes) -> transformers.MambaForCausalLM:
@@ -230,10 +177,10 @@ def hf_mamba(seed: int = 0, **sizes) -> transformers.MambaForCausalLM:
 
 
 def ours(hf, dtype: torch.dtype = torch.float32) -> MambaLM:
-    """The same model: every name but the tied head's, and no other."""
-    model = MambaLM(MambaConfig.from_dict(hf.config.to_dict())).to(dtype)
-    model.load_state_dict({name: tensor for name, tensor in hf.state_dict().items() if name != "lm_head.weight"})
-    return model
+    """The same model through the production path."""
+    with tempfile.TemporaryDirectory() as folder:
+        hf.save_pretrained(folder)
+        return load_mamba(folder, dtype)
 
 
 def prompts(lengths=(9, 4, 1), seed: int = 1) -> dict[str, torch.Tensor]:
@@ -274,27 +221,21 @@ def test_every_layer_equals_transformers():
         assert relative_error(mine, theirs) <= 1e-6
 
 
-def test_bf16_is_at_least_as_exact_as_transformers():
-    """Breaks when something that must be computed in fp32 is not."""
-    hf, inputs = hf_mamba(hidden_size=64), prompts((24, 24))
-    with torch.no_grad():
-        exact = hf(**inputs).logits
-        mine = ours(hf, torch.bfloat16)(**inputs)
-        theirs = hf.to(torch.bfloat16)(**inputs).logits
-    assert relative_error(mine, exact) <= 1.1 * relative_error(theirs, exact)
-
-
 def test_a_bf16_layer_rounds_only_what_it_must(monkeypatch):
     """Breaks when residual, step size, or the convolution's sum are rounded to bf16, or the norm rounds elsewhere."""
     hf = hf_mamba(conv_kernel=4)
+    with torch.no_grad():
+        exact, mine = hf(**prompts((24, 24))).logits, ours(hf, torch.bfloat16)(**prompts((24, 24)))
+        theirs = hf.to(torch.bfloat16)(**prompts((24, 24))).logits
+    assert relative_error(mine, exact) <= 1.1 * relative_error(theirs, exact)
     layer = ours(hf, torch.bfloat16).backbone.layers[0]
     mixer, h = layer.mixer, torch.randn(2, 30, 36, generator=torch.Generator().manual_seed(0))
     mixer.dt_proj.bias.data -= 6.0
     seen = {}
 
-    def spy(x, delta, *rest, **options):
+    def spy(x, delta, *rest):
         seen.update(x=x, delta=delta)
-        return selective_scan(x, delta, *rest, **options)
+        return selective_scan(x, delta, *rest)
 
     monkeypatch.setattr("model.mamba.selective_scan", spy)
     with torch.no_grad():
@@ -309,65 +250,19 @@ def test_a_bf16_layer_rounds_only_what_it_must(monkeypatch):
         assert torch.equal(layer.norm(h.bfloat16()), hf.bfloat16().backbone.layers[0].norm(h.bfloat16()))
 
 
-@pytest.mark.parametrize("parts", [(1,) * 12, (12,), (5, 7), (1, 4, 1, 6), (2, 1, 9)])
-def test_prefill_equals_single_steps(parts):
-    """Breaks when the state after a part is not what the rest needs: the scan's, or the convolution's last inputs."""
-    model = ours(hf_mamba())
-    ids = torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        whole = model(ids)
-    for model.backbone.checkpointing in (False, True):
-        with torch.set_grad_enabled(model.backbone.checkpointing):
-            cache = model.new_cache()
-            read = torch.cat([model(part, cache=cache) for part in ids.split(parts, dim=1)], dim=1)
-        assert relative_error(read, whole) <= 1e-6
-
-
-@pytest.mark.parametrize("parts", [(4, 8), (6, 5, 1), (11, 1)])
-def test_a_padded_prompt_is_read_in_parts(parts):
-    """Breaks when the mask of all that was read is laid over the part at hand from its wrong end."""
-    model, inputs = ours(hf_mamba()), prompts((12, 9))
-    valid, cache, read, seen = inputs["attention_mask"].bool(), model.new_cache(), [], 0
-    with torch.no_grad():
-        for part in inputs["input_ids"].split(parts, dim=1):
-            seen += part.shape[1]
-            read.append(model(part, inputs["attention_mask"][:, :seen], cache=cache))
-        assert relative_error(torch.cat(read, dim=1)[valid], model(**inputs)[valid]) <= 1e-6
-
-
-@pytest.mark.parametrize("side", ["left", "right", "middle"])
-def test_padding_within_what_follows_changes_nothing(side):
+@pytest.mark.parametrize("places", [[4, 5], [0, 1], [0, 5]], ids=["left", "right", "middle"])
+def test_padding_within_what_follows_changes_nothing(places):
     """Breaks when a state fades over the padding of a later part, or the last inputs before it are lost."""
-    model, lengths = ours(hf_mamba()), (5, 2, 1, 4)
-    generator = torch.Generator().manual_seed(5)
-    first, last = (torch.randint(0, 60, (4, width), generator=generator) for width in (6, 3))
-    second = [torch.randint(0, 60, (length,), generator=generator) for length in lengths]
-    place = {"left": lambda n: range(6 - n, 6), "right": range, "middle": lambda n: [*range(n - 1), 5]}[side]
-    ids, mask, cache = torch.full((4, 6), 9), torch.zeros(4, 6, dtype=torch.long), model.new_cache()
-    for row, text in enumerate(second):
-        ids[row, list(place(len(text)))], mask[row, list(place(len(text)))] = text, 1
+    model, generator = ours(hf_mamba()), torch.Generator().manual_seed(5)
+    first, second, last = (torch.randint(0, 60, (1, width), generator=generator) for width in (6, 2, 3))
+    ids, mask, cache = torch.full((1, 6), 9), torch.zeros(1, 6, dtype=torch.long), model.new_cache()
+    ids[:, places], mask[:, places] = second, 1
     with torch.no_grad():
+        whole = model(torch.cat((first, second, last), dim=1))
         model(first, cache=cache)
         read = model(ids, torch.cat((torch.ones_like(first), mask), dim=1), cache=cache)
-        after = model(last, cache=cache)
-        for row, text in enumerate(second):
-            whole = model(torch.cat((first[row], text, last[row]))[None])[0, 6:]
-            assert relative_error(read[row, mask[row].bool()], whole[: len(text)]) <= 1e-6
-            assert relative_error(after[row], whole[len(text) :]) <= 1e-6
-
-
-def test_padding_changes_nothing_on_either_side():
-    """Breaks when a row's logits depend on its neighbours, or on where its padding is: left, right or in between."""
-    model, inputs = ours(hf_mamba()), prompts()
-    together = model(**inputs)
-    for row, valid in enumerate(inputs["attention_mask"].bool()):
-        alone = inputs["input_ids"][row : row + 1, valid]
-        expected = model(alone)[0]
-        assert relative_error(together[row, valid], expected) <= 1e-6
-        for place in (slice(0, len(expected)), slice(5, 5 + len(expected))):
-            ids, mask = torch.full((1, 16), 7), torch.zeros(1, 16, dtype=torch.long)
-            ids[:, place], mask[:, place] = alone, 1
-            assert relative_error(model(ids, mask)[0, place], expected) <= 1e-6
+        assert relative_error(read[:, places], whole[:, 6:8]) <= 1e-6
+        assert relative_error(model(last, cache=cache), whole[:, 8:]) <= 1e-6
 
 
 @pytest.mark.long
@@ -383,17 +278,6 @@ def test_greedy_equals_transformers(lengths):
         ends = (b == 1).nonzero()
         assert a.tolist() == b[: int(ends[0]) + 1 if len(ends) else None].tolist()
     assert len({tuple(row.tolist()) for row in mine}) == len(lengths)
-
-
-def test_right_padded_prompts_are_answered_alike():
-    """Breaks when the state of a right-padded row goes on fading over its padding."""
-    model, inputs = ours(hf_mamba()), prompts()
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    left = generate(model, ids, None, torch.zeros_like(ids), mask, 12)
-    rolled = [torch.stack([row.roll(int(m.sum())) for row, m in zip(t, mask, strict=True)]) for t in (ids, mask)]
-    assert rolled[1][1].tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 0]
-    right = generate(model, rolled[0], None, torch.zeros_like(ids), rolled[1], 12)
-    assert [row.tolist() for row in left] == [row.tolist() for row in right]
 
 
 def test_memory_and_work_of_a_step_are_constant():
@@ -412,32 +296,9 @@ def test_memory_and_work_of_a_step_are_constant():
     assert read(1) == read(10) == read(300) == (3 * 4 * (2 * 72 + 5 * 72), read(1)[1])
 
 
-def test_checkpointed_gradients_are_the_same():
-    """Breaks when recomputing activations changes what is learned."""
-    model, inputs = ours(hf_mamba()), prompts()
-    model(**inputs).square().mean().backward()
-    plain = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    model.backbone.checkpointing = True
-    model(**inputs).square().mean().backward()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.grad, plain[name]), name
-
-
-def test_positions_to_keep_are_rows_of_all_logits():
-    """Breaks when the head runs on other positions than those asked for, after rows were reordered for padding too."""
-    model, inputs = ours(hf_mamba()), prompts()
-    inputs = {name: tensor.flip(1) for name, tensor in inputs.items()}  # padding on the right
-    logits, mask = model(**inputs), inputs["attention_mask"].bool()
-    for positions, expected in ((mask, logits[mask]), (2, logits[:, -2:]), (torch.tensor([[3], [1], [0]]), None)):
-        expected = logits[torch.arange(3), [3, 1, 0]][:, None] if expected is None else expected
-        assert relative_error(model(**inputs, positions_to_keep=positions), expected) <= 1e-6
-
-
 def test_initialization_is_the_published_one():
     """Breaks when a fresh model starts elsewhere: A = −1 … −N, steps from 0.001 to 0.1, out_proj scaled by depth."""
-    config = MambaConfig(vocab_size=500, hidden_size=64, num_hidden_layers=4)
-    model = Mamba(config)
+    model = Mamba(MambaConfig(vocab_size=500, hidden_size=64, num_hidden_layers=4))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(9.0)
@@ -458,26 +319,11 @@ def test_initialization_is_the_published_one():
             (mixer.out_proj.weight, 128**-0.5 / 4**0.5),
         ):
             assert 0.97 * bound < weight.abs().max() <= bound
-    again = Mamba(config)
-    initialize_mamba(again, seed=3)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sizes and mistakes
-# ---------------------------------------------------------------------------------------------------------------------
 
 # config.json of state-spaces/mamba-130m, the original repository's; its tensors have 50280 rows
-ORIGINAL = {
-    "d_model": 768,
-    "n_layer": 24,
-    "vocab_size": 50277,
-    "ssm_cfg": {},
-    "rms_norm": True,
-    "residual_in_fp32": True,
-    "fused_add_norm": True,
-    "pad_vocab_size_multiple": 8,
-}
+ORIGINAL = {"d_model": 768, "n_layer": 24, "vocab_size": 50277, "ssm_cfg": {}, "rms_norm": True}
+ORIGINAL |= {"residual_in_fp32": True, "fused_add_norm": True, "pad_vocab_size_multiple": 8}
 
 
 def test_configs_are_read_and_written():
@@ -488,8 +334,25 @@ def test_configs_are_read_and_written():
     assert (sized.state_size, sized.conv_kernel, sized.intermediate_size, sized.rank) == (8, 3, 2304, 7)
     config = MambaConfig(vocab_size=60, hidden_size=40, num_hidden_layers=3, state_size=5, eos_token_id=1)
     theirs = transformers.MambaConfig.from_dict(config.to_dict())
-    assert MambaConfig.from_dict(config.to_dict()) == config
     assert MambaConfig.from_dict(theirs.to_dict()).rank == config.rank == theirs.time_step_rank == 3
     shapes = {name: tensor.shape for name, tensor in transformers.MambaForCausalLM(theirs).state_dict().items()}
     del shapes["lm_head.weight"]
     assert {name: tensor.shape for name, tensor in MambaLM(config).state_dict().items()} == shapes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "mamba2"},
+        {"ssm_cfg": {"layer": "Mamba2"}},
+        {"attn_layer_idx": [3]},
+        {"rms_norm": False},
+        {"use_bias": True},
+        {"tie_embeddings": False},
+    ],
+    ids=str,
+)
+def test_other_models_are_refused(change):
+    """Breaks when a checkpoint that this code does not compute is built anyway."""
+    with pytest.raises(UserError, match="Mamba 1"):
+        MambaConfig.from_dict(ORIGINAL | change)

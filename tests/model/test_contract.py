@@ -1,0 +1,170 @@
+"""What every model promises: a cache, other rows, the side of the padding, checkpointing and the choice of positions
+change nothing. One contract for all models that answer."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from model.config import PaliGemmaConfig, TextConfig, VisionConfig
+from model.differential import graft
+from model.generate import generate
+from model.language import LanguageModel, TextModel
+from model.mamba import MambaLM
+from model.paligemma import PaliGemma
+from model.qmamba import QMamba
+from model.system_configs import (
+    LanguageConfig,
+    LanguageWingsConfig,
+    MambaConfig,
+    ProjectorConfig,
+    QMambaConfig,
+    TextModelConfig,
+    WingsConfig,
+)
+from model.wings import Wings
+from tests.reference import randomize, relative_error, right_padded
+
+IMAGE, SLOTS = 63, 4  # a picture takes four tokens
+ROWS = ((5, 6), (2, 4), (1, 5))  # tokens of prefix and suffix; the longest passes the window
+VISION = VisionConfig(20, 28, 3, 2, patch_size=14, image_size=28)
+GEMMA = TextConfig("gemma", 64, 24, 40, 3, 2, 1, head_dim=16)
+# soft caps saturate, and half as many heads are left for pairs
+GEMMA2 = replace(GEMMA, model_type="gemma2", num_attention_heads=4, num_key_value_heads=2, sliding_window=6)
+GEMMA2 = replace(GEMMA2, attn_logit_softcapping=50.0, final_logit_softcapping=30.0, query_pre_attn_scalar=24)
+QWEN = replace(GEMMA, model_type="qwen2", hidden_activation="silu", tie_word_embeddings=False)
+BASE = PaliGemmaConfig(VISION, GEMMA, IMAGE)
+MAMBA = MambaConfig(64, 28, 3, state_size=5, conv_kernel=3, eos_token_id=1, bos_token_id=2)
+PROJECTOR = ProjectorConfig(queries=4, hidden_size=24, num_blocks=2, num_attention_heads=4, state_size=6)
+WIDE = replace(VISION, image_size=42, feature_layer=-2)  # nine features for four queries
+MODELS = {
+    "paligemma 1": lambda: PaliGemma(BASE),
+    "paligemma 2": lambda: PaliGemma(replace(BASE, text=GEMMA2)),
+    **{kind: lambda kind=kind: grafted(kind) for kind in ("shared", "split", "twin", "v2", "dex")},
+    "wings 1": lambda: Wings(WingsConfig.beside(BASE, rank=5, routed=False)),
+    "wings 2": lambda: Wings(WingsConfig.beside(BASE, rank=5)),
+    "wings by row": lambda: Wings(WingsConfig.beside(BASE, rank=5, router="row", router_width=8, rotary=False)),
+    "wings on qwen": lambda: Wings(LanguageWingsConfig(VISION, QWEN, IMAGE, rank=5)),
+    "gemma": lambda: LanguageModel(LanguageConfig(GEMMA, (1,), 0)),
+    "gemma 2": lambda: LanguageModel(LanguageConfig(GEMMA2, (1,), 0)),
+    "qwen": lambda: LanguageModel(LanguageConfig(QWEN, (1, 2))),
+    "plain transformer": lambda: text_model(False),
+    "differential transformer": lambda: text_model(True),
+    "mamba": lambda: MambaLM(MAMBA),
+    "q-mamba": lambda: QMamba(QMambaConfig(WIDE, PROJECTOR, MAMBA, IMAGE)),
+}
+
+
+def grafted(kind: str) -> PaliGemma:
+    model = PaliGemma(replace(BASE, text=GEMMA2))
+    graft(model, kind)
+    return model
+
+
+def text_model(differential: bool) -> TextModel:
+    config = TextModelConfig.of(replace(GEMMA2, model_type="gemma"), differential)
+    model = TextModel(config)
+    model.config = LanguageConfig(config.text, (1,), 0)  # it has no tokens of its own
+    return model
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    torch.manual_seed(0)
+    model = MODELS[request.param]().eval()
+    randomize(model)
+    return model
+
+
+def batch(model) -> dict[str, torch.Tensor | None]:
+    """Left-padded rows: a picture's tokens if the model reads pictures, then prefix and suffix."""
+    vision = getattr(model.config, "vision", None)
+    generator = torch.Generator().manual_seed(1)
+    slot = SLOTS if vision else 0
+    width = slot + max(map(sum, ROWS))
+    ids = torch.zeros(len(ROWS), width, dtype=torch.long)
+    types, valid = torch.zeros_like(ids), torch.zeros_like(ids)
+    for row, (prefix, suffix) in enumerate(ROWS):
+        start = width - slot - prefix - suffix
+        ids[row, start : start + slot] = IMAGE
+        ids[row, start + slot :] = torch.randint(3, IMAGE, (prefix + suffix,), generator=generator)
+        types[row, width - suffix :] = 1
+        valid[row, start:] = 1
+    pixels = None
+    if vision:
+        pixels = torch.rand(len(ROWS), 3, vision.image_size, vision.image_size, generator=generator) * 2 - 1
+    return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": types, "attention_mask": valid}
+
+
+def alone(inputs: dict, row: int) -> dict:
+    """One row without its padding."""
+    valid = inputs["attention_mask"][row].bool()
+    taken = {name: None if t is None else t[row : row + 1] for name, t in inputs.items()}
+    return {name: t if name == "pixel_values" else t[:, valid] for name, t in taken.items()}
+
+
+@torch.no_grad()
+def test_cached_is_uncached(model):
+    """Breaks when a token read with a cache sees other keys, positions, masks or states than in one pass over all."""
+    inputs = batch(model)
+    logits, valid = model(**inputs), inputs["attention_mask"].bool()
+    ids, types, width = inputs["input_ids"], inputs["token_type_ids"], valid.shape[1]
+    for parts in ((1, 1, 1, 1), (1, 3), (2, 2)):
+        cache, at, read = model.new_cache(width), 0, []
+        for size in (width - 4, *parts):
+            seen = {"token_type_ids": types[:, : at + size], "attention_mask": inputs["attention_mask"][:, : at + size]}
+            pixels = None if at else inputs["pixel_values"]
+            read.append(model(ids[:, at : at + size], pixel_values=pixels, cache=cache, **seen))
+            at += size
+        assert relative_error(torch.cat(read, dim=1)[valid], logits[valid]) <= 2e-6, parts
+
+
+@torch.no_grad()
+def test_a_row_depends_on_nothing_but_itself(model):
+    """Breaks when other rows, or the side of the padding, change what a row computes."""
+    inputs = batch(model)
+    logits, valid = model(**inputs), inputs["attention_mask"].bool()
+    moved = right_padded(inputs)
+    right = model(**moved)[moved["attention_mask"].bool()]
+    assert relative_error(right, logits[valid]) <= 2e-6
+    for row in range(len(ROWS)):
+        assert relative_error(model(**alone(inputs, row))[0], logits[row, valid[row]]) <= 2e-6
+
+
+@pytest.mark.long
+def test_answers_alone_together_and_padded_on_the_right(model):
+    """Breaks when an answer depends on the other rows, or on the padding's side."""
+    inputs = batch(model)
+    together = [row.tolist() for row in generate(model, **inputs, max_new_tokens=10)]
+    assert len({tuple(row) for row in together}) > 1
+    assert [row.tolist() for row in generate(model, **right_padded(inputs), max_new_tokens=10)] == together
+    for row in range(len(ROWS)):
+        assert generate(model, **alone(inputs, row), max_new_tokens=10)[0].tolist() == together[row]
+
+
+@pytest.mark.long
+def test_checkpointed_gradients_are_the_same(model):
+    """Breaks when recomputing activations changes what is learned."""
+    inputs, gradients = batch(model), []
+    for on in (False, True):
+        if isinstance(model, MambaLM):
+            model.backbone.checkpointing = on
+        else:
+            model.set_checkpointing(on)
+        model.zero_grad()
+        model(**inputs).square().mean().backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
+
+
+@torch.no_grad()
+def test_positions_to_keep_are_rows_of_all_logits(model):
+    """Breaks when the head runs on other positions than those to keep, on either side of the padding."""
+    for inputs in (batch(model), right_padded(batch(model))):
+        logits, mask = model(**inputs), inputs["token_type_ids"].bool() & inputs["attention_mask"].bool()
+        index = torch.tensor([[3, 5], [4, 10], [0, 7]])
+        each = torch.stack([row[i] for row, i in zip(logits, index, strict=True)])
+        picks = [(mask, logits[mask]), (2, logits[:, -2:]), (index[0], logits[:, index[0]]), (index, each)]
+        for positions, expected in picks:
+            assert relative_error(model(**inputs, positions_to_keep=positions), expected) <= 2e-6
