@@ -21,20 +21,22 @@ import torch
 from eval import figures
 from eval.command import add_flag, command_parser, positive, whole
 from eval.datasets import fill_prompt
-from eval.session import (
+from eval.open import (
     Subject,
     add_model_flags,
-    check_figure,
     is_language_model,
     model_of,
     open_language_model,
     open_model,
+    out_folder,
     stored_prompt,
 )
 from model.common import UserError, quoted, run_command, shown
 from model.generate import NonFiniteError, ask, ask_text, check_options
 from model.images import load_image
 from model.processor import parse_boxes
+
+BATCH = 16  # prompts at a time
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -54,87 +56,78 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     # bad input is reported before a large model is read
     check_options(args.max_new_tokens, args.temperature, args.top_p)
-    check_figure(args.draw)
-    images = {name: load_image(name) for name in args.image}
-    if not all(text.strip() for text in args.prompt + args.question) or not args.prompt + args.question:
-        raise UserError(
-            "--prompt, --question: none is given, or one is empty: write what to answer, such as 'caption en'"
-        )
+    if args.draw:
+        figures.check_name(args.draw)
+        out_folder(args.draw.parent)
+    for name in args.image:
+        load_image(name)
+    texts = args.prompt + args.question
+    if not texts or not all(text.strip() for text in texts):
+        raise UserError("--prompt, --question: none is given, or one is empty: write one, such as 'caption en'")
     subject = model_of(args)
-    if is_language_model(subject.source):
-        show(args, ask_for_text(args, subject))
+    answers = about_text(args, subject) if is_language_model(subject.source) else about_pictures(args, subject)
+    if args.draw:
+        drawn = []
+        for name in args.image:
+            boxes = [box for answer in answers if answer["image"] == name for box in answer["boxes"]]
+            sides, labels = [box["box"] for box in boxes], [box["label"] for box in boxes]
+            drawn.append(figures.draw_boxes(load_image(name), sides, labels, least=448))
+        names = [Path(name).name for name in args.image]
+        figures.save(drawn[0] if len(drawn) == 1 else figures.contact_sheet(drawn, names, size=448), args.draw)
+    if args.json:
+        print(json.dumps(answers, ensure_ascii=False, indent=1))
         return
+    for answer in answers:
+        print(" | ".join(shown(answer[name], 10_000) for name in ("image", "prompt", "answer") if name in answer))
+        for box in answer.get("boxes", ()):
+            left, top, right, bottom = box["box"]
+            print(f"    {shown(box['label'])}: x {left} to {right}, y {top} to {bottom} pixels")
+    if args.draw:
+        print(f"{args.draw}: {sum(len(answer['boxes']) for answer in answers)} boxes")
+
+
+def about_pictures(args: Namespace, subject: Subject) -> list[dict]:
+    """The answer to each prompt about each picture, and its boxes. Raises UserError."""
     if args.chat or not args.image:
         wrong = "has no turns: leave out --chat" if args.chat else "answers about pictures: give --image FILE"
         raise UserError(f"{shown(subject.name)} {wrong}, or give a language model for text alone")
     prompts = args.prompt + [fill_prompt(stored_prompt(subject), question) for question in args.question]
     print(f"{shown(subject.name)} answers", file=sys.stderr)
     model, processor = open_model(args, subject)
-    asked = [(name, prompt) for name in images for prompt in prompts]
-    try:
-        texts = ask(
-            model,
-            processor,
-            [images[name] for name, _ in asked],
-            [prompt for _, prompt in asked],
-            args.max_new_tokens,
-            **sampling_of(args, model),
-        )
-    except NonFiniteError as error:
-        name, prompt = asked[error.rows[0]]
-        raise NonFiniteError(error.rows, f"{shown(name)}, {quoted(prompt)}") from None
-    answers = []
-    for (name, prompt), text in zip(asked, texts, strict=True):
-        found = parse_boxes(text, *images[name].size)
-        boxes = [{"label": label, "box": [round(side, 1) for side in box]} for label, box in found]
-        answers.append({"image": name, "prompt": prompt, "answer": text, "boxes": boxes})
-
-    if args.draw:
-        figures.save(draw(images, answers), args.draw)
-    show(args, answers)
+    asked, answers, sampling = [(name, prompt) for name in args.image for prompt in prompts], [], options(args, model)
+    for start in range(0, len(asked), BATCH):
+        names, texts = zip(*asked[start : start + BATCH], strict=True)
+        images = {name: load_image(name) for name in dict.fromkeys(names)}
+        pictures = [images[name] for name in names]
+        try:
+            said = ask(model, processor, pictures, texts, args.max_new_tokens, **sampling)
+        except NonFiniteError as error:
+            row = error.rows[0]
+            raise NonFiniteError(error.rows, f"{shown(names[row])}, {quoted(texts[row])}") from None
+        for name, prompt, text in zip(names, texts, said, strict=True):
+            boxes = parse_boxes(text, *images[name].size)
+            boxes = [{"label": label, "box": [round(side, 1) for side in box]} for label, box in boxes]
+            answers.append({"image": name, "prompt": prompt, "answer": text, "boxes": boxes})
+    return answers
 
 
-def show(args: Namespace, answers: list[dict]) -> None:
-    """Print the answers."""
-    if args.json:
-        print(json.dumps(answers, ensure_ascii=False, indent=1))
-        return
-    for answer in answers:
-        print(" | ".join(shown(answer[name], 10_000) for name in ("image", "prompt", "answer") if name in answer))
-        for found in answer.get("boxes", ()):
-            left, top, right, bottom = found["box"]
-            print(f"    {shown(found['label'])}: x {left} to {right}, y {top} to {bottom} pixels")
-    if args.draw:
-        print(f"{args.draw}: {sum(len(answer['boxes']) for answer in answers)} boxes")
-
-
-def ask_for_text(args: Namespace, subject: Subject) -> list[dict]:
-    """The answers of a language model, which reads no pictures."""
+def about_text(args: Namespace, subject: Subject) -> list[dict]:
+    """The answers of a language model, which reads no pictures. Raises UserError."""
     refused = {"--image": args.image, "--question": args.question, "--draw": args.draw, "--adapter": subject.run}
     if given := [name for name, value in refused.items() if value]:
         raise UserError(f"{shown(subject.name)} is a language model for text alone: leave out {', '.join(given)}")
     model, tokenizer = open_language_model(args, subject)
     try:
-        texts = ask_text(model, tokenizer, args.prompt, args.max_new_tokens, args.chat, **sampling_of(args, model))
+        texts = ask_text(model, tokenizer, args.prompt, args.max_new_tokens, args.chat, **options(args, model))
     except NonFiniteError as error:
         raise NonFiniteError(error.rows, quoted(args.prompt[error.rows[0]])) from None
     return [{"prompt": prompt, "answer": text} for prompt, text in zip(args.prompt, texts, strict=True)]
 
 
-def sampling_of(args: Namespace, model: torch.nn.Module) -> dict:
+def options(args: Namespace, model: torch.nn.Module) -> dict:
     """The options of `generate` that the flags name."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(args.seed)
     return {"temperature": args.temperature, "top_p": args.top_p, "generator": generator}
-
-
-def draw(images: dict, answers: list[dict]):
-    """One picture with the boxes of its answers, or a sheet of several. Small pictures are enlarged."""
-    drawn = []
-    for name, image in images.items():
-        found = [box for answer in answers if answer["image"] == name for box in answer["boxes"]]
-        labels = [box["label"] for box in found]
-        drawn.append(figures.draw_boxes(image, [box["box"] for box in found], labels, least=448))
-    return drawn[0] if len(drawn) == 1 else figures.contact_sheet(drawn, [Path(name).name for name in images], size=448)
 
 
 if __name__ == "__main__":

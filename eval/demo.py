@@ -8,28 +8,25 @@ In: a model. Out: a page on this machine alone (127.0.0.1). It loads nothing fro
 question is answered at a time. Pictures are kept in a temporary folder, which is deleted at the end.
 """
 
-import argparse
 import html
 import os
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event
 from typing import Any, NamedTuple
 
-import torch
 from PIL import Image
 
 from eval import figures, scenes
 from eval.command import add_flag, command_parser, positive, whole
-from eval.explore.command import add_answer, add_plain
-from eval.explore.gallery import Question
-from eval.explore.page import Case, page
-from eval.session import Subject, add_model_flags, model_of, open_model, open_plain
+from eval.explore.page import page
+from eval.explore.record import Case
+from eval.open import Subject, add_model_flags, model_of, open_model, open_plain
 from model.common import UserError, run_command, shown
 from model.generate import generate
 from model.images import FORMATS, load_image
@@ -39,12 +36,11 @@ from model.source import EMBEDDED
 
 MOST_MEGABYTES, MOST_PIXELS = 20, 40_000_000  # of an upload
 GRADIO = "gradio>=6,<7"
-EXAMPLES = (
-    (192, "answer en Where is the dog?"),
-    (193, "answer en How many objects are there in the image?"),
-    (192, "detect dog"),
-    (200, "caption en"),
-)
+EXAMPLES = {  # scenes of the test split, and their prompts
+    192: ("answer en Where is the dog?", "detect dog"),
+    193: ("answer en How many objects are there in the image?",),
+    200: ("caption en",),
+}
 STYLE = """
 .gradio-container { width: 100%; max-width: 1180px !important; margin: 0 auto !important; }
 .image-frame img { width: 100% !important; height: 100% !important; object-fit: contain !important; }
@@ -53,6 +49,7 @@ STYLE = """
 #look iframe { width: 100%; height: 1180px; border: 1px solid var(--border-color-primary); border-radius: 14px; }
 footer { display: none !important; }
 """
+MODEL_THREAD = ThreadPoolExecutor(1)  # all work of the model: the explorer's taps must see no other forward pass
 
 
 class Opened(NamedTuple):
@@ -62,6 +59,10 @@ class Opened(NamedTuple):
     processor: Processor
     subject: Subject
     limit: int
+
+
+class Cancelled(Exception):
+    """Nobody waits for the answer any more."""
 
 
 def read_upload(path: str | None) -> Image.Image:
@@ -82,46 +83,46 @@ def read_upload(path: str | None) -> Image.Image:
 
 
 def stream(opened: Opened, image: Image.Image, prompt: str) -> Iterator[str]:
-    """The answer as far as it has come, after each token. Raises UserError."""
+    """The answer as far as it has come, after each token; closed early, it stops the model. Raises UserError."""
     if not prompt.strip():
         raise UserError("there is no question: write one, such as 'caption en'")
     model, processor, _, limit = opened
     batch = processor([image], [prompt]).to(next(model.parameters()).device)
-    news: SimpleQueue[Any] = SimpleQueue()
+    tokens, cancelled = SimpleQueue[int | None](), Event()
+
+    def receive(token: Any) -> None:
+        if cancelled.is_set():
+            raise Cancelled
+        tokens.put(int(token))
 
     def run() -> None:
         try:
             inputs = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
-            generate(model, *inputs, limit, on_token=lambda token: news.put(int(token)))
-            news.put(None)
-        except Exception as error:  # is raised where the answer is awaited
-            news.put(error)
+            generate(model, *inputs, limit, on_token=receive)
+        finally:
+            tokens.put(None)
 
-    Thread(target=run, daemon=True).start()
-    ids: list[int] = []
-    while (new := news.get()) is not None:
-        if isinstance(new, Exception):
-            raise new
-        ids.append(new)
-        yield processor.decode(ids)
-
-
-def with_boxes(image: Image.Image, text: str) -> Image.Image | None:
-    """The picture with the boxes of an answer, None if it has none."""
-    found = parse_boxes(text, *image.size)
-    return (
-        figures.draw_boxes(image, [box for _, box in found], [name for name, _ in found], least=448) if found else None
-    )
+    future, ids = MODEL_THREAD.submit(run), []
+    try:
+        while (token := tokens.get()) is not None:
+            ids.append(token)
+            yield processor.decode(ids)
+        future.result()  # raises what ended the generation
+    finally:
+        cancelled.set()
 
 
 def explored(opened: Opened, image: Image.Image, prompt: str) -> str:
-    """The explorer's page for this question."""
+    """The explorer's page for this question. Raises UserError."""
     model, processor, subject, limit = opened
     case = Case(image, prompt)
-    add_answer(case, Question(image, prompt), model, processor, subject.title, limit)
-    if subject.run is not None:
-        weight = next(model.parameters())
-        add_plain(case, subject.title, open_plain(subject, weight))
+
+    def run() -> None:
+        case.ask(subject.title, model, processor, limit)
+        if subject.run is not None:
+            case.add_plain(subject.title, open_plain(subject, next(model.parameters())))
+
+    MODEL_THREAD.submit(run).result()
     return page([case], f"{prompt} · {subject.title}")
 
 
@@ -135,25 +136,9 @@ def load_gradio():
     return gradio
 
 
-def example_rows(folder: Path) -> list[list[str]]:
-    """Scenes of the embedded base, written to `folder`, and a prompt for each."""
-    rows = []
-    for number, (index, prompt) in enumerate(EXAMPLES):
-        path = folder / f"scene-{number}.png"
-        scenes.sample("vqa", "test", index).image.save(path)
-        rows.append([str(path), prompt])
-    return rows
-
-
 def build(opened: Opened, folder: Path) -> Any:
     """The page, a `gradio.Blocks`; the pictures of its examples are written to `folder`."""
     gradio = load_gradio()
-
-    def told(function, *arguments):
-        try:
-            yield from function(*arguments)
-        except UserError as error:
-            raise gradio.Error(str(error), print_exception=False) from None
 
     def check(path):
         try:
@@ -164,15 +149,23 @@ def build(opened: Opened, folder: Path) -> Any:
         return gradio.skip()
 
     def ask(path, prompt):
-        image, text = read_upload(path), ""
-        for text in stream(opened, image, prompt):
-            yield text, gradio.skip(), ""
-        drawn = with_boxes(image, text)
-        yield text, gradio.update(value=drawn, visible=drawn is not None), ""
+        try:
+            image, text = read_upload(path), ""
+            for text in stream(opened, image, prompt):
+                yield text, gradio.skip(), ""
+        except UserError as error:
+            raise gradio.Error(str(error), print_exception=False) from None
+        boxes, drawn = parse_boxes(text, *image.size), None
+        if boxes:
+            drawn = figures.draw_boxes(image, [box for _, box in boxes], [name for name, _ in boxes], least=448)
+        yield text, gradio.update(value=drawn, visible=bool(boxes)), ""
 
     def explore(path, prompt):
-        text = explored(opened, read_upload(path), prompt)
-        yield f'<iframe title="attention explorer" sandbox="allow-scripts" srcdoc="{html.escape(text)}"></iframe>'
+        try:
+            text = explored(opened, read_upload(path), prompt)
+        except UserError as error:
+            raise gradio.Error(str(error), print_exception=False) from None
+        return f'<iframe title="attention explorer" sandbox="allow-scripts" srcdoc="{html.escape(text)}"></iframe>'
 
     with gradio.Blocks(title="Ask the model", analytics_enabled=False, delete_cache=(600, 1800)) as blocks:
         gradio.Markdown(f"# Ask about a picture\n`{shown(opened.subject.name)}` answers, on this machine alone.")
@@ -180,65 +173,47 @@ def build(opened: Opened, folder: Path) -> Any:
             with gradio.Column():
                 picture = gradio.Image(type="filepath", sources=["upload", "clipboard"], label="Picture", height=380)
                 picture.preprocess = lambda payload: payload and payload.path  # nothing is decoded unchecked
-                prompt = gradio.Textbox(label="Prompt", value=EXAMPLES[0][1], submit_btn="Ask", elem_id="prompt")
+                prompt = gradio.Textbox(label="Prompt", value=EXAMPLES[192][0], submit_btn="Ask", elem_id="prompt")
             with gradio.Column():
                 answer = gradio.Textbox(label="Answer", interactive=False, elem_id="answer")
-                boxes = gradio.Image(
-                    label="Boxes",
-                    visible=False,
-                    interactive=False,
-                    format="png",
-                    elem_id="boxes",
-                    height=380,
-                    buttons=["download", "fullscreen"],
-                )
+                looks = {"interactive": False, "format": "png", "buttons": ["download", "fullscreen"]}
+                boxes = gradio.Image(label="Boxes", visible=False, elem_id="boxes", height=380, **looks)
                 inside = gradio.Button("Where did it look?", elem_id="inside")
                 if opened.subject.source == EMBEDDED:
-                    gradio.Examples(example_rows(folder), [picture, prompt], label="Scenes of the embedded base")
+                    for index in EXAMPLES:
+                        scenes.sample("vqa", "test", index).image.save(folder / f"scene-{index}.png")
+                    rows = [[f"{folder}/scene-{index}.png", text] for index, of in EXAMPLES.items() for text in of]
+                    gradio.Examples(rows, [picture, prompt], label="Scenes of the embedded base")
         look = gradio.HTML(elem_id="look")
         options: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1, "api_visibility": "private"}
         picture.upload(check, picture, picture, **options)
-        prompt.submit(partial(told, ask), [picture, prompt], [answer, boxes, look], **options)
-        inside.click(partial(told, explore), [picture, prompt], look, **options)
+        prompt.submit(ask, [picture, prompt], [answer, boxes, look], **options)
+        inside.click(explore, [picture, prompt], look, **options)
     return blocks.queue(max_size=8, default_concurrency_limit=1)
 
 
 def serve(blocks: Any, port: int | None) -> str:
     """Start the page in threads of this process; returns its address. Raises UserError if the port is taken."""
-    gradio = load_gradio()
-    theme = gradio.themes.Base(
-        primary_hue="orange", neutral_hue="stone", font=["system-ui", "sans-serif"], font_mono=["monospace"]
-    )
+    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["monospace"]}
+    theme = load_gradio().themes.Base(primary_hue="orange", neutral_hue="stone", **fonts)
+    local = {"server_name": "127.0.0.1", "server_port": port, "share": False, "max_file_size": f"{MOST_MEGABYTES}mb"}
+    quiet = {"ssr_mode": False, "quiet": True, "prevent_thread_lock": True, "footer_links": []}
     try:
-        _, url, _ = blocks.launch(
-            server_name="127.0.0.1",
-            server_port=port,
-            max_file_size=f"{MOST_MEGABYTES}mb",
-            share=False,
-            ssr_mode=False,
-            quiet=True,
-            prevent_thread_lock=True,
-            footer_links=[],
-            theme=theme,
-            css=STYLE,
-        )
+        return blocks.launch(**local, **quiet, theme=theme, css=STYLE)[1]
     except OSError as error:
         raise UserError(f"--port {port}: {error}") from None
-    return url
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.demo", __doc__)
     add_model_flags(parser)
     add_flag(parser, "--max-new-tokens", "limit of an answer's tokens", 64, type=positive, metavar="N")
-    add_flag(
-        parser, "--port", "of 127.0.0.1 (default: the first free one from 7860)", type=whole(1, 65535), metavar="N"
-    )
-    args: argparse.Namespace = parser.parse_args(argv)
+    port = "of 127.0.0.1 (default: the first free one from 7860)"
+    add_flag(parser, "--port", port, type=whole(1, 65535), metavar="N")
+    args = parser.parse_args(argv)
     load_gradio()
     subject = model_of(args)
     opened = Opened(*open_model(args, subject), subject, args.max_new_tokens)
-    torch.set_grad_enabled(False)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
         tempfile.tempdir = os.environ["GRADIO_TEMP_DIR"] = folder

@@ -1,4 +1,4 @@
-"""Figures, drawn with Pillow alone: heatmaps, line and interval charts, contact sheets, boxes.
+"""Figures, drawn with Pillow alone: heatmaps, charts with intervals, contact sheets, boxes.
 
 In: numbers and pictures. Out: `PIL.Image` in RGB, which `save` writes; on white, so that one file is legible on light
 and on dark pages.
@@ -20,10 +20,12 @@ from model.common import UserError, atomic_path, shown
 
 DENSITY, SMOOTH = 2, 2
 
+WIDTH, HEIGHT = 680, 400  # of a chart
 INK, SOFT, GRID, PAPER = (34, 34, 34), (110, 110, 110), (226, 226, 226), (255, 255, 255)
 # Okabe and Ito's palette, which color-blind readers can distinguish
 SERIES = ((0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167), (86, 180, 233), (230, 159, 0), (90, 90, 90))
 HIT, MISS = SERIES[2], SERIES[1]
+TICK, CROSS = [[(-4, 0), (-1, 3.5), (4.5, -4)]], [[(-4, -4), (4, 4)], [(-4, 4), (4, -4)]]
 ACCURACIES = ((255, 247, 200), (102, 190, 186), (18, 78, 138))  # 0, 1/2 and 1: ever darker, also without color
 
 Color = tuple[int, int, int]
@@ -61,17 +63,9 @@ class Canvas:
     def line(self, points: Sequence[Point], color: Color = INK, width: float = 1.0) -> None:
         self.draw.line([tuple(self._px(x, y)) for x, y in points], color, *self._px(width), joint="curve")
 
-    def box(
-        self,
-        left: float,
-        top: float,
-        right: float,
-        bottom: float,
-        fill: Color | None = None,
-        outline: Color | None = None,
-        width: float = 1.0,
-    ) -> None:
-        self.draw.rectangle(self._px(left, top, right, bottom), fill, outline, *self._px(width))
+    def box(self, *sides: float, fill: Color | None = None, outline: Color | None = None, width: float = 1.0) -> None:
+        """sides: left, top, right, bottom."""
+        self.draw.rectangle(self._px(*sides), fill, outline, *self._px(width))
 
     def dot(self, x: float, y: float, radius: float, color: Color) -> None:
         self.draw.ellipse(self._px(x - radius, y - radius, x + radius, y + radius), color)
@@ -100,8 +94,6 @@ class Canvas:
 
 
 _font = lru_cache(ImageFont.load_default)  # by its size in pixels
-
-
 _SPELLED = {"–": "-", "—": "-", "−": "-", "×": "x", "λ": "lambda", "≥": ">=", "≤": "<="}
 
 
@@ -119,19 +111,15 @@ def text_width(text: str, size: float) -> float:
 def wrap(text: str, width: float, size: float, lines: int) -> list[str]:
     """`text` broken into at most `lines` lines of `width` points, "..." where it is cut."""
     result, words = [""], printable(text).split()
-    while words:
-        longer = f"{result[-1]} {words[0]}".strip()
-        if text_width(longer, size) <= width:
-            result[-1] = longer
-            words.pop(0)
-        elif result[-1] and len(result) < lines:
-            result.append("")
-        else:  # the last line is full, or one word is wider than a line
-            cut = longer
-            while cut and text_width(cut + "...", size) > width:
-                cut = cut[:-1]
-            result[-1] = cut.rstrip() + "..."
-            break
+    for word in words:
+        longer = f"{result[-1]} {word}".strip()
+        if text_width(longer, size) > width and result[-1] and len(result) < lines:
+            result, longer = [*result, ""], word
+        if text_width(longer, size) > width:  # the last line is full, or a word is wider than a line
+            while longer and text_width(f"{longer}...", size) > width:
+                longer = longer[:-1]
+            return [*result[:-1], f"{longer.rstrip()}..."]
+        result[-1] = longer
     return result
 
 
@@ -172,7 +160,7 @@ def heatmaps(
             for col, value in enumerate(values):
                 color = GRID if math.isnan(value) or note else accuracy_color(value)
                 x, y = x0 + col * wide, top + row * size
-                sheet.box(x, y, x + wide, y + size, color, PAPER)
+                sheet.box(x, y, x + wide, y + size, fill=color, outline=PAPER)
                 label = "-" if math.isnan(value) else f"{100 * value:.1f}"
                 ink = SOFT if note else _ink_on(color)
                 sheet.text(x + wide / 2, y + size / 2, label, min(22, 0.3 * size + 3), ink, "mm")
@@ -182,7 +170,7 @@ def heatmaps(
     sheet.upright(20, top + side / 2, axes[0])
     bar = left + len(grids) * (side + gap) - gap + 24
     for step in range(side):
-        sheet.box(bar, top + step, bar + 14, top + step + 1, accuracy_color(1 - (step + 0.5) / side))
+        sheet.box(bar, top + step, bar + 14, top + step + 1, fill=accuracy_color(1 - (step + 0.5) / side))
     for percent in (0, 25, 50, 75, 100):
         sheet.text(bar + 19, top + side * (1 - percent / 100), f"{percent} %", 11, SOFT)
     sheet.upright(bar + 62, top + side / 2, "accuracy", 11)
@@ -200,15 +188,6 @@ def linear_marks(low: float, high: float, most: int = 6) -> list[float]:
     return [step * n for n in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)]
 
 
-def log_marks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers in [low, high]: powers of ten, with their 2 and 5 where the range is short."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    digits, skip = ((1,) if last - first > 3 else (1, 2, 5)), math.ceil((last - first + 1) / most)
-    marks = [digit * 10.0**power for power in range(first, last + 1, skip) for digit in digits]
-    marks = [mark for mark in marks if low <= mark <= high]
-    return marks if len(marks) > 1 else [mark for mark in linear_marks(low, high, most) if low <= mark <= high]
-
-
 def spell_number(value: float) -> str:
     """The shortest exact text of an axis mark: 0.3, 4e-4, 1500, 20k, 1.5M."""
     value = float(f"{value:.6g}")  # 3 × 0.1 is 0.30000000000000004
@@ -219,23 +198,20 @@ def spell_number(value: float) -> str:
 
 
 class _Axis:
-    """From data to points: `to(value)`, and the `marks` to print. A linear axis begins and ends at a mark."""
+    """From data to points: `to(value)`, and the `marks` to print. A linear axis begins and ends at a mark; a log axis
+    has its marks at the values."""
 
     def __init__(self, values: Sequence[float], start: float, end: float, log: bool = False):
         low, high = min(values), max(values)
         if low == high:
             low, high = (low / 2, high * 2) if log else (low - 0.5, high + 0.5)
-        if log:
-            pad = (high / low) ** 0.04
-            low, high = low / pad, high * pad
-        self.marks = log_marks(low, high) if log else linear_marks(low, high)
+        self.marks = sorted({*values}) if log else linear_marks(low, high)
         self.scale = math.log if log else float
-        self.low, self.high = (low, high) if log else (self.marks[0], self.marks[-1])
-        self.start, self.end = start, end
+        low, high = (low, high) if log else (self.marks[0], self.marks[-1])
+        self.start, self.low, self.unit = start, self.scale(low), (end - start) / (self.scale(high) - self.scale(low))
 
     def to(self, value: float) -> float:
-        low, high = self.scale(self.low), self.scale(self.high)
-        return self.start + (self.scale(value) - low) / (high - low) * (self.end - self.start)
+        return self.start + (self.scale(value) - self.low) * self.unit
 
 
 def line_chart(
@@ -246,112 +222,57 @@ def line_chart(
     *,
     pale: Collection[str] = (),
     marked: Collection[str] = (),
-    lines: bool = True,
     log_x: bool = False,
-    log_y: bool = False,
-    width: float = 680,
-    height: float = 400,
     intervals: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
 ) -> Image.Image:
     """Named series of (x, y) as lines, a single point as a dot; those in `pale`, such as raw values, are thin, those in
-    `marked` have a dot at each point, without `lines` nothing else.
-    `intervals`: for a series, (x, low, high) to draw as upright bars.
+    `marked` have a dot at each point. `intervals`: for a series, (x, low, high) to draw as upright bars.
 
     Points that are not finite, or not positive on a log axis, break the line. Raises UserError if no point is left.
     """
 
     def visible(point: Point) -> bool:
-        return all(math.isfinite(v) and (v > 0 or not log) for v, log in zip(point, (log_x, log_y), strict=True))
+        return all(map(math.isfinite, point)) and (point[0] > 0 or not log_x)
 
     series, bars = {name: list(points) for name, points in series.items()}, intervals or {}
     shown = [point for points in series.values() for point in points if visible(point)]
     if not shown:
         raise UserError(f"nothing to draw in {title or 'the chart'!r}: no series has a finite point")
     legend = max(text_width(name, 12) for name in series) + 34 if len(series) > 1 else 0
-    right, top = width - 22 - legend, 46 if title else 18
-    sheet = Canvas(width, height)
+    left, right, top, bottom = 66, WIDTH - 22 - legend, 46 if title else 18, HEIGHT - 52
+    sheet = Canvas(WIDTH, HEIGHT)
     ends = [end for of_series in bars.values() for _, *both in of_series for end in both]
-    x_axis = _Axis([x for x, _ in shown], 66, right, log_x)
-    y_axis = _Axis([y for _, y in shown] + ends, height - 52, top, log_y)
-    _draw_axes(sheet, x_axis, y_axis, whole=all(float(x).is_integer() for x, _ in shown))
-    sheet.text((66 + right) / 2, 22, title, 16, anchor="mm")
-    sheet.text((66 + right) / 2, height - 14, x_label, 13, anchor="mm")
-    sheet.upright(16, (top + height - 52) / 2, y_label, 13)
+    x_axis, y_axis = _Axis([x for x, _ in shown], left, right, log_x), _Axis([y for _, y in shown] + ends, bottom, top)
+    for mark in y_axis.marks:
+        sheet.line([(left, y_axis.to(mark)), (right, y_axis.to(mark))], GRID)
+        sheet.text(left - 8, y_axis.to(mark), spell_number(mark), 12, anchor="rm")
+    whole = all(float(x).is_integer() for x, _ in shown)  # such as layers or steps: no mark between
+    for mark in x_axis.marks:
+        if not whole or abs(mark - round(mark)) <= 1e-9:
+            sheet.line([(x_axis.to(mark), bottom), (x_axis.to(mark), bottom + 5)])
+            sheet.text(x_axis.to(mark), bottom + 15, spell_number(mark), 12, anchor="mm")
+    sheet.line([(left, top), (left, bottom), (right, bottom)])
+    sheet.text((left + right) / 2, 22, title, 16, anchor="mm")
+    sheet.text((left + right) / 2, HEIGHT - 14, x_label, 13, anchor="mm")
+    sheet.upright(16, (top + bottom) / 2, y_label, 13)
     for number, (name, points) in enumerate(series.items()):
         color, thick = SERIES[number % len(SERIES)], 2.0
         if name in pale:
             color, thick = tuple(round(0.35 * part + 0.65 * 255) for part in color), 1.0
         for is_visible, group in groupby(points, visible):
             line = [(x_axis.to(x), y_axis.to(y)) for x, y in group if is_visible]
-            if len(line) > 1 and lines:
+            if len(line) > 1:
                 sheet.line(line, color, thick)
             for point in line if len(line) == 1 or name in marked else ():
                 sheet.dot(*point, 3, color)
         for x, low, high in bars.get(name, ()):
-            x = x_axis.to(x) + 2 * number  # side by side
-            sheet.line([(x, y_axis.to(low)), (x, y_axis.to(high))], color)
-            for end in (low, high):
-                sheet.line([(x - 3, y_axis.to(end)), (x + 3, y_axis.to(end))], color)
+            x, low, high = x_axis.to(x) + 2 * number, y_axis.to(low), y_axis.to(high)  # side by side
+            for bar in ([(x, low), (x, high)], [(x - 3, low), (x + 3, low)], [(x - 3, high), (x + 3, high)]):
+                sheet.line(bar, color)
         if legend:
             y = top + 10 + 20 * number
             sheet.line([(right + 14, y), (right + 34, y)], color, 2.5)
             sheet.text(right + 40, y, name, 12)
-    return sheet.finish()
-
-
-def _draw_axes(sheet: Canvas, x_axis: _Axis, y_axis: _Axis, whole: bool) -> None:
-    """Grid lines, axes and their numbers. `whole`: x has integers only, such as layers or steps: no mark between."""
-    left, right, bottom, top = x_axis.start, x_axis.end, y_axis.start, y_axis.end
-    for mark in y_axis.marks:
-        sheet.line([(left, y_axis.to(mark)), (right, y_axis.to(mark))], GRID)
-        sheet.text(left - 8, y_axis.to(mark), spell_number(mark), 12, anchor="rm")
-    for mark in x_axis.marks:
-        if not whole or abs(mark - round(mark)) <= 1e-9:
-            sheet.line([(x_axis.to(mark), bottom), (x_axis.to(mark), bottom + 5)])
-            sheet.text(x_axis.to(mark), bottom + 15, spell_number(mark), 12, anchor="mm")
-    sheet.line([(left, top), (left, bottom), (right, bottom)])
-
-
-def interval_chart(
-    rows: Sequence[tuple[str, float, float, float]],
-    title: str = "",
-    x_label: str = "",
-    *,
-    reference: tuple[str, float] | None = None,
-    width: float = 680,
-) -> Image.Image:
-    """One row per (name, estimate, low, high): a dot in its interval, and the numbers.
-
-    `reference` is a named value to compare with, such as ("chance", 25) or ("no difference", 0), as a dashed line.
-    Raises UserError if there are no rows.
-    """
-    if not rows:
-        raise UserError(f"nothing to draw in {title or 'the chart'!r}: no rows")
-    numbers = [f"{estimate:.2f} [{low:.2f}, {high:.2f}]" for _, estimate, low, high in rows]
-    left = min(max(text_width(name, 13) for name, *_ in rows), 0.4 * width) + 28
-    right = width - max(text_width(number, 12) for number in numbers) - 28
-    top, pitch = (46 if title else 18) + (18 if reference else 0), 30
-    bottom = top + pitch * len(rows)
-    sheet = Canvas(width, bottom + 54, title)
-    axis = _Axis([v for _, *values in rows for v in values] + ([reference[1]] if reference else []), left, right)
-    for mark in axis.marks:
-        sheet.line([(axis.to(mark), top), (axis.to(mark), bottom)], GRID)
-        sheet.text(axis.to(mark), bottom + 14, spell_number(mark), 12, anchor="mm")
-    if reference:
-        x = axis.to(reference[1])
-        for y in range(int(top), int(bottom), 8):
-            sheet.line([(x, y), (x, min(y + 4, bottom))], SOFT, 1.2)
-        sheet.text(x, top - 9, reference[0], 12, SOFT, "mm")
-    for number, (name, estimate, low, high) in enumerate(rows):
-        y, color = top + pitch * (number + 0.5), SERIES[0]
-        sheet.text(left - 14, y, wrap(name, left - 22, 13, 1)[0], 13, anchor="rm")
-        sheet.line([(axis.to(low), y), (axis.to(high), y)], color, 2)
-        for end in (low, high):
-            sheet.line([(axis.to(end), y - 5), (axis.to(end), y + 5)], color, 2)
-        sheet.dot(axis.to(estimate), y, 4.5, color)
-        sheet.text(right + 14, y, numbers[number], 12)
-    sheet.line([(left, bottom), (right, bottom)])
-    sheet.text((left + right) / 2, bottom + 38, x_label, 13, anchor="mm")
     return sheet.finish()
 
 
@@ -370,15 +291,12 @@ def contact_sheet(
 ) -> Image.Image:
     """Pictures in rows of `columns`, their longer side `size` points, their captions below in at most `lines` lines.
 
-    A green frame with a tick marks a hit, an orange one with a cross a miss; None has no frame. Raises UserError if
-    there are no pictures.
+    A green frame with a tick marks a hit, an orange one with a cross a miss; None has no frame.
     """
-    if not images:
-        raise UserError(f"nothing to draw in {title or 'the contact sheet'!r}: no pictures")
+    assert images, "nothing to draw"
     captions, hits = captions or [""] * len(images), hits or [None] * len(images)
     columns, gap, text = min(columns, len(images)), 14, 11.5
-    broken = [[line for part in caption.splitlines() for line in wrap(part, size, text, lines)] for caption in captions]
-    broken = [of_picture[:lines] for of_picture in broken]
+    broken = [[line for part in c.splitlines() for line in wrap(part, size, text, lines)][:lines] for c in captions]
     sizes = [(image.width * size / max(image.size), image.height * size / max(image.size)) for image in images]
     tall, below = max(high for _, high in sizes), max(map(len, broken)) * (text + 4) + 6
     top, rows = 42 if title else gap, math.ceil(len(images) / columns)
@@ -388,32 +306,15 @@ def contact_sheet(
         y = top + row * (tall + below + gap)
         left, upper = gap + col * (size + gap) + (size - wide) / 2, y + (tall - high) / 2
         if hit is not None:
-            sheet.box(left - 4, upper - 4, left + wide + 4, upper + high + 4, HIT if hit else MISS)
+            sheet.box(left - 4, upper - 4, left + wide + 4, upper + high + 4, fill=HIT if hit else MISS)
         sheet.picture(left, upper, left + wide, upper + high, image)
-        if hit is not None:
-            _draw_verdict(sheet, left + wide - 8, upper + 8, hit)
+        if hit is not None:  # a tick or a cross: what the color of the frame says, without color
+            sheet.dot(left + wide - 8, upper + 8, 9, HIT if hit else MISS)
+            for stroke in TICK if hit else CROSS:
+                sheet.line([(left + wide - 8 + dx, upper + 8 + dy) for dx, dy in stroke], PAPER, 1.8)
         for line, words in enumerate(caption):
             sheet.text(left + wide / 2, y + tall + 12 + line * (text + 4), words, text, anchor="mm")
     return sheet.finish()
-
-
-def _draw_verdict(sheet: Canvas, x: float, y: float, hit: bool) -> None:
-    """A tick or a cross: what the color of the frame says, without color."""
-    strokes = [[(-4, 0), (-1, 3.5), (4.5, -4)]] if hit else [[(-4, -4), (4, 4)], [(-4, 4), (4, -4)]]
-    sheet.dot(x, y, 9, HIT if hit else MISS)
-    for stroke in strokes:
-        sheet.line([(x + dx, y + dy) for dx, dy in stroke], PAPER, 1.8)
-
-
-def stack(pictures: Sequence[Image.Image], columns: int = 1) -> Image.Image:
-    """Pictures one below the other, or in rows of `columns`, on white."""
-    rows = [pictures[start : start + columns] for start in range(0, len(pictures), columns)]
-    width, heights = max(sum(p.width for p in row) for row in rows), [max(p.height for p in row) for row in rows]
-    sheet = Image.new("RGB", (width, sum(heights)), PAPER)
-    for number, row in enumerate(rows):
-        for place, picture in enumerate(row):
-            sheet.paste(picture, (sum(p.width for p in row[:place]), sum(heights[:number])))
-    return sheet
 
 
 def _ink_on(color: Color) -> Color:
@@ -448,6 +349,6 @@ def draw_boxes(
             size, pad = 7.5 * points, 2 * points
             high = size + 2 * pad
             base = top if top >= high else top + high  # above the box, or in it at the picture's edge
-            sheet.box(left, base - high, left + text_width(label, size) + 2 * pad, base, color)
+            sheet.box(left, base - high, left + text_width(label, size) + 2 * pad, base, fill=color)
             sheet.text(left + pad, base - high / 2, label, size, _ink_on(color))
     return sheet.finish()

@@ -16,7 +16,6 @@ PaliGemma puts the picture first: nothing stands before it, and the shift is not
 picture into the middle of the prompt's words, where models of WINGS are asked by default.
 """
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,13 +26,13 @@ import torch
 from PIL import Image
 
 from eval import figures, scenes
-from eval.attention import decoder_maps
-from eval.command import Report, add_flag, add_json_flag, add_outside_flag, command_parser, positive, print_report
-from eval.own_files import read_examples
+from eval.command import add_flag, command_parser, positive
+from eval.explore.record import decoder_maps
+from eval.open import add_model_flags, model_of, open_model, out_folder
+from eval.records import read_data
 from eval.report import interval_text
-from eval.session import add_model_flags, model_of, open_model, out_folder
 from eval.statistics import Interval, bootstrap
-from model.common import UserError, run_command, write_text
+from model.common import UserError, run_command, shown, write_text
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.system_configs import WingsConfig
@@ -86,83 +85,56 @@ def measure(
 ) -> Shift:
     """LAWS of (picture, prompt) pairs, one picture each; `model` must be in eval mode.
 
-    Attention within PaliGemma's prompt is bidirectional, that of WINGS is causal. Raises UserError for a prompt with
-    several slots, and for one that the processor refuses.
+    Attention within PaliGemma's prompt is bidirectional, that of WINGS is causal. Of a differential attention it is the
+    first map's: the rows of both maps sum to 1, those of their difference do not. Raises UserError for a prompt that
+    the processor refuses and for a decoder without attention, NonFiniteError for logits that are not finite.
     """
     laws, queries = [], []
-    device = next(model.parameters()).device
     for number, (picture, prompt) in enumerate(examples, start=1):
         # the slot stays where it is: a PaliGemma that is asked reads its picture first
-        batch = processor.pad([processor.layout(1, prompt)], [picture]).to(device)
+        batch = processor.pad([processor.layout(1, prompt)], [picture]).to(next(model.parameters()).device)
+        is_picture = batch.input_ids[0] == model.config.image_token_id
+        after = is_picture.cumsum(0) > 0
+        groups = torch.stack((~after, is_picture, after & ~is_picture), dim=1).float()  # (S, 3)
+
+        def reduce(weights: torch.Tensor, groups: torch.Tensor = groups) -> torch.Tensor:
+            return weights[0].float().mean(0).sum(0) @ groups  # (N, S, S) to (3,)
+
         inputs = {name: getattr(batch, name) for name in ("input_ids", "pixel_values", "token_type_ids")}
-        laws += [*laws_of_rows(model, f"prompt {number}", **inputs)]
+        maps, _ = decoder_maps(model, reduce, f"prompt {number}", **inputs)
+        laws.append(torch.stack([first for first, *_ in maps.values()]).cpu().numpy())
         queries.append(batch.input_ids.shape[1])
     return Shift(np.array(laws), np.array(queries))
 
 
-@torch.no_grad()
-def laws_of_rows(model: PaliGemma, name: str, input_ids: torch.Tensor, **batch) -> np.ndarray:
-    """LAWS (B, layers, 3) of rows without padding. batch: the model's other arguments.
-
-    Of a differential attention it is the first map's: the rows of both maps sum to 1, those of their difference do not.
-    Raises NonFiniteError, which `name`s the rows.
-    """
-    is_picture = input_ids == model.config.image_token_id
-    after = is_picture.cumsum(1) > 0
-    groups = torch.stack((~after, is_picture, after & ~is_picture), dim=2).float()
-
-    def reduce(weights: torch.Tensor) -> torch.Tensor:
-        received = weights.float().mean(1).sum(1, keepdim=True)  # (B, 1, S)
-        return (received @ groups)[:, 0]
-
-    found = decoder_maps(model, reduce, name, input_ids=input_ids, **batch)
-    return torch.stack([sums for sums, *_ in found], dim=1).cpu().numpy()
-
-
-def embedded_examples(count: int, split: str = "test") -> list[tuple[Callable, str]]:
-    """Questions of the embedded scenes, a picture each."""
-    of_picture = len(scenes.QUESTIONS)
-    samples = [scenes.sample("vqa", split, number * of_picture + number % of_picture) for number in range(count)]
-    return [(lambda sample=sample: sample.image, sample.prefix) for sample in samples]
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_flags(parser)
-    add_flag(parser, "--data", "embedded, or a JSONL file of image, prefix, suffix", "embedded", metavar="SRC")
-    slot = (
-        f"where the picture stands in prompts that have no {SLOT}: before them, in the middle of their words, or "
-        "inside for WINGS and else first"
-    )
-    add_flag(parser, "--slot", slot, "auto", choices=("auto", "first", "inside"))
-    add_outside_flag(parser)
-    add_flag(parser, "--limit", "prompts", 100, type=positive, metavar="N")
-    add_flag(parser, "--out", "folder of the files (default: runs/eval/MODEL/shift)", type=Path, metavar="DIR")
-    add_json_flag(parser)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.shift", __doc__)
-    add_flags(parser)
+    add_model_flags(parser)
+    add_flag(parser, "--data", "embedded, or a JSONL file of image, prefix, suffix", "embedded", metavar="SRC")
+    slot = f"where the picture stands in prompts that have no {SLOT}: before them, or in the middle of their words"
+    add_flag(parser, "--slot", f"{slot} (default: inside for WINGS, else first)", choices=("first", "inside"))
+    add_flag(parser, "--limit", "prompts", 100, type=positive, metavar="N")
+    add_flag(parser, "--out", "folder of the files (default: runs/eval/MODEL/shift)", type=Path, metavar="DIR")
+    add_flag(parser, "--json", "print JSON only (default: a table)", False)
     args = parser.parse_args(argv)
     subject = model_of(args)
     title, out = subject.title, out_folder(args.out, subject.title, "shift")
     if args.data == "embedded":
-        examples = embedded_examples(args.limit)
+        numbers = [n * len(scenes.QUESTIONS) + n % len(scenes.QUESTIONS) for n in range(args.limit)]  # one a picture
+        samples = [scenes.sample("vqa", "test", number) for number in numbers]
+        examples = [(sample.scene.render, sample.prefix) for sample in samples]
     else:
-        read = read_examples(args.data, allow_outside=args.allow_outside)
-        examples = [(e.pictures[0], e.turns[0][0]) for e in read if len(e.pictures) == 1][: args.limit]
+        records = [r for r in read_data(f"jsonl:{args.data}") if len(r.pictures) == 1]
+        examples = [(r.pictures[0], r.turns[0][0]) for r in records[: args.limit]]
         if not examples:
             raise UserError(f"--data {args.data}: no example has one picture: the shift is measured around it")
     model, processor = open_model(args, subject)
-    if not hasattr(model.config.text, "num_attention_heads"):
-        raise UserError(f"{title}: has no attention in its decoder, and no LAWS: take a PaliGemma or a model of WINGS")
-    slot = args.slot if args.slot != "auto" else "inside" if isinstance(model.config, WingsConfig) else "first"
+    slot = args.slot or ("inside" if isinstance(model.config, WingsConfig) else "first")
     if slot == "inside":
         examples = [(picture, put_slot(prompt)) for picture, prompt in examples]
     shift = measure(model, processor, examples)
 
-    interval, shares = shift.interval, shift.shares
-    undefined = int(np.isnan(shift.each).sum())
+    interval, shares, undefined = shift.interval, shift.shares, int(np.isnan(shift.each).sum())
     result = {
         "model": title,
         "data": args.data,
@@ -178,17 +150,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     chart = figures.line_chart(curves, f"{title}: LAWS", "layer", "% of the attention of all queries")
     figures.save(chart, out / "shift.png")
+    told = "not defined, since nothing stands before the picture; --slot inside puts text there"
+    if interval is not None:
+        left_out = f", {undefined} prompts without one left out" if undefined else ""
+        told = f"{interval_text(interval, 3)}, from 0 to 2{left_out}"
     lines = [
         f"LAWS of {title}, % of the attention of all queries, mean of {len(examples)} prompts, picture {slot}",
         "layer" + "".join(f"{name:>13}" for name in GROUPS),
         *(f"{n:5}" + "".join(f"{share:13.2f}" for share in layer) for n, layer in enumerate(shares, start=1)),
-        "attention shift: not defined, since nothing stands before the picture; --slot inside puts text there",
+        f"attention shift: {told}",
         f"in {out}: shift.json, shift.png",
     ]
-    if interval is not None:
-        left_out = f", {undefined} prompts without one left out" if undefined else ""
-        lines[-2] = f"attention shift {interval_text(interval, 3)}, from 0 to 2{left_out}"
-    print_report(Report(result, lines), args.json)
+    for line in [json.dumps(result)] if args.json else lines:
+        print(line if args.json else shown(line, 10_000))
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ function drawLaws(panel) {
   const order = ends.map((_, n) => n).sort((a, b) => ends[a] - ends[b]);
   order.forEach((n, place) => { if (place) ends[n] = Math.max(ends[n], ends[order[place - 1]] + 14); });
   const curves = laws.map(([kind, values], n) => `<polyline class="curve" stroke="var(--series-${n + 1})" points="${values.map((v, layer) => `${x(layer)},${y(v)}`).join(" ")}"/>`
-    + `<text x="412" y="${ends[n] + 4}" style="fill:var(--series-${n + 1})">${NAMES[kind]} ${values[state.layer].toFixed(0)} %</text>`);
+    + `<text x="412" y="${ends[n] + 4}" style="fill:var(--series-${n + 1})">${NAMES[kind]} ${values[layers - 1].toFixed(0)} %</text>`);
   svg.innerHTML = lines.join("") + `<line class="now" x1="${x(state.layer)}" x2="${x(state.layer)}" y1="12" y2="166"/>` + curves.join("")
     + `<text x="34" y="184">layer 1</text><text x="404" y="184" text-anchor="end">${layers}</text>`;
   svg.setAttribute("aria-label", "LAWS by layer. " + laws.map(([kind, values]) => `${NAMES[kind]}: ${values.map((v) => v.toFixed(0)).join(", ")}`).join(". "));

@@ -10,31 +10,17 @@ import gzip
 import html
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from eval.explore.record import Maps, Said
+from eval.explore.record import Case, Maps, Said
 
 MOST_BYTES = 4_800_000  # of a page
 SIDE = 640  # pixels of a picture's longer side
 TEMPLATE = Path(__file__).parent
-
-
-@dataclass
-class Case:
-    """One question about one picture: the answer and the maps of each model by its name. Of the first model: hit,
-    whether its answer is right, and the boxes (left, top, right, bottom) in it, in pixels. truth: the right answer."""
-
-    image: Image.Image
-    prompt: str
-    answers: dict[str, tuple[Said, Maps]] = field(default_factory=dict)
-    truth: str = ""
-    hit: bool | None = None
-    boxes: list[list[float]] = field(default_factory=list)
 
 
 def quantized(maps: np.ndarray, slots: np.ndarray, prompt: int, signed: bool) -> tuple[bytes, bytes]:
@@ -69,71 +55,62 @@ def picture_url(image: Image.Image) -> str:
     return f"data:image/{'png' if small else 'jpeg'};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def model_entry(name: str, said: Said, maps: Maps, prompt_length: int) -> dict:
+def model_entry(name: str, said: Said, maps: Maps) -> dict:
     """What the page knows of a model's answer, but for the maps."""
-    tokens = [
-        {"text": said.words[prompt_length + n], "p": round(float(p), 4), "mean": None, "heads": None}
-        for n, p in enumerate(maps.probabilities)
-    ]
-    first = next(iter(maps.kinds.values()))
+    prompt = said.batch.input_ids.shape[1]
+    _, *shape, keys = next(iter(maps.kinds.values())).shape
     return {
         "name": name,
         "text": said.text,
         "kinds": sorted(maps.kinds),
-        "shape": list(first.shape[1:]),
-        "prompt": prompt_length,
-        "words": {str(position): text for position, text in said.words.items() if position < first.shape[-1]},
+        "shape": [*shape, keys],
+        "prompt": prompt,
+        "words": {str(position): text for position, text in said.words.items() if position < keys},
         "laws": {kind: np.round(100 * values, 3).tolist() for kind, values in maps.laws.items()},
         "factor": None if maps.factor is None else np.round(maps.factor, 4).tolist(),
         "formula": maps.formula,
-        "tokens": tokens,
+        "tokens": [
+            {"text": said.words[prompt + n], "p": round(float(p), 4), "mean": None, "heads": None}
+            for n, p in enumerate(maps.probabilities)
+        ],
     }
+
+
+def case_entry(case: Case, models: list[dict]) -> dict:
+    """What the page knows of a question."""
+    slots = next(iter(case.answers.values()))[0].slots
+    entry = {"prompt": case.prompt, "truth": " / ".join(dict.fromkeys(case.truths)), "hit": case.hit, "models": models}
+    entry |= {"image": picture_url(case.image), "size": case.image.size, "boxes": case.boxes}
+    return entry | {"picture": [int(slots.argmax()), int(slots.sum())]}
+
+
+def fill(title: str, entries: Sequence[dict]) -> str:
+    """The template with its style, script and data in it."""
+    data = json.dumps({"title": title, "cases": entries}, ensure_ascii=False, separators=(",", ":"))
+    # "<" is escaped: no text of a prompt or an answer can end the script element that holds it
+    parts = {"title": html.escape(title), "data": data.replace("<", "\\u003c")}
+    parts |= {name: (TEMPLATE / f"page.{name}").read_text(encoding="utf-8") for name in ("css", "js")}
+    template = (TEMPLATE / "page.html").read_text(encoding="utf-8")
+    return "".join(parts.get(part, part) for part in template.split("%%"))
 
 
 def page(cases: Sequence[Case], title: str, most_bytes: int = MOST_BYTES) -> str:
     """The HTML of the cases. Single heads, then means, are left out where the file would be larger than the bound."""
-    entries, queue = [], []
+    entries, means, heads = [], [], []
     for case in cases:
-        models = []
-        for name, (said, maps) in case.answers.items():
-            entry = model_entry(name, said, maps, said.batch.input_ids.shape[1])
-            models.append(entry)
+        entries.append(case_entry(case, [model_entry(name, *given) for name, given in case.answers.items()]))
+        for entry, (said, maps) in zip(entries[-1]["models"], case.answers.values(), strict=True):
             for number, token in enumerate(entry["tokens"]):
                 kinds = {kind: values[number] for kind, values in maps.kinds.items()}
-                means = {kind: values.mean(1) for kind, values in kinds.items()}
                 where = said.slots, entry["prompt"]
-                queue += [("mean", number, token, means, where), ("heads", number, token, kinds, where)]
-        slots = next(iter(case.answers.values()))[0].slots
-        entries.append(
-            {
-                "prompt": case.prompt,
-                "truth": case.truth,
-                "hit": case.hit,
-                "image": picture_url(case.image),
-                "size": case.image.size,
-                "picture": [int(slots.argmax()), int(slots.sum())],
-                "boxes": case.boxes,
-                "models": models,
-            }
-        )
-    text = {name: (TEMPLATE / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
-
-    def filled() -> str:
-        data = json.dumps({"title": title, "cases": entries}, ensure_ascii=False, separators=(",", ":"))
-        # no text of a prompt or an answer can end the script element that holds it
-        parts = {
-            "title": html.escape(title),
-            "css": text["css"],
-            "js": text["js"],
-            "data": data.replace("<", "\\u003c"),
-        }
-        return "".join(parts.get(part, part) for part in text["html"].split("%%"))
-
-    room = most_bytes - len(filled().encode())
-    for part, _, token, kinds, where in sorted(queue, key=lambda item: (item[0] == "heads", item[1])):
-        coded = block(kinds, *where)
-        if len(coded) > room:
-            break
-        token[part] = coded
-        room -= len(coded)
-    return filled()
+                means.append((number, "mean", token, {kind: values.mean(1) for kind, values in kinds.items()}, where))
+                heads.append((number, "heads", token, kinds, where))
+    room = most_bytes - len(fill(title, entries).encode())
+    for parts in (means, heads):  # the first tokens of all cases first
+        for _, part, token, kinds, where in sorted(parts, key=lambda part: part[0]):
+            coded = block(kinds, *where)
+            room -= len(coded)
+            if room < 0:
+                break
+            token[part] = coded
+    return fill(title, entries)

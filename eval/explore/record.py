@@ -1,23 +1,26 @@
 """What the explorer shows: every map that decides a token of an answer, by layer and head.
 
-In: a model, a picture and a prompt. Out: a `Said`, the answer, and `Maps`, the rows of attention of the positions that
-decide its tokens, recorded in one forward pass over prompt and answer.
+In: a model, a picture and a prompt. Out: a `Case`, with the answer of each model and its `Maps`: the rows of attention
+of the positions that decide its tokens, recorded in one forward pass over prompt and answer.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
+from eval.vqa_scoring import exact_match
 from model.attention import Attention, attention_modules, tapped
 from model.common import UserError, quoted
-from model.cpu import blend
 from model.generate import NonFiniteError, check_finite, generate
+from model.language import LanguageModel
 from model.paligemma import PaliGemma
-from model.processor import Batch, Processor
+from model.processor import Batch, Processor, parse_boxes
 from model.tokenizer import SPACE
 from model.variants import Differential
 
@@ -33,15 +36,13 @@ class Said:
     words: dict[int, str]
     slots: np.ndarray
 
-    def inputs(self, token: int) -> dict[str, torch.Tensor]:
-        """The model's arguments up to the position that decides token number `token`: the one before it."""
-        before = self.new[:token].to(self.batch.input_ids.device)
-        types = self.batch.token_type_ids[0]
-        return {
-            "input_ids": torch.cat((self.batch.input_ids[0], before))[None],
-            "pixel_values": self.batch.pixel_values,
-            "token_type_ids": torch.cat((types, torch.ones_like(before)))[None],
-        }
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """The model's arguments, up to the position that decides the last token: the one before it."""
+        before = self.new[:-1].to(self.batch.input_ids.device)
+        types = torch.cat((self.batch.token_type_ids[0], torch.ones_like(before)))
+        ids = torch.cat((self.batch.input_ids[0], before))
+        return {"input_ids": ids[None], "pixel_values": self.batch.pixel_values, "token_type_ids": types[None]}
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,34 @@ class Maps:
     probabilities: np.ndarray
     factor: np.ndarray | None = None
     formula: str = ""
+
+
+@dataclass
+class Case:
+    """One question about one picture: the answer and the maps of each model by its name. truths: the right answers,
+    none where nobody knows. Of the first model: hit, whether its answer is right, and the boxes (left, top, right,
+    bottom) in it, in pixels."""
+
+    image: Image.Image
+    prompt: str
+    truths: tuple[str, ...] = ()
+    answers: dict[str, tuple[Said, Maps]] = field(default_factory=dict)
+    hit: bool | None = None
+    boxes: list[list[float]] = field(default_factory=list)
+
+    def ask(self, title: str, model: PaliGemma, processor: Processor, limit: int) -> None:
+        """Let a model answer in up to `limit` tokens, and keep its maps. Raises UserError."""
+        said = answer(model, processor, self.image, self.prompt, limit)
+        if not self.answers:
+            self.hit = exact_match(said.text, self.truths) if self.truths else None
+            self.boxes = [list(box) for _, box in parse_boxes(said.text, *self.image.size)]
+        self.answers[title] = said, maps_of(model, said, quoted(self.prompt))
+
+    def add_plain(self, title: str, plain: PaliGemma) -> None:
+        """The maps of the base model at the tokens that the model of this title said."""
+        said, maps = self.answers[title]
+        beside = maps_of(plain, said, quoted(self.prompt))
+        maps.kinds["plain"], maps.laws["plain"] = beside.kinds["A"], beside.laws["A"]
 
 
 def answer(model: PaliGemma, processor: Processor, image: Image.Image, prompt: str, limit: int) -> Said:
@@ -74,57 +103,71 @@ def answer(model: PaliGemma, processor: Processor, image: Image.Image, prompt: s
 def spell_token(processor: Processor, id_: int) -> str:
     """The text of a token, its spaces included; names for those without one."""
     names = {processor.config.bos_token_id: "start", processor.config.eos_token_id: "end"}
-    if id_ in names:
-        return f"‹{names[id_]}›"
-    is_piece = id_ < processor.tokenizer.vocab_size()  # the embedding has a few rows more
-    return processor.tokenizer.id_to_piece(id_).replace(SPACE, " ") if is_piece else f"‹{id_}›"
+    if id_ in names or id_ >= processor.tokenizer.vocab_size():  # the embedding has a few rows more
+        return f"‹{names.get(id_, id_)}›"
+    return processor.tokenizer.id_to_piece(id_).replace(SPACE, " ")
+
+
+def decoder_layers(model: PaliGemma | LanguageModel) -> list[Attention]:
+    return [m for path, m in attention_modules(model).items() if path.startswith("language_model.")]
 
 
 @torch.no_grad()
-def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
-    """The maps of all tokens of `said`. The weights of a layer are reduced at once: whole maps of a long prompt would
-    fill the memory. Raises UserError; NonFiniteError names `name`."""
-    layers = [m for path, m in attention_modules(model).items() if path.startswith("language_model.")]
+def decoder_maps(
+    model: PaliGemma | LanguageModel, reduce: Callable[[torch.Tensor], Any], name: str, *, keep: int = 1, **batch
+) -> tuple[dict[Attention, list], torch.Tensor]:
+    """What `reduce` makes of the one or two maps (B, N, Sq, Sk) of each decoder layer, A₁ first, in a forward pass; and
+    the logits of the last `keep` positions. batch: the model's arguments.
+
+    Each map is reduced at once: whole maps of a long prompt would fill the memory. Raises UserError for a decoder
+    without attention, and NonFiniteError, which `name`s the question.
+    """
+    layers = decoder_layers(model)
     if not layers:
-        raise UserError(f"{name}: the model has no attention in its decoder, and nothing to explore")
-    count, keys = len(said.new), torch.from_numpy(said.slots)
-    rows: dict[Attention, list[np.ndarray]] = {layer: [] for layer in layers}
-    shares: dict[Attention, list[float]] = {layer: [] for layer in layers}
-    factors: list[np.ndarray] = []
+        raise UserError(f"{name}: the model has no attention in its decoder, and no maps: take a PaliGemma or a WINGS")
+    maps: dict[Attention, list] = {layer: [] for layer in layers}
 
     def tap(layer: Attention, weights: torch.Tensor) -> None:
+        maps[layer].append(reduce(weights))
+
+    with tapped({layer: partial(tap, layer) for layer in layers}):
+        logits = model(**batch, positions_to_keep=keep)
+    check_finite(logits, name)
+    return maps, logits
+
+
+def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
+    """The maps of all tokens of `said`. Raises UserError; NonFiniteError names `name`."""
+    count, slots = len(said.new), torch.from_numpy(said.slots)
+    factors: dict[Attention, np.ndarray] = {}
+
+    def reduce(weights: torch.Tensor) -> tuple[np.ndarray, float]:
         weights = weights[0].float()  # (N, S, S)
-        rows[layer].append(weights[:, -count:].transpose(0, 1).cpu().numpy())
-        shares[layer].append(float(weights[..., keys.to(weights.device)].sum(-1).mean()))
+        share = weights[..., slots.to(weights.device)].sum(-1).mean()
+        return weights[:, -count:].transpose(0, 1).cpu().numpy(), float(share)
 
     def watch(layer: Differential, args) -> None:
         factor = layer.factor(args[0]).expand(1, layer.num_heads, args[0].shape[1], 1)
-        factors.append(factor[0, :, -count:, 0].T.cpu().numpy())
+        factors[layer] = factor[0, :, -count:, 0].T.cpu().numpy()
 
-    double = [layer for layer in layers if isinstance(layer, Differential) and layer.maps == 2]
-    hooks = [layer.register_forward_pre_hook(watch) for layer in double]
-    try:
-        with tapped({layer: partial(tap, layer) for layer in layers}):
-            logits = model(**said.inputs(count - 1), positions_to_keep=count)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    check_finite(logits, name)
+    double = [m for m in decoder_layers(model) if isinstance(m, Differential) and m.maps == 2]
+    with torch.no_grad(), ExitStack() as hooks:
+        for layer in double:
+            hooks.enter_context(layer.register_forward_pre_hook(watch))
+        maps, logits = decoder_maps(model, reduce, name, keep=count, **said.inputs)
     chosen = logits[0].float().softmax(-1).gather(-1, said.new[:, None].to(logits.device))[:, 0].cpu().numpy()
 
-    def stacked(values: Sequence, number: int) -> np.ndarray:
-        return np.stack([of_layer[min(number, len(of_layer) - 1)] for of_layer in values], axis=1)
+    def of_map(number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows and shares of the first or second map; a layer without a second one has the first twice."""
+        rows, shares = zip(*(of_layer[min(number, len(of_layer) - 1)] for of_layer in maps.values()), strict=True)
+        return np.stack(rows, axis=1), np.array(shares)
 
-    found, laws = list(rows.values()), list(shares.values())
-    if not double:
-        return Maps({"A": stacked(found, 0)}, {"A": np.array([share[0] for share in laws])}, chosen)
-    first, second = stacked(found, 0), stacked(found, 1)  # a layer without a second map has the first twice
-    weight, extrapolates = np.zeros(first.shape[:3], np.float32), double[0].extrapolates
-    for layer, factor in zip(double, factors, strict=True):
-        weight[:, layers.index(layer)] = factor
-    mixed = blend(*map(torch.from_numpy, (first, second, weight[..., None])), extrapolates).numpy()
-    shares_of = {
-        name: np.array([share[min(n, len(share) - 1)] for share in laws]) for n, name in enumerate(("A1", "A2"))
-    }
+    (first, share), (second, other) = of_map(0), of_map(1)
+    if not factors:
+        return Maps({"A": first}, {"A": share}, chosen)
+    none = np.zeros((count, first.shape[2]), np.float32)
+    factor = np.stack([factors.get(layer, none) for layer in maps], axis=1)
+    weight, extrapolates = factor[..., None], double[-1].extrapolates
+    mixed = first + weight * (first - second) if extrapolates else first - weight * second
     formula = "A₁ + μ(A₁ − A₂)" if extrapolates else "A₁ − λA₂"
-    return Maps({"A1": first, "A2": second, "mix": mixed}, shares_of, chosen, weight, formula)
+    return Maps({"A1": first, "A2": second, "mix": mixed}, {"A1": share, "A2": other}, chosen, factor, formula)

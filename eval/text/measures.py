@@ -28,14 +28,13 @@ from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 
 from eval import figures
-from eval.attention import decoder_maps
-from eval.command import Report, add_flag, add_json_flag, command_parser, positive, print_report
+from eval.command import add_flag, command_parser, positive
+from eval.explore.record import decoder_maps
+from eval.open import out_folder
 from eval.report import interval_text, markdown_table
-from eval.session import out_folder
 from eval.statistics import bootstrap
 from eval.text.corpus import BOS, PAD, Corpus, kept_corpus
 from eval.text.tasks import LETTERS, SHOWN, Document, Tasks
-from model.attention import attention_modules
 from model.common import UserError
 from model.device import choose_device
 from model.generate import NonFiniteError, check_finite, finite_rows
@@ -52,17 +51,15 @@ BATCH = 64  # rows per forward pass
 
 
 class Scores(NamedTuple):
-    """One panel: the score of each example, its label (its place on the x axis; [column, row] in a heat map) and its
-    group; examples of one group are not independent. `better` is +1 where more is better, −1 where less is, 0 where
-    neither."""
+    """One panel: the score of each example, its label (its place on the x axis; (column, row) in a heat map) and its
+    group; examples of one group are not independent."""
 
     title: str
     x_label: str
     y_label: str
-    better: int
-    labels: list
-    groups: list
-    values: list[float]
+    labels: Sequence
+    groups: Sequence
+    values: Sequence[float]
 
 
 # The measurements
@@ -75,36 +72,25 @@ def nll(model: TextModel, corpus: Corpus, length: int, limit: int, split: str = 
     On `limit` windows of `length` tokens that lie within a document of the split; label: the longest context of
     the bin (…, 17–32, 33–64, …). Under "all" each bin weighs the same. Raises UserError if no document is that long.
     """
-    places = windows(corpus, length, limit, split)
-    by_position = []
-    for place, _ in places:
+    rows = []
+    for number, (place, document) in enumerate(windows(corpus, length, limit, split), start=1):
         ids = torch.tensor([[BOS, *corpus.ids[split][place : place + length].tolist()]], device=device_of(model))
         logits = model(ids[:, :-1])
-        check_finite(logits, f"nll test {len(by_position) + 1}")
-        log_p = F.cross_entropy(logits[0], ids[0, 1:], reduction="none")
-        by_position.append(log_p.cpu().numpy())
-    bins = context_bins(length)
-    values = [float(one[first:last].mean()) for one in by_position for first, last in bins]
-    labels = [last for _ in places for _, last in bins]
-    groups = [document for _, document in places for _ in bins]
-    return {
-        "nll": Scores(
-            "negative log-likelihood by context", "tokens of context, up to", "nats a token", -1, labels, groups, values
-        )
-    }
+        check_finite(logits, f"nll test {number}")
+        losses = F.cross_entropy(logits[0], ids[0, 1:], reduction="none").cpu().numpy()
+        rows += [(last, document, float(losses[first:last].mean())) for first, last in context_bins(length)]
+    title = "negative log-likelihood by context", "tokens of context, up to", "nats a token"
+    return {"nll": Scores(*title, *zip(*rows, strict=True))}
 
 
 def windows(corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> list[tuple[int, int]]:
     """(start, document) of up to `limit` windows of `length` tokens, evenly taken from those that lie side by side."""
     starts = corpus.starts[split].tolist()
-    found = [
-        (place, number)
-        for number, (start, end) in enumerate(zip(starts, starts[1:], strict=False))
-        for place in range(start, end - length + 1, length)
-    ]
-    if not found:
+    documents = enumerate(zip(starts, starts[1:], strict=False))
+    places = [(place, n) for n, (start, end) in documents for place in range(start, end - length + 1, length)]
+    if not places:
         raise UserError(f"no document of the {split} split has {length} tokens: give longer documents")
-    return found[:: -(-len(found) // limit)]
+    return places[:: -(-len(places) // limit)]
 
 
 def context_bins(length: int) -> list[tuple[int, int]]:
@@ -118,10 +104,9 @@ def context_bins(length: int) -> list[tuple[int, int]]:
 def recall(model: TextModel, corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> dict[str, Scores]:
     """Accuracy on one of N records, `limit` tests of each N that fits."""
     tasks, dice = Tasks(corpus, split), random.Random(f"recall/{split}/{SEED}")
-    tests = [(n, tasks.recall(dice, n, 1)) for n in RECALL if n + 4 < length for _ in range(limit)]
-    right = hits(model, [document for _, document in tests], "recall")
-    rows = [(n, number, hit) for number, ((n, _), (hit,)) in enumerate(zip(tests, right, strict=True))]
-    return {"recall": _scores("recall of a record", "records", "accuracy", 1, rows)}
+    numbers = [n for n in RECALL if n + 4 < length for _ in range(limit)]
+    right = hits(model, [tasks.recall(dice, n, 1) for n in numbers], "recall")
+    return {"recall": Scores("recall of a record", "records", "accuracy", numbers, range(len(right)), right)}
 
 
 def needle_tests(
@@ -129,40 +114,32 @@ def needle_tests(
 ) -> list[tuple[int, float, Document]]:
     """(N, depth, document) of `limit` tests of each number of needles that fits, every depth as often as another."""
     tasks, dice = Tasks(corpus, split), random.Random(f"needle/{split}/{SEED}")
-    return [
-        (n, DEPTHS[number % len(DEPTHS)], tasks.needles(dice, length, n, 1, DEPTHS[number % len(DEPTHS)]))
-        for n in numbers
-        if 3 * n < length
-        for number in range(limit)
-    ]
+    drawn = [(n, DEPTHS[test % len(DEPTHS)]) for n in numbers if 3 * n < length for test in range(limit)]
+    return [(n, depth, tasks.needles(dice, length, n, 1, depth)) for n, depth in drawn]
 
 
 def needle(model: TextModel, corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> dict[str, Scores]:
     """Accuracy on one of N needles, `limit` tests of each N; the same by N and depth, as a heat map."""
-    tests = needle_tests(corpus, length, limit, split=split)
-    right = hits(model, [document for *_, document in tests], "needle")
-    each = [(n, depth, number, hit) for number, ((n, depth, _), (hit,)) in enumerate(zip(tests, right, strict=True))]
-    by_number = [(n, number, hit) for n, _, number, hit in each]
-    by_place = [([n, 100 * depth], number, hit) for n, depth, number, hit in each]
+    numbers, depths, documents = zip(*needle_tests(corpus, length, limit, split=split), strict=True)
+    right, tests = hits(model, documents, "needle"), range(len(documents))
+    places = [(n, 100 * depth) for n, depth in zip(numbers, depths, strict=True)]
+    heads = ("needles in a text", "needles"), ("needles by their number and depth", "needles, depth in %")
     return {
-        "needle": _scores("needles in a text", "needles", "accuracy", 1, by_number),
-        "needle-map": _scores("needles by their number and depth", "needles, depth in %", "accuracy", 1, by_place),
+        "needle": Scores(*heads[0], "accuracy", numbers, tests, right),
+        "needle-map": Scores(*heads[1], "accuracy", places, tests, right),
     }
 
 
 def attention(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict[str, Scores]:
     """Shares of the attention that predicts a needle's value, by the needle's depth: on its line, and on the noise,
     which is the rest of the text and the other needles. For the largest number of needles that fits."""
-    answer, noise = [], []
     most = max(n for n in NEEDLES if 3 * n < length)
-    for number, (_, depth, document) in enumerate(needle_tests(corpus, length, limit, [most])):
-        shares = attention_shares(model, document, f"attention test {number + 1}")
-        for rows, share in zip((answer, noise), shares, strict=True):
-            rows.append((100 * depth, number, share))
-    return {
-        "attention": _scores(f"attention on the answer ({most} needles)", "depth in the text, %", "share", 1, answer),
-        "attention-noise": _scores(f"attention on noise ({most} needles)", "depth in the text, %", "share", -1, noise),
-    }
+    tests = needle_tests(corpus, length, limit, [most])
+    shares = [attention_shares(model, test[-1], f"attention test {n}") for n, test in enumerate(tests, start=1)]
+    depths = [100 * depth for _, depth, _ in tests]
+    parts = zip(("attention", "attention-noise"), ("the answer", "noise"), zip(*shares, strict=True), strict=True)
+    head = "depth in the text, %", "share", depths, range(len(tests))
+    return {name: Scores(f"attention on {part} ({most} needles)", *head, values) for name, part, values in parts}
 
 
 @torch.no_grad()
@@ -174,9 +151,9 @@ def attention_shares(model: TextModel, document: Document, name: str = "document
     """
     (start, end), (first, last) = document.answers[0], document.needles[0]
     ids = torch.tensor([document.ids[: end - 1]], device=device_of(model))
-    found = decoder_maps(model, lambda weights: weights[0, :, start - 1 : end - 1].float(), name, input_ids=ids)
+    found, _ = decoder_maps(model, lambda weights: weights[0, :, start - 1 : end - 1].float(), name, input_ids=ids)
     shares = []
-    for layer, maps in zip(attention_modules(model).values(), found, strict=True):
+    for layer, maps in found.items():
         weights = (maps[0] if len(maps) == 1 else maps[0] - layer.coefficient() * maps[1]).abs()  # (N, answer, S)
         weights = weights / weights.sum(-1, keepdim=True)
         answer = weights[..., first:last].sum(-1).mean()
@@ -191,48 +168,36 @@ def examples(model: TextModel, corpus: Corpus, length: int, limit: int, split: s
     tasks, dice = Tasks(corpus, split), random.Random(f"examples/{split}/{SEED}")
     if max(EXAMPLES) + 4 > length:
         raise UserError(f"{max(EXAMPLES)} examples take {max(EXAMPLES) + 4} tokens, the model knows rows of {length}")
-    episodes = [(count, number, tasks.episode(dice, count)) for count in EXAMPLES for number in range(limit)]
-    documents = [
-        tasks.listed(dice.sample(shown, len(shown)), asked[:1])
-        for *_, (shown, asked) in episodes
-        for _ in range(ORDERS)
-    ]
-    right = np.array([float(hit) for (hit,) in hits(model, documents, "examples")]).reshape(len(episodes), ORDERS)
-    accuracy, margin = (
-        [(count, f"{count}/{number}", value) for (count, number, _), value in zip(episodes, values, strict=True)]
-        for values in (right.mean(1).tolist(), (right.max(1) - right.min(1)).tolist())
-    )
-    title = f"best minus worst of {ORDERS} orders"
+    counts = [count for count in EXAMPLES for _ in range(limit)]
+    episodes = [tasks.episode(dice, count) for count in counts]
+    orders = [(dice.sample(shown, len(shown)), asked[:1]) for shown, asked in episodes for _ in range(ORDERS)]
+    right = hits(model, [tasks.listed(*order) for order in orders], "examples")
+    right = np.array(right).reshape(len(episodes), ORDERS)
+    questions = [f"{count}/{number}" for count in EXAMPLES for number in range(limit)]
+    head = "examples", "accuracy", counts, questions
+    margin = (right.max(1) - right.min(1)).tolist()
     return {
-        "examples": _scores(f"examples in context, {SHOWN} keys", "examples", "accuracy", 1, accuracy),
-        "examples-margin": _scores(title, "examples", "accuracy", -1, margin),
+        "examples": Scores(f"examples in context, {SHOWN} keys", *head, right.mean(1).tolist()),
+        "examples-margin": Scores(f"best minus worst of {ORDERS} orders", *head, margin),
     }
 
 
-def _scores(title: str, x_label: str, y_label: str, better: int, rows: Sequence[tuple]) -> Scores:
-    labels, groups, values = map(list, zip(*rows, strict=True))
-    return Scores(title, x_label, y_label, better, labels, groups, [float(value) for value in values])
-
-
 @torch.no_grad()
-def hits(model: TextModel, documents: Sequence[Document], name: str = "document") -> list[list[bool]]:
-    """For each answer of each document, whether each of its tokens is the likeliest after the tokens before it."""
+def hits(model: TextModel, documents: Sequence[Document], name: str = "document") -> list[float]:
+    """For each document, 1 if each token of its first answer is the likeliest after the tokens before it, else 0."""
     right = []
     for start in range(0, len(documents), BATCH):
         batch = documents[start : start + BATCH]
-        spans = [[place for first, last in document.answers for place in range(first, last)] for document in batch]
         # padded on the right, where a causal model does not see it
-        rows = ([torch.tensor(row) for row in of_rows] for of_rows in ([d.ids for d in batch], spans))
-        ids, places = (pad_sequence(of_rows, True, PAD).to(device_of(model)) for of_rows in rows)
-        places = places.clamp(min=1)  # padding, whose logits are not used
+        ids = pad_sequence([torch.tensor(document.ids) for document in batch], True, PAD).to(device_of(model))
+        places = [torch.arange(*document.answers[0]) for document in batch]
+        valid = pad_sequence([torch.ones_like(place) for place in places], True).bool().to(ids.device)
+        places = pad_sequence(places, True, 1).to(ids.device)
         logits = model(ids, positions_to_keep=places - 1)
-        broken = (~finite_rows(logits)).nonzero().flatten().tolist()
-        if broken:
+        if broken := (~finite_rows(logits)).nonzero().flatten().tolist():
             raise NonFiniteError(broken, f"{name} test {start + broken[0] + 1}")
-        is_right = (logits.argmax(-1) == ids.gather(1, places)).tolist()
-        for document, of_row in zip(batch, is_right, strict=True):
-            tokens = iter(of_row)
-            right.append([all([next(tokens) for _ in range(first, last)]) for first, last in document.answers])
+        is_right = logits.argmax(-1) == ids.gather(1, places)
+        right += (is_right | ~valid).all(1).float().tolist()
     return right
 
 
@@ -251,19 +216,17 @@ MEASURES: dict[str, Callable[..., dict[str, Scores]]] = {
 
 # Several runs
 
-Found = Mapping[str, Sequence[Scores]]  # the same panel of every run, by the kind of attention
 
-
-def by_label(found: Found) -> dict:
-    """{label: {kind: Interval}, "difference": Interval}}, and so under "all": means with their intervals over runs and
-    examples. The difference is differential minus plain, run by run in the order given, where there are as many."""
-    first = next(iter(found.values()))[0]
-    kinds = sorted(found, reverse=True)  # plain, differential
-    result, labels = {}, [tuple(label) if isinstance(label, list) else label for label in first.labels]
-    for label in [*dict.fromkeys(labels), "all"]:
-        chosen = [i for i, own in enumerate(labels) if label in ("all", own)]
+def by_label(runs: Mapping[str, Sequence[Scores]]) -> dict:
+    """The same panel of every run, by the kind of attention, to {label: {kind: Interval, "difference": Interval}}, and
+    so under "all": means with their intervals over runs and examples. The difference is differential minus plain, run
+    by run in the order given, where there are as many."""
+    first = next(iter(runs.values()))[0]
+    kinds, result = sorted(runs, reverse=True), {}  # plain, differential
+    for label in [*dict.fromkeys(first.labels), "all"]:
+        chosen = [i for i, other in enumerate(first.labels) if label in ("all", other)]
         groups = [str(first.groups[i]) for i in chosen]
-        scores = {kind: np.array([[run.values[i] for i in chosen] for run in found[kind]]) for kind in kinds}
+        scores = {kind: np.array([[run.values[i] for i in chosen] for run in runs[kind]]) for kind in kinds}
         result[label] = {kind: bootstrap(values, groups) for kind, values in scores.items()}
         if len(kinds) == 2 and len(scores["plain"]) == len(scores["differential"]):
             result[label]["difference"] = bootstrap(scores["differential"] - scores["plain"], groups)
@@ -281,25 +244,19 @@ def chance(name: str, labels: Iterable = ()) -> dict:
     return {label: 1 / n + (1 - 1 / n) / len(LETTERS) for label, n in known.items()}
 
 
-def table(panel: Scores, rows: Mapping, chances: Mapping, published: Mapping | None = None) -> list[str]:
-    """A Markdown table: a row per label, with its `chances` if there are any, and what is `published`: texts of plain
-    and differential."""
+def table(panel: Scores, rows: Mapping, chances: Mapping) -> list[str]:
+    """A Markdown table: a row per label, with its `chances` if there are any."""
     body = []
     for label, by_kind in rows.items():
-        line = [", ".join(f"{part:g}" if isinstance(part, float) else str(part) for part in _parts(label))]
+        parts = label if isinstance(label, tuple) else (label,)
+        line = [", ".join(part if isinstance(part, str) else f"{part:g}" for part in parts)]
         if chances:
             line.append(f"{chances[label]:.3f}" if label in chances else "")
-        line += published.get(label, ("", "")) if published else ()
         for kind, value in by_kind.items():
             unsure = " n.s." if kind == "difference" and not value.significant else ""
             line.append(interval_text(value, 3, signed=kind == "difference") + unsure)
         body.append(line)
-    more = [*(["chance"] if chances else []), *(["published: plain", "differential"] if published else [])]
-    return markdown_table([panel.x_label, *more, *rows["all"]], body)
-
-
-def _parts(label) -> tuple:
-    return label if isinstance(label, tuple) else (label,)
+    return markdown_table([panel.x_label, *(["chance"] if chances else []), *rows["all"]], body)
 
 
 def chart(panel: Scores, rows: Mapping) -> Image.Image:
@@ -307,16 +264,13 @@ def chart(panel: Scores, rows: Mapping) -> Image.Image:
     labels = [label for label in rows if label != "all"]
     kinds = [kind for kind in rows["all"] if kind != "difference"]
     if isinstance(labels[0], tuple):
-        columns, depths = (list(dict.fromkeys(own)) for own in zip(*labels, strict=True))
+        columns, depths = (list(dict.fromkeys(part)) for part in zip(*labels, strict=True))
         grids = {kind: [[rows[column, depth][kind].mean for column in columns] for depth in depths] for kind in kinds}
         marks = [f"{depth:g} %" for depth in depths], [f"{n:g}" for n in columns]
         return figures.heatmaps(grids, panel.title, axes=("depth of the needle", "needles"), marks=marks)
-    log = all(isinstance(label, int) for label in labels)
-    if not all(isinstance(label, int | float) for label in labels):  # (N, R) is not a number
-        bars = [(f"{label} {kind}", *rows[label][kind]) for label in labels for kind in kinds]
-        return figures.interval_chart(bars, panel.title, f"{panel.y_label} ({panel.x_label})")
     lines = {kind: [(label, rows[label][kind].mean) for label in labels] for kind in kinds}
     bars = {kind: [(label, *rows[label][kind][1:]) for label in labels] for kind in kinds}
+    log = all(isinstance(label, int) for label in labels)
     return figures.line_chart(lines, panel.title, panel.x_label, panel.y_label, log_x=log, intervals=bars)
 
 
@@ -350,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flag(parser, "--length", "longest context (default: that of the runs' training)", type=positive, metavar="N")
     add_flag(parser, "--device", "cpu, cuda, …", "cpu")
     add_flag(parser, "--out", "folder of the pictures (default: runs/eval/text)", type=Path, metavar="DIR")
-    add_json_flag(parser)
+    add_flag(parser, "--json", "print JSON only (default: a table)", False)
     args = parser.parse_args(argv)
     if args.limit < len(DEPTHS):
         raise UserError(f"--limit is {args.limit}, expected at least {len(DEPTHS)}: one test per depth")
@@ -377,4 +331,4 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines += ["", "Fewer than three runs of a kind: the intervals hardly reflect how runs differ."]
     files = ", ".join(f"{name}.png" for name in panels)
     lines += ["", f"{', '.join(f'{count} {kind}' for kind, count in counts.items())}; in {out}: {files}"]
-    print_report(Report(values, lines), args.json)
+    print(json.dumps(values) if args.json else "\n".join(lines))

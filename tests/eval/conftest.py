@@ -68,26 +68,22 @@ def browser():
     if path is None:
         pytest.skip("no browser: apt-get install chromium")
     with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=path, args=["--no-sandbox"] if os.geteuid() == 0 else [])
-        yield opened
-        opened.close()
+        yield started.chromium.launch(executable_path=path, args=["--no-sandbox"] if os.geteuid() == 0 else [])
 
 
 @pytest.fixture
 def new_page(browser):
-    """A function that opens an address in a new window, on a screen of a width, light or dark. What the page logs as an
-    error, and what it requests from elsewhere, fails the test at its end."""
+    """A function that opens an address in a window of a width, light or dark. Errors that the page logs, and what it
+    requests from elsewhere, fail the test."""
     problems, contexts = [], []
 
     def open_page(url: str, width: int = 1400, scheme: str = "light"):
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        contexts.append(context)
-        page = context.new_page()
+        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme))
+        page, local = contexts[-1].new_page(), (url.partition("#")[0], "data:", "blob:")
         page.set_default_timeout(60_000)
-        own = (url.partition("#")[0], "data:", "blob:")
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("request", lambda request: None if request.url.startswith(own) else problems.append(request.url))
+        page.on("request", lambda request: None if request.url.startswith(local) else problems.append(request.url))
         page.goto(url)
         page.problems = problems
         return page
