@@ -56,9 +56,9 @@ class AnswerHead(nn.Module):
 
 
 def check_align(model: PaliGemma, records: Sequence[Record]) -> None:
-    """Raise UserError for shards and mixtures, data without a question on one picture, and a large vision tower."""
+    """Raise UserError for shards, data without a question on one picture, and a large vision tower."""
     if not isinstance(records, list):
-        raise UserError("--align goes over single pictures: leave it out with shards and weighted mixtures")
+        raise UserError("--align goes over single pictures: leave it out with shards")
     if not examples(records):
         raise UserError("--align: no record has one picture and an answer: leave it out")
     if (size := count(model.vision_tower.parameters())) > LARGE:

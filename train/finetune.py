@@ -48,7 +48,7 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
     check_empty(arguments.out if world.is_first else None)  # which may have made it before another process looks
     outline, _ = open_model(settings, torch.device("meta"))  # mistakes are reported before weights are read
     choose_kernel(outline, settings.kernel, world.device)
-    records = read_records(settings, known=(files_read := {}))
+    records = read_records(settings)
     processor, files = open_processor(settings, outline)
     if settings.align:
         check_align(outline, records)
@@ -56,7 +56,7 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
         progress = newest_progress(run) or Progress(world.size)
         begins = progress.step == 0
         order = make_order(records, processor, settings, world, progress.processes)
-        held_out = open_held_out(settings, processor, world, files_read) if settings.evaluate else None
+        held_out = open_held_out(settings, processor, world) if settings.evaluate else None
 
         model, results = load_start(settings, world.device), progress.results
         if world.is_first:

@@ -20,7 +20,6 @@ from model.common import UserError, quoted, shown
 from model.device import autocast_of, numerics, processor_name
 from train.checkpoint import Progress
 from train.data.shards import Shards
-from train.data.sources import Mixture
 from train.distributed import World
 from train.flags import flag_name
 
@@ -44,9 +43,6 @@ def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
     They cover all texts and the size of every picture's file; of up to 2,048 files, evenly spread, also the first and
     the last 64 KiB. Pictures that are drawn have no file.
     """
-    if isinstance(records, Mixture):
-        parts = [data_fingerprints(part) for part in records.parts]
-        return {name: " + ".join(part[name] for part in parts) for name in ("records", "pictures")}
     texts = hashlib.sha256()
     if isinstance(records, Shards):
         texts.update(records.rows.tobytes())

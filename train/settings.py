@@ -34,9 +34,9 @@ class Settings(LoopSettings):
     base: str = flag("embedded", "model: a folder, a hub id, or `embedded`")
     data: tuple[str, ...] = flag(
         EMBEDDED,
-        f"{SOURCES}, or tar shards of train.shard, shards:'NAME-{{000..127}}.tar'. Given several times: a mixture, in "
-        "which SOURCE@WEIGHT gives WEIGHT / (sum of weights) of the samples of an epoch (default: embedded)",
-        metavar="SOURCE[@WEIGHT]",
+        f"{SOURCES}, or tar shards of train.shard, shards:'NAME-{{000..127}}.tar'. May be given several times; of an "
+        "epoch each record is a part (default: embedded)",
+        metavar="SOURCE",
     )
     eval_data: tuple[str, ...] = flag(
         (), "held-out data, also given several times (default: the share --validation of --data)", metavar="SOURCE"

@@ -26,7 +26,7 @@ from model.device import autocast_of
 from model.paligemma import MAX_LOGITS, PaliGemma
 from model.processor import Processor
 from train.checkpoint import Best, Progress, Result, write_folder
-from train.data.batches import MicroBatch, MicroBatches, load, text_length
+from train.data.batches import MicroBatch, MicroBatches, load
 from train.data.sources import read_records
 from train.distributed import World, ask_together, is_sharded
 from train.loop import Watch
@@ -96,17 +96,15 @@ class HeldOut:
         return losses, sum(tokens for _, tokens in known.values())
 
 
-def open_held_out(
-    settings: Settings, processor: Processor, world: World, known: dict[str, list[Record]] | None = None
-) -> HeldOut | None:
+def open_held_out(settings: Settings, processor: Processor, world: World) -> HeldOut | None:
     """Up to --eval-limit held-out examples, drawn from all, of the embedded scenes a quarter of that; None without any.
 
-    known: see `read_records`. Raises UserError for --eval-data that cannot be read.
+    Raises UserError for --eval-data that cannot be read.
     """
     most = settings.eval_limit // 4 if settings.is_embedded else settings.eval_limit
     source, records = [], []
     try:
-        source = read_records(replace(settings, samples=most), "validation", known)
+        source = read_records(replace(settings, samples=most), "validation")
     except UserError:  # too few pictures
         if settings.eval_data:
             raise
@@ -122,7 +120,7 @@ def open_held_out(
     lengths, longest = [of_record[-1] for of_record in answers], max(map(sum, answers))
     # rows of training, or fewer where their logits would take more memory than those of training's loss
     rows = min(settings.batch_size, max(1, MAX_LOGITS // (processor.config.text.vocab_size * longest)))
-    order = sorted(range(len(records)), key=lambda number: text_length(records[number]))
+    order = sorted(range(len(records)), key=lambda number: sum(len("".join(turn)) for turn in records[number].turns))
     plan = [order[start : start + rows] for start in range(0, len(order), rows)]
     asked = [number for number, r in enumerate(records) if len(r.turns) == 1]
     generates = 2 * sum(lengths[number] <= LONGEST for number in asked) > len(records)

@@ -34,7 +34,7 @@ def test_the_loop_reads_the_flags_of_every_trainer(settings):
     "flags",
     [
         "--recipe paper-2 --data 'vqav2:a dir' --step-batch 8",
-        """--data "jsonl:it's.jsonl@0.3" --data embedded@0.7 --no-evaluate --full --attention softmax""",
+        """--data "jsonl:it's.jsonl" --data embedded --no-evaluate --full --attention softmax""",
         "--arch qmamba --stage 1 --option queries=8 --option text=true",
         "--attention dex --option 'heads=[0, 1]' --seed 3 --checkpointing",
     ],

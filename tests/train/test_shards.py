@@ -27,8 +27,6 @@ from train import shard as shard_command
 from train.data import shards as reader
 from train.data.batches import Order, collate
 from train.data.shards import Shards, expand, index_of
-from train.data.sources import read_records
-from train.settings import parse
 
 
 def picture(colour: int = 0, kind: str = "png", size=(8, 6)) -> bytes:
@@ -133,7 +131,7 @@ def test_the_buffer_bounds_how_far_reads_lie_apart(tmp_path):
 def test_splits_share_no_picture_and_lose_none(shards, tmp_path):
     """Breaks when --validation or --fraction is ignored for shards, parts the questions of a picture, or chooses the
     same places in every shard."""
-    parts = {split: Shards(shards, split, validation=0.3, seed=3) for split in ("train", "validation")}
+    parts = {split: Shards(shards, split=split, validation=0.3, seed=3) for split in ("train", "validation")}
     seen = {split: {given[i].name for i in range(len(given))} for split, given in parts.items()}
     assert not seen["train"] & seen["validation"] and len(seen["train"] | seen["validation"]) == 33
     pictures = {split: {name.split(".")[0] for name in of_split} for split, of_split in seen.items()}
@@ -142,7 +140,7 @@ def test_splits_share_no_picture_and_lose_none(shards, tmp_path):
     assert {part[i].name for i in range(len(part))} < seen["train"] and 5 < len(part) < 20
     for number in range(4):
         write_tar(tmp_path / f"s-{number}.tar", plain(40))
-    given = Shards(f"{tmp_path}/s-{{0..3}}.tar", "validation", validation=0.3, seed=1)
+    given = Shards(f"{tmp_path}/s-{{0..3}}.tar", split="validation", validation=0.3, seed=1)
     places = [tuple((rows[:, 0] % 40).tolist()) for rows in np.split(given.rows, given.ends[:-1])]
     assert len(set(places)) == 4 and all(4 <= len(place) <= 30 for place in places)
 
@@ -278,7 +276,7 @@ def test_bad_records_are_left_out_and_named(tmp_path, processor):
 
 
 def test_rows_with_more_pictures_are_longer(tmp_path, processor):
-    """Breaks when rows of one picture are padded to rows of several, in shards or in a mixture with a file."""
+    """Breaks when rows of one picture are padded to rows of several, in shards or in a file."""
     four = [(f"{i}b.{part}.png", picture(i)) for i in range(60) for part in range(4)]
     four += [(f"{i}b.json", text(pictures=[0, 1, 2, 3])) for i in range(60)]
     path = write_tar(tmp_path / "a.tar", plain(60) + sorted(four, key=lambda member: member[0].split(".")[0]))
@@ -286,8 +284,7 @@ def test_rows_with_more_pictures_are_longer(tmp_path, processor):
     images = [["0.png"] * count for count in (1, 4) for _ in range(60)]
     lines = [json.dumps({"image": names, "prefix": "caption en", "suffix": "a dog"}) for names in images]
     (tmp_path / "own.jsonl").write_text("\n".join(lines))
-    data = ["--data", f"shards:{path}", "--data", f"jsonl:{tmp_path}/own.jsonl", "--validation", "0"]
-    for given in (Shards(str(path)), read_records(parse(data)[0])):
+    for given in (Shards(str(path)), own_records(tmp_path / "own.jsonl")):
         plan = Order(given, processor, batch_size=8).plan(epoch=0, first=0)
         counts = [{len(given[i].pictures) for i in batch} for batch in plan]
         assert len(counts) == len(given) // 8 and sum(len(count) > 1 for count in counts) <= 1
@@ -357,9 +354,9 @@ def test_a_failed_packing_leaves_nothing_and_refuses_nothing(tmp_path, monkeypat
     gone = (tmp_path / "4.png").rename(tmp_path / "gone")
     refused(lambda: shard_command.pack(given, tmp_path / "out/s", 4), "1 of 15 records", "--max-bad")
     assert "left out own.json[4]: " in capsys.readouterr().out and not (tmp_path / "out").exists()
-    written = [*[shard_command.write_shard] * 2, lambda *_: 1 / 0]
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
-        patched.setattr(shard_command, "write_shard", lambda *arguments: written.pop(0)(*arguments))
+        written = [*[shard_command.index_of] * 2, lambda *_: 1 / 0]
+        patched.setattr(shard_command, "index_of", lambda *arguments: written.pop(0)(*arguments))
         shard_command.pack(given, tmp_path / "out/s", 4, max_bad=1)
     assert not os.listdir(tmp_path / "out")
     assert len(Shards(str(shard_command.pack(given, tmp_path / "out/s", 100, max_bad=1)[0]))) == 14

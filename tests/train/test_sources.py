@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from PIL import ExifTags, Image
@@ -32,7 +31,8 @@ def folder(tmp_path_factory) -> Path:
             lines.append(json.dumps({"image": image, "prefix": f"count {number}", "suffix": "1"}))
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     write_vqav2(folder / "vqa", images=5)
-    shard.main([f"jsonl:{folder}/few.jsonl", "--out", f"{folder}/s", "--per-shard", "5"])
+    for name, per_shard in (("few", 5), ("many", 20)):
+        shard.main(f"jsonl:{folder}/{name}.jsonl --out {folder}/{name[0]} --per-shard {per_shard}".split())
     return folder
 
 
@@ -46,29 +46,9 @@ def read(order, first=0):
     return [[micro.names for micro in step] for step in order.steps(first)]
 
 
-@pytest.mark.parametrize("second", ["jsonl:many.jsonl", "vqav2:vqa"])
-@pytest.mark.parametrize("first", ["jsonl:few.jsonl", "shards:s-{000..002}.tar"])
-def test_weights_are_shares_of_the_samples(first, second, folder, processor, monkeypatch):
-    """Breaks when a source has another share than its weight, a record comes more often than another of its source, or
-    a resumed run reads other batches."""
-    monkeypatch.setattr(batches, "collate", lambda records, *_: SimpleNamespace(names=[r.name for r in records]))
-    made = read_records(settings(folder, f"{first}@3", f"{second}@1", validation=0))
-    order = Order(made, processor, batch_size=6, epochs=4, seed=1)
-    steps = read(order)
-    seen = Counter(name for step in steps for names in step for name in names)
-    few = {name: count for name, count in seen.items() if "few.jsonl" in name}
-    total = 12 + (30 if "many" in second else 15)
-    assert len(made) == made.samples == total and sum(seen.values()) == 4 * total
-    assert sum(few.values()) == 4 * round(total * 3 / 4) and len(few) == 12
-    for counts in (few, {name: count for name, count in seen.items() if name not in few}):
-        assert max(counts.values()) - min(counts.values()) <= 1
-    assert steps[:7] != steps[7:14]
-    assert all(read(order, start) == steps[start:] for start in (1, 7, 20))
-
-
-def test_without_weights_each_record_comes_once(folder, processor):
+def test_each_record_of_several_sources_comes_once(folder, processor):
     """Breaks when a mixture loses or doubles a record, or records of two sources get each other's pictures."""
-    for sources in (["jsonl:few.jsonl", "jsonl:many.jsonl"], ["shards:s-{000..002}.tar", "jsonl:many.jsonl"]):
+    for sources in (["jsonl:few.jsonl", "jsonl:many.jsonl"], ["shards:f-{000..002}.tar", "shards:m-{000..001}.tar"]):
         made = read_records(settings(folder, *sources, validation=0))
         steps = [micro for step in Order(made, processor, batch_size=7).steps(0) for micro in step]
         assert sorted(Counter(name for micro in steps for name in micro.names).values()) == [1] * 42
@@ -89,14 +69,6 @@ def test_two_sources_may_use_the_same_names(folder, processor):
     assert len(micro.names) == len(set(micro.names)) == 21
     for name, index in zip(micro.names, micro.image_index, strict=True):
         assert (micro.batch.pixel_values[index, 2, 0, 0] > 0) == ("other" in name)
-
-
-def test_shards_and_files_are_mixed_throughout(folder):
-    """Breaks when the sources of an epoch come one after the other, where only a buffer is shuffled together."""
-    made = read_records(settings(folder, "shards:s-{000..002}.tar", "jsonl:many.jsonl", validation=0, shuffle_buffer=8))
-    plan = list(made.plan(4, seed=0, epoch=0))
-    parts = [[number >= 12 for batch in plan[start : start + 4] for number in batch] for start in (0, 4, 7)]
-    assert all(0 < sum(part) < len(part) for part in parts)
 
 
 def test_a_picture_of_two_sources_is_on_one_side(folder):
@@ -123,10 +95,7 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys, 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--data jsonl:few.jsonl@0.3", "@WEIGHT"),
-        ("--data jsonl:few.jsonl@1 --data jsonl:many.jsonl", "@WEIGHT"),
-        ("--data jsonl:few.jsonl@0.01 --data jsonl:many.jsonl@1 --validation 0", "42 samples"),
-        ("--data jsonl:few.jsonl --eval-data jsonl:many.jsonl@1", "--eval-data"),
+        ("--data jsonl:few.jsonl --data shards:m-000.tar", "train.shard"),
         ("--data jsonl:few.jsonl --fraction 0.01", "--validation and --fraction"),
         ("--data few.jsonl", "jsonl:few.jsonl?"),
     ],
@@ -134,7 +103,7 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys, 
 def test_wrong_sources_are_named(flags, message, folder, monkeypatch):
     """Breaks when a mistake in a source is not found before training, or its remedy is no flag."""
     monkeypatch.chdir(folder)
-    refused(lambda: read_records(parse(flags.split())[0]), "few.jsonl" if "eval" not in flags else "many", message)
+    refused(lambda: read_records(parse(flags.split())[0]), "few.jsonl", message)
 
 
 def test_a_bad_record_counts_once_over_epochs():

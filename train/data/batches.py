@@ -9,7 +9,6 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, islice
 
 import numpy as np
@@ -25,71 +24,7 @@ BUCKET = 32  # tokens of text: rows of one batch have lengths of the same bucket
 CHARACTERS = 4  # in a token, roughly
 MAX_PLANNED = 50_000  # characters of a record that the plan counts; a longer one is mostly above the token limit
 
-
-def plan_epoch(
-    keys: Sequence[Hashable], lengths: Sequence[int], batch_size: int, seed: int | str, epoch: int, per_picture: int = 1
-) -> list[list[int]]:
-    """Record indices of every micro-batch of an epoch: each record once, shuffled, rows of a batch of similar length.
-
-    keys: the picture of each record; up to `per_picture` records of one picture are kept together and share its
-    encoding. lengths: tokens of text of each record. Within a batch they differ by less than BUCKET, except in the last
-    batch of a pool of 50; within a bucket the order is random. Sorting by exact length would save little padding beside
-    the image tokens, and would give batches of a single task, between which the loss oscillates.
-    """
-    rng = random.Random(f"plan/{seed}/{epoch}")
-    by_picture = defaultdict(list)
-    for index, key in enumerate(keys):
-        by_picture[key].append(index)
-    units = []
-    for indices in by_picture.values():
-        rng.shuffle(indices)
-        units += [indices[i : i + per_picture] for i in range(0, len(indices), per_picture)]
-    rng.shuffle(units)
-    batches: list[list[int]] = []
-    pool: list[list[int]] = []
-    size = 0  # records in the pool
-    for number, unit in enumerate(units, 1):
-        pool.append(unit)
-        size += len(unit)
-        if size >= 50 * batch_size or number == len(units):
-            # stable, so that units of one bucket keep their random order
-            order = [i for unit in sorted(pool, key=lambda unit: max(lengths[i] for i in unit) // BUCKET) for i in unit]
-            # whole batches only, so that every epoch has the same number; the rest goes into the next pool
-            whole = size if number == len(units) else size - size % batch_size
-            batches += [order[i : i + batch_size] for i in range(0, whole, batch_size)]
-            pool = [order[whole:]] if size > whole else []
-            size -= whole
-    rng.shuffle(batches)
-    return batches
-
-
-class Planned(Sequence):
-    """Records that plan their epochs themselves, since there are too many to read all: tar shards, and mixtures.
-
-    `samples` is their number in an epoch; `window` of them are shuffled together. order(seed, epoch): the numbers of an
-    epoch's samples. describe(numbers, picture_tokens): what stands for the pictures of these records, and their
-    approximate lengths in tokens, without those of their first picture.
-    """
-
-    samples: int
-    window: int
-    order: Callable[[int, int], np.ndarray]
-    describe: Callable[..., tuple[list, list[int]]]
-
-    def plan(
-        self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0, picture_tokens: int = 0
-    ) -> Iterator[list[int]]:
-        """The micro-batches of an epoch from number `first` on, planned by `plan_epoch` within one window at a time.
-
-        All but the last have `batch_size` samples.
-        """
-        order, window = self.order(seed, epoch), batch_size * max(1, self.window // batch_size)
-        for start in range(first * batch_size // window * window, len(order), window):
-            chosen = order[start : start + window]
-            keys, lengths = self.describe(chosen, picture_tokens=picture_tokens)
-            batches = plan_epoch(keys, lengths, batch_size, f"{seed}/{start}", epoch, per_picture)
-            for batch in batches[max(0, first - start // batch_size) :]:
-                yield chosen[batch].tolist()
+# Layout
 
 
 @dataclass(frozen=True)
@@ -130,12 +65,8 @@ class MicroBatch:
 
 def each_tensor(value, function: Callable[[torch.Tensor], torch.Tensor]):
     """The dataclass `value` with what `function` makes of its tensors."""
-    return replace(value, **{name: function(own) for name, own in vars(value).items() if isinstance(own, torch.Tensor)})
-
-
-def text_length(record: Record) -> int:
-    """The characters of a record's prompts and answers."""
-    return sum(map(len, chain(*record.turns)))
+    tensors = {name: part for name, part in vars(value).items() if isinstance(part, torch.Tensor)}
+    return replace(value, **{name: function(tensor) for name, tensor in tensors.items()})
 
 
 def supervised(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -227,12 +158,52 @@ def load(batches: Dataset, plan: Iterable[Sequence], workers: int | None = 0, pi
     return iter(DataLoader(batches, sampler=plan, batch_size=None, num_workers=workers, pin_memory=pin, generator=own))
 
 
+# Order
+
+
+def plan_epoch(
+    keys: Sequence[Hashable], lengths: Sequence[int], batch_size: int, seed: int | str, epoch: int, per_picture: int = 1
+) -> list[list[int]]:
+    """Record indices of every micro-batch of an epoch: each record once, shuffled, rows of a batch of similar length.
+
+    keys: the picture of each record; up to `per_picture` records of one picture are kept together and share its
+    encoding. lengths: tokens of text of each record. Within a batch they differ by less than BUCKET, except in the last
+    batch of a pool of 50; within a bucket the order is random. Sorting by exact length would save little padding beside
+    the image tokens, and would give batches of a single task, between which the loss oscillates.
+    """
+    rng = random.Random(f"plan/{seed}/{epoch}")
+    by_picture = defaultdict(list)
+    for index, key in enumerate(keys):
+        by_picture[key].append(index)
+    units = []
+    for indices in by_picture.values():
+        rng.shuffle(indices)
+        units += [indices[i : i + per_picture] for i in range(0, len(indices), per_picture)]
+    rng.shuffle(units)
+    batches: list[list[int]] = []
+    pool: list[list[int]] = []
+    size = 0  # records in the pool
+    for number, unit in enumerate(units, 1):
+        pool.append(unit)
+        size += len(unit)
+        if size >= 50 * batch_size or number == len(units):
+            # stable, so that units of one bucket keep their random order
+            order = [i for unit in sorted(pool, key=lambda unit: max(lengths[i] for i in unit) // BUCKET) for i in unit]
+            # whole batches only, so that every epoch has the same number; the rest goes into the next pool
+            whole = size if number == len(units) else size - size % batch_size
+            batches += [order[i : i + batch_size] for i in range(0, whole, batch_size)]
+            pool = [order[whole:]] if size > whole else []
+            size -= whole
+    rng.shuffle(batches)
+    return batches
+
+
 class Order:
     """Which micro-batches a process reads at every step: a pure function of the seed, so a run can start anywhere.
 
     A step takes `accumulate` micro-batches on each of `world_size` processes; an epoch's last step takes what is left.
-    `total` is the number of steps. records: a list, planned as a whole, or a `Planned` source. Raises UserError if
-    there are too few records for one step.
+    `total` is the number of steps. records: a list, planned as a whole, or `Shards`, which plan themselves. Raises
+    UserError if there are too few records for one step.
     """
 
     def __init__(
@@ -249,28 +220,29 @@ class Order:
         rank: int = 0,
         world_size: int = 1,
     ):
-        self.records, self.processor = records, processor
+        self.records, self.processor, self.batch_size, self.per_picture = records, processor, batch_size, per_picture
         self.accumulate, self.rank, self.world_size, self.seed = accumulate, rank, world_size, seed
-        samples, picture_tokens = len(records), processor.config.num_image_tokens
-        if isinstance(records, Planned):
-            self.plan = partial(records.plan, batch_size, seed, per_picture=per_picture, picture_tokens=picture_tokens)
-            samples = records.samples
-        else:
-            texts = ["".join(chain(*r.turns))[:MAX_PLANNED] for r in records]
+        self.picture_tokens = processor.config.num_image_tokens
+        if isinstance(records, list):
+            encoded = processor.tokenizer.encode(["".join(chain(*r.turns))[:MAX_PLANNED] for r in records])
             # beside one picture: a batch of equal records has the same length whatever a picture's tokens are
-            more = [(len(r.pictures) - 1) * picture_tokens for r in records]
-            encoded = processor.tokenizer.encode(texts)
-            lengths = [len(ids) + tokens for ids, tokens in zip(encoded, more, strict=True)]
-            keys = [r.key for r in records]
-            self.plan = lambda epoch, first: plan_epoch(keys, lengths, batch_size, seed, epoch, per_picture)[first:]
-        self.micro_batches = -(-samples // batch_size)
+            more = [(len(r.pictures) - 1) * self.picture_tokens for r in records]
+            self.lengths = [len(ids) + tokens for ids, tokens in zip(encoded, more, strict=True)]
+        self.micro_batches = -(-len(records) // batch_size)
         if self.micro_batches < accumulate * world_size:
             raise UserError(
-                f"{samples} records make {self.micro_batches} micro-batches, but a step takes "
+                f"{len(records)} records make {self.micro_batches} micro-batches, but a step takes "
                 f"{accumulate * world_size}: lower --step-batch or --batch-size, or give more data"
             )
         self.steps_per_epoch = -(-self.micro_batches // (accumulate * world_size))
         self.total = steps or self.steps_per_epoch * epochs
+
+    def plan(self, epoch: int, first: int) -> Iterable[list[int]]:
+        """The numbers of the records of an epoch's micro-batches, of all processes, from number `first` on."""
+        options = self.batch_size, self.seed, epoch, self.per_picture
+        if isinstance(self.records, list):
+            return plan_epoch([r.key for r in self.records], self.lengths, *options)[first:]
+        return self.records.plan(*options, first, self.picture_tokens)
 
     def steps(self, first: int, workers: int | None = 0, pin: bool = False) -> Iterator[list[MicroBatch]]:
         """This process's micro-batches of each step, from step `first` to the last.
@@ -281,7 +253,7 @@ class Order:
         step, over = first, self.micro_batches % self.world_size
         while step < self.total:
             epoch, done = divmod(step, self.steps_per_epoch)
-            plan = self.plan(epoch=epoch, first=done * self.accumulate * self.world_size)
+            plan = self.plan(epoch, done * self.accumulate * self.world_size)
             share = islice(plan, self.rank, None, self.world_size)
             batches = load(MicroBatches(self.records, self.processor, f"{self.seed}/{epoch}"), share, workers, pin)
             batches = chain(batches, [without_rows()] if 0 < over <= self.rank else [])

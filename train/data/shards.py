@@ -12,7 +12,7 @@ import os
 import random
 import re
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from io import BytesIO
@@ -29,13 +29,13 @@ from eval.datasets import some
 from eval.own_files import read_turns
 from eval.records import Record
 from model.common import UserError, atomic_path, parse_json, shown
-from train.data.batches import CHARACTERS, Planned
+from train.data.batches import CHARACTERS, plan_epoch
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".jp2")
 # Columns of an index, a row for each record: numbers of its sample and of its question in the sample; offset and size
 # of the text in bytes; the sample's first picture in the table of pictures, and their number; characters of the turns.
 SAMPLE, QUESTION, TEXT, TEXT_SIZE, PICTURE, PICTURE_COUNT, LENGTH = range(7)
-BLOCK = tarfile.BLOCKSIZE
+BLOCK, INDEX = tarfile.BLOCKSIZE, ".index.safetensors"
 
 
 def expand(pattern: str) -> list[Path]:
@@ -51,7 +51,7 @@ def expand(pattern: str) -> list[Path]:
 
 def index_of(shard: Path) -> dict[str, np.ndarray]:
     """The index of a shard, see `build_index`; where there is none for its size, it is made and written beside it."""
-    path = shard.with_suffix(".index.safetensors")
+    path = shard.with_suffix(INDEX)
     with suppress(OSError, SafetensorError, KeyError):
         index = load_file(path)
         if index["tar"][0] == shard.stat().st_size:
@@ -140,7 +140,7 @@ def read_member(shard: Path, offset: int, size: int) -> BytesIO:
     return file
 
 
-class Shards(Planned):
+class Shards(Sequence):
     """The records of tar shards by number, each read when it is needed; about 70 bytes of memory for each.
 
     split, fraction, validation: as for other data on disk, by sample: all questions of one are in the same split.
@@ -150,7 +150,7 @@ class Shards(Planned):
 
     def __init__(
         self,
-        pattern: str,
+        *patterns: str,
         split: str = "train",
         fraction: float = 1.0,
         validation: float = 0.0,
@@ -158,11 +158,11 @@ class Shards(Planned):
         buffer: int = 10_000,
         sampled: bool = False,
     ):
-        self.paths, self.window, self.sampled = expand(pattern), buffer, sampled
+        self.paths, self.buffer, self.sampled = [*chain(*map(expand, patterns))], buffer, sampled
         absent = [str(path) for path in self.paths if not path.is_file()]
         if absent or not self.paths:
             count = f"{len(absent)} of {len(self.paths)} shards"
-            raise UserError(f"{pattern}: {count} are not there ({some(absent)}): check the path and {{first..last}}")
+            raise UserError(f"{' '.join(patterns)}: {count} are not there ({some(absent)}): check {{first..last}}")
         # Each process of torchrun begins at another shard, so that together they make the indices that are missing.
         rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
         numbers = np.roll(range(len(self.paths)), -(len(self.paths) * rank // size)).tolist()
@@ -178,7 +178,6 @@ class Shards(Planned):
             rows.append(part[keep])
             samples += count
         self.rows, self.ends = np.concatenate(rows), np.cumsum(list(map(len, rows)))
-        self.samples = len(self.rows)  # of an epoch
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -201,14 +200,21 @@ class Shards(Planned):
         name = entry["name"] if isinstance(entry.get("name"), str) else f"{shard.name}/{key}[{question}] ({sample})"
         return Record(name, f"{shard}: {sample} {chosen}", pictures, turns, answers, self.sampled)
 
-    def order(self, seed: int | str, epoch: int) -> np.ndarray:
-        """The numbers of all records, those of a shard together, the shards shuffled."""
+    def plan(
+        self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0, picture_tokens: int = 0
+    ) -> Iterator[list[int]]:
+        """The micro-batches of an epoch from number `first` on; all but the last have `batch_size` records.
+
+        Shards are shuffled, and within a window of `buffer` records `plan_epoch` plans.
+        """
         parts = np.split(np.arange(len(self)), self.ends[:-1])
         random.Random(f"shards/{seed}/{epoch}").shuffle(parts)
-        return np.concatenate(parts)
-
-    def describe(self, numbers: Sequence[int], picture_tokens: int = 0) -> tuple[list[int], list[int]]:
-        """The samples of records, which stand for their pictures, and their approximate lengths, see `Planned`."""
-        rows = self.rows[numbers]
-        lengths = rows[:, LENGTH] // CHARACTERS + (rows[:, PICTURE_COUNT] - 1) * picture_tokens
-        return rows[:, SAMPLE].tolist(), lengths.tolist()
+        order, window = np.concatenate(parts), batch_size * max(1, self.buffer // batch_size)
+        for start in range(first * batch_size // window * window, len(order), window):
+            numbers = order[start : start + window]
+            rows = self.rows[numbers]
+            lengths = rows[:, LENGTH] // CHARACTERS + (rows[:, PICTURE_COUNT] - 1) * picture_tokens
+            keys = rows[:, SAMPLE].tolist()
+            batches = plan_epoch(keys, lengths.tolist(), batch_size, f"{seed}/{start}", epoch, per_picture)
+            for batch in batches[max(0, first - start // batch_size) :]:
+                yield numbers[batch].tolist()
