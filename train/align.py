@@ -12,22 +12,19 @@ import contextlib
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from eval.records import Picture, Record
+from eval.records import Record
 from model.common import UserError
 from model.device import autocast_of
 from model.images import to_pixels
 from model.paligemma import PaliGemma
-from train.data.batches import load
 from train.distributed import World
 from train.optim import MuonAdamW, Rule, count, make_adamw, matching, parameter_groups, rate_factor, set_rates
 from train.settings import Settings
@@ -57,13 +54,15 @@ class AnswerHead(nn.Module):
 
 def check_align(model: PaliGemma, records: Sequence[Record]) -> None:
     """Raise UserError for shards, data without a question on one picture, and a large vision tower."""
+    size, problem = count(model.vision_tower.parameters()), ""
     if not isinstance(records, list):
-        raise UserError("--align goes over single pictures: leave it out with shards")
-    if not examples(records):
-        raise UserError("--align: no record has one picture and an answer: leave it out")
-    if (size := count(model.vision_tower.parameters())) > LARGE:
+        problem = "it goes over single pictures, not over shards"
+    elif not examples(records):
+        problem = "no record has one picture and an answer"
+    elif size > LARGE:
         problem = f"the vision tower has {size:,} parameters, and would forget what it knows"
-        raise UserError(f"--align is for a small one: {problem}: leave --align and --recipe own out")
+    if problem:
+        raise UserError(f"--align: {problem}: leave --align and --recipe own out")
 
 
 def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world: World) -> list[float]:
@@ -74,7 +73,7 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
     takes the tower of the first. Raises UserError for a loss that is not finite.
     """
     asked = examples(records)
-    pictures = Pixels({r.key: r.pictures[0] for r in records if r.key in asked}, model.config.vision.image_size)
+    pictures = {record.key: record.pictures[0] for record in records if record.key in asked}
     autocast = "none" if settings.autocast == "fp16" else settings.autocast  # no gradient is scaled here
     tower, device = model.vision_tower, next(model.parameters()).device
     with torch.random.fork_rng(devices=[]):
@@ -87,8 +86,12 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
     rng, losses = random.Random(f"align/{settings.seed}"), []
     order = [key for _ in range(settings.align) for key in rng.sample(sorted(asked), len(asked))]
     steps = [order[start : start + PICTURES] for start in range(0, len(order), PICTURES)]
-    bar = tqdm(load(pictures, steps, settings.workers), "alignment", len(steps), disable=not world.is_first)
-    for step, opened in enumerate(bar):
+    bar = tqdm(steps, "alignment", disable=not world.is_first)
+    for step, keys in enumerate(bar):
+        opened = {}
+        for key in keys:
+            with contextlib.suppress(UserError):
+                opened[key] = to_pixels(pictures[key], model.config.vision.image_size)
         if not opened:
             continue
         rows = [(place, *pair) for place, key in enumerate(opened) for pair in asked[key]]
@@ -119,21 +122,6 @@ def shifted(pixels: torch.Tensor, rng: random.Random) -> torch.Tensor:
     most = size // 16
     top, left = rng.randint(0, 2 * most), rng.randint(0, 2 * most)
     return F.pad(pixels, (most,) * 4, mode="replicate")[:, top : top + size, left : left + size]
-
-
-@dataclass(frozen=True)
-class Pixels(Dataset):
-    """The pixels (3, size, size) of `pictures` by key, without those that cannot be read."""
-
-    pictures: Mapping[str, Picture]
-    size: int
-
-    def __getitem__(self, keys: Sequence[str]) -> dict[str, torch.Tensor]:
-        opened = {}
-        for key in keys:
-            with contextlib.suppress(UserError):
-                opened[key] = to_pixels(self.pictures[key], self.size)
-        return opened
 
 
 def examples(records: Sequence[Record]) -> dict[str, list[tuple[int, int]]]:

@@ -108,13 +108,13 @@ def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
     order = make_order(records, open_tokenizer(settings, model), settings, World(0, gpus, torch.device("cpu")))
     micros, left_out = open_sample(order, settings)
     widest = max(micros, key=lambda micro: micro.batch.input_ids.numel())
-    trained, gathered = count(learned.values()), gathered_bytes(model, autocast)
+    trained = count(learned.values())
     costs = step_costs(model, widest, autocast, micro_batches > gpus, settings.optimizer)
     checkpoint = 4 * trained + costs[0].moments
     # one checkpoint more than is kept while it is written
     disk = checkpoint * (settings.keep + 1) + result * (2 if settings.keep_best else 1)
     if gpus > 1:
-        costs = [spread_cost(cost, gpus, gathered if settings.shard else None) for cost in costs]
+        costs = [spread_cost(cost, gpus, model, settings.shard, autocast) for cost in costs]
     samples = min(order.total * rows * micro_batches, settings.epochs * len(records))
     tokens = samples * sum(m.batch.input_ids.numel() for m in micros) / sum(len(m.names) for m in micros)
     flops = costs[settings.checkpointing].flops * tokens / widest.batch.input_ids.numel()
@@ -146,21 +146,13 @@ def open_sample(order: Order, settings: Settings) -> tuple[list[MicroBatch], tup
     return micros, tuple(bad)
 
 
-# Several GPUs
-
-
-def gathered_bytes(model: PaliGemma, autocast: torch.dtype | None) -> float:
-    """Bytes of the weights that FSDP2 gathers at a time: two layers, and what is outside of the layers."""
+def spread_cost(cost: StepCost, gpus: int, model: PaliGemma, shard: bool, autocast: torch.dtype | None) -> StepCost:
+    """The cost of one of `gpus` GPUs: DDP exchanges copies of the gradients, FSDP2 gathers two layers at a time."""
+    if not shard:
+        return replace(cost, gradients=2 * cost.gradients)
     sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers_of(model)]
     outside = sum(parameter.nbytes for parameter in model.parameters()) - sum(sizes)
-    halved = autocast == torch.bfloat16 and computes_in_bf16(model)
-    return (2 * max(sizes) + outside) * (0.5 if halved else 1)
-
-
-def spread_cost(cost: StepCost, gpus: int, gathered: float | None) -> StepCost:
-    """The cost of one of `gpus` GPUs. gathered: see `gathered_bytes`, under `--shard`; None without it."""
-    if gathered is None:  # DDP exchanges copies of the gradients
-        return replace(cost, gradients=2 * cost.gradients)
+    gathered = (2 * max(sizes) + outside) * (0.5 if autocast == torch.bfloat16 and computes_in_bf16(model) else 1)
     parts = {name: getattr(cost, name) / gpus for name in ("gradients", "moments", "update")}
     return replace(cost, weights=cost.weights / gpus + gathered, **parts)
 

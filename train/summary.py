@@ -18,7 +18,6 @@ from eval import figures, needle, scenes, vqa
 from eval.datasets import PROMPT, fill_prompt
 from eval.question import Question
 from eval.statistics import estimate
-from eval.text import sentences
 from model.common import write_text
 from model.differential import KINDS
 from model.images import load_image
@@ -32,6 +31,7 @@ from train.validation import HeldOut, choose, evaluating
 NO_ACCURACY = {"vqa": None, "needle": None}
 SCORES = {"loss": "  loss, nats a token", "exact_match": "  exact match, %", "vqa_accuracy": "  VQA accuracy, %"}
 SHOWN = 12  # examples of answers.png
+Results = Mapping[str, Result]
 
 
 def evaluate(
@@ -63,6 +63,8 @@ def evaluate(
 
 def grade_text(model: PaliGemma, processor: Processor, limit: int, title: str, ask_all: Callable) -> dict[str, float]:
     """Percent right of `limit` sentences of each task of `eval/text/sentences.py`, which have no picture."""
+    from eval.text import sentences  # of WINGS alone
+
     asked = [sentences.sentence(task, "test", number) for task in sentences.TASKS for number in range(limit)]
     asks = [Question(f"{number}", f"text {number}", (), s.prefix) for number, s in enumerate(asked)]
     right = [a == s.suffix for a, s in zip(ask_all(model, processor, asks, progress=title), asked, strict=True)]
@@ -70,7 +72,7 @@ def grade_text(model: PaliGemma, processor: Processor, limit: int, title: str, a
 
 
 def summarize(
-    settings: Settings, progress: Progress, results: Mapping[str, Result], trainable: int, held_out: HeldOut | None
+    settings: Settings, progress: Progress, results: Results, trainable: int, held_out: HeldOut | None
 ) -> dict:
     """The content of summary.json."""
     summary = {
@@ -96,17 +98,22 @@ def summarize(
     return summary
 
 
-def gain_over_blind(held_out: HeldOut, results: Mapping[str, Result]) -> dict | None:
+def trained(results: Results) -> Result:
+    """Of the weights that the run ends with: the best, or the last."""
+    return results.get("best", results["after"])
+
+
+def gain_over_blind(held_out: HeldOut, results: Results) -> dict | None:
     """How much better the trained model is with pictures than with gray ones, paired, over pictures: "measure", "mean",
     "low" and "high". The measure is the loss where nothing is matched. None for data without pictures."""
-    trained, blind = results.get("best", results["after"]), results["blind"]
-    scores, factor, measure = (trained.matches, blind.matches), 100, "% exact match"
-    if not any([*trained.matches, *blind.matches]):
-        scores, factor, measure = (blind.losses, trained.losses), 1, "nats an answer"
+    ours, blind, measure = trained(results), results["blind"], "% exact match"
+    better, worse, factor = ours.matches, blind.matches, 100
+    if not any([*better, *worse]):
+        better, worse, factor, measure = blind.losses, ours.losses, 1, "nats an answer"
     pairs = [
-        (factor * (after - before), record.key)
-        for after, before, record in zip(*scores, held_out.records, strict=True)
-        if after is not None and before is not None and record.pictures
+        (factor * (a - b), record.key)
+        for a, b, record in zip(better, worse, held_out.records, strict=True)
+        if a is not None and b is not None and record.pictures
     ]
     if not pairs:
         return None
@@ -115,39 +122,32 @@ def gain_over_blind(held_out: HeldOut, results: Mapping[str, Result]) -> dict | 
     return {"measure": measure, "mean": gain.mean, "low": gain.low, "high": gain.high}
 
 
-def write_answers(run: Path, held_out: HeldOut, results: Mapping[str, Result]) -> list[str]:
+def write_answers(run: Path, held_out: HeldOut, results: Results) -> list[str]:
     """Write answers.jsonl and answers.png; returns their names. There are none where nothing was asked."""
     if not held_out.asked:
         return []
-    records, before, trained = held_out.records, results["before"].answers, results.get("best", results["after"])
-    right = trained.matches
-    lines = [
-        {
-            "name": records[number].name,
-            "question": records[number].prefix,
-            "truth": list(records[number].answers) or records[number].suffix,
-            **{name: result.answers[number] for name, result in results.items()},
-            "right": None if right[number] is None else bool(right[number]),
-        }
-        for number in held_out.asked
-    ]
-    write_text(run / "answers.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    shown = [number for number in held_out.asked if right[number] is not None and records[number].pictures]
-    if not (shown := choose(shown, SHOWN)):
+    records, right, lines = held_out.records, trained(results).matches, ""
+    for number in held_out.asked:
+        record = records[number]
+        line = {"name": record.name, "question": record.prefix, "truth": list(record.answers) or record.suffix}
+        line |= {name: result.answers[number] for name, result in results.items()}
+        line["right"] = None if right[number] is None else bool(right[number])
+        lines += json.dumps(line, ensure_ascii=False) + "\n"
+    write_text(run / "answers.jsonl", lines)
+    asked = [number for number in held_out.asked if right[number] is not None and records[number].pictures]
+    if not (numbers := choose(asked, SHOWN)):
         return ["answers.jsonl"]
-    captions = [
-        f"{records[n].prefix}\ntruth: {records[n].suffix}\nbefore: {before[n]}\nafter: {trained.answers[n]}"
-        for n in shown
-    ]
-    pictures, hits = zip(*((load_image(records[n].pictures[0]), bool(right[n])) for n in shown), strict=True)
+    captions = []
+    for n in numbers:
+        before, after = results["before"].answers[n], trained(results).answers[n]
+        captions.append(f"{records[n].prefix}\ntruth: {records[n].suffix}\nbefore: {before}\nafter: {after}")
+    pictures, hits = [load_image(records[n].pictures[0]) for n in numbers], [bool(right[n]) for n in numbers]
     sheet = figures.contact_sheet(pictures, captions, hits, title=f"{run.name}: held-out examples", lines=7)
     figures.save(sheet, run / "answers.png")
     return ["answers.jsonl", "answers.png"]
 
 
-def print_summary(
-    summary: dict, results: Mapping[str, Result], settings: Settings, run: Path, files: list[str]
-) -> None:
+def print_summary(summary: dict, results: Results, settings: Settings, run: Path, files: list[str]) -> None:
     """Print the accuracies, the best step, whether the pictures were used, the files, and the commands that go on."""
     if results:
         print_accuracies(summary, results, settings)
@@ -199,7 +199,7 @@ def can_export(settings: Settings) -> bool:
     return settings.stage is None and KINDS[settings.attention].foldable and settings.feed_forward != "swiglu-new"
 
 
-def print_accuracies(summary: dict, results: Mapping[str, Result], settings: Settings) -> None:
+def print_accuracies(summary: dict, results: Results, settings: Settings) -> None:
     """The table of accuracies: of the base, of the grafted model that training starts from, after it, of the best step,
     of the trained model on gray pictures, of guessing."""
     columns = [*results, *["chance"] * settings.is_embedded]

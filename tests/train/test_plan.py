@@ -20,7 +20,7 @@ from train import finetune
 from train.data.sources import read_records
 from train.distributed import World, layers_of
 from train.optim import count, trainable
-from train.plan import StepCost, gathered_bytes, open_sample, open_tokenizer, plan, spread_cost, step_costs
+from train.plan import StepCost, open_sample, open_tokenizer, plan, spread_cost, step_costs
 from train.settings import parse, step_layout
 from train.supervised import make_order, supervised_loss
 from train.systems.open import open_model
@@ -179,9 +179,10 @@ def test_the_paper_s_model_has_611_million_parameters_to_train():
     model = open_model(settings, META)[0]
     assert count(trainable(model).values()) == 611_348_472
     layer = sum(p.nbytes for p in model.language_model.layers[0].parameters())
-    gathered = gathered_bytes(model, torch.bfloat16)
-    assert 2 * layer + 2 * 257216 * 2048 < gathered < 2.1 * layer + 2.1 * 257216 * 2048
     one = StepCost(80.0, 8.0, 16.0, 5.0, 1e12, 8.0)
+    cost = spread_cost(one, 8, model, True, torch.bfloat16)
+    gathered = cost.weights - 80 / 8
+    assert 2 * layer + 2 * 257216 * 2048 < gathered < 2.1 * layer + 2.1 * 257216 * 2048
     assert one.memory == 80 + 8 + 16 + 8
-    assert spread_cost(one, 8, 3.0) == StepCost(13.0, 1.0, 2.0, 5.0, 1e12, 1.0)
-    assert spread_cost(one, 8, None) == StepCost(80.0, 16.0, 16.0, 5.0, 1e12, 8.0)
+    assert cost == StepCost(cost.weights, 1.0, 2.0, 5.0, 1e12, 1.0)
+    assert spread_cost(one, 8, model, False, torch.bfloat16) == StepCost(80.0, 16.0, 16.0, 5.0, 1e12, 8.0)
