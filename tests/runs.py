@@ -3,6 +3,7 @@
 A command line is given in words, which are split at spaces.
 """
 
+import csv
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -62,6 +64,13 @@ def metrics(folder: Path) -> list[dict]:
     """The lines of a run's metrics.jsonl, without what depends on the clock."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if name not in MEASURED} for line in lines]
+
+
+def read_cells(file: Path) -> list[SimpleNamespace]:
+    """The lines of a study's comparison.csv: Python writes floats so that they are read as they were."""
+    kinds = {"seed": int, "n": int, "rate": float, "right": float, "cpu_seconds": float}
+    with file.open(encoding="utf-8", newline="") as text:
+        return [SimpleNamespace(**{k: kinds.get(k, str)(v) for k, v in row.items()}) for row in csv.DictReader(text)]
 
 
 def torchrun(processes: int, *arguments) -> None:

@@ -63,11 +63,18 @@ def field_kind(settings: type, field: dataclasses.Field) -> type:
     return next((kind for kind in typing.get_args(hint) if kind is not NoneType), hint)
 
 
-def read_flags(options: type[Settings], program: str, description: str | None, argv: Sequence[str] | None) -> Settings:
-    """The flags of a command that has no others. Raises UserError for values out of range."""
+def read_flags(
+    options: type[Settings], program: str, description: str | None, argv: Sequence[str] | None, quick: Mapping = {}
+) -> Settings:
+    """The flags of a command that has no others; `quick` as in `with_quick`. Raises UserError."""
     parser = FlagParser(prog=f"python -m {program}", description=description)
     add_flags(parser, options)
-    return from_values(options, vars(parser.parse_args(argv)))
+    return with_quick(options, vars(parser.parse_args(argv)), quick)
+
+
+def with_quick(options: type[Settings], given: Mapping[str, object], quick: Mapping[str, object]) -> Settings:
+    """`from_values`; with the flag --quick the values `quick` are the defaults."""
+    return from_values(options, {**quick, **given} if given.get("quick") else given)
 
 
 def from_values(settings: type[Settings], values: Mapping[str, object], where: str = "") -> Settings:

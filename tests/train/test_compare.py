@@ -15,10 +15,11 @@ from eval.records import own_records
 from eval.vqa_scoring import official
 from model.common import UserError
 from tests.files import write_vqav2
+from tests.runs import read_cells
 from train import compare
 from train.optim import count, trainable
 from train.settings import Settings
-from train.studies import adapters, measures, report
+from train.studies import adapters, measures
 from train.studies.attention import PLAIN, ROWS, control_by_size
 from train.systems.open import load_base, open_model
 
@@ -35,7 +36,7 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, capsys):
     compare.main(command)
     text = capsys.readouterr().out
     assert "## Minus the mean of all plain rows" in text and "LoRA r18" in text and "## Range" in text
-    lines = report.read_csv(tmp_path / "comparison.csv")
+    lines = read_cells(tmp_path / "comparison.csv")
     cells = Counter((line.row, line.split, line.seed) for line in lines)
     assert all(cells[row, "test", seed] == 5 + 2 for row in ("fine-tuned", "dex", "LoRA r18") for seed in (0, 1))
     assert all(cells[row, "validation", seed] == 5 for row in ("fine-tuned", "dex", "LoRA r18") for seed in (0, 1))

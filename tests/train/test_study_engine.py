@@ -14,11 +14,13 @@ import pytest
 
 from eval.statistics import estimate
 from model.common import UserError
+from tests.runs import read_cells
+from train.flags import read_flags
 from train.loop import Diverged
 from train.settings import Settings
 from train.studies import attention, engine, paper, pool, report, rules, source_hash
 from train.studies.engine import MEAN, Measure, Study
-from train.studies.options import StudyOptions, read_options
+from train.studies.options import StudyOptions
 from train.studies.pool import Job
 
 GROUPS = [f"picture {number // 2}" for number in range(40)]
@@ -73,8 +75,8 @@ def test_a_study_from_end_to_end(done):
 
 def test_the_tables_can_be_computed_from_the_csv(done):
     """Breaks when the CSV misses a cell, rounds a score, or has others than those of the tables."""
-    lines = report.read_csv(done.out / "comparison.csv")
-    assert lines == report.lines_of(done) and lines[0]._fields[-4:] == ("cpu_seconds", "commit", "processor", "torch")
+    lines = read_cells(done.out / "comparison.csv")
+    assert [list(vars(line).values()) for line in lines] == report.lines_of(done)
     assert len(lines) == 4 * 5 * 4 + (3 * 3 + 1) * 3 * 3  # rungs and measures on test; rates and seeds on validation
     gaps = []
     for seed in range(5):
@@ -97,7 +99,7 @@ def test_cells_name_what_made_them(tmp_path, monkeypatch):
         text = report.write(made := run(tmp_path, seeds=seeds))
         made.lock.close()
     assert "commit new, p, PyTorch t; commit old, p, PyTorch t" in text
-    assert {line.commit for line in report.read_csv(tmp_path / "comparison.csv") if line.seed == 1} == {"new"}
+    assert {line.commit for line in read_cells(tmp_path / "comparison.csv") if line.seed == 1} == {"new"}
 
 
 def test_a_run_that_diverges_scores_its_worst(tmp_path):
@@ -120,7 +122,7 @@ def test_rates_are_above_zero(capsys):
     """Breaks when a study trains all night at a rate of 0."""
     for rates in ("1e-3,0", "nan", "-1", "x"):
         with pytest.raises(SystemExit):
-            read_options(StudyOptions, ["--rates", rates], "", "", {})
+            read_flags(StudyOptions, "", "", ["--rates", rates])
         assert f"--rates: invalid read_rates value: '{rates}'" in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ from eval.text.corpus import kept_corpus
 from eval.text.measures import Scores, chance, examples, nll, recall
 from model.common import UserError
 from model.language import new_model
-from train.studies.report import read_csv
+from tests.runs import read_cells
 from train.studies.text import equal_loss, hardest, main, window_losses
 from weights.load import load_model
 
@@ -31,7 +31,7 @@ def test_the_study_runs_end_to_end_and_each_cell_once(text_folder, tmp_path, cap
     assert not plain["lambda"] and len(ours["lambda"]) == 2
     assert [tokens for tokens, _ in plain["curve"]] == [256, 512, 768, 1024, 1280]  # five steps of two rows of 128
 
-    lines = [line for line in read_csv(tmp_path / "comparison.csv") if line.row == "differential, nano"]
+    lines = [line for line in read_cells(tmp_path / "comparison.csv") if line.row == "differential, nano"]
     (line,) = [line for line in lines if (line.seed, line.split, line.measure) == (1, "test", "loss")]
     cells = {file.parent: json.loads(file.read_text()) for file in tmp_path.glob("cells/*/test.json")}
     (folder,) = [f for f, cell in cells.items() if (cell["row"], cell["seed"]) == ("differential, nano", 1)]

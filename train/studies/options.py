@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from model.common import UserError
-from train.flags import FlagParser, add_flags, flag, from_values
+from train.flags import FlagParser, add_flags, flag, with_quick
 from train.origin import FREE
 from train.settings import Settings, parse
 
@@ -39,32 +39,6 @@ class StudyOptions:
     out: Path | None = flag(None, "folder of results and cells (default: runs/STUDY)", metavar="DIR")
 
 
-def read_options(
-    kind: type[Options],
-    argv: Sequence[str] | None,
-    program: str,
-    description: str | None,
-    quick: Mapping[str, object],
-    *,
-    epilog: str = "",
-    rest: list[str] | None = None,
-) -> Options:
-    """The flags of a study. quick: other defaults with --quick. rest: filled with unknown flags; None refuses them.
-
-    Raises UserError.
-    """
-    about = {"prog": f"python -m {program}", "description": description, "epilog": epilog}
-    parser = FlagParser(allow_abbrev=False, **about)
-    add_flags(parser, kind)
-    known, unknown = parser.parse_known_args(argv)
-    if rest is None and unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if rest is not None:
-        rest += unknown
-    given = vars(known)
-    return from_values(kind, {**quick, **given} if given.get("quick") else given)
-
-
 def read_with_settings(
     kind: type[Options],
     argv: Sequence[str] | None,
@@ -82,7 +56,10 @@ def read_with_settings(
     Raises UserError.
     """
     about = f"Other flags: those of `python -m train.finetune`, with other defaults: {defaults}."
-    options = read_options(kind, argv, program, description, quick, epilog=about, rest=(rest := []))
+    parser = FlagParser(prog=f"python -m {program}", description=description, allow_abbrev=False, epilog=about)
+    add_flags(parser, kind)
+    known, rest = parser.parse_known_args(argv)
+    options = with_quick(kind, vars(known), quick)
     for word in rest:
         name = word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
         if word.startswith("--") and name in (*DECIDED, *decided.split()):

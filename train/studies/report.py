@@ -8,8 +8,6 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,40 +22,20 @@ ABOUT = (
     "of Student's t over seeds and groups of examples. Verdicts are Holm's over a table, the main difference by "
     "itself. Out of range: on the validation split the controls guess or are perfect."
 )
+# A line of the CSV is a cell on one measure, or one difficulty of it: `right` is the sum of the scores of `n` examples.
+COLUMNS = "study row seed rate split measure rung n right cpu_seconds commit processor torch".split()
 
 
-# The CSV
-
-
-class Line(NamedTuple):
-    """A cell on one measure, or one difficulty of it: `right` is the sum of the scores of `n` examples."""
-
-    study: str
-    row: str
-    seed: int
-    rate: float
-    split: str
-    measure: str
-    rung: str
-    n: int
-    right: float
-    cpu_seconds: float
-    commit: str
-    processor: str
-    torch: str
-
-
-def lines_of(run: Run) -> list[Line]:
+def lines_of(run: Run) -> list[list]:
     """All results that the report rests on. Seconds are those of the cell, on each of its lines."""
     lines = []
     for job in sorted(run.used, key=str):
         cell = run.used[job]
-        made_by = [cell[name] for name in ("cpu_seconds", "commit", "processor", "torch")]
         for name, scores in cell["scores"].items():
             rungs = run.study.measures[name].rungs if job.split == "test" else ()
             for rung, right in by_rung(scores, rungs or [""] * len(scores)).items():
-                place = (run.study.name, job.row, job.seed, job.rate, job.split, name, rung)
-                lines.append(Line(*place, len(right), float(np.sum(right)), *made_by))
+                place = [run.study.name, job.row, job.seed, job.rate, job.split, name, rung]
+                lines.append([*place, len(right), float(np.sum(right)), *(cell[name] for name in COLUMNS[-4:])])
     return lines + [line for part in run.parts for line in lines_of(part)]
 
 
@@ -66,24 +44,7 @@ def by_rung(scores: Sequence[float], rungs: Sequence[str]) -> dict[str, list[flo
     return {rung: [s for s, other in zip(scores, rungs, strict=True) if other == rung] for rung in dict.fromkeys(rungs)}
 
 
-def read_csv(file: Path) -> list[Line]:
-    """The lines of a comparison.csv, equal to the bit: Python writes floats so that they are read as they were."""
-    with file.open(encoding="utf-8", newline="") as text:
-        rows = list(csv.reader(text))[1:]
-    return [Line(*(kind(cell) for kind, cell in zip(Line.__annotations__.values(), row, strict=True))) for row in rows]
-
-
 # Tables
-
-
-def sections(*parts: tuple[str, Sequence[str]]) -> list:
-    """The blocks of tables with their titles; without those that are empty."""
-    return [block for title, table in parts if table for block in (f"## {title}", table)]
-
-
-def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table; a table without rows is empty."""
-    return markdown_table(head, body) if body else []
 
 
 def accuracy_table(run: Run) -> list[str]:
@@ -96,17 +57,16 @@ def accuracy_table(run: Run) -> list[str]:
         texts = [interval_text(estimate(scores[name], m.groups), m.digits) for name, m in measures.items()]
         known = [f"{parameters:,}" if parameters else "", f"{len(cells)}", f"{rate:g}" if rate else ""]
         body.append([row, *known, *texts])
-    return table(["row", "parameters", "seeds", "rate", *(m.heading for m in measures.values())], body)
+    return markdown_table(["row", "parameters", "seeds", "rate", *(m.heading for m in measures.values())], body)
 
 
 def rung_table(run: Run, name: str) -> list[str]:
-    """The score of each row by difficulty; empty for a measure that has one."""
-    measure = run.study.measures[name]
-    of_rows = {row: by_rung(run.scores(row)[name].mean(0), measure.rungs) for row in run.cells if measure.rungs}
-    body = [
-        [row, *(f"{np.mean(part):.{measure.digits}f}" for part in parts.values())] for row, parts in of_rows.items()
-    ]
-    return table(["row", *dict.fromkeys(measure.rungs)], body)
+    """The score of each row by difficulty; without rows for a measure that has one."""
+    measure, body = run.study.measures[name], []
+    for row in run.cells if measure.rungs else ():
+        parts = by_rung(run.scores(row)[name].mean(0), measure.rungs)
+        body.append([row, *(f"{np.mean(part):.{measure.digits}f}" for part in parts.values())])
+    return markdown_table(["row", *dict.fromkeys(measure.rungs)], body)
 
 
 def difference_table(run: Run, beside: Mapping[str, tuple[str, ...]], judged: Mapping[tuple, Mapping]) -> list[str]:
@@ -120,7 +80,7 @@ def difference_table(run: Run, beside: Mapping[str, tuple[str, ...]], judged: Ma
             texts.append(f"{interval_text(gap, digits, signed=True)} {gap['verdict']}{seen}")
         controls = beside[row]
         body.append([row, controls[0] if len(controls) == 1 else f"{len(controls)} rows", *texts])
-    return table(["row", "beside", *(measure.heading for measure in columns.values())], body)
+    return markdown_table(["row", "beside", *(measure.heading for measure in columns.values())], body)
 
 
 def range_table(run: Run, beside: Mapping[str, tuple[str, ...]]) -> list[str]:
@@ -133,7 +93,7 @@ def range_table(run: Run, beside: Mapping[str, tuple[str, ...]]) -> list[str]:
             shares = [100 * share_of_range(run.validation[row][name], chance) for row in controls]
             share = f"{min(shares):.0f} to {max(shares):.0f}"
             body.append([measure.title, f"{chance:.1f}", share, "yes" if name in usable else "no"])
-    return table(["measure", "guessing, %", "controls, % of the way to 100", "counts"], body)
+    return markdown_table(["measure", "guessing, %", "controls, % of the way to 100", "counts"], body)
 
 
 def rate_table(run: Run) -> list[str]:
@@ -143,20 +103,20 @@ def rate_table(run: Run) -> list[str]:
         scores = ", ".join(f"{rate:g}: {score:.4g}" for rate, score in tried.items())
         is_at_edge = len(tried) > 1 and run.rates[row] in (min(tried), max(tried))
         body.append([row, f"{run.rates[row]:g}", scores, "at the edge" * is_at_edge])
-    return table(["row", "rate", "score by rate", ""], body)
+    return markdown_table(["row", "rate", "score by rate", ""], body)
 
 
 def prediction_table(checked: Sequence[Mapping]) -> list[str]:
     """The predictions of `rules.check`."""
     head = ["row", "measure", "predicted", "found", "outcome", "reason given before"]
     keys = ["row", "measure", "verdict", "found", "outcome", "reason"]
-    return table(head, [[prediction[key] for key in keys] for prediction in checked])
+    return markdown_table(head, [[prediction[key] for key in keys] for prediction in checked])
 
 
 def limits(run: Run) -> list[str]:
     """What else a reader has to know: too few seeds, and runs that diverged."""
     few = f"- {run.seeds} seed(s): fewer than {FEWEST_SEEDS} decide nothing."
-    failed = [(row, cell) for row, cells in run.cells.items() for cell in cells if cell["facts"].get("diverged")]
+    failed = [(row, cell) for row, cells in run.cells.items() for cell in cells if "diverged" in cell["facts"]]
     texts = [f"- {row}, seed {cell['seed']}: {cell['facts']['diverged']}" for row, cell in failed]
     return [few] * (run.seeds < FEWEST_SEEDS) + texts
 
@@ -169,37 +129,27 @@ def write(run: Run) -> str:
     study, tables = run.study, {title: run.table(beside) for title, beside in run.study.beside.items()}
     beside, judged = next(iter(study.beside.values()), {}), next(iter(tables.values()), {})
     checked = check(study.predictions, {place: gap["verdict"] for place, gap in judged.items()})
+    sections = {"Scores": accuracy_table(run)}
+    sections |= {f"Minus {name}": difference_table(run, study.beside[name], tables[name]) for name in tables}
+    sections |= {measure.heading: rung_table(run, name) for name, measure in study.measures.items()}
+    sections |= {"Range": range_table(run, beside), "Rates": rate_table(run), "Predictions": prediction_table(checked)}
     blocks = [f"# {study.title}", ABOUT]
-    blocks += sections(
-        ("Scores", accuracy_table(run)),
-        *((f"Minus {name}", difference_table(run, study.beside[name], tables[name])) for name in tables),
-        *((measure.heading, rung_table(run, name)) for name, measure in study.measures.items()),
-        ("Range", range_table(run, beside)),
-        ("Rates", rate_table(run)),
-        ("Predictions", prediction_table(checked)),
-    )
-    blocks += [*study.more(run), *sections(("Limits", limits(run)))]
+    blocks += [block for title, lines in sections.items() if len(lines) > 2 for block in (f"## {title}", lines)]
+    blocks += study.more(run)
+    if lines := limits(run):
+        blocks += ["## Limits", lines]
     cells = [cell for part in (run, *run.parts) for cell in part.used.values()]
     made_by = sorted({f"commit {cell['commit']}, {cell['processor']}, PyTorch {cell['torch']}" for cell in cells})
     seconds = round(sum(cell["cpu_seconds"] for cell in cells))
     blocks.append(f"Cells were made by {'; '.join(made_by)}: {seconds:,} CPU seconds, {run.seeds} seed(s).")
-    summary = {
-        "plan": study.plan,
-        "made_by": made_by,
-        "cpu_seconds": seconds,
-        "seeds": run.seeds,
-        "rates": {row: {"chosen": run.rates[row], "tried": run.tried.get(row, {})} for row in run.cells},
-        "validation": run.validation,
-        "rows": {row: {"facts": [cell["facts"] for cell in cells]} for row, cells in run.cells.items()},
-        "tables": {
-            title: [{"row": row, "measure": name, **gap} for (row, name), gap in table.items()]
-            for title, table in tables.items()
-        },
-        "predictions": checked,
-    }
+    summary = {"plan": study.plan, "made_by": made_by, "cpu_seconds": seconds, "seeds": run.seeds}
+    summary["rates"] = {row: {"chosen": run.rates[row], "tried": run.tried.get(row, {})} for row in run.cells}
+    summary |= {"validation": run.validation, "predictions": checked, "tables": {}}
+    summary["rows"] = {row: {"facts": [cell["facts"] for cell in cells]} for row, cells in run.cells.items()}
+    for title, table in tables.items():
+        summary["tables"][title] = [{"row": row, "measure": name, **gap} for (row, name), gap in table.items()]
     text = "\n\n".join(block if isinstance(block, str) else "\n".join(block) for block in blocks) + "\n"
-    table_of_cells = io.StringIO()
-    csv.writer(table_of_cells, lineterminator="\n").writerows([Line._fields, *lines_of(run)])
+    csv.writer(table_of_cells := io.StringIO(), lineterminator="\n").writerows([COLUMNS, *lines_of(run)])
     write_text(run.out / "comparison.csv", table_of_cells.getvalue())
     write_text(run.out / "comparison.md", text)
     write_text(run.out / "comparison.json", json.dumps(summary, indent=1) + "\n")

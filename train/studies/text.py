@@ -37,11 +37,11 @@ from model.common import write_text
 from model.differential import lambdas
 from model.system_configs import TEXT_PRESETS
 from train.distributed import join_world
-from train.flags import flag
+from train.flags import flag, read_flags
 from train.optim import count
 from train.studies import built, engine, report
 from train.studies.engine import Measure, Run, Study
-from train.studies.options import StudyOptions, deciding, read_options
+from train.studies.options import StudyOptions, deciding
 from train.studies.pool import Job, once
 from train.studies.rules import Prediction
 from train.systems.text import TextSettings, learn
@@ -82,7 +82,7 @@ class Options(StudyOptions):
 
 def read_arguments(argv: Sequence[str] | None) -> tuple[Options, TextSettings]:
     """The study's flags, and the settings of its runs. Raises UserError."""
-    options = read_options(Options, argv, "train.compare --rows text", __doc__, QUICK)
+    options = read_flags(Options, "train.compare --rows text", __doc__, argv, QUICK)
     options = replace(options, out=options.out or Path("runs/compare-text" + "-quick" * options.quick))
     given = {name: getattr(options, name) for name in ("text", "tokens", "length", "batch_size", "device")}
     return options, replace(DEFAULTS, **given, preset=options.sizes[0], corpus=f"{options.out}/corpus")
