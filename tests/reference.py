@@ -63,7 +63,7 @@ def hf_model(
 def randomize(model) -> None:
     """Give every parameter a value that matters."""
     for name, parameter in model.named_parameters():
-        leaf = name.split(".")[-2]
+        leaf = f".{name}".split(".")[-2]
         if "norm" in leaf:
             offset = 1.0 if "vision" in name and name.endswith("weight") else 0.0
             parameter.copy_(offset + 0.3 * torch.randn_like(parameter))

@@ -1,6 +1,5 @@
 """Q-Mamba: its mask shares out the features, its parts equal other people's layers, and the whole model answers."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -11,15 +10,14 @@ from transformers.models.mamba.modeling_mamba import MambaMixer as HFMambaMixer
 
 from model.attention import set_attention_backend
 from model.common import UserError
-from model.config import PaliGemmaConfig, VisionConfig
-from model.generate import generate
+from model.config import VisionConfig
 from model.mamba import Mamba, initialize_mamba
 from model.processor import Processor, load_tokenizer
 from model.qmamba import QMamba, QMambaProjector, fill_from_mamba, fresh_projector, initialize_qmamba, local_mask
 from model.siglip import Siglip
 from model.source import BUNDLED_FOLDER
 from model.system_configs import MambaConfig, ProjectorConfig, QMambaConfig
-from tests.reference import relative_error
+from tests.reference import randomize, relative_error
 
 IMAGE = 59
 VISION = VisionConfig(
@@ -30,24 +28,10 @@ TEXT = MambaConfig(vocab_size=59, hidden_size=28, num_hidden_layers=3, state_siz
 CONFIG = QMambaConfig(VISION, PROJECTOR, TEXT, IMAGE)  # 16 features a picture, shared by 5 queries: 4, 3, 3, 3, 3
 
 
-def randomized(module, seed: int = 0):
+def randomized(module):
     """Every parameter with a value that matters."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name and name.endswith("weight") or name.endswith(".D"):
-                parameter.copy_(1 + 0.3 * noise)
-            elif name.endswith("A_log"):
-                parameter.add_(0.3 * noise)
-            elif name.endswith(("q_proj.weight", "k_proj.weight")):
-                parameter.copy_(2.5 * noise * parameter.shape[1] ** -0.5)
-            elif parameter.dim() == 1:
-                parameter.copy_(0.3 * noise)
-            elif name.endswith(("queries", "embedding.weight")):
-                parameter.copy_(0.5 * noise)
-            else:
-                parameter.copy_(noise * parameter[0].numel() ** -0.5)
+    torch.manual_seed(0)
+    randomize(module)
     return module
 
 
@@ -59,14 +43,10 @@ def features(pictures: int = 2, keys: int = 16, seed: int = 1) -> torch.Tensor:
     return torch.randn(pictures, keys, VISION.hidden_size, generator=torch.Generator().manual_seed(seed))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The mask
-# ---------------------------------------------------------------------------------------------------------------------
+# --- the mask ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("queries", "keys"), [(1, 1), (1, 9), (4, 9), (3, 8), (16, 16), (128, 729), (256, 729), (512, 729), (729, 729)]
-)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 9), (3, 8), (16, 16), (256, 729), (512, 729), (729, 729)])
 def test_the_mask_shares_out_the_keys(queries, keys):
     """Breaks when a key is seen twice or never, or spans are not contiguous, in order, and as equal as can be."""
     mask = local_mask(queries, keys)
@@ -82,12 +62,10 @@ def test_the_mask_of_the_paper():
     drawn = ["xxx......", "...xx....", ".....xx..", ".......xx"]
     assert local_mask(4, 9).tolist() == [[cell == "x" for cell in row] for row in drawn]
     assert local_mask(256, 729).sum(1).tolist() == [3] * 217 + [2] * 39
-    assert torch.equal(local_mask(729, 729), torch.eye(729, dtype=torch.bool))
+    assert QMambaConfig().num_image_tokens == 256 and QMambaConfig().vision.num_image_tokens == 729
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The projector
-# ---------------------------------------------------------------------------------------------------------------------
+# --- the projector ----------------------------------------------------------------------------------------------------
 
 
 def by_other_hands(module: QMambaProjector, x: torch.Tensor, order: str) -> torch.Tensor:
@@ -106,14 +84,10 @@ def by_other_hands(module: QMambaProjector, x: torch.Tensor, order: str) -> torc
     def attention(attn, q, kv):
         reference = torch.nn.MultiheadAttention(width, heads, batch_first=True, dtype=torch.float64)
         projections = (attn.q_proj, attn.k_proj, attn.v_proj)
-        reference.load_state_dict(
-            {
-                "in_proj_weight": torch.cat([p.weight for p in projections]),
-                "in_proj_bias": torch.cat([p.bias for p in projections]),
-                "out_proj.weight": attn.out_proj.weight,
-                "out_proj.bias": attn.out_proj.bias,
-            }
-        )
+        state = {"out_proj.weight": attn.out_proj.weight, "out_proj.bias": attn.out_proj.bias}
+        for name in ("weight", "bias"):
+            state[f"in_proj_{name}"] = torch.cat([p.get_parameter(name) for p in projections])
+        reference.load_state_dict(state)
         hidden = None
         if config.local_attention:  # True hides, there
             owner = torch.tensor([0] * 4 + [1] * 3 + [2] * 3 + [3] * 3 + [4] * 3)
@@ -148,11 +122,8 @@ def by_other_hands(module: QMambaProjector, x: torch.Tensor, order: str) -> torc
     "changes",
     [
         {},
-        {"local_attention": False},
-        {"feed_forward": False},
-        {"connector": False},
-        {"scan_order": "forward"},
-        {"scan_order": "backward"},
+        *({name: False} for name in ("local_attention", "feed_forward", "connector")),
+        *({"scan_order": order} for order in ("forward", "backward")),
     ],
     ids=str,
 )
@@ -169,22 +140,6 @@ def test_projector_equals_the_equations(changes, backend):
         assert relative_error(module(x), expected) <= 3e-6
 
 
-def test_each_option_matters():
-    """Breaks when an option changes nothing, so that a comparison of two of its values compares nothing."""
-    x, module = features(), projector()
-    with torch.no_grad():
-        outputs = []
-        for order in ("bidirectional", "forward", "backward"):  # on the same trained weights, as the paper's Table 4
-            module.connector.order = order
-            outputs.append(module(x))
-        for change in ({"local_attention": False}, {"feed_forward": False}, {"connector": False}):
-            other = projector(**change)
-            other.load_state_dict({k: v for k, v in module.state_dict().items() if k in other.state_dict()})
-            outputs.append(other(x))
-    for index, a in enumerate(outputs):
-        assert all(relative_error(a, b) > 1e-2 for b in outputs[:index])
-
-
 def test_projectors_without_queries():
     """Breaks when a feature is lost, the parts are not those of a projector with queries, or the batch has fewer image
     tokens than the projector gives vectors."""
@@ -196,7 +151,6 @@ def test_projectors_without_queries():
             out, read = module(x), whole.connector(whole.vision_norm(whole.vision_proj(x)))
             expected = whole.output(read) if kind == "connector" else F.linear(x, *module.parameters())
             assert relative_error(out, expected) <= 1e-6 and config.num_image_tokens == out.shape[1] == 16
-            assert QMambaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
             ids = torch.tensor([[IMAGE] * 16 + [5, 6]])
             assert randomized(QMamba(config))(ids, torch.rand(1, 3, 60, 60), torch.zeros_like(ids)).shape == (1, 18, 59)
 
@@ -216,30 +170,6 @@ def test_checkpointing_covers_the_projector():
     assert kept[1] < 0.6 * kept[0] and all(map(torch.equal, *gradients))
 
 
-@pytest.mark.parametrize("queries", [16, 5])
-def test_one_key_a_query_leaves_nothing_to_choose(queries):
-    """Breaks when, with as many queries as features, the output depends on W_q: the softmax is over one key, and 1."""
-    module, x = projector(queries=queries), features()
-    before = module(x)
-    for block in module.blocks:
-        torch.nn.init.normal_(block.cross_attn.q_proj.weight)
-    difference = relative_error(module(x), before)
-    assert difference <= 1e-6 if queries == 16 else difference > 1e-2
-
-
-def test_729_queries_of_729_features():
-    """Breaks when the paper's largest projector is not that case: 384 px, patch 14, one query a feature."""
-    vision = replace(VISION, image_size=384)
-    config = replace(CONFIG, vision=vision, projector=replace(PROJECTOR, queries=729, num_blocks=1))
-    tower, module = randomized(Siglip(vision)), randomized(QMambaProjector(config))
-    with torch.no_grad():
-        seen = tower(torch.rand(1, 3, 384, 384, generator=torch.Generator().manual_seed(0)))
-        before = module(seen)
-        module.blocks[0].cross_attn.q_proj.weight.normal_()
-        assert before.shape == (1, 729, TEXT.hidden_size)
-        assert relative_error(module(seen), before) <= 1e-6
-
-
 @pytest.mark.parametrize("local", [True, False])
 def test_a_query_draws_on_its_own_span(local):
     """Breaks when features outside a query's span reach it: a single block without connector has no other way."""
@@ -248,16 +178,6 @@ def test_a_query_draws_on_its_own_span(local):
     gradients = [torch.autograd.grad(query.square().sum(), x, retain_graph=True)[0] for query in module(x)[0]]
     reached = torch.cat(gradients).any(-1)  # (Q, K)
     assert torch.equal(reached, local_mask(5, 16) if local else torch.ones(5, 16, dtype=torch.bool))
-
-
-def test_attention_weights_can_be_tapped():
-    """Breaks when a figure of who sees what cannot be drawn from the projector, or shows features that are masked."""
-    module, seen = projector(), []
-    module.blocks[1].cross_attn.tap = seen.append
-    module(features())
-    assert seen[0].shape == (2, 4, 5, 16)
-    assert torch.equal(seen[0] > 0, local_mask(5, 16).expand(2, 4, 5, 16))
-    assert torch.allclose(seen[0].sum(-1), torch.ones(2, 4, 5))
 
 
 def test_mamba_weights_fill_the_blocks():
@@ -271,23 +191,13 @@ def test_mamba_weights_fill_the_blocks():
         for name, parameter in block.mixer.named_parameters():
             assert torch.equal(parameter, layer.mixer.get_parameter(name))
     assert torch.equal(module.connector.forward_mixer.in_proj.weight, kept)
-    for change, message in (
-        ({"state_size": 5}, "state_size"),
-        ({"num_hidden_layers": 3}, "num_hidden_layers"),
-        ({"hidden_size": 32}, "hidden_size"),
-    ):
-        with pytest.raises(UserError, match=message):
+    for change in ({"state_size": 5}, {"num_hidden_layers": 3}, {"hidden_size": 32}):
+        with pytest.raises(UserError, match=next(iter(change))):
             fill_from_mamba(module, Mamba(replace(source.config, **change)))
+    assert ProjectorConfig().mixers == MambaConfig()  # the default projector takes mamba-130m
 
 
-def test_the_default_projector_takes_mamba_130m():
-    """Breaks when the default blocks are not those that the published weights fit."""
-    assert ProjectorConfig().mixers == MambaConfig()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The vision tower
-# ---------------------------------------------------------------------------------------------------------------------
+# --- the vision tower -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layer", [-1, -2, -3, 0, 1])
@@ -309,15 +219,7 @@ def test_features_are_those_of_the_layer_asked_for(layer):
         assert relative_error(whole(pixels), hf(pixels).last_hidden_state) <= 1e-6
 
 
-def test_paligemma_does_not_know_of_it():
-    """Breaks when the option shows in the config.json of a PaliGemma."""
-    assert "feature_layer" not in json.dumps(PaliGemmaConfig().to_dict())
-    assert VisionConfig().feature_layer is None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The whole model
-# ---------------------------------------------------------------------------------------------------------------------
+# --- the whole model --------------------------------------------------------------------------------------------------
 
 
 def model() -> QMamba:
@@ -352,35 +254,6 @@ def test_pictures_take_their_places():
         features = whole.encode_images(inputs["pixel_values"])
         again = whole(**inputs | {"pixel_values": None}, image_features=features, positions_to_keep=1)
         assert relative_error(again[:, 0], expected[:, -1]) <= 1e-6
-
-
-@pytest.mark.long
-def test_generation_batched_single_and_padded_on_the_right():
-    """Breaks when an answer depends on the other rows, on the padding's side, or not on the picture."""
-    whole, inputs = model(), batch((6, 3, 1))
-    together = generate(whole, **inputs, max_new_tokens=10)
-    for row, valid in enumerate(inputs["attention_mask"].bool()):
-        alone = {k: v[row : row + 1] if k == "pixel_values" else v[row : row + 1, valid] for k, v in inputs.items()}
-        assert generate(whole, **alone, max_new_tokens=10)[0].tolist() == together[row].tolist()
-        right = {k: v if k == "pixel_values" else F.pad(v, (0, 4)) for k, v in alone.items()}
-        assert generate(whole, **right, max_new_tokens=10)[0].tolist() == together[row].tolist()
-    other = generate(whole, **inputs | {"pixel_values": inputs["pixel_values"].flip(0)}, max_new_tokens=10)
-    assert [row.tolist() for row in other] != [row.tolist() for row in together]
-
-
-@pytest.mark.long
-def test_cached_equals_uncached():
-    """Breaks when a token read after the picture and the prompt sees another state than in one pass over all."""
-    whole, inputs = model(), batch((9, 5))
-    ids, types, valid = inputs["input_ids"], inputs["token_type_ids"], inputs["attention_mask"]
-    with torch.no_grad():
-        logits, cache = whole(**inputs), whole.new_cache(14)
-        whole(ids[:, :10], inputs["pixel_values"], types[:, :10], valid[:, :10], cache=cache)
-        for position in range(10, 14):
-            step = whole(
-                ids[:, position : position + 1], None, types[:, : position + 1], valid[:, : position + 1], cache=cache
-            )
-            assert relative_error(step[:, 0], logits[:, position]) <= 1e-6
 
 
 @pytest.mark.long
@@ -426,16 +299,3 @@ def test_the_processor_lays_out_one_token_a_query():
     assert (rows.input_ids == pieces).sum() == 5 and rows.pixel_values.shape == (1, 3, 60, 60)
     logits = QMamba(config)(rows.input_ids, rows.pixel_values, rows.token_type_ids, rows.attention_mask)
     assert logits.shape == (*rows.input_ids.shape, pieces)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"pixel_values": torch.zeros(2, 3, 56, 56)}, "expected"),
-        ({"pixel_values": torch.zeros(1, 3, 60, 60)}, "block of 5"),
-    ],
-)
-def test_batches_that_do_not_fit_are_refused(change, message):
-    """Breaks when pictures of another size or number, or an empty prompt, are taken without a word."""
-    with pytest.raises(UserError, match=message):
-        model()(**batch() | change)
