@@ -2,44 +2,38 @@
 what makes the comparison with a plain transformer fair: equal parameters, equal starts, gradients of one scale."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from model.attention import set_attention_backend
 from model.common import UserError
 from model.config import TextConfig
 from model.differential import lambdas
 from model.language import TextModel, new_model
 from model.system_configs import TEXT_PRESETS, TextModelConfig
 from model.variants import Split
+from tests.reference import relative_error
 from weights.export import export_model
 from weights.load import load_model
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
 HIDDEN, THETA = 48, 10000.0
+SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
+SIZES += ["head_dim", "rms_norm_eps"]
 
 
-def plain_config(heads=8, key_heads=4, layers=3) -> TextConfig:
-    """Heads share key heads, so that a wrong pairing of maps shows."""
-    return TextConfig(
-        vocab_size=64,
-        hidden_size=HIDDEN,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        hidden_activation="silu",
-    )
+# heads share key heads, so that a wrong pairing of maps shows
+PLAIN = TextConfig("gemma", 64, HIDDEN, 128, 3, 8, 4, head_dim=8, rms_norm_eps=1e-5, hidden_activation="silu")
 
 
 @torch.no_grad()
-def stirred(differential=True, **sizes) -> TextModel:
+def stirred(differential=True) -> TextModel:
     """Weights that show mistakes: λ and every norm off their start, attention far from uniform."""
-    model = TextModel(TextModelConfig.of(plain_config(**sizes), differential)).eval()
+    model = TextModel(TextModelConfig.of(PLAIN, differential)).eval()
     for name, parameter in model.named_parameters():
         gain = 2.5 if "q_proj" in name or "k_proj" in name else 1.0
         if parameter.dim() == 2:
@@ -51,11 +45,6 @@ def stirred(differential=True, **sizes) -> TextModel:
 
 def ids(rows=2, width=13) -> torch.Tensor:
     return torch.randint(0, 64, (rows, width), generator=torch.Generator().manual_seed(5))
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    a, b = a.detach().double(), b.detach().double()
-    return ((a - b).norm() / b.norm()).item()
 
 
 # --- the equations -----------------------------------------------------------------------------------------------
@@ -113,8 +102,8 @@ def test_the_model_computes_the_published_equations(differential):
     """Breaks when a norm, λ, a factor, a rotation, a pairing of heads or the gate is not the paper's."""
     model = stirred(differential)
     expected = torch.stack([by_equation(model.state_dict(), row, differential) for row in ids()])
-    assert relative(model(ids()), expected) < 1e-5
-    assert relative(model.double()(ids()), expected) < 2e-6  # the head returns fp32, norms compute in it
+    assert relative_error(model(ids()), expected) < 1e-5
+    assert relative_error(model.double()(ids()), expected) < 2e-6  # the head returns fp32, norms compute in it
 
 
 def test_the_model_is_transformers_diffllama():
@@ -126,21 +115,9 @@ def test_the_model_is_transformers_diffllama():
     from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
     model = stirred()
-    reference = DiffLlamaForCausalLM(
-        DiffLlamaConfig(
-            vocab_size=64,
-            hidden_size=HIDDEN,
-            intermediate_size=128,
-            num_hidden_layers=3,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=8,
-            rms_norm_eps=1e-5,
-            rope_theta=THETA,
-            tie_word_embeddings=False,
-            attn_implementation="eager",
-        )
-    ).eval()
+    sizes = {name: getattr(PLAIN, name) for name in SIZES}
+    config = DiffLlamaConfig(**sizes, rope_theta=THETA, tie_word_embeddings=False, attn_implementation="eager")
+    reference = DiffLlamaForCausalLM(config).eval()
 
     def parted(weight: torch.Tensor) -> torch.Tensor:
         """Rows (pairs · 2 · d) in our order to (2 · pairs · d), theirs: first halves, then second halves."""
@@ -163,7 +140,7 @@ def test_the_model_is_transformers_diffllama():
     for layer in model.language_model.layers:
         nn.init.ones_(layer.self_attn.subln.weight)
     with torch.no_grad():
-        assert relative(model(ids()), reference(ids()).logits) < 1e-5
+        assert relative_error(model(ids()), reference(ids()).logits) < 1e-5
 
 
 # --- a fair comparison -------------------------------------------------------------------------------------------
@@ -233,28 +210,17 @@ def test_gradients_start_at_the_plain_models_scale():
 
 @pytest.mark.parametrize("differential", [True, False])
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
-def test_documents_of_a_row_do_not_see_each_other(differential, backend):
-    """Breaks when a token of one document changes what is computed in another."""
+def test_a_packed_document_is_the_document_alone(differential, backend):
+    """Breaks when documents of a row see each other, or positions that count on through it change what one means."""
     model = stirred(differential)
-    for layer in model.language_model.layers:
-        layer.self_attn.backend = backend
+    set_attention_backend(model, backend)
     documents = torch.tensor([[0] * 5 + [1] * 6 + [2] * 2, [7] * 9 + [1] * 4])
-    logits = model(ids(), documents=documents)
-    changed = ids().clone()
+    logits, changed = model(ids(), documents=documents), ids().clone()
     changed[0, 5:11] = (changed[0, 5:11] + 1) % 64  # all of document 1
     moved = (model(changed, documents=documents) - logits).abs().amax(-1) > 0
     assert moved.tolist() == [[False] * 5 + [True] * 6 + [False] * 2, [False] * 13]
-
-
-@pytest.mark.parametrize("differential", [True, False])
-def test_a_packed_document_is_the_document_alone(differential):
-    """Breaks when positions that count on through a row, or the mask, change what a document means."""
-    model = stirred(differential)
-    documents = torch.tensor([[0] * 5 + [1] * 8, [0] * 9 + [1] * 4])
-    packed = model(ids(), documents=documents)
-    for row, cut in ((0, 5), (1, 9)):
-        for part in (slice(0, cut), slice(cut, 13)):
-            assert relative(packed[row : row + 1, part], model(ids()[row : row + 1, part])) < 1e-5
+    for row, part in ((0, slice(0, 5)), (0, slice(5, 11)), (0, slice(11, 13)), (1, slice(0, 9)), (1, slice(9, 13))):
+        assert relative_error(logits[row : row + 1, part], model(ids()[row : row + 1, part])) < 1e-5
     assert torch.equal(model(ids(), documents=torch.zeros(2, 13)), model(ids()))
 
 
@@ -268,9 +234,6 @@ def test_the_loss_is_the_sum_over_targets():
     assert model(ids(), targets=targets).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-# --- files and mistakes ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("differential", [True, False])
 def test_a_saved_model_is_read_back(tmp_path, differential):
     """Breaks when config.json forgets the attention, or a parameter is lost on the way."""
@@ -281,10 +244,8 @@ def test_a_saved_model_is_read_back(tmp_path, differential):
 
 
 def test_mistakes_are_told():
-    """Breaks when a model that cannot be paired, or another config.json, ends in a traceback."""
-    with pytest.raises(UserError, match="7 heads on 7 key heads cannot be paired"):
-        TextModelConfig.of(plain_config(7, 7), True)
+    """Breaks when a model that cannot be paired, or a misspelt preset, ends in a traceback."""
+    with pytest.raises(UserError, match="7 heads"):
+        TextModelConfig.of(replace(PLAIN, num_attention_heads=7, num_key_value_heads=7), True)
     with pytest.raises(UserError, match="unknown preset 'huge': choose one of nano"):
         new_model("huge", True)
-    with pytest.raises(UserError, match="model_type is 'llama', expected 'diff-transformer'"):
-        TextModelConfig.from_dict({"model_type": "llama"})
