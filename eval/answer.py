@@ -58,11 +58,12 @@ def ask_all(
             marks, logged = marks_of(model, processor, questions, max_new_tokens), read_log(file, log)
             answers = [logged.get(mark) for mark in marks]
         left = [(number, question) for number, question in enumerate(questions) if answers[number] is None]
-        done = len(questions) - len(left)
+        left.sort(key=lambda numbered: numbered[1].key)  # questions of one picture stay together
+        done, size = len(questions) - len(left), WINDOW * batch_size
         with tqdm(total=len(questions), initial=done, desc=progress, disable=progress is None) as bar:
-            for window in _windows(left, WINDOW * batch_size):
+            for window in (left[start : start + size] for start in range(0, len(left), size)):
                 options = max_new_tokens, batch_size, left_out, compiled
-                for numbers, said in _answer_window(model, processor, window, *options):
+                for numbers, said in answer_window(model, processor, window, *options):
                     for number, answer in zip(numbers, said, strict=True):
                         answers[number] = answer
                         if file is not None:
@@ -86,8 +87,8 @@ def log_likelihoods(
     model: PaliGemma,
     batch: Batch,
     choices: Sequence[Sequence[Sequence[int]]],
-    image_features: torch.Tensor | None,
-    image_index: torch.Tensor | None,
+    image_features: torch.Tensor | None = None,
+    image_index: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """log p, in nats, of each row's choices (token ids, with or without the end token) after its picture and prefix.
 
@@ -153,104 +154,83 @@ def pick_rows(memory, rows: torch.Tensor) -> None:
 # Batches
 
 
-def _windows(questions: list[Numbered], size: int) -> Iterator[list[Numbered]]:
-    """Groups of about `size` questions; those of one picture stay together."""
-    window: list[Numbered] = []
-    by_picture = sorted(questions, key=lambda numbered: numbered[1].key)
-    for _, group in groupby(by_picture, key=lambda numbered: numbered[1].key):
-        window += group
-        if len(window) >= size:
-            yield window
-            window = []
-    if window:
-        yield window
-
-
 @torch.no_grad()
-def _answer_window(
+def answer_window(
     model, processor, window: list[Numbered], max_new_tokens: int, batch_size: int, left_out: dict | None, compiled
 ) -> Iterator[tuple[list[int], list[Answer]]]:
     """Encode the pictures of a window, each once, then answer its questions in batches: their numbers, and answers."""
-    features, places, problems = _encode(model, processor, [question for _, question in window], batch_size)
-    ready: list[tuple[int, TokenRow, Numbered]] = []
+    features = encode(model, processor, [question for _, question in window], batch_size)
+    ready: list[tuple[int, TokenRow, int, Question]] = []
     for number, question in window:
         try:
-            if question.key in problems:
-                raise UserError(problems[question.key])
-            row = layout(processor, question, len(places[question.key]))
-            ready.append((len(question.choices), row, (number, question)))
+            if isinstance(pictures := features[question.key], UserError):
+                raise pictures
+            ready.append((len(question.choices), layout(processor, question, len(pictures)), number, question))
         except UserError as error:
             if left_out is None:
                 raise UserError(f"question {question.id}: {error}") from None
             left_out[question.id] = str(error)
     ready.sort(key=lambda item: (item[0], len(item[1][0])))
     for choices, group in groupby(ready, key=lambda item: item[0]):
-        ordered, size = [(row, *numbered) for _, row, numbered in group], max(1, batch_size // max(1, choices))
+        ordered, size = list(group), max(1, batch_size // max(1, choices))
         for start in range(0, len(ordered), size):
-            rows, numbers, part = (list(column) for column in zip(*ordered[start : start + size], strict=True))
-            batch = processor.pad(rows).to(next(model.parameters()).device)
-            slots = [place for q in part for place in places[q.key]]
-            index = None if features is None else torch.tensor(slots, dtype=torch.int64, device=features.device)
-            pictures = {"image_features": features, "image_index": index}
-            step = compiled if len(part) == batch_size else None  # another number of rows would be compiled anew
+            _, rows, numbers, asked = (list(column) for column in zip(*ordered[start : start + size], strict=True))
+            batch, pictures = processor.pad(rows).to(next(model.parameters()).device), {}
+            if not isinstance(processor, TextReader):
+                seen = torch.cat([features[question.key] for question in asked])
+                pictures = {"image_features": seen, "image_index": torch.arange(len(seen), device=seen.device)}
+            step = compiled if len(asked) == batch_size else None  # another number of rows would be compiled anew
             try:
                 if choices:
-                    answers = _choose(model, processor, part, batch, pictures)
+                    answers = choose(model, processor, asked, batch, pictures)
                 else:
                     prompt = batch.input_ids, None, batch.token_type_ids, batch.attention_mask
                     new = generate(model, *prompt, max_new_tokens, **pictures, compiled=step)
                     answers = [processor.decode(row) for row in new]
             except NonFiniteError as error:
-                raise NonFiniteError(error.rows, f"question {part[error.rows[0]].id}") from None
+                raise NonFiniteError(error.rows, f"question {asked[error.rows[0]].id}") from None
             yield numbers, answers
 
 
-def _choose(
-    model, processor, questions: list[Question], batch: Batch, pictures: dict[str, torch.Tensor]
-) -> list[Answer]:
+def choose(model, processor, questions: list[Question], batch: Batch, pictures: dict) -> list[Answer]:
     """The likeliest choice of each question, or the log-probabilities of all; each has the same number of choices."""
     choices = []
     for q in questions:
         end = [] if q.scored else [processor.config.eos_token_id]
         choices.append([processor.continuation(q.prefix, choice) + end for choice in q.choices])
-    likelihoods = log_likelihoods(model, batch, choices, *pictures.values())
+    likelihoods = log_likelihoods(model, batch, choices, **pictures)
     return [
         scores.tolist() if q.scored else q.choices[int(scores.argmax())]
         for q, scores in zip(questions, likelihoods, strict=True)
     ]
 
 
-def _encode(model: PaliGemma, processor: Processor, window: list[Question], batch_size: int):
-    """Features (pictures, I, H), each key's rows in them, and why a key has none. Each key's pictures are read once."""
-    first = {question.key: question for question in reversed(window)}
-    device = next(model.parameters()).device
+def encode(model, processor, questions: list[Question], batch_size: int) -> dict[str, torch.Tensor | UserError]:
+    """The features (pictures, I, H) of each key, or why its pictures cannot be read. A language model has none."""
+    first = {question.key: question for question in reversed(questions)}
+    device, side = (
+        next(model.parameters()).device,
+        0 if isinstance(processor, TextReader) else processor.config.vision.image_size,
+    )
 
-    def prepare(question: Question) -> list[torch.Tensor] | UserError:
+    def prepare(key: str) -> torch.Tensor | UserError:
         try:
-            return [processor.pixels(image) for image in question.images()]
+            opened = [processor.pixels(image) for image in first[key].images()]
+            return torch.stack(opened) if opened else torch.empty(0, 3, side, side)
         except UserError as error:
             return error
 
-    parts, places, problems, rows = [], {}, {}, 0
-    keys = list(first)
+    keys, features = list(first), {}
     with ThreadPoolExecutor() as pool:  # Pillow decodes and scales without Python's global lock
         for start in range(0, len(keys), batch_size):
             part = keys[start : start + batch_size]
-            ready = []
-            for key, pixels in zip(part, pool.map(prepare, [first[key] for key in part]), strict=True):
-                if isinstance(pixels, UserError):
-                    problems[key] = str(pixels)
-                    continue
-                places[key] = list(range(rows, rows + len(pixels)))
-                rows += len(pixels)
-                ready += pixels
-            if ready:
-                parts += [model.encode_images(chunk.to(device)) for chunk in torch.stack(ready).split(batch_size)]
-    if isinstance(processor, TextReader):
-        return None, places, problems
-    side = processor.config.vision.image_size
-    features = torch.cat(parts) if parts else model.encode_images(torch.empty(0, 3, side, side, device=device))
-    return features, places, problems
+            features |= zip(part, pool.map(prepare, part), strict=True)
+            good = {key: features[key] for key in part if not isinstance(features[key], UserError)}
+            if good and side:
+                chunks = torch.cat(list(good.values())).split(batch_size)
+                encoded = torch.cat([model.encode_images(chunk.to(device)) for chunk in chunks])
+                features |= zip(good, encoded.split([len(pixels) for pixels in good.values()]), strict=True)
+    return features
 
 
 # The log of answers

@@ -29,8 +29,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
 
-from eval.bench import Benchmark, Row, means, run
-from eval.command import positive
+from eval.bench import Benchmark, Row, limit_flag, means, run
 from eval.datasets import check_unique, read_table, some
 from eval.question import Question
 from eval.spreadsheet import write_xlsx
@@ -65,18 +64,10 @@ class Line(NamedTuple):
 class MMBench(Benchmark):
     name = "mmbench"
     flags = {
-        "--tsv": {"help": "MMBench's file for CircularEval, with the pictures in it", "metavar": "FILE"},
-        "--wording": {
-            "help": "prompt as in these models' evaluation; paligemma's asks for the option's text, not its letter",
-            "default": "llava",
-            "choices": WORDINGS,
-        },
-        "--likelihood": {"help": "the answer is the likeliest of the letters, or texts", "default": False},
-        "--limit": {
-            "help": "questions, the first N, all their rotations (default: all)",
-            "type": positive,
-            "metavar": "N",
-        },
+        "--tsv": dict(help="MMBench's file for CircularEval, with the pictures in it", metavar="FILE"),
+        "--wording": dict(help="prompt as in these models' evaluation", default="llava", choices=WORDINGS),
+        "--likelihood": dict(help="the answer is the likeliest of the letters, or texts", default=False),
+        "--limit": limit_flag("questions, the first N, all their rotations (default: all)"),
     }
 
     def questions(self, args):

@@ -18,8 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from eval import scenes
-from eval.bench import PROMPT_FLAG, Benchmark, means, run
-from eval.command import positive
+from eval.bench import PROMPT_FLAG, Benchmark, limit_flag, means, run
 from eval.datasets import PROMPT, PopeQuestion, fill_prompt, find_images, read_pope
 from eval.question import Question
 from model.common import UserError, run_command, shown, write_text
@@ -28,19 +27,11 @@ from model.common import UserError, run_command, shown, write_text
 class Pope(Benchmark):
     name = "pope"
     flags = {
-        "--questions": {
-            "help": "POPE's JSONL, one file or several (default: all three sets of the embedded scenes)",
-            "nargs": "+",
-            "metavar": "FILE",
-        },
-        "--images": {"help": "folder of the pictures of --questions", "metavar": "DIR"},
-        "--probability": {"help": "compare P(yes) with P(no) too, in one more pass", "default": False},
+        "--questions": dict(help="POPE's JSONL, one file or several (default: the embedded scenes)", nargs="+"),
+        "--images": dict(help="folder of the pictures of --questions", metavar="DIR"),
+        "--probability": dict(help="compare P(yes) with P(no) too, in one more pass", default=False),
         "--prompt": PROMPT_FLAG,
-        "--limit": {
-            "help": "questions of each set, the first N (default: all of a file, 600 of the embedded)",
-            "type": positive,
-            "metavar": "N",
-        },
+        "--limit": limit_flag("questions of each set, the first N (default: all of a file, 600 of the embedded)"),
     }
 
     def questions(self, args):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from eval.bench import Benchmark, Results, add_ask_flags, ask, compare, comparison_table, questions_for
-from eval.command import add_flag, command_parser
+from eval.command import add_flag, command_parser, positive
 from eval.datasets import PROMPT, check_prompt
 from eval.mmbench import MMBench
 from eval.open import Subject, add_model_flags, models_of, open_model, out_folder, stored_prompt
@@ -116,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flag(parser, "--wording", wording, choices=["paligemma", "llava"])
     add_flag(parser, "--prompt", "one prompt with {question} in it for all (default: --wording's)", metavar="TEMPLATE")
     add_flag(parser, "--plan", "list what would be asked, and stop", False)
+    add_flag(parser, "--limit", "questions of each benchmark, the first N (default: all)", type=positive, metavar="N")
     add_ask_flags(parser, 32)
     add_model_flags(parser, many=True)
     args = parser.parse_args(argv)

@@ -21,8 +21,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from eval import scenes
-from eval.bench import PROMPT_FLAG, Benchmark, means, run
-from eval.command import positive
+from eval.bench import PROMPT_FLAG, Benchmark, limit_flag, means, run
 from eval.datasets import (
     PROMPT,
     Annotation,
@@ -49,36 +48,20 @@ class Vqa(Benchmark):
     scoring = "official"
     known: Sequence[Question] | None = None  # what the text-only guess learns from; empty: the questions themselves
     flags = {
-        "--data": {
-            "help": "examples with right answers, as train.finetune takes them: jsonl:FILE (of a conversation the last "
-            "answer is asked, the turns before it are given), vqav2:DIR or embedded (default: embedded)",
-            "metavar": "SRC",
-        },
-        "--questions": {"help": "questions file (VQAv2, GQA, TextVQA or VizWiz; default: the embedded scenes)"},
-        "--annotations": {
-            "help": "annotations file (default: the questions file, which has the answers too in GQA, TextVQA, VizWiz)"
-        },
-        "--images": {
-            "help": "folder of the pictures of --questions, or of --data (default: the folder of its file)",
-            "metavar": "DIR",
-        },
-        "--scoring": {"help": "scorer (default: the one that fits the annotations)", "choices": SCORERS},
-        "--guess": {
-            "help": "score the best guess from the text alone: from training QUESTIONS ANNOTATIONS, or, without files, "
-            "the best constant answer of each question type (default: on the embedded scenes, from their train split)",
-            "nargs": "*",
-            "metavar": "FILE",
-        },
-        "--answerability": {
-            "help": "of VizWiz: also how likely the answer `unanswerable` is, scored by average precision and F1",
-            "default": False,
-        },
+        "--data": dict(help="your own examples, jsonl:FILE, vqav2:DIR or embedded (default: embedded)", metavar="SRC"),
+        "--questions": dict(help="questions file of VQAv2, GQA, TextVQA or VizWiz (default: the embedded scenes)"),
+        "--annotations": dict(help="annotations file (default: the questions file, if it has the answers too)"),
+        "--images": dict(help="folder of the pictures (default: that of the file of --data)", metavar="DIR"),
+        "--scoring": dict(help="scorer (default: the one that fits the annotations)", choices=SCORERS),
+        "--guess": dict(
+            help="score the best guess from the text alone: from training QUESTIONS ANNOTATIONS, or without files the "
+            "best constant answer of each question type (default: on the embedded scenes, from their train split)",
+            nargs="*",
+            metavar="FILE",
+        ),
+        "--answerability": dict(help="of VizWiz: also average precision and F1 of `unanswerable`", default=False),
         "--prompt": PROMPT_FLAG,
-        "--limit": {
-            "help": f"questions, the first N (default: all of files, {EMBEDDED} of the embedded scenes)",
-            "type": positive,
-            "metavar": "N",
-        },
+        "--limit": limit_flag(f"questions, the first N (default: all of files, {EMBEDDED} of the embedded scenes)"),
     }
 
     def questions(self, args):
