@@ -14,7 +14,7 @@ from playwright.sync_api import sync_playwright
 
 from eval import demo, scenes
 from eval.explore import command
-from eval.session import Subject
+from eval.open import Subject
 from model.processor import Processor
 from weights.load import load_model
 
