@@ -63,7 +63,9 @@ def test_the_rows_of_two_models(root, source, twin, workplace, capsys, monkeypat
     """Breaks when a benchmark is not asked, its figure is another's, or a resumed run asks again."""
     asked, generate, score = [], answer.generate, answer.log_likelihoods
     monkeypatch.setattr(answer, "generate", lambda *args, **options: asked.append(args) or generate(*args, **options))
-    monkeypatch.setattr(answer, "log_likelihoods", lambda *args: asked.append(args) or score(*args))
+    monkeypatch.setattr(
+        answer, "log_likelihoods", lambda *args, **pictures: asked.append(args) or score(*args, **pictures)
+    )
     flags = ["--root", str(root), "--model", source, *"--max-new-tokens 2 --limit 2 --adapter none".split()]
     suite.main([*flags, "--json"])
     found = json.loads(capsys.readouterr().out)
