@@ -1,8 +1,8 @@
 """The embedded benchmark: questions about small pictures composed from 40 emoji, whose answers are known.
 
 In: a task's name, a split and an index. Out: a `Sample` (picture, prefix, suffix) in PaliGemma's prompt language, a
-`Needle` with its questions, POPE's questions, or a split in VQAv2's file format. `eval/vqa.py`, `eval/needle.py` and
-`eval/pope.py` score answers to them; `train/` learns from them. `eval/pictures.py` draws the pictures.
+`Needle` with its questions, or POPE's questions. `eval/vqa.py`, `eval/needle.py` and `eval/pope.py` score answers to
+them; `train/` learns from them. `eval/pictures.py` draws the pictures.
 """
 
 import re
@@ -194,20 +194,6 @@ def vqa_picture(split: str, image_id: int, seed: int = 0) -> tuple[Sample, ...]:
 def vqa(split: str, index: int, seed: int = 0) -> Sample:
     """Question `index`; each run of `len(QUESTIONS)` indices is about one picture."""
     return vqa_picture(split, index // len(QUESTIONS), seed)[index % len(QUESTIONS)]
-
-
-def vqav2_files(split: str = "test", images: int = 200, seed: int = 0) -> tuple[dict, dict]:
-    """The split as VQAv2's two files (questions, annotations); ten identical answers, `answer_id` 1 to 10."""
-    head = {"info": {"description": "The embedded scenes in VQAv2's format."}, "task_type": "Open-Ended"}
-    head |= {"data_type": "embedded", "data_subtype": split, "license": {"name": "Apache License 2.0"}}
-    questions, annotations = [], []
-    for s in (s for image_id in range(images) for s in vqa_picture(split, image_id, seed)):
-        answers = [{"answer": s.suffix, "answer_confidence": "yes", "answer_id": number} for number in range(1, 11)]
-        types = {"question_type": s.question_type, "answer_type": s.answer_type}
-        types |= {"multiple_choice_answer": s.suffix, "answers": answers}
-        questions.append({"image_id": s.image_id, "question": s.question, "question_id": s.question_id})
-        annotations.append({"question_id": s.question_id, "image_id": s.image_id, **types})
-    return head | {"questions": questions}, head | {"annotations": annotations}
 
 
 def blind(train: Iterable[Sample], test: Sequence[Sample]) -> dict[str, float]:

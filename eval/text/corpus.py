@@ -47,9 +47,9 @@ class Corpus:
 def standard_library() -> dict[str, str]:
     """The .py files of Python's standard library by their path in it."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = [path for path in root.rglob("*.py") if not NOT_LIBRARY & set(path.relative_to(root).parts)]
-    found = {path.relative_to(root).as_posix(): _decoded(path) for path in files}
-    return {name: text for name, text in found.items() if text}
+    files = {path.relative_to(root): path for path in root.rglob("*.py")}
+    texts = {name.as_posix(): _decoded(path) for name, path in files.items() if not NOT_LIBRARY & set(name.parts)}
+    return {name: text for name, text in texts.items() if text}
 
 
 def read_texts(paths: Sequence[str | Path]) -> dict[str, str]:
@@ -58,22 +58,13 @@ def read_texts(paths: Sequence[str | Path]) -> dict[str, str]:
     that is absent or not text."""
     texts = {}
     for path in map(Path, paths):
-        if path.is_dir():
-            found = {str(file): _decoded(file) for file in sorted(path.rglob("*")) if file.is_file()}
-            if not any(found.values()):
-                raise UserError(f"--text {path}: no UTF-8 text in this folder: give files, or a folder that has some")
-            texts |= {name: text for name, text in found.items() if text}
-            if other := [name for name, text in found.items() if text is None]:
-                counted = f"{len(other)} of {len(found)} files are no UTF-8 text and left out"
-                print(f"--text {shown(path)}: {counted}, the first: {shown(other[0])}", file=sys.stderr)
-        elif not path.is_file():
-            raise UserError(f"--text {path}: no such file or folder: check the path")
-        elif (text := _decoded(path)) is None:
-            raise UserError(f"--text {path}: is not UTF-8 text: convert it, or leave it out")
-        elif not text:
-            raise UserError(f"--text {path}: is empty: leave it out")
-        else:
-            texts[str(path)] = text
+        files = sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]
+        read = {str(file): _decoded(file) for file in files}
+        if not any(read.values()):
+            raise UserError(f"--text {path}: not found, empty, or not UTF-8 text: give files of text, or their folder")
+        if other := [name for name, text in read.items() if text is None]:
+            print(f"{len(other)} of {len(read)} files are not UTF-8: {shown(other[0])}, …: left out", file=sys.stderr)
+        texts |= {name: text for name, text in read.items() if text}
     if len(texts) >= HELD_OUT:
         return texts
     return {f"{name}:{n}": part for name, text in texts.items() for n, part in enumerate(_parts(text)) if part}
@@ -89,10 +80,9 @@ def _decoded(path: Path) -> str | None:
 
 def _parts(text: str) -> list[str]:
     """HELD_OUT parts of about equal length, each of whole lines."""
-    lines, size = text.splitlines(keepends=True), len(text) / HELD_OUT
     parts, end = [""] * HELD_OUT, 0
-    for line in lines:
-        parts[min(HELD_OUT - 1, int(end / size))] += line
+    for line in text.splitlines(keepends=True):
+        parts[min(HELD_OUT - 1, int(end / (len(text) / HELD_OUT)))] += line
         end += len(line)
     return parts
 
@@ -113,27 +103,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, known: Sequence[str] 
     model = io.BytesIO()
     lines = [line for text in texts for line in text.split(NEWLINE) if line]
     lines = lines[:: -(-len(lines) // LINES) or 1]  # sentencepiece's own sampling is not the same twice
+    spaces = {"add_dummy_prefix": False, "remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True}
+    pieces = {"user_defined_symbols": [NEWLINE, *known], "byte_fallback": True, "split_digits": True}
+    pieces |= {"pad_id": PAD, "eos_id": EOS, "bos_id": BOS, "unk_id": UNK, "vocab_size": vocab_size}
+    rules = {"model_type": "bpe", "character_coverage": 0.9995, "normalization_rule_name": "identity"}
+    options = {**spaces, **pieces, **rules, "num_threads": 1, "minloglevel": 2}
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            byte_fallback=True,
-            character_coverage=0.9995,
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            split_digits=True,
-            user_defined_symbols=[NEWLINE, *known],
-            pad_id=PAD,
-            eos_id=EOS,
-            bos_id=BOS,
-            unk_id=UNK,
-            num_threads=1,
-            minloglevel=2,
-        )
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=model, **options)
     except RuntimeError as error:
         reason = str(error).rpartition("] ")[2] or str(error)
         raise UserError(f"no tokenizer of {vocab_size} pieces can be made of this text: {reason}") from None
@@ -166,30 +142,23 @@ def open_corpus(
         temporary.write_bytes(proto)
     with atomic_path(folder / "tokens.safetensors") as temporary:
         save_file(tensors, temporary)
-    summary = {
-        "digest": digest,
-        "paths": list(map(str, paths)),
-        "documents": {n: len(d) for n, d in parts.items()},
-        "tokens": {name: len(tensors[f"{name}_ids"]) for name in parts},
-    }
+    documents = {name: len(names) for name, names in parts.items()}
+    tokens = {name: len(tensors[f"{name}_ids"]) for name in parts}
+    summary = {"digest": digest, "paths": list(map(str, paths)), "documents": documents, "tokens": tokens}
     write_text(folder / "corpus.json", json.dumps(summary, indent=1) + "\n")  # last: it marks the folder as complete
-    return find_corpus(folder)
+    return kept_corpus(folder)
 
 
 def find_corpus(folder: Path) -> Corpus | None:
     """The corpus in `folder`, None if there is none that can be read."""
     try:
-        summary = json.loads((folder / "corpus.json").read_text())
+        digest = json.loads((folder / "corpus.json").read_text())["digest"]
         tensors = load_file(folder / "tokens.safetensors")
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-        return Corpus(
-            tokenizer,
-            {name: tensors[f"{name}_ids"] for name in SPLITS},
-            {name: tensors[f"{name}_starts"] for name in SPLITS},
-            summary["digest"],
-        )
     except (OSError, ValueError, KeyError, SafetensorError):
         return None
+    ids, starts = ({name: tensors[f"{name}_{part}"] for name in SPLITS} for part in ("ids", "starts"))
+    return Corpus(tokenizer, ids, starts, digest)
 
 
 def kept_corpus(folder: Path) -> Corpus:

@@ -1,8 +1,7 @@
-"""Language models in `eval/run.py`: texts that a model continues, in the place of prompts about pictures.
+"""Language models in `eval/answer.py`: texts that a model continues, in the place of prompts about pictures.
 
-In: a model folder, published or of `train.systems.text`. Out: what a `Processor` is for other models. The tokens are
-those of lm-evaluation-harness: blanks at a text's end are read with what follows, after a space; the tokens of that are
-those of both together less the text's.
+In: a model folder, published or of `train.systems.text`. Out: what a `Processor` is for other models. Tokens are as in
+lm-evaluation-harness: trailing spaces move to the answer; answer tokens = encode(prompt + answer) minus encode(prompt).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-from eval.command import Ask
+from eval.question import Question
 from eval.text.corpus import BOS, PAD
 from model.chat import load_text_tokenizer
 from model.common import UserError, shown
@@ -35,7 +34,7 @@ class TextReader:
     def pixels(self, picture: Picture) -> NoReturn:
         raise UserError("the model reads text alone, no pictures: take other questions, or another model")
 
-    def row(self, question: Ask) -> TokenRow:
+    def row(self, question: Question) -> TokenRow:
         """The tokens of a prompt. Raises UserError for a prompt or choice without tokens of its own."""
         lengths = [len(self.continuation(question.prefix, choice)) for choice in question.choices]
         ids = self.begin + self.encode(question.prefix.rstrip())

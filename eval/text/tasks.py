@@ -23,9 +23,7 @@ from dataclasses import dataclass
 from eval.text.corpus import BOS, EOS, Corpus
 from model.common import UserError
 
-CITIES = tuple(
-    "Lisbon Cairo Oslo Lima Paris Tokyo Delhi Rome Quito Seoul Dakar Berlin Havana Athens Madrid Vienna".split()
-)
+CITIES = "Lisbon Cairo Oslo Lima Paris Tokyo Delhi Rome Quito Seoul Dakar Berlin Havana Athens Madrid Vienna".split()
 LETTERS = "ABCDEFGH"
 RECORDS = tuple(f"«{city}={letter}»" for city in CITIES for letter in LETTERS)
 QUESTIONS = tuple(f"«{city}?»" for city in CITIES)
@@ -62,14 +60,14 @@ class Tasks:
 
     def question(self, asked: Sequence[Record], ids: list[int]) -> list[tuple[int, int]]:
         """Add the questions with their answers, a new line and the end to `ids`; the spans of the answers."""
-        answers = []
+        spans = []
         for city, letter in asked:
             ids += self.encode(f"«{city}?»")
-            answer = self.encode(f"«{letter}»")
-            answers.append((len(ids), len(ids) + len(answer)))
-            ids += answer
+            start = len(ids)
+            ids += self.encode(f"«{letter}»")
+            spans.append((start, len(ids)))
         ids += [self.newline, EOS]
-        return answers
+        return spans
 
     def draw(self, dice: random.Random, records: int, asked: int) -> list[Record]:
         """Records, those that are asked for first."""
@@ -83,10 +81,9 @@ class Tasks:
     ) -> Document:
         """A haystack with so many `needles`, at most `length` tokens in total. depth: of the needle asked first, 0 at
         the start of the text, 1 at its end, None at random. Raises UserError if they do not fit."""
-        drawn = self.draw(dice, needles, asked)
+        drawn, ends = self.draw(dice, needles, asked), []
         asked = min(asked, needles, MOST_ASKED)
-        lines = [[*self.record(one), self.newline] for one in drawn]
-        ends: list[int] = []
+        lines = [[*self.record(record), self.newline] for record in drawn]
         answers = self.question(drawn[:asked], ends)
         room = length - sum(map(len, lines)) - len(ends) - 1
         if room < 1:
@@ -96,17 +93,17 @@ class Tasks:
         places = [dice.choice(gaps) for _ in drawn]
         if depth is not None:
             places[0] = min(gaps, key=lambda gap: abs(gap - depth * len(text)))
-        ids, found, done = [BOS], {}, 0
+        ids, spans, done = [BOS], {}, 0
         order = dice.sample(range(needles), needles)  # of those in one gap
         for number in sorted(order, key=places.__getitem__):
             ids += text[done : places[number]]
-            found[number] = (len(ids), len(ids) + len(lines[number]))
+            spans[number] = len(ids), len(ids) + len(lines[number])
             ids += lines[number]
             done = places[number]
         ids += text[done:]
         end = len(ids)
-        spans = [(first + end, last + end) for first, last in answers]
-        return Document(ids + ends, spans, tuple(found[number] for number in range(asked)), (1, end))
+        answers = [(first + end, last + end) for first, last in answers]
+        return Document(ids + ends, answers, tuple(spans[number] for number in range(asked)), (1, end))
 
     def _lines(self, dice: random.Random, room: int) -> list[int]:
         """At most `room` tokens of text, from the start of a line to the end of one."""
@@ -134,5 +131,5 @@ class Tasks:
 
     def listed(self, shown: Sequence[Record], asked: Sequence[Record]) -> Document:
         """Records in this order, then the questions with their answers."""
-        ids = [BOS, *(token for one in shown for token in self.record(one))]
+        ids = [BOS, *(token for record in shown for token in self.record(record))]
         return Document(ids, self.question(asked, ids))
