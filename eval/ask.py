@@ -20,7 +20,7 @@ import torch
 
 from eval import figures
 from eval.command import add_flag, command_parser, positive, whole
-from eval.datasets import fill_prompt
+from eval.data import fill_prompt
 from eval.open import (
     Subject,
     add_model_flags,

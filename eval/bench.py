@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.command import add_flag, command_parser, positive
-from eval.datasets import PROMPT, check_prompt
+from eval.data import PROMPT, check_prompt
 from eval.question import Answer, Question
 from eval.report import Results, Row, Summary, compare, comparison_table, means, summary_table
 from model.common import UserError, quoted, read_bytes, read_json, read_jsonl, shown, write_text

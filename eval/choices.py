@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from eval.choices_files import EMBEDDED, EXAMS, TASKS, Item
 from eval.command import Ask, Command, Report, add_flag, add_prompt_flag, whole
 from eval.compare import compare
-from eval.datasets import check_prompt, check_unique
+from eval.data import check_prompt, check_unique
 from eval.entry import main_of
 from eval.records import gray_picture
 from eval.report import markdown_table

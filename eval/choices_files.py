@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from eval import scenes
 from eval.command import Picture
+from eval.data import problems_at
 from eval.datasets import LIST, NAME, TEXT, fill_prompt, find_images, lines_of, read_id, read_table
 from eval.own_files import picture_names
 from eval.pictures import Dice
@@ -166,9 +167,10 @@ def own(args: Namespace) -> Iterator[Item]:
     "subject" and "image", the name of a picture or a list of them, may be given.
     """
     records = lines_of(args.data)[: args.limit]
-    names = {where: picture_names(record, where) for where, record in records}
+    with problems_at(args.data):
+        names = {where: picture_names(record) for where, record in records}
     folder, every = args.images or Path(args.data).parent, chain(*names.values())
-    pictures = find_images(every, folder, args.data, args.allow_outside)
+    pictures = find_images(every, folder, args.data)
     for number, (where, record) in enumerate(records, start=1):
         choices, right = texts(read_field(record, "choices", LIST, where), where), record.get("answer")
         if isinstance(right, str):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from eval.datasets import PROMPT
+from eval.data import PROMPT
 from eval.question import Picture as Picture
 from eval.question import Question as Ask
 from eval.question import question_of as ask_of  # noqa: F401
@@ -94,10 +94,6 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 def add_prompt_flag(parser: argparse.ArgumentParser) -> None:
     help = f"prompt with {{question}} in it (default: that of the run's training, else {PROMPT!r})"
     add_flag(parser, "--prompt", help, metavar="TEMPLATE")
-
-
-def add_outside_flag(parser: argparse.ArgumentParser) -> None:
-    add_flag(parser, "--allow-outside", "read pictures whose names in the data lead out of their folder", False)
 
 
 def print_report(report: Report, as_json: bool) -> None:

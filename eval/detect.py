@@ -25,7 +25,6 @@ from eval.command import Ask, Command, Report, add_flag, ask_of
 from eval.datasets import LIST, TEXT, records_of
 from eval.detection_scoring import Found, match, score_boxes
 from eval.entry import main_of
-from eval.own_files import NUMBER
 from eval.records import Box, Record, blind, embedded_records, read_data
 from eval.report import markdown_table
 from model.common import Expected, UserError, read_field, read_json, run_command, shown, write_text
@@ -33,6 +32,7 @@ from model.common import Expected, UserError, read_field, read_json, run_command
 LOCATION = re.compile(r"<loc(\d{4})>")
 PART = re.compile(r"(?:\s*<loc\d{4}>)*(?:<seg\d{3}>)*([^<>]*)")
 SIDE = Expected(float, 0, 1e9)
+NUMBER = Expected(float, -1e9, 1e9)
 COLUMNS = ("AP", "AP50", "AP75", "AR100", "malformed")
 EMBEDDED = 300  # pictures, by default
 DRAWN = 12  # of them, on the sheet
@@ -93,7 +93,7 @@ def load(args: argparse.Namespace) -> tuple[list[Record], dict[str, list[Ask]]]:
     if args.data in (None, "embedded"):
         records = embedded_records(("detect",), "test", EMBEDDED if args.limit is None else args.limit)
     else:
-        records = read_data(args.data, images=args.images, allow_outside=args.allow_outside)[: args.limit]
+        records = read_data(args.data, images=args.images)[: args.limit]
         if bare := [record.name for record in records if record.turns and record.detection is None]:
             raise UserError(f"{shown(args.data)}: {shown(bare[0])} has no boxes: give coco:ANNOTATIONS.json")
     sets = {"detect": [ask_of(record) for record in records]}

@@ -1,6 +1,6 @@
 """MMNeedle's haystacks: stitched pictures, and tests that are chosen from its files or drawn from a user's pictures.
 
-In: tests (`eval/needle_files.py`), or captioned pictures. Out: M stitched pictures for a test, and the tests to ask.
+In: tests (`eval/data.py`), or captioned pictures. Out: M stitched pictures for a test, and the tests to ask.
 `eval/needle.py` asks them.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from eval.needle_files import ABSENT, NeedleTest
+from eval.data import ABSENT, NeedleTest
 from model.common import UserError
 
 SUB_IMAGE = 256  # px along each side of a sub-image

@@ -30,7 +30,7 @@ from functools import partial
 from typing import NamedTuple
 
 from eval.bench import Benchmark, Row, limit_flag, means, run
-from eval.datasets import check_unique, read_table, some
+from eval.data import check_unique, read_table, some
 from eval.question import Question
 from eval.spreadsheet import write_xlsx
 from model.common import UserError, quoted, run_command, shown

@@ -4,7 +4,7 @@
     python -m eval.needle --coco DIR --captions file_to_caption.json --metadata DIR --model SRC --adapter RUN
     python -m eval.needle score --responses F
 
-In: tests (`eval/needle_files.py`) and a folder of COCO pictures. Out: stitched pictures, prompts, a response file in
+In: tests (`eval/data.py`) and a folder of COCO pictures. Out: stitched pictures, prompts, a response file in
 MMNeedle's format, its accuracies (`eval/needle_scoring.py`), and a heatmap of accuracy by place.
 
 Source: Wang et al., "Multimodal Needle in a Haystack: Benchmarking Long-Context Capability of Multimodal Large Language
@@ -25,11 +25,10 @@ from PIL import Image
 
 from eval import scenes
 from eval.command import Ask, Command, Report, add_flag, whole
-from eval.datasets import find_image, find_images
+from eval.data import ABSENT, NeedleTest, find_image, find_images, read_captions, read_needle_tests
 from eval.entry import ask_model, main_of
 from eval.figures import contact_sheet, draw_boxes, heatmaps, save
 from eval.haystacks import FIRST_ABSENT_ID, build_haystack, choose, draw_tests
-from eval.needle_files import ABSENT, NeedleTest, read_captions, read_needle_tests
 from eval.needle_scoring import (
     accuracy_by_place,
     judge,
@@ -237,7 +236,7 @@ def coco_trials(args: argparse.Namespace) -> dict[str, list[Trial]]:
     if args.metadata is None:
         listed = read_captions(args.captions)
         listed = {name if Path(name).name != name else f"val2014/{name}": text for name, text in listed.items()}
-        pictures = {name: find_image(args.coco, name, args.allow_outside) for name in listed}
+        pictures = {name: find_image(args.coco, name) for name in listed}
         captions = {name: text for name, text in listed.items() if pictures[name].is_file()}
         if not captions:
             raise UserError(
@@ -257,7 +256,7 @@ def coco_trials(args: argparse.Namespace) -> dict[str, list[Trial]]:
             for test in choose([t for t in found if (ABSENT in t.places) is absent], args.limit, args.seed)
         ]
         names = (name for test in tests for grid in test.haystack for name in grid)
-        pictures = find_images(names, args.coco, metadata, args.allow_outside)
+        pictures = find_images(names, args.coco, metadata)
     files = [[pictures[name] for grid in test.haystack for name in grid] for test in tests]
     trials = [Trial(test, partial(build_haystack, test, pictures), own) for test, own in zip(tests, files, strict=True)]
     return {f"{few}{args.pictures}_{size}": trials}

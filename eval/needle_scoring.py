@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from math import isnan, nan
 from pathlib import Path
 
+from eval.data import NeedleTest
 from eval.datasets import TEXT, check_unique, read_id, records_of
-from eval.needle_files import NeedleTest
 from model.common import UserError, quoted, read_field, read_json, shown, write_text
 
 PLACE = r"(0, 0, 0|[1-9][0-9]?, [1-9][0-9]?, [1-9][0-9]?)"  # absent, or counted from 1

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from eval.command import add_flag, positive
-from eval.datasets import PROMPT, check_prompt
+from eval.data import PROMPT, check_prompt
 from eval.text import reader
 from lora import adapter
 from lora.quantize import BF16_KINDS, KINDS

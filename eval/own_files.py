@@ -1,24 +1,29 @@
-"""Readers of a user's own data: examples and conversations as JSON, and COCO's boxes.
+"""Your own data as records: examples and LLaVA's conversations as JSON, and COCO's boxes.
 
-In: a file, and the folder of its pictures. Out: an `Example` for each record of the file, with the path of its
-pictures, which are not opened. `eval/records.py` makes records of them.
-
-A record that breaks its format is a `UserError` with its place in the file, and the remedy.
+In: a file, and the folder of its pictures. Out: a `Record` for each of its entries; pictures are not opened.
+`eval/records.py` chooses among all sources of records.
 """
 
+import contextlib
+import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO, NoReturn
 
-from eval.datasets import LIST, NAME, TEXT, check_flat, check_unique, find_image, read_id, records_of
-from model.common import Expected, UserError, json_name, open_regular, quoted, read_field, read_json, read_jsonl, shown
+import numpy as np
+from PIL import ExifTags, Image
+
+from eval.data import Places, check, check_unique, find_image, problems_at, read, records_in, some, text
+from model.common import UserError, quoted, read_json, shown
 from model.turns import SLOT, check_turns
 
 ROLES = ("human", "gpt")  # of LLaVA's conversations, in turn
-NUMBER = Expected(float, -1e9, 1e9)
-SIDE = Expected(int, 1, 1 << 24)  # of a picture, in pixels
+TURNED = 5  # EXIF orientations from here on exchange width and height
+Picture = Path | Callable[[], Image.Image | np.ndarray | BinaryIO]  # a file, or a function that draws or opens one
+Turns = tuple[tuple[str, str], ...]  # prompts with their answers
 
 
 @dataclass(frozen=True)
@@ -44,223 +49,182 @@ class Detection:
 
 
 @dataclass(frozen=True)
-class Example:
-    """One record of a file; `place` says where in it, such as ":12" for a line or "[3]" for an entry of a list.
+class Record:
+    """One example: pictures, then one or several turns of a prompt and its answer.
 
-    turns: prompts with their answers; `<image>` in a prompt marks the place of a picture. answers: all that are right,
-    of the last turn.
+    name: unique, for messages. key: names the pictures; records with the same key share them, and their encoding.
+    pictures: in the order in which they are shown; none for text alone. turns: (prompt, answer) pairs; `<image>` in a
+    prompt marks the place of a picture. A record without turns stands for data that cannot be used: its picture raises
+    the UserError that says why. answers: of the last turn where the data give several, one by each annotator.
+    sampled: each epoch learns one of `answers`, drawn anew. detection: the objects to be found.
     """
 
-    place: str
-    pictures: tuple[Path, ...]
-    turns: tuple[tuple[str, str], ...]
+    name: str
+    key: str
+    pictures: tuple[Picture, ...]
+    turns: Turns
     answers: tuple[str, ...] = ()
+    sampled: bool = False
     detection: Detection | None = None
 
+    @property
+    def prefix(self) -> str:
+        """The prompt of the last turn."""
+        return self.turns[-1][0] if self.turns else ""
 
-Bad = Callable[[UserError], None]  # is given what is wrong with a record
+    @property
+    def suffix(self) -> str:
+        """The answer of the last turn."""
+        return self.turns[-1][1] if self.turns else ""
 
 
-def read_examples(
-    path: str | Path, images: str | Path | None = None, allow_outside: bool = False, bad: Bad | None = None
-) -> list[Example]:
-    """Read {"image", "prefix", "suffix"} or LLaVA's {"image", "conversations"}, line by line or from a JSON list.
+@dataclass(frozen=True)
+class Refusal:
+    """A picture that cannot be used: opening it raises UserError."""
+
+    problem: str
+
+    def __call__(self) -> NoReturn:
+        raise UserError(self.problem)
+
+
+def refused(problem: str) -> Record:
+    """The record that stands for data that cannot be used, so that it is named, left out and counted."""
+    return Record("", "", (Refusal(problem),), ())
+
+
+Refuse = Callable[[str], Record] | None  # see `read`
+
+
+def named(records: Sequence[Record], path: str | Path, places: Places) -> list[Record]:
+    """The records of a file with names by their places, and keys by their pictures."""
+    keys = ["\n".join(map(str, record.pictures)) if record.turns else "" for record in records]
+    return [
+        replace(record, name=f"{Path(path).name}{place}", key=key or f"{path}{place}")
+        for record, key, (place, _) in zip(records, keys, places, strict=True)
+    ]
+
+
+# Examples and conversations
+
+
+def read_examples(path: str | Path, images: str | Path | None = None, refuse: Refuse = None) -> list[Record]:
+    """{"image", "prefix", "suffix"} or LLaVA's {"image", "conversations"}, line by line or from a JSON list.
 
     "image" may be absent, for text alone, or a list of names, relative to `images`, by default the file's folder.
     "answers", a list, may stand beside or instead of "suffix", which then is the most frequent of them.
-
-    Raises UserError, with its place, for a malformed record and for a picture that is absent or outside of the folder
-    (see `inside`). Such errors are given to `bad` if there is one; a file without any sound record is an error.
+    Raises UserError, also for a picture that is absent.
     """
-    folder, examples, found = Path(path).parent if images is None else Path(images), [], {}
-    for where, record in _objects(path, bad):
-        try:
-            names = picture_names(record, where)
-            turns, answers = read_turns(record, where)
-            try:
-                check_turns(len(names), turns)
-            except UserError as error:
-                raise UserError(f"{where}: {error}") from None
-            pictures = tuple(_picture(folder, name, allow_outside, where, found) for name in names)
-        except UserError as error:
-            if bad is None:
-                raise
-            bad(error)
-        else:
-            examples.append(Example(where.removeprefix(shown(path)), pictures, turns, answers))
-    check_flat(found, path)
-    if not examples and bad is None:
-        raise UserError(f"{shown(path)}: holds no records: expected JSON objects, one on each line or in a list")
-    return examples
+    folder, places = Path(images or Path(path).parent), records_in(path)
+
+    def example(record: dict) -> Record:
+        names, (turns, answers) = picture_names(record), read_turns(record)
+        check_turns(len(names), turns)
+        return Record("", "", tuple(find_picture(folder, name) for name in names), turns, answers)
+
+    return named(read(path, example, places, refuse), path, places)
 
 
-def _objects(path: str | Path, bad: Bad | None) -> Iterator[tuple[str, dict]]:
-    """The objects of a file with their places: a JSON list if it begins like one, else JSON lines."""
-    with open_regular(path) as file:
-        start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if not start.startswith(b"["):
-        yield from read_jsonl(path, bad)
-        return
-    for number, record in enumerate(read_json(path, list)):
-        where = f"{shown(path)}[{number}]"
-        if isinstance(record, dict):
-            yield where, record
-            continue
-        error = UserError(f"{where}: expected an object, found {json_name(record)}: correct the record")
-        if bad is None:
-            raise error
-        bad(error)
+def picture_names(record: Mapping) -> list[str]:
+    """The names of a record's pictures under "image": one, a list, or none. Raises ValueError.
 
-
-def picture_names(record: dict, where: str) -> list[str]:
-    """The names of a record's pictures under "image": one, a list, or none. Raises UserError.
-
-    A key of nearly this name is one, too: the record would be asked without its picture.
+    A key of nearly this name is a mistake: the record would be asked without its picture.
     """
-    other = [key for key in record if re.match("image|img|picture|photo", key, re.IGNORECASE)]
-    if other and "image" not in record:
-        raise UserError(f"{where}: has {quoted(other[0])}, but no 'image', which names the pictures: rename it")
-    given = record.get("image")
-    names = given if isinstance(given, list) else [] if given is None else [given]
-    return [read_field({"image": name}, "image", NAME, where) for name in names]
+    similar = [key for key in record if re.match("image|img|picture|photo", key, re.IGNORECASE)]
+    check("image" in record or not similar, f"has {some(similar)}, but no 'image', which names the pictures")
+    names = record.get("image") or []
+    return [text({"image": name}, "image") for name in (names if isinstance(names, list) else [names])]
 
 
-def _picture(folder: Path, name: str, allow_outside: bool, where: str, found: dict[str, Path]) -> Path:
-    """The path of a picture, kept in `found` by its name. Raises UserError."""
-    try:
-        image = find_image(folder, name, allow_outside)
-    except UserError as error:
-        raise UserError(f"{where}: picture {error}") from None
-    if not image.is_file():
-        raise UserError(
-            f"{where}: picture {quoted(name)} is not in {shown(folder)}: give the folder that holds it (--images DIR)"
-        )
-    found[name] = image
-    return image
+def find_picture(folder: Path, name: str) -> Path:
+    """The path of a picture. Raises ValueError if it is absent."""
+    path = find_image(folder, name)
+    check(path.is_file(), f"picture {quoted(name)} is not in {shown(folder)}, give its folder (--images DIR)")
+    return path
 
 
-def read_turns(record: dict, where: str) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """The turns of a record, and all right answers of the last one where it gives several. Raises UserError."""
+def read_turns(record: Mapping) -> tuple[Turns, tuple[str, ...]]:
+    """The turns of a record, and all right answers of the last one where it gives several.
+
+    Of LLaVA's conversations a first turn that is not from a human is left out, as there. Raises LookupError, TypeError
+    and ValueError for another layout.
+    """
     if "conversations" in record:
-        return _conversation(record, where), ()
-    answers = read_field(record, "answers", LIST, where, default=[])
-    for number, answer in enumerate(answers):
-        read_field({"answers": answer}, "answers", TEXT, f"{where}: entry {number}")
+        said = record["conversations"]
+        said = said[said[0]["from"] != ROLES[0] :]
+        speakers, texts = [turn["from"] for turn in said], [text(turn, "value") for turn in said]
+        takes_turns = len(said) > 1 and speakers == list(ROLES) * (len(said) // 2)
+        check(takes_turns, "conversations: human and gpt take turns, and the last one is gpt's")
+        check(SLOT not in "".join(texts[1::2]), f"{SLOT} in an answer: it marks the place of a picture in a prompt")
+        return tuple(zip(texts[::2], texts[1::2], strict=True)), ()
+    answers = tuple(text({"answers": answer}, "answers") for answer in record.get("answers", ()))
     most = {"suffix": Counter(answers).most_common(1)[0][0]} if answers else {}
-    prefix, suffix = (read_field(most | record, key, TEXT, where) for key in ("prefix", "suffix"))
-    return ((prefix, suffix),), tuple(answers)
-
-
-def _conversation(record: dict, where: str) -> tuple[tuple[str, str], ...]:
-    """The turns of LLaVA's layout; a first one that is not from a human is left out, as there."""
-    turns = read_field(record, "conversations", LIST, where)
-    texts = []
-    for number, turn in enumerate(turns):
-        place = f"{where}: conversations[{number}]"
-        if not isinstance(turn, dict):
-            raise UserError(f"{place}: expected an object, found {json_name(turn)}: correct the record")
-        speaker = read_field(turn, "from", TEXT, place)
-        if not number and speaker != ROLES[0]:
-            continue
-        expected = ROLES[len(texts) % 2]
-        if speaker != expected:
-            raise UserError(f"{place}: from is {quoted(speaker)}, expected {expected!r}: human and gpt take turns")
-        texts.append(read_field(turn, "value", TEXT, place))
-        if speaker == ROLES[1] and SLOT in texts[-1]:
-            raise UserError(f"{place}: {SLOT} in an answer: it marks the place of a picture in a prompt")
-    if not texts or len(texts) % 2:
-        raise UserError(f"{where}: conversations ends without an answer from gpt: correct the record")
-    return tuple(zip(texts[::2], texts[1::2], strict=True))
+    return ((text(record, "prefix"), text(most | record, "suffix")),), answers
 
 
 # COCO's boxes
 
 
-def read_coco(
-    path: str | Path, images: str | Path | None = None, allow_outside: bool = False, bad: Bad | None = None
-) -> list[Example]:
-    """Read COCO's detection annotations: one example for each picture with an object, `detect a ; b` and its boxes.
+def read_coco(path: str | Path, images: str | Path | None = None, refuse: Refuse = None) -> list[Record]:
+    """COCO's detection annotations: one record for each picture with an object, `detect a ; b` and its boxes.
 
-    The prompt names all classes that the picture has, in the order of their ids; the answer has the boxes in the same
+    The prompt names all classes that the picture has, in the order of the file; the answer has the boxes in the same
     order, and those of a class from top to bottom and left to right. Crowds are not part of it, but of `detection`.
-    Pictures without any object that could be asked for are left out. Raises UserError, also for boxes that cannot be
-    [x, y, width, height] in pixels; errors of a picture, and objects of pictures that are not listed, go to `bad`.
+    Pictures are in the order of their ids, which in COCO's scorer decides between boxes of one score. Raises UserError.
     """
-    value = read_json(path)
-    name = shown(path)
-    folder = Path(path).parent if images is None else Path(images)
-    categories, entries = (_entries(value, key, name) for key in ("categories", "images"))
-    for objects in (categories, entries):
-        check_unique((entry["id"] for _, entry in objects if "id" in entry), path)
-    labels = {}
-    for where, entry in categories:
-        label = labels[read_id(entry, "id", where)] = " ".join(read_field(entry, "name", NAME, where).split())
-        if not label or set(";<>") & set(label):
-            problem = "but ; < > stand between the names of prompts and answers: rename it"
-            raise UserError(f"{where}: name is {quoted(entry['name'])}, {problem}")
-    of_image: dict[int | str, list[tuple[str, dict]]] = defaultdict(list)
-    for where, entry in _entries(value, "annotations", name):
-        of_image[read_id(entry, "image_id", where)].append((where, entry))
-    examples, found, listed = [], {}, set()
-    for where, entry in entries:
-        try:
-            id_ = read_id(entry, "id", where)
-            listed.add(id_)
-            width, height = (read_field(entry, side, SIDE, where) for side in ("width", "height"))
-            boxes = [_box(annotation, labels, place, width, height) for place, annotation in of_image[id_]]
-            if all(box.is_crowd for box in boxes):
-                continue
-            picture = _picture(folder, read_field(entry, "file_name", NAME, where), allow_outside, where, found)
-        except UserError as error:
-            if bad is None:
-                raise
-            bad(error)
-        else:
-            detection = Detection(width, height, tuple(boxes))
-            order = list(labels.values())
-            turn = detection_turn(detection, order)
-            examples.append((id_, Example(where.removeprefix(name), (picture,), (turn,), (), detection)))
-    check_flat(found, path)
-    _check_units([example.detection for _, example in examples], name)
-    if stray := [place for id_, boxes in of_image.items() if id_ not in listed for place, _ in boxes]:
-        error = UserError(f"{stray[0]}: image_id is not among the images, as of {len(stray)} annotation(s): list it")
-        if bad is None:
-            raise error
-        bad(error)
-    # in COCO's order of pictures, which decides between boxes of one score
-    return [example for _, example in sorted(examples, key=lambda pair: (isinstance(pair[0], str), pair[0]))]
+    value, folder, objects = read_json(path), Path(images or Path(path).parent), defaultdict(list)
+    with problems_at(path):
+        labels = {entry["id"]: " ".join(text(entry, "name").split()) for entry in value["categories"]}
+        strange = [label for label in labels.values() if not label or set(";<>") & set(label)]
+        check(not strange, f"names {some(strange)}: ; < > stand between the names of an answer")
+        for entry in value["annotations"]:
+            objects[entry["image_id"]].append(entry)
+        for part in ("categories", "images"):
+            check_unique((entry["id"] for entry in value[part]), part)
+        pictures = [(f":images[{number}]", entry) for number, entry in enumerate(value["images"])]
+        pictures = [pair for pair in pictures if not all(entry.get("iscrowd") for entry in objects[pair[1]["id"]])]
+        pictures.sort(key=lambda pair: pair[1]["id"])
+
+    def detection(entry: dict) -> Record:
+        width, height = entry["width"], entry["height"]
+        boxes = tuple(box_of(annotation, labels, width, height) for annotation in objects[entry["id"]])
+        picture, truth = find_picture(folder, text(entry, "file_name")), Detection(width, height, boxes)
+        check_upright(picture, width, height)
+        return Record("", "", (picture,), (detection_turn(truth, list(labels.values())),), detection=truth)
+
+    records = read(path, detection, pictures, refuse)
+    check_units([record.detection for record in records if record.detection], path)
+    return named(records, path, pictures)
 
 
-def _entries(value: dict, key: str, name: str) -> list[tuple[str, dict]]:
-    entries = read_field(value, key, Expected(list), name, remedy="give a file of COCO's instances")
-    return records_of(entries, f"{name}:{key}") if entries else []
+def box_of(entry: Mapping, labels: Mapping, of_width: int, of_height: int) -> Box:
+    """The box of an annotation, in a picture of that size. Raises LookupError, TypeError and ValueError."""
+    check(entry["category_id"] in labels, f"category_id {quoted(entry['category_id'])} is not among the categories")
+    x, y, width, height = entry["bbox"]
+    area = entry.get("area", width * height)
+    is_within = min(width, height, x + width, y + height) >= 0 and x <= of_width and y <= of_height
+    is_within = is_within and math.isfinite(width + height + area) and min(of_width, of_height) > 0
+    check(is_within, f"bbox {quoted(entry['bbox'])} is outside of the picture, {of_width}×{of_height} pixels")
+    return Box(labels[entry["category_id"]], x, y, width, height, area, bool(entry.get("iscrowd", 0)))
 
 
-def _box(entry: dict, labels: dict, where: str, of_width: int, of_height: int) -> Box:
-    """The box of an annotation of a picture of that size. Raises UserError."""
-    label = labels.get(read_id(entry, "category_id", where))
-    if label is None:
-        raise UserError(f"{where}: category_id {quoted(entry['category_id'])} is not among the categories")
-    corner = read_field(entry, "bbox", Expected(list, 4, 4), where)
-    x, y, width, height = (read_field({"bbox": side}, "bbox", NUMBER, where) for side in corner)
-    if width < 0 or height < 0:
-        raise UserError(f"{where}: bbox is {quoted(corner)}, expected [x, y, width, height] of at least 0")
-    if x > of_width or y > of_height or x + width < 0 or y + height < 0:
-        raise UserError(f"{where}: bbox {quoted(corner)} is outside of the picture, {of_width}×{of_height} pixels")
-    area = read_field(entry, "area", NUMBER, where, default=width * height)
-    crowd = read_field(entry, "iscrowd", Expected(int, choices=(0, 1)), where, default=0)
-    return Box(label, x, y, width, height, area, bool(crowd))
+def check_upright(path: Path, width: int, height: int) -> None:
+    """Raise ValueError if the boxes are those of a picture as it is stored, which EXIF turns by 90°."""
+    # what cannot be opened says so later; a PNG whose header has no EXIF would be decoded to look for one
+    with contextlib.suppress(OSError, SyntaxError, Image.DecompressionBombError), Image.open(path) as image:
+        if image.size == (width, height) != (height, width) and (image.format != "PNG" or "exif" in image.info):
+            is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= TURNED
+            check(not is_turned, f"{shown(path)} has boxes for {width}×{height} pixels, but EXIF turns it")
 
 
-def _check_units(detections: Sequence[Detection], name: str) -> None:
+def check_units(detections: Sequence[Detection], path: str | Path) -> None:
     """Raise UserError if the boxes of a file cannot all be [x, y, width, height] in pixels: each by itself can."""
     sized = [(box, of) for of in detections if min(of.width, of.height) > 1 for box in of.boxes]
-    if sized and all(max(box.x, box.y, box.width, box.height) <= 1 for box, _ in sized):
-        raise UserError(f"{name}: every bbox lies within 0 to 1, as if in shares of the sides: give pixels")
+    are_shares = bool(sized) and all(max(box.x, box.y, box.width, box.height) <= 1 for box, _ in sized)
     are_outside = any(box.x + box.width > of.width + 1 or box.y + box.height > of.height + 1 for box, of in sized)
-    if are_outside and all(box.width >= box.x and box.height >= box.y for box, _ in sized):
-        problem = "and the third and fourth number are never less than the first two, as in [x1, y1, x2, y2]"
-        raise UserError(f"{name}: boxes reach out of their pictures, {problem}: give [x, y, width, height]")
+    if are_shares or are_outside and all(box.width >= box.x and box.height >= box.y for box, _ in sized):
+        unit = "shares of the sides" if are_shares else "[x1, y1, x2, y2]"
+        raise UserError(f"{shown(path)}: boxes are {unit}: give [x, y, width, height] in pixels")
 
 
 def detection_turn(detection: Detection, order: list[str]) -> tuple[str, str]:
@@ -269,9 +233,7 @@ def detection_turn(detection: Detection, order: list[str]) -> tuple[str, str]:
     A coordinate v, a share of the side, is the bin round(1023·v), within 0 … 1023 (big_vision,
     pp/proj/paligemma/segmentation.py). order: of the classes.
     """
-    boxes = sorted(
-        (box for box in detection.boxes if not box.is_crowd), key=lambda box: (order.index(box.label), box.y, box.x)
-    )
+    boxes = sorted((b for b in detection.boxes if not b.is_crowd), key=lambda b: (order.index(b.label), b.y, b.x))
     parts = []
     for box in boxes:
         y1, y2 = (v / detection.height for v in (box.y, box.y + box.height))

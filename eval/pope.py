@@ -4,7 +4,7 @@
     python -m eval.pope --questions coco_pope_{random,popular,adversarial}.json --images DIR --model SRC --adapter RUN
     python -m eval.pope --questions Q --images DIR --results answers.jsonl
 
-In: POPE questions (`eval/datasets.py`), and a model, or its free-text answers. Out: accuracy, precision, recall, F1 and
+In: POPE questions (`eval/data.py`), and a model, or its free-text answers. Out: accuracy, precision, recall, F1 and
 the share of yes, for each file and their mean; with --probability also the accuracy where yes is the answer if
 P(yes) / (P(yes) + P(no)) at the start of the answer is at least ½.
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from eval import scenes
 from eval.bench import PROMPT_FLAG, Benchmark, limit_flag, means, run
-from eval.datasets import PROMPT, PopeQuestion, fill_prompt, find_images, read_pope
+from eval.data import PROMPT, PopeQuestion, fill_prompt, find_images, read_pope
 from eval.question import Question
 from model.common import UserError, run_command, shown, write_text
 

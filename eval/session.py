@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from eval import figures
-from eval.command import Ask, Command, Report, add_flag, add_json_flag, add_outside_flag, positive, print_report, whole
+from eval.command import Ask, Command, Report, add_flag, add_json_flag, positive, print_report, whole
 from eval.compare import compare
 from eval.datasets import PROMPT, TEXT, check_prompt
 from eval.run import ask_all, compare_speed
@@ -112,7 +112,6 @@ def add_answer_flags(parser: argparse.ArgumentParser, limit: str, default: int |
     add_flag(parser, "--resume", resume, True)
     add_flag(parser, "--batch-size", "prompts at a time", 64, type=positive, metavar="N")
     add_flag(parser, "--max-new-tokens", "limit of an answer's tokens", max_new_tokens, type=positive, metavar="N")
-    add_outside_flag(parser)
     compiled = "decode full batches with torch.compile, on CUDA as a CUDA graph; the first batch takes up to a minute"
     add_flag(parser, "--compile", compiled, False)
     single = "also ask the first N questions one at a time: how much slower is that, and do the answers agree?"

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from eval.bench import Benchmark, Results, add_ask_flags, ask, compare, comparison_table, questions_for
 from eval.command import add_flag, command_parser, positive
-from eval.datasets import PROMPT, check_prompt
+from eval.data import PROMPT, check_prompt
 from eval.mmbench import MMBench
 from eval.open import Subject, add_model_flags, models_of, open_model, out_folder, stored_prompt
 from eval.pope import Pope

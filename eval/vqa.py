@@ -5,7 +5,7 @@
     python -m eval.vqa --data jsonl:test.jsonl --adapter RUN --adapter OTHER --blind
     python -m eval.vqa --questions Q --annotations A --images DIR --results R
 
-In: questions and annotations (`eval/datasets.py`) or your own examples (`eval/records.py`), and a model, or its
+In: questions and annotations (`eval/data.py`) or your own examples (`eval/records.py`), and a model, or its
 answers. Out: results.json, and accuracy in percent, overall and by type, beside that of the best guess from the text
 alone. Your own examples are scored by exact match, and by VQA accuracy where people differ; of a conversation the last
 answer is asked. The scorers: `eval/vqa_scoring.py`.
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from eval import scenes
 from eval.bench import PROMPT_FLAG, Benchmark, limit_flag, means, run
-from eval.datasets import (
+from eval.data import (
     PROMPT,
     Annotation,
     annotations_of,

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
-from eval.datasets import Annotation
+from eval.data import Annotation
 from eval.records import Record
 from model.common import UserError, shown
 

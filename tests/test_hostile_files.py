@@ -6,6 +6,7 @@ characters in it, or a reader that does not come to an end.
 """
 
 import contextlib
+import copy
 import json
 import random
 import shutil
@@ -23,7 +24,7 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
-from eval import answer, bench, datasets, needle_files, needle_scoring, own_files, records
+from eval import answer, bench, data, needle_scoring, own_files, records
 from eval.open import last_run
 from eval.question import Question
 from lora import adapter
@@ -210,6 +211,17 @@ VOCABULARY = {piece: id_ for id_, piece in enumerate(["<pad>", "<eos>", "<bos>",
 FLAGS = {"special": False, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 TOKENIZER |= {"added_tokens": [{"id": 8, "content": "<x>"} | FLAGS]}
 TOKENIZER |= {"model": {"type": "BPE", "vocab": VOCABULARY, "merges": [["a", "b"]], "unk_token": "<unk>"}}
+
+
+def needle_file(folder: Path) -> Path:
+    json_file("2_2.json", {"s.jpg": {f"{row}_{col}": f"{row}{col}.jpg" for row in (0, 1) for col in (0, 1)}})(folder)
+    json_file("c.json", {"01.jpg": "a dog"})(folder)
+    test = {"id": 0, "image_ids": ["s.jpg"], "index": 0, "row": 0, "col": 1, "target": "01.jpg"}
+    return json_file("annotations_1_2_2.json", [test])(folder)
+
+
+GQA = {"question": "Is it?", "imageId": "7", "answer": "yes", "isBalanced": True, "types": {"structural": "query"}}
+TEXTVQA = {"question_id": 3, "image_id": "0f", "question": "Who?", "answers": ["x", "y"]}
 RUN_CONFIG = {"base": "embedded", "data": "embedded", "lr": 1e-3, "steps": 3, "option": []}
 LANGUAGE_CONFIG = {"model_type": "qwen2", "eos_token_id": [1], "layer_types": ["full_attention"], "vocab_size": 9}
 LANGUAGE_CONFIG |= {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -251,12 +263,17 @@ READERS = {
     "JSON lines": Reader(example_file, records.own_records),
     "conversations": Reader(conversation_file, records.own_records),
     "COCO's boxes": Reader(boxes_file, partial(records.own_records, read=own_files.read_coco)),
-    "POPE questions": Reader(json_lines("pope.json", question(1), question(2)), datasets.read_pope),
+    "POPE questions": Reader(json_lines("pope.json", question(1), question(2)), data.read_pope),
     "POPE answers": Reader(
         json_lines("answers.json", question(1) | {"answer": "yes"}),
         lambda path: bench.read_answers(path, [Question(1, "a.jpg", (), "Is there a dog?")]),
     ),
-    "captions": Reader(json_file("captions.json", {"a.jpg": "a dog", "b.jpg": "a cat"}), needle_files.read_captions),
+    "captions": Reader(json_file("captions.json", {"a.jpg": "a dog", "b.jpg": "a cat"}), data.read_captions),
+    "GQA": Reader(json_file("gqa.json", {"1": GQA, "2": GQA}), data.read_layout),
+    "TextVQA": Reader(json_file("textvqa.json", {"data": [TEXTVQA]}), data.read_layout),
+    "needle tests": Reader(
+        needle_file, lambda path: data.read_needle_tests(path.with_name("2_2.json"), path, path.with_name("c.json"))
+    ),
     "needle responses": Reader(json_file("responses.json", [RESPONSE]), needle_scoring.read_responses),
     "log of answers": Reader(json_lines("answers.jsonl", {"id": "1", "answer": "a", "mark": "f"}), read_log),
     "tar shard": Reader(shard_file, read_shard),
@@ -300,7 +317,7 @@ def broken_values(value, dice: random.Random):
     for _ in range(dice.randint(1, 3)):
         *way, last = dice.choice([path for path in paths_of(value) if path] or [(None,)])
         if last is None:
-            return dice.choice(NASTY)
+            return copy.deepcopy(dice.choice(NASTY))
         parent = value
         for key in way:
             parent = parent[key]
@@ -312,7 +329,7 @@ def broken_values(value, dice: random.Random):
         elif action == 2 and isinstance(parent, list):
             parent.append(parent[last])
         else:
-            parent[last] = dice.choice(NASTY)
+            parent[last] = copy.deepcopy(dice.choice(NASTY))
     return value
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from eval.datasets import PROMPT, check_prompt
+from eval.data import PROMPT, check_prompt
 from eval.records import EMBEDDED_TASKS, SOURCES
 from lora.adapter import DECODER_TARGETS
 from lora.quantize import KINDS as QUANTIZED
@@ -75,7 +75,6 @@ class Settings(LoopSettings):
     per_picture: int = flag(1, "questions of one picture that may share a batch, and its encoding", least=1)
     shuffle_buffer: int = flag(10000, "records of tar shards that are shuffled together", least=1)
     images: str | None = flag(None, "folder of the pictures (default: vqav2:DIR itself, or where the FILE is)")
-    allow_outside: bool = flag(False, "read pictures outside of that folder too, where the data's names lead there")
     max_length: int = flag(8192, "tokens of an example, its picture's included; longer ones are left out", least=1)
     dtype: str = flag(
         "auto",

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from eval.own_files import ROLES
-from eval.records import SOURCES, Picture, Record, Refusal, groups_of, read_data
+from eval.own_files import ROLES, Picture, Record, Refusal
+from eval.records import SOURCES, groups_of, read_data
 from model.common import UserError, file_errors, run_command, shown
 from train.data.shards import INDEX, PICTURES, index_of
 from train.flags import FlagParser, add_flags, flag, from_values
@@ -38,7 +38,6 @@ class PackOptions:
     max_bad: int = flag(Settings.max_bad, "records without their pictures to leave out, at most", least=0, metavar="N")
     prompt: str = flag(Settings.prompt, "prompt of a VQAv2 question")
     images: str | None = flag(None, "folder of the pictures (default: vqav2:DIR itself, or where the FILE is)")
-    allow_outside: bool = flag(False, "pack pictures outside of that folder too, if names lead there")
 
 
 def pack(records: Sequence[Record], prefix: Path, per_shard: int = 1000, max_bad: int = 0) -> list[Path]:
@@ -118,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = from_values(PackOptions, given)
     if data == "embedded":
         raise UserError("embedded: these pictures are drawn while training needs them: give data in files")
-    records = read_data(data, images=options.images, allow_outside=options.allow_outside, prompt=options.prompt)
+    records = read_data(data, images=options.images, prompt=options.prompt)
     paths = pack(records, out, options.per_shard, options.max_bad)
     print(f"{len(paths)} shards: --data shards:'{out}-{{000..{len(paths) - 1:03}}}.tar'")
 

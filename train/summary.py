@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from eval import figures, needle, scenes, vqa
-from eval.datasets import PROMPT, fill_prompt
+from eval.data import PROMPT, fill_prompt
 from eval.question import Question
 from eval.statistics import estimate
 from model.common import write_text

@@ -174,7 +174,7 @@ def test_prompts_by_hand(files):
     def items(task, data, *flags):
         parser = choices.argparse.ArgumentParser()
         choices.add_flags(parser)
-        parser.set_defaults(limit=None, allow_outside=False)
+        parser.set_defaults(limit=None)
         args = parser.parse_args(["--task", task, "--data", str(files / data), "--prompt", "answer {question}", *flags])
         return choices.load(args)
 
@@ -252,7 +252,7 @@ def test_several_models_and_a_resumed_run(files, source, twin, workplace, capsys
         ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": "AB"}', "own.jsonl:1: answer is 'AB'"),
         ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": ""}', "own.jsonl:1: answer is ''"),
         ("jsonl", "own.jsonl", '{"question": "q", "choices": [""], "answer": 0}', "own.jsonl:1: choices is ''"),
-        ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": 0, "image": "../x"}', "outside"),
+        ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": 0, "image": "../x"}', "not in"),
         ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": 0, "img": "x"}', "has 'img', but no"),
         ("jsonl", "none.jsonl", None, "none.jsonl: not found"),
         ("mmlu", "none", None, "holds no test/*_test.csv"),

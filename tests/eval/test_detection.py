@@ -150,7 +150,7 @@ def test_boxes_of_a_picture_that_exif_turns(source, tmp_path, monkeypatch, capsy
         annotations.append({"image_id": number, "category_id": 1, "bbox": [-0.5, 0, 9, 9]})
     content = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "dog"}]}
     (tmp_path / "coco.json").write_text(json.dumps(content))
-    args = argparse.Namespace(data="coco:coco.json", images=None, allow_outside=False, limit=None, blind=False)
+    args = argparse.Namespace(data="coco:coco.json", images=None, limit=None, blind=False)
     records, sets = detect.load(args)
     assert [bool(record.turns) for record in records] == [True, False, True, True]
     with pytest.raises(UserError, match="1.jpg: has boxes for 64×48 pixels, but EXIF turns it to 48×64"):

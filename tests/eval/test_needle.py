@@ -10,7 +10,7 @@ from PIL import Image
 
 from eval import haystacks, needle, needle_scoring, pictures, run, scenes
 from eval.command import command_parser
-from eval.needle_files import ABSENT, NeedleTest, read_needle_tests
+from eval.data import ABSENT, NeedleTest, read_needle_tests
 from model.common import UserError
 from model.processor import Processor
 from tests.files import write_mmneedle
@@ -158,7 +158,7 @@ def test_pictures_and_haystacks_are_counted_once(coco, monkeypatch):
     drawn, parser = [], command_parser("x", "")
     needle.add_flags(parser)
     args = parser.parse_args(["--coco", str(coco), "--captions", str(coco / "C")])
-    args.limit, args.allow_outside = 8, False
+    args.limit = 8
     with monkeypatch.context() as patch:
         patch.setattr(needle, "draw_tests", lambda captions, *_, **options: drawn.extend(captions) or [])
         needle.load(args)

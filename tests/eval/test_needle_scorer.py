@@ -7,8 +7,7 @@ import pytest
 from PIL import Image
 
 from eval import haystacks, needle, needle_scoring, scenes
-from eval.datasets import find_images
-from eval.needle_files import ABSENT, NeedleTest
+from eval.data import ABSENT, NeedleTest, find_images
 from model.common import UserError
 
 
@@ -185,12 +184,14 @@ def test_haystack_is_built_from_files(tmp_path):
     """The pictures of the metadata are not those that are stitched; COCO's folder may hold val2014/ or be it."""
     (tmp_path / "val2014").mkdir()
     for number, color in enumerate(COLORS):
-        Image.new("RGB", (8, 8), color).save(tmp_path / ("val2014" if number % 2 else "") / f"{number}.png")
-    test = NeedleTest(0, (tuple(f"val2014/{n}.png" for n in range(4)),), ((0, 1, 0),), ("val2014/2.png",), ("blue",))
+        Image.new("RGB", (8, 8), color).save(tmp_path / ("val2014" if number % 2 else "") / f"COCO_{number}.png")
+    test = NeedleTest(
+        0, (tuple(f"val2014/COCO_{n}.png" for n in range(4)),), ((0, 1, 0),), ("val2014/COCO_2.png",), ("blue",)
+    )
     paths = find_images(test.haystack[0], tmp_path, "2_2.json")
     assert haystacks.build_haystack(test, paths, size=4)[0].getpixel((0, 7)) == COLORS[2]
-    (tmp_path / "2.png").unlink()
-    with pytest.raises(UserError, match=r"2_2.json: 1 of its 4 pictures are not in .*'val2014/2.png'"):
+    (tmp_path / "COCO_2.png").unlink()
+    with pytest.raises(UserError, match=r"2_2.json: 1 of its 4 pictures are not in .*'val2014/COCO_2.png'"):
         find_images(test.haystack[0], tmp_path, "2_2.json")
 
 

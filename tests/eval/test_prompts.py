@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from eval import ask, pope, vqa
-from eval.datasets import check_prompt, fill_prompt
+from eval.data import check_prompt, fill_prompt
 from lora import adapter
 from model.common import UserError
 from model.processor import Processor

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eval import vqa, vqa_scoring
-from eval.datasets import Annotation
+from eval.data import Annotation
 from eval.question import Question
 from model.common import UserError
 

@@ -25,9 +25,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
-from eval.datasets import some
-from eval.own_files import read_turns
-from eval.records import Record
+from eval.data import WRONG, problems_at, some
+from eval.own_files import Record, read_turns
 from model.common import UserError, atomic_path, parse_json, shown
 from train.data.batches import CHARACTERS, plan_epoch
 
@@ -111,8 +110,8 @@ def _lengths(content: bytes) -> list[int]:
     with suppress(UserError):
         for entry in _entries(content, ""):
             lengths.append(0)
-            with suppress(UserError, TypeError):
-                lengths[-1] = sum(map(len, chain(*read_turns(entry, "")[0])))
+            with suppress(*WRONG):
+                lengths[-1] = sum(map(len, chain(*read_turns(entry)[0])))
     return lengths or [0]
 
 
@@ -192,7 +191,8 @@ class Shards(Sequence):
             places = self.pictures[number][first : first + count].tolist()
             chosen = entry.get("pictures", [0] if count == 1 else None)
             pictures = tuple(partial(read_member, shard, *places[place]) for place in chosen)
-            turns, answers = read_turns(entry, file.name)
+            with problems_at(file.name):
+                turns, answers = read_turns(entry)
         except (LookupError, TypeError, AttributeError):
             problem = 'expected one picture and one .json of {"prefix", "suffix"}, or of "pictures" beside them'
             raise UserError(f"{file.name}: {problem}: make the shard again") from None

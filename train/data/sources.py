@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from os.path import realpath
 from pathlib import Path
 
-from eval.datasets import real_path, some
+from eval.data import some
 from eval.records import Record, read_data, source_parts, split_records
 from model.common import UserError
 from train.data.shards import Shards
@@ -44,7 +45,7 @@ def read_sources(
         patterns = [str(source_parts(source)[1]) for source in sources]
         records = Shards(*patterns, split=split, sampled=sampled, buffer=settings.shuffle_buffer, **share)
     else:
-        options = {name: getattr(settings, name) for name in ("images", "allow_outside", "prompt", "seed", "samples")}
+        options = {name: getattr(settings, name) for name in ("images", "prompt", "seed", "samples")}
         options |= {"tasks": settings.tasks.split(","), "sampled": sampled}
         drawn, files = [], []
         for source, kind in zip(sources, kinds, strict=True):
@@ -64,7 +65,7 @@ def read_sources(
 def warn_of_common(learned: Sequence[Record], asked: Sequence[Record]) -> None:
     """Print a line on stderr if pictures of --eval-data are trained on. Those in tar shards have no names."""
     files = [
-        {real_path(path) for record in records for path in record.pictures if isinstance(path, Path)}
+        {realpath(path) for record in records for path in record.pictures if isinstance(path, Path)}
         for records in (learned, asked)
         if not isinstance(records, Shards)
     ]

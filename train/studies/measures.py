@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from eval import needle, scenes, vqa
-from eval.datasets import Annotation, read_questions
+from eval.data import Annotation, read_questions
 from eval.question import Question, question_of
 from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record
 from eval.statistics import slope_scores
@@ -47,7 +47,7 @@ def training_records(settings: Settings, shared_seed: int) -> Sequence[Record]:
     On the embedded scenes each seed draws its own. On disk all seeds use the split of `shared_seed`: otherwise one seed
     would train on pictures that another holds out. There, seeds differ in initial weights, order and dropout.
     """
-    names = "data eval_data samples tasks fraction validation prompt answers images allow_outside shuffle_buffer"
+    names = "data eval_data samples tasks fraction validation prompt answers images shuffle_buffer"
     seed = settings.seed if settings.is_embedded else shared_seed
     return _training_records(Settings(seed=seed, **{name: getattr(settings, name) for name in names.split()}))
 
@@ -144,7 +144,7 @@ def coco_needles(
 ) -> tuple[str, list[needle.Trial]]:
     """Title and trials of 2×2 needle tests on the pictures of COCO's val2014."""
     flags = {"limit": tests, "pictures": 1, "side": 2, "needles": 1, "negatives": False, "seed": 42}
-    flags |= {"coco": coco, "captions": captions, "metadata": metadata, "allow_outside": settings.allow_outside}
+    flags |= {"coco": coco, "captions": captions, "metadata": metadata}
     ((name, trials),) = needle.coco_trials(argparse.Namespace(**flags)).items()
     return f"MMNeedle {name}", trials
 
