@@ -149,7 +149,7 @@ def test_blind_and_the_text_only_guess(source, workplace, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--data own.jsonl", "did you mean jsonl:own.jsonl"),
+        ("--data own.jsonl", "does not say what kind"),
         ("--data jsonl:gone.jsonl", "gone.jsonl"),
         ("--data jsonl:own.jsonl --questions Q", "leave --data out"),
         ("--data jsonl:own.jsonl --guess Q A", "no --prompt, --scoring or --guess"),

@@ -97,7 +97,7 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys, 
     [
         ("--data jsonl:few.jsonl --data shards:m-000.tar", "train.shard"),
         ("--data jsonl:few.jsonl --fraction 0.01", "--validation and --fraction"),
-        ("--data few.jsonl", "jsonl:few.jsonl?"),
+        ("--data few.jsonl", "does not say what kind"),
     ],
 )
 def test_wrong_sources_are_named(flags, message, folder, monkeypatch):
