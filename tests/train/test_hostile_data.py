@@ -59,7 +59,7 @@ def test_one_bad_line_is_named_and_left_out(name, tmp_path):
 
 def test_a_file_of_bad_lines_only_is_refused(tmp_path):
     """Breaks when a run begins that can learn nothing."""
-    with pytest.raises(UserError, match="own.jsonl: none of 2 records .*own.jsonl:1: "):
+    with pytest.raises(UserError, match="own.jsonl: none of its 2 records .*own.jsonl:1: "):
         own_records(write_lines(tmp_path, b"{", b"[]"))
 
 
