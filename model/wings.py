@@ -32,7 +32,7 @@ from torch import nn
 
 from model.attention import Attention, LayerCache, Rope, keep_positions, tapped
 from model.common import UserError
-from model.gemma import Gemma, GemmaLayer
+from model.gemma import Gemma
 from model.language import LanguageModel
 from model.linear import Linear
 from model.paligemma import PaliGemma, Projector
@@ -57,20 +57,12 @@ class LearnerInput:
 class WingsRope(Rope):
     """The rope of a batch, which every layer receives, and with it the inputs of its learners and router.
 
-    buckets (B, S or 1, Sk): the bucket of a router in which a query counts a key, see `Router`. None for models without
-    routers.
+    buckets (B, S or 1, Sk): the bucket of a router in which a query counts a key, see `Router`; None without routers.
     """
 
-    def __init__(
-        self,
-        positions: torch.Tensor,
-        theta: float,
-        visual: LearnerInput,
-        textual: LearnerInput,
-        buckets: torch.Tensor | None,
-    ):
-        super().__init__(positions, theta)
-        self.visual, self.textual, self.buckets = visual, textual, buckets
+    visual: LearnerInput
+    textual: LearnerInput
+    buckets: torch.Tensor | None = None
 
 
 class LearnerCache(LayerCache):
@@ -116,11 +108,11 @@ class Update(nn.Module):
         self.A = Linear(width, rank, bias=False)
         self.B = Linear(rank, width, bias=False)
 
+    @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         drawn = torch.empty(self.A.weight.shape)  # on the CPU, so that every device gets the same numbers
-        with torch.no_grad():
-            self.A.weight.copy_(nn.init.trunc_normal_(drawn, std=0.02, generator=generator))
-            self.B.weight.zero_()
+        self.A.weight.copy_(nn.init.trunc_normal_(drawn, std=0.02, generator=generator))
+        self.B.weight.zero_()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.B(self.A(x))
@@ -145,20 +137,16 @@ class Learner(nn.Module):
         self, h: torch.Tensor, rope: Rope, given: LearnerInput, cache: LearnerCache | None = None
     ) -> torch.Tensor:
         """h (B, S, H) to (B, S, H); exactly zero where a query sees no key."""
-        x = given.x
-        q, k, v = (self.split_heads(y + w(y)) for y, w in ((h, self.q), (x, self.k), (x, self.v)))
+        parts = (h, self.q), (given.x, self.k), (given.x, self.v)
+        q, k, v = ((x + w(x)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x, w in parts)  # (B, N, ·, H/N)
         if self.rotary:
             q, k = rope(q), given.rope(k)
         if cache is not None:
             k, v = cache.extend(k, v)
         # a query with no visible key attends to all keys and its output is zeroed: an empty softmax row is NaN
         has_key = given.mask.any(-1, keepdim=True)
-        heads = F.scaled_dot_product_attention(q, k, v, given.mask | ~has_key) * has_key  # (B, N, S, H/N)
+        heads = F.scaled_dot_product_attention(q, k, v, given.mask | ~has_key) * has_key
         return self.o(heads.transpose(1, 2).flatten(2))
-
-    def split_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, S, H) to (B, N, S, H/N)."""
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
 
 class Router(nn.Module):
@@ -203,9 +191,9 @@ class WingsAttention(Attention):
         self.adopt(plain)
         learner = config.text.hidden_size, config.text.num_attention_heads, config.rank, config.rotary
         self.visual = Learner(*learner)
-        self.textual = Learner(*learner) if config.routed else None
-        width = config.router_width if config.router == "row" else 2 * OCTAVES
-        self.router = Router(width) if config.routed else None
+        if config.routed:
+            self.textual = Learner(*learner)
+            self.router = Router(config.router_width if config.router == "row" else 2 * OCTAVES)
 
     def forward(
         self,
@@ -217,12 +205,12 @@ class WingsAttention(Attention):
     ) -> torch.Tensor:
         main, of_visual, of_textual = (cache.main, cache.visual, cache.textual) if cache is not None else (None,) * 3
         visual = self.visual(x, rope, rope.visual, of_visual)
-        if self.router is None or self.textual is None:
+        if rope.buckets is None:
             return keep_positions(super().forward(x, rope, mask, main) + visual, positions)
-        textual, router, outer, shares = self.textual(x, rope, rope.textual, of_textual), self.router, self.tap, []
+        textual, outer, shares = self.textual(x, rope, rope.textual, of_textual), self.tap, []
 
         def tap(weights: torch.Tensor) -> None:
-            shares.append(router(weights, rope.buckets).to(x.dtype))
+            shares.append(self.router(weights, rope.buckets).to(x.dtype))
             if outer is not None:
                 outer(weights)
 
@@ -243,14 +231,13 @@ class TwoLayerProjector(nn.Module):
         self.linear_1 = Linear(config.vision.hidden_size, config.text.hidden_size)
         self.linear_2 = Linear(config.text.hidden_size, config.text.hidden_size)
 
+    @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """As `nn.Linear` draws them: uniform, to the inverse root of the width of the input."""
         for layer in (self.linear_1, self.linear_2):
             end = layer.in_features**-0.5
             for parameter in layer.parameters():  # drawn on the CPU, so that every device gets the same numbers
-                drawn = torch.empty(parameter.shape).uniform_(-end, end, generator=generator)
-                with torch.no_grad():
-                    parameter.copy_(drawn)
+                parameter.copy_(torch.empty(parameter.shape).uniform_(-end, end, generator=generator))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         return self.linear_2(F.gelu(self.linear_1(features)))
@@ -262,8 +249,7 @@ class WingsGemma(Gemma):
     def __init__(self, config: WingsConfig):
         super().__init__(config.text, 0 if isinstance(config, LanguageWingsConfig) else 1)
         for layer in self.layers:
-            assert isinstance(layer, GemmaLayer)
-            layer.self_attn = WingsAttention(layer.self_attn, config)
+            layer.add_module("self_attn", WingsAttention(layer.get_submodule("self_attn"), config))  # pyright: ignore
         self.router = config.router if config.routed else None
         self.router_width = config.router_width
 
@@ -289,10 +275,10 @@ class WingsGemma(Gemma):
         for routers of "row" it is p_c − 1, at most their width.
         """
         assert documents is None, "learners do not separate the documents of a row"
-        rope, full, sliding = super().geometry(x, valid, torch.ones_like(types), cache)
+        plain, full, sliding = super().geometry(x, valid, torch.ones_like(types), cache)
+        rope = WingsRope(plain.positions, plain.theta)
         steps, first = x.shape[1], valid.shape[1] - x.shape[1]
-        query = torch.arange(first, first + steps, device=x.device)
-        inputs, columns = {}, {}
+        query, columns = torch.arange(first, first + steps, device=x.device), {}
         for name, kind, later_width in (("visual", 0, 0), ("textual", 1, steps)):
             index, is_padding = chosen_first(((types == kind) & valid)[:, first:], later_width if first else None)
             columns[name] = first + index.masked_fill(is_padding, NEVER)
@@ -305,13 +291,13 @@ class WingsGemma(Gemma):
                 getattr(layer, name).columns = columns[name]
             keys = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
             mask = columns[name][:, None, None] <= query[:, None]
-            inputs[name] = LearnerInput(keys, Rope(rope.positions.gather(1, index), rope.theta), mask)
-        buckets, place = None, valid.long().cumsum(-1)  # of the keys
+            setattr(rope, name, LearnerInput(keys, Rope(rope.positions.gather(1, index), rope.theta), mask))
+        place = valid.long().cumsum(-1)  # of the keys
         if self.router == "row":
-            buckets = (place - 1).clamp(0, self.router_width)[:, None]
+            rope.buckets = (place - 1).clamp(0, self.router_width)[:, None]
         elif self.router is not None:
-            buckets = self.bucket(rope.positions, place + (self.first_position - 1), columns["visual"])
-        return WingsRope(rope.positions, rope.theta, buckets=buckets, **inputs), full, sliding
+            rope.buckets = self.bucket(rope.positions, place + (self.first_position - 1), columns["visual"])
+        return rope, full, sliding
 
     @staticmethod
     def bucket(query: torch.Tensor, key: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor:
@@ -335,14 +321,11 @@ class Wings(PaliGemma):
         return TwoLayerProjector(config) if is_language else Projector(config), WingsGemma(config)
 
     def forward(self, input_ids, pixel_values, token_type_ids, attention_mask=None, **options) -> torch.Tensor:
-        """As `PaliGemma.forward`; of token_type_ids only the number of columns is used.
-
-        Raises UserError for a picture in a later call with a cache.
-        """
+        """As `PaliGemma.forward`; of token_type_ids only the number of columns is used. All pictures are in the first
+        call with a cache."""
         first = token_type_ids.shape[1] - input_ids.shape[1]
         is_text = (input_ids != self.config.image_token_id).to(token_type_ids.dtype)
-        if first and not input_ids.is_cuda and not is_text.all():
-            raise UserError("a picture comes after what the cache holds: give all pictures in the first call")
+        assert not first or input_ids.is_cuda or is_text.all(), "all pictures come with the first call"
         return super().forward(input_ids, pixel_values, F.pad(is_text, (first, 0)), attention_mask, **options)
 
 
@@ -374,25 +357,21 @@ def route(model: Wings, seed: int = 0) -> Wings:
     """
     if type(model) is not Wings or model.config.routed:
         raise UserError("stage 2 of WINGS goes on from a model of stage 1, which has visual learners and no router")
-    routed = _assemble(replace(model.config, routed=True), model.state_dict(), seed).train(model.training)
-    for module in routed.modules():
-        if isinstance(module, WingsAttention):
-            up = module.visual.o.B
-            up.weight = nn.Parameter(2 * up.weight.detach())
-    return routed
+    state = {name: 2 * p if name.endswith("visual.o.B.weight") else p for name, p in model.state_dict().items()}
+    return _assemble(replace(model.config, routed=True), state, seed).train(model.training)
 
 
 def _assemble(config: WingsConfig, state: Mapping[str, torch.Tensor], seed: int) -> Wings:
     """A model of `config` with the tensors of `state`; parts that are not in it are initialised."""
     with torch.device("meta"):
         model = Wings(config)
-    found = model.load_state_dict(state, strict=False, assign=True)
-    if found.unexpected_keys:
-        raise UserError(f"{found.unexpected_keys[0]} is no part of a plain PaliGemma: merge or leave out its adapter")
+    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
+    if unexpected:
+        raise UserError(f"{unexpected[0]} is no part of a plain PaliGemma: merge or leave out its adapter")
     weight, generator = model.language_model.embed_tokens.weight, torch.Generator().manual_seed(seed)
     for name, module in model.named_modules():
-        fresh = isinstance(module, Update | Router | TwoLayerProjector)
-        if fresh and any(missing.startswith(f"{name}.") for missing in found.missing_keys):
+        is_fresh = any(parameter.startswith(f"{name}.") for parameter in missing)
+        if isinstance(module, Update | Router | TwoLayerProjector) and is_fresh:
             module.to(weight.dtype).to_empty(device=weight.device)
             module.reset_parameters(generator)
     return model

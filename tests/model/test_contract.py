@@ -44,6 +44,7 @@ MODELS = {
     "wings 1": lambda: Wings(WingsConfig.beside(BASE, rank=5, routed=False)),
     "wings 2": lambda: Wings(WingsConfig.beside(BASE, rank=5)),
     "wings by row": lambda: Wings(WingsConfig.beside(BASE, rank=5, router="row", router_width=8, rotary=False)),
+    "wings on gemma 2": lambda: Wings(WingsConfig.beside(replace(BASE, text=GEMMA2), rank=5)),
     "wings on qwen": lambda: Wings(LanguageWingsConfig(VISION, QWEN, IMAGE, rank=5)),
     "gemma": lambda: LanguageModel(LanguageConfig(GEMMA, (1,), 0)),
     "gemma 2": lambda: LanguageModel(LanguageConfig(GEMMA2, (1,), 0)),
