@@ -53,7 +53,7 @@ def number_of(objects: list, noun: str) -> int:
     forms = {noun, noun.removesuffix("s"), noun.removesuffix("es"), noun.removesuffix("ies") + "y"}
     (singular,) = forms & {*pictures.NAMES, *pictures.CATEGORIES} or {""}
     group = pictures.CATEGORIES.get(singular, [singular])
-    return len(objects) if noun == "objects" else sum(name in group for name, _, _ in objects)
+    return sum(noun == "objects" or name in group for name, _, _ in objects)
 
 
 def truth(question: str, objects: list) -> set[str]:
@@ -73,14 +73,8 @@ def truth(question: str, objects: list) -> set[str]:
     return answers
 
 
-def boxes(suffix: str) -> list[tuple[tuple[int, ...], str]]:
-    found = re.findall(r"<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})> (\S+)", suffix)
-    return [(tuple(map(int, values)), name) for *values, name in found]
-
-
-def inside(box: tuple[int, ...], x: float, y: float) -> bool:
-    top, left, bottom, right = (value * 112 / 1024 for value in box)
-    return left <= x <= right and top <= y <= bottom
+def inside(top: int, left: int, bottom: int, right: int, x: float, y: float) -> bool:
+    return left <= x * 1024 / 112 <= right and top <= y * 1024 / 112 <= bottom
 
 
 @pytest.mark.long
@@ -186,9 +180,9 @@ def test_detection_boxes_hold_the_objects():
     for s in stream("detect", "train", 100):
         name = s.prefix.removeprefix("detect ")
         middles = [(x, y) for other, x, y in seen(s.scene) if other == name]
-        found = boxes(s.suffix)
-        assert len(found) == len(middles) > 0 and s.suffix.count(" ; ") == len(found) - 1
-        assert all(label == name and inside(b, x, y) for (b, label), (x, y) in zip(found, middles, strict=True))
+        for part, middle in zip(s.suffix.split(" ; "), middles, strict=True):
+            *sides, label = re.fullmatch(r"<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})> (\S+)", part).groups()
+            assert label == name and inside(*map(int, sides), *middle)
 
 
 def test_dense_detection_lists_everything_and_masks_the_names(pieces):
@@ -199,7 +193,7 @@ def test_dense_detection_lists_everything_and_masks_the_names(pieces):
         assert sorted(name for name, *_ in told) == sorted(name for name, *_ in objects)
         for name, y, x in told:  # of one name, the first in raster order comes first
             first = next(o for o in objects if o[0] == name)
-            assert inside((int(y), int(x), int(y) + 256, int(x) + 256), *first[1:])
+            assert inside(int(y), int(x), int(y) + 256, int(x) + 256, *first[1:])
             objects.remove(first)
         end, masked, kept = 0, [], []
         for piece in pieces.encode(s.suffix, out_type=str):
@@ -266,12 +260,10 @@ def test_needles_are_in_one_place_and_take_turns(kind):
 
 def test_distractors_share_one_object_with_the_needle():
     """Breaks when one of the two objects alone tells where the needle is."""
-    for index in range(60):
-        needle = scenes.needle("n2o2", "test", index)
-        wanted = set(nouns(needle.captions[0]))
-        others = [set(names) for spot, names in parts(needle).items() if spot != needle.targets[0]]
-        assert all(len(wanted & other) == 1 for other in others)
-        assert set.union(*others) >= wanted
+    for needle in (scenes.needle("n2o2", "test", index) for index in range(60)):
+        (target,), wanted = needle.targets, set(nouns(needle.captions[0]))
+        others = [set(names) for spot, names in parts(needle).items() if spot != target]
+        assert all(len(wanted & other) == 1 for other in others) and set.union(*others) >= wanted
 
 
 @pytest.mark.parametrize("kind", scenes.NEEDLES)
@@ -317,14 +309,6 @@ def test_tokenizer_is_made_the_same_again(tmp_path, capsys):
     assert "1722 pieces; <image> is id 1722, the embedding has 1728 rows" in capsys.readouterr().out
     again, shipped = (SentencePieceProcessor(model_file=str(f / "tokenizer.model")) for f in (tmp_path, BUNDLED_FOLDER))
     assert [again.id_to_piece(i) for i in range(again.vocab_size())] == [shipped.id_to_piece(i) for i in range(1722)]
-
-
-def test_tokenizer_has_the_ids_of_gemma(pieces):
-    """Breaks when a control id moves, or text is normalised, trimmed or given a space in front."""
-    assert [pieces.id_to_piece(i) for i in range(4)] == ["<pad>", "<eos>", "<bos>", "<unk>"]
-    assert pieces.encode("dog dog\n", out_type=str) == ["dog", "▁dog", "\n"]
-    for text in ("", " ", "  a  dog ", "Ünïcode 🐶\t…", "<loc0003><loc1024> cathedral\n\n", "ﬁ ① Å"):
-        assert pieces.decode(pieces.encode(text)) == text and pieces.unk_id() not in pieces.encode(text)
 
 
 @pytest.mark.long
