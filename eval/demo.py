@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
@@ -61,10 +61,6 @@ class Opened(NamedTuple):
     limit: int
 
 
-class Cancelled(Exception):
-    """Nobody waits for the answer any more."""
-
-
 def read_upload(path: str | None) -> Image.Image:
     """An uploaded picture. Raises UserError if there is none, and for one that is no picture or too large, before it is
     decoded."""
@@ -92,7 +88,7 @@ def stream(opened: Opened, image: Image.Image, prompt: str) -> Iterator[str]:
 
     def receive(token: Any) -> None:
         if cancelled.is_set():
-            raise Cancelled
+            raise CancelledError
         tokens.put(int(token))
 
     def run() -> None:

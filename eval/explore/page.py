@@ -34,7 +34,7 @@ def quantized(maps: np.ndarray, slots: np.ndarray, prompt: int, signed: bool) ->
     parts = [maps[..., keys] for keys in (slots, is_prompt, ~slots & ~is_prompt)]
     scales = [np.abs(maps[..., keys]).max(-1) for keys in (slots, ~slots)]
     header = np.stack([*scales, *(part.sum(-1) for part in parts), maps[..., 0]], axis=-1).astype("<f4")
-    scale = np.where(slots, *(np.maximum(one, 1e-12)[..., None] for one in scales))
+    scale = np.where(slots, *(np.maximum(part, 1e-12)[..., None] for part in scales))
     levels = np.rint(maps / scale * (127 if signed else 255))
     return header.tobytes(), levels.astype(np.int8 if signed else np.uint8).tobytes()
 

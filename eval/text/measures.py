@@ -12,7 +12,7 @@ the difference of the kinds on the same examples, with 95 % intervals over runs 
 
 Protocols: Ye et al. 2024, sections 3.3 (context), 3.4 (needles, attention) and 3.5 (examples), at a smaller size.
 Answers are judged in one forward pass: an answer is right if each of its tokens is the likeliest after the tokens
-before it, earlier answers of its document included: greedy decoding would give a right one.
+before it. Greedy decoding would give the same answer.
 """
 
 import json
@@ -151,9 +151,9 @@ def attention_shares(model: TextModel, document: Document, name: str = "document
     """
     (start, end), (first, last) = document.answers[0], document.needles[0]
     ids = torch.tensor([document.ids[: end - 1]], device=device_of(model))
-    found, _ = decoder_maps(model, lambda weights: weights[0, :, start - 1 : end - 1].float(), name, input_ids=ids)
+    layers, _ = decoder_maps(model, lambda weights: weights[0, :, start - 1 : end - 1].float(), name, input_ids=ids)
     shares = []
-    for layer, maps in found.items():
+    for layer, maps in layers.items():
         weights = (maps[0] if len(maps) == 1 else maps[0] - layer.coefficient() * maps[1]).abs()  # (N, answer, S)
         weights = weights / weights.sum(-1, keepdim=True)
         answer = weights[..., first:last].sum(-1).mean()
@@ -205,13 +205,8 @@ def device_of(model: TextModel) -> torch.device:
     return model.language_model.embed_tokens.weight.device
 
 
-MEASURES: dict[str, Callable[..., dict[str, Scores]]] = {
-    "nll": nll,
-    "recall": recall,
-    "needle": needle,
-    "attention": attention,
-    "examples": examples,
-}
+MEASURES: dict[str, Callable[..., dict[str, Scores]]] = {"nll": nll, "recall": recall, "needle": needle}
+MEASURES |= {"attention": attention, "examples": examples}
 
 
 # Several runs
@@ -247,12 +242,12 @@ def chance(name: str, labels: Iterable = ()) -> dict:
 def table(panel: Scores, rows: Mapping, chances: Mapping) -> list[str]:
     """A Markdown table: a row per label, with its `chances` if there are any."""
     body = []
-    for label, by_kind in rows.items():
+    for label, row in rows.items():
         parts = label if isinstance(label, tuple) else (label,)
         line = [", ".join(part if isinstance(part, str) else f"{part:g}" for part in parts)]
         if chances:
             line.append(f"{chances[label]:.3f}" if label in chances else "")
-        for kind, value in by_kind.items():
+        for kind, value in row.items():
             unsure = " n.s." if kind == "difference" and not value.significant else ""
             line.append(interval_text(value, 3, signed=kind == "difference") + unsure)
         body.append(line)
@@ -319,12 +314,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             for panel, scores in MEASURES[name](model, run.corpus, args.length or run.length, args.limit).items():
                 panels.setdefault(panel, {}).setdefault(run.kind, []).append(scores)
     values, lines = {}, []
-    for name, found in panels.items():
-        panel, rows = next(iter(found.values()))[0], by_label(found)
+    for name, by_kind in panels.items():
+        panel, rows = next(iter(by_kind.values()))[0], by_label(by_kind)
         figures.save(chart(panel, rows), out / f"{name}.png")
-        values[name] = {
-            str(label): {kind: value._asdict() for kind, value in by_kind.items()} for label, by_kind in rows.items()
-        }
+        values[name] = {str(label): {kind: v._asdict() for kind, v in row.items()} for label, row in rows.items()}
         lines += ["", f"{panel.title}, {panel.y_label}", "", *table(panel, rows, chance(name, rows))]
     counts = {kind: len(of_kind) for kind, of_kind in next(iter(panels.values())).items()}
     if min(counts.values()) < 3:
