@@ -316,7 +316,7 @@ def read_log(path: Path) -> dict[str, str]:
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         where = f"{shown(path)}:{number}"
         try:
-            record = parse_json(line, where, is_line=True)
+            record = parse_json(line, where)
             record = record if isinstance(record, dict) else {}
             answers[read_field(record, "mark", Expected(str), where)] = read_field(
                 record, "answer", Expected(str), where

@@ -7,12 +7,11 @@ cannot spell control tokens: they are placed here.
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from model.common import UserError, quoted, read_json, read_text, shown
+from model.common import UserError, read_json, read_text
 from model.source import resolve
 from model.system_configs import LanguageConfig
 from model.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
@@ -27,23 +26,23 @@ class ChatFormat:
     start: str
     end: str
     model_role: str
-    system: str | None  # where none is given; None: the family has no such turn
+    system: str | None  # where neither the caller nor the model's template has one; None: the family has no such turn
     strips: bool  # the blanks around a text
 
 
 _GEMMA = ChatFormat(True, "<start_of_turn>", "<end_of_turn>", "model", None, True)
 _CHATML = ChatFormat(False, "<|im_start|>", "<|im_end|>", "assistant", "You are a helpful assistant.", False)
 CHAT_FORMATS = {"gemma": _GEMMA, "gemma2": _GEMMA, "qwen2": _CHATML}
+# the system turn that a template of Qwen's writes where a conversation has none
+_SYSTEM = re.compile(r"<\|im_start\|>system(?:\\n|\n)([^'<]+)<\|im_end\|>")
 
 
 class TextTokenizer:
     """Text to ids and back, for the model of `config`."""
 
-    def __init__(
-        self, config: LanguageConfig, tokenizer: Tokenizer, max_length: int | None = None, template: str | None = None
-    ):
+    def __init__(self, config: LanguageConfig, tokenizer: Tokenizer, max_length: int | None = None, template: str = ""):
         """max_length: tokens that a prompt or chat may have, at most those that the model was trained to read; a longer
-        one is an error, it is never cut. template: the model's own chat template, which says its system turn.
+        one is an error, it is never cut. template: the model's own chat template, which has its system text.
 
         Raises UserError if the tokenizer has more pieces than the embedding rows.
         """
@@ -52,14 +51,16 @@ class TextTokenizer:
                 f"the tokenizer is of another model: it has {pieces} pieces, but the embedding only "
                 f"{config.text.vocab_size} rows: take both files from one model"
             )
-        self.config, self.tokenizer, self.template = config, tokenizer, template
+        self.config, self.tokenizer, self.format = config, tokenizer, CHAT_FORMATS[config.text.model_type]
         self.max_length = min(max_length or config.max_position_embeddings, config.max_position_embeddings)
-        self.format = CHAT_FORMATS[config.text.model_type]
-        control = {*config.eos_token_id, config.pad_token_id, config.bos_token_id, tokenizer.unk_id()} - {None}
+        own = _SYSTEM.search(template) if self.format.system else None
+        self.system = own[1] if own else self.format.system
+        unknown = tokenizer.unk_id()
         # a base model may have no turns
         marks = {mark: tokenizer.piece_to_id(mark) for mark in (self.format.start, self.format.end)}
-        self._marks = {mark: id_ for mark, id_ in marks.items() if id_ != tokenizer.unk_id()}
-        self._control = control | set(self._marks.values())
+        self._marks = {mark: id_ for mark, id_ in marks.items() if id_ != unknown}
+        control = {*config.eos_token_id, config.pad_token_id, config.bos_token_id, unknown, *self._marks.values()}
+        self._control = control - {None}
         self._reserved = [piece for piece in map(tokenizer.id_to_piece, sorted(self._control)) if piece]
 
     def encode(self, text: str) -> list[int]:
@@ -82,11 +83,11 @@ class TextTokenizer:
     def conversation(
         self, turns: Sequence[Turn], slot: Sequence[int], system: str | None = None
     ) -> tuple[list[int], list[int]]:
-        """As `chat`, and 1 for the ids that are learned in training: answers, the mark that ends each, and the newline
-        behind it if a turn follows. `<image>` in a prompt stands for the ids `slot`, if there are any.
+        """As `chat`, and 1 for the ids that are learned: answers, their end marks, and newlines between turns.
 
-        The header of an answer is encoded by itself, since an answer to be generated begins after it. The ids are those
-        of the published template, unless an answer begins with a line break, which that joins to the header's.
+        `<image>` in a prompt stands for the ids `slot`, if there are any. An answer's header is encoded by itself,
+        since generation begins after it. Ids are those of the published template, unless an answer begins with a line
+        break, which that joins to the header's.
         """
         form, newline = self.format, self.encode("\n")
         if len(self._marks) < 2:
@@ -110,25 +111,6 @@ class TextTokenizer:
             ids += given + reply
             learned += [0] * len(given) + [1] * len(reply)
         return ids, learned
-
-    @cached_property
-    def system(self) -> str | None:
-        """The system turn where none is given: models of one family differ. Raises UserError for a foreign template."""
-        if self.template is None:
-            return self.format.system
-        from jinja2.sandbox import ImmutableSandboxedEnvironment  # slow to import; PyTorch needs the package, too
-
-        start, end, role = (re.escape(text) for text in (self.format.start, self.format.end, self.format.model_role))
-        given = {"messages": [{"role": "user", "content": "?"}], "add_generation_prompt": True, "bos_token": ""}
-        try:
-            environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-            text = environment.from_string(self.template).render(given)
-        except Exception as error:  # a template may raise anything
-            raise UserError(f"the model's chat template cannot be read ({shown(str(error))})") from None
-        turns = rf"(?:{start}system\n(.*){end}\n)?{start}user\n\?{end}\n{start}{role}\n"
-        if not (found := re.fullmatch(turns, text, re.DOTALL)):
-            raise UserError(f"the model's chat template has other turns than {self.format.start}: {quoted(text)}")
-        return found[1]
 
     @property
     def end_of_turn(self) -> list[int]:
@@ -164,8 +146,8 @@ def load_text_tokenizer(
     """
     names = ["config.json", "generation_config.json", "chat_template.jinja", "tokenizer_config.json"]
     folder = resolve(source, names, revision)
-    own, older = folder / names[2], folder / names[3]
-    template = read_text(own) if own.is_file() else older.is_file() and read_json(older).get("chat_template")
+    file, older = folder / names[2], folder / names[3]  # where transformers 5 and 4 save a template
+    template = read_text(file) if file.is_file() else read_json(older).get("chat_template") if older.is_file() else ""
     config = LanguageConfig.from_file(folder / names[0])
     tokenizer = load_tokenizer(find_tokenizer(source, revision))
-    return TextTokenizer(config, tokenizer, max_length, template if isinstance(template, str) else None)
+    return TextTokenizer(config, tokenizer, max_length, template if isinstance(template, str) else "")

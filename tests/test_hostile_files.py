@@ -61,7 +61,6 @@ NASTY = (
     "",
     " ",
     "\0",
-    "\ud800",
     "\x1b[31mred",
     "../../../etc/passwd",
     "/etc/passwd",

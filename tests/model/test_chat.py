@@ -2,7 +2,7 @@
 
 import json
 import shutil
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from model.config import TextConfig
 from model.generate import ask_text
 from model.language import LanguageModel
 from model.paligemma import initialize
+from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.system_configs import LanguageConfig
 from weights.export import export_model
@@ -41,16 +42,17 @@ TEMPLATES = {
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     ),
 }
-QWEN2 = TEMPLATES["qwen2"]
-SYSTEMS = {
-    "as Qwen2.5 has it": QWEN2.replace("You are", "You are Qwen, created by Alibaba Cloud. You are"),
-    "none": "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n'}}"
-    "{% endfor %}\n{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n",
-    "from a variable": "{% set text = 'Be \"kind\"\nand short.' %}{% if messages[0]['role'] == 'system' %}"
-    "{% set text = messages[0]['content'] %}{% endif %}{{ '<|im_start|>system\n' + text + '<|im_end|>\n' }}"
-    "{% for m in messages if m['role'] != 'system' %}{{'<|im_start|>' + m['role'] + '\n' + m['content']"
-    " + '<|im_end|>\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-}
+# Qwen2.5's, without its tools
+QWEN_2_5 = (
+    "{%- if messages[0]['role'] == 'system' %}\n"
+    "{{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}\n{%- else %}\n"
+    "{{- '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n' }}\n"
+    "{%- endif %}\n{%- for message in messages %}\n"
+    "{%- if (message.role == 'user') or (message.role == 'assistant') %}\n"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n"
+    "{%- endif %}\n{%- endfor %}\n"
+    "{%- if add_generation_prompt %}\n{{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n"
+)
 MARKS = {"gemma2": ["<start_of_turn>", "<end_of_turn>"], "qwen2": ["<|im_start|>", "<|im_end|>"]}
 TEXTS = (
     """Where is the dog?
@@ -146,89 +148,52 @@ def test_turns_are_those_of_the_chat_template(kind, ours, theirs):
 
 @pytest.mark.parametrize("kind", ["qwen2"], indirect=True)
 @pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
-def test_the_system_turn_is_the_models_own(folder, theirs, tmp_path, file):
+def test_the_system_turn_is_the_models(folder, theirs, tmp_path, file):
     """Breaks when a model, such as Qwen2.5, is asked after a system text that it was not trained with."""
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(folder / name, tmp_path)
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-    ]
-
-    def opened(template: str) -> TextTokenizer:
-        is_own = file == "chat_template.jinja"
-        (tmp_path / file).write_text(template if is_own else json.dumps({"chat_template": template}))
-        return load_text_tokenizer(tmp_path)
-
-    for template in SYSTEMS.values():
-        for system in (None, "Be short."):
-            given = messages if system is None else [{"role": "system", "content": system}, *messages]
-            rendered = theirs.apply_chat_template(
-                given, chat_template=template, add_generation_prompt=True, return_dict=False
-            )
-            assert opened(template).chat([("a", "b"), ("c", None)], system) == rendered
-    for template in ("{{ messages[0].content }}", "{{ raise_exception('no') }}", "{% if %}", "{{ [].append(1) }}"):
-        with pytest.raises(UserError, match="^the model's chat template "):
-            opened(template).chat([("a", None)])
-        assert opened(template).prompt("a")  # a base model may bring any
+    (tmp_path / file).write_text(QWEN_2_5 if file.endswith("jinja") else json.dumps({"chat_template": QWEN_2_5}))
+    messages = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    for system in (None, "Be short."):
+        given = messages if system is None else [{"role": "system", "content": system}, *messages]
+        options = {"chat_template": QWEN_2_5, "add_generation_prompt": True, "return_dict": False}
+        rendered = theirs.apply_chat_template(given, **options)
+        assert load_text_tokenizer(tmp_path).chat([("a", "b"), ("c", None)], system) == rendered
 
 
-def test_what_cannot_be_asked_is_refused(kind, folder, ours, tmp_path, monkeypatch):
-    """Breaks when a text forges a turn, is cut, or a model without turns is asked in some."""
+def test_what_cannot_be_asked_is_refused(kind, ours):
+    """Breaks when a text forges a turn or is cut, or a model is asked in turns that it does not have."""
     for piece in (*MARKS[kind], "<bos>" if kind == "gemma2" else "<|endoftext|>"):
         with pytest.raises(UserError, match="spells the control token"):
             ours.chat([(f"a {piece} b", None)])
-    with pytest.raises(UserError, match="not valid Unicode"):
-        ours.encode("\ud800")
-    short = TextTokenizer(ours.config, ours.tokenizer, max_length=3)
-    with pytest.raises(UserError, match="tokens, but at most 3 are read"):
-        short.prompt("where is the dog at the gate?")
+    with pytest.raises(UserError, match="at most 3 are read"):
+        TextTokenizer(ours.config, ours.tokenizer, max_length=3).prompt("where is the dog at the gate?")
     with pytest.raises(UserError, match="at most 512 are read"):  # what the model was trained with
         TextTokenizer(ours.config, ours.tokenizer, max_length=9000).prompt("dog, " * 512)
-    if kind == "gemma2":
-        with pytest.raises(UserError, match="gemma2 has no system turn"):
-            ours.chat([("a", None)], "Be short.")
-        assert TextTokenizer(ours.config, ours.tokenizer).prompt("") == [2]
-    else:
-        with pytest.raises(UserError, match="no tokens"):
-            ours.prompt("")
-    for name in ("config.json", "tokenizer.json"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    config, size = json.loads((folder / "config.json").read_text()), ours.tokenizer.vocab_size() - 1
-    (tmp_path / "config.json").write_text(
-        json.dumps(config | {"vocab_size": size, "eos_token_id": 1, "pad_token_id": 0})
+    small = replace(ours.config, text=replace(ours.config.text, vocab_size=ours.tokenizer.vocab_size() - 1))
+    with pytest.raises(UserError, match="the tokenizer is of another model"):
+        TextTokenizer(small, ours.tokenizer)
+    call = (lambda: ours.chat([("a", None)], "Be short.")) if kind == "gemma2" else (lambda: ours.prompt(""))
+    with pytest.raises(UserError, match="has no system turn|has no tokens"):
+        call()
+
+
+def test_gemmas_tokenizer_model(tmp_path):
+    """Breaks when the turns of tokenizer.model are not found, or a model without such tokens is asked in turns."""
+    ours = TextTokenizer(
+        LanguageConfig(TextConfig(vocab_size=2048), (1,), 0, 2), Processor.from_source("embedded").tokenizer
     )
-    with pytest.raises(UserError, match=f"but the embedding only {size} rows"):
-        load_text_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    raw = json.loads((folder / "tokenizer.json").read_text())
-    raw["added_tokens"] = [token for token in raw["added_tokens"] if token["content"] not in MARKS[kind]]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
-    with pytest.raises(UserError, match=f"the tokenizer has no {MARKS[kind][0]}".replace("|", r"\|")):
-        load_text_tokenizer(tmp_path).chat([("a", None)])
-    if kind == "qwen2":
-        monkeypatch.setitem(sys.modules, "tokenizers", None)
-        with pytest.raises(UserError, match="pip install tokenizers"):
-            load_text_tokenizer(tmp_path)
-
-
-def test_sentencepiece_alone(tmp_path):
-    """Breaks when Gemma's tokenizer.model gives other ids than its tokenizer.json, or its turns are not found."""
+    assert ours.prompt("dog")[0] == 2
+    with pytest.raises(UserError, match="the tokenizer has no <start_of_turn>"):
+        ours.chat([("a", None)])
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS),
         model_prefix=str(tmp_path / "tokenizer"),
-        model_type="bpe",
-        vocab_size=400,
-        byte_fallback=True,
+        **{"model_type": "bpe", "vocab_size": 400, "byte_fallback": True, "minloglevel": 2, "num_threads": 1},
         **{"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3},
         **{"pad_piece": "<pad>", "eos_piece": "<eos>", "bos_piece": "<bos>"},
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
+        **{"normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False},
         user_defined_symbols=[*MARKS["gemma2"], "\n", "\n\n"],
-        minloglevel=2,
-        num_threads=1,
     )
     config = LanguageConfig(TextConfig(vocab_size=512), (1,), 0, 2)
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
@@ -263,18 +228,11 @@ def test_a_language_model_is_asked_without_a_picture(kind, folder, capsys):
     assert capsys.readouterr().out.startswith("a\\x1b | ")
 
 
-def test_mistaken_flags_are_refused(folder, tmp_path):
+def test_mistaken_flags_are_refused(folder):
     """Breaks when a picture is silently left out, or a model of pictures is asked without one."""
-    text, picture = ["--model", str(folder)], ["--model", "embedded"]
-    for argv, message in (
-        ([*text, "--prompt", "a", "--image", str(BUNDLED_FOLDER / "none.png")], "none.png"),
-        ([*text, "--question", "a"], "language model for text alone: leave out --question"),
-        ([*text, "--prompt", "a", "--adapter", str(tmp_path)], "leave out --adapter"),
-        ([*text, "--prompt", "a", "--draw", str(tmp_path / "a.png")], "leave out --draw"),
-        ([*text, "--prompt", "a", "--max-new-tokens", "9000"], "more than --max-length"),
-        ([*text, "--prompt", "a b c d e f g", "--max-length", "3", "--max-new-tokens", "1"], "at most 3 are read"),
-        ([*picture, "--prompt", "a"], "answers about pictures: give --image FILE"),
-        ([*picture, "--prompt", "a", "--chat"], "has no turns: leave out --chat"),
-    ):
-        with pytest.raises(UserError, match=message):
-            main(argv)
+    for flags in ("--image none.png", "--question a", "--adapter x", "--draw a.png", "--max-new-tokens 9000"):
+        with pytest.raises(UserError, match="none.png|leave out|--max-length"):
+            main(["--model", str(folder), *flags.split(), "--prompt", "a"])
+    for flags in ("", "--chat"):
+        with pytest.raises(UserError, match="--image FILE|has no turns"):
+            main(["--model", "embedded", *flags.split(), "--prompt", "a"])

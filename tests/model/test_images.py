@@ -1,9 +1,9 @@
 """Pictures against transformers' SiglipImageProcessor, bit for bit, and files that are refused."""
 
 import io
-import os
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from model.common import UserError
+from model.common import UserError, shown
 from model.images import load_image, to_pixels
 from model.processor import Processor
 
@@ -44,73 +44,6 @@ def test_all_byte_values_scale_as_in_transformers(hf_images):
     image = Image.fromarray(np.arange(SIDE * SIDE * 3).astype(np.uint8).reshape(SIDE, SIDE, 3))
     expected = hf_images(image, do_resize=False, return_tensors="pt")["pixel_values"][0]
     assert torch.equal(to_pixels(image, SIDE), expected)
-
-
-ORANGE = (250, 130, 20)
-GREY = (299 * 250 + 587 * 130 + 114 * 20) / 1000  # ITU-R 601
-
-
-def in_mode(mode: str) -> Image.Image:
-    """Half-transparent orange, or its grey, as a picture of `mode`."""
-    solid = Image.new("RGBA", (6, 4), (*ORANGE, 128))
-    if mode == "P+transparency":
-        image = solid.convert("RGB").quantize(4)
-        image.info["transparency"] = b"\x80\x00\xff\xff"
-        return image
-    if mode == "LAB":
-        from PIL import ImageCms
-
-        profiles = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
-        return ImageCms.profileToProfile(solid.convert("RGB"), *profiles, outputMode="LAB")
-    if mode.startswith("I;16"):
-        return Image.new(mode, (6, 4), round(GREY * 257))
-    if mode in ("P", "PA"):
-        return solid.convert("RGB").quantize(4).convert(mode)
-    for step in {"La": ("LA", "La"), "RGBa": ("RGBa",), "LA": ("LA",), "RGBA": ()}.get(mode, ("RGB", mode)):
-        solid = solid.convert(step)
-    return solid
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "1",
-        "L",
-        "LA",
-        "La",
-        "P",
-        "P+transparency",
-        "PA",
-        "RGB",
-        "RGBA",
-        "RGBa",
-        "RGBX",
-        "CMYK",
-        "YCbCr",
-        "LAB",
-        "HSV",
-        "I",
-        "F",
-        "I;16",
-        "I;16L",
-        "I;16B",
-        "I;16N",
-    ],
-)
-@pytest.mark.filterwarnings("error")
-def test_every_mode_becomes_rgb(mode):
-    """Breaks when a kind of picture is refused, clipped to white, or read without its transparency."""
-    image = in_mode(mode)
-    assert image.mode == mode.split("+")[0]
-    result = load_image(image)
-    assert (result.mode, result.size) == ("RGB", (6, 4))
-    if mode == "1":
-        assert set(np.unique(result)) <= {0, 255}
-        return
-    expected = ORANGE if mode[0] in "RPCYHL" and mode not in ("L", "LA", "La") else (GREY,) * 3
-    if mode in ("LA", "La", "RGBA", "RGBa", "P+transparency"):
-        expected = np.array(expected) * (128 / 255) + 127  # on white
-    assert np.abs(np.asarray(result) - expected).max() <= (4 if mode in ("HSV", "RGBa", "La", "LAB", "YCbCr") else 1.5)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV"])
@@ -163,23 +96,17 @@ COLOURS = np.random.default_rng(4).integers(0, 2, (6, 8, 3))
 TRANSPARENT = {
     "RGBA": translucent,
     "LA": lambda: Image.merge("LA", (translucent().convert("L"), translucent().getchannel("A"))),
-    "PA": lambda: palette(0).convert("PA"),
     "PA with its own alpha": lambda: Image.merge("PA", (translucent().getchannel("R"), translucent().getchannel("A"))),
     "P, alpha of some entries": lambda: palette(bytes(range(0, 256, 40))),
-    "P, alpha of all entries": lambda: palette(bytes(range(15, 256, 16))),
     "P, one entry": lambda: palette(3),
     "P, none": lambda: palette(b""),
     "WebP": lambda: reopened(translucent(), "WEBP", lossless=True, exact=True),
-    "WebP with loss": lambda: reopened(translucent(), "WEBP", quality=60),
-    "PNG RGBA": lambda: reopened(translucent(), "PNG"),
     "GIF": lambda: reopened(palette(3), "GIF", transparency=3),
-    "TIFF": lambda: reopened(translucent(), "TIFF"),
     "JPEG 2000": lambda: reopened(translucent(), "JPEG2000"),
     "grey with tRNS": lambda: png(8, 0, GREYS, struct.pack(">H", 3)),
     "colour with tRNS": lambda: png(8, 2, COLOURS, struct.pack(">HHH", 1, 0, 1)),
     "16-bit colour with tRNS": lambda: png(16, 2, COLOURS * 257, struct.pack(">HHH", 1, 0, 1)),
     "16-bit RGBA": lambda: png(16, 6, np.asarray(translucent()) * 251, b""),
-    "16-bit LA": lambda: png(16, 4, np.asarray(translucent())[..., 2:] * 251, b""),
 }
 
 
@@ -205,44 +132,11 @@ def test_premultiplied_colours_are_composited():
         assert np.abs(result - np.asarray(load_image(image))).max() <= 2  # premultiplying rounds
 
 
-@pytest.mark.long
-def test_16_bit_grey_with_a_transparent_value():
-    """Breaks when the key is compared in 8 bits, or 16-bit pictures lose their contrast with it."""
-    values = np.array([[0x1234, 0x12FF, 0x1234, 0xFFFF, 0]], np.uint16)
-    result = np.asarray(load_image(png(16, 0, values, struct.pack(">H", 0x1234))))
-    assert result[0, :, 0].tolist() == [255, 0x12, 255, 0xFF, 0] and (result == result[..., :1]).all()
-
-
-@pytest.mark.parametrize("ending", ["png", "tiff", "pgm"])
-def test_16_bit_files_keep_their_contrast(tmp_path, ending):
-    """Breaks when 16-bit grey is clipped at 255, where nearly all of it is."""
-    values = np.array([[0, 255, 256, 32768, 65535]], np.uint16)
-    Image.fromarray(values).save(tmp_path / f"a.{ending}")
-    result = np.asarray(load_image(tmp_path / f"a.{ending}"))
-    assert result[0, :, 0].tolist() == [0, 0, 1, 128, 255] and (result == result[..., :1]).all()
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        (np.array([[0, 100, 255]], np.int32), [0, 100, 255]),  # mode I with 8 bits, as convert("I") makes it
-        (np.array([[0, 256, 65535]], np.int32), [0, 1, 255]),
-        (np.array([[0, 1.5, 254.9]], np.float32), [0, 1, 254]),
-        (np.array([[0, 1, 1]], np.float32), [0, 1, 1]),
-        (np.array([[0, 70000]], np.int32), "outside 0…65535"),
-        (np.array([[-1, 5]], np.int32), "outside 0…65535"),
-        (np.array([[0, 256]], np.float32), "outside 0…255"),
-        (np.array([[0, np.nan]], np.float32), "outside 0…255"),
-        (np.array([[0, 0.5, 1]], np.float32), "from 0 to 1"),
-    ],
-)
-def test_wide_grey_is_scaled_or_refused(values, expected):
-    """Breaks when a range of a mode that does not define one is guessed wrongly: a black or white picture."""
-    if isinstance(expected, str):
-        with pytest.raises(UserError, match=expected):
-            load_image(Image.fromarray(values))
-    else:
-        assert np.asarray(load_image(Image.fromarray(values)))[0, :, 1].tolist() == expected
+@pytest.mark.parametrize("values", [np.array([[0, 65535]], np.uint16), np.array([[0, 0.5]], np.float32)])
+def test_wide_grey_is_refused(values):
+    """Breaks when grey of more bits becomes a white picture without a word."""
+    with pytest.raises(UserError, match="16 or 32 bits of grey"):
+        load_image(Image.fromarray(values))
 
 
 ORIENTATIONS = {
@@ -292,14 +186,6 @@ def test_the_first_frame_of_an_animation(tmp_path, ending):
     assert red > 240 and green < 15 and blue < 15
 
 
-@pytest.mark.parametrize("ending", ["jpg", "png", "webp", "gif", "bmp", "tiff", "ppm", "jp2", "mpo"])
-def test_one_pixel_in_every_format(tmp_path, ending):
-    """Breaks when a format drops out of the list of readers, or one pixel is too few."""
-    path = tmp_path / f"a.{ending}"
-    Image.new("RGB", (1, 1), "white").save(path)
-    assert to_pixels(load_image(path), SIDE).min() > 0.9
-
-
 def test_draft_decodes_smaller_and_only_on_request(tmp_path):
     """Breaks when the default is no longer bit-equal, or training sees other pictures than evaluation."""
     path = tmp_path / "a.jpg"
@@ -330,61 +216,25 @@ def encoded(kind: str) -> bytes:
     return buffer.getvalue()
 
 
-BAD_FILES = {
-    "empty.jpg": (b"", "not a picture"),
+BAD = {
     "text.png": (b"<html>404 not found</html>", "not a picture"),
-    "cut.jpg": (encoded("JPEG")[:-700], "cannot be decoded .*truncated"),
-    "cut.png": (encoded("PNG")[:3000], "cannot be decoded"),
-    "head.webp": (encoded("WEBP")[:40], "cannot be decoded|not a picture"),
+    "cut.jpg": (encoded("JPEG")[:-700], "cannot be read .*truncated"),
     "bomb.png": (png_header(40000, 40000), "decompression bomb"),
     "program.eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n", "not a picture"),
+    "a\x1b[2J\nb.png": (b"", "not a picture"),
 }
 
 
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_bad_picture_files(tmp_path, name):
+def test_what_is_no_picture_is_one_line(tmp_path):
     """Breaks when one bad file among thousands ends in a traceback that does not name it, or runs a program."""
-    content, message = BAD_FILES[name]
-    path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=message) as error:
-        load_image(path)
-    assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
-
-
-def test_paths_and_objects_that_are_no_picture(tmp_path):
-    """Breaks when a wrong path or type is reported as something else."""
-    for source, message in [
-        (tmp_path / "none.jpg", "none.jpg: not found"),
-        ("https://example.org/a.jpg", "is a URL, expected a file: download"),
-        (tmp_path, "is a folder"),
-        (5, "the int passed as a picture: expected a file"),
-        (Image.new("RGB", (0, 5)), "the Image passed as a picture: is 0×5"),
-        (np.zeros((4, 4, 3), np.float32), "is float32"),
-        (np.zeros((3, 4, 5), np.uint8), r"\(3, 4, 5\), expected uint8"),
-        (np.zeros((0, 4, 3), np.uint8), "passed as a picture"),
-        (Image.open(io.BytesIO(encoded("JPEG")[:-700])), "passed as a picture: cannot be decoded"),
-    ]:
-        with pytest.raises(UserError, match=message):
+    sources = [(tmp_path / name, message) for name, (_, message) in BAD.items()]
+    for path, (content, _) in zip((path for path, _ in sources), BAD.values(), strict=True):
+        path.write_bytes(content)
+    sources += [(tmp_path / "none.jpg", "not found"), (tmp_path, "cannot be read"), ("a\0b", "cannot be read")]
+    sources += [(5, "cannot be read"), (np.zeros((4, 4, 3), np.float32), "is float32")]
+    sources += [(np.zeros((3, 4, 5), np.uint8), "expected uint8"), (Image.new("RGB", (0, 5)), "no pixels")]
+    for source, message in sources:
+        with pytest.raises(UserError, match=message) as caught:
             load_image(source)
-
-
-@pytest.mark.long
-def test_pipes_and_devices_are_refused_at_once(tmp_path):
-    """Breaks when a picture's name that is a FIFO or a device blocks the run, or fills the memory."""
-    os.mkfifo(tmp_path / "a.png")
-    with (tmp_path / "big.png").open("wb") as file:
-        file.truncate(1 << 40)
-    for path, message in ((tmp_path / "a.png", "is a pipe"), ("/dev/zero", "device"), (tmp_path / "big.png", "larger")):
-        with pytest.raises(UserError, match=message):
-            load_image(path)
-
-
-@pytest.mark.long
-def test_names_of_pictures_are_safe_to_print(tmp_path):
-    """Breaks when the name of a broken picture moves the cursor or breaks the line."""
-    path = tmp_path / "a\x1b[2J\nb.png"
-    path.write_bytes(b"no picture")
-    with pytest.raises(UserError) as caught:
-        load_image(path)
-    assert str(caught.value).isprintable() and r"a\x1b[2J\nb.png" in str(caught.value)
+        name = shown(source) if isinstance(source, str | Path) else "passed as a picture"
+        assert name in str(caught.value) and str(caught.value).isprintable()

@@ -203,7 +203,7 @@ def test_a_damaged_tar_is_one_line(tmp_path, monkeypatch):
     with tarfile.open(path, "w:gz"):
         pass
     refused(lambda: Shards(str(path)), "compressed")
-    monkeypatch.setattr("model.common.secrets.token_hex", MagicMock(side_effect=PermissionError("read-only")))
+    monkeypatch.setattr("model.common.sync_folder", MagicMock(side_effect=PermissionError("read-only")))
     assert Shards(str(tmp_path / "whole.tar"))[0].suffix == "0" and len(os.listdir(tmp_path)) == 2
 
 
