@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 
 class UserError(ValueError):
@@ -138,25 +138,6 @@ def read_field(
     if not expected.accepts(record[name]):
         raise UserError(f"{where}: {name} is {quoted(record[name])}, expected {expected}: {remedy}")
     return record[name]
-
-
-def field_problems(values: Any, prefix: str = "") -> list[str]:
-    """What is wrong with the fields of a dataclass whose types are annotated, a text for each.
-
-    A type is `Annotated[int, Expected(int, 1, 64)]`, also with `| None`; `bool` needs no annotation. Fields of other
-    types are not checked.
-    """
-    problems = []
-    for name, hint in get_type_hints(type(values), include_extras=True).items():
-        value, parts = getattr(values, name), get_args(hint)
-        optional = type(None) in parts and get_origin(hint) is not Annotated
-        for part in parts if optional else (hint,):
-            extras = get_args(part)[1:] if get_origin(part) is Annotated else [Expected(bool)] if part is bool else []
-            for expected in extras:
-                if not expected.accepts(value) and not (optional and value is None):
-                    more = " or null" if optional else ""
-                    problems.append(f"{prefix}{name} is {quoted(value)}, expected {expected}{more}")
-    return problems
 
 
 # Files

@@ -14,13 +14,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 
 from model.chat import TextTokenizer
 from model.common import UserError, quoted, read_json, shown
-from model.config import PaliGemmaConfig, read_section
+from model.config import PaliGemmaConfig
 from model.images import Drawn, Picture, fit, to_pixels
 from model.source import preset_of
 from model.system_configs import (
@@ -43,7 +44,6 @@ MAX_LENGTH = 8192  # tokens of a row, what PaliGemma's decoders were trained wit
 # pixels then differ by 0.2 of 255 on average and by 4 at most; with 2 in place of 4 by 0.7 and 45. At 224 pixels a
 # photograph of 12 megapixels takes 92 ms in place of 246, and one of 640×480, as in COCO, is decoded in full.
 DRAFT = 4
-_MAX_PIECE = 256  # characters: no piece of a tokenizer is longer
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,15 @@ class Processor:
         tokenizer: Tokenizer,
         *,
         max_length: int | None = MAX_LENGTH,
-        padding_side: str = "left",
+        padding_side: Literal["left", "right"] = "left",
         draft: bool = False,
     ):
         """max_length: tokens that a row may have, image and answer included; a longer row is an error, it is never cut;
-        None is no limit.
+        None is no limit. padding_side: "left" as in transformers, so that the last position of every row is its newest
+        token. draft: decode large JPEGs at reduced size, of at least DRAFT times the model's (`load_image`).
 
-        padding_side: "left" as in transformers, so that the last position of every row is its newest token, or
-        "right". draft: decode large JPEGs at reduced size, of at least DRAFT times the model's (`load_image`). Raises
-        UserError if config and tokenizer disagree.
+        Raises UserError if config and tokenizer disagree.
         """
-        if padding_side not in ("left", "right"):
-            raise UserError(f"padding_side is {padding_side!r}, expected 'left' or 'right'")
         # the tokenizer of a language model that reads pictures by WINGS; its ids are checked there
         self.text = TextTokenizer(config.language, tokenizer) if isinstance(config, LanguageWingsConfig) else None
         if self.text is None:
@@ -110,10 +107,10 @@ class Processor:
         """
         preset, file = preset_of(source), find_tokenizer(source, revision)
         config = preset or read_config(file.with_name("config.json"))
-        if preset is None and type(config) is PaliGemmaConfig:
-            _check_pixels(file.parent, config.vision.image_size)
         if isinstance(config, TextModelConfig | LanguageConfig):
             raise UserError(f"{shown(source)}: is a language model for text alone: give a model that reads pictures")
+        if preset is None and type(config) is PaliGemmaConfig:
+            _check_pixels(file.parent, config.vision.image_size)
         tokenizer = load_tokenizer(file)
         # the id of <image> is the first one after the tokenizer's pieces, as in PaliGemma
         if preset is not None and preset.image_token_id != tokenizer.vocab_size():
@@ -134,21 +131,34 @@ class Processor:
         A picture that is given twice, as the same object or path, is in the batch once. Raises UserError, naming the
         row or file.
         """
-        images, prefixes, suffixes = _check_rows(images, prefixes, suffixes)
         rows, pictures = [], []
-        for number, (entry, prefix, suffix) in enumerate(zip(images, prefixes, suffixes, strict=True)):
+        turns = zip(prefixes, suffixes or [None] * len(prefixes), strict=True)
+        for number, (entry, turn) in enumerate(zip(images, turns, strict=True)):
             of_row = [] if entry is None else entry if isinstance(entry, list | tuple) else [entry]
             try:
-                rows.append(self.row_of(len(of_row), [(prefix, suffix)]))
+                rows.append(self.row_of(len(of_row), [turn]))
             except UserError as error:
                 raise UserError(f"row {number}: {error}") from None
             pictures += of_row
         return self.pad(rows, pictures)
 
     def row_of(self, n_images: int, turns: Sequence[Turn]) -> TokenRow:
-        """The row of a conversation as this model reads it, see `in_place` and `layout`."""
-        *before, last = self.in_place(n_images, turns)
-        return self.layout(n_images, *last, before)
+        """The row of a conversation, prompts with their answers, as this model reads it.
+
+        WINGS and Q-Mamba take a picture where `<image>` stands. PaliGemma takes pictures first: the marks are removed,
+        with the blanks around them. Raises UserError as `layout`.
+        """
+        if check_turns(n_images, turns) and not isinstance(self.config, WingsConfig | QMambaConfig):
+
+            def gap(mark: re.Match) -> str:  # what stays where a mark was
+                return "\n" if "\n" in mark[0] else " " if mark[0] != SLOT else ""
+
+            turns = [
+                (re.sub(rf"\s*{SLOT}\s*", gap, prompt).strip() if SLOT in prompt else prompt, answer)
+                for prompt, answer in turns
+            ]
+        *before, (prefix, suffix) = turns
+        return self.layout(n_images, prefix, suffix, before)
 
     def layout(self, n_images: int, prefix: str, suffix: str | None = None, before: Sequence[Turn] = ()) -> TokenRow:
         """One row of a prompt, with its answer in training. before: earlier turns, prompts with their answers.
@@ -158,58 +168,35 @@ class Processor:
         """
         turns: list[Turn] = [*before, (prefix, suffix)]
         is_marked = check_turns(n_images, turns)
-        # a bound that is known before anything is encoded or laid out
-        characters = sum(len(text or "") for turn in turns for text in turn)
-        self._check_length(n_images * self.config.num_image_tokens + characters // _MAX_PIECE, prefix, "at least ")
+        slot = [self.config.image_token_id] * self.config.num_image_tokens
+        ids, types, learned = [], [], []
         if self.text is not None and self.config.chat:
-            slot = [self.config.image_token_id] * self.config.num_image_tokens
             if n_images and not is_marked:
                 turns[-1] = f"{SLOT * n_images}\n{prefix}", suffix
             ids, learned = self.text.conversation(turns, slot)
-            self._check_length(len(ids), prefix)
-            return ids, [1] * len(ids), learned
-        ids, types, learned = [], [], []
-        for number, (prompt, answer) in enumerate(turns):
-            # the newline is encoded with the prompt: a prompt that ends in one makes a single piece "\n\n" with it
-            parts = (prompt + "\n").split(SLOT)
-            if not number and not is_marked:
-                parts = [""] * n_images + parts
-            given: list[int] = []
-            for place, part in enumerate(parts):
-                given += [self.config.image_token_id] * self.config.num_image_tokens if place else []
-                if part and self.config.bos_token_id not in (None, *ids, *given):  # where the text begins
-                    given.append(self.config.bos_token_id)
-                given += self.encode(part) if part else []
-            reply = [] if answer is None else [*self.encode(answer), self.config.eos_token_id]
-            ids += given + reply
-            types += [int(number > 0)] * len(given) + [1] * len(reply)
-            learned += [0] * len(given) + [1] * len(reply)
-        self._check_length(len(ids), prefix)
-        return ids, types, learned
-
-    def in_place(self, n_images: int, turns: Sequence[Turn]) -> list[Turn]:
-        """The turns of a conversation as this model reads them.
-
-        WINGS and Q-Mamba take a picture where `<image>` stands. PaliGemma takes pictures first: the marks are removed,
-        with the blanks around them. Raises UserError for another number of marks than pictures.
-        """
-        if not check_turns(n_images, turns) or isinstance(self.config, WingsConfig | QMambaConfig):
-            return list(turns)
-
-        def gap(found: re.Match) -> str:  # what stays where a mark was
-            return "\n" if "\n" in found[0] else " " if found[0] != SLOT else ""
-
-        return [
-            (re.sub(rf"\s*{SLOT}\s*", gap, prompt).strip() if SLOT in prompt else prompt, answer)
-            for prompt, answer in turns
-        ]
-
-    def _check_length(self, length: int, prefix: str, qualifier: str = "") -> None:
-        if self.max_length is not None and length > self.max_length:
+            types = [1] * len(ids)
+        else:
+            for number, (prompt, answer) in enumerate(turns):
+                # the newline is encoded with the prompt: a prompt that ends in one makes a single piece "\n\n" with it
+                parts = (prompt + "\n").split(SLOT)
+                if not number and not is_marked:
+                    parts = [""] * n_images + parts
+                given: list[int] = []
+                for place, part in enumerate(parts):
+                    given += slot if place else []
+                    if part and self.config.bos_token_id not in (None, *ids, *given):  # where the text begins
+                        given.append(self.config.bos_token_id)
+                    given += self.encode(part) if part else []
+                reply = [] if answer is None else [*self.encode(answer), self.config.eos_token_id]
+                ids += given + reply
+                types += [int(number > 0)] * len(given) + [1] * len(reply)
+                learned += [0] * len(given) + [1] * len(reply)
+        if self.max_length is not None and len(ids) > self.max_length:
             raise UserError(
-                f"{qualifier}{length} tokens, but max_length is {self.max_length}: give fewer pictures, shorten the "
-                f"text or raise max_length ({quoted(prefix)})"
+                f"{len(ids)} tokens, but max_length is {self.max_length}: give fewer pictures, shorten the text or "
+                f"raise max_length ({quoted(prefix)})"
             )
+        return ids, types, learned
 
     def pad(self, rows: Sequence[TokenRow], pictures: Sequence[Picture] | None = None) -> Batch:
         """Rows of `layout` as one batch, with the pictures of all their image slots in order.
@@ -219,23 +206,22 @@ class Processor:
         number of pictures than of slots, which a model on a GPU does not count.
         """
         slots = sum(ids.count(self.config.image_token_id) for ids, *_ in rows) // self.config.num_image_tokens
-        if pictures is None:
-            distinct, index = {}, list(range(slots))
-        elif len(pictures) != slots:
+        if pictures is not None and len(pictures) != slots:
             raise UserError(f"the rows have {slots} image slots for {len(pictures)} pictures: give one for each slot")
-        else:
-            distinct = {_identity(picture): picture for picture in pictures}
-            number = {key: number for number, key in enumerate(distinct)}
-            index = [number[_identity(picture)] for picture in pictures]
+        paths = (str, os.PathLike)
+        keys = [os.fspath(picture) if isinstance(picture, paths) else id(picture) for picture in pictures or ()]
+        distinct = dict(zip(keys, pictures or (), strict=True))
+        number = {key: place for place, key in enumerate(distinct)}
+        index = list(range(slots)) if pictures is None else [number[key] for key in keys]
         size, width = self.config.vision.image_size, max(len(ids) for ids, *_ in rows)
         pixel_values = torch.empty(len(distinct), 3, size, size)
         for pixels, picture in zip(pixel_values.numpy(), distinct.values(), strict=True):
             self.pixels(picture, pixels)
         input_ids, token_type_ids, attention_mask, learned = np.zeros((4, len(rows), width), np.int64)
         input_ids[:] = self.config.pad_token_id
-        for number, (ids, types, right) in enumerate(rows):
+        for row, (ids, types, right) in enumerate(rows):
             # padding on the left comes before the image tokens
-            place = number, slice(width - len(ids), width) if self.padding_side == "left" else slice(0, len(ids))
+            place = row, slice(width - len(ids), width) if self.padding_side == "left" else slice(0, len(ids))
             input_ids[place], token_type_ids[place], attention_mask[place], learned[place] = ids, types, 1, right
         labels = np.where(learned, input_ids, -100)
         others = token_type_ids, attention_mask, labels, np.array(index, np.int64)
@@ -250,24 +236,19 @@ class Processor:
         return to_pixels(self.fit(picture), self.config.vision.image_size, out)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without bos or eos. Raises UserError if it spells a control token or is not Unicode.
+        """The ids of a text, without bos or eos. Raises UserError if it spells a control token.
 
-        transformers reads `<bos>` or `<eos>` in a prompt as the control token, sentencepiece spells it out: a
-        prompt that holds one has no agreed meaning, and here it is an error. `<loc0000>` and `<seg000>` are text.
-        With a tokenizer.json all other text has the ids of transformers. With tokenizer.model, which
-        sentencepiece reads, three kinds of text may have other ids: a literal U+2581, which sentencepiece takes for a
-        space; more than 31 spaces, tabs or newlines in a row, which it groups otherwise; and, for Gemma 1, the spelling
-        of a reserved piece such as `<b>` or `<unused0>`, which it takes for that piece or not as the file says.
+        transformers reads `<bos>` in a prompt as the control token, sentencepiece spells it out; here it is an error.
+        `<loc0000>` and `<seg000>` are text. A tokenizer.json gives the ids of transformers. A tokenizer.model may give
+        others to a literal U+2581, which it takes for a space; to more than 31 spaces, tabs or newlines in a row; and,
+        for Gemma 1, to the spelling of a reserved piece such as `<b>` or `<unused0>`.
         """
         if self.text is not None:
             return self.text.encode(text)
         check_text(text, self._reserved)
         for piece in re.findall(r"<loc\d{4}>|<seg\d{3}>", text):
             if self.tokenizer.piece_to_id(piece) == self.tokenizer.unk_id():
-                raise UserError(
-                    f"the tokenizer has no piece {piece}: PaliGemma's end at <loc1023> and <seg127>, and small models "
-                    "may have none"
-                )
+                raise UserError(f"the tokenizer has no piece {piece}: PaliGemma's end at <loc1023> and <seg127>")
         return self.tokenizer.encode(text)
 
     def continuation(self, prefix: str, answer: str) -> list[int]:
@@ -293,53 +274,26 @@ def _check_pixels(folder: Path, size: int) -> None:
     expected |= dict.fromkeys(("image_mean", "image_std"), [0.5] * 3)
     for file in (folder / "processor_config.json", folder / "preprocessor_config.json"):
         raw = read_json(file) if file.is_file() else {}
-        raw = read_section(raw, "image_processor", str(file)) or raw
-        for name, value in expected.items():
-            if raw.get(name) not in (None, value):
-                raise UserError(
-                    f"{file}: {name} is {quoted(raw[name])}, but {value} is computed here: take another model"
-                )
+        section = raw.get("image_processor") or raw
+        for name, value in expected.items() if isinstance(section, dict) else ():
+            if section.get(name) not in (None, value):
+                problem = f"{name} is {quoted(section[name])}, but {value} is computed here"
+                raise UserError(f"{file}: {problem}: take another model")
 
 
 def _check_tokenizer(config: PaliGemmaConfig | QMambaConfig, tokenizer: Tokenizer) -> None:
     """Raise UserError if the tokenizer belongs to another model, whose ids mean other rows of the embedding."""
-    pieces, image_id = tokenizer.vocab_size(), config.image_token_id
-    problems = [
-        f"its {name} is {own}, but config.json says {expected}"
-        for name, own, expected in (
-            ("pad id", tokenizer.pad_id(), config.pad_token_id),
-            ("eos id", tokenizer.eos_id(), config.eos_token_id),
-            ("bos id", tokenizer.bos_id(), config.bos_token_id),
-        )
-        if own != expected
-    ]
+    pieces, image_id, problem = tokenizer.vocab_size(), config.image_token_id, ""
+    for name in ("pad", "eos", "bos"):
+        id_, expected = getattr(tokenizer, f"{name}_id")(), getattr(config, f"{name}_token_id")
+        if id_ != expected:
+            problem = f"its {name} id is {id_}, but config.json says {expected}"
     if pieces > config.text.vocab_size:
-        problems.append(f"it has {pieces} pieces, but the embedding only {config.text.vocab_size} rows")
+        problem = f"it has {pieces} pieces, but the embedding only {config.text.vocab_size} rows"
     if image_id < pieces and tokenizer.id_to_piece(image_id) != SLOT:
-        problems.append(f"image token {image_id} is its piece {tokenizer.id_to_piece(image_id)!r}")
-    if problems:
-        raise UserError(f"the tokenizer is of another model: {'; '.join(problems)}: take both files from one model")
-
-
-def _check_rows(images, prefixes, suffixes) -> tuple[Sequence, Sequence, Sequence]:
-    given = {"images": images, "prefixes": prefixes} | ({} if suffixes is None else {"suffixes": suffixes})
-    for name, value in given.items():
-        if not isinstance(value, list | tuple):
-            raise UserError(f"{name} is of type {type(value).__name__}, expected a list with one entry for each row")
-    lengths = {name: len(value) for name, value in given.items()}
-    if len(set(lengths.values())) > 1 or not prefixes:
-        counts = ", ".join(f"{length} {name}" for name, length in lengths.items())
-        raise UserError(f"got {counts}: give one of each for every row, and at least one row")
-    if suffixes is None:
-        suffixes = [None] * len(prefixes)
-    elif None in suffixes:
-        raise UserError(f"row {suffixes.index(None)}: the suffix is None: give every row one, or none to any")
-    return images, prefixes, suffixes
-
-
-def _identity(picture: Picture) -> int | str:
-    """Equal for the same path and for the same object."""
-    return os.fspath(picture) if isinstance(picture, str | os.PathLike) else id(picture)
+        problem = f"image token {image_id} is its piece {tokenizer.id_to_piece(image_id)!r}"
+    if problem:
+        raise UserError(f"the tokenizer is of another model: {problem}: take both files from one model")
 
 
 _BOX = re.compile(r"\s*<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})>(?:<seg\d{3}>)*([^<>]*)")

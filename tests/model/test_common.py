@@ -147,7 +147,7 @@ def test_the_best_device_that_is_there(there, monkeypatch):
 def test_sources_that_are_no_model(source, tmp_path, monkeypatch):
     """Breaks when the name of a model ends in a traceback, or reaches the hub though it cannot be an id."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("model.source._download", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     for path in (source, Path(source)):
         refused(resolve, path, ["config.json"])
         refused(Processor.from_source, path)
