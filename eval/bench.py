@@ -19,7 +19,7 @@ from eval.command import add_flag, command_parser, positive
 from eval.data import PROMPT, check_prompt
 from eval.question import Answer, Question
 from eval.report import Results, Row, Summary, compare, comparison_table, means, summary_table
-from model.common import UserError, quoted, read_bytes, read_json, read_jsonl, shown, write_text
+from model.common import UserError, quoted, read_json, read_jsonl, read_text, shown, write_text
 
 PROMPT_FLAG = dict(help=f"prompt with {{question}} in it (default: that of the run's training, else {PROMPT!r})")
 
@@ -81,7 +81,7 @@ class Benchmark:
 
 def records_of(file: str | Path) -> list[tuple[str, dict]]:
     """The objects of a JSON list or of JSON lines, each with its place. Raises UserError."""
-    if read_bytes(file).lstrip()[:1] != b"[":
+    if read_text(file).lstrip()[:1] != "[":
         return list(read_jsonl(file))
     records = [(f"{shown(file)}[{number}]", record) for number, record in enumerate(read_json(file, list))]
     if bad := [where for where, record in records if not isinstance(record, dict)]:
