@@ -277,7 +277,7 @@ def read_log(file: BinaryIO, path: Path) -> dict[str, Answer]:
     for number, line in enumerate(content[:whole].splitlines(), start=1):
         where = f"{shown(path)}:{number}"
         try:
-            record = parse_json(line, where, is_line=True)
+            record = parse_json(line, where)
             answers[record["mark"]] = record["answer"]
         except (UserError, TypeError, KeyError):
             raise UserError(f"{where}: this is no log of answers: delete the file to ask anew") from None
