@@ -19,9 +19,9 @@ from torch import nn
 
 from lora.quantize import Int8Embedding, QuantizedLinear, pack, replaceable
 from model.common import UserError, atomic_path, quoted, read_json, shown, write_text
-from model.graft import Adaptable, graft, new_parameters
-from model.lowrank import LowRank, check_low_rank
-from model.variants import Differential
+from model.differential import Differential, graft, new_parameters
+from model.gemma import Adaptable
+from model.lowrank import LowRank
 from weights.fingerprint import gathered, tensor_fingerprint
 from weights.load import open_tensors
 
@@ -135,7 +135,6 @@ def inject(model: Adaptable, targets: str | list[str], r: int, alpha: float, dro
     trainable: the LoRA matrices and the parameters of grafts. Layers that a graft has made get no LoRA; all of their
     weights are trained. Raises UserError if no layer matches, or for values out of range.
     """
-    check_low_rank(r, alpha, dropout)
     layers = free_layers(model)
     try:
         matched = matching(targets, layers)
@@ -372,7 +371,6 @@ def _put_lora(model: Adaptable, config: dict, tensors: dict[str, torch.Tensor]) 
     dropout = config.get("lora_dropout", 0.0)
     for path, name in spelt.items():
         r, alpha = ranks[name], alphas[name]
-        check_low_rank(r, alpha, dropout)
         alpha = alpha * r**0.5 if config.get("use_rslora") else alpha  # scaled by alpha / √r
         model.set_submodule(path, LoRALinear(layers[path], r, alpha, dropout))
     return renamed

@@ -20,8 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from model import cpu, device
 from model.common import UserError, quoted
-from model.gemma import Gemma
-from model.graft import Adaptable
+from model.gemma import Adaptable, Gemma
 from model.linear import BLOCK_ROWS, Embedding, Linear, block_rows, by_blocks, linear
 from weights.fingerprint import sample
 

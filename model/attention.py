@@ -1,7 +1,7 @@
 """Plain attention: rotary positions, the only function that makes masks, softmax attention, and its key/value cache.
 
 In: hidden states (B, S, H), a `Rope`, a boolean mask (B, 1, S, Sk). Out: hidden states (B, S, H).
-Both towers use this class; its variants are in `model/variants.py`.
+Both towers use this class; its variants are in `model/differential.py`.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model import cpu, fused
+from model import cpu
 from model.common import UserError
 from model.linear import Linear
 
@@ -31,8 +31,8 @@ class Rope:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, N, S, D) rotated by its positions; D may be any even width."""
         cos, sin = self._table(x.shape[-1], x.dtype)
-        if fused.pays(x):
-            return fused.Rotation.apply(x, cos, sin)
+        if cpu.norms_are_faster(x):
+            return cpu.Rotation.apply(x, cos, sin)
         return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
     def _table(self, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,7 +247,7 @@ def fused_attention(q, k, v, mask, scale: float) -> torch.Tensor:
     """softmax(qkᵀ·scale)·v (B, N, S, D) without tap or softcap, by the fastest function for the device."""
     groups = q.shape[1] // k.shape[1]
     if cpu.rows_are_faster(q, k):
-        return cpu.row_attention([(q, k)], v, mask, scale)
+        return cpu.row_attention(q, k, v, mask, scale)
     if q.shape[2] == 1:  # one query: the query heads of a key head are treated as its queries, which is faster
         by_key_head = q.reshape(*k.shape[:2], groups, -1)
         heads = F.scaled_dot_product_attention(by_key_head, k, v, mask, scale=scale)

@@ -46,8 +46,7 @@ def choose_device(name: str = "auto") -> torch.device:
 
     Raises UserError for an absent device, or an unknown path of computing on a CPU. Nothing has been run on MPS yet.
     """
-    if cpu.path not in cpu.PATHS:
-        raise UserError(f"DMT_CPU_PATH={shown(cpu.path)}: expected {', '.join(cpu.PATHS[:-1])} or {cpu.PATHS[-1]}")
+    cpu.uses("products")  # raises for a DMT_CPU_PATH that is not understood
     if _IS_THERE["cuda"]():
         # cuDNN's attention comes first on an H100, and plans anew for each shape: in decoding, at every token
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -113,7 +112,7 @@ def autocast_of(name: str, device: torch.device) -> torch.autocast:
 def numerics(device: torch.device) -> dict[str, str]:
     """What decides how results are rounded: the library, the device, on a CPU its threads, and the present autocast."""
     on_gpu = device.type == "cuda"
-    products = cpu.path + ", bf16 in fp32" * cpu.widens_bf16
+    products = ", ".join(sorted(cpu.ways)) or "torch"
     on_cpu = f"{processor_name()} {torch.backends.cpu.get_cpu_capability()} {products}"
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else "no autocast"
     return {

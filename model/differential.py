@@ -1,4 +1,4 @@
-"""Differential attention on pretrained weights: the variants, and what users call to graft, fold and measure them.
+"""Differential attention on pretrained weights: six siblings of plain attention, and how they are grafted and folded.
 
     name       heads                                          new parameters of a layer       at step 0    maps
     softmax    A·V                                            –                               exact        1
@@ -13,25 +13,441 @@ MultiModal Transformers (Li et al. 2024), which this project rebuilds; the origi
 al. 2024). New parameters are fp32 whatever the model's dtype, because λ, μ and small updates are lost in bf16's 8
 bits. Set the model's dtype before grafting: `model.to(dtype)` afterwards casts them with the rest. Maps are subtracted
 in fp32.
-
-The classes are in `model/variants.py`, `graft` and `fold` in `model/graft.py`; LoRA adapters (`lora/`) train around
-what is grafted.
 """
 
-from collections.abc import Callable
+import inspect
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from model.attention import Attention, tapped
-from model.graft import FEED_FORWARDS, Graft, SwiGLU, fold, graft, new_parameters, variants_of  # noqa: F401
-from model.variants import KINDS, Differential, default_options, lambda_schedule, options_of  # noqa: F401
+from model.attention import Attention, Rope, attention_modules, tapped
+from model.common import UserError
+from model.gemma import Adaptable, GemmaMLP
+from model.linear import Linear
+from model.lowrank import LowRank
+
+
+class Differential(Attention):
+    """A variant takes over the projections of a plain attention as they are: trained, with LoRA, or on meta.
+
+    `layer` counts from 1. The keyword arguments of a subclass are the options that `graft` accepts for it.
+    """
+
+    kind: str
+    maps = 1  # attention maps of a head, and calls of `tap`, A₁ first
+    read_twice: tuple[str, ...] = ()  # projections whose weights a second branch reads too: no LoRA is merged there
+    foldable = False  # `fold` makes plain attention of it
+    extrapolates = False  # two maps are blended as A₁ + f·(A₁ − A₂), not as A₁ − f·A₂, f being `factor`
+
+    def __init__(self, plain: Attention, layer: int):
+        with torch.device("meta"):
+            super().__init__(**plain.sizes())
+        self.adopt(plain)
+
+    def coefficient(self) -> Any:
+        """The weight of the second map in fp32: λ (1,), or λ or μ of each head (N,); None for a variant without."""
+
+    def factor(self, x: torch.Tensor) -> torch.Tensor:
+        """The weight of the second map where the hidden states are x (B, S, H), in fp32; broadcasts to (B, N, S, 1)."""
+        return self.coefficient()[:, None, None]
+
+    def blend(self, factor: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """Two maps, or two products of maps with V, combined in fp32; equal ones are `first` where it extrapolates."""
+        first, second = first.float(), second.float()
+        return torch.lerp(first, second, -factor) if self.extrapolates else first - factor * second
+
+
+class Softmax(Differential):
+    """Plain attention under the name of a variant: the control of every comparison."""
+
+    kind, foldable = "softmax", True
+
+
+class Reparametrised(Differential):
+    """λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init (the paper, Eq. 3), one a layer, and the norm by head (Eq. 6).
+
+    λ_init is a number in [0, 1), or "layer": 0.8 − 0.6·exp(−0.3·(layer − 1)) (Eq. 4), 0.2 in the first layer and near
+    0.8 in deep ones. The vectors start as N(0, 0.1): at zero their gradient would be zero too.
+    """
+
+    def __init__(self, plain: Attention, layer: int, width: int, lambda_init: float | str, norm: bool):
+        super().__init__(plain, layer)
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (layer - 1)) if lambda_init == "layer" else lambda_init
+        if not isinstance(self.lambda_init, int | float) or not 0 <= self.lambda_init < 1:
+            raise UserError(f"lambda_init is {lambda_init!r}, expected 'layer' or a number in [0, 1)")
+        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+            self.register_parameter(name, nn.Parameter(0.1 * torch.randn(width)))
+        self.subln = nn.RMSNorm(self.head_dim, eps=1e-5) if norm else None
+
+    def coefficient(self) -> torch.Tensor:
+        q1, k1, q2, k2 = (self.get_parameter(f"lambda_{name}").float() for name in ("q1", "k1", "q2", "k2"))
+        return (q1 * k1).sum(-1, keepdim=True).exp() - (q2 * k2).sum(-1, keepdim=True).exp() + self.lambda_init
+
+    def normalise(self, heads: torch.Tensor) -> torch.Tensor:
+        """norm(heads)·(1 − λ_init) of heads (B, N, S, D) in fp32; without `norm` the factor is left out too."""
+        return heads if self.subln is None else self.subln(heads) * (1 - self.lambda_init)
+
+
+class Shared(Reparametrised):
+    """The paper's adaptation (Eq. 5–6): both maps come from the same Q and K.
+
+    A − λ·A = (1 − λ)·A, so it is one attention, and is computed as one. What follows from the equations:
+    - The norm removes the factor, norm(s·x) = sign(s)·norm(x) up to eps. λ's gradient is smaller by orders of
+      magnitude than in the same model without the norm, and Adam moves λ by rounding errors. λ is not learned.
+    - Where λ > 1 the attention changes its sign. With vectors of 256, this happens by chance in about 2 of 18 layers.
+    - What is left, the norm with its gain and the factor (1 − λ_init), shifts the pretrained model at step 0.
+    """
+
+    kind = "shared"
+
+    def __init__(self, plain: Attention, layer: int, *, lambda_init: float | str = "layer", norm: bool = True):
+        super().__init__(plain, layer, plain.head_dim, lambda_init, norm)
+
+    def mix(self, x, q, k, v, mask) -> torch.Tensor:
+        heads = self.softmax_attention(q, k, v, mask)
+        return self.normalise((1 - self.coefficient()) * heads.float()).to(heads.dtype)
+
+
+class Split(Reparametrised):
+    """The original (Ye et al. 2024; the paper, Eq. 2): the two halves of a head's width are two heads; V is shared.
+
+    RoPE turns the pairs (i, i + D/2). `rope_pairs` "kept" rotates first and gives each half whole pairs, so that the
+    logits of both halves add up to the pretrained ones. "fresh", the paper's code, cuts at D/2 and rotates each half by
+    a RoPE of its own: its logits are unrelated to the pretrained ones. Cutting at D/2 after the rotation would separate
+    the pairs, and the logits would depend on absolute positions.
+    """
+
+    kind, maps = "split", 2
+
+    def __init__(
+        self, plain: Attention, layer: int, *, rope_pairs: str = "kept", lambda_init: float | str = "layer", norm=True
+    ):
+        super().__init__(plain, layer, plain.head_dim // 2, lambda_init, norm)
+        if rope_pairs not in ("kept", "fresh") or self.head_dim % 4:
+            raise UserError(f"split in {rope_pairs!r} pairs of heads of {self.head_dim}: 'kept' or 'fresh', of 4·n")
+        self.rope_pairs = rope_pairs
+
+    def project(self, x: torch.Tensor, rope: Rope | None):
+        if self.rope_pairs == "kept" or rope is None:
+            return super().project(x, rope)
+        q, k, v = super().project(x, None)
+        q, k = (torch.cat([rope(half) for half in t.chunk(2, dim=-1)], dim=-1) for t in (q, k))
+        return q, k, v
+
+    def mix(self, x, q, k, v, mask) -> torch.Tensor:
+        maps = zip(self.halves(q), self.halves(k), strict=True)
+        outputs = (self.softmax_attention(*half, v, mask, self.scale * 2**0.5) for half in maps)  # 1/√(D/2)
+        return self.normalise(self.blend(self.factor(x), *outputs)).to(v.dtype)
+
+    def halves(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """x (…, D) as two of (…, D/2), padded with zeros to a multiple of 8, which CUDA's fused kernels require."""
+        if self.rope_pairs == "kept":  # channels [0:D/4] and [D/2:3D/4], and the rest
+            parts = [half.flatten(-2) for half in x.unflatten(-1, (2, 2, -1)).unbind(-2)]
+        else:
+            parts = list(x.chunk(2, dim=-1))
+        return [F.pad(half, (0, short)) for half in parts] if (short := -parts[0].shape[-1] % 8) else parts
+
+
+class Branched(Differential):
+    """Two branches on one base product: base(x) + LoRA(x) of the adapter, and base(x) + a LoRA of the variant's own.
+
+    The second one is beside each projection of `read_twice`: `q2`, `k2`, zero at the start.
+    """
+
+    maps = 2
+
+    def __init__(self, plain: Attention, layer: int, r: int, alpha: float, dropout: float):
+        super().__init__(plain, layer)
+        for name in self.read_twice:
+            projection = self.get_submodule(name)
+            if getattr(projection, "merged", False):
+                raise UserError(f"LoRA is merged into {name}, which a second branch reads too: unmerge it first")
+            linear = base_layer(projection)
+            self.add_module(f"{name[0]}2", LowRank(linear.in_features, linear.out_features, r, alpha, dropout))
+
+    def project(self, x: torch.Tensor, rope: Rope | None):
+        """As of plain attention; where a projection is read twice, twice as many heads, branch 1 before branch 2."""
+        q, k, v = (self.heads_of(name, x) for name in ("q_proj", "k_proj", "v_proj"))
+        return (q, k, v) if rope is None else (rope(q), rope(k), v)
+
+    def heads_of(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        projection = self.get_submodule(name)
+        if name not in self.read_twice:
+            return self.split_heads(projection(x))
+        base, lora, second = base_layer(projection)(x), getattr(projection, "lora", None), getattr(self, f"{name[0]}2")
+        branches = base if lora is None else lora.add_to(base, x), second.add_to(base, x)
+        return torch.cat([self.split_heads(branch) for branch in branches], dim=1)
+
+    def mix(self, x, q, k, v, mask) -> torch.Tensor:
+        keys = k.chunk(2, dim=1) if "k_proj" in self.read_twice else (k, k)
+        maps = zip(q.chunk(2, dim=1), keys, strict=True)
+        outputs = (self.softmax_attention(*branch, v, mask) for branch in maps)  # as fast as one call of 2N heads
+        return self.blend(self.factor(x), *outputs).to(v.dtype)
+
+
+class Twin(Branched):
+    """Identity-preserving differential attention: o = o₁ + μ·(o₁ − o₂), with one μ a head.
+
+    With λ = μ/(1 + μ) this is (A₁ − λ·A₂)·V/(1 − λ). Its rows sum to 1, so neither a norm nor (1 − λ_init) is needed,
+    and while the branches are equal it is the pretrained attention to the bit, for any μ. The first gradients of the
+    branches point in opposite directions, so they separate without noise. μ has no gradient until they differ; at μ = 0
+    branch 2 would have none.
+    """
+
+    kind, read_twice, extrapolates = "twin", ("q_proj", "k_proj"), True
+
+    def __init__(
+        self, plain: Attention, layer: int, *, r: int = 16, alpha: float = 32.0, dropout: float = 0.0, mu: float = 1.0
+    ):
+        super().__init__(plain, layer, r, alpha, dropout)
+        if not 0 < mu < math.inf:
+            raise UserError(f"mu is {mu!r}, expected a number above 0: at 0 the second branch gets no gradient")
+        self.mu = nn.Parameter(torch.full((self.num_heads,), float(mu)))
+
+    def coefficient(self) -> torch.Tensor:
+        """μ (N,); λ is μ/(1 + μ)."""
+        return self.mu.float()
+
+
+class V2(Branched):
+    """Differential attention V2 (microsoft/unilm, 2026) as a graft: o₁ − σ(w·x + b)·o₂, λ by token and head, no norm.
+
+    K and V, and so the cache, are the plain ones; there are twice as many queries. The original is trained from scratch
+    with doubled query heads; here w = 0 and b = −4 start the subtraction at 0.018.
+    """
+
+    kind, read_twice = "v2", ("q_proj",)
+
+    def __init__(self, plain: Attention, layer: int, *, r: int = 16, alpha: float = 32.0, dropout: float = 0.0):
+        super().__init__(plain, layer, r, alpha, dropout)
+        self.lambda_proj = nn.Linear(self.hidden_size, self.num_heads)
+        nn.init.zeros_(self.lambda_proj.weight)
+        nn.init.constant_(self.lambda_proj.bias, -4.0)
+
+    def factor(self, x: torch.Tensor) -> torch.Tensor:
+        """λ = σ(w·x + b) of each token and head (B, N, S, 1)."""
+        with torch.autocast(x.device.type, enabled=False):  # λ in fp32
+            gate = F.linear(x.float(), self.lambda_proj.weight.float(), self.lambda_proj.bias.float())
+        return torch.sigmoid(gate).transpose(1, 2)[..., None]
+
+    def coefficient(self) -> torch.Tensor:
+        """σ(b) (N,): λ where w·x is 0, as everywhere at step 0."""
+        return torch.sigmoid(self.lambda_proj.bias.float())
+
+
+class Dex(Differential):
+    """DEX (Kong et al. 2025, arXiv 2505.16333): o − λ·o·W_D on the outputs of chosen heads; the map is unchanged.
+
+    One W_D (D, D) for the chosen `heads` of a layer (None: all), starting at 0, and one λ, starting at `lambda_init`:
+    exact at step 0 without annealing λ, and with a gradient as long as λ is not 0 too. It is linear in o, so `fold`
+    merges it into the output projection.
+    """
+
+    kind, foldable = "dex", True
+
+    def __init__(self, plain: Attention, layer: int, *, heads: list[int] | None = None, lambda_init: float = 1.0):
+        super().__init__(plain, layer)
+        self.heads = list(range(self.num_heads)) if heads is None else sorted(set(heads))
+        if not self.heads or not set(self.heads) <= set(range(self.num_heads)):
+            raise UserError(f"heads are {heads!r}, expected at least one of 0 to {self.num_heads - 1}")
+        if lambda_init == 0 or not math.isfinite(lambda_init):
+            raise UserError(f"lambda_init is {lambda_init!r}, expected a number other than 0, since W_D starts at 0")
+        self.w_d = nn.Parameter(torch.zeros(self.head_dim, self.head_dim))
+        self.lambda_d = nn.Parameter(torch.full((1,), float(lambda_init)))
+
+    def mix(self, x, q, k, v, mask) -> torch.Tensor:
+        heads = self.softmax_attention(q, k, v, mask)
+        if len(self.heads) == self.num_heads:
+            return self.change(heads)
+        chosen = set(self.heads)
+        return torch.stack([self.change(o) if n in chosen else o for n, o in enumerate(heads.unbind(1))], dim=1)
+
+    def change(self, heads: torch.Tensor) -> torch.Tensor:
+        """o − λ·o·W_D for heads o (…, S, D), in fp32, cast back to their dtype."""
+        wide = heads.float()
+        return (wide - self.lambda_d.float() * torch.matmul(wide, self.w_d.float())).to(heads.dtype)
+
+    def coefficient(self) -> torch.Tensor:
+        return self.lambda_d.float()
+
+    def folded(self, weight: torch.Tensor) -> torch.Tensor:
+        """W·(I − λ·W_D)ᵀ at the columns of each chosen head of W (…, N·D), in fp32."""
+        by_head = weight.float().unflatten(1, (self.num_heads, self.head_dim)).clone()  # (H, N, D)
+        by_head[:, self.heads] -= self.lambda_d.float() * (by_head[:, self.heads] @ self.w_d.float().T)
+        return by_head.flatten(1)
+
+
+# Every variant by name. A new one is a class above and its place here.
+KINDS: dict[str, type[Differential]] = {c.kind: c for c in (Softmax, Shared, Split, Twin, V2, Dex)}
+
+
+def options_of(kind: str) -> dict[str, Any]:
+    """The options of a variant, as `graft` takes them, with their defaults."""
+    parameters = inspect.signature(KINDS[kind]).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def default_options(kind: str, r: int, alpha: float, dropout: float = 0.0) -> dict[str, Any]:
+    """Options that give a second branch the rank, scale and dropout of the adapter beside it; {} without one."""
+    return {"r": r, "alpha": alpha, "dropout": dropout} if issubclass(KINDS[kind], Branched) else {}
+
+
+def base_layer(projection: nn.Module) -> nn.Linear:
+    """The linear layer under LoRA, or the projection itself."""
+    return getattr(projection, "base_layer", projection)
+
+
+# Surgery
+
+# The stacks of layers that `where` chooses from.
+TOWERS = {"decoder": ["language_model.layers"], "vision": ["vision_tower.encoder.layers"]}
+TOWERS["both"] = TOWERS["decoder"] + TOWERS["vision"]
+FEED_FORWARDS = ("mlp", "swiglu", "swiglu-new")
+
+
+class SwiGLU(nn.Module):
+    """(swish(x·W_G) ⊙ x·W_1)·W_2 with a hidden width of int(8/3·H), fresh (the paper, Eq. 7).
+
+    The pretrained answers are lost at step 0. Its names are not the published ones: LoRA's targets do not match, and
+    all of it is trained.
+    """
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        width = int(8 / 3 * hidden_size)
+        self.w_g, self.w_1 = (Linear(hidden_size, width, bias=False) for _ in range(2))
+        self.w_2 = Linear(width, hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x if torch.is_autocast_enabled(x.device.type) else x.to(self.w_g.weight.dtype)
+        return self.w_2(F.silu(self.w_g(h)) * self.w_1(h)).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Graft:
+    """One call of `graft`: its arguments, with all of the variant's options. `model.grafts` has every call."""
+
+    kind: str
+    where: str
+    feed_forward: str
+    seed: int
+    options: dict[str, Any]
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments that repeat the call, as JSON can hold them: the format of adapters."""
+        return {name: value for name, value in vars(self).items() if name != "options"} | self.options
+
+
+def graft(
+    model: Adaptable, kind: str, *, where: str = "decoder", feed_forward: str = "mlp", seed: int = 0, **options
+) -> list[str]:
+    """Turn a plain model into a variant, in place, and return the names of its new parameters.
+
+    kind: a key of KINDS; `options` are the keyword arguments of its class. where: "decoder", "vision" or "both".
+    feed_forward of the decoder (the paper, Table 1): "mlp" as published, "swiglu" with the published weights and a silu
+    gate, or "swiglu-new", fresh. New parameters are fp32, trainable, on the model's device (meta included) and the same
+    for the same seed. A tower is grafted once. Raises UserError for arguments that are unknown or from which nothing is
+    learned, and for a tower that is grafted already; the model is then unchanged.
+    """
+    choices = (("variant", kind, KINDS), ("place", where, TOWERS), ("feed_forward", feed_forward, FEED_FORWARDS))
+    for what, value, known in choices:
+        if value not in known:
+            raise UserError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
+    if feed_forward != "mlp" and where == "vision":
+        raise UserError(f"feed_forward {feed_forward!r} concerns the decoder: graft it with where 'decoder' or 'both'")
+    defaults = options_of(kind)
+    if unknown := sorted(set(options) - set(defaults)):
+        raise UserError(f"{kind!r} has no option {', '.join(unknown)}: it takes {', '.join(defaults) or 'none'}")
+    before, device = set(dict(model.named_parameters())), model.language_model.embed_tokens.weight.device
+    new: list[tuple[nn.Module, str, nn.Module]] = []
+    # drawn on the CPU, so that a seed gives the same numbers on every device
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if device.type == "meta" else "cpu"):
+        torch.default_generator.manual_seed(seed)
+        for tower in TOWERS[where]:
+            for number, layer in enumerate(model.get_submodule(tower).children(), start=1):
+                attention = layer.get_submodule("self_attn")
+                if type(attention) is not Attention:
+                    raise UserError(f"{tower}.{number - 1} has no plain attention: graft a freshly loaded model")
+                new.append((layer, "self_attn", KINDS[kind](attention, number, **defaults | options)))
+        if feed_forward == "swiglu-new":
+            new += [(layer, "mlp", SwiGLU(model.config.text.hidden_size)) for layer in model.language_model.layers]
+    for layer, name, module in new:
+        layer.add_module(name, module.to(device).train(layer.training))
+    if feed_forward == "swiglu":
+        for module in model.language_model.modules():
+            if isinstance(module, GemmaMLP):
+                module.activation = "silu"
+    model.grafts = (*model.grafts, Graft(kind, where, feed_forward, seed, defaults | options))
+    return [name for name, _ in model.named_parameters() if name not in before]
+
+
+def variants_of(model: nn.Module) -> dict[str, Differential]:
+    """Every grafted attention of a model by its path, in order."""
+    return {path: m for path, m in attention_modules(model).items() if isinstance(m, Differential)}
+
+
+def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that `graft` has added, by name, in the model's order; LoRA on a variant's projections is not."""
+    return {
+        f"{path}.{name}": parameter
+        for path, module in model.named_modules()
+        if isinstance(module, Differential | SwiGLU)
+        for name, parameter in module.named_parameters()
+        if isinstance(module, SwiGLU) or name.partition(".")[0] not in module.projections()
+    }
+
+
+@torch.no_grad()
+def fold(model: Adaptable) -> None:
+    """Make a grafted model plain again, in place, where plain parts can compute the same: softmax, dex, swiglu.
+
+    A dex folded into a bf16 weight is rounded to it. Merged LoRA is folded too, so that it can still be unmerged.
+    Raises UserError, and folds nothing, for other variants, unmerged LoRA, and a dex on weights of few bits.
+    """
+    variants, feed_forwards = variants_of(model), {record.feed_forward for record in model.grafts}
+    if "swiglu-new" in feed_forwards:
+        raise UserError("feed_forward 'swiglu-new' is no part of the published format: keep it as base and adapter")
+    for path, module in variants.items():
+        output = module.get_submodule(module.output_name)
+        if not module.foldable:
+            raise UserError(f"{path}: plain attention cannot compute {module.kind!r}: keep it as base and adapter")
+        if not getattr(output, "merged", True):
+            raise UserError(f"{path}.{module.output_name} carries LoRA: merge the adapter before folding the graft")
+        if isinstance(module, Dex) and not base_layer(output).weight.is_floating_point():
+            raise UserError(f"{path}.{module.output_name} is quantized: fold before, or open the base anew")
+    for path, module in variants.items():
+        if isinstance(module, Dex):
+            projection: Any = module.get_submodule(module.output_name)
+            weights = [base_layer(projection).weight]
+            if lora := getattr(projection, "lora", None):  # (W + B·A)·M = W·M + B·(A·M)
+                projection.unmerge()
+                weights.append(lora.lora_A.weight)
+            for weight in weights:
+                weight.copy_(module.folded(weight))
+            if lora:
+                projection.merge()
+        with torch.device("meta"):
+            plain = Attention(**module.sizes())
+        plain.adopt(module)
+        model.set_submodule(path, plain.train(module.training))
+    if "swiglu" in feed_forwards:
+        text = replace(model.config.text, hidden_activation="silu")
+        model.config, model.language_model.config = replace(model.config, text=text), text
+    model.grafts = ()
+
+
+# What is logged
 
 
 def lambdas(model: nn.Module) -> dict[str, torch.Tensor]:
     """The weight of the second map, by the path of the attention: λ (1,) or (N,), for twin μ (N,); detached."""
-    found = {path: module.coefficient() for path, module in variants_of(model).items()}
-    return {path: value.detach() for path, value in found.items() if value is not None}
+    values = {path: module.coefficient() for path, module in variants_of(model).items()}
+    return {path: value.detach() for path, value in values.items() if value is not None}
 
 
 @torch.no_grad()
@@ -41,25 +457,18 @@ def map_distance(model: nn.Module, **batch) -> dict[str, torch.Tensor]:
     A scalar for each attention with two maps: the mean over heads and valid queries of one forward pass of `batch`,
     the arguments of the model. Dropout follows the model's mode.
     """
+    first: dict[str, torch.Tensor] = {}
     distances: dict[str, torch.Tensor] = {}
-    valid = batch.get("attention_mask")
 
-    def watch(path: str) -> Callable[[torch.Tensor], None]:
-        maps: list[torch.Tensor] = []
+    def tap(path: str, weights: torch.Tensor) -> None:
+        if path not in first:
+            first[path] = weights
+            return
+        by_query = (first.pop(path).float() - weights.float()).abs().sum(-1).mean(1) / 2  # (B, S)
+        valid = batch.get("attention_mask") if path.startswith("language_model.") else None
+        distances[path] = (by_query if valid is None else by_query[valid.bool()]).mean()
 
-        def tap(weights: torch.Tensor) -> None:
-            maps.append(weights.float())
-            if len(maps) == 2:
-                by_query = (maps[0] - maps[1]).abs().sum(-1).mean(1) / 2  # (B, S)
-                if valid is not None and path.startswith("language_model."):
-                    by_query = by_query[valid.bool()]
-                distances[path] = by_query.mean()
-
-        return tap
-
-    taps: dict[Attention, Callable[[torch.Tensor], None]] = {
-        module: watch(path) for path, module in variants_of(model).items() if module.maps == 2
-    }
+    taps = {module: partial(tap, path) for path, module in variants_of(model).items() if module.maps == 2}
     if taps:
         with tapped(taps):
             model(**(batch | {"positions_to_keep": 1}))  # the head, the widest product, is not needed here

@@ -6,12 +6,14 @@ In: embeddings (B, S, H), which positions are valid and of which type (B, Sk), a
 Out: hidden states (B, S, H) after the final norm; `head` computes logits from them. `model/generate.py` decodes.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from model import fused
+from model import cpu
 from model.attention import Attention, LayerCache, Rope, attention_mask, keep_positions
 from model.config import TextConfig
 from model.linear import Embedding, Linear, activated
@@ -32,8 +34,8 @@ class RMSNorm(nn.Module):
         if not self.offset:
             return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
         gain = 1.0 + self.weight.float()
-        if fused.pays(x):
-            return fused.RMSNorm.apply(x, gain, self.eps)
+        if cpu.norms_are_faster(x):
+            return cpu.RMSNorm.apply(x, gain, self.eps)
         return F.rms_norm(x.float(), self.weight.shape, gain, self.eps).to(x.dtype)
 
 
@@ -187,3 +189,21 @@ class Gemma(nn.Module):
         if self.config.final_logit_softcapping is not None:
             logits = torch.tanh(logits / self.config.final_logit_softcapping) * self.config.final_logit_softcapping
         return logits.float()
+
+
+class Adaptable(nn.Module):
+    """A model with a Gemma decoder, which grafts, LoRA and quantization change in place."""
+
+    config: Any
+    language_model: Gemma
+    grafts: tuple = ()  # of `model.differential.Graft`, in the order of the calls
+    base_fingerprint: str | None = None  # of the frozen weights, before they were quantized; None: not known yet
+    quantized: str | None = None  # how the frozen weights are held, of `lora.quantize.KINDS`; None: as they are
+
+    def set_checkpointing(self, on: bool) -> None:
+        """Let the layers of the decoder compute their activations again in the backward pass, to save memory."""
+        self.language_model.checkpointing = on
+
+    def new_cache(self, capacity: int) -> list:
+        """An empty memory of `capacity` positions for each layer of the decoder."""
+        return self.language_model.new_cache(capacity)

@@ -19,8 +19,8 @@ import torch
 
 from model.attention import LayerCache
 from model.common import UserError
-from model.gemma import Gemma
-from model.graft import Adaptable, graft
+from model.differential import graft
+from model.gemma import Adaptable, Gemma
 from model.paligemma import initialize, summed_loss
 from model.system_configs import TEXT_PRESETS, TextModelConfig
 

@@ -14,48 +14,35 @@ from model.linear import Linear
 MAX_RANK, MAX_ALPHA = 4096, 1e6
 
 
-def check_low_rank(r: int, alpha: float, dropout: float) -> None:
-    """Raise UserError for values from which nothing could be learned, or that no computer can hold."""
-    if not (1 <= r <= MAX_RANK and 0 < alpha <= MAX_ALPHA and 0 <= dropout < 1):
-        raise UserError(
-            f"r {r}, alpha {alpha}, dropout {dropout}: expected 1 ≤ r ≤ {MAX_RANK}, 0 < alpha ≤ {MAX_ALPHA:.0f} and "
-            "0 ≤ dropout < 1"
-        )
-
-
 class LowRank(nn.Module):
     """ΔW = (alpha / r) · B·A, LoRA's update (Hu et al. 2021, Eq. 3).
 
     `lora_A` is drawn Kaiming-uniform with a = √5, `lora_B` is zero, so the map starts at zero and only B has a gradient
-    in the first step. Parameters stay in fp32 whatever the base's dtype: the product is cast to the dtype of x.
+    in the first step. Parameters stay in fp32 whatever the base's dtype: the product is cast to the dtype of x. Raises
+    UserError for values from which nothing could be learned, or that no computer can hold.
     """
 
     def __init__(self, in_features: int, out_features: int, r: int, alpha: float, dropout: float = 0.0, device=None):
         super().__init__()
-        self.r, self.scaling = r, alpha / r
-        self.dropout = dropout
+        if not (1 <= r <= MAX_RANK and 0 < alpha <= MAX_ALPHA and 0 <= dropout < 1):
+            limits = f"1 ≤ r ≤ {MAX_RANK}, 0 < alpha ≤ {MAX_ALPHA:.0f} and 0 ≤ dropout < 1"
+            raise UserError(f"r {r}, alpha {alpha}, dropout {dropout}: expected {limits}")
+        self.r, self.scaling, self.dropout = r, alpha / r, dropout
         self.enabled = True
         self.lora_A = Linear(in_features, r, bias=False, device=device, dtype=torch.float32)
         self.lora_B = Linear(r, out_features, bias=False, device=device, dtype=torch.float32)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
         nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B.weight)
 
-    def add_to(self, base: torch.Tensor, x: torch.Tensor, part: slice | None = None) -> torch.Tensor:
+    def add_to(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """base + scale · B(A(dropout(x))) in the dtype of `base`, or `base` itself while disabled."""
-        return (base + self(x, part)).to(base.dtype) if self.enabled else base
+        return (base + self(x)).to(base.dtype) if self.enabled else base
 
-    def forward(self, x: torch.Tensor, part: slice | None = None) -> torch.Tensor:
-        """part: of the rank, that alone is used."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = nn.functional.dropout(x, self.dropout, self.training)
         if not torch.is_autocast_enabled(x.device.type):
             h = h.to(self.lora_A.weight.dtype)
-        h = self.lora_A(h) * self.scaling  # scaled at rank r, the narrowest point
-        if part is not None:
-            return nn.functional.linear(h[..., part], self.lora_B.weight[:, part]).to(x.dtype)
-        return self.lora_B(h).to(x.dtype)
+        return self.lora_B(self.lora_A(h) * self.scaling).to(x.dtype)  # scaled at rank r, the narrowest point
 
     def delta_weight(self) -> torch.Tensor:
         """ΔW (out_features, in_features) in fp32."""

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from model.attention import LayerCache
 from model.common import UserError
 from model.config import PaliGemmaConfig
-from model.gemma import Gemma, RMSNorm
-from model.graft import Adaptable
+from model.gemma import Adaptable, Gemma, RMSNorm
 from model.linear import Linear
 from model.siglip import Siglip
 from model.system_configs import QMambaConfig

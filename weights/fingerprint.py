@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from model.graft import Adaptable
+from model.gemma import Adaptable
 
 SAMPLES = 64
 Sample = tuple[tuple[int, ...], list[int]]  # a tensor's shape, and the bits of the sampled values in bf16

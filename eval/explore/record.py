@@ -17,12 +17,12 @@ from PIL import Image
 from eval.vqa_scoring import exact_match
 from model.attention import Attention, attention_modules, tapped
 from model.common import UserError, quoted
+from model.differential import Differential
 from model.generate import NonFiniteError, check_finite, generate
 from model.language import LanguageModel
 from model.paligemma import PaliGemma
 from model.processor import Batch, Processor, parse_boxes
 from model.tokenizer import SPACE
-from model.variants import Differential
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def test_products_are_those_of_the_stored_weights(kind, dtype, monkeypatch):
                 for name, value in (("_int8_product", None), ("_int4_product", None)):
                     monkeypatch.setattr(f"lora.quantize.{name}", value)
                 plain = layer(x)
-                monkeypatch.setattr(cpu, "widens_bf16", True)
+                monkeypatch.setattr(cpu, "ways", frozenset({"bf16"}))
                 wide = layer(x)
             monkeypatch.undo()
             monkeypatch.setattr("model.linear.BLOCK_ELEMENTS", 1 << 14)

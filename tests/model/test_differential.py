@@ -9,15 +9,14 @@ from torch import nn
 
 from lora import adapter
 from lora.adapter import LoRALinear, quantize
-from model import cpu, differential
+from model import differential
 from model.attention import Attention, Rope, attention_mask, set_attention_backend
 from model.common import UserError
 from model.config import PaliGemmaConfig, TextConfig, VisionConfig
-from model.differential import KINDS, fold, graft, lambda_schedule, lambdas, map_distance, new_parameters
+from model.differential import KINDS, base_layer, fold, graft, lambdas, map_distance, new_parameters
 from model.generate import generate
 from model.lowrank import LowRank
 from model.paligemma import PaliGemma, initialize
-from model.variants import base_layer
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -30,15 +29,11 @@ VARIANTS = {
     "split-bare": ("split", {"norm": False, "lambda_init": 0.0}),
     "split-fresh": ("split", {"rope_pairs": "fresh"}),
     "twin": ("twin", {"r": 3, "alpha": 6.0, "mu": 0.7}),
-    "twin-token": ("twin", {"r": 3, "alpha": 6.0, "mu": 0.25, "by_token": True}),
-    "twin-half": ("twin", {"mu": 0.25, "half": True}),
     "v2": ("v2", {"r": 3, "alpha": 6.0}),
-    "v2-grouped": ("v2", {"r": 3, "alpha": 6.0, "shared_by": 2}),
     "dex": ("dex", {}),
     "dex-heads": ("dex", {"heads": [1]}),
-    "dex-layers": ("dex", {"heads": [[0], [1]]}),
 }
-EXACT = ("softmax", "twin", "twin-token", "twin-half", "dex", "dex-heads", "dex-layers")
+EXACT = ("softmax", "twin", "dex", "dex-heads")
 THETA, IMAGE = 10000.0, 127
 TARGETS = r"language_model\..*\.(self_attn|mlp)\.\w+_proj"
 
@@ -157,17 +152,10 @@ def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> to
 
     def projected(name, head, second=None):
         stem = f"{name}_proj." + ("base_layer." if f"{name}_proj.base_layer.weight" in p else "")
-        weight = p[stem + "weight"]
         own = slice(head * width, (head + 1) * width)
-        weight = weight[own]
-        if options.get("half") and "base_layer" in stem and name in "qk":  # ranks 1 and 2 of 3
-            part, lora = slice(1, None) if second else slice(0, 1), f"{name}_proj.lora"
-            weight = weight + 2.0 * p[f"{lora}.lora_B.weight"][own, part] @ p[f"{lora}.lora_A.weight"][part]
-        elif second:
-            shared = options.get("shared_by", 1)
-            weight = weight + low_rank(second)[slice(head // shared * width, (head // shared + 1) * width)]
-        elif "base_layer" in stem:
-            weight = weight + low_rank(f"{name}_proj.lora")[own]
+        weight = p[stem + "weight"][own]
+        if second or "base_layer" in stem:
+            weight = weight + low_rank(second or f"{name}_proj.lora")[own]
         bias = p.get(stem + "bias", torch.zeros(module.num_heads * width, dtype=torch.float64))
         return x @ weight.T + bias[own]
 
@@ -178,10 +166,9 @@ def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> to
         return logits.masked_fill(~mask, -math.inf).softmax(-1)
 
     def lam():
-        by_hand = {"layer": 0.8 - 0.6 * math.exp(-0.3)}  # the second layer
-        init = options.get("lambda_init", "layer")
+        init = options.get("lambda_init", 0.8 - 0.6 * math.exp(-0.3))  # the second layer
         products = [(p[f"lambda_q{i}"] @ p[f"lambda_k{i}"]).exp() for i in (1, 2)]
-        return products[0] - products[1] + by_hand.get(init, init), by_hand.get(init, init)
+        return products[0] - products[1] + init, init
 
     def normed(out):
         if not options.get("norm", True):
@@ -213,22 +200,16 @@ def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> to
         elif kind == "twin":
             q2, k2 = projected("q", head, "q2"), projected("k", key_head, "k2")
             second = attention_map(turned(q2, positions), turned(k2, positions), scale)
-            mu = p["mu"][head]
-            if options.get("by_token"):
-                gate = x @ p["lambda_proj.weight"][head] + p["lambda_proj.bias"][head]
-                mu = mu * 2 * torch.sigmoid(gate)[:, None]
-            ratio = mu / (1 + mu)
+            ratio = p["mu"][head] / (1 + p["mu"][head])
             out = (full - ratio * second) @ v / (1 - ratio)
         elif kind == "v2":
-            shared = options.get("shared_by", 1)
-            q2 = projected("q", head // shared * shared, "q2")
+            q2 = projected("q", head, "q2")
             second = attention_map(turned(q2, positions), turned(k, positions), scale)
             ratio = torch.sigmoid(x @ p["lambda_proj.weight"][head] + p["lambda_proj.bias"][head])
             out = full @ v - ratio[:, None] * (second @ v)
         elif kind == "dex":
             out = full @ v
-            chosen = options.get("heads", range(module.num_heads))
-            if head in (chosen[1] if isinstance(chosen[0], list) else chosen):  # of the second layer
+            if head in options.get("heads", range(module.num_heads)):
                 out = out - p["lambda_d"] * (out @ p["w_d"])
         heads.append(out)
     return torch.cat(heads, dim=-1) @ p["o_proj.weight"].T + p.get("o_proj.bias", 0.0)
@@ -240,6 +221,7 @@ def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> to
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_variant_is_its_equation(variant, sizes, backend):
     """Breaks when a variant computes something else, pairs a query half with another head's key, or drops LoRA."""
+    assert {kind for kind, _ in VARIANTS.values()} == set(KINDS)
     _, module = sibling(variant, lora=True, **sizes)
     set_attention_backend(module, backend)
     x, rope, mask = inputs()
@@ -247,12 +229,6 @@ def test_each_variant_is_its_equation(variant, sizes, backend):
     for row in range(len(x)):
         expected = heads_by_equation(module, variant, x[row], rope.positions[row], mask[row, 0])
         assert relative(out[row], expected) < 3e-6
-
-
-def test_every_kind_is_tested():
-    """Breaks when a variant is registered without a line above."""
-    assert {kind for kind, _ in VARIANTS.values()} == set(KINDS)
-    assert all(KINDS[kind].kind == kind for kind in KINDS)
 
 
 def test_repeating_keys_before_pairing_is_another_function():
@@ -332,7 +308,6 @@ def test_how_far_each_variant_starts():
 # --- the paper's adaptation, and what it amounts to --------------------------------------------------------------
 
 
-@cpu.using("torch")  # the others mix maps in a function of their own
 def test_shared_is_one_scaled_attention(monkeypatch):
     """Breaks when `shared` pays for two maps, or is no longer (1 − λ)·plain before its norm."""
     calls = []
@@ -382,7 +357,7 @@ def test_above_one_lambda_flips_the_attention():
     flips = 0
     for _ in range(200):  # 18 layers of 256-wide vectors each
         q1, k1, q2, k2 = 0.1 * torch.randn(4, 18, 256)
-        init = torch.tensor([lambda_schedule(layer) for layer in range(1, 19)])
+        init = 0.8 - 0.6 * torch.exp(-0.3 * torch.arange(18))
         flips += ((q1 * k1).sum(-1).exp() - (q2 * k2).sum(-1).exp() + init > 1).sum().item() / 200
     assert 1.5 < flips < 3  # "about 2 of 18 layers"
 
@@ -393,7 +368,7 @@ def test_lambda_is_scheduled_from_layer_one():
     graft(model, "shared", where="both")
     for layers in (model.language_model.layers, model.vision_tower.encoder.layers):
         assert [round(layer.self_attn.lambda_init, 6) for layer in layers] == [0.2, 0.355509]
-    assert lambda_schedule(18) == pytest.approx(0.796342, abs=1e-6)
+    assert KINDS["shared"](plain_attention(), 18).lambda_init == pytest.approx(0.796342, abs=1e-6)
     gains = [p for name, p in model.named_parameters() if name.endswith("subln.weight")]
     assert len(gains) == 4 and all((gain == 1).all() for gain in gains)
     vectors = torch.cat([p.detach() for name, p in model.named_parameters() if "lambda_" in name])
@@ -522,17 +497,6 @@ def test_v2_keeps_its_gate_in_fp32_under_autocast():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("variant", ["dex", "dex-heads"])
-def test_the_change_of_dex_is_computed_in_fp32(variant):
-    """Breaks when λ·o·W_D is computed in bf16, whose 8 bits cost more digits than the output is rounded by."""
-    _, module = sibling(variant)
-    heads = torch.randn(2, len(module.heads), 9, 16).bfloat16()
-    exact = heads.double() - module.lambda_d.double() * (heads.double() @ module.w_d.double())
-    assert (module.change(heads) == exact.bfloat16()).float().mean() > 0.99
-    assert module.change(heads).dtype == torch.bfloat16
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(("variant", "name"), [("twin", "q2"), ("twin", "k2"), ("v2", "q2")])
 def test_each_second_branch_drops_out(variant, name):
     """Breaks when the dropout of a second branch does not reach one of its updates, or stays in evaluation."""
@@ -545,7 +509,6 @@ def test_each_second_branch_drops_out(variant, name):
 
 
 @pytest.mark.parametrize("variant", ["twin", "split-bare", "v2"])
-@cpu.using("torch")
 def test_the_difference_is_taken_in_fp32(variant):
     """Breaks when the subtraction of two bf16 outputs is rounded more than once."""
     _, module = sibling(variant)
@@ -563,20 +526,6 @@ def test_the_difference_is_taken_in_fp32(variant):
         exact = first - gate.double().transpose(1, 2)[..., None] * second
     found = module.mix(x, *module.project(x, rope), mask).bfloat16()
     assert (found == exact.bfloat16()).float().mean() > 0.99
-
-
-def test_twin_is_as_exact_in_bf16_as_plain_attention():
-    """Breaks when subtracting two close maps costs digits of the output."""
-    plain, module = sibling("twin", hidden=64)
-    x, rope, mask = inputs(hidden=64)
-    for branch in (module.q2, module.k2):
-        branch.lora_B.weight.data.mul_(0.02)
-    exact = (plain(x, rope, mask), module(x, rope, mask))
-    for part in (plain, module):
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            getattr(part, name).to(torch.bfloat16)
-    errors = [relative(part(x.bfloat16(), rope, mask), out) for part, out in zip((plain, module), exact, strict=True)]
-    assert errors[1] < 2 * errors[0] < 0.04
 
 
 @pytest.mark.parametrize("variant", ["shared", "split", "twin", "v2", "dex-heads"])
@@ -608,35 +557,27 @@ def test_compiles_without_a_graph_break(variant):
 
 # --- what is trained ---------------------------------------------------------------------------------------------
 
-NEW = {
-    "softmax": [],
-    "shared": ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln.weight"],
-    "shared-bare": ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"],
-    "split": ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln.weight"],
-    "twin": ["mu", "q2.lora_A.weight", "q2.lora_B.weight", "k2.lora_A.weight", "k2.lora_B.weight"],
-    "twin-half": ["mu"],
-    "v2": ["q2.lora_A.weight", "q2.lora_B.weight", "lambda_proj.weight", "lambda_proj.bias"],
-    "dex": ["w_d", "lambda_d"],
-}
 
-
-@pytest.mark.long
-@pytest.mark.parametrize("variant", NEW)
-def test_new_parameters_stay_trainable_after_lora(variant):
-    """Breaks when injecting LoRA freezes λ, μ or a norm, as it did in the paper's published code."""
-    model = tiny()
-    kind, options = VARIANTS[variant]
-    names = graft(model, kind, where="both", **options)
-    towers = ("language_model.layers", "vision_tower.encoder.layers")
-    expected = {f"{tower}.{i}.self_attn.{name}" for tower in towers for i in (0, 1) for name in NEW[variant]}
-    assert set(names) == set(new_parameters(model)) == expected
-    paths = adapter.inject(model, TARGETS, 2, 4.0)
-    assert len(paths) == 14
-    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trainable == expected | {f"{path}.lora.lora_{half}.weight" for path in paths for half in "AB"}
-    model(**batch()).pow(2).mean().backward()
-    stuck = {name for name in names if model.get_parameter(name).grad is None}
-    assert not stuck
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_new_parameters_are_fp32_drawn_by_the_seed_and_trained(variant):
+    """Breaks when λ trains in bf16, two runs of a seed differ, or LoRA freezes λ, as in the paper's published code."""
+    models, (kind, options) = [tiny(dtype=torch.bfloat16) for _ in range(3)], VARIANTS[variant]
+    state = torch.get_rng_state()
+    names, *_ = [
+        graft(model, kind, where="both", seed=seed, **options) for model, seed in zip(models, (1, 1, 2), strict=True)
+    ]
+    assert torch.equal(torch.get_rng_state(), state)
+    first, same, other = ({name: model.get_parameter(name) for name in names} for model in models)
+    assert list(new_parameters(models[0])) == names and bool(names) == (kind != "softmax")
+    assert all(value.dtype == torch.float32 and torch.equal(value, same[name]) for name, value in first.items())
+    drawn = [name for name in names if "lambda_q" in name or "lora_A" in name]
+    assert not any(torch.equal(first[name], other[name]) for name in drawn)
+    paths = adapter.inject(models[0], TARGETS, 2, 4.0)
+    trained = {name for name, p in models[0].named_parameters() if p.requires_grad}
+    assert trained == set(names) | {f"{path}.lora.lora_{half}.weight" for path in paths for half in "AB"}
+    models[0](**batch()).float().pow(2).mean().backward()
+    assert all(value.grad is not None for value in first.values())
+    assert not names or any(value.grad.any() for value in first.values())
 
 
 def test_grafting_after_lora_is_the_same():
@@ -653,23 +594,14 @@ def test_grafting_after_lora_is_the_same():
     assert torch.equal(models[0](**batch()), models[1](**batch()))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_grafting_on_merged_lora(kind):
+def test_no_second_branch_reads_merged_lora():
     """Breaks when a second branch is grafted onto a weight that holds the first one's update, which is added again."""
     model = tiny()
     adapter.inject(model, TARGETS, 2, 4.0)
-    stir(model, {name for name, _ in model.named_parameters() if "lora_B" not in name})
-    logits = model(**batch())
     adapter.merge(model)
-    if KINDS[kind].read_twice:
-        with pytest.raises(UserError, match="layers.0.self_attn.q_proj: .* merged"):
-            graft(model, kind)
-        assert not model.grafts and type(model.language_model.layers[0].self_attn) is Attention
-        adapter.unmerge(model)
-    graft(model, kind)  # and its branches differ by the first one's LoRA
-    if kind in EXACT and not KINDS[kind].read_twice:
-        assert relative(model(**batch()), logits) < 2e-6
+    with pytest.raises(UserError, match="LoRA is merged"):
+        graft(model, "v2")
+    graft(model, "dex")
 
 
 def test_the_branches_of_twin_part_by_themselves():
@@ -700,61 +632,6 @@ def test_the_branches_of_twin_part_by_themselves():
     assert (module.mu.grad != 0).all()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("variant", ["split-bare", "twin", "v2", "dex"])
-def test_every_variant_has_a_gradient_at_its_start(variant):
-    """Breaks when everything that separates a variant from plain attention has a zero gradient at its start."""
-    kind, options = VARIANTS[variant]
-    module = KINDS[kind](plain_attention(), 1, **options)
-    module(*inputs()).pow(2).mean().backward()
-    own = {name: p.grad for name, p in module.named_parameters() if "_proj." not in name or "lambda" in name}
-    assert any((gradient != 0).any() for gradient in own.values())
-
-
-@pytest.mark.long
-def test_new_parameters_are_fp32_reproducible_and_leave_the_rng_alone():
-    """Breaks when λ would train in bf16, or when two runs of a seed start from different numbers."""
-    models = [tiny(dtype=torch.bfloat16) for _ in range(3)]
-    for kind, options in VARIANTS.values():
-        for model in models:
-            for layer in (*model.language_model.layers, *model.vision_tower.encoder.layers):
-                if isinstance(layer.self_attn, differential.Differential):
-                    layer.self_attn = fresh(layer.self_attn)
-        torch.manual_seed(7)
-        state = torch.get_rng_state()
-        names = graft(models[0], kind, where="both", seed=1, **options)
-        assert torch.equal(torch.get_rng_state(), state)
-        torch.manual_seed(8)
-        graft(models[1], kind, where="both", seed=1, **options)
-        graft(models[2], kind, where="both", seed=2, **options)
-        values = [{name: model.get_parameter(name) for name in names} for model in models]
-        assert all(value.dtype == torch.float32 and value.requires_grad for value in values[0].values())
-        assert all(torch.equal(value, values[1][name]) for name, value in values[0].items())
-        random = [name for name in names if "lambda_q" in name or "lora_A" in name]
-        assert not any(torch.equal(values[0][name], values[2][name]) for name in random)
-        assert models[0](**batch()).isfinite().all()
-    assert models[0].language_model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
-
-
-def fresh(module: Attention) -> Attention:
-    plain = Attention(**module.sizes())
-    plain.adopt(module)
-    return plain
-
-
-@pytest.mark.long
-def test_meta_models_are_grafted_without_memory():
-    """Breaks when a 3B model cannot be laid out before its weights arrive."""
-    for kind, options in VARIANTS.values():
-        model = tiny(device="meta")
-        names = graft(model, kind, where="both", feed_forward="swiglu-new", **options)
-        assert names and all(parameter.is_meta for parameter in model.parameters())
-        real = tiny()
-        assert graft(real, kind, where="both", feed_forward="swiglu-new", **options) == names
-        model.load_state_dict(real.state_dict(), assign=True)
-        assert torch.equal(model(**batch()), real(**batch()))
-
-
 def test_the_records_repeat_the_grafts():
     """Breaks when a saved run can no longer be rebuilt from its records."""
     model = tiny()
@@ -776,61 +653,26 @@ def test_the_records_repeat_the_grafts():
     }
 
 
-def test_a_graft_takes_over_the_mode():
-    """Breaks when a model in evaluation mode gets a second branch that drops out."""
-    for training in (False, True):
-        model = tiny().train(training)
-        graft(model, "twin", where="both", feed_forward="swiglu-new", dropout=0.5)
-        assert all(module.training == training for module in model.modules())
-        model = tiny().train(training)
-        graft(model, "dex", where="both")
-        fold(model)
-        assert all(module.training == training for module in model.modules())
-        assert all(type(layer.self_attn) is Attention for layer in model.language_model.layers)
-
-
-def test_each_tower_is_grafted_where_asked():
-    """Breaks when a graft on one tower touches the other."""
-    for where, decoder, vision in (("decoder", "twin", None), ("vision", None, "twin"), ("both", "twin", "twin")):
-        model = tiny()
-        graft(model, "twin", where=where)
-        found = [
-            getattr(stack[0].self_attn, "kind", None)
-            for stack in (model.language_model.layers, model.vision_tower.encoder.layers)
-        ]
-        assert found == [decoder, vision]
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("kind", "options", "message"),
     [
-        (("triplet", {}), "unknown variant 'triplet'"),
-        (("twin", {"where": "projector"}), "unknown place 'projector'"),
-        (("twin", {"feed_forward": "moe"}), "unknown feed_forward 'moe'"),
-        (("twin", {"feed_forward": "swiglu", "where": "vision"}), "concerns the decoder"),
-        (("twin", {"rank": 8}), "'twin' has no option rank: it takes r, alpha, dropout, mu, by_token, half"),
-        (("softmax", {"r": 8}), "it takes none"),
-        (("twin", {"mu": 0.0}), "mu is 0.0"),
-        (("twin", {"r": 0}), "r 0"),
-        (("v2", {"dropout": 1.0}), "dropout 1.0"),
-        (("dex", {"lambda_init": 0.0}), "lambda_init is 0"),
-        (("dex", {"heads": []}), "heads are"),
-        (("dex", {"heads": [4]}), "heads are"),
-        (("shared", {"lambda_init": 1.0}), "lambda_init is 1.0"),
-        (("split", {"lambda_init": "depth"}), "lambda_init is 'depth'"),
-        (("split", {"rope_pairs": "torn"}), "rope_pairs is 'torn'"),
+        ("triplet", {}, "triplet"),
+        ("twin", {"where": "projector"}, "projector"),
+        ("twin", {"rank": 8}, "has no option rank: it takes r, alpha, dropout, mu"),
+        ("twin", {"mu": 0.0}, "mu is 0.0"),
+        ("v2", {"r": 0}, "r 0"),
+        ("dex", {"heads": [4]}, "heads are"),
     ],
 )
-def test_mistakes_are_named_and_change_nothing(arguments, message):
+def test_mistakes_are_named_and_change_nothing(kind, options, message):
     """Breaks when a mistyped or hopeless graft is accepted, or leaves half a graft behind."""
     model = tiny()
-    kind, options = arguments
     with pytest.raises(UserError, match=message):
         graft(model, kind, **options)
     assert model.grafts == ()
     assert all(type(layer.self_attn) is Attention for layer in model.language_model.layers)
     graft(model, "twin")
-    with pytest.raises(UserError, match="language_model.layers.0 has 'twin' attention already"):
+    with pytest.raises(UserError, match="language_model.layers.0 has no plain attention"):
         graft(model, "dex", where="both")
     assert type(model.vision_tower.encoder.layers[0].self_attn) is Attention
 
@@ -900,7 +742,7 @@ def test_folding_into_8_bits_is_refused():
     model = grafted("dex")
     quantize(model.requires_grad_(False))
     logits = model(**batch())
-    with pytest.raises(UserError, match="layers.0.self_attn.out_proj: its weights are quantized"):
+    with pytest.raises(UserError, match="is quantized"):
         fold(model)
     assert torch.equal(model(**batch()), logits) and model.grafts
     model = grafted("softmax", stirred=False)

@@ -1,8 +1,5 @@
 """Every faster way to compute gives what the plain way gives: products, attention, the loss, and compiled steps."""
 
-import platform
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -15,7 +12,6 @@ import model.attention as attention
 import model.cpu as cpu
 import model.device as device
 import model.differential as differential
-import model.fused as fused
 import model.paligemma as paligemma
 from eval.records import embedded_records
 from lora import adapter
@@ -44,7 +40,7 @@ def onednn(monkeypatch):
         pytest.skip("this PyTorch has no oneDNN")
     original, calls = cpu.onednn_linear, []
     monkeypatch.setattr(cpu, "MIN_OPERATIONS", 0)
-    monkeypatch.setattr(cpu, "path", "onednn")
+    monkeypatch.setattr(cpu, "ways", frozenset(cpu.ONEDNN))
     monkeypatch.setattr(cpu, "onednn_linear", lambda *args: calls.append(1) or original(*args))
     return calls
 
@@ -58,62 +54,63 @@ def gradients(output: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]
 # --- oneDNN ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_processor_chooses_the_path(monkeypatch):
-    """Breaks when a processor gets another's products, the choice cannot be forced, or a typing error is taken."""
-    assert cpu.choose_path("AuthenticAMD", "AVX512") == "onednn"
-    assert cpu.choose_path("GenuineIntel", "AVX512") == cpu.choose_path("GenuineIntel", "AVX2") == "mkl"
-    for vendor, capability in (("GenuineIntel", "DEFAULT"), ("AuthenticAMD", "AVX2"), ("", "DEFAULT")):  # "": ARM
-        assert cpu.choose_path(vendor, capability) == "torch"
-        assert cpu.choose_path(vendor, capability, "onednn") == "onednn"
-    for path in cpu.PATHS:
-        with cpu.using(path):
-            assert cpu.path == path and f" {path}" in device.numerics(torch.device("cpu"))["processor"]
-    monkeypatch.setattr(cpu, "path", "fast")
-    with pytest.raises(UserError, match="^DMT_CPU_PATH=fast: expected onednn, mkl or torch$"):
-        device.choose_device("cpu")
+def test_the_processor_chooses_and_a_typing_error_is_reported(monkeypatch):
+    """Breaks when a processor gets another's products, or a misspelt way silently means something."""
+    assert cpu.choose("AuthenticAMD", "AVX512", False) == set(cpu.ONEDNN)
+    assert cpu.choose("GenuineIntel", "AVX512", True) == {"bf16"} and cpu.choose("AuthenticAMD", "AVX2", False) == set()
+    assert cpu.choose("AuthenticAMD", "AVX512", True, "torch") == set()
+    assert cpu.choose("", "", True, "gelu,norms") == {"gelu", "norms"}
+    assert cpu.lacks_bf16("x86_64", False) and cpu.lacks_bf16("AMD64", True, "avx512_core")
+    assert not cpu.lacks_bf16("x86_64", True) and not cpu.lacks_bf16("arm64", False)
+    with pytest.raises(UserError, match="DMT_CPU_PATH=onednm") as error:
+        cpu.choose("", "", False, "onednm")
+    monkeypatch.setattr(cpu, "mistake", error.value)
+    for call in (lambda: device.choose_device("cpu"), lambda: linear(torch.ones(2, 3), torch.ones(4, 3))):
+        with pytest.raises(UserError, match="DMT_CPU_PATH=onednm"):
+            call()
 
 
-def test_the_other_path_is_pytorch(onednn, monkeypatch):
-    """Breaks when any of the fast ways is taken on a processor where it is the slower one."""
-    x, layer = torch.randn(3, 64), Linear(64, 4096, bias=False)
-    q, k, v = qkv(4, 1)
-    monkeypatch.setattr(cpu, "_has_mkl", True)
-    with cpu.using("torch"), torch.no_grad():
-        assert cpu.linear(x, layer.weight) is None and cpu.linear_gelu(x, layer.weight) is None
-        assert not cpu.rows_are_faster(q, k)
-    assert not onednn
-    x.requires_grad_(True)
-    with torch.enable_grad(), cpu.using("torch"):
-        assert not cpu.rows_are_faster(q, k) and not fused.pays(x)
-    with torch.no_grad():
-        assert cpu.linear(x, layer.weight) is not None and cpu.rows_are_faster(q, k)
-    onednn.clear()
-    with cpu.using("mkl"):
-        assert cpu.rows_are_faster(q, k) and fused.pays(x)
-        far = torch.randn(2, 1, 17, 8)
-        assert not cpu.rows_are_faster(q, far), "for many keys the kernel is faster"
+def test_each_way_is_switched_off_by_itself(onednn):
+    """Breaks when a way is taken that DMT_CPU_PATH leaves out, so that nobody can measure what it gives."""
+    x, layer, (q, k, _) = torch.randn(3, 64), Linear(64, 4096, bias=False), qkv(4, 1)
+
+    def taken(few=False):
+        learns = x.clone().requires_grad_(True)
+        calls = [
+            cpu.norms_are_faster(learns),
+            cpu.rows_are_faster(q, k),
+            cpu.fp32_is_faster(torch.ones(20, 4).bfloat16()),
+        ]
         with torch.no_grad():
-            assert not cpu.rows_are_faster(q, k) and not fused.pays(x)
-            assert cpu.linear(x, layer.weight) is None and cpu.linear_gelu(x, layer.weight) is not None
-    assert len(onednn) == 1
+            calls += [
+                cpu.linear_gelu(torch.randn(9, 64), layer.weight) is not None,
+                cpu.is_reversed(x, layer.weight, None),
+            ]
+            onednn.clear()
+            linear(torch.randn(9, 64), layer.weight)
+        return [*calls, bool(onednn)]
+
+    order = ("norms", "rows", "bf16", "gelu", "reversed", "products")
+    for way in order:
+        with cpu.using(f"products,{way}" if way == "rows" else way):
+            assert taken() == [name == way or way == "rows" and name == "products" for name in order]
+    with cpu.using("torch"):
+        assert not any(taken())
 
 
 def test_bf16_where_the_processor_cannot_multiply_it(monkeypatch):
-    """Breaks when a block of the weight is left out or rounded, the sum is rounded twice, or PyTorch is not forced."""
-    assert cpu.lacks_bf16("x86_64", False) and cpu.lacks_bf16("AMD64", True, "avx512_core")
-    assert not cpu.lacks_bf16("x86_64", True) and not cpu.lacks_bf16("arm64", False)
-    assert not cpu.lacks_bf16("x86_64", False, "", "torch") and cpu.lacks_bf16("x86_64", False, "", "onednn")
+    """Breaks when a block of the weight is left out or rounded, or the sum is rounded twice."""
     torch.manual_seed(0)
     monkeypatch.setattr("model.linear.BLOCK_ELEMENTS", 1 << 15)
     for rows, width, out, with_bias in ((16, 512, 200, True), (40, 96, 1000, False), (300, 64, 64, True)):
         x, weight = torch.randn(2, rows // 2, width).bfloat16(), torch.randn(out, width).bfloat16()
         bias = torch.randn(out).mul(30).bfloat16() if with_bias else None
         exact = F.linear(*(None if t is None else t.double() for t in (x, weight, bias)))
-        monkeypatch.setattr(cpu, "widens_bf16", False)
+        monkeypatch.setattr(cpu, "ways", frozenset())
         with torch.no_grad():
             plain = linear(x, weight, bias)
         assert torch.equal(plain, F.linear(x, weight, bias))
-        monkeypatch.setattr(cpu, "widens_bf16", True)
+        monkeypatch.setattr(cpu, "ways", frozenset({"bf16"}))
         with torch.no_grad():
             wide, few = linear(x, weight, bias), linear(x[:1, :7], weight, bias)
         assert wide.dtype == torch.bfloat16 and torch.equal(few, F.linear(x[:1, :7], weight, bias))
@@ -157,20 +154,6 @@ def test_onednn_computes_only_the_gradients_that_are_needed(onednn):
     assert held == [x.shape]
 
 
-@pytest.mark.long
-def test_where_onednn_is_not_used(onednn):
-    """Breaks when half precision, autocast or the switch of PyTorch still ends in oneDNN's fp32 product."""
-    layer, x = Linear(16, 8), torch.randn(4, 16)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert layer(x).dtype == torch.bfloat16
-    layer.double()(x.double())
-    with torch.backends.mkldnn.flags(enabled=False):
-        layer.float()(x)
-    assert not onednn
-    layer(x)
-    assert onednn
-
-
 @pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "silu"])
 def test_an_activation_within_the_product_is_the_activation(activation, onednn):
     """Breaks when oneDNN computes another GELU, a bias is lost, or gradients, LoRA or 8 bits are bypassed."""
@@ -197,16 +180,15 @@ def test_an_activation_within_the_product_is_the_activation(activation, onednn):
 def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
     """Breaks when the doubled vector's copy is returned, rows are exchanged, or the result has gaps in memory."""
     monkeypatch.setattr(cpu, "MIN_WEIGHT_ELEMENTS", 0)
-    monkeypatch.setattr(cpu, "path", "onednn")
-    monkeypatch.setattr(cpu, "_has_mkl", True)
+    monkeypatch.setattr(cpu, "ways", frozenset({"reversed"}))
     torch.manual_seed(0)
     rows, bias = torch.Size(shape[:-1]).numel(), torch.randn(40)
     for x in (torch.randn(shape), torch.randn(*shape[:-1], 48)[..., ::2], torch.randn(24, *shape[:-1]).movedim(0, -1)):
         for weight in (torch.randn(40, 24), torch.randn(24, 40).T):
-            assert not cpu.few_rows_are_faster(x, weight, None)  # gradients may be needed
+            assert not cpu.is_reversed(x, weight, None)  # gradients may be needed
             with torch.no_grad():
-                assert cpu.few_rows_are_faster(x, weight, None) == (rows <= 4)
-                assert not cpu.few_rows_are_faster(x, weight, bias)
+                assert cpu.is_reversed(x, weight, None) == (rows <= 4)
+                assert not cpu.is_reversed(x, weight, bias)
                 y = linear(x, weight)
             assert y.is_contiguous() and y.shape == (*shape[:-1], 40)
             assert relative_error(y, F.linear(x.double(), weight.double())) < 1e-6
@@ -215,37 +197,19 @@ def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
         assert torch.equal(torch.compile(linear, backend="eager", fullgraph=True)(x, weight), y)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("learns", [False, True])
-@pytest.mark.parametrize("shape", [(0, 24), (2, 0, 24), (0, 1, 24)])
-def test_no_rows_are_no_error(shape, learns, onednn, monkeypatch):
-    """Breaks when a product of no rows, as of positions of which none is kept, raises or loses its width."""
-    monkeypatch.setattr(cpu, "_has_mkl", True)
-    x, layer = torch.randn(shape), Linear(24, 40, bias=False).requires_grad_(learns)
-    for few in (0, 1 << 60):
-        monkeypatch.setattr(cpu, "MIN_WEIGHT_ELEMENTS", few)
-        with torch.set_grad_enabled(learns):
-            for y in (layer(x), activated(layer, x, "gelu_pytorch_tanh")):
-                assert y.shape == (*shape[:-1], 40)
-                if learns:
-                    layer.zero_grad()
-                    y.sum().backward()
-                    assert not layer.weight.grad.any()
-
-
 # --- gradients written out -------------------------------------------------------------------------------------------
 
 
 def test_norm_and_rotation_have_the_gradients_of_their_equations(monkeypatch):
     """Breaks when a written gradient has another sign, factor or half than autograd finds in double precision."""
     torch.manual_seed(0)
-    monkeypatch.setattr(cpu, "path", "mkl")
+    monkeypatch.setattr(cpu, "ways", frozenset({"norms"}))
     x, gain = torch.randn(2, 3, 5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     rope = attention.Rope(torch.arange(5).expand(2, -1) + 3, 100.0)
     cos, sin = (t.double() for t in rope._table(8, torch.float32))
     turned = torch.cat((-x.double()[..., 4:], x.double()[..., :4]), dim=-1)  # rotate_half of the published code
     pairs = (
-        (fused.RMSNorm.apply(x, gain, 1e-6), F.rms_norm(x.double(), (8,), gain.double(), 1e-6), [x, gain]),
+        (cpu.RMSNorm.apply(x, gain, 1e-6), F.rms_norm(x.double(), (8,), gain.double(), 1e-6), [x, gain]),
         (rope(x), x.double() * cos + turned * sin[..., 4:].repeat(1, 1, 1, 2), [x]),
         (rope(x.transpose(1, 2).contiguous().transpose(1, 2)), rope(x.double()), [x]),  # as from a projection
     )
@@ -255,11 +219,11 @@ def test_norm_and_rotation_have_the_gradients_of_their_equations(monkeypatch):
             assert relative_error(a, b) < 1e-6
 
 
-@pytest.mark.parametrize("path", cpu.PATHS)
+@pytest.mark.parametrize("path", ["torch", "onednn"])
 def test_norms_stay_in_fp32_under_autocast(path, monkeypatch):
     """Breaks when a mean of squares is rounded to bf16, and every hidden state with it, because a product would be."""
     torch.manual_seed(0)
-    monkeypatch.setattr(cpu, "path", path)
+    monkeypatch.setattr(cpu, "ways", cpu.choose("", "", False, path))
     norm, x = RMSNorm(64, 1e-6), torch.randn(4, 64, requires_grad=True)
     _, shared = sibling("shared")
     heads = torch.randn(2, 4, 9, 16, requires_grad=True)
@@ -284,46 +248,16 @@ def qkv(heads: int, keys: int, width=10, d=8, queries=None):
 @pytest.mark.parametrize(("heads", "keys"), [(4, 1), (4, 2), (3, 3)])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("queries", [None, 4])
-@pytest.mark.parametrize("path", ["onednn", "mkl"])
-def test_rows_equal_the_fused_kernel(heads, keys, masked, queries, path, onednn, monkeypatch):
+def test_rows_equal_the_fused_kernel(heads, keys, masked, queries, onednn):
     """Breaks when a head meets another's keys or mask, a row of the batch another's, or a gradient goes astray."""
-    monkeypatch.setattr(cpu, "path", path)
     q, k, v = qkv(heads, keys, queries=queries)
     mask = inputs(width=10)[2][:, :, -q.shape[2] :] if masked else None
-    rows = cpu.row_attention([(q, k)], v, mask, 0.3)
+    rows = cpu.row_attention(q, k, v, mask, 0.3)
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask, scale=0.3, enable_gqa=True)
     assert rows.shape == exact.shape and relative_error(rows, exact) < 1e-6
     for mine, theirs in zip(gradients(rows, q, k, v), gradients(exact, q, k, v), strict=True):
         assert relative_error(mine, theirs) < 2e-6
-    assert bool(onednn) == (path == "onednn")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("path", ["onednn", "mkl"])
-@pytest.mark.parametrize("lora", [False, True], ids=["plain", "LoRA"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_computes_the_same_by_rows(variant, lora, path, onednn, monkeypatch):
-    """Breaks when the maps are blended otherwise before V than after it, or a factor meets the wrong head."""
-    monkeypatch.setattr(cpu, "path", path)
-    _, module = sibling(variant, lora=lora)
-    x, rope, mask = inputs()
-    x.requires_grad_(True)
-    leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
-    called = []
-    original = cpu.row_attention
-    monkeypatch.setattr(cpu, "row_attention", lambda *args: called.append(1) or original(*args))
-    results = []
-    for faster in (True, False):
-        monkeypatch.setattr(cpu, "rows_are_faster", lambda *args, faster=faster: faster)
-        out = module(x, rope, mask)
-        results.append((out, torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)))
-        assert called == [1], "one call, which both maps share"
-    (rows, by_rows), (fused, by_kernel) = results
-    assert relative_error(rows, fused) < 2e-6
-    floor = 1e-6 * by_kernel[0].norm()  # behind a norm, λ's gradient is round-off
-    for mine, theirs in zip(by_rows, by_kernel, strict=True):
-        assert (mine is None) == (theirs is None)
-        assert mine is None or (mine - theirs).norm() <= 2e-5 * theirs.norm() + floor
+    assert onednn
 
 
 def test_rows_are_left_where_weights_are_looked_at_or_too_many(onednn):
@@ -341,14 +275,13 @@ def test_rows_are_left_where_weights_are_looked_at_or_too_many(onednn):
     assert not layer.fused
 
 
-@pytest.mark.parametrize("path", ["onednn", "mkl"])
-def test_a_model_computes_the_same(path, onednn):
+def test_a_model_computes_the_same(onednn):
     """Breaks when any product of the whole model, forward or backward, differs beyond rounding on a faster path."""
     hf = hf_model(1)
     model, prompt = ours(hf, "sdpa"), batch(hf)
     results = []
-    for enabled in (True, False):
-        with cpu.using(path if enabled else "torch"):
+    for path in ("onednn", "torch"):
+        with cpu.using(path):
             model.zero_grad()
             logits = model(**prompt)
             F.cross_entropy(logits.flatten(0, 1), prompt["input_ids"].flatten()).backward()
@@ -411,16 +344,6 @@ def test_the_loss_in_chunks_is_the_loss(rows_at_once, monkeypatch):
     assert nothing == 0 and not torch.autograd.grad(nothing, hidden)[0].any()
 
 
-def test_chunks_hold_no_logits_for_the_backward_pass(monkeypatch):
-    """Breaks when the chunks' logits are kept after all, which they are for."""
-    monkeypatch.setattr(paligemma, "MAX_LOGITS", 4000)
-    head, held = nn.Linear(8, 1000, bias=False), []
-    hidden = torch.randn(16, 8, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.numel()) or t, lambda t: t):
-        paligemma.summed_loss(head, 1000, hidden, torch.arange(16))
-    assert max(held) < 1000
-
-
 @pytest.mark.parametrize("generation", [1, 2])
 def test_the_models_loss_is_that_of_its_logits(generation, monkeypatch):
     """Breaks when `targets` are compared with other positions than those kept, or Gemma 2's cap is left out."""
@@ -435,39 +358,6 @@ def test_the_models_loss_is_that_of_its_logits(generation, monkeypatch):
         monkeypatch.setattr(paligemma, "MAX_LOGITS", chunk)
         loss = model(**prompt, positions_to_keep=positions, targets=targets)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that gives memory back")
-def test_a_command_keeps_its_memory():
-    """Breaks when every step of a command gets its memory anew from the system, page by page."""
-    code = """
-import resource, torch
-from model.common import run_command
-
-def faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-def main():
-    for number in range(15):
-        if number == 10:  # the heap has its shape
-            before = faults()
-        for size in (3, 1, 7, 2, 5, 30, 4):
-            kept = [torch.ones(size << 18) for _ in range(3)]
-    print(faults() - before)
-
-{}
-"""
-    kept, given_back = (
-        int(
-            subprocess.run([sys.executable, "-c", code.format(call)], capture_output=True, text=True, check=True).stdout
-        )
-        for call in ("run_command(main)", "main()")
-    )
-    assert kept < 1000 < given_back
 
 
 # --- torch.compile ---------------------------------------------------------------------------------------------------
@@ -566,27 +456,6 @@ def test_compiled_decoding_equals_the_plain_one_and_compiles_once(generation, co
     assert compiled.cache[0].keys is cache and counter.frame_count == 2, "both sizes are kept"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("variant", ["split", "twin"])
-def test_the_logits_of_a_compiled_step_are_those_of_a_plain_one(variant):
-    """Breaks when tokens agree by luck: behind them the logits of the static cache must agree, with two maps too."""
-    torch._dynamo.reset()
-    model, whole = grafted(variant, where="decoder"), prompt_of(((5, 6), (3, 6)))
-    start = whole["input_ids"].shape[1] - 6
-    expected = model(**whole)[:, start:]
-    compiled = CompiledStep(model, bucket=64, backend="aot_eager")
-    cache = compiled.open(2, start + 6)
-    types, valid = (
-        F.pad(whole[name], (0, cache[0].capacity - start - 6), value=1) for name in ("token_type_ids", "attention_mask")
-    )
-    with torch.no_grad():
-        model(whole["input_ids"][:, :start], whole["pixel_values"], types[:, :start], valid[:, :start], cache=cache)
-        compiled.seal()
-        for step in range(6):
-            logits = compiled(whole["input_ids"][:, start + step], types, valid)
-            assert relative_error(logits, expected[:, step]) < 5e-6
-
-
 def test_a_cache_is_opened_empty():
     """Breaks when a batch that went wrong leaves NaN behind the mask of the next one: 0 · NaN is NaN."""
     model = ours(hf_model(1), "eager")
@@ -596,14 +465,6 @@ def test_a_cache_is_opened_empty():
         layer.extend(*(torch.full((rows, 1, 64, 16), torch.nan) for _ in range(2)))
     fast = generate(model, **prompt, max_new_tokens=3, compiled=compiled)
     assert [row.tolist() for row in fast] == [row.tolist() for row in generate(model, **prompt, max_new_tokens=3)]
-
-
-def test_a_memory_that_is_no_cache_is_not_compiled():
-    """Breaks when a recurrent model's state is treated as keys and values."""
-    model = ours(hf_model(1))
-    model.new_cache = lambda capacity: [object()]
-    with pytest.raises(UserError, match="with no key/value cache"):
-        CompiledStep(model, backend="eager").open(1, 8)
 
 
 @pytest.mark.long

@@ -123,7 +123,7 @@ def test_every_layer_and_the_logits(hf, model):
 @torch.no_grad()
 def test_bf16_is_equal_to_the_bit(kind, hf, folder, monkeypatch):
     """Breaks when a cast moves: the norm's factor before or after it, the √H, the RoPE tables, the first position."""
-    monkeypatch.setattr("model.cpu.widens_bf16", False)
+    monkeypatch.setattr("model.cpu.ways", frozenset())
     for backend in ("eager",) if kind == "gemma2" else ("eager", "sdpa"):  # soft-capped logits have no fused kernel
         twin = reload_hf(hf, backend, torch.bfloat16)
         model, inputs = opened(folder, backend, dtype=torch.bfloat16), batch()

@@ -251,7 +251,9 @@ def error(model, hf, inputs) -> float:
 @pytest.mark.parametrize(("generation", "name", "mutant"), CASES, ids=[f"{name}-{g}" for g, name, _ in CASES])
 def test_the_gate_rejects(generation, name, mutant, monkeypatch):
     """Breaks when a known mistake would pass the gate: then the gate proves nothing about it."""
-    monkeypatch.setattr(cpu, "path", "torch")  # a processor's own products round otherwise, by about as much as GATE
+    monkeypatch.setattr(
+        cpu, "ways", frozenset()
+    )  # a processor's own products round otherwise, by about as much as GATE
     hf = hf_model(generation)
     inputs = batch(hf, ROWS)
     model = ours(hf)
@@ -283,6 +285,7 @@ def rope_applied_in_fp32(patch, model):
 @pytest.mark.parametrize("mutant", [norm_multiplied_after_the_cast, factor_not_cast, rope_applied_in_fp32])
 def test_the_bf16_gate_rejects(mutant, monkeypatch):
     """Breaks when a misplaced cast would go unnoticed: fp32 cannot see it, bf16 equality to the bit can."""
+    monkeypatch.setattr(cpu, "ways", frozenset())
     hf = reload_hf(hf_model(1), "eager", torch.bfloat16)
     model, inputs = ours(hf_model(1), dtype=torch.bfloat16), batch(hf, ROWS)
     valid = inputs["attention_mask"].bool()

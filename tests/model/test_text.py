@@ -11,10 +11,9 @@ from torch import nn
 from model.attention import set_attention_backend
 from model.common import UserError
 from model.config import TextConfig
-from model.differential import lambdas
+from model.differential import Split, lambdas
 from model.language import TextModel, new_model
 from model.system_configs import TEXT_PRESETS, TextModelConfig
-from model.variants import Split
 from tests.reference import relative_error
 from weights.export import export_model
 from weights.load import load_model

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from model.attention import Attention
-from model.variants import KINDS, options_of
+from model.differential import KINDS, options_of
 from train.optim import rate_factor
 from train.studies import report
 from train.studies.engine import Measure, Run, Study

@@ -15,7 +15,6 @@ from lora import adapter
 from model.common import UserError
 from model.device import choose_dtype
 from model.differential import default_options, graft
-from model.graft import check_adapted
 from model.language import LanguageModel
 from model.paligemma import PaliGemma
 from model.processor import Processor
@@ -110,7 +109,6 @@ def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
         return rules
     torch.manual_seed(settings.seed)  # LoRA's A is drawn here
     adapter.inject(model, settings.targets, settings.r, settings.alpha, settings.dropout)
-    check_adapted(model)
     names = list(trainable(model))
     rules = [Rule(names, settings.lr, settings.weight_decay)]
     if scalars := [name for name in names if re.fullmatch(SCALARS, name)]:
