@@ -11,8 +11,7 @@
 A is an attention map, o = A·V, norm an RMSNorm by head, W_O the output projection. "The paper" is Differential
 MultiModal Transformers (Li et al. 2024), which this project rebuilds; the original is Differential Transformer (Ye et
 al. 2024). New parameters are fp32 whatever the model's dtype, because λ, μ and small updates are lost in bf16's 8
-bits. Set the model's dtype before grafting: `model.to(dtype)` afterwards casts them with the rest. Maps are subtracted
-in fp32.
+bits; maps are subtracted in fp32. Set the model's dtype before grafting: `model.to(dtype)` casts all of them.
 """
 
 import inspect
@@ -27,7 +26,7 @@ from torch import nn
 
 from model.attention import Attention, Rope, attention_modules, tapped
 from model.common import UserError
-from model.gemma import Adaptable, GemmaMLP
+from model.gemma import Adaptable
 from model.linear import Linear
 from model.lowrank import LowRank
 
@@ -63,9 +62,7 @@ class Differential(Attention):
 
 
 class Softmax(Differential):
-    """Plain attention under the name of a variant: the control of every comparison."""
-
-    kind, foldable = "softmax", True
+    kind, foldable = "softmax", True  # plain attention as a variant: the control of every comparison
 
 
 class Reparametrised(Differential):
@@ -78,7 +75,7 @@ class Reparametrised(Differential):
     def __init__(self, plain: Attention, layer: int, width: int, lambda_init: float | str, norm: bool):
         super().__init__(plain, layer)
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (layer - 1)) if lambda_init == "layer" else lambda_init
-        if not isinstance(self.lambda_init, int | float) or not 0 <= self.lambda_init < 1:
+        if isinstance(self.lambda_init, str) or not 0 <= self.lambda_init < 1:
             raise UserError(f"lambda_init is {lambda_init!r}, expected 'layer' or a number in [0, 1)")
         for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
             self.register_parameter(name, nn.Parameter(0.1 * torch.randn(width)))
@@ -146,10 +143,9 @@ class Split(Reparametrised):
 
     def halves(self, x: torch.Tensor) -> list[torch.Tensor]:
         """x (…, D) as two of (…, D/2), padded with zeros to a multiple of 8, which CUDA's fused kernels require."""
+        parts = list(x.chunk(2, dim=-1))
         if self.rope_pairs == "kept":  # channels [0:D/4] and [D/2:3D/4], and the rest
             parts = [half.flatten(-2) for half in x.unflatten(-1, (2, 2, -1)).unbind(-2)]
-        else:
-            parts = list(x.chunk(2, dim=-1))
         return [F.pad(half, (0, short)) for half in parts] if (short := -parts[0].shape[-1] % 8) else parts
 
 
@@ -255,7 +251,7 @@ class Dex(Differential):
         self.heads = list(range(self.num_heads)) if heads is None else sorted(set(heads))
         if not self.heads or not set(self.heads) <= set(range(self.num_heads)):
             raise UserError(f"heads are {heads!r}, expected at least one of 0 to {self.num_heads - 1}")
-        if lambda_init == 0 or not math.isfinite(lambda_init):
+        if not 0 < abs(lambda_init) < math.inf:
             raise UserError(f"lambda_init is {lambda_init!r}, expected a number other than 0, since W_D starts at 0")
         self.w_d = nn.Parameter(torch.zeros(self.head_dim, self.head_dim))
         self.lambda_d = nn.Parameter(torch.full((1,), float(lambda_init)))
@@ -304,18 +300,13 @@ def base_layer(projection: nn.Module) -> nn.Linear:
 
 # Surgery
 
-# The stacks of layers that `where` chooses from.
 TOWERS = {"decoder": ["language_model.layers"], "vision": ["vision_tower.encoder.layers"]}
 TOWERS["both"] = TOWERS["decoder"] + TOWERS["vision"]
 FEED_FORWARDS = ("mlp", "swiglu", "swiglu-new")
 
 
 class SwiGLU(nn.Module):
-    """(swish(x·W_G) ⊙ x·W_1)·W_2 with a hidden width of int(8/3·H), fresh (the paper, Eq. 7).
-
-    The pretrained answers are lost at step 0. Its names are not the published ones: LoRA's targets do not match, and
-    all of it is trained.
-    """
+    """(swish(x·W_G) ⊙ x·W_1)·W_2 with a hidden width of int(8/3·H), fresh (the paper, Eq. 7). LoRA leaves it alone."""
 
     def __init__(self, hidden_size: int):
         super().__init__()
@@ -354,10 +345,9 @@ def graft(
     for the same seed. A tower is grafted once. Raises UserError for arguments that are unknown or from which nothing is
     learned, and for a tower that is grafted already; the model is then unchanged.
     """
-    choices = (("variant", kind, KINDS), ("place", where, TOWERS), ("feed_forward", feed_forward, FEED_FORWARDS))
-    for what, value, known in choices:
+    for value, known in ((kind, KINDS), (where, TOWERS), (feed_forward, FEED_FORWARDS)):
         if value not in known:
-            raise UserError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
+            raise UserError(f"unknown {value!r}: choose one of {', '.join(known)}")
     if feed_forward != "mlp" and where == "vision":
         raise UserError(f"feed_forward {feed_forward!r} concerns the decoder: graft it with where 'decoder' or 'both'")
     defaults = options_of(kind)
@@ -379,9 +369,8 @@ def graft(
     for layer, name, module in new:
         layer.add_module(name, module.to(device).train(layer.training))
     if feed_forward == "swiglu":
-        for module in model.language_model.modules():
-            if isinstance(module, GemmaMLP):
-                module.activation = "silu"
+        for layer in model.language_model.layers:
+            layer.mlp.activation = "silu"
     model.grafts = (*model.grafts, Graft(kind, where, feed_forward, seed, defaults | options))
     return [name for name, _ in model.named_parameters() if name not in before]
 
@@ -410,12 +399,11 @@ def fold(model: Adaptable) -> None:
     Raises UserError, and folds nothing, for other variants, unmerged LoRA, and a dex on weights of few bits.
     """
     variants, feed_forwards = variants_of(model), {record.feed_forward for record in model.grafts}
-    if "swiglu-new" in feed_forwards:
-        raise UserError("feed_forward 'swiglu-new' is no part of the published format: keep it as base and adapter")
     for path, module in variants.items():
         output = module.get_submodule(module.output_name)
-        if not module.foldable:
-            raise UserError(f"{path}: plain attention cannot compute {module.kind!r}: keep it as base and adapter")
+        if not module.foldable or "swiglu-new" in feed_forwards:
+            what = f"{module.kind!r} with {', '.join(feed_forwards)}"
+            raise UserError(f"{path}: no plain model computes {what}: keep it as base and adapter")
         if not getattr(output, "merged", True):
             raise UserError(f"{path}.{module.output_name} carries LoRA: merge the adapter before folding the graft")
         if isinstance(module, Dex) and not base_layer(output).weight.is_floating_point():
@@ -454,11 +442,9 @@ def lambdas(model: nn.Module) -> dict[str, torch.Tensor]:
 def map_distance(model: nn.Module, **batch) -> dict[str, torch.Tensor]:
     """Total variation ½·Σ|A₁ − A₂| between the two maps of each layer, from 0 to 1, by the attention's path.
 
-    A scalar for each attention with two maps: the mean over heads and valid queries of one forward pass of `batch`,
-    the arguments of the model. Dropout follows the model's mode.
+    The mean over heads and valid queries of one forward pass of `batch`, the arguments of the model.
     """
-    first: dict[str, torch.Tensor] = {}
-    distances: dict[str, torch.Tensor] = {}
+    first, distances = {}, {}
 
     def tap(path: str, weights: torch.Tensor) -> None:
         if path not in first:
