@@ -32,10 +32,8 @@ from model.lowrank import LowRank
 
 
 class Differential(Attention):
-    """A variant takes over the projections of a plain attention as they are: trained, with LoRA, or on meta.
-
-    `layer` counts from 1. The keyword arguments of a subclass are the options that `graft` accepts for it.
-    """
+    """A variant takes over the projections of a plain attention, trained, with LoRA, or on meta. `layer` counts from 1;
+    keyword arguments of a subclass are the options that `graft` accepts for it."""
 
     kind: str
     maps = 1  # attention maps of a head, and calls of `tap`, A₁ first
@@ -341,9 +339,8 @@ def graft(
 
     kind: a key of KINDS; `options` are the keyword arguments of its class. where: "decoder", "vision" or "both".
     feed_forward of the decoder (the paper, Table 1): "mlp" as published, "swiglu" with the published weights and a silu
-    gate, or "swiglu-new", fresh. New parameters are fp32, trainable, on the model's device (meta included) and the same
-    for the same seed. A tower is grafted once. Raises UserError for arguments that are unknown or from which nothing is
-    learned, and for a tower that is grafted already; the model is then unchanged.
+    gate, or "swiglu-new", fresh. New parameters are fp32, on the model's device (meta included), the same for the same
+    seed. Raises UserError for what is unknown, grafted already, or cannot learn; the model is then unchanged.
     """
     for value, known in ((kind, KINDS), (where, TOWERS), (feed_forward, FEED_FORWARDS)):
         if value not in known:
