@@ -36,17 +36,9 @@ from weights.mapping import DIALECTS, STORED_DTYPES, dialect_names
 from weights.processor_files import processor_files
 
 # files of the tokenizer, the processor and generation, copied unchanged
-COMPANIONS = [
-    "tokenizer.model",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "generation_config.json",
-]
+COMPANIONS = ["tokenizer.model", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+COMPANIONS += ["special_tokens_map.json", "added_tokens.json", "preprocessor_config.json", "processor_config.json"]
+COMPANIONS += ["generation_config.json"]
 
 
 def export_model(

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lora.quantize import pack, replaceable
 from model.common import UserError, file_errors, read_json, shown
-from model.config import PRESETS, PaliGemmaConfig, VisionConfig
+from model.config import PRESETS, PaliGemmaConfig, VisionConfig, config_errors
 from model.language import LanguageModel, TextModel
 from model.mamba import MambaLM
 from model.paligemma import PaliGemma, initialize
@@ -99,14 +99,11 @@ def find_files(folder: Path) -> list[Path]:
     if (folder / SINGLE_FILE).exists():
         return [folder / SINGLE_FILE]
     if (index := folder / INDEX_FILE).exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise UserError(f"{index}: weight_map must give a file name for each tensor: download the file again")
-        return [folder / Path(file).name for file in sorted(set(weight_map.values()))]
+        with config_errors(index):
+            return [folder / Path(file).name for file in sorted(set(read_json(index)["weight_map"].values()))]
     if len(arrays := sorted(folder.glob("*.npz"))) == 1:
         return arrays
     for pattern, remedy in {
-        "*.npz": "more than one .npz: give the path of one",
         "model-*.safetensors": f"parts of a model, but no {INDEX_FILE}: download that too",
         "adapter_config.json": "an adapter, expected a model: give its base, and this as --adapter",
         "checkpoints": f"a run that has not ended: go on with python -m train.finetune --resume {folder}",
@@ -114,7 +111,7 @@ def find_files(folder: Path) -> list[Path]:
     }.items():
         if any(folder.glob(pattern)):
             raise UserError(f"{folder}: holds {remedy}")
-    raise UserError(f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE} nor an .npz: give a model's own folder")
+    raise UserError(f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE} nor one .npz: give a model's own folder")
 
 
 def read_headers(file: Path) -> dict[str, Entry]:
@@ -134,52 +131,49 @@ def examine(source: str | Path, revision: str | None = None, read: Callable[[Pat
     """
     if preset_of(source):
         raise UserError(f"{source}: is a preset of random weights, without files: give a folder or a hub id")
-    path = local_path(source)
-    with file_errors(source):
-        is_array = path.suffix == ".npz" and path.is_file()
-        files = [path] if is_array else find_files(resolve(source, PATTERNS, revision))
-    given, entries = files[0].with_name("config.json"), {}
-    if files[0].suffix == ".npz" and not given.exists() and read is read_config:
+    path, entries = local_path(source), {}
+    files = [path] if path.suffix == ".npz" and path.is_file() else find_files(resolve(source, PATTERNS, revision))
+    folder = files[0].parent
+    if files[0].suffix == ".npz" and not (folder / "config.json").exists() and read is read_config:
         entries = read_headers(files[0])
-        fitting = (compare(given.parent, entries, preset) for preset in PRESETS.values())
+        fitting = (compare(folder, entries, preset) for preset in PRESETS.values())
         if checkpoint := next((checkpoint for checkpoint in fitting if not checkpoint.problems), None):
             return checkpoint
         raise UserError(f"{files[0]}: its arrays fit no preset of model/config.py: write a config.json beside it")
-    config = read(given)
+    config = read(folder / "config.json")
     for file in files:
         entries |= read_headers(file)
-    return compare(given.parent, entries, config)
+    return compare(folder, entries, config)
 
 
 def compare(folder: Path, entries: dict[str, Entry], config: Any) -> Checkpoint:
     """The checkpoint of these tensors, and what does not fit the model of this configuration."""
     try:
         model, kind = empty_model(config), KINDS[type(config)][1]
-    except (ArithmeticError, MemoryError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"{folder / 'config.json'}: impossible sizes ({shown(str(error))})") from None
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        raise UserError(f"{folder / 'config.json'}: impossible sizes ({error}): download it again") from None
     entries = {name: entry for name, entry in entries.items() if not name.startswith(kind.ignored)}
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     is_array = any(entry.path.suffix == ".npz" for entry in entries.values())
-    dialect = mapping.NPZ if is_array else mapping.detect_dialect(entries, wanted, kind.dialects)
-    allowed = kind.aliases | mapping.dialect_names(wanted, dialect)
+    dialect = mapping.NPZ if is_array else mapping.detect_dialect(entries, expected, kind.dialects)
+    allowed = kind.aliases | mapping.dialect_names(expected, dialect)
     names = {name: allowed[name] for name in entries if name in allowed}
-    misshaped = []
-    for name, ours in names.items():
-        shape, expected = entries[name].shape, wanted[ours]
-        padded = is_array and ours == mapping.EMBEDDING and shape[1:] == expected[1:]
-        if shape != expected and not (padded and 0 <= expected[0] - shape[0] <= MAX_PADDING):
-            misshaped.append(f"{shown(name)} is {shape}, expected {expected}")
-    found = {
-        "missing": wanted.keys() - names.values(),
-        "unexpected": map(shown, entries.keys() - allowed.keys()),
-        "of other sizes than config.json says": misshaped,
-        f"not in {', '.join(STORED_DTYPES)}": [
-            f"{shown(name)} is {entry.dtype}" for name, entry in entries.items() if entry.dtype not in STORED_DTYPES
-        ],
-    }
+    misshaped, mistyped = [], []
+    for name, entry in entries.items():
+        shape = expected.get(names.get(name, ""), entry.shape)
+        is_padded = is_array and names.get(name) == mapping.EMBEDDING and entry.shape[1:] == shape[1:]
+        if entry.shape != shape and not (is_padded and 0 <= shape[0] - entry.shape[0] <= MAX_PADDING):
+            misshaped.append(f"{shown(name)} is {entry.shape}, expected {shape}")
+        if entry.dtype not in STORED_DTYPES:
+            mistyped.append(f"{shown(name)} is {entry.dtype}")
     problems = []
-    for what, group in found.items():
-        if group := sorted(group):
+    for what, group in {
+        "missing": sorted(expected.keys() - names.values()),
+        "unexpected": sorted(map(shown, entries.keys() - allowed.keys())),
+        "of other sizes than config.json says": misshaped,
+        f"not in {', '.join(STORED_DTYPES)}": mistyped,
+    }.items():
+        if group:
             more = f" and {len(group) - 4} more" if len(group) > 4 else ""
             problems.append(f"tensors {what}, {len(group)}: {', '.join(group[:4])}{more}")
     return Checkpoint(folder, entries, config, model, dialect, names, problems)

@@ -30,8 +30,6 @@ def _opened(path: Path) -> Iterator[tuple[zipfile.ZipFile, dict[str, zipfile.Zip
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
             weights = {key.removeprefix(_TREE): info for key, info in members.items() if key.startswith(_TREE)}
             yield archive, weights or members
-    except UserError:
-        raise
     except Exception as error:  # a damaged archive makes zipfile and numpy raise errors of many classes
         raise UserError(f"{path}: no .npz that can be read ({shown(str(error))}): download the file again") from None
 
@@ -82,8 +80,11 @@ def read_npz(
         for key, templates in big_vision_rules(members).items():
             with archive.open(members[key]) as array:
                 shape, dtype = _read_header(array)
+                of_layer = shape[is_stacked(key) :]
                 for layer in range(shape[0] if is_stacked(key) else 1):
-                    stored = _read_array(array, shape[is_stacked(key) :], STORED_DTYPES[_DTYPES[dtype.str]])
+                    buffer = bytearray(dtype.itemsize * prod(of_layer))
+                    array.readinto(buffer)
+                    stored = torch.frombuffer(buffer, dtype=STORED_DTYPES[_DTYPES[dtype.str]]).view(of_layer)
                     for template, rule in templates.items():
                         target, values = filled[template.format(layer)], rule(stored)
                         target[: len(values)] = values.to(device)
@@ -91,11 +92,3 @@ def read_npz(
                             total = sum(rows.double().sum(0) for rows in values.split(4096))
                             target[len(values) :] = (total / len(values)).to(target)
     return filled
-
-
-def _read_array(array: IO[bytes], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The next tensor of a zip member."""
-    buffer = bytearray(dtype.itemsize * prod(shape))
-    if array.readinto(buffer) < len(buffer):
-        raise EOFError("an array ends early")
-    return torch.frombuffer(buffer, dtype=dtype).view(shape)
