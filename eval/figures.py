@@ -9,7 +9,7 @@ Pillow does not smooth the edges of shapes.
 
 import math
 import unicodedata
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -197,21 +197,18 @@ def spell_number(value: float) -> str:
     return f"{value:g}" if value == 0 or abs(value) >= 1e-3 else f"{value:g}".replace("e-0", "e-")
 
 
-class _Axis:
-    """From data to points: `to(value)`, and the `marks` to print. A linear axis begins and ends at a mark; a log axis
-    has its marks at the values."""
-
-    def __init__(self, values: Sequence[float], start: float, end: float, log: bool = False):
-        low, high = min(values), max(values)
-        if low == high:
-            low, high = (low / 2, high * 2) if log else (low - 0.5, high + 0.5)
-        self.marks = sorted({*values}) if log else linear_marks(low, high)
-        self.scale = math.log if log else float
-        low, high = (low, high) if log else (self.marks[0], self.marks[-1])
-        self.start, self.low, self.unit = start, self.scale(low), (end - start) / (self.scale(high) - self.scale(low))
-
-    def to(self, value: float) -> float:
-        return self.start + (self.scale(value) - self.low) * self.unit
+def axis(
+    values: Sequence[float], start: float, end: float, log: bool = False
+) -> tuple[list[float], Callable[[float], float]]:
+    """The marks to print, and from data to points. A linear axis begins and ends at a mark; a log axis has its marks at
+    the values."""
+    low, high = min(values), max(values)
+    if low == high:
+        low, high = (low / 2, high * 2) if log else (low - 0.5, high + 0.5)
+    marks = sorted({*values}) if log else linear_marks(low, high)
+    scale = math.log if log else float
+    first, last = map(scale, (low, high) if log else (marks[0], marks[-1]))
+    return marks, lambda value: start + (scale(value) - first) / (last - first) * (end - start)
 
 
 def line_chart(
@@ -242,15 +239,16 @@ def line_chart(
     left, right, top, bottom = 66, WIDTH - 22 - legend, 46 if title else 18, HEIGHT - 52
     sheet = Canvas(WIDTH, HEIGHT)
     ends = [end for of_series in bars.values() for _, *both in of_series for end in both]
-    x_axis, y_axis = _Axis([x for x, _ in shown], left, right, log_x), _Axis([y for _, y in shown] + ends, bottom, top)
-    for mark in y_axis.marks:
-        sheet.line([(left, y_axis.to(mark)), (right, y_axis.to(mark))], GRID)
-        sheet.text(left - 8, y_axis.to(mark), spell_number(mark), 12, anchor="rm")
+    x_marks, to_x = axis([x for x, _ in shown], left, right, log_x)
+    y_marks, to_y = axis([y for _, y in shown] + ends, bottom, top)
+    for mark in y_marks:
+        sheet.line([(left, to_y(mark)), (right, to_y(mark))], GRID)
+        sheet.text(left - 8, to_y(mark), spell_number(mark), 12, anchor="rm")
     whole = all(float(x).is_integer() for x, _ in shown)  # such as layers or steps: no mark between
-    for mark in x_axis.marks:
+    for mark in x_marks:
         if not whole or abs(mark - round(mark)) <= 1e-9:
-            sheet.line([(x_axis.to(mark), bottom), (x_axis.to(mark), bottom + 5)])
-            sheet.text(x_axis.to(mark), bottom + 15, spell_number(mark), 12, anchor="mm")
+            sheet.line([(to_x(mark), bottom), (to_x(mark), bottom + 5)])
+            sheet.text(to_x(mark), bottom + 15, spell_number(mark), 12, anchor="mm")
     sheet.line([(left, top), (left, bottom), (right, bottom)])
     sheet.text((left + right) / 2, 22, title, 16, anchor="mm")
     sheet.text((left + right) / 2, HEIGHT - 14, x_label, 13, anchor="mm")
@@ -260,13 +258,13 @@ def line_chart(
         if name in pale:
             color, thick = tuple(round(0.35 * part + 0.65 * 255) for part in color), 1.0
         for is_visible, group in groupby(points, visible):
-            line = [(x_axis.to(x), y_axis.to(y)) for x, y in group if is_visible]
+            line = [(to_x(x), to_y(y)) for x, y in group if is_visible]
             if len(line) > 1:
                 sheet.line(line, color, thick)
             for point in line if len(line) == 1 or name in marked else ():
                 sheet.dot(*point, 3, color)
         for x, low, high in bars.get(name, ()):
-            x, low, high = x_axis.to(x) + 2 * number, y_axis.to(low), y_axis.to(high)  # side by side
+            x, low, high = to_x(x) + 2 * number, to_y(low), to_y(high)  # side by side
             for bar in ([(x, low), (x, high)], [(x - 3, low), (x + 3, low)], [(x - 3, high), (x + 3, high)]):
                 sheet.line(bar, color)
         if legend:

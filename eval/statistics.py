@@ -1,4 +1,4 @@
-"""Intervals of a mean over examples, pictures and training runs, tests of differences, and the best blind guess.
+"""Intervals of a mean over examples, pictures and training runs, and tests of differences.
 
 In: a score for each example, of one run or of several. Out: the mean with its interval. Two models are compared on the
 *difference* of their scores on the same examples (paired), which is what `bootstrap(a - b)` and `estimate(a - b)` give.
@@ -12,8 +12,7 @@ Wang 1980 (intervals of a sum of components). Holm 1979. Schuirmann 1987 (two on
 """
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -210,17 +209,3 @@ def t_point(p: float, freedom: float) -> float:
         step = (t_tail(t, freedom) - p) / t_density(t, freedom)
         t += step
     return t
-
-
-def blind_guesses(train: Iterable[tuple[Iterable[Hashable], str]], test: Iterable[Iterable[Hashable]]) -> list[str]:
-    """The best guess to each question of `test` without its picture: the answer most frequent in `train` under the
-    first of its keys that occurs there, of equally frequent ones the first in the alphabet.
-
-    A question's keys go from specific to general, such as its text, its type and (); `train` has (keys, answer) pairs.
-    """
-    answers: dict[Hashable, Counter[str]] = defaultdict(Counter)
-    for keys, answer in train:
-        for key in keys:
-            answers[key][answer] += 1
-    best = {key: min(found, key=lambda text: (-found[text], text)) for key, found in answers.items()}
-    return [next(best[key] for key in keys if key in best) for keys in test]

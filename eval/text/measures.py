@@ -35,7 +35,7 @@ from eval.report import interval_text, markdown_table
 from eval.statistics import bootstrap
 from eval.text.corpus import BOS, PAD, Corpus, kept_corpus
 from eval.text.tasks import LETTERS, SHOWN, Document, Tasks
-from model.common import UserError
+from model.common import UserError, read_json
 from model.device import choose_device
 from model.generate import NonFiniteError, check_finite, finite_rows
 from model.language import TextModel
@@ -280,14 +280,13 @@ class Run(NamedTuple):
 
 def open_run(folder: Path) -> Run:
     """The run in `folder`. Raises UserError if it is not a finished one."""
-    try:
-        settings = json.loads((folder / "config.json").read_text())
-        kind, length, place = settings["attention"], settings["length"], settings["corpus"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}: no run folder of train.systems.text ({error}): give one") from None
+    settings = read_json(folder / "config.json")
+    if not {"attention", "length", "corpus"} <= settings.keys():
+        raise UserError(f"{folder}: no run folder of train.systems.text: give one")
     if not (folder / "model" / "config.json").exists():
         raise UserError(f"{folder}: this run is not finished: python -m train.systems.text --resume {folder}")
-    return Run(kind, length, kept_corpus(Path(place or folder / "corpus")), folder)
+    corpus = kept_corpus(Path(settings["corpus"] or folder / "corpus"))
+    return Run(settings["attention"], settings["length"], corpus, folder)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -202,8 +202,8 @@ def test_dense_detection_lists_everything_and_masks_the_names(pieces):
         assert masked == [name for name, *_ in told] and kept == [f"<loc{at}>" for _, *both in told for at in both]
 
 
-def test_blind_baseline_is_the_most_frequent_train_answer():
-    """Breaks when the blind baseline is not the one worked out by hand."""
+def test_the_text_only_guess_is_the_most_frequent_train_answer():
+    """Breaks when the guess is not the one worked out by hand."""
 
     def made(prefix: str, answer: str, kind: str = "number") -> pictures.Sample:
         return pictures.Sample("vqa", None, prefix, answer, 0, 0, "how many", kind)
@@ -211,17 +211,17 @@ def test_blind_baseline_is_the_most_frequent_train_answer():
     train = [made("dogs?", "1"), made("dogs?", "2"), made("dogs?", "2"), made("cats?", "3"), made("cats?", "0")]
     test = [made("dogs?", "2"), made("dogs?", "1"), made("cats?", "0"), made("pigs?", "2"), made("is?", "no", "yes/no")]
     # dogs → 2; cats → 0 (a tie, the first in order); pigs, never asked → 2, as "how many" in general
-    assert scenes.blind(train, test) == {"overall": 60.0, "number": 75.0, "yes/no": 0.0}
+    assert scenes.text_only(train, test) == {"overall": 60.0, "number": 75.0, "yes/no": 0.0}
 
 
 @pytest.mark.long
 def test_answers_are_balanced():
     """Breaks when a model that never looks at the picture does well."""
-    accuracy = scenes.blind(stream("vqa", "train", 12000), stream("vqa", "test", 1800))
+    accuracy = scenes.text_only(stream("vqa", "train", 12000), stream("vqa", "test", 1800))
     assert 28 < accuracy["overall"] < 37
     assert 50 <= accuracy["yes/no"] < 60 and 30 < accuracy["number"] < 48 and 12 < accuracy["other"] < 20
     for kind, chance in (("n2o1", 50), ("n2o2", 50), ("n4o1", 100 / 16)):  # of one question
-        assert scenes.blind(stream(kind, "train", 4000), stream(kind, "test", 320))["overall"] < chance + 8
+        assert scenes.text_only(stream(kind, "train", 4000), stream(kind, "test", 320))["overall"] < chance + 8
 
 
 def parts(needle: scenes.Needle) -> dict[tuple[int, int], list[str]]:
@@ -277,9 +277,8 @@ def test_negatives_and_several_needles(kind, needles):
         assert len(wanted) == needles and not any(w <= set(names) for w in wanted for names in parts(absent).values())
         assert kind != "n2o2" or set().union(*wanted) <= set(absent.scene.squares)  # both objects are there, apart
         there = scenes.needle(kind, "test", index, needles=needles)
-        assert len(set(there.targets)) == needles and len({s.question_id for s in there.samples()}) == len(
-            there.samples()
-        )
+        ids = [s.question_id for s in there.samples()]
+        assert len(set(there.targets)) == needles and len({*ids}) == len(ids)
         assert [parts(there)[target] for target in there.targets] == [nouns(caption) for caption in there.captions]
     with pytest.raises(UserError, match="expected 1 to"):
         scenes.needle(kind, "test", 0, needles=17)

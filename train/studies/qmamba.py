@@ -165,7 +165,7 @@ def scene_task(name: str, split: str, limit: int) -> Task:
     samples = [scenes.sample(name, split, number) for number in range(limit)]
     asks = [Question(str(n), str(s.image_id), s.scene.render, s.prefix) for n, s in enumerate(samples)]
     seen = [scenes.sample(name, "train", number) for number in range(2_000)]
-    chance = scenes.blind(seen, samples)["overall"]
+    chance = scenes.text_only(seen, samples)["overall"]
     return asking(name, asks, [sample.suffix for sample in samples], chance=chance)
 
 
