@@ -28,11 +28,11 @@ def stitch(images: Sequence[Image.Image], size: int = SUB_IMAGE) -> Image.Image:
     return canvas
 
 
-def build_haystack(test: NeedleTest, pictures: Mapping[str, Path], size: int = SUB_IMAGE) -> list[Image.Image]:
-    """The M stitched pictures of `test`, from the paths by name. Raises UserError if a picture is unreadable."""
+def stitch_files(paths: Sequence[Path], size: int = SUB_IMAGE) -> Image.Image:
+    """The stitched picture of N² files. Raises UserError if one is unreadable."""
     from model.images import load_image  # imports torch, which scoring does not need
 
-    return [stitch([load_image(pictures[name]) for name in names], size) for names in test.haystack]
+    return stitch([load_image(path) for path in paths], size)
 
 
 def draw_tests(

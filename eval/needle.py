@@ -1,34 +1,32 @@
 """MMNeedle: find the sub-image that a caption describes in a stitched picture of N×N, or say that it is not there.
 
-    python -m eval.needle                       the last run, or the embedded base, on the embedded scenes
+    python -m eval.needle                       the newest run, or the embedded base, on the embedded scenes
     python -m eval.needle --coco DIR --captions file_to_caption.json --metadata DIR --model SRC --adapter RUN
-    python -m eval.needle score --responses F
+    python -m eval.needle --results responses.json
 
-In: tests (`eval/data.py`) and a folder of COCO pictures. Out: stitched pictures, prompts, a response file in
-MMNeedle's format, its accuracies (`eval/needle_scoring.py`), and a heatmap of accuracy by place.
+In: tests (`eval/data.py`) and a folder of COCO pictures, or a response file in MMNeedle's format. Out: such a file,
+accuracies (`eval/needle_scoring.py`) beside chance, a heatmap of accuracy by place, and a sheet of hits and misses; of
+--results the heatmap, where --out is given.
 
 Source: Wang et al., "Multimodal Needle in a Haystack: Benchmarking Long-Context Capability of Multimodal Large Language
 Models", NAACL 2025, arXiv 2406.11230 (its prompts, parsing and measures). The `paper` protocol is the adaptation of the
 differential PaliGemma paper: M = 1, N = 2, and two questions with one word to answer.
 """
 
-import argparse
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from hashlib import sha256
-from math import isnan
 from pathlib import Path
 from typing import NamedTuple
 
-from PIL import Image
-
 from eval import scenes
-from eval.command import Ask, Command, Report, add_flag, whole
-from eval.data import ABSENT, NeedleTest, find_image, find_images, read_captions, read_needle_tests
-from eval.entry import ask_model, main_of
+from eval.bench import Benchmark, limit_flag, run
+from eval.command import whole
+from eval.data import ABSENT, NeedleTest, find_image, find_images, problems_at, read_captions, read_needle_tests
 from eval.figures import contact_sheet, draw_boxes, heatmaps, save
-from eval.haystacks import FIRST_ABSENT_ID, build_haystack, choose, draw_tests
+from eval.haystacks import FIRST_ABSENT_ID, choose, draw_tests, stitch_files
 from eval.needle_scoring import (
     accuracy_by_place,
     judge,
@@ -38,9 +36,201 @@ from eval.needle_scoring import (
     score_responses,
     write_responses,
 )
-from model.common import UserError, run_command
+from eval.question import Question
+from eval.report import Row
+from model.common import UserError, run_command, shown
 
 Place = tuple[int, int, int]  # (index, row, col), counted from 0, or ABSENT
+PROTOCOLS = ("paper", "constrained", "official")
+LIMIT = 200  # tests of each kind, by default
+
+
+class Trial(NamedTuple):
+    """A test, functions that give its M pictures, and the files that they read."""
+
+    test: NeedleTest
+    pictures: tuple[Callable, ...]
+    files: Sequence[Path] = ()
+
+
+class Needle(Benchmark):
+    """A `Row` is a test: its first question, its response record, and whether all of it is right."""
+
+    name = "needle"
+    max_new_tokens = 64
+    protocol = "paper"
+    flags = {
+        "--protocol": dict(
+            help="paper: one-word answers, parsed strictly; constrained: the likelier of the words; official: "
+            "MMNeedle's own prompt and parsing",
+            default="paper",
+            choices=PROTOCOLS,
+        ),
+        "--kind": dict(
+            help="embedded tests, sub-images and the objects in them "
+            f"({'; '.join(f'{kind}: {title}' for kind, title in scenes.NEEDLE_TITLES.items())}; default: all)",
+            default=list(scenes.NEEDLES),
+            nargs="+",
+            choices=list(scenes.NEEDLES),
+        ),
+        "--needles": dict(help="needles a test", default=1, type=whole(1, 16), metavar="K"),
+        "--negatives": dict(
+            help="add as many tests whose needles are absent; with `paper`, any answer that is not a place counts as "
+            "'absent'",
+            default=False,
+        ),
+        "--coco": dict(help="folder of COCO val2014 pictures (default: the embedded scenes)", metavar="DIR"),
+        "--captions": dict(help="with --coco: MMNeedle's or COCO's caption file", metavar="FILE"),
+        "--metadata": dict(
+            help="with --coco: folder of MMNeedle's N_N.json and annotations_M_N_N.json (default: tests are drawn from "
+            "all captioned pictures that are there)",
+            metavar="DIR",
+        ),
+        "--pictures": dict(help="with --coco: stitched pictures a test", default=1, type=whole(1, 100), metavar="M"),
+        "--side": dict(help="with --coco: sub-images a side", default=2, type=whole(1, 64), metavar="N"),
+        "--seed": dict(help="of drawn tests, with --coco", default=42, type=whole(0, 2**63 - 1)),
+        "--limit": limit_flag(f"tests of each kind (default: {LIMIT})"),
+    }
+
+    def questions(self, args):
+        self.protocol, limit = args.protocol, args.limit or LIMIT
+        if args.negatives and limit > FIRST_ABSENT_ID:
+            raise UserError(f"--limit {limit} with --negatives, whose ids begin at {FIRST_ABSENT_ID}: lower it")
+        if args.coco is not None:
+            cases = coco_trials(Namespace(**vars(args) | {"limit": limit}))
+        elif args.captions or args.metadata or (args.pictures, args.side) != (1, 2):
+            raise UserError("--captions, --metadata, --pictures and --side belong to --coco: give that too")
+        else:
+            halves, cases = (False, True)[: 1 + args.negatives], {}
+            for kind in args.kind:
+                drawn = [embedded_trials(kind, limit, args.needles, absent=absent) for absent in halves]
+                cases[kind] = [trial for half in drawn for trial in half]
+        return [question for kind, trials in cases.items() for question in asks_of(trials, args.protocol, kind)]
+
+    def rows(self, questions, answers):
+        rows, pairs = [], list(zip(questions, answers, strict=True))
+        while pairs:
+            first = pairs[0][0]
+            count = len(prompts_of(first.truth, self.protocol))
+            said, pairs = [answer for _, answer in pairs[:count]], pairs[count:]
+            response = respond(first.truth, said, self.protocol)
+            rows.append(row_of(first, response_record(first.truth, response) | {"said": said}))
+        return rows
+
+    def read(self, file, args):
+        kind, records = Path(file).stem, read_responses(file)
+        if args.out:
+            save(heatmaps({kind: accuracy_by_place(records)}), args.out / f"heatmap-{kind}.png")
+        return [row_of(Question(r["id"], str(r["id"]), (), "", kind=kind), r) for r in records]
+
+    def summary(self, rows):
+        lines = {}
+        for kind, of_kind in by_kind(rows).items():
+            records = [row.answer for row in of_kind if row.answer]
+            test = of_kind[0].question.truth
+            grid = accuracy_by_place(records, test and test.side)
+            lines[kind] = score_responses(records) | {"exact, mean over places": mean_over_places(grid)}
+            if test is not None:
+                lines[kind]["chance"] = chance(test)
+            halves = [[r for r in records if r["ground_truth"].startswith("0, ") is absent] for absent in (False, True)]
+            for name, half in zip(("positives", "negatives"), halves, strict=True):
+                if all(halves):
+                    lines[f"  {name}, {kind}"] = score_responses(half)
+            for row, values in enumerate(grid, 1):
+                lines |= {f"  {kind}, row {row}, column {c}": {"exact": v} for c, v in enumerate(values, 1)}
+        return {
+            line: {name: None if math.isnan(value) else 100 * value for name, value in values.items()}
+            for line, values in lines.items()
+        }
+
+    def write(self, rows, out, subject):
+        grids, trained = {}, subject.trained_tasks()
+        for kind, of_kind in by_kind(rows).items():
+            records = [response_record(q.truth, said and said["response"]) for q, said, _ in of_kind]
+            write_responses(out / f"responses-{kind}.json", records)
+            grids[kind] = accuracy_by_place(records, of_kind[0].question.truth.side)
+            if scored := [row for row in of_kind if row.answer]:
+                exact = 100 * score_responses([row.answer for row in scored])["exact"]
+                heading = f"{subject.title}, {words_of(kind)}: {exact:.1f} % exact (blue: the needle)"
+                save(draw_sheet(scored, heading), out / f"sheet-{kind}.png")
+        notes = {words_of(kind): "not trained on" for kind in grids if trained is not None and kind not in trained}
+        title = f"{subject.title}: needles found, {self.protocol} protocol"
+        notes = {name: note for name, note in notes.items() if set(grids) <= set(scenes.NEEDLE_TITLES)}
+        save(heatmaps({words_of(kind): grid for kind, grid in grids.items()}, title, notes), out / "heatmap.png")
+
+
+def row_of(question: Question, record: dict) -> Row:
+    """The row of a test; without a response there is no answer."""
+    verdict = judge(record)
+    scores = {} if verdict is None else {f"exact, {question.kind}": float(verdict[2])}
+    return Row(question, record if scores else None, scores)
+
+
+def by_kind(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    kinds: dict[str, list[Row]] = {}
+    for row in rows:
+        kinds.setdefault(row.question.kind, []).append(row)
+    return kinds
+
+
+def chance(test: NeedleTest) -> float:
+    """The probability to guess all K places: they are distinct, of the P = M·N² that there are."""
+    return 1 / math.perm(len(test.haystack) * test.side**2, len(test.places))
+
+
+# Tests
+
+
+def embedded_trials(
+    kind: str, count: int, needles: int = 1, *, absent: bool = False, split: str = "test"
+) -> list[Trial]:
+    """`count` tests on the embedded scenes, of a kind in `scenes.NEEDLES`; first needles take all places in turn."""
+    trials = []
+    for number in range(count):
+        drawn = scenes.needle(kind, split, number, needles=needles, negative=absent)
+        name = f"{kind}-{needles}{'-absent' * absent}/{split}/{number}"
+        names = tuple(f"{name}/{row}_{col}" for row in range(drawn.n) for col in range(drawn.n))
+        places = tuple(ABSENT if row < 0 else (0, row, col) for row, col in drawn.targets)
+        targets = tuple(f"{name}/absent" if row < 0 else names[row * drawn.n + col] for row, col in drawn.targets)
+        test = NeedleTest(number + FIRST_ABSENT_ID * absent, (names,), places, targets, drawn.captions)
+        trials.append(Trial(test, (drawn.scene.render,)))
+    return trials
+
+
+def coco_trials(args: Namespace) -> dict[str, list[Trial]]:
+    """The tests on COCO's pictures that the flags ask for, under MMNeedle's name for their kind.
+
+    With --metadata MMNeedle's own tests; else drawn from all captioned pictures of the folder.
+    """
+    if args.captions is None:
+        raise UserError("--coco needs --captions: MMNeedle's caption file, or COCO's captions_val2014.json")
+    few = f"{args.needles}_" if args.needles > 1 else ""
+    size, halves = f"{args.side}_{args.side}", (False, True)[: 1 + args.negatives]
+    if args.metadata is None:
+        listed = read_captions(args.captions)
+        listed = {name if Path(name).name != name else f"val2014/{name}": text for name, text in listed.items()}
+        with problems_at(args.captions):
+            pictures = {name: find_image(args.coco, name) for name in listed}
+            captions = {name: text for name, text in listed.items() if pictures[name].is_file()}
+        if not captions:
+            problem = f"none of its {len(listed)} pictures is in {shown(args.coco)}, nor in val2014 there"
+            raise UserError(f"{shown(args.captions)}: {problem}: give the folder that holds them")
+        drawn = args.limit, args.pictures, args.side, args.needles
+        tests = [test for absent in halves for test in draw_tests(captions, *drawn, absent=absent, seed=args.seed)]
+    else:
+        metadata, annotations = f"{size}.json", f"{few}annotations_{args.pictures}_{size}.json"
+        files = Path(args.metadata, metadata), Path(args.metadata, annotations), args.captions
+        listed = read_needle_tests(*files)
+        by_half = [[test for test in listed if (ABSENT in test.places) is absent] for absent in halves]
+        tests = [test for half in by_half for test in choose(half, args.limit, args.seed)]
+        names = (name for test in tests for grid in test.haystack for name in grid)
+        pictures = find_images(names, args.coco, files[0])
+    trials = []
+    for test in tests:
+        grids = [[pictures[name] for name in grid] for grid in test.haystack]
+        trials.append(Trial(test, tuple(partial(stitch_files, grid) for grid in grids), sum(grids, [])))
+    return {f"{few}{args.pictures}_{size}": trials}
+
 
 # Prompts and answers
 
@@ -65,40 +255,6 @@ def official_prompt(captions: Sequence[str], pictures: int, side: int) -> str:
         + "caption."
         + "".join(f"\nCaption_{i}: {caption}" for i, caption in zip(numbers, captions, strict=True))
     )
-
-
-def spell_place(place: Place) -> str:
-    """The expected answer: "index, row, column" counted from 1, or "-1"."""
-    return "-1" if place == ABSENT else ", ".join(str(number + 1) for number in place)
-
-
-# Models
-
-PROTOCOLS = ("paper", "constrained", "official")
-
-
-class Trial(NamedTuple):
-    """A test, a function that gives its M pictures, and the files that it reads."""
-
-    test: NeedleTest
-    pictures: Callable[[], list]
-    files: Sequence[Path] = ()
-
-
-def embedded_trials(
-    kind: str, count: int, needles: int = 1, *, absent: bool = False, split: str = "test"
-) -> list[Trial]:
-    """`count` tests on the embedded scenes, of a kind in `scenes.NEEDLES`; first needles take all places in turn."""
-    trials = []
-    for number in range(count):
-        found = scenes.needle(kind, split, number, needles=needles, negative=absent)
-        name = f"{kind}-{needles}{'-absent' * absent}/{split}/{number}"
-        names = tuple(f"{name}/{row}_{col}" for row in range(found.n) for col in range(found.n))
-        places = tuple(ABSENT if row < 0 else (0, row, col) for row, col in found.targets)
-        targets = tuple(f"{name}/absent" if row < 0 else names[row * found.n + col] for row, col in found.targets)
-        test = NeedleTest(number + FIRST_ABSENT_ID * absent, (names,), places, targets, found.captions)
-        trials.append(Trial(test, lambda scene=found.scene: [Image.fromarray(scene.render())]))
-    return trials
 
 
 def parse_place(answers: Sequence[str], side: int) -> Place:
@@ -139,29 +295,20 @@ def respond(test: NeedleTest, answers: Sequence[str | None], protocol: str) -> s
     if protocol == "official":
         return answers[0]
     each = len(answers) // len(test.captions)
-    parts = [answers[start : start + each] for start in range(0, len(answers), each)]
-    return "; ".join(spell_place(parse_place(part, test.side)) for part in parts)
+    places = [parse_place(answers[at : at + each], test.side) for at in range(0, len(answers), each)]
+    return "; ".join("-1" if place == ABSENT else ", ".join(str(number + 1) for number in place) for place in places)
 
 
-def answer(
-    model, processor, trials: Sequence[Trial], protocol: str = "paper", *, ask_all: Callable | None = None, **options
-) -> list[list[str | None]]:
-    """A model's answers to `prompts_of` every trial; arguments as for `ask_model`."""
-    return by_trial(trials, protocol, ask_model(model, processor, asks_of(trials, protocol), ask_all, **options))
-
-
-def asks_of(trials: Sequence[Trial], protocol: str) -> list[Ask]:
+def asks_of(trials: Sequence[Trial], protocol: str, kind: str = "") -> list[Question]:
     """What is asked about the trials, one after the other. Raises UserError for a protocol that cannot ask them."""
-    return [
-        Ask(f"{test.id}/{number}", key_of(test), pictures, prompt, choices, files)
-        for test, pictures, files in trials
-        for number, (prompt, choices) in enumerate(prompts_of(test, protocol))
-    ]
-
-
-def key_of(test: NeedleTest) -> str:
-    """Names the haystack, which several tests may share."""
-    return sha256(repr(test.haystack).encode()).hexdigest()
+    questions = []
+    for test, pictures, files in trials:
+        key = sha256(repr(test.haystack).encode()).hexdigest()  # several tests may share a haystack
+        picture = pictures[0] if len(pictures) == 1 else pictures
+        for number, (prompt, words) in enumerate(prompts_of(test, protocol)):
+            name = f"{kind}/{test.id}/{number}".removeprefix("/")
+            questions.append(Question(name, key, picture, prompt, words, files, truth=test, kind=kind))
+    return questions
 
 
 def by_trial(trials: Sequence[Trial], protocol: str, answers: Iterable[str | None]) -> list[list[str | None]]:
@@ -172,171 +319,39 @@ def by_trial(trials: Sequence[Trial], protocol: str, answers: Iterable[str | Non
 
 def responses_of(trials: Sequence[Trial], answers: Sequence[Sequence[str | None]], protocol: str) -> list[dict]:
     """A response record for each trial and its answers."""
-    return [
-        response_record(trial.test, respond(trial.test, said, protocol))
-        for trial, said in zip(trials, answers, strict=True)
-    ]
+    pairs = zip((trial.test for trial in trials), answers, strict=True)
+    return [response_record(test, respond(test, said, protocol)) for test, said in pairs]
 
 
 def evaluate_embedded(
-    model,
-    processor,
-    kind: str,
-    count: int,
-    progress: str | None = None,
-    *,
-    constrained: bool = False,
-    needles: int = 1,
-    ask_all: Callable | None = None,
+    model, processor, kind: str, count: int, progress: str | None = None, *, ask_all: Callable, protocol: str = "paper"
 ) -> float:
-    """Exact accuracy in percent on `count` tests of the embedded test split: all questions of a test must be right.
-
-    An answer must be exactly the word, as in the paper; or, `constrained`, the likelier of the words is the answer.
-    """
-    trials, protocol = embedded_trials(kind, count, needles), "constrained" if constrained else "paper"
-    answers = answer(model, processor, trials, protocol, ask_all=ask_all, progress=progress)
-    return 100 * score_responses(responses_of(trials, answers, protocol))["exact_accuracy"]
+    """Exact accuracy in percent on `count` tests of the embedded test split: all questions of a test must be right."""
+    trials = embedded_trials(kind, count)
+    answers = ask_all(model, processor, asks_of(trials, protocol), progress=progress)
+    return 100 * score_responses(responses_of(trials, by_trial(trials, protocol, answers), protocol))["exact"]
 
 
-# Commands
+# Figures
 
 
-def score(args: argparse.Namespace) -> Report:
-    """`python -m eval.needle score`: the accuracies of a response file."""
-    records = read_responses(args.responses)
-    summary, grid = score_responses(records), accuracy_by_place(records)
-    scored = sum(record["response"] is not None for record in records)
-    if scored < len(records):
-        print(f"{len(records) - scored} of {len(records)} responses are null and left out", file=sys.stderr)
-    if args.heatmap:
-        save(heatmaps({Path(args.responses).stem: grid}), args.heatmap)
-    lines = [f"MMNeedle accuracy (%), {scored} responses"]
-    lines += [f"{name.split('_')[0]:24}{100 * value:6.2f}" for name, value in summary.items()]
-    if not isnan(mean := mean_over_places(grid)):
-        lines += [f"{'exact, mean over places':24}{100 * mean:6.2f}", *place_lines(grid)]
-    return Report(summary, lines)
-
-
-def place_lines(grid: list[list[float]], name: str = "") -> list[str]:
-    """Accuracy by row and column, in percent."""
-    rows = ("  " + " ".join("     -" if isnan(value) else f"{100 * value:6.2f}" for value in row) for row in grid)
-    return [f"exact by row and column{', ' * bool(name)}{name}", *rows]
-
-
-def coco_trials(args: argparse.Namespace) -> dict[str, list[Trial]]:
-    """The tests on COCO's pictures that the flags ask for, under MMNeedle's name for their kind.
-
-    With --metadata MMNeedle's own tests; else drawn from all captioned pictures of the folder.
-    """
-    if args.captions is None:
-        raise UserError("--coco needs --captions: MMNeedle's caption file, or COCO's captions_val2014.json")
-    few = f"{args.needles}_" if args.needles > 1 else ""
-    size = f"{args.side}_{args.side}"
-    kinds = (False, True)[: 1 + args.negatives]
-    if args.metadata is None:
-        listed = read_captions(args.captions)
-        listed = {name if Path(name).name != name else f"val2014/{name}": text for name, text in listed.items()}
-        pictures = {name: find_image(args.coco, name) for name in listed}
-        captions = {name: text for name, text in listed.items() if pictures[name].is_file()}
-        if not captions:
-            raise UserError(
-                f"{args.captions}: none of its {len(listed)} pictures is in {args.coco} (nor in val2014 "
-                "there): give the folder that holds them"
-            )
-        drawn = args.limit, args.pictures, args.side, args.needles
-        tests = [test for absent in kinds for test in draw_tests(captions, *drawn, absent=absent, seed=args.seed)]
-    else:
-        metadata = Path(args.metadata, f"{size}.json")
-        found = read_needle_tests(
-            metadata, Path(args.metadata, f"{few}annotations_{args.pictures}_{size}.json"), args.captions
-        )
-        tests = [
-            test
-            for absent in kinds
-            for test in choose([t for t in found if (ABSENT in t.places) is absent], args.limit, args.seed)
-        ]
-        names = (name for test in tests for grid in test.haystack for name in grid)
-        pictures = find_images(names, args.coco, metadata)
-    files = [[pictures[name] for grid in test.haystack for name in grid] for test in tests]
-    trials = [Trial(test, partial(build_haystack, test, pictures), own) for test, own in zip(tests, files, strict=True)]
-    return {f"{few}{args.pictures}_{size}": trials}
-
-
-def draw_sheet(trials: Sequence[Trial], records: Sequence[dict], answers: Sequence[Sequence[str]], title: str):
+def draw_sheet(rows: Sequence[Row], title: str):
     """A contact sheet of up to eight hits and eight misses: pictures with a frame around the needle, and answers."""
-    judged = [(judge(record), *rest) for record, *rest in zip(records, trials, answers, strict=True)]
-    shown = [
-        (right, trial, said)
-        for wanted in (True, False)
-        for right, trial, said in [(v[2], t, a) for v, t, a in judged if v and v[2] is wanted][:8]
-    ]
+    hits, misses = ([row for row in rows if any(row.scores.values()) is right][:8] for right in (True, False))
+    from model.images import load_image  # imports torch, which scoring does not need
+
     pictures, captions = [], []
-    for _, (test, draw, _), said in shown:
+    for question, record, _ in hits + misses:
+        test = question.truth
         index, size = max(0, test.places[0][0]), 512 / test.side
-        here = [
-            (row, col, caption)
-            for (at, row, col), caption in zip(test.places, test.captions, strict=True)
-            if at == index
-        ]
+        needles = zip(test.places, test.captions, strict=True)
+        here = [(row, col, caption) for (at, row, col), caption in needles if at == index]
         boxes = [(col * size, row * size, (col + 1) * size, (row + 1) * size) for row, col, _ in here]
-        picture = draw()[index].resize((512, 512))
+        picture = load_image(question.images()[index]).resize((512, 512))
         labels = [caption for *_, caption in here] if len(test.places) > 1 else None
         pictures.append(draw_boxes(picture, boxes, labels, width=4))
-        captions.append(f"said {', '.join(said)} | {' | '.join(test.captions)}")
-    return contact_sheet(pictures, captions, [right for right, *_ in shown], title=title)
-
-
-def load(args: argparse.Namespace) -> tuple[dict[str, list[Trial]], dict[str, list[Ask]]]:
-    """The trials of each kind, on COCO's pictures or on the embedded scenes, and what to ask."""
-    if args.negatives and args.limit > FIRST_ABSENT_ID:
-        raise UserError(f"--limit {args.limit} with --negatives, whose ids begin at {FIRST_ABSENT_ID}: lower it")
-    if args.coco is not None:
-        cases = coco_trials(args)
-    elif args.captions or args.metadata or (args.pictures, args.side) != (1, 2):
-        raise UserError("--captions, --metadata, --pictures and --side belong to --coco: give that too")
-    else:
-        cases = {
-            kind: [
-                trial
-                for absent in (False, True)[: 1 + args.negatives]
-                for trial in embedded_trials(kind, args.limit, args.needles, absent=absent)
-            ]
-            for kind in args.kind
-        }
-    return cases, {name: asks_of(trials, args.protocol) for name, trials in cases.items()}
-
-
-def finish(args, cases: dict[str, list[Trial]], answers: dict, session) -> Report:
-    """A response file and a sheet of pictures for each kind, a heatmap for all, and the accuracies beside chance."""
-    results, grids, files, scores, pictures, (out, title) = {}, {}, [], {}, {}, (session.out, session.title)
-    for name, trials in cases.items():
-        said = by_trial(trials, args.protocol, answers[name])
-        records, side = responses_of(trials, said, args.protocol), trials[0].test.side
-        write_responses(out / f"responses-{name}.json", records)
-        files.append(f"responses-{name}.json")
-        grids[name] = accuracy_by_place(records, side)
-        result = {"tests": sum(record["response"] is not None for record in records)} | score_responses(records)
-        if args.negatives:
-            for half, absent in (("positives", False), ("negatives", True)):
-                chosen = (r for r in records if r["ground_truth"].startswith("0, ") is absent)
-                result[half] = score_responses(chosen)
-        judged = {f"{name}/{r['id']}": verdict[2] for r in records if (verdict := judge(r)) is not None}
-        scores[f"exact, {name}"] = judged
-        pictures |= {f"{name}/{test.id}": key_of(test) for test, *_ in trials}
-        places = len(trials[0].test.haystack) * side**2
-        results[name] = result | {"chance": places**-args.needles, "places": grids[name]}
-        if result["tests"]:
-            heading = f"{title}, {words_of(name)}: {100 * result['exact_accuracy']:.1f} % exact (blue: the needle)"
-            save(draw_sheet(trials, records, said, heading), out / f"sheet-{name}.png")
-            files.append(f"sheet-{name}.png")
-    trained = None if args.coco else session.trained_tasks()
-    notes = {words_of(name): "not trained on" for name in grids if trained is not None and name not in trained}
-    named = {words_of(name): grid for name, grid in grids.items()}
-    save(heatmaps(named, f"{title}: needles found, {args.protocol} protocol", notes), out / "heatmap.png")
-    lines = table(f"needle accuracy (%), protocol {args.protocol}, {title}", results)
-    for result in results.values():  # JSON has no NaN
-        result["places"] = [[None if isnan(value) else value for value in row] for row in result["places"]]
-    return Report(results, lines, [*files, "heatmap.png"], scores, pictures=pictures)
+        captions.append(f"said {', '.join(record['said'])} | {' | '.join(test.captions)}")
+    return contact_sheet(pictures, captions, [True] * len(hits) + [False] * len(misses), title=title)
 
 
 def words_of(kind: str) -> str:
@@ -349,55 +364,7 @@ def words_of(kind: str) -> str:
     return ", ".join([*(f"{number} needles" for number in needles), of_them])
 
 
-def table(title: str, results: Mapping[str, dict]) -> list[str]:
-    """A row for each kind of test, and accuracy by place below."""
-    lines = [title, f"{'':16}{'tests':>7}{'existence':>11}{'index':>8}{'exact':>8}{'chance':>8}"]
-
-    def row(name: str, tests, measures: Mapping[str, float], chance: str = "") -> str:
-        existence, index, exact = (100 * measures[f"{kind}_accuracy"] for kind in ("existence", "index", "exact"))
-        return f"{name:16}{tests:>7}{existence:11.2f}{index:8.2f}{exact:8.2f}{chance}"
-
-    for name, result in results.items():
-        lines.append(row(name, result["tests"], result, f"{100 * result['chance']:8.2f}"))
-        lines += [row(f"  {half}", "", result[half]) for half in ("positives", "negatives") if half in result]
-    return lines + [line for name, result in results.items() for line in place_lines(result["places"], name)]
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    protocols = (
-        "paper: one-word answers, parsed strictly; constrained: the likelier of the words; official: MMNeedle's own "
-        "prompt and parsing"
-    )
-    add_flag(parser, "--protocol", protocols, "paper", choices=PROTOCOLS)
-    titles = "; ".join(f"{kind}: {title}" for kind, title in scenes.NEEDLE_TITLES.items())
-    kinds = f"embedded tests, sub-images and the objects in them ({titles}; default: all)"
-    every = list(scenes.NEEDLES)
-    add_flag(parser, "--kind", kinds, every, nargs="+", choices=every)
-    add_flag(parser, "--needles", "needles a test", 1, type=whole(1, 16), metavar="K")
-    negatives = (
-        "add as many tests whose needles are absent; with `paper`, any answer that is not a place counts as 'absent'"
-    )
-    add_flag(parser, "--negatives", negatives, False)
-    add_flag(parser, "--coco", "folder of COCO val2014 pictures (default: the embedded scenes)", metavar="DIR")
-    add_flag(parser, "--captions", "with --coco: MMNeedle's or COCO's caption file", metavar="FILE")
-    metadata = (
-        "with --coco: folder of MMNeedle's N_N.json and annotations_M_N_N.json (default: tests are drawn from all "
-        "captioned pictures that are there)"
-    )
-    add_flag(parser, "--metadata", metadata, metavar="DIR")
-    add_flag(parser, "--pictures", "with --coco: stitched pictures a test", 1, type=whole(1, 100), metavar="M")
-    add_flag(parser, "--side", "with --coco: sub-images a side", 2, type=whole(1, 64), metavar="N")
-    add_flag(parser, "--seed", "of drawn tests, with --coco", 42, type=whole(0, 2**63 - 1))
-
-
-def add_score_flags(parser: argparse.ArgumentParser) -> None:
-    add_flag(parser, "--responses", "response file in MMNeedle's format", required=True)
-    add_flag(parser, "--heatmap", "draw accuracy by place (default: no figure)", metavar="PNG")
-
-
-LIMIT = "tests of each kind (default: 200)", 200
-COMMAND = Command("needle", __doc__, add_flags, add_score_flags, load, finish, score, LIMIT, max_new_tokens=64)
-main = main_of(COMMAND)
+main = partial(run, Needle())
 
 if __name__ == "__main__":
     run_command(main)

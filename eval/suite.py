@@ -22,6 +22,7 @@ from eval.bench import Benchmark, Results, add_ask_flags, ask, compare, comparis
 from eval.command import add_flag, command_parser, positive
 from eval.data import PROMPT, check_prompt
 from eval.mmbench import MMBench
+from eval.needle import Needle
 from eval.open import Subject, add_model_flags, models_of, open_model, out_folder, stored_prompt
 from eval.pope import Pope
 from eval.report import markdown_table
@@ -75,6 +76,11 @@ TASKS = {
         paligemma="{question}",
     ),
     "mmbench": Task(MMBench(), {"MMBench": ("overall", "CircularEval")}, "--tsv ROOT/mmbench/MMBench_DEV_EN.tsv"),
+    "needle": Task(
+        Needle(),
+        {"MMNeedle": ("1_2_2", "exact")},
+        "--coco ROOT/coco --captions ROOT/needle/file_to_caption.json --metadata ROOT/needle",
+    ),
 }
 
 

@@ -1,15 +1,14 @@
 """MMNeedle's command: what is asked about the embedded scenes and COCO's pictures, and the responses it writes."""
 
 import json
+from argparse import Namespace
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from eval import haystacks, needle, needle_scoring, pictures, run, scenes
-from eval.command import command_parser
+from eval import answer, haystacks, needle, needle_scoring, pictures, scenes
 from eval.data import ABSENT, NeedleTest, read_needle_tests
 from model.common import UserError
 from model.processor import Processor
@@ -25,10 +24,10 @@ CASES = [(kind, needles, absent) for kind in scenes.NEEDLES for needles, absent 
 @pytest.mark.parametrize(("kind", "needles", "absent"), CASES)
 def test_embedded_trials_ask_what_is_trained(kind, needles, absent):
     """A model is asked in other words than it was trained on, or right answers do not count as right."""
-    for number, (test, stitched, _) in enumerate(needle.embedded_trials(kind, 20, needles, absent=absent)):
+    for number, (test, (draw,), _) in enumerate(needle.embedded_trials(kind, 20, needles, absent=absent)):
         samples = scenes.needle(kind, "test", number, needles=needles, negative=absent).samples()
         assert [prompt for prompt, _ in needle.prompts_of(test, "paper")] == [s.prefix for s in samples]
-        assert np.array_equal(stitched()[0], samples[0].scene.render())
+        assert np.array_equal(draw(), samples[0].scene.render())
         right = needle_scoring.response_record(test, needle.respond(test, [s.suffix for s in samples], "paper"))
         assert needle_scoring.judge(right) == (True, True, True)
         if not absent:
@@ -55,65 +54,51 @@ def test_places_of_larger_grids_are_parsed_strictly():
     assert needle.parse_place(["top", "right"], 2) == (0, 0, 1)
 
 
-def test_accuracy_needs_all_questions_of_a_test(model, processor, monkeypatch):
-    """Half a place counts as a hit, or the two modes are confused."""
+@pytest.mark.parametrize(("wrong_every", "accuracy"), [(10**6, 95.0), (2, 0.0), (4, 50.0)])
+def test_accuracy_needs_all_questions_of_a_test(wrong_every, accuracy):
+    """Half a place counts as a hit: the first question of all is wrong, or one of each test, or of every other one."""
 
-    def answers(wrong_every):
-        def ask(model, processor, asks, **options):
-            told = []
-            for at, question in enumerate(asks):
-                number, part = map(int, question.id.split("/"))
-                suffix = scenes.needle("n2o1", "test", number).samples()[part].suffix
-                told.append("neither" if at % wrong_every == 0 else suffix)
-            return told
+    def ask_all(model, processor, questions, **options):
+        samples = [scenes.needle("n2o1", "test", number).samples() for number in range(20)]
+        suffixes = [sample.suffix for of_test in samples for sample in of_test]
+        return ["neither" if at % wrong_every == 0 else suffix for at, suffix in enumerate(suffixes)]
 
-        monkeypatch.setattr(run, "ask_all", ask)
-        return needle.evaluate_embedded(model, processor, "n2o1", 20)
-
-    assert answers(10**6) == 95.0  # the very first is wrong
-    assert answers(2) == 0.0  # one of two, in every test
-    assert answers(4) == 50.0
+    assert needle.evaluate_embedded(None, None, "n2o1", 20, ask_all=ask_all) == accuracy
 
 
-def test_the_constrained_mode_of_training_always_names_a_place(model, processor, monkeypatch):
-    """Fine-tuning's needle accuracy counts format failures although it is asked not to."""
-    asked, ask_all = [], run.ask_all
-    monkeypatch.setattr(run, "ask_all", lambda m, p, asks, **more: asked.extend(asks) or ask_all(m, p, asks, **more))
-    assert needle.evaluate_embedded(model, processor, "n2o1", 4) == 0  # a random model never says just the word
-    assert {ask.choices for ask in asked} == {()}
-    asked.clear()
-    found = needle.evaluate_embedded(model, processor, "n2o1", 4, constrained=True)
-    assert {ask.choices for ask in asked} == {("top", "bottom"), ("left", "right")} and found in (0, 25, 50, 75, 100)
+def test_the_constrained_protocol_always_names_a_place(model, processor):
+    """The accuracy counts format failures although it is asked not to."""
+    trials, accuracies = needle.embedded_trials("n2o1", 4), (0, 25, 50, 75, 100)
+    for protocol, choices in (("paper", {()}), ("constrained", {("top", "bottom"), ("left", "right")})):
+        assert {question.choices for question in needle.asks_of(trials, protocol)} == choices
+    options = {"ask_all": answer.ask_all, "protocol": "constrained"}
+    assert needle.evaluate_embedded(model, processor, "n2o1", 4, **options) in accuracies
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("protocol", needle.PROTOCOLS)
 def test_needle_command(source, workplace, capsys, protocol):
     """The response file scores otherwise than the command printed, or a figure is missing."""
+    has_halves = protocol != "constrained"
     flags = ["--model", source, "--protocol", protocol, "--limit", "8", "--kind", "n2o1", "n4o1", *FAST]
-    if protocol != "constrained":
-        flags += ["--negatives"]
-    needle.main([*flags, "--json"])
+    needle.main([*flags, "--json", *["--negatives"] * has_halves])
     text = capsys.readouterr().out
     assert "NaN" not in text  # eight tests leave places without a needle, and JSON has no NaN
-    printed = json.loads(text)
+    printed = json.loads(text)["random"]
     out = workplace / "runs" / "eval" / "random" / "needle"
     for kind, side in (("n2o1", 2), ("n4o1", 4)):
-        needle.main(["score", "--responses", str(out / f"responses-{kind}.json"), "--json"])
-        scored = json.loads(capsys.readouterr().out)
-        assert scored == {name: printed[kind][name] for name in scored}
-        assert printed[kind]["chance"] == 1 / side**2 and len(printed[kind]["places"]) == side
-        assert printed[kind]["tests"] == 8 * (1 + ("--negatives" in flags))
-        assert ("positives" in printed[kind]) == ("--negatives" in flags)
+        needle.main(["--results", str(out / f"responses-{kind}.json"), "--json"])
+        (scored,) = json.loads(capsys.readouterr().out).values()
+        line = printed["summary"][kind]
+        assert scored["summary"][f"responses-{kind}"] | {"chance": 100 / side**2} == line
+        assert printed["measures"][f"exact, {kind}"]["questions"] == 8 * (1 + has_halves)
+        assert (f"  positives, {kind}" in printed["summary"]) == has_halves
         assert Image.open(out / f"sheet-{kind}.png").width > 500
     if protocol == "paper":  # a random model names no place
-        halves = [printed["n2o1"][half]["existence_accuracy"] for half in ("positives", "negatives")]
-        assert halves == [0, 1]
+        assert [printed["summary"][f"  {half}, n2o1"]["existence"] for half in ("positives", "negatives")] == [0, 100]
     if protocol == "constrained":  # a place is always named
-        assert printed["n2o1"]["existence_accuracy"] == 1
+        assert printed["summary"]["n2o1"]["existence"] == 100
     assert Image.open(out / "heatmap.png").width > 1000
-    needle.main(flags)
-    assert f"protocol {protocol}, random" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -130,9 +115,9 @@ def coco_flags(coco, source, *more):
 def test_official_metadata(coco, source, capsys):
     """MMNeedle's own tests are read, sampled or written otherwise than published."""
     needle.main(coco_flags(coco, source, "--metadata", str(coco), "--limit", "4"))
-    printed = json.loads(capsys.readouterr().out)["1_2_2"]
+    printed = json.loads(capsys.readouterr().out)["random"]["measures"]["exact, 1_2_2"]
     records = json.loads((coco / "out" / "responses-1_2_2.json").read_text())
-    assert printed["tests"] == 4 and sorted(r["ground_truth"] for r in records) == [
+    assert printed["questions"] == 4 and sorted(r["ground_truth"] for r in records) == [
         "1, 1, 1",
         "1, 1, 2",
         "1, 2, 1",
@@ -155,20 +140,17 @@ def test_pictures_and_haystacks_are_counted_once(coco, monkeypatch):
     """A picture that lies flat and in val2014 is drawn as two, or tests of one haystack count as independent."""
     name = "COCO_val2014_000000000001.jpg"
     (coco / name).write_bytes((coco / "val2014" / name).read_bytes())
-    drawn, parser = [], command_parser("x", "")
-    needle.add_flags(parser)
-    args = parser.parse_args(["--coco", str(coco), "--captions", str(coco / "C")])
-    args.limit = 8
+    args = Namespace(coco=str(coco), captions=str(coco / "C"), metadata=None, pictures=1, side=2, needles=1)
+    args = Namespace(**vars(args), negatives=False, seed=42, limit=8, kind=[], protocol="paper")
+    drawn, benchmark = [], needle.Needle()
     with monkeypatch.context() as patch:
         patch.setattr(needle, "draw_tests", lambda captions, *_, **options: drawn.extend(captions) or [])
-        needle.load(args)
+        benchmark.questions(args)
     assert sorted(drawn) == sorted(f"val2014/{path.name}" for path in (coco / "val2014").iterdir())
     args.metadata = str(coco)
-    trials, asks = needle.load(args)
-    monkeypatch.setattr(needle, "save", lambda figure, path: None)
-    answers = {kind: ["top"] * len(of_kind) for kind, of_kind in asks.items()}
-    report = needle.finish(args, trials, answers, SimpleNamespace(out=coco / "out", title="x"))
-    assert len(report.pictures) == 8 and len(set(report.pictures.values())) == 2
+    questions = benchmark.questions(args)
+    rows = benchmark.rows(questions, ["top"] * len(questions))
+    assert len(rows) == 8 and len({row.question.key for row in rows}) == 2
 
 
 @pytest.mark.long
@@ -178,7 +160,8 @@ def test_drawn_tests_of_many_pictures_and_needles(coco, source, capsys, monkeypa
     monkeypatch.setattr(Processor, "layout", lambda self, n, *text: seen.append((n, text[0])) or layout(self, n, *text))
     more = ["--pictures", "2", "--needles", "2", "--limit", "3", "--protocol", "official"]
     needle.main(coco_flags(coco, source, *more))
-    assert json.loads(capsys.readouterr().out)["2_2_2_2"]["chance"] == 1 / 64
+    chance = json.loads(capsys.readouterr().out)["random"]["summary"]["2_2_2_2"]["chance"]
+    assert chance == pytest.approx(100 / (8 * 7))  # two needles are at two of eight places
     records = json.loads((coco / "out" / "responses-2_2_2_2.json").read_text())
     assert {n for n, _ in seen} == {2} and len(records) == 3
     for record in records:
@@ -193,7 +176,9 @@ def test_a_needle_test_without_its_picture_has_no_response(coco, source, capsys)
     needle.main(coco_flags(coco, source, "--metadata", str(coco), "--limit", "8"))
     printed, report = capsys.readouterr()
     printed = json.loads(printed)
-    assert printed["1_2_2"]["tests"] == 4 and len(printed["left_out"]) == 8  # two questions each
+    assert printed["random"]["measures"]["exact, 1_2_2"]["questions"] == 4
+    left_out = json.loads((coco / "out" / "scores.json").read_text())["left_out"]
+    assert len(left_out) == 8  # two questions each
     assert "COCO_val2014_000000000005.jpg" in report
     records = json.loads((coco / "out" / "responses-1_2_2.json").read_text())
     assert [r["response"] is None for r in records] == [False] * 4 + [True] * 4

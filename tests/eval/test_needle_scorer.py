@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from eval import haystacks, needle, needle_scoring, scenes
-from eval.data import ABSENT, NeedleTest, find_images
+from eval.data import ABSENT, NeedleTest
 from model.common import UserError
 
 
@@ -84,16 +84,12 @@ def test_a_missing_response_leaves_the_denominator():
         ("0, 0, 0", "2, 1, 1"),
     ]
     records = [record(truth, response) for truth, response in pairs]
-    assert needle_scoring.score_responses(records) == {
-        "existence_accuracy": 3 / 4,
-        "index_accuracy": 3 / 4,
-        "exact_accuracy": 2 / 4,
-    }
+    assert needle_scoring.score_responses(records) == {"existence": 3 / 4, "index": 3 / 4, "exact": 2 / 4}
 
 
 def test_no_response_at_all_scores_zero():
     """An empty denominator must not end a long evaluation with a traceback."""
-    nothing = {"existence_accuracy": 0.0, "index_accuracy": 0.0, "exact_accuracy": 0.0}
+    nothing = {"existence": 0.0, "index": 0.0, "exact": 0.0}
     assert needle_scoring.score_responses([record("1, 1, 1", None)]) == nothing
     assert math.isnan(needle_scoring.mean_over_places(needle_scoring.accuracy_by_place([record("1, 1, 1", None)])))
 
@@ -138,10 +134,20 @@ def test_strict_parse(vertical, horizontal, place):
     assert needle.parse_place([vertical, horizontal], 2) == place
 
 
-def test_places_are_spelled_from_one():
-    """Truth and answers count from 1, metadata from 0, absent is -1 in answers and 0, 0, 0 in truths."""
-    assert needle.spell_place((0, 1, 0)) == "1, 2, 1"
-    assert needle.spell_place(ABSENT) == "-1"
+def test_several_answers_are_one_response():
+    """Truth and answers count from 1, metadata from 0; a needle that is not placed is -1."""
+    test = NeedleTest(0, (tuple("abcd"),), ((0, 1, 0), (0, 0, 1)), ("c", "b"), ("x", "y"))
+    assert needle.respond(test, ["bottom", "left", "top", "right"], "paper") == "1, 2, 1; 1, 1, 2"
+    assert needle.respond(test, ["bottom", "left", "top", "top"], "paper") == "1, 2, 1; -1"
+    assert needle.respond(test, ["bottom", "left", "top", None], "paper") is None
+
+
+def test_chance_is_that_of_distinct_places():
+    """Breaks when two needles may be guessed at one place: K of P places are drawn without repetition."""
+    ids, captions = tuple("abcdefghi"), tuple("xyz")
+    for count, expected in ((1, 1 / 18), (2, 1 / (18 * 17)), (3, 1 / (18 * 17 * 16))):
+        test = NeedleTest(0, (ids, ids), ((0, 0, 0),) * count, ids[:count], captions[:count])
+        assert needle.chance(test) == pytest.approx(expected)
 
 
 def test_paper_prompts():
@@ -181,18 +187,11 @@ def test_stitch_is_row_major_and_square():
 
 
 def test_haystack_is_built_from_files(tmp_path):
-    """The pictures of the metadata are not those that are stitched; COCO's folder may hold val2014/ or be it."""
-    (tmp_path / "val2014").mkdir()
-    for number, color in enumerate(COLORS):
-        Image.new("RGB", (8, 8), color).save(tmp_path / ("val2014" if number % 2 else "") / f"COCO_{number}.png")
-    test = NeedleTest(
-        0, (tuple(f"val2014/COCO_{n}.png" for n in range(4)),), ((0, 1, 0),), ("val2014/COCO_2.png",), ("blue",)
-    )
-    paths = find_images(test.haystack[0], tmp_path, "2_2.json")
-    assert haystacks.build_haystack(test, paths, size=4)[0].getpixel((0, 7)) == COLORS[2]
-    (tmp_path / "COCO_2.png").unlink()
-    with pytest.raises(UserError, match=r"2_2.json: 1 of its 4 pictures are not in .*'val2014/COCO_2.png'"):
-        find_images(test.haystack[0], tmp_path, "2_2.json")
+    """The pictures of the metadata are not those that are stitched."""
+    paths = [tmp_path / f"{number}.png" for number in range(4)]
+    for path, color in zip(paths, COLORS, strict=True):
+        Image.new("RGB", (8, 8), color).save(path)
+    assert haystacks.stitch_files(paths, size=4).getpixel((0, 7)) == COLORS[2]
 
 
 def placed_at(places):
@@ -259,52 +258,36 @@ def test_response_records_are_mmneedles_own():
     }
 
 
-@pytest.fixture
-def responses(tmp_path):
-    records = [
-        record("1, 1, 1", "1, 1, 1", 0),
-        record("1, 2, 2", "1, 1, 2", 1),
-        record("1, 1, 2", None, 2),
-        record("0, 0, 0", "1, 1, 1", 5000),
-    ]
-    needle_scoring.write_responses(tmp_path / "F.json", records)
-    return tmp_path / "F.json"
-
-
-def test_score_json(responses, capsys):
-    """The keys, the fractions or the JSON-only stdout that other programs read have changed."""
-    needle.main(["score", "--responses", str(responses), "--json"])
-    captured = capsys.readouterr()
-    assert json.loads(captured.out) == {"existence_accuracy": 2 / 3, "index_accuracy": 2 / 3, "exact_accuracy": 1 / 3}
-    assert "1 of 4 responses are null" in captured.err
-
-
-def test_score_table_and_heatmap(responses, capsys, tmp_path):
-    """Without --json a reader gets the accuracies in percent, the grid, and the figure that was asked for."""
-    needle.main(["score", "--responses", str(responses), "--heatmap", str(tmp_path / "heat.png")])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "MMNeedle accuracy (%), 3 responses"
-    assert [line.split()[-1] for line in lines[1:5]] == ["66.67", "66.67", "33.33", "50.00"]
-    assert [line.split() for line in lines[6:]] == [["100.00", "-"], ["-", "0.00"]]
-    assert Image.open(tmp_path / "heat.png").width > 200
+def test_a_response_file_is_scored(tmp_path, capsys):
+    """The accuracies, the grid or the JSON-only stdout that other programs read have changed."""
+    rows = [("1, 1, 1", "1, 1, 1", 0), ("1, 2, 2", "1, 1, 2", 1), ("1, 1, 2", None, 2), ("0, 0, 0", "1, 1, 1", 5000)]
+    needle_scoring.write_responses(tmp_path / "F.json", [record(*row) for row in rows])
+    needle.main(["--results", str(tmp_path / "F.json"), "--out", str(tmp_path), "--json"])
+    (values,) = json.loads(capsys.readouterr().out).values()
+    third = pytest.approx(100 / 3)
+    assert values["summary"]["F"] == {
+        "existence": pytest.approx(200 / 3),
+        "index": pytest.approx(200 / 3),
+        "exact": third,
+        "exact, mean over places": 50,
+    }
+    assert values["summary"]["  F, row 1, column 1"] == {"exact": 100}
+    assert values["measures"]["exact, F"]["mean"] == third and values["measures"]["exact, F"]["questions"] == 3
+    assert Image.open(tmp_path / "heatmap-F.png").width > 200
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
+    "records",
     [
-        ([record("1, 1, 1", "1")] * 2, "duplicate id(s) (0)"),
-        ([record("1, 1, 1", 1)], "F.json[0]: response is 1, expected a text"),
-        ([record("1,1,1", "1")], "F.json[0]: ground_truth is '1,1,1'"),
-        ([record("1, 1", "1")], "F.json[0]: ground_truth is '1, 1'"),
-        ([{"id": 0, "ground_truth": "1, 1, 1"}], "F.json[0]: response is missing"),
-        ([{"response": "1", "ground_truth": "1, 1, 1"}], "F.json[0]: id is missing"),
-        ({}, "F.json: expected a list"),
-        ("[", "F.json: not valid JSON at line 1, column 2"),
+        [record("1, 1, 1", "1")] * 2,
+        [record("1, 1, 1", 1)],
+        *([record(truth, "1")] for truth in ("1,1,1", "1, 1", "1, 0, 0", "0, 0, 1", "-1", "1, 1, 99999999", "")),
+        [{"id": 0, "ground_truth": "1, 1, 1"}],
+        [{"response": "1", "ground_truth": "1, 1, 1"}],
     ],
 )
-def test_bad_response_files_are_named(tmp_path, content, expected):
-    """A malformed response file is scored, or its user is not told which record is wrong."""
-    (tmp_path / "F.json").write_text(content if isinstance(content, str) else json.dumps(content))
-    with pytest.raises(UserError) as caught:
-        needle.main(["score", "--responses", str(tmp_path / "F.json")])
-    assert expected in str(caught.value) and "\n" not in str(caught.value)
+def test_bad_response_files_are_named(tmp_path, records):
+    """Half a negative counts as a place, a heatmap of 10⁸ rows is drawn, or a test counts twice."""
+    (tmp_path / "F.json").write_text(json.dumps(records))
+    with pytest.raises(UserError, match=r"F.json"):
+        needle.main(["--results", str(tmp_path / "F.json")])

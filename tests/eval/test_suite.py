@@ -15,7 +15,7 @@ from tests.eval.test_mmbench import BY_HAND, rows_of, write
 from tests.files import write_mmneedle, write_vqav2
 
 TABLE = ("VQAv2", "GQA", "VizWiz", "unanswerable AP", "unanswerable F1", "TextVQA", "POPE", "POPE F1", "POPE P(yes)")
-TABLE += ("MMBench",)
+TABLE += ("MMBench", "MMNeedle")
 
 
 @pytest.fixture(scope="module")
