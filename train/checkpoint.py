@@ -27,15 +27,14 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from model.common import UserError, file_errors, read_json, shown, sync_files, sync_folder
-from train.distributed import World
+from train.distributed import World, is_sharded
 from train.optim import trainable
 
 STATE, MANIFEST = "state.json", "manifest.json"
-WHOLE, BLOCK, BLOCKS = 1 << 30, 1 << 18, 1 << 10  # bytes of a file that is hashed whole, of a block; blocks of others
+BLOCK, BLOCKS = 1 << 18, 1 << 10  # bytes of a file that are hashed at a time, and how often at most
 
 
 @dataclass
@@ -103,9 +102,12 @@ def save_checkpoint(
     def write(folder: Path) -> None:
         if world.is_first:
             folder.mkdir(parents=True)
-        if any(isinstance(tensor, DTensor) for tensor in weights.values()):
+        if is_sharded(model):
             world.barrier()  # the folder is there
-            _save_parts(weights | moments, folder)
+            try:
+                dcp.save(weights | moments, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+            except CheckpointException as error:  # the OSError of a full disk, in whichever process
+                raise next(cause for cause, _ in error.failures.values()) from error
         elif world.is_first:
             save_file(weights, folder / "trainable.safetensors")
             save_file(moments, folder / "optimizer.safetensors")
@@ -117,14 +119,6 @@ def save_checkpoint(
     write_folder(write, run / "checkpoints" / f"step-{progress.step}", world)
     for old in checkpoints(run)[:-keep] if world.is_first else ():
         _discard(old)
-
-
-def _save_parts(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write this process's parts of `tensors`. Raises the OSError of a full disk, in whichever process."""
-    try:
-        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-    except CheckpointException as error:
-        raise next(cause for cause, _ in error.failures.values()) from error
 
 
 def write_folder(write: Callable[[Path], None], folder: Path, world: World) -> None:
@@ -213,11 +207,11 @@ def load_checkpoint(run: Path, progress: Progress, model: nn.Module, optimizer: 
 
 
 def file_digest(path: Path) -> str:
-    """Size and SHA-256 of a file; of one above 1 GiB, of 1,024 evenly spaced blocks of 256 KiB."""
+    """Size and SHA-256 of a file; of one above 256 MiB, of 1,024 evenly spaced blocks of 256 KiB."""
     size, digest = path.stat().st_size, hashlib.sha256()
-    starts = range(0, size, BLOCK) if size <= WHOLE else [n * (size - BLOCK) // (BLOCKS - 1) for n in range(BLOCKS)]
+    count = min(BLOCKS, -(-size // BLOCK))
     with path.open("rb") as file:
-        for start in starts:
-            file.seek(start)
+        for number in range(count):
+            file.seek(number * max(0, size - BLOCK) // max(1, count - 1))
             digest.update(file.read(BLOCK))
     return f"{size} {digest.hexdigest()}"

@@ -69,7 +69,11 @@ def run_folder(arguments: RunArguments, settings, stem: str, program: str, world
     """
     run = lock = None
     if world.is_first:
-        run, lock = _open_folder(arguments, settings, stem)
+        run = arguments.resume or _new_folder(arguments.out, stem)
+        lock = lock_folder(run)
+        if not arguments.resume:
+            check_empty(run)
+            write_text(run / RUN_CONFIG, json.dumps(dataclasses.asdict(settings), indent=1) + "\n")
     run = world.gather(run)[0]
     try:
         steps = world.gather([path.name for path in checkpoints(run)])
@@ -81,37 +85,23 @@ def run_folder(arguments: RunArguments, settings, stem: str, program: str, world
     except UserError:
         metrics = run / "metrics.jsonl"
         if lock and not arguments.resume and not (metrics.exists() and '"loss"' in metrics.read_text()):
-            _delete_folder(run)
+            for path in [run / LOCK, *run.glob("[!.]*")]:  # hidden files of others stay
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                run.rmdir()
         raise
 
 
-def _delete_folder(run: Path) -> None:
-    """Delete a new folder with what the run has put into it; where others have put hidden files, these stay."""
-    for path in [run / LOCK, *run.glob("[!.]*")]:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        run.rmdir()
-
-
-def _open_folder(arguments: RunArguments, settings, stem: str) -> tuple[Path, IO]:
-    """Make or open the folder, and lock it."""
-    if arguments.resume:
-        return arguments.resume, lock_folder(arguments.resume)
-    with file_errors(arguments.out or "runs"):
-        if arguments.out:
-            (run := arguments.out).mkdir(parents=True, exist_ok=True)
-        else:
-            for number in itertools.count(1):
-                with contextlib.suppress(FileExistsError):
-                    (run := Path("runs", f"{stem}-{number}")).mkdir(parents=True)
-                    break
-    lock = lock_folder(run)
-    check_empty(run)
-    write_text(run / RUN_CONFIG, json.dumps(dataclasses.asdict(settings), indent=1) + "\n")
-    return run, lock
+def _new_folder(out: Path | None, stem: str) -> Path:
+    """`out`, or runs/STEM-NUMBER with the next number."""
+    with file_errors(out or "runs"):
+        if out:
+            out.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1) if out is None else ():
+            with contextlib.suppress(FileExistsError):
+                (run := Path("runs", f"{stem}-{number}")).mkdir(parents=True)
+                break
+    return out or run
 
 
 def lock_folder(run: Path) -> IO:

@@ -19,7 +19,7 @@ from tests.runs import read_cells
 from train import compare
 from train.optim import count, trainable
 from train.settings import Settings
-from train.studies import adapters, measures
+from train.studies import cells, measures
 from train.studies.attention import PLAIN, ROWS, control_by_size
 from train.systems.open import load_base, open_model
 
@@ -42,7 +42,7 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, capsys):
     assert all(cells[row, "validation", seed] == 5 for row in ("fine-tuned", "dex", "LoRA r18") for seed in (0, 1))
     table = json.loads((tmp_path / "comparison.json").read_text())["tables"]["the mean of all plain rows"]
     assert [gap["measure"] for gap in table] == ["mean", "VQA", "n2o2", "n3d8", "n4o1", "e16", "dose"]
-    monkeypatch.setattr(adapters, "train_on", None)
+    monkeypatch.setattr(cells, "train_on", None)
     compare.main(command)
     assert capsys.readouterr().out == text
 
@@ -103,7 +103,7 @@ def test_no_picture_is_in_two_splits_of_any_seed(kind, processor, tmp_path):
     for seed in range(3):
         learned = {record.key for record in measures.training_records(replace(base, seed=seed), base.seed)}
         assert len(learned) == 14 and not learned & held_out
-    scores = adapters.ask(load_base(base, CPU), processor, base, {"VQA": test}, tmp_path)
+    scores = cells.ask(load_base(base, CPU), processor, base, {"VQA": test}, tmp_path)
     assert len(scores["VQA"]) == len(test.groups) == (9 if kind == "vqav2" else 6)
 
 
@@ -171,11 +171,11 @@ def test_pictures_that_are_all_gone_are_no_score(tmp_path, processor, capsys):
     first.unlink()
     (tmp_path / "cell").mkdir()
     asked = model, processor, base, {"VQA": task}, tmp_path / "cell"
-    assert len(adapters.ask(*asked)["VQA"]) == 4
+    assert len(cells.ask(*asked)["VQA"]) == 4
     assert capsys.readouterr().err.count("2 questions count as wrong") == 1
     second.unlink()
     with pytest.raises(UserError, match="none of the 4 questions can be asked.*png"):
-        adapters.ask(*asked)
+        cells.ask(*asked)
 
 
 def test_tasks_of_the_embedded_scenes_are_even():
@@ -200,7 +200,7 @@ TOLD = {"--lr 1": "--lr", "--no-evaluate": "evaluate", "--coco x": "--coco", "--
 @pytest.mark.parametrize("flags", TOLD)
 def test_mistakes_are_told_before_anything_is_trained(flags, tmp_path, monkeypatch):
     """Breaks when a wrong flag costs a comparison, or is passed over in silence."""
-    monkeypatch.setattr(adapters, "train_on", None)
+    monkeypatch.setattr(cells, "train_on", None)
     with pytest.raises(UserError, match=TOLD[flags]):
         compare.main(["--base", "tiny", "--device", "cpu", "--out", str(tmp_path), *flags.split()])
 

@@ -25,7 +25,7 @@ from train.flags import flag
 from train.optim import count, trainable
 from train.settings import Settings
 from train.studies import built, engine, report
-from train.studies.adapters import fine_tune
+from train.studies.cells import fine_tune
 from train.studies.engine import MEAN, Study
 from train.studies.measures import Task, data_mark, disk_tasks, embedded_tasks
 from train.studies.options import StudyOptions, deciding, read_with_settings

@@ -22,7 +22,7 @@ from model.common import UserError
 from train.run import Interrupted, lock_folder
 from train.studies.options import StudyOptions, digest
 from train.studies.pool import Job, compute_all
-from train.studies.rules import MARGIN, TIE, TUNING_SEEDS, Prediction, best_rate, bracket, is_inside, judge
+from train.studies.rules import MARGIN, TIE, TUNING_SEEDS, Prediction, best_rate, is_inside, judge, wider
 from train.studies.source_hash import source_hash
 
 MEAN = "mean"  # a column of the tables: of the measures in range, each with the same weight
@@ -175,17 +175,16 @@ class Run:
     def tune(self) -> None:
         """Choose the rate of each row: the best on the validation split, mean over seeds. Plain rows share theirs:
         a rate that chance chose for one control makes a difference where there is none."""
-        study, rows = self.study, list(self.study.rows)
+        study, rows, grid, more = self.study, list(self.study.rows), [], list(self.study.rates)
         tie = TIE * study.columns[study.main].margin
-
-        def score(grid: Sequence[float]) -> dict[str, dict[float, float]]:
+        while more:
+            grid = sorted([*grid, *more])
             cells = {rate: self.at_rates(dict.fromkeys(rows, rate), self.tuning_seeds, "validation") for rate in grid}
             self.tried = {row: {rate: self.worth(cells[rate][row]) for rate in grid} for row in rows}
             plain = {rate: float(np.mean([self.tried[row][rate] for row in study.plain or rows])) for rate in grid}
-            return {row: plain if row in study.plain else self.tried[row] for row in rows}
-
-        scores = bracket(study.rates, score, tie)
-        self.rates = {row: best_rate(of_row, tie) for row, of_row in scores.items()}
+            scores = {row: plain if row in study.plain else self.tried[row] for row in rows}
+            self.rates = {row: best_rate(scores[row], tie) for row in rows}
+            more = wider(grid, self.rates.values())
 
     def worth(self, cells: Sequence[dict]) -> float:
         """What a rate is chosen by: the main measure of its cells; more is better."""
@@ -243,11 +242,6 @@ class Run:
         """Of the cells of a row that did not diverge."""
         return [cell["facts"] for cell in self.cells[row] if "diverged" not in cell["facts"]]
 
-    def mean_scores(self, rows: Sequence[str]) -> Scores:
-        """Of the rows together, seed by seed and example by example."""
-        of_rows = [self.scores(row) for row in rows]
-        return {name: np.mean([scores[name] for scores in of_rows], axis=0) for name in self.study.measures}
-
     def in_range(self, controls: Sequence[str]) -> list[str]:
         """The columns that can show a difference, by the controls' mean on the validation split; a measure in another
         unit than percent, or that this split does not have, always can."""
@@ -258,24 +252,24 @@ class Run:
                 usable.append(name)
         return usable + [MEAN] * any(name in usable for name in self.study.averaged)
 
-    def difference(self, scores: Scores, control: Scores, column: str, usable: Sequence[str]) -> Estimate:
-        """Scores minus those of the control, paired by seed and example. MEAN: each usable measure weighs the same."""
+    def difference(self, gaps: Scores, column: str, usable: Sequence[str]) -> Estimate:
+        """Of scores that are paired by seed and example. MEAN: each usable measure weighs the same."""
         measures, averaged = self.study.measures, self.study.averaged
         chosen = [column] if column != MEAN else [name for name in averaged if name in usable] or averaged
         size, parts, groups = sum(len(measures[name].groups) for name in chosen), [], []
         for name in chosen:
-            seeds, view = min(len(scores[name]), len(control[name])), measures[name].view
-            gap = scores[name][:seeds] - control[name][:seeds]
-            parts.append(view(gap * size / len(chosen) / gap.shape[1]))
+            parts.append(measures[name].view(gaps[name] * size / len(chosen) / gaps[name].shape[1]))
             groups += [f"{name}/{group}" for group in measures[name].groups]
         return estimate(np.hstack(parts), groups)
 
     def table(self, beside: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], dict]:
-        """The judged differences of a table by (row, column); the main ones are a family of their own."""
+        """The judged differences of a table by (row, column), beside the mean of the controls, seed by seed and example
+        by example; the main ones are a family of their own."""
         columns, differences, inside = self.study.columns, {}, set()
         for row, controls in beside.items():
-            scores, control, usable = self.scores(row), self.mean_scores(controls), self.in_range(controls)
-            differences |= {(row, name): self.difference(scores, control, name, usable) for name in columns}
+            usable, of_controls = self.in_range(controls), [self.scores(control) for control in controls]
+            gaps = {name: s - np.mean([of[name] for of in of_controls], axis=0) for name, s in self.scores(row).items()}
+            differences |= {(row, name): self.difference(gaps, name, usable) for name in columns}
             inside |= {(row, name) for name in usable}
         margins = {place: columns[place[1]].margin for place in differences}
         less = {place for place in differences if columns[place[1]].less_is_better}

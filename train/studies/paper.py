@@ -36,7 +36,7 @@ from train.plan import plan, plan_table
 from train.recipes import GPUS
 from train.settings import Settings
 from train.studies import engine, report
-from train.studies.adapters import ask, fine_tune, open_once
+from train.studies.cells import ask, fine_tune, open_once
 from train.studies.engine import Run, Study
 from train.studies.measures import VAL_FILES, Task, coco_needles, data_mark, needle_task, trial_task, vqa_task
 from train.studies.options import StudyOptions, deciding, read_with_settings

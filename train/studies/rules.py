@@ -2,7 +2,7 @@
 
 1. `is_inside`: a measure counts where its control is from 15 to 95 % of the way from guessing to 100 %, on the
    validation split.
-2. `bracket`: a rate is chosen on the validation split, from a grid that is the same for all rows and grows by factors
+2. `wider`: a rate is chosen on the validation split, from a grid that is the same for all rows and grows by factors
    of 2 until every row's best is inside.
 3. `judge`: better, worse, equivalent within a margin, or undecided; p-values are Holm's over a table.
 4. `check`: each prediction beside the verdict.
@@ -10,7 +10,7 @@
 The number of seeds is fixed before a study runs: seeds that are added until a difference is known would bias it.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from eval.statistics import Estimate, holm
@@ -21,9 +21,6 @@ FEWEST_SEEDS = 5  # below, a report says that nothing is decided
 MOST_RATES = 10
 TUNING_SEEDS = 3  # that choose the rates
 TIE = 1 / 6  # of the margin: rates whose scores differ by less are equally good
-
-DECIDED = ("better", "worse", "equivalent")
-Scores = Mapping[str, Mapping[float, float]]  # of the validation split by row and rate; more is better
 
 
 class Prediction(NamedTuple):
@@ -51,19 +48,11 @@ def best_rate(validation: Mapping[float, float], tie: float) -> float:
     return min(rate for rate, score in validation.items() if score >= best - tie)
 
 
-def bracket(rates: Sequence[float], score: Callable[[Sequence[float]], Scores], tie: float) -> Scores:
-    """The scores of all rows on a grid that grows until every row's best rate is inside, or has `MOST_RATES`.
-
-    score(rates): of every row at these rates. A single rate is not searched for.
-    """
-    grid = sorted(rates)
-    while True:
-        scores = score(grid)
-        best = {best_rate(of_row, tie) for of_row in scores.values()}
-        more = [grid[0] / 2] * (grid[0] in best) + [grid[-1] * 2] * (grid[-1] in best)
-        if len(grid) == 1 or not more or len(grid) + len(more) > MOST_RATES:
-            return scores
-        grid = sorted([*grid, *more])
+def wider(grid: Sequence[float], best: Collection[float]) -> list[float]:
+    """The rates to try next, so that the `best` of every row is inside the sorted grid: half the lowest, twice the
+    highest. None beyond MOST_RATES; a single rate is not searched for."""
+    more = [grid[0] / 2] * (grid[0] in best) + [grid[-1] * 2] * (grid[-1] in best)
+    return [] if len(grid) == 1 or len(grid) + len(more) > MOST_RATES else more
 
 
 def judge(
@@ -99,6 +88,7 @@ def check(predictions: Sequence[Prediction], verdicts: Mapping[tuple[str, str], 
     checked = []
     for predicted in predictions:
         if found := verdicts.get((predicted.row, predicted.measure)):
-            outcome = "open" if found not in DECIDED else "confirmed" if found == predicted.verdict else "refuted"
+            is_open = found not in ("better", "worse", "equivalent")
+            outcome = "open" if is_open else "confirmed" if found == predicted.verdict else "refuted"
             checked.append(predicted._asdict() | {"found": found, "outcome": outcome})
     return checked

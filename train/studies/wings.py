@@ -45,12 +45,11 @@ from train.flags import flag
 from train.optim import count, trainable
 from train.settings import Settings
 from train.studies import engine, report
-from train.studies.adapters import ask
+from train.studies.cells import StagedOptions, ask, key_of, learn, open_on_device, read_stages
 from train.studies.engine import Measure, Run, Study
 from train.studies.measures import Task, asking, training_records, vqa_task
 from train.studies.pool import Job, once
 from train.studies.rules import Prediction
-from train.studies.stages import StagedOptions, key_of, learn, open_on_device, read_stages
 from train.systems.open import open_processor
 from train.systems.wings import TEXT_BASE
 
