@@ -179,19 +179,22 @@ def command_of(settings: Settings) -> str:
 
 def check(settings: Settings) -> None:
     """Raise UserError for settings that exclude each other."""
-    check_prompt(settings.prompt)
-    if settings.writes_model and settings.dtype not in ("auto", "fp32"):
-        raise UserError(f"--dtype {settings.dtype} loses updates of whole weights: use --autocast {settings.dtype}")
-    if settings.align and not settings.full:
-        raise UserError(f"--align {settings.align} trains the vision tower, which no adapter holds: add --full")
-    if settings.patience and (not settings.evaluate or settings.eval_every == 0):
-        raise UserError(f"--patience {settings.patience}: leave it out, or --no-evaluate and --eval-every 0")
-    if settings.arch not in ("paligemma", *STAGES):
-        raise UserError(f"--arch {settings.arch}: expected one of paligemma, {', '.join(STAGES)}")
-    if (settings.arch == "paligemma") != (settings.stage is None):
-        raise UserError(
-            f"--arch {settings.arch} --stage {settings.stage}: give --stage with {' or '.join(STAGES)} only"
-        )
+    s, stages, whole = settings, {"paligemma": [None], **STAGES}, settings.writes_model
+    check_prompt(s.prompt)
+    if s.stage not in stages.get(s.arch, ()):
+        choices = "; ".join(f"{arch} {' '.join(map(str, of_arch))}" for arch, of_arch in stages.items())
+        raise UserError(f"--arch {s.arch} --stage {s.stage}: expected one of {choices}")
+    for is_wrong, message in (
+        (s.option and s.stage not in (None, 1), f"--option {' '.join(s.option)}: stage 1 has decided that"),
+        (whole and s.dtype not in ("auto", "fp32"), f"--dtype {s.dtype} loses updates of weights: use --autocast"),
+        (s.align and not s.full, f"--align {s.align} trains the vision tower, which no adapter holds: add --full"),
+        (s.full and s.is_grafted, "--full trains plain weights: add --attention softmax, leave --feed-forward at mlp"),
+        (s.patience and not (s.evaluate and s.eval_every != 0), f"--patience {s.patience} needs evaluations"),
+        (s.quantize and (whole or s.shard), "--quantize is for frozen weights: leave --full, --stage and --shard out"),
+        (s.optimizer == "muon" and s.shard, "--optimizer muon needs whole matrices: leave --shard out"),
+    ):
+        if is_wrong:
+            raise UserError(message)
 
 
 def step_layout(settings: Settings, processes: int) -> tuple[int, int]:

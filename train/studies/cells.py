@@ -24,13 +24,13 @@ from model.processor import Processor
 from model.source import EMBEDDED
 from train.distributed import World, join_world
 from train.flags import flag
-from train.optim import Rule, count, matching, trainable
+from train.optim import count, trainable
 from train.settings import Settings
 from train.studies.measures import Task, data_mark, training_records
 from train.studies.options import StudyOptions, deciding, read_with_settings
 from train.studies.pool import once
 from train.supervised import make_order, train_on
-from train.systems.open import load_base, make_optimizer, open_model, open_processor, open_stage, weights_dtype
+from train.systems import open as systems
 from train.systems.wings import TEXT_BASE
 from weights.fingerprint import exact_fingerprint
 
@@ -39,7 +39,7 @@ from weights.fingerprint import exact_fingerprint
 def open_once(base: Settings) -> tuple[Processor, World]:
     """In each process."""
     world = join_world(base.device)
-    return open_processor(base, load_base(base, torch.device("meta")))[0], world
+    return systems.open_processor(base, systems.load_base(base, torch.device("meta")))[0], world
 
 
 def fine_tune(base: Settings, settings: Settings, tasks: Mapping[str, Task], folder: Path) -> dict:
@@ -47,14 +47,14 @@ def fine_tune(base: Settings, settings: Settings, tasks: Mapping[str, Task], fol
     processor, world = open_once(base)
 
     def train() -> dict:
-        model, optimizer = open_model(settings, world.device)
+        model, optimizer = systems.open_model(settings, world.device)
         order = make_order(training_records(settings, base.seed), processor, settings, world)
         started = time.process_time()
         train_on(order, model, optimizer, settings, folder, world)
         adapter.save(model, folder, settings.base, settings.question_prompt)
         return {"parameters": count(trainable(model).values()), "seconds": time.process_time() - started}
 
-    facts, model = once(folder / "facts.json", train), load_base(settings, world.device)
+    facts, model = once(folder / "facts.json", train), systems.load_base(settings, world.device)
     adapter.load(model, folder)
     return {"scores": ask(model, processor, settings, tasks, folder), "facts": facts}
 
@@ -112,13 +112,13 @@ def key_of(stages: Mapping[int, Settings], limit: int) -> str:
     """What decides all cells beside their source: settings, data, and the weights that stage 1 starts from."""
     settings = [(deciding(of_stage), data_mark(of_stage)) for of_stage in stages.values()]
     first = replace(stages[1], base=EMBEDDED) if stages[1].base == TEXT_BASE else stages[1]  # the cells train it
-    return repr((settings, exact_fingerprint(open_stage(first, torch.float32, torch.device("cpu"))), limit))
+    return repr((settings, exact_fingerprint(systems.open_stage(first, torch.float32, torch.device("cpu"))), limit))
 
 
 def open_on_device(settings: Settings) -> PaliGemma:
     """The model of a stage, on its device, with its kernel of the scan."""
     device = choose_device(settings.device)
-    model = open_stage(settings, weights_dtype(settings, device), device).eval()
+    model = systems.open_stage(settings, systems.weights_dtype(settings, device), device).eval()
     choose_kernel(model, settings.kernel, device)
     return model
 
@@ -137,9 +137,9 @@ def learn(
     """
     run = folder / "stages" / f"{settings.stage}"
     run.mkdir(parents=True, exist_ok=True)
-    rules = [Rule(matching(model, names), settings.lr * by, settings.weight_decay) for names, by in factors.items()]
     model.set_checkpointing(settings.checkpointing)
-    optimizer, world = make_optimizer(model, rules, settings), World(0, 1, choose_device(settings.device))
+    optimizer = systems.make_optimizer(model, systems.rules_of(model, settings, factors), settings)
+    world = World(0, 1, choose_device(settings.device))
     order = make_order(records, processor, settings, world)
     progress = train_on(order, model, optimizer, settings, run, world)
     model.eval()

@@ -5,7 +5,7 @@ system with stages is one file beside this one, its `STAGES` in `train/recipes.p
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,21 +66,27 @@ def load_start(settings: Settings, device: torch.device) -> PaliGemma:
 
 
 def open_model(
-    settings: Settings, device: torch.device, start: PaliGemma | None = None, first_rules: Sequence[Rule] = ()
+    settings: Settings, device: torch.device, start: PaliGemma | None = None
 ) -> tuple[PaliGemma, torch.optim.Optimizer]:
     """The base, grafted and adapted, or the model of a stage, with an optimizer over the parameters that are trained.
 
-    start: of `load_start`, changed in place; None loads it. first_rules: of the optimizer, before its own. Raises
-    UserError for settings that exclude each other.
+    start: of `load_start`, changed in place; None loads it.
     """
     model = load_start(settings, device) if start is None else start
-    rules = adapt(model, settings) if settings.stage is None else stage_rules(model, settings)
+    if settings.stage is None:
+        rules = adapt(model, settings)
+    else:
+        rules = rules_of(model, settings, STAGES[settings.arch][settings.stage].rates)
     model.set_checkpointing(settings.checkpointing)
     if settings.quantize:
-        if settings.writes_model or settings.shard:
-            raise UserError("--quantize holds frozen weights in few bits: leave --full, --stage and --shard out")
         adapter.quantize(model, settings.quantize)
-    return model, make_optimizer(model, [*first_rules, *rules], settings)
+    return model, make_optimizer(model, rules, settings)
+
+
+def rules_of(model: PaliGemma, settings: Settings, factors: Mapping[str, float]) -> list[Rule]:
+    """Rules for parameters by pattern of their names, each with a factor of the rate."""
+    decay = settings.weight_decay
+    return [Rule(matching(model, names), settings.lr * factor, decay) for names, factor in factors.items()]
 
 
 def make_optimizer(model: PaliGemma, rules: Sequence[Rule], settings: Settings) -> torch.optim.Optimizer:
@@ -88,16 +94,12 @@ def make_optimizer(model: PaliGemma, rules: Sequence[Rule], settings: Settings) 
     groups, betas = parameter_groups(model, rules), (0.9, settings.beta2)
     if settings.optimizer != "muon":
         return OPTIMIZERS[settings.optimizer](groups, betas)
-    if settings.shard:
-        raise UserError("--optimizer muon needs whole matrices: leave --shard out, or take another optimizer")
     given = settings.scalar_lr is not None and settings.lr
     return MuonAdamW(groups, betas, settings.scalar_lr / settings.lr if given else 0.1)
 
 
 def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
     """Graft and adapt `model` in place; returns the rules for its optimizer."""
-    if settings.full and settings.is_grafted:
-        raise UserError("--full trains plain weights: add --attention softmax, and leave --feed-forward at mlp")
     if settings.is_grafted:
         options = default_options(settings.attention, settings.r, settings.alpha, settings.dropout)
         options |= {"seed": settings.seed, "feed_forward": settings.feed_forward, "where": settings.diff_in}
@@ -118,18 +120,8 @@ def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
 
 
 def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> PaliGemma:
-    """The model of a stage. Raises UserError if its system has no such stage, and for options of a later one."""
-    if settings.stage not in (stages := STAGES[settings.arch]):
-        raise UserError(f"--stage {settings.stage}: {settings.arch} has {', '.join(map(str, stages))}")
-    if settings.option and settings.stage != 1:
-        raise UserError(f"--option {settings.option[0]}: stage 1 has decided that: leave it out")
+    """The model of a stage."""
     return system_of(settings.arch).open_stage(settings, dtype, device)
-
-
-def stage_rules(model: PaliGemma, settings: Settings) -> list[Rule]:
-    """What a stage trains, at which rates."""
-    rates, decay = STAGES[settings.arch][settings.stage].rates, settings.weight_decay
-    return [Rule(matching(model, pattern), settings.lr * factor, decay) for pattern, factor in rates.items()]
 
 
 def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, list[Path]]:
