@@ -21,15 +21,6 @@ from train.distributed import World
 MEASURED = ("seconds", "samples_per_second", "tokens_per_second", "peak_memory")
 
 
-def saved_lines(path: Path, step: int) -> list[bytes]:
-    """The lines of the metrics of the steps before `step`; what was logged after the checkpoint is left out."""
-    lines: dict[int, bytes] = {}
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that was cut or edited
-            lines[int(json.loads(line)["step"])] = line + b"\n"
-    return [line for number, line in sorted(lines.items()) if number < step]
-
-
 class Log:
     """The metrics, the progress bar and the clock of a run; only the first process writes.
 
@@ -43,8 +34,12 @@ class Log:
         self.path, self.file, self.board = run / "metrics.jsonl", None, None
         if not self.writes:
             return
+        lines: dict[int, bytes] = {}
+        for line in self.path.read_bytes().splitlines() if self.path.exists() else ():
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that was cut or edited
+                lines[int(json.loads(line)["step"])] = line + b"\n"
+        kept = [lines[step] for step in sorted(lines) if step < progress.step]  # none of after the checkpoint
         with atomic_path(self.path) as temporary:
-            kept = saved_lines(self.path, progress.step)
             temporary.write_bytes(b"".join(kept))
         if lost := progress.step - len(kept):
             print(f"{self.path}: the lines of {lost} steps are missing or cannot be read", file=sys.stderr)

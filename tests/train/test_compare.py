@@ -37,9 +37,9 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, capsys):
     text = capsys.readouterr().out
     assert "## Minus the mean of all plain rows" in text and "LoRA r18" in text and "## Range" in text
     lines = read_cells(tmp_path / "comparison.csv")
-    cells = Counter((line.row, line.split, line.seed) for line in lines)
-    assert all(cells[row, "test", seed] == 5 + 2 for row in ("fine-tuned", "dex", "LoRA r18") for seed in (0, 1))
-    assert all(cells[row, "validation", seed] == 5 for row in ("fine-tuned", "dex", "LoRA r18") for seed in (0, 1))
+    counted = Counter((line.row, line.split, line.seed) for line in lines)
+    assert all(counted[row, "test", seed] == 5 + 2 for row in ("fine-tuned", "dex", "LoRA r18") for seed in (0, 1))
+    assert all(counted[row, "validation", seed] == 5 for row in ("fine-tuned", "dex", "LoRA r18") for seed in (0, 1))
     table = json.loads((tmp_path / "comparison.json").read_text())["tables"]["the mean of all plain rows"]
     assert [gap["measure"] for gap in table] == ["mean", "VQA", "n2o2", "n3d8", "n4o1", "e16", "dose"]
     monkeypatch.setattr(cells, "train_on", None)

@@ -156,7 +156,7 @@ def tasks_of(settings: Settings, split: str, limit: int) -> dict[str, Task]:
     """Held-out questions: of data on disk, or of each task of the embedded scenes."""
     if not settings.is_embedded:
         return {"VQA": vqa_task(settings, split, limit)}
-    return {task: scene_task(task, split, limit) for task in TASKS}
+    return {name: scene_task(name, split, limit) for name in TASKS}
 
 
 def scene_task(name: str, split: str, limit: int) -> Task:

@@ -103,7 +103,10 @@ def make(settings: TextSettings, limit: int, job: Job, folder: Path) -> dict:
         export_model(model, folder / "model")
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         facts = {"parameters": count(model.parameters()), "seconds": progress.seconds}
-        return facts | {"lambda": [v.item() for v in lambdas(model).values()], "curve": curve_of(settings, folder)}
+        logged = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        done = [(line["step"] + 1, line["held_out_loss"]) for line in logged if "held_out_loss" in line]
+        facts["curve"] = [(steps * settings.rows * settings.length, loss) for steps, loss in done]  # tokens, nats
+        return facts | {"lambda": [value.item() for value in lambdas(model).values()]}
 
     facts, panels = once(folder / "facts.json", train), {}
     model = load_model(folder / "model", device=world.device)
@@ -115,13 +118,6 @@ def make(settings: TextSettings, limit: int, job: Job, folder: Path) -> dict:
     scores = {name: hardest(panels[name]) for name in ("recall", "needle", "examples")}
     scores["order"] = [1 - margin for margin in hardest(panels["examples-margin"])]
     return {"scores": scores | {"loss": window_losses(panels["nll"])}, "facts": facts}
-
-
-def curve_of(settings: TextSettings, folder: Path) -> list[tuple[int, float]]:
-    """(tokens, loss on rows of the validation split) while a run was trained."""
-    logged = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    tokens = settings.rows * settings.length
-    return [((line["step"] + 1) * tokens, line["held_out_loss"]) for line in logged if "held_out_loss" in line]
 
 
 def hardest(panel: measures.Scores) -> list[float]:
