@@ -185,7 +185,6 @@ def check(settings: Settings) -> None:
         choices = "; ".join(f"{arch} {' '.join(map(str, of_arch))}" for arch, of_arch in stages.items())
         raise UserError(f"--arch {s.arch} --stage {s.stage}: expected one of {choices}")
     for is_wrong, message in (
-        (s.option and s.stage not in (None, 1), f"--option {' '.join(s.option)}: stage 1 has decided that"),
         (whole and s.dtype not in ("auto", "fp32"), f"--dtype {s.dtype} loses updates of weights: use --autocast"),
         (s.align and not s.full, f"--align {s.align} trains the vision tower, which no adapter holds: add --full"),
         (s.full and s.is_grafted, "--full trains plain weights: add --attention softmax, leave --feed-forward at mlp"),

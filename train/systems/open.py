@@ -120,7 +120,9 @@ def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
 
 
 def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> PaliGemma:
-    """The model of a stage."""
+    """The model of a stage. Raises UserError for options of a later one."""
+    if settings.option and settings.stage != 1:
+        raise UserError(f"--option {settings.option[0]}: stage 1 has decided that: leave it out")
     return system_of(settings.arch).open_stage(settings, dtype, device)
 
 
