@@ -94,12 +94,10 @@ def check_resume(run: Path, progress: Progress, origin: dict, allow_changed: boo
 
 
 def provenance() -> dict[str, str]:
-    """The commit, the processor and the version of PyTorch that a result was made with."""
-    return {"commit": commit_of_code(), "processor": processor_name(), "torch": torch.__version__}
+    """The commit, the processor and the version of PyTorch that a result was made with.
 
-
-def commit_of_code() -> str:
-    """The commit of this repository, with "+" if files differ from it; "no commit" where the code has none."""
+    A commit has "+" if files differ from it; it is "no commit" where the code has none.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
@@ -107,6 +105,7 @@ def commit_of_code() -> str:
 
     try:
         git("ls-files", "--error-unmatch", Path(__file__).name)  # or it is installed in another repository's folder
-        return git("rev-parse", "--short=10", "HEAD") + "+" * bool(git("status", "--porcelain", "-uno"))
+        commit = git("rev-parse", "--short=10", "HEAD") + "+" * bool(git("status", "--porcelain", "-uno"))
     except (OSError, subprocess.SubprocessError):
-        return "no commit"
+        commit = "no commit"
+    return {"commit": commit, "processor": processor_name(), "torch": torch.__version__}

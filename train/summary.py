@@ -75,26 +75,17 @@ def summarize(
     settings: Settings, progress: Progress, results: Results, trainable: int, held_out: HeldOut | None
 ) -> dict:
     """The content of summary.json."""
-    summary = {
-        **{"before": NO_ACCURACY, "after": NO_ACCURACY},
-        **{name: result.tests for name, result in results.items() if result.tests},
-        "command": command_of(settings),
-        "trainable_parameters": trainable,
-        "seconds": round(progress.seconds, 1),
-        "samples": progress.samples,
-        "left_out": progress.bad,
-        "empty_steps": progress.empty_steps,
-    }
+    summary = {"before": NO_ACCURACY, "after": NO_ACCURACY}
+    summary |= {name: result.tests for name, result in results.items() if result.tests}
+    summary |= {"command": command_of(settings), "trainable_parameters": trainable}
+    summary |= {"seconds": round(progress.seconds, 1), "samples": progress.samples}
+    summary |= {"left_out": progress.bad, "empty_steps": progress.empty_steps}
     if settings.evaluate and settings.is_embedded:
         summary["blind"] = vqa.guess_embedded(settings.eval_limit)
     if held_out is not None:
-        summary["held_out"] = {
-            "examples": len(held_out.records),
-            **{name: result.scores for name, result in results.items()},
-            "best_step": progress.best and progress.best.step,
-            "stopped": progress.stopped,
-            "over_blind": gain_over_blind(held_out, results),
-        }
+        scores = {"examples": len(held_out.records)} | {name: result.scores for name, result in results.items()}
+        scores |= {"best_step": progress.best and progress.best.step, "stopped": progress.stopped}
+        summary["held_out"] = scores | {"over_blind": gain_over_blind(held_out, results)}
     return summary
 
 

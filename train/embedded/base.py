@@ -99,6 +99,7 @@ def batches(
     rng = random.Random(f"pretrain/{seed}/{number}")
     drawn = dict.fromkeys(stage.shares, number * 10_000_000)  # the stages share no samples
     piece = {name: processor.encode(f" {name}")[-1] for name in (*scenes.NAMES, scenes.NONE)}
+    encode = processor.tokenizer.encode
     for _ in range(stage.samples // rows):
         wanted = []
         for task in rng.choices([*stage.shares], [*stage.shares.values()], k=rows):
@@ -107,18 +108,13 @@ def batches(
             drawn[task] += 1
         samples = [scenes.sample(task, "train", index, seed) for task, index in wanted[world.rank :: world.size]]
         micro = collate([sample_record(s, str(i)) for i, s in enumerate(samples)], processor)
-        for row, s in enumerate(samples):
-            micro.targets[row, unknown_tokens(s, processor)] = -100
+        for row, s in enumerate(samples):  # tokens that the picture does not determine are not learned
+            starts = accumulate(map(len, encode(s.suffix, out_type=str)[:-1]), initial=0)
+            unknown = [any(a <= start < b for a, b in s.unsupervised) for start in starts]
+            micro.targets[row, torch.tensor(unknown).nonzero()[:, 0]] = -100
         by_picture = dict(zip(micro.image_index.tolist(), samples, strict=True))
         shown = [[piece[name] for name in s.scene.squares] for s in by_picture.values()]
         yield micro, torch.tensor(shown)
-
-
-def unknown_tokens(sample: scenes.Sample, processor: Processor) -> list[int]:
-    """The places of an answer's tokens that the picture does not determine."""
-    pieces = processor.tokenizer.encode(sample.suffix, out_type=str)
-    starts = accumulate(map(len, pieces[:-1]), initial=0)
-    return [place for place, start in enumerate(starts) if any(a <= start < b for a, b in sample.unsupervised)]
 
 
 def losses(
@@ -247,16 +243,10 @@ def make_base(options: BaseOptions, world: World) -> None:
     result = accuracies(model, processor, max(8, round(400 * min(1.0, options.scale))), world)
     if not world.is_first:
         return
-    record = {
-        "accuracy": result,
-        "seed": options.seed,
-        "scale": options.scale,
-        "seconds": round(time.perf_counter() - started),
-        "processes": world.size,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "tokenizer_sha256": hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
-    }
+    record = {"accuracy": result, "seed": options.seed, "scale": options.scale}
+    record |= {"seconds": round(time.perf_counter() - started), "processes": world.size}
+    record |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    record["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
     texts = {"pretraining.json": json.dumps(record, indent=1) + "\n"}
     export_model(model, options.out, dtype=torch.bfloat16, companions=[tokenizer], texts=texts)
     shipped = json.loads((BUNDLED_FOLDER / "pretraining.json").read_text())["accuracy"]

@@ -114,13 +114,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{count(model.parameters()):,} parameters, {options.samples:,} scenes")
     teach(model, processor, options.samples)
     model = model.to(torch.bfloat16).float()  # evaluate the weights as they are written
-    record = {
-        "answer_tokens": round(accuracy(model, processor), 1),
-        "samples": options.samples,
-        "seed": options.seed,
-        "seconds": round(time.perf_counter() - started),
-        "torch": torch.__version__,
-    }
+    record = {"answer_tokens": round(accuracy(model, processor), 1), "samples": options.samples, "seed": options.seed}
+    record |= {"seconds": round(time.perf_counter() - started), "torch": torch.__version__}
     texts = {"pretraining.json": json.dumps(record, indent=1) + "\n"}
     export_model(model, options.out, dtype=torch.bfloat16, companions=[tokenizer], texts=texts)
     print(f"{options.out}: {record['answer_tokens']} % of the answers' tokens are right; {record['seconds']} s")
