@@ -241,7 +241,6 @@ def marks_of(model, processor: Processor, questions: Sequence[Question], max_new
     of its pictures, its choices."""
     strengths = [[path, layer.alpha] for path, layer in model.named_modules() if isinstance(layer, LoRALinear)]
     of_model = [exact_fingerprint(model), str(model.config), max_new_tokens, strengths]
-    of_model += [processor.max_length] * isinstance(processor, TextReader)
     versions = {q.key: q.versions() for q in {q.key: q for q in questions}.values()}
     marks = []
     for q in questions:

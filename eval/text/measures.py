@@ -212,10 +212,10 @@ MEASURES |= {"attention": attention, "examples": examples}
 # Several runs
 
 
-def by_label(runs: Mapping[str, Sequence[Scores]]) -> dict:
+def by_label(runs: Mapping[str, Sequence[Scores]], paired: bool = True) -> dict:
     """The same panel of every run, by the kind of attention, to {label: {kind: Interval, "difference": Interval}}, and
-    so under "all": means with their intervals over runs and examples. The difference is differential minus plain, run
-    by run in the order given, where there are as many."""
+    so under "all": means with their intervals over runs and examples. paired: the runs of both kinds are of the same
+    seeds in one order, and the difference is differential minus plain, seed by seed."""
     first = next(iter(runs.values()))[0]
     kinds, result = sorted(runs, reverse=True), {}  # plain, differential
     for label in [*dict.fromkeys(first.labels), "all"]:
@@ -223,7 +223,7 @@ def by_label(runs: Mapping[str, Sequence[Scores]]) -> dict:
         groups = [str(first.groups[i]) for i in chosen]
         scores = {kind: np.array([[run.values[i] for i in chosen] for run in runs[kind]]) for kind in kinds}
         result[label] = {kind: bootstrap(values, groups) for kind, values in scores.items()}
-        if len(kinds) == 2 and len(scores["plain"]) == len(scores["differential"]):
+        if paired and len(kinds) == 2:
             result[label]["difference"] = bootstrap(scores["differential"] - scores["plain"], groups)
     return result
 
@@ -270,9 +270,10 @@ def chart(panel: Scores, rows: Mapping) -> Image.Image:
 
 
 class Run(NamedTuple):
-    """A run folder of `train.systems.text`: its kind of attention, its row length, and its corpus."""
+    """A run folder of `train.systems.text`: its kind of attention, its seed, its row length, and its corpus."""
 
     kind: str
+    seed: int
     length: int
     corpus: Corpus
     folder: Path
@@ -281,18 +282,18 @@ class Run(NamedTuple):
 def open_run(folder: Path) -> Run:
     """The run in `folder`. Raises UserError if it is not a finished one."""
     settings = read_json(folder / "config.json")
-    if not {"attention", "length", "corpus"} <= settings.keys():
+    if not {"attention", "seed", "length", "corpus"} <= settings.keys():
         raise UserError(f"{folder}: no run folder of train.systems.text: give one")
     if not (folder / "model" / "config.json").exists():
         raise UserError(f"{folder}: this run is not finished: python -m train.systems.text --resume {folder}")
     corpus = kept_corpus(Path(settings["corpus"] or folder / "corpus"))
-    return Run(settings["attention"], settings["length"], corpus, folder)
+    return Run(settings["attention"], settings["seed"], settings["length"], corpus, folder)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.text", __doc__)
     parser.add_argument("measure", choices=[*MEASURES, "all"], help="what to measure")
-    parser.add_argument("run", nargs="+", type=Path, help="run folders, the seeds of both kinds in one order")
+    parser.add_argument("run", nargs="+", type=Path, help="run folders; both kinds are compared seed by seed")
     limit = "windows, tests of a kind, questions of a number"
     add_flag(parser, "--limit", limit, 100, type=positive, metavar="N")
     add_flag(parser, "--length", "longest context (default: that of the runs' training)", type=positive, metavar="N")
@@ -303,7 +304,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.limit < len(DEPTHS):
         raise UserError(f"--limit is {args.limit}, expected at least {len(DEPTHS)}: one test per depth")
     out = out_folder(args.out, "text")
-    runs = [open_run(folder) for folder in args.run]
+    runs = sorted((open_run(folder) for folder in args.run), key=lambda run: run.seed)
+    seeds = {run.kind: [other.seed for other in runs if other.kind == run.kind] for run in runs}
+    paired = len(set(map(tuple, seeds.values()))) == 1
     if len({run.corpus.digest for run in runs}) > 1 or len({run.length for run in runs}) > 1:
         raise UserError("the runs learned from different text or rows: measure them one by one")
     panels: dict[str, dict[str, list[Scores]]] = {}
@@ -314,13 +317,15 @@ def main(argv: Sequence[str] | None = None) -> None:
                 panels.setdefault(panel, {}).setdefault(run.kind, []).append(scores)
     values, lines = {}, []
     for name, by_kind in panels.items():
-        panel, rows = next(iter(by_kind.values()))[0], by_label(by_kind)
+        panel, rows = next(iter(by_kind.values()))[0], by_label(by_kind, paired)
         figures.save(chart(panel, rows), out / f"{name}.png")
         values[name] = {str(label): {kind: v._asdict() for kind, v in row.items()} for label, row in rows.items()}
         lines += ["", f"{panel.title}, {panel.y_label}", "", *table(panel, rows, chance(name, rows))]
     counts = {kind: len(of_kind) for kind, of_kind in next(iter(panels.values())).items()}
     if min(counts.values()) < 3:
         lines += ["", "Fewer than three runs of a kind: the intervals hardly reflect how runs differ."]
+    if not paired:
+        lines += ["", f"Seeds differ ({seeds}): the kinds are not compared."]
     files = ", ".join(f"{name}.png" for name in panels)
     lines += ["", f"{', '.join(f'{count} {kind}' for kind, count in counts.items())}; in {out}: {files}"]
     print(json.dumps(values) if args.json else "\n".join(lines))

@@ -25,7 +25,7 @@ PROMPT = "Question: {question}\nAnswer:"
 
 
 class TextReader:
-    """Rows of texts and what may follow each. A longer row is cut on the left, so that every choice has room."""
+    """Rows of texts, and what may follow each."""
 
     def __init__(self, encode: Callable[[str], list[int]], begin: list[int], pad: int | None, max_length: int):
         self.encode = lru_cache(maxsize=4096)(encode)  # a prompt is encoded with each of its choices
@@ -35,12 +35,14 @@ class TextReader:
         raise UserError("the model reads text alone, no pictures: take other questions, or another model")
 
     def row(self, question: Question) -> TokenRow:
-        """The tokens of a prompt. Raises UserError for a prompt or choice without tokens of its own."""
+        """The tokens of a prompt. Raises UserError for a prompt that is too long, and for one or a choice without tokens
+        of its own."""
         lengths = [len(self.continuation(question.prefix, choice)) for choice in question.choices]
         ids = self.begin + self.encode(question.prefix.rstrip())
-        ids = ids[max(0, len(ids) + max(lengths) - 1 - self.max_length) :]
-        if not ids or not min(lengths):
-            raise UserError("the prompt or a choice has no tokens, or a choice more than --max-length: correct it")
+        if not ids or not all(lengths):
+            raise UserError("the prompt or a choice has no tokens: correct it")
+        if (length := len(ids) + max(lengths, default=1) - 1) > self.max_length:
+            raise UserError(f"{length} tokens with the longest choice, more than {self.max_length}: give fewer --shots")
         return ids, [1] * len(ids), [0] * len(ids)
 
     def continuation(self, prefix: str, answer: str) -> list[int]:

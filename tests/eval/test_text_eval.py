@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -271,7 +272,7 @@ def test_runs_are_taken_together_and_kinds_apart():
     assert rows[1]["difference"].mean == 0.75 and rows["all"]["difference"].mean == pytest.approx(0.625)
     always = by_label({"plain": [scores([0, 1, 0, 1])] * 3, "differential": [scores([1, 2, 1, 2])] * 3})
     assert always["all"]["difference"] == (1, 1, 1) and always["all"]["difference"].significant  # paired: no spread
-    assert "difference" not in by_label({"plain": found["plain"], "differential": found["differential"][:1]})[1]
+    assert "difference" not in by_label(found, paired=False)[1]
     assert table(found["plain"][0], rows, {1: 0.25})[2].split()[:5] == ["|", "1", "|", "0.250", "|"]
 
 
@@ -299,6 +300,21 @@ def test_the_commands_measure_runs(text_folder, tmp_path, capsys):
     assert set(told["nll"]["all"]) == {"plain", "differential", "difference"}
     assert 6 < told["nll"]["all"]["plain"]["mean"] < 8
     assert sorted(path.stem for path in (tmp_path / "out").iterdir()) == sorted(told)
+    # runs of one seed are compared, in whatever order they are given: here they are the same, but for their names
+    for name, run, settings in (
+        ("a0", runs[0], {"attention": "plain", "seed": 0}),
+        ("a1", runs[1], {"attention": "plain", "seed": 1}),
+        ("b0", runs[0], {"attention": "differential", "seed": 0}),
+        ("b1", runs[1], {"attention": "differential", "seed": 1}),
+    ):
+        shutil.copytree(run, tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text()) | settings
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    for names, difference in (("a0 a1 b1 b0", 0), ("a0 b1", None)):
+        given = [str(tmp_path / name) for name in names.split()]
+        measures.main(["nll", *given, "--limit", "5", "--out", str(tmp_path / "out"), "--json"])
+        rows = json.loads(capsys.readouterr().out)["nll"]["all"]
+        assert rows.get("difference") == (None if difference is None else dict.fromkeys(("mean", "low", "high"), 0))
     for flags in ([runs[0], "--limit", "2"], [str(tmp_path)], [runs[0], "--length", "100000"]):
         with pytest.raises(UserError):
             measures.main(["nll", *flags])
