@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from eval.command import add_flag, command_parser, positive
-from eval.data import PROMPT, check_prompt
+from eval.data import PROMPT, check, check_prompt, read, some
 from eval.question import Answer, Question
 from eval.report import Results, Row, Summary, compare, comparison_table, means, summary_table
-from model.common import UserError, quoted, read_json, read_jsonl, read_text, shown, write_text
+from model.common import UserError, quoted, shown, write_text
 
 PROMPT_FLAG = dict(help=f"prompt with {{question}} in it (default: that of the run's training, else {PROMPT!r})")
 
@@ -76,49 +76,30 @@ class Benchmark:
         write_text(out / "results.json", json.dumps(results, ensure_ascii=False, indent=0) + "\n")
 
 
-# Files of answers
-
-
-def records_of(file: str | Path) -> list[tuple[str, dict]]:
-    """The objects of a JSON list or of JSON lines, each with its place. Raises UserError."""
-    if read_text(file).lstrip()[:1] != "[":
-        return list(read_jsonl(file))
-    records = [(f"{shown(file)}[{number}]", record) for number, record in enumerate(read_json(file, list))]
-    if bad := [where for where, record in records if not isinstance(record, dict)]:
-        raise UserError(f"{bad[0]}: expected an object: correct the record")
-    return records
-
-
 def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer]:
     """The answer to each question, from {"question_id", "answer"} objects, or GQA's {"questionId", "prediction"} or
     VizWiz's {"image", "answer"}; without ids, as in POPE's files, in the order of the questions.
 
-    A "question" that is repeated must be the one that was asked. Raises UserError that names missing, extra and double
-    ids.
+    Raises UserError for another question than was asked, and for missing, extra and double ids.
     """
-    said: dict[str, tuple] = {}
-    for number, (where, record) in enumerate(records_of(file)):
-        id_ = next((record[key] for key in ("question_id", "questionId", "image") if key in record), None)
-        answer = next((record[key] for key in ("answer", "prediction", "text") if key in record), None)
-        if id_ is None and number < len(questions):
-            id_ = questions[number].id
-        if str(id_) in said:
-            raise UserError(f"{where}: id {quoted(id_)} occurs twice: keep one record of each")
-        said[str(id_)] = where, answer, str(record.get("question", ""))
-    known = {str(question.id) for question in questions}
-    lost, extra = [id_ for id_ in known if id_ not in said], [id_ for id_ in said if id_ not in known]
-    if lost or extra:
-        wrong = [
-            f"{len(ids)} {word} ({shown(ids[0])}, …)" for word, ids in (("missing", lost), ("extra", extra)) if ids
-        ]
-        raise UserError(f"{shown(file)}: ids are {' and '.join(wrong)}: give the answers to these questions")
-    for question in questions:
-        where, answer, text = said[str(question.id)]
-        if not isinstance(answer, list if question.scored else str):
-            raise UserError(f"{where}: answer is {quoted(answer)}: write what the model says")
-        if text.strip().lower() not in question.prefix.lower():
-            raise UserError(f"{where}: answers {quoted(text)}, not {quoted(question.prefix)}: give the file of these")
-    return [said[str(question.id)][1] for question in questions]
+    known, in_order, said = {str(question.id): question for question in questions}, iter(questions), {}
+
+    def add(record: dict) -> None:
+        names = [name for name in ("question_id", "questionId", "image") if name in record]
+        id_ = str(record[names[0]] if names else getattr(next(in_order, None), "id", "one more"))
+        answer = next((record[name] for name in ("answer", "prediction", "text") if name in record), None)
+        check(id_ in known and id_ not in said, f"id {shown(id_)} " + ("occurs twice" if id_ in said else "is unknown"))
+        check(isinstance(answer, list if known[id_].scored else str), f"answer is {quoted(answer)}")
+        asked, text = known[id_].prefix, str(record.get("question", ""))
+        check(text.strip().lower() in asked.lower(), f"answers {quoted(text)}, not {quoted(asked)}")
+        said[id_] = answer
+
+    read(file, add)
+    if lost := [id_ for id_ in known if id_ not in said]:
+        raise UserError(
+            f"{shown(file)}: {len(lost)} questions have no answer ({some(lost)}): give the answers to these"
+        )
+    return [said[id_] for id_ in known]
 
 
 # Asking
@@ -135,7 +116,7 @@ def questions_for(benchmark: Benchmark, args: Namespace, default: str = PROMPT) 
 
 def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
     """The rows of all models that the flags name. Questions are read before the first model is. Raises UserError."""
-    from eval.open import models_of, open_any, open_model, out_folder, stored_prompt
+    from eval.open import models_of, open_model, out_folder, stored_prompt
     from eval.text import reader
 
     subjects, results = models_of(args), {}
@@ -148,7 +129,7 @@ def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
     for subject, prompt in zip(subjects, prompts, strict=True):
         folder = args.out / subject.title if args.out and len(subjects) > 1 else args.out
         out = out_folder(folder, subject.title, benchmark.name)
-        opened = (open_any if benchmark.reads_text else open_model)(args, subject)
+        opened = open_model(args, subject, text=benchmark.reads_text)
         results |= ask(benchmark, questions[prompt], opened, subject, out, args)
         tell(f"files: {out}", args)
         del opened  # before the next model is read

@@ -21,7 +21,7 @@ from eval.text import reader
 from lora import adapter
 from lora.quantize import BF16_KINDS, KINDS
 from model.chat import TextTokenizer, load_text_tokenizer
-from model.common import UserError, file_errors, quoted, read_json, shown
+from model.common import UserError, file_errors, read_json, shown
 from model.device import DTYPES, choose_device, choose_dtype
 from model.language import LanguageModel
 from model.mamba import KERNELS, choose_kernel
@@ -122,16 +122,14 @@ def models_of(args: Namespace) -> list[Subject]:
         for run in adapters
         for kind in kinds
     ]
-    titles = Counter(subject.title for subject in subjects)
-    if repeated := [s.name for s, count in Counter(subjects).items() if count > 1]:
+    if repeated := [subject.name for subject, count in Counter(subjects).items() if count > 1]:
         raise UserError(f"{shown(repeated[0])} is named twice: give each model once")
-    return [s if titles[s.title] == 1 else s._replace(title=long_title(s)) for s in subjects]
-
-
-def long_title(subject: Subject) -> str:
-    """A title by the whole path, for models of one name."""
-    path = str(subject.run or subject.source).replace(os.sep, "_").strip("_")
-    return f"{path}-{subject.quantize}" if subject.quantize else path
+    titles = Counter(subject.title for subject in subjects)
+    for place, subject in enumerate(subjects):
+        if titles[subject.title] > 1:  # by the whole path
+            path = str(subject.run or subject.source).replace(os.sep, "_").strip("_")
+            subjects[place] = subject._replace(title="-".join(filter(None, (path, subject.quantize))))
+    return subjects
 
 
 def last_run(folder: Path = Path("runs")) -> str | None:
@@ -162,26 +160,20 @@ def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
         if not any(source.startswith(("vqav2:", "shards:")) for source in sources):
             return PROMPT if any(source.startswith(EMBEDDED) for source in sources) else default
         if "prompt" in stored:
-            if not isinstance(stored["prompt"], str):
-                raise UserError(f"{shown(path)}: prompt is {quoted(stored['prompt'])}: write a text with {{question}}")
-            return check_prompt(stored["prompt"])
+            return check_prompt(str(stored["prompt"]))
     return default
 
 
 # Opening
 
 
-def open_model(args: Namespace, subject: Subject) -> tuple[PaliGemma, Processor]:
-    """A model that reads pictures, and its processor. Raises UserError."""
+def open_model(args: Namespace, subject: Subject, text: bool = False) -> tuple[Any, Any]:
+    """A model and its processor. text: a language model for text alone may be opened, with a `TextReader` for a
+    processor. Raises UserError."""
+    if text and reader.config_of(subject.source) is not None:
+        return load(args, subject), reader.open_reader(subject.source, args.max_length)
     processor = Processor.from_source(subject.source, max_length=args.max_length)
     return load(args, subject), processor
-
-
-def open_any(args: Namespace, subject: Subject) -> tuple[Any, Any]:
-    """As `open_model`; a language model for text alone has a `TextReader` for a processor."""
-    if reader.config_of(subject.source) is None:
-        return open_model(args, subject)
-    return load(args, subject), reader.open_reader(subject.source, args.max_length)
 
 
 def open_language_model(args: Namespace, subject: Subject) -> tuple[LanguageModel, TextTokenizer]:

@@ -35,8 +35,7 @@ class TextReader:
         raise UserError("the model reads text alone, no pictures: take other questions, or another model")
 
     def row(self, question: Question) -> TokenRow:
-        """The tokens of a prompt. Raises UserError for a prompt that is too long, and for one or a choice without tokens
-        of its own."""
+        """The tokens of a prompt. Raises UserError for a prompt that is too long, or without tokens."""
         lengths = [len(self.continuation(question.prefix, choice)) for choice in question.choices]
         ids = self.begin + self.encode(question.prefix.rstrip())
         if not ids or not all(lengths):

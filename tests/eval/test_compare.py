@@ -42,7 +42,7 @@ def test_differences_are_paired():
 def test_a_model_in_few_bits_is_one_of_the_table(source, twin, workplace, monkeypatch, capsys):
     """--quantize changes the answers of the whole model too, is not in bf16, or forgets the adapter."""
     opened, original = [], open.open_model
-    monkeypatch.setattr(open, "open_model", lambda *args: opened.append(original(*args)) or opened[-1])
+    monkeypatch.setattr(open, "open_model", lambda *args, **text: opened.append(original(*args)) or opened[-1])
     pope.main(["--model", source, "--adapter", twin, *"--quantize none --quantize int8 --device cpu".split(), *SMALL])
     assert list(json.loads(capsys.readouterr().out)) == ["twin", "twin-int8"]
     (whole, _), (small, _) = opened

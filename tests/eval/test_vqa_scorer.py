@@ -335,8 +335,8 @@ def test_another_scorer(scores, scoring, overall):
 @pytest.mark.parametrize(
     ("results", "expected"),
     [
-        (RESULTS[:2], "R: ids are 1 missing (71, …)"),
-        ([*RESULTS, {"question_id": 99, "answer": "x"}], "R: ids are 1 extra (99, …)"),
+        (RESULTS[:2], "R: 1 questions have no answer ('71')"),
+        ([*RESULTS, {"question_id": 99, "answer": "x"}], "R[3]: id 99 is unknown"),
         ([*RESULTS, RESULTS[0]], "R[3]: id 80 occurs twice"),
         ([*RESULTS[:2], {"question_id": 71, "answer": 2}], "R[2]: answer is 2"),
         ([*RESULTS[:2], 71], "R[2]: expected an object"),
