@@ -120,8 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     subject = model_of(args)
     title, out = subject.title, out_folder(args.out, subject.title, "shift")
     if args.data == "embedded":
-        numbers = [n * len(scenes.QUESTIONS) + n % len(scenes.QUESTIONS) for n in range(args.limit)]  # one a picture
-        samples = [scenes.sample("vqa", "test", number) for number in numbers]
+        samples = [scenes.vqa_picture("test", n)[n % len(scenes.QUESTIONS)] for n in range(args.limit)]
         examples = [(sample.scene.render, sample.prefix) for sample in samples]
     else:
         records = [r for r in read_data(f"jsonl:{args.data}") if len(r.pictures) == 1]

@@ -11,7 +11,6 @@ differential model both maps and what is left of them, beside the base model's.
 
 import argparse
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 
 from eval import scenes
@@ -31,14 +30,16 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     if args.data is None:
         return [Case(load_image(args.image), args.prompt)]
     if args.data == "embedded":
-        records = [sample_record(scenes.sample("vqa", "test", number), "test") for number in range(args.limit)]
+        samples = [scenes.vqa_picture("test", n)[n % len(scenes.QUESTIONS)] for n in range(args.limit)]
+        records = [sample_record(sample, "test") for sample in samples]
     else:
-        records = list(
-            islice((r for r in read_data(args.data, images=args.images) if len(r.pictures) == 1), args.limit)
-        )
+        records = [r for r in read_data(args.data, images=args.images) if len(r.pictures) == len(r.turns) == 1]
     if not records:
-        raise UserError(f"--data {args.data}: no example has one picture: the maps are drawn over it")
-    return [Case(load_image(r.pictures[0]), r.prefix, (*r.answers, r.suffix)) for r in records]
+        raise UserError(f"--data {args.data}: no example has one picture and one prompt: maps are drawn over it")
+    return [
+        Case(load_image(r.pictures[0]), r.prefix, () if r.detection else (*r.answers, r.suffix))  # boxes are not judged
+        for r in records[: args.limit]
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
