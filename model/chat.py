@@ -55,6 +55,7 @@ class TextTokenizer:
         self.max_length = min(max_length or config.max_position_embeddings, config.max_position_embeddings)
         own = _SYSTEM.search(template) if self.format.system else None
         self.system = own[1] if own else self.format.system
+        self.begin = [config.bos_token_id] if self.format.begins and config.bos_token_id is not None else []
         unknown = tokenizer.unk_id()
         # a base model may have no turns
         marks = {mark: tokenizer.piece_to_id(mark) for mark in (self.format.start, self.format.end)}
@@ -70,7 +71,7 @@ class TextTokenizer:
 
     def prompt(self, text: str) -> list[int]:
         """The ids of a text that the model is to continue: with bos in front, if its family has one."""
-        return self._checked(self._begin() + self.encode(text))
+        return self._checked(self.begin + self.encode(text))
 
     def chat(self, turns: Sequence[Turn], system: str | None = None) -> list[int]:
         """The ids of a conversation, prompts with their answers; where the last answer is None, the model's turn opens.
@@ -96,7 +97,7 @@ class TextTokenizer:
             raise UserError(f"a conversation of {self.config.text.model_type} has no system turn: put it in the prompt")
         system = self.system if system is None else system
         start, end = self._marks[form.start], self._marks[form.end]
-        ids = self._begin()
+        ids = list(self.begin)
         ids += [] if system is None else [start, *self.encode(f"system\n{system}"), end, *newline]
         learned = [0] * len(ids)
         for number, (prompt, answer) in enumerate(turns):
@@ -131,10 +132,6 @@ class TextTokenizer:
         if len(ids) > self.max_length:
             raise UserError(f"{len(ids)} tokens, but at most {self.max_length} are read: shorten the text")
         return ids
-
-    def _begin(self) -> list[int]:
-        bos = self.config.bos_token_id
-        return [bos] if self.format.begins and bos is not None else []
 
 
 def load_text_tokenizer(

@@ -9,13 +9,12 @@ complete or absent. transformers' AutoModelForImageTextToText and AutoProcessor 
 """
 
 import argparse
-import contextlib
 import json
 import math
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,53 +63,44 @@ def export_model(
     folder = Path(folder)
     if dialect not in DIALECTS or not 0 < max_shard_gb < math.inf:
         raise UserError(f"dialect {dialect!r}, max_shard_gb {max_shard_gb}: expected one of {', '.join(DIALECTS)}, > 0")
-    with file_errors(folder):
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"{folder}: exists and is not empty: give a new folder")
+    temporary = folder.absolute().with_name(f".{folder.name}-{os.getpid()}.partial")
     tensors = plain_tensors(model)
     names = dialect_names(tensors, dialect_of(model.config, dialect))
     specs = {name: tensors[ours].to("meta", dtype) for name, ours in names.items()}
     split = split_torch_state_dict_into_shards(specs, max_shard_size=int(max_shard_gb * 1e9))
-    with new_folder(folder) as temporary:
-        for file, part in split.filename_to_tensors.items():
-            cast = {name: tensors[names[name]].detach().to("cpu", specs[name].dtype).contiguous() for name in part}
-            for name, tensor in cast.items():
-                if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
-                    raise UserError(f"{name} holds NaN, infinity, or more than {tensor.dtype} can: it is not exported")
-            save_file(cast, temporary / file, {"format": "pt"})
-        if split.is_sharded:
-            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            write_text(temporary / INDEX_FILE, json.dumps(index, indent=2) + "\n")
-        for file in companions:
-            shutil.copyfile(file, temporary / file.name)
-        for name, text in (texts or {}).items():
-            (temporary / name).write_text(text, encoding="utf-8")
-        # older versions of transformers read torch_dtype only, newer ones both
-        config = model.config.to_dict() | {"torch_dtype": str(next(iter(specs.values())).dtype).removeprefix("torch.")}
-        write_text(temporary / "config.json", json.dumps(config, indent=2) + "\n")
+    # older versions of transformers read torch_dtype only, newer ones both
+    config = model.config.to_dict() | {"torch_dtype": str(next(iter(specs.values())).dtype).removeprefix("torch.")}
+    with file_errors(folder):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder}: exists and is not empty: give a new folder")
+        temporary.mkdir(parents=True)
+        try:
+            for file, part in split.filename_to_tensors.items():
+                cast = {name: tensors[names[name]].detach().to("cpu", specs[name].dtype).contiguous() for name in part}
+                for name, tensor in cast.items():
+                    if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+                        raise UserError(f"{name} holds NaN, infinity, or more than {tensor.dtype} can: not exported")
+                save_file(cast, temporary / file, {"format": "pt"})
+            if split.is_sharded:
+                index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+                write_text(temporary / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+            for file in companions:
+                shutil.copyfile(file, temporary / file.name)
+            for name, text in {**(texts or {}), "config.json": json.dumps(config, indent=2) + "\n"}.items():
+                write_text(temporary / name, text)
+            sync_files(temporary)
+            if folder.exists():  # it is empty; only POSIX can rename onto it
+                folder.rmdir()
+            temporary.rename(folder)
+            sync_folder(temporary.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def dialect_of(config: Any, dialect: str) -> str:
     """The names that a model is written under: `dialect` is a PaliGemma's, other models have one."""
     known = KINDS[type(config)][1].dialects
     return dialect if dialect in known else known[0]
-
-
-@contextlib.contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder, flushed to disk and renamed to `folder` if the block succeeds, else removed."""
-    with file_errors(folder):
-        temporary = folder.absolute().parent / f".{folder.name}-{os.getpid()}.partial"
-        temporary.mkdir(parents=True)
-        try:
-            yield temporary
-            sync_files(temporary)
-            if folder.exists():  # it is empty; only POSIX can rename onto it
-                folder.rmdir()
-            temporary.rename(folder)
-            sync_folder(folder.absolute().parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def plain_tensors(model: PaliGemma) -> dict[str, torch.Tensor]:
