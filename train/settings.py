@@ -34,9 +34,9 @@ class Settings(LoopSettings):
     base: str = flag("embedded", "model: a folder, a hub id, or `embedded`")
     data: tuple[str, ...] = flag(
         EMBEDDED,
-        f"{SOURCES}, or tar shards of train.shard, shards:'NAME-{{000..127}}.tar'. May be given several times; of an "
-        "epoch each record is a part (default: embedded)",
-        metavar="SOURCE",
+        f"{SOURCES}, or tar shards of train.shard, shards:'NAME-{{000..127}}.tar'. May be given several times; "
+        "SOURCE@WEIGHT then gives WEIGHT / (sum of weights) of an epoch's samples (default: embedded)",
+        metavar="SOURCE[@WEIGHT]",
     )
     eval_data: tuple[str, ...] = flag(
         (), "held-out data, also given several times (default: the share --validation of --data)", metavar="SOURCE"

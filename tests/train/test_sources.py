@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import ExifTags, Image
@@ -44,6 +45,22 @@ def settings(folder, *sources, **flags) -> Settings:
 
 def read(order, first=0):
     return [[micro.names for micro in step] for step in order.steps(first)]
+
+
+def test_weights_are_shares_of_the_samples(folder, processor, monkeypatch):
+    """Breaks when a source has another share than its weight, a record comes more often than another of its source, or
+    a resumed run reads other batches."""
+    monkeypatch.setattr(batches, "collate", lambda records, *_: SimpleNamespace(names=[r.name for r in records]))
+    made = read_records(settings(folder, "jsonl:few.jsonl@3", "jsonl:many.jsonl@1", validation=0))
+    order = Order(made, processor, batch_size=6, epochs=4, seed=1)
+    steps = read(order)
+    seen = Counter(name for step in steps for names in step for name in names)
+    few = {name: count for name, count in seen.items() if "few.jsonl" in name}
+    assert sum(seen.values()) == 4 * 42 and sum(few.values()) == 4 * 32 and len(few) == 12
+    for counts in (few, {name: count for name, count in seen.items() if name not in few}):
+        assert max(counts.values()) - min(counts.values()) <= 1
+    assert steps[:7] != steps[7:14]
+    assert all(read(order, start) == steps[start:] for start in (1, 7, 20))
 
 
 def test_each_record_of_several_sources_comes_once(folder, processor):
@@ -96,6 +113,10 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys, 
     ("flags", "message"),
     [
         ("--data jsonl:few.jsonl --data shards:m-000.tar", "train.shard"),
+        ("--data jsonl:few.jsonl@0.3", "@WEIGHT"),
+        ("--data jsonl:few.jsonl@1 --data jsonl:many.jsonl", "@WEIGHT"),
+        ("--data jsonl:few.jsonl@0.01 --data jsonl:many.jsonl@1 --validation 0", "more weight"),
+        ("--data jsonl:many.jsonl --eval-data jsonl:few.jsonl@1", "@WEIGHT"),
         ("--data jsonl:few.jsonl --fraction 0.01", "--validation and --fraction"),
         ("--data few.jsonl", "does not say what kind"),
     ],

@@ -9,7 +9,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import accumulate, chain, islice, pairwise
 
 import numpy as np
 import torch
@@ -198,12 +198,33 @@ def plan_epoch(
     return batches
 
 
+class Weighted(list):
+    """The records of several sources, `parts`; of an epoch's samples each source gives a share, its weight."""
+
+    def __init__(self, parts: Sequence[Sequence[Record]], weights: Sequence[float]):
+        super().__init__(chain(*parts))
+        bounds = [round(len(self) * part / sum(weights)) for part in accumulate(weights, initial=0)]
+        self.counts = [end - start for start, end in pairwise(bounds)]  # samples of each source in an epoch
+        self.sizes = [len(part) for part in parts]
+
+    def numbers(self, seed: int, epoch: int) -> list[int]:
+        """The numbers of an epoch's records: each source goes on where it ended in the epoch before."""
+        numbers, begin = [], 0
+        for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
+            turns = range(epoch * count // size, -(-(epoch + 1) * count // size))  # passes over the source
+            orders = [random.Random(f"source/{seed}/{source}/{turn}").sample(range(size), size) for turn in turns]
+            first = epoch * count - turns.start * size
+            numbers += [begin + number for number in list(chain(*orders))[first : first + count]]
+            begin += size
+        return numbers
+
+
 class Order:
     """Which micro-batches a process reads at every step: a pure function of the seed, so a run can start anywhere.
 
     A step takes `accumulate` micro-batches on each of `world_size` processes; an epoch's last step takes what is left.
-    `total` is the number of steps. records: a list, planned as a whole, or `Shards`, which plan themselves. Raises
-    UserError if there are too few records for one step.
+    `total` is the number of steps. records: a list, `Weighted` or not, planned as a whole, or `Shards`, which plan
+    themselves. Raises UserError if there are too few records for one step.
     """
 
     def __init__(
@@ -241,7 +262,10 @@ class Order:
         """The numbers of the records of an epoch's micro-batches, of all processes, from number `first` on."""
         options = self.batch_size, self.seed, epoch, self.per_picture
         if isinstance(self.records, list):
-            return plan_epoch([r.key for r in self.records], self.lengths, *options)[first:]
+            is_weighted = isinstance(self.records, Weighted)
+            drawn = self.records.numbers(self.seed, epoch) if is_weighted else range(len(self.records))
+            keys, lengths = [self.records[n].key for n in drawn], [self.lengths[n] for n in drawn]
+            return [[drawn[n] for n in batch] for batch in plan_epoch(keys, lengths, *options)[first:]]
         return self.records.plan(*options, first, self.picture_tokens)
 
     def steps(self, first: int, workers: int | None = 0, pin: bool = False) -> Iterator[list[MicroBatch]]:

@@ -1,20 +1,26 @@
 """The records that `--data` and `--eval-data` name: one source, or several together.
 
-In: settings. Out: a list of records, or `Shards`, which `train/data/batches.py` accepts as a list.
+In: settings. Out: a list of records, `Weighted` where the sources have shares of an epoch, or `Shards`, which
+`train/data/batches.py` accepts as a list.
 """
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from os.path import realpath
 from pathlib import Path
 
 from eval.data import some
 from eval.records import Record, read_data, source_parts, split_records
 from model.common import UserError
+from train.data.batches import Weighted
 from train.data.shards import Shards
 from train.settings import Settings
+
+WEIGHT = re.compile(r"(.+)@(\d+\.?\d*|\.\d+)")
 
 
 def read_records(settings: Settings, split: str = "train") -> Sequence[Record]:
@@ -37,28 +43,40 @@ def read_sources(
     flag: str, sources: Sequence[str], split: str, settings: Settings, fraction: float = 1.0, validation: float = 0.0
 ) -> Sequence[Record]:
     """The records of all sources in a split; files are split together, so that a picture is in one split of all."""
+    given = " ".join([flag, *sources])
+    matches = [WEIGHT.fullmatch(source) for source in sources]
+    weights = [float(match[2]) for match in matches if match]
+    if weights and (flag == "--eval-data" or len(weights) < len(sources) or len(sources) == 1 or not all(weights)):
+        raise UserError(f"{given}: @WEIGHT, above 0, stands at every source of several in --data, or at none")
+    sources = [match[1] if match else source for match, source in zip(matches, sources, strict=True)]
     kinds, sampled = [source_parts(source)[0] for source in sources], settings.answers == "sampled"
     share = {"fraction": fraction, "validation": validation, "seed": settings.seed}
     if "shards" in kinds:
-        if {*kinds} != {"shards"}:
-            raise UserError(f"{flag} {' '.join(sources)}: tar shards stand alone: pack the others with train.shard")
+        if weights or {*kinds} != {"shards"}:
+            raise UserError(f"{given}: tar shards stand alone, without weights: pack the others with train.shard")
         patterns = [str(source_parts(source)[1]) for source in sources]
         records = Shards(*patterns, split=split, sampled=sampled, buffer=settings.shuffle_buffer, **share)
     else:
         options = {name: getattr(settings, name) for name in ("images", "prompt", "seed", "samples")}
         options |= {"tasks": settings.tasks.split(","), "sampled": sampled}
-        drawn, files = [], []
+        parts = []
         for source, kind in zip(sources, kinds, strict=True):
-            is_drawn = kind == "embedded"
             side = "validation" if flag == "--eval-data" else split
-            of_source = read_data(source, side if is_drawn else "all", **options)
+            part = read_data(source, side if kind == "embedded" else "all", **options)
             if len(sources) > 1:  # which may use one name or key for different things
-                names = [{"name": f"{source}: {r.name}", "key": f"{source}: {r.key}"} for r in of_source]
-                of_source = [replace(record, **name) for record, name in zip(of_source, names, strict=True)]
-            (drawn if is_drawn else files).extend(of_source)
-        records = [*drawn, *split_records(files, split, **share)]
+                part = [replace(r, name=f"{source}: {r.name}", key=f"{source}: {r.key}") for r in part]
+            parts.append(part)
+        files = [r for part, kind in zip(parts, kinds, strict=True) if kind != "embedded" for r in part]
+        kept = {r.name for r in split_records(files, split, **share)}
+        parts = [
+            [r for r in part if kind == "embedded" or r.name in kept] for part, kind in zip(parts, kinds, strict=True)
+        ]
+        records = Weighted(parts, weights) if weights and split == "train" else list(chain(*parts))
+        if isinstance(records, Weighted) and not all(map(min, records.sizes, records.counts)):
+            few = f"{records.sizes} records and {records.counts} of an epoch's samples"
+            raise UserError(f"{given}: the sources have {few}: leave one out, or give it more weight")
     if not len(records):
-        raise UserError(f"{flag} {' '.join(sources)}: no {split} records: check --validation and --fraction")
+        raise UserError(f"{given}: no {split} records: check --validation and --fraction")
     return records
 
 
