@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from model import cpu
-from model.common import UserError
 from model.linear import Linear
 
 
@@ -117,17 +116,13 @@ class LayerCache:
         self.keys = self.values = torch.empty(0)
 
     def extend(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append k and v (B, heads, S, width) and return all keys and values so far. UserError when it is full."""
+        """Append k and v (B, heads, S, width) and return all keys and values so far."""
         if self.position is not None:
             self.keys.index_copy_(2, self.position, k)
             self.values.index_copy_(2, self.position, v)
             return self.keys, self.values
         end = self.length + k.shape[2]
-        if end > self.capacity:
-            raise UserError(
-                f"{end} positions do not fit into a cache of {self.capacity}: shorten the prompt, ask for fewer new "
-                "tokens, or allocate a larger cache"
-            )
+        assert end <= self.capacity, f"{end} positions do not fit into a cache of {self.capacity}"
         if self.keys.numel() == 0:  # zeros, not empty: a masked weight of 0 times a NaN left in memory would be NaN
             self.keys = k.new_zeros(*k.shape[:2], self.capacity, k.shape[3])
             self.values = v.new_zeros(*v.shape[:2], self.capacity, v.shape[3])
@@ -177,7 +172,6 @@ class Attention(nn.Module):
         return {name: getattr(self, name) for name in names.split()}
 
     def projections(self) -> list[str]:
-        """The names of the four projections."""
         return ["q_proj", "k_proj", "v_proj", self.output_name]
 
     def adopt(self, other: "Attention") -> None:
@@ -268,7 +262,7 @@ def attention_modules(model: nn.Module) -> dict[str, Attention]:
 def tapped(taps: Mapping[Attention, Callable[[torch.Tensor], None]]) -> Iterator[None]:
     """Within the block, call each attention's function with its weights (B, N, Sq, Sk), once for each map.
 
-    Taps set before are restored afterwards, also after an error. Attention takes the eager path within the block.
+    This is the one way to record maps. Attention takes the eager path within the block; taps set before are restored.
     """
     before = {module: module.tap for module in taps}
     try:
@@ -281,11 +275,7 @@ def tapped(taps: Mapping[Attention, Callable[[torch.Tensor], None]]) -> Iterator
 
 
 def set_attention_backend(model: nn.Module, backend: str) -> None:
-    """Make every attention of `model` use "sdpa" (the fused kernels) or "eager" (the equations).
-
-    Raises UserError for another name.
-    """
-    if backend not in ("sdpa", "eager"):
-        raise UserError(f"attention backend is {backend!r}, expected 'sdpa' or 'eager'")
+    """Make every attention of `model` use "sdpa" (the fused kernels) or "eager" (the equations)."""
+    assert backend in ("sdpa", "eager"), backend
     for module in attention_modules(model).values():
         module.backend = backend

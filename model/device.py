@@ -42,28 +42,26 @@ _IS_THERE = {
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """The device called `name`; "auto" is CUDA if available, else MPS, else the CPU.
+    """The device called `name`; "auto" is CUDA if available, else MPS, else the CPU. Nothing has run on MPS yet.
 
-    Raises UserError for an absent device, or an unknown path of computing on a CPU. Nothing has been run on MPS yet.
+    Raises UserError for an absent device, or a DMT_CPU_PATH that is not understood.
     """
-    cpu.uses("products")  # raises for a DMT_CPU_PATH that is not understood
+    cpu.uses("products")
     if _IS_THERE["cuda"]():
         # cuDNN's attention comes first on an H100, and plans anew for each shape: in decoding, at every token
         torch.backends.cuda.enable_cudnn_sdp(False)
     if name == "auto":
         return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if _IS_THERE[kind]()))
-    if not re.fullmatch(r"(cpu|cuda|mps|xpu)(:\d{1,3})?", name):
-        raise UserError(f"--device {shown(name)}: expected auto, cpu, cuda, cuda:1 and so on, mps or xpu")
-    if not _IS_THERE[name.partition(":")[0]]():
-        found = " or ".join(kind for kind, is_there in _IS_THERE.items() if is_there())
-        raise UserError(f"--device {name}: none that this PyTorch can use: take {found}")
+    there = [kind for kind, is_there in _IS_THERE.items() if is_there()]
+    if not re.fullmatch(rf"({'|'.join(there)})(:\d{{1,3}})?", name):
+        raise UserError(
+            f"--device {shown(name)}: expected auto or, of this PyTorch, {', '.join(there)}, cuda:1 and so on"
+        )
     try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as error:  # a number that is too high
-        reason = shown(str(error).splitlines()[0])
-        raise UserError(f"--device {name}: {reason}: take one that is there") from None
-    return device
+        raise UserError(f"--device {name}: {shown(str(error).splitlines()[0])}: take one that is there") from None
+    return torch.device(name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

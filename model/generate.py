@@ -47,9 +47,8 @@ def check_finite(logits: torch.Tensor, name: str = "") -> None:
 class CompiledStep:
     """One step of decoding through torch.compile, for many calls of `generate`; on CUDA as a CUDA graph.
 
-    It keeps its caches, because a CUDA graph reads fixed addresses. The capacity is rounded up to a multiple of
-    `bucket`, so that prompts of another length seldom need another cache; each number of rows and capacity is compiled
-    by itself. `options` are torch.compile's. The first call of each takes long.
+    It keeps its caches, because a CUDA graph reads fixed addresses. Each number of rows and capacity, a multiple of
+    `bucket`, is compiled by itself, which takes long. `options` are torch.compile's.
     """
 
     def __init__(self, model: PaliGemma, bucket: int = 128, **options: Any):
@@ -86,10 +85,7 @@ class CompiledStep:
             layer.position = self.position
 
     def __call__(self, token: torch.Tensor, types: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        """Logits (B, V) after `token` (B,); types and valid (B, capacity) describe all positions, later ones included.
-
-        Raises UserError where the compiler cannot work.
-        """
+        """Logits (B, V) after `token` (B,); types and valid (B, capacity) describe all positions. Raises UserError."""
         self.position += 1
         torch.compiler.cudagraph_mark_step_begin()
         try:
@@ -119,56 +115,62 @@ def generate(
     image_index: torch.Tensor | None = None,
     compiled: CompiledStep | None = None,
     also_end: Sequence[int] = (),
-    on_token: Callable[[torch.Tensor], None] | None = None,
+    on_token: Callable[[torch.Tensor], object] = lambda token: None,
 ) -> list[torch.Tensor]:
     """New token ids of each row (a list of B vectors), up to and including an end token if one came.
 
     The prompt (B, S) and its pictures are as for `PaliGemma.forward`; each new token is causal. Decoding is greedy at
-    temperature 0, else sampled from the smallest set of tokens that holds `top_p` of the probability there. The image
-    token is never chosen: it has no meaning without a picture. `compiled` is a compiled step of this model. The tokens
-    `also_end` end a row, too; `on_token` receives each new token (B,). Raises UserError for a temperature below 0 or
-    not finite, a top_p outside (0, 1], or no new token, and NonFiniteError for logits before a row's end that are not.
+    temperature 0, else sampled from the smallest set of tokens that holds `top_p` of the probability there; the image
+    token is never chosen. `compiled` is a compiled step of this model. The tokens `also_end` end a row, too; `on_token`
+    receives each new token (B,). Raises UserError, and NonFiniteError for logits before a row's end that are not.
     """
     check_options(max_new_tokens, temperature, top_p)
-    excluded = model.config.image_token_id if isinstance(model, PaliGemma) else None
     # inference mode saves the bookkeeping of autograd in every step; torch.compile does not allow it
     with torch.inference_mode() if compiled is None else torch.no_grad():
         rows, prompt = input_ids.shape
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
-        capacity = prompt + max_new_tokens
-        cache = model.new_cache(capacity) if compiled is None else compiled.open(rows, capacity)
+        attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        end = prompt + max_new_tokens
+        cache = model.new_cache(end) if compiled is None else compiled.open(rows, end)
         # valid and types of all positions, the new tokens' included, which are valid and causal
-        new = attention_mask.new_ones(rows, (capacity if compiled is None else cache[0].capacity) - prompt)
+        new = attention_mask.new_ones(rows, (end if compiled is None else cache[0].capacity) - prompt)
         valid, types = torch.cat((attention_mask, new), dim=1), torch.cat((token_type_ids, new), dim=1)
-        logits = model(
-            input_ids,
-            pixel_values=pixel_values,
-            token_type_ids=token_type_ids,
-            attention_mask=attention_mask,
-            positions_to_keep=last_valid(attention_mask),
-            image_features=image_features,
-            image_index=image_index,
-            cache=cache,
-        )[:, -1]
+        given = {"pixel_values": pixel_values, "image_features": image_features, "image_index": image_index}
+        given |= {"token_type_ids": token_type_ids, "attention_mask": attention_mask}
+        logits = model(input_ids, positions_to_keep=last_valid(attention_mask), cache=cache, **given)[:, -1]
         if compiled is not None:
             compiled.seal()
-
-        def advance(token: torch.Tensor, count: int) -> torch.Tensor:
-            if compiled is not None:
-                return compiled(token, types, valid)
-            seen = prompt + count
-            masks = {"token_type_ids": types[:, :seen], "attention_mask": valid[:, :seen]}
-            return model(token[:, None], pixel_values=None, **masks, cache=cache)[:, -1]
-
         eos = torch.tensor(model.config.eos_token_id, dtype=torch.int64).view(-1)  # one, or a tuple of any number
         ends = torch.cat((eos, torch.tensor(also_end, dtype=eos.dtype))).to(logits.device)
-        sampling = temperature, top_p, generator, excluded
-        tokens = _decode(logits, lambda logits: pick(logits, *sampling), advance, ends, max_new_tokens, on_token)
-        is_end = torch.isin(tokens, ends)
-        lengths = torch.where(is_end.any(1), is_end.long().argmax(1) + 1, tokens.shape[1]).tolist()
+        sampling = temperature, top_p, generator, model.config.image_token_id if isinstance(model, PaliGemma) else None
+        tokens, check_every = [], CHECK_EVERY if logits.is_cuda else 1
+        ended = broken = torch.zeros(rows, dtype=torch.bool, device=logits.device)
+        for seen in range(prompt + 1, end + 1):
+            # a row of NaN counts as ended, and is reported in the end, so that no step waits for a GPU
+            finite = finite_rows(logits)
+            broken, ended = broken | ~(finite | ended), ended | ~finite
+            if temperature > 0:  # torch.multinomial fails on NaN, on CUDA for all later calls too
+                logits = torch.where(finite[:, None], logits, 0.0)
+            token = torch.where(ended, ends[0] if len(ends) else 0, pick(logits, *sampling))
+            tokens.append(token)
+            on_token(token)
+            ended = ended | (token[:, None] == ends).any(1)
+            if seen == end or len(tokens) % check_every == 0 and bool(ended.all()):
+                break
+            if compiled is None:
+                given = {"token_type_ids": types[:, :seen], "attention_mask": valid[:, :seen]}
+                logits = model(token[:, None], pixel_values=None, cache=cache, **given)[:, -1]
+            else:
+                logits = compiled(token, types, valid)
+        if problems := broken.nonzero().flatten().tolist():
+            raise NonFiniteError(problems)
     # copies made outside of inference mode, which autograd may use
-    return [row[:length].clone() for row, length in zip(tokens, lengths, strict=True)]
+    return [up_to_end(row, ends).clone() for row in torch.stack(tokens, dim=1)]
+
+
+def up_to_end(row: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """A row of tokens (T,) up to its first token of `ends`, included."""
+    places = torch.isin(row, ends).nonzero()
+    return row[: int(places[0]) + 1] if len(places) else row
 
 
 def ask(
@@ -222,40 +224,6 @@ def check_options(max_new_tokens: int, temperature: float, top_p: float) -> None
             f"max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}: expected at least 1, "
             "at least 0 and finite, and in (0, 1]"
         )
-
-
-def _decode(
-    logits: torch.Tensor,
-    choose: Callable[[torch.Tensor], torch.Tensor],
-    advance: Callable[[torch.Tensor, int], torch.Tensor],
-    ends: torch.Tensor,
-    limit: int,
-    on_token: Callable[[torch.Tensor], None] | None = None,
-) -> torch.Tensor:
-    """Tokens (B, T), T ≤ limit, from the logits (B, V) after the prompts; `ends` (E,) end a row, which repeats one.
-
-    choose: a token (B,) from finite logits, which it may overwrite. advance: logits after a token, the n-th new one.
-    Raises NonFiniteError, in the end: until then such a row counts as ended, so that no step waits for the GPU.
-    """
-    tokens, ended = [], torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-    broken = torch.zeros_like(ended)
-    check_every = CHECK_EVERY if logits.is_cuda else 1
-    while True:
-        finite = finite_rows(logits)
-        broken |= ~(finite | ended)
-        ended |= broken
-        # torch.multinomial fails on NaN, on CUDA for all later calls too
-        token = torch.where(ended, ends[0] if len(ends) else 0, choose(torch.where(finite[:, None], logits, 0.0)))
-        tokens.append(token)
-        if on_token is not None:
-            on_token(token)
-        ended |= torch.isin(token, ends)
-        if len(tokens) == limit or len(tokens) % check_every == 0 and bool(ended.all()):
-            break
-        logits = advance(token, len(tokens))
-    if rows := broken.nonzero().flatten().tolist():
-        raise NonFiniteError(rows)
-    return torch.stack(tokens, dim=1)
 
 
 def last_valid(attention_mask: torch.Tensor) -> torch.Tensor:
