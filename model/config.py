@@ -218,7 +218,7 @@ class TextConfig(Config):
         if raw.get("model_type") == "gemma2":
             # null switches the caps and the window off; for other fields it means the default
             given = {name: value for name, value in raw.items() if value is not None or name in _GEMMA2_OPTIONAL}
-            raw = _gemma2("3b") | given
+            raw = _GEMMA2["3b"] | given
             layers = enumerate(raw.get("layer_types") or ())
             is_known = all(kind == ("sliding_attention", "full_attention")[layer % 2] for layer, kind in layers)
             require(is_known, "layer_types differs from Gemma 2's, in which every even layer has a sliding window")
@@ -291,18 +291,17 @@ class PaliGemmaConfig(Config):
         }
 
 
-_GEMMA2_OPTIONAL = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
-_GEMMA2_SIZES = {  # H, F, layers, N, K, D, query_pre_attn_scalar
-    "3b": (2304, 9216, 26, 8, 4, 256, 256),
-    "10b": (3584, 14336, 42, 16, 8, 256, 256),
-    "28b": (4608, 36864, 46, 32, 16, 128, 144),
+_GEMMA2_OPTIONAL = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096}
+_GEMMA2_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
+_GEMMA2_SIZES += ["head_dim", "query_pre_attn_scalar"]
+_GEMMA2 = {
+    name: dict(zip(_GEMMA2_SIZES, sizes, strict=True)) | _GEMMA2_OPTIONAL
+    for name, sizes in {
+        "3b": (2304, 9216, 26, 8, 4, 256, 256),
+        "10b": (3584, 14336, 42, 16, 8, 256, 256),
+        "28b": (4608, 36864, 46, 32, 16, 128, 144),
+    }.items()
 }
-
-
-def _gemma2(size: str) -> dict[str, Any]:
-    names = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim".split()
-    sizes = dict(zip([*names, "query_pre_attn_scalar"], _GEMMA2_SIZES[size], strict=True))
-    return sizes | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096}
 
 
 def _paligemma(image_size: int, **text) -> PaliGemmaConfig:
@@ -325,8 +324,8 @@ PRESETS: dict[str, PaliGemmaConfig] = {
     ),
     **{f"paligemma-3b-{side}": _paligemma(side) for side in (224, 448, 896)},
     **{
-        f"paligemma2-{size}-{side}": _paligemma(side, model_type="gemma2", **_gemma2(size))
-        for size in _GEMMA2_SIZES
+        f"paligemma2-{size}-{side}": _paligemma(side, model_type="gemma2", **sizes)
+        for size, sizes in _GEMMA2.items()
         for side in (224, 448, 896)
     },
 }

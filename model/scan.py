@@ -150,10 +150,8 @@ class SelectiveScan(torch.autograd.Function):
 
 
 def _blocks(length: int, chunk: int) -> list[slice]:
-    """The steps in blocks of nearly equal length, of at most `chunk` steps, or of BLOCK."""
-    count = -(-length // (chunk or BLOCK))
-    steps = -(-length // count) if chunk else BLOCK
-    return [slice(start, start + steps) for start in range(0, length, steps)]
+    """The steps in blocks of `chunk` steps, or of BLOCK."""
+    return [slice(start, start + (chunk or BLOCK)) for start in range(0, length, chunk or BLOCK)]
 
 
 def _states(state, x, delta, A, B, parallel, keep=True) -> tuple[torch.Tensor, torch.Tensor]:

@@ -98,36 +98,26 @@ class TextModelConfig(Config):
         return cls(replace(plain, **pairs, head_dim=2 * plain.head_dim), True)
 
 
-def _plain(vocab_size: int, hidden_size: int, layers: int, heads: int) -> TextConfig:
-    return TextConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=hidden_size * 8 // 3,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=hidden_size // heads,
-        rms_norm_eps=1e-5,
-        hidden_activation="silu",
-    )
-
-
 # The plain model by name: a few thousand parameters for tests, up to two million for two cores, 90 million for a GPU,
 # and the sizes that Ye et al. 2024 train, 3b for its figures, the others to see how the loss falls with size.
+_TEXT_SIZES = {  # V, H, layers, N
+    "nano": (1024, 48, 2, 4),
+    "0.1m": (2048, 32, 3, 4),
+    "0.2m": (2048, 48, 3, 4),
+    "0.3m": (2048, 64, 3, 4),
+    "0.6m": (2048, 96, 4, 6),
+    "tiny": (2048, 192, 4, 6),
+    "small": (8192, 768, 12, 12),
+    "830m": (100_288, 1536, 24, 16),
+    "1.4b": (100_288, 2048, 24, 16),
+    "2.8b": (100_288, 2560, 32, 20),
+    "3b": (100_288, 3072, 28, 24),
+    "6.8b": (100_288, 4096, 32, 32),
+    "13.1b": (100_288, 5120, 40, 40),
+}
 TEXT_PRESETS = {
-    "nano": _plain(1024, 48, 2, 4),
-    "0.1m": _plain(2048, 32, 3, 4),
-    "0.2m": _plain(2048, 48, 3, 4),
-    "0.3m": _plain(2048, 64, 3, 4),
-    "0.6m": _plain(2048, 96, 4, 6),
-    "tiny": _plain(2048, 192, 4, 6),
-    "small": _plain(8192, 768, 12, 12),
-    "830m": _plain(100_288, 1536, 24, 16),
-    "1.4b": _plain(100_288, 2048, 24, 16),
-    "2.8b": _plain(100_288, 2560, 32, 20),
-    "3b": _plain(100_288, 3072, 28, 24),
-    "6.8b": _plain(100_288, 4096, 32, 32),
-    "13.1b": _plain(100_288, 5120, 40, 40),
+    name: TextConfig("gemma", V, H, H * 8 // 3, layers, N, N, H // N, rms_norm_eps=1e-5, hidden_activation="silu")
+    for name, (V, H, layers, N) in _TEXT_SIZES.items()
 }
 
 # WINGS
