@@ -1,6 +1,5 @@
 """Detection: COCO's measures against its own evaluation code, the answers that are parsed, and the command."""
 
-import argparse
 import json
 import math
 import random
@@ -8,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from PIL import ExifTags, Image
+from PIL import Image
 from pycocotools import coco
 from pycocotools.cocoeval import COCOeval
 
-from eval import detect, detection_scoring, run
-from eval.command import ask_of
+from eval import answer, detect, detection_scoring
 from eval.detection_scoring import Found
-from eval.records import Box, embedded_records, read_data
+from eval.own_files import Box
+from eval.question import question_of
+from eval.records import embedded_records, read_data
 from model.common import UserError
 
 STATS = "AP AP50 AP75 AP-small AP-medium AP-large AR1 AR10 AR100 AR-small AR-medium AR-large".split()
@@ -138,29 +138,6 @@ def test_names_may_differ_by_case_alone():
     assert [one.label for one in detect.parse(text, 9, 9, ["Apple", "apple"]).found] == ["Apple", "apple", "apple"]
 
 
-def test_boxes_of_a_picture_that_exif_turns(source, tmp_path, monkeypatch, capsys):
-    """A picture is asked about upright and scored by the boxes of the picture as it lies; or a negative x is lost."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("eval.session.ask_all", lambda model, processor, asks, **_: [loc(0, 0, 9, 9) for _ in asks])
-    exif, images, annotations = Image.Exif(), [], []
-    for number, (turn, width, height) in enumerate(((1, 64, 48), (6, 64, 48), (6, 48, 64), (3, 64, 48))):
-        exif[ExifTags.Base.Orientation] = turn
-        Image.new("RGB", (64, 48)).save(f"{number}.jpg", exif=exif)
-        images.append({"id": number, "file_name": f"{number}.jpg", "width": width, "height": height})
-        annotations.append({"image_id": number, "category_id": 1, "bbox": [-0.5, 0, 9, 9]})
-    content = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "dog"}]}
-    (tmp_path / "coco.json").write_text(json.dumps(content))
-    args = argparse.Namespace(data="coco:coco.json", images=None, limit=None, blind=False)
-    records, sets = detect.load(args)
-    assert [bool(record.turns) for record in records] == [True, False, True, True]
-    with pytest.raises(UserError, match="1.jpg: has boxes for 64×48 pixels, but EXIF turns it to 48×64"):
-        sets["detect"][1].images()
-    detect.main(["--model", source, "--data", "coco:coco.json", "--limit", "1", "--out", "out", "--json"])
-    printed = capsys.readouterr().out
-    detect.main(["score", "--results", "out/results.json", "--json"])
-    assert capsys.readouterr().out == printed
-
-
 def test_confidence_is_the_mean_over_a_name():
     """Locations or separators count, or the score of one box goes to another."""
     tokens = [
@@ -181,12 +158,12 @@ def test_confidence_is_the_mean_over_a_name():
 def test_token_probabilities_by_hand(model, processor, before):
     """The probability is that of the next token, or of the end; or earlier turns, or the place of a picture, differ
     from what the model was asked."""
-    question = replace(ask_of(embedded_records(("detect",), "test", 1)[0]), before=before)
-    answer = f"{loc(1, 2, 3, 4)} fire truck"
-    found = run.token_probabilities(model, processor, question, answer)
-    assert "".join(piece for piece, _ in found).replace("\u2581", " ") == answer
-    turns = tuple((prefix.removesuffix(" <image>"), said) for prefix, said in before)
-    batch = processor.pad([processor.layout(1, question.prefix, answer, turns)], question.images())
+    question = replace(question_of(embedded_records(("detect",), "test", 1)[0]), before=before)
+    said = f"{loc(1, 2, 3, 4)} fire truck"
+    found = answer.token_probabilities(model, processor, question, said)
+    assert "".join(piece for piece, _ in found).replace("\u2581", " ") == said
+    turns = tuple((prefix.removesuffix(" <image>"), text) for prefix, text in before)
+    batch = processor.pad([processor.layout(1, question.prefix, said, turns)], question.images())
     logits = model(batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask)[0].double()
     first = batch.input_ids.shape[1] - len(found) - 1
     for number, (_, probability) in enumerate(found):
@@ -194,9 +171,8 @@ def test_token_probabilities_by_hand(model, processor, before):
         assert math.log(probability) == pytest.approx(float(row[token] - row.exp().sum().log()), abs=1e-4)
 
 
-def test_the_command_on_the_embedded_scenes(source, tmp_path, monkeypatch, capsys):
+def test_the_command_on_the_embedded_scenes(source, workplace, monkeypatch, capsys):
     """Right answers do not score 100, or the results file scores otherwise than the command has printed."""
-    monkeypatch.chdir(tmp_path)
     records = embedded_records(("detect",), "test", 14)
     right = {record.name: record.suffix for record in records}
     wrong = {record.name: "no such thing" for record in records[:3]} | {records[3].name: ""}
@@ -207,25 +183,26 @@ def test_the_command_on_the_embedded_scenes(source, tmp_path, monkeypatch, capsy
         left_out["detect/test/13"] = "cannot be read"
         return [None if ask.id in left_out else (right | wrong)[ask.id] for ask in asks]
 
-    flags = ["--model", source, "--limit", "14"]
-    monkeypatch.setattr("eval.session.ask_all", ask_all)
+    monkeypatch.setattr("eval.answer.ask_all", ask_all)
     monkeypatch.setattr(detect, "DRAWN", 2)
-    detect.main([*flags, "--blind", "--confidence", "--json"])
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["pictures"] == 13 and printed["blind"]["AP"] == 0 and printed["blind"]["empty_answers"] == 14
-    assert printed["problems"] == {"not four locations and a name": 3} and printed["empty_answers"] == 1
+    detect.main(["--model", source, *"--limit 14 --blind --confidence --json".split()])
+    printed = {title: of["summary"] for title, of in json.loads(capsys.readouterr().out).items()}
+    seeing, blind = ({line: v["COCO"] for line, v in of.items()} for of in printed.values())
+    assert blind["AP"] == 0 and blind["answers without a box"] == 100
+    assert seeing["answers without a box"] == pytest.approx(100 / 13) and 0 < seeing["AP"] < 100
+    parts = sum(record.suffix.count(";") + 1 for record in records[4:13]) + 3
+    assert seeing["malformed"] == seeing["  not four locations and a name"] == pytest.approx(300 / parts)
     lost = {label for record in records[:4] for label in detect.names_of(record.prefix)}
-    assert all(ap > 1 - 1e-9 for label, ap in printed["classes"].items() if label not in lost) and 0 < printed["AP"] < 1
-    out = tmp_path / "runs" / "eval" / "random" / "detect"
+    classes = {line.removeprefix("  AP, "): value for line, value in seeing.items() if "  AP, " in line}
+    assert all(value > 100 - 1e-9 for label, value in classes.items() if label not in lost)
+    out = workplace / "runs" / "eval" / "random" / "detect"
     assert Image.open(out / "detect.png").width > 900
-    detect.main(["score", "--results", str(out / "results.json"), "--json"])
-    assert json.loads(capsys.readouterr().out) == {k: v for k, v in printed.items() if k not in ("blind", "left_out")}
-    wrong.clear()
-    detect.main([*flags, "--model", source + "/."])
-    assert capsys.readouterr().out.count("| 100.00 | 100.00 | 100.00 | 100.00 |      0.00 |") == 2
-    (tmp_path / "bad.json").write_text(json.dumps([{"question_id": "a", "boxes": [{"label": "cat", "x": "left"}]}]))
-    with pytest.raises(UserError, match=r"bad.json\[0\]: boxes\[0\]: x is 'left'"):
-        detect.main(["score", "--results", "bad.json"])
+    detect.main(["--results", str(out / "results.json"), "--json"])
+    (scored,) = json.loads(capsys.readouterr().out).values()
+    assert scored["summary"] == printed["random"]
+    (workplace / "bad.json").write_text(json.dumps([{"question_id": "a", "boxes": [{"label": "cat", "x": "left"}]}]))
+    with pytest.raises(UserError, match=r"bad.json\[0\]: "):
+        detect.main(["--results", "bad.json"])
 
 
 def test_a_coco_file_scores_as_in_pycocotools(source, tmp_path, monkeypatch, capsys):
@@ -250,18 +227,19 @@ def test_a_coco_file_scores_as_in_pycocotools(source, tmp_path, monkeypatch, cap
 
     records = read_data("coco:coco.json")
     right = {record.name: record.suffix for record in records}
-    monkeypatch.setattr("eval.session.ask_all", ask_all)
+    monkeypatch.setattr("eval.answer.ask_all", ask_all)
     monkeypatch.setattr(detect, "DRAWN", 1)
     detect.main(["--model", source, "--data", "coco:coco.json", "--json"])
-    ours = json.loads(capsys.readouterr().out)
+    (printed,) = json.loads(capsys.readouterr().out).values()
+    ours = {line: value["COCO"] for line, value in printed["summary"].items()}
     numbers = {"dog": 3, "fire truck": 5}
     results = [
         {"image_id": names[record.name], "category_id": numbers[f.label], "bbox": sides(f), "score": 1.0}
         for record in records
-        for f in detect.parse(ask_all(None, None, [ask_of(record)])[0], 640, 480, numbers).found
+        for f in detect.parse(ask_all(None, None, [question_of(record)])[0], 640, 480, numbers).found
     ]
     dataset = coco.COCO("coco.json")
     expected = summary_of(dataset, dataset.loadRes(results))
     found = [ours[name.replace("-", " ")] for name in STATS]
-    assert [-1 if value is None else value for value in found] == pytest.approx(expected, abs=1e-6)
-    assert 0.5 < ours["AP"] < 0.99 and ours["pictures"] == 6
+    assert [-1 if value is None else value / 100 for value in found] == pytest.approx(expected, abs=1e-6)
+    assert 50 < ours["AP"] < 99
