@@ -50,6 +50,10 @@ class Benchmark:
         pairs = zip(questions, answers, strict=True)
         return [Row(question, a, {} if a is None else self.score(question, a)) for question, a in pairs]
 
+    def blind(self, question: Question) -> Question:
+        """The same question with every picture gray."""
+        return question.blind()
+
     def summary(self, rows: Sequence[Row]) -> Summary:
         """By default the mean of every measure in percent, over all rows and by kind."""
         kinds: dict[str, list[Row]] = defaultdict(list)
@@ -143,7 +147,7 @@ def ask(benchmark: Benchmark, questions: Sequence[Question], opened: tuple, subj
 
     sets = {subject.title: list(questions)}
     if args.blind:
-        sets[f"{subject.title}, blind"] = [question.blind() for question in questions]
+        sets[f"{subject.title}, blind"] = [benchmark.blind(question) for question in questions]
     log, compiled = out / "answers.jsonl", CompiledStep(opened[0]) if args.compile else None
     if not args.resume:
         log.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, PaliGemmaForConditionalGeneration
 
-from eval import choices, run
-from eval.choices_files import EXAMS, Item
-from eval.command import Ask
+from eval import answer, choices
+from eval.choices_files import EXAMS
+from eval.command import command_parser
+from eval.question import Question
 from model.common import UserError
 from model.config import TextConfig
 from model.language import LanguageModel
@@ -31,14 +33,14 @@ def test_likelihoods_are_those_of_transformers(model, processor, source):
     words = sentencepiece.SentencePieceProcessor(model_file=str(TOKENIZER))
     blocks = np.random.default_rng(0).integers(0, 256, (56, 56, 3), dtype=np.uint8)
     asks = [
-        Ask(f"{kind} {text}", kind, pictures, text, options, scored=True)
+        Question(f"{kind} {text}", kind, pictures, text, options, scored=True)
         for kind, pictures in (("text", ()), ("picture", (Image.fromarray(blocks),)))
         for text, options in (
             ("What is a cat?", ("dog", "two cats", "top left")),
             ("Row: cat 4 key. What is in column 3?\nAnswer:", ("B", "no")),  # one token each
         )
     ]
-    found = [json.loads(text) for text in run.ask_all(model, processor, asks, batch_size=5)]
+    found = answer.ask_all(model, processor, asks, batch_size=5)
     image = hf.config.vision_config.image_size // hf.config.vision_config.patch_size
     for ask, of_ask in zip(asks, found, strict=True):
         prompt = [hf.config.image_token_index] * image**2 * len(ask.picture) + [2, *words.encode(ask.prefix + "\n")]
@@ -79,9 +81,8 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
     (tmp_path / "own").write_text("".join(json.dumps(record) + "\n" for record in records))
     flags = ["--task", "jsonl", "--data", str(tmp_path / "own"), "--model", str(tmp_path / kind)]
     flags += ["--prompt", "{question}", "--dtype", "fp32", "--out", str(tmp_path / "out")]
-    with pytest.raises(UserError, match="blind: none of the 3 questions could be asked"):
+    with pytest.raises(UserError, match="none of 3 questions could be asked: .*reads text alone"):
         choices.main([*flags, "--blind"])
-    assert "the model reads text alone, no pictures" in capsys.readouterr().err
     choices.main(flags)
     rows = json.loads((tmp_path / "out" / "results.json").read_text())
     begin = [2] if kind == "gemma2" else []
@@ -112,14 +113,16 @@ def test_accuracies_by_hand():
         (["two", "one"], 1, "a", [-3.0, -3.0]),
         (["学", "éé"], 1, "b", [-2.0, -3.0]),  # characters, not bytes: −2 against −1.5
     ]
-    scored = [
-        (Item(str(n), subject, "", (*words,), right), likely) for n, (words, right, subject, likely) in enumerate(rows)
-    ]
-    found = choices.report_of(scored).values
-    assert (found["accuracy"], found["normalised"], found["questions"]) == (40.0, 60.0, 5)
-    assert found["subjects"]["a"] == {"accuracy": 50.0, "normalised": 50.0}
-    assert found["subjects"]["b"] == {"accuracy": 0.0, "normalised": 100.0}
-    assert found["mean over subjects"] == {"accuracy": 25.0, "normalised": 75.0}
+    benchmark, questions = choices.Choices(), []
+    for number, (words, right, subject, _) in enumerate(rows):
+        questions.append(Question(number, "", (), "", tuple(words), truth=right, kind=subject))
+    lines = benchmark.summary(benchmark.rows(questions, [likely for *_, likely in rows]))
+    assert lines == {
+        "overall": {"accuracy": 40, "normalised": 60},
+        "a": {"accuracy": 50, "normalised": 50},
+        "b": {"accuracy": 0, "normalised": 100},
+        "mean over subjects": {"accuracy": 25, "normalised": 75},
+    }
 
 
 def write_csv(path, rows):
@@ -165,117 +168,117 @@ def files(tmp_path):
 MMLU_HEAD = "The following are multiple choice questions (with answers) about abstract algebra.\n\n"
 
 
+def questions_of(flags, template="answer {question}"):
+    parser = command_parser("choices", "")
+    for name in choices.Choices.flags:
+        parser.add_argument(name, type=int if name in ("--shots", "--limit") else str)
+    parser.set_defaults(task="scenes")
+    return choices.Choices().questions(Namespace(**vars(parser.parse_args(flags)), template=template))
+
+
 def test_prompts_by_hand(files):
     """Breaks when a space or a newline is not where the harness has it, or a shot is not the dev file's first."""
 
-    def items(task, data, *flags):
-        parser = choices.argparse.ArgumentParser()
-        choices.add_flags(parser)
-        parser.set_defaults(limit=None)
-        args = parser.parse_args(["--task", task, "--data", str(files / data), "--prompt", "answer {question}", *flags])
-        return choices.load(args)
+    def asked(task, data, *flags):
+        return questions_of(["--task", task, "--data", str(files / data), *flags])
 
-    mmlu, sets = items("mmlu", "mmlu", "--shots", "1", "--blind")
+    mmlu = asked("mmlu", "mmlu", "--shots", "1")
     shot = '0 + 1 =\nA. 0\nB. 1\nC. three\nor four\nD. "\nAnswer: B\n\n'
     question = "what is it?\nA. a\nB. b\nC. c\nD. d\nAnswer:"
-    assert mmlu[0] == ("abstract_algebra/0", "abstract_algebra", MMLU_HEAD + shot + question, tuple("ABCD"), 3, (), "")
-    assert [item.subject for item in mmlu] == ["abstract_algebra"] * 2 + ["anatomy"] * 2
-    assert [len(ask.picture) for of_set in sets.values() for ask in of_set] == [0] * 4 + [1] * 4
-    assert items("mmlu", "mmlu", "--shots", "0")[0][0].prompt == MMLU_HEAD + question
+    assert (mmlu[0].id, mmlu[0].prefix) == ("abstract_algebra/0", MMLU_HEAD + shot + question)
+    assert (mmlu[0].choices, mmlu[0].truth, mmlu[0].pictures, mmlu[0].scored) == (tuple("ABCD"), 3, [], True)
+    assert [q.kind for q in mmlu] == ["abstract_algebra"] * 2 + ["anatomy"] * 2
+    assert asked("mmlu", "mmlu", "--shots", "0")[0].prefix == MMLU_HEAD + question
     law = "水是\nA. 冰\nB. 气\nC. 液\nD. 火\n答案："
-    cmmlu = items("cmmlu", "cmmlu", "--shots", "1")[0][0]
-    assert cmmlu.prompt == f"以下是关于大学法律的单项选择题，请直接给出正确答案的选项。\n\n{law} C\n\n{law}"
-    assert cmmlu.answer == 2 and len(EXAMS["cmmlu"].names) == 67
-    race = items("race", "race")[0]
+    cmmlu = asked("cmmlu", "cmmlu", "--shots", "1")[0]
+    assert cmmlu.prefix == f"以下是关于大学法律的单项选择题，请直接给出正确答案的选项。\n\n{law} C\n\n{law}"
+    assert cmmlu.truth == 2 and len(EXAMS["cmmlu"].keywords["names"]) == 67
+    (race,) = asked("race", "race")
     before = "Article: A dog ran.\n\nQuestion: Who ran?\nAnswer: a dog\n _  .dog\n"
-    assert race == [("1", "race", f"{before}The dog  _  .", ("ran", "sat", "ate", "hid"), 0, (), "")]
-    arc = items("arc", "arc")[0]
-    assert arc == [("M1", "arc", "Question: What is wet?\nAnswer:", ("rock", "water", "air"), 1, (), "")]
-    own, sets = items("jsonl", "own.jsonl", "--blind")
-    assert [(item.prompt, item.answer, item.subject) for item in own] == [
-        ("answer What is 1?", 1, "sums"),
-        ("answer What color?", 0, "own"),
-        ("answer Which?", 1, "own"),
-        ("answer Which?", 1, "own"),
+    expected = ("1", f"{before}The dog  _  .", ("ran", "sat", "ate", "hid"), 0)
+    assert (race.id, race.prefix, race.choices, race.truth) == expected
+    (arc,) = asked("arc", "arc")
+    expected = ("M1", "Question: What is wet?\nAnswer:", ("rock", "water", "air"), 1)
+    assert (arc.id, arc.prefix, arc.choices, arc.truth) == expected
+    own = asked("jsonl", "own.jsonl")
+    assert [(q.id, q.prefix, q.truth, q.kind) for q in own] == [
+        ("1", "answer What is 1?", 1, "sums"),
+        ("2", "answer What color?", 0, "own"),
+        ("3", "answer Which?", 1, "own"),
+        ("4", "answer Which?", 1, "own"),
     ]
-    assert [ask.picture for ask in sets["choices"]] == [(), (files / "red.png",), (), ()]
-    assert sets["blind"][0].picture == sets["blind"][1].picture and len(sets["blind"][0].picture) == 1
+    assert [tuple(q.pictures) for q in own] == [(), (files / "red.png",), (), ()]
+    blind = [choices.Choices().blind(q) for q in own]
+    assert blind[0].picture == blind[1].picture and len(blind[0].pictures) == 1
 
 
 @pytest.mark.long
 def test_several_models_and_a_resumed_run(files, source, twin, workplace, capsys, monkeypatch):
     """Breaks when the models are not compared on the same questions, or answered ones are asked again."""
     asked = []
-    score = run.log_likelihoods
-    monkeypatch.setattr(run, "log_likelihoods", lambda *args: asked.append(len(args[2])) or score(*args))
+    score = answer.log_likelihoods
+    count = lambda args: asked.append(len(args[2]))  # noqa: E731
+    monkeypatch.setattr(
+        answer, "log_likelihoods", lambda *args, **more: asked.append(len(args[2])) or score(*args, **more)
+    )
     flags = ["--task", "jsonl", "--data", str(files / "own.jsonl"), "--blind", "--json", "--model", source]
     choices.main([*flags, "--adapter", "none", "--adapter", twin])
     values = json.loads(capsys.readouterr().out)
     assert sum(asked) == 16  # two models, four questions, with their picture and with a gray one
     choices.main([*flags, "--adapter", twin, "--out", "runs/eval/twin/choices"])
     assert sum(asked) == 16
-    assert set(values["comparison"]) == {"random", "random, blind", "twin", "twin, blind"}
-    assert "difference" in values["comparison"]["twin"]["accuracy"]
-    written = json.loads((workplace / "runs/eval/twin/choices/results.json").read_text())
+    assert set(values) == {"random", "random, blind", "twin", "twin, blind"}
+    assert "difference" in values["twin"]["measures"]["accuracy"]
+    file = workplace / "runs/eval/twin/choices/results.json"
+    written = json.loads(file.read_text())
+    capsys.readouterr()
+    choices.main(["--results", str(file), "--json"])
+    assert json.loads(capsys.readouterr().out)[str(file)]["summary"] == values["twin"]["summary"]
     assert [len(row["log_likelihoods"]) for row in written] == [2, 3, 2, 2]
 
 
+def own_question(**changes) -> str:
+    return json.dumps({"question": "q", "choices": ["a", "b"], "answer": 0} | changes)
+
+
 @pytest.mark.parametrize(
-    ("task", "name", "content", "expected"),
+    ("task", "name", "content"),
     [
-        ("mmlu", "mmlu/test/anatomy_test.csv", "q,a,b,c,d,AB\n", "anatomy_test.csv:1: expected a question, four"),
-        ("mmlu", "mmlu/test/anatomy_test.csv", "q,a,b,c,D\n", "anatomy_test.csv:1: expected a question, four"),
-        ("mmlu", "mmlu/test/anatomy_test.csv", b"\xff\xfe", "anatomy_test.csv: is not UTF-8"),
-        ("mmlu", "mmlu/dev/anatomy_dev.csv", "q,a,b,c,d,A\n", "anatomy_dev.csv: holds 1 questions: lower --shots 3"),
-        ("cmmlu", "cmmlu/test/college_law.csv", "x\n水是,冰,气,液,火,C\n", "college_law.csv:2: expected a question"),
-        (
-            "cmmlu",
-            "cmmlu/test/college_law.csv",
-            "0,水是,冰,气,液,火,C\n" * 2,
-            "college_law.csv:1: is a question, expected",
-        ),
-        ("race", "race/test/high/1.txt", '{"article": 3}', "1.txt: questions is missing"),
-        (
-            "race",
-            "race/test/high/1.txt",
-            '{"article": "a", "questions": ["q"], "options": [["a", "b", "c", "d"]], "answers": ["E"]}',
-            "answers is 'E'",
-        ),
-        ("arc", "arc", '{"id": "1", "question": {"stem": "s", "choices": ["a"]}, "answerKey": "A"}', "arc:1: choices"),
-        ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a", "a"], "answer": "a"}', "own.jsonl:1: answer is 'a'"),
-        ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": 1}', "own.jsonl:1: answer is 1"),
-        ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a", "a"], "answer": 1}', "'a', the right one, twice"),
-        ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": 0}', "has the right one alone"),
-        ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": "AB"}', "own.jsonl:1: answer is 'AB'"),
-        ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": ""}', "own.jsonl:1: answer is ''"),
-        ("jsonl", "own.jsonl", '{"question": "q", "choices": [""], "answer": 0}', "own.jsonl:1: choices is ''"),
-        ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": 0, "image": "../x"}', "not in"),
-        ("jsonl", "own.jsonl", '{"question": "q", "choices": ["a"], "answer": 0, "img": "x"}', "has 'img', but no"),
-        ("jsonl", "none.jsonl", None, "none.jsonl: not found"),
-        ("mmlu", "none", None, "holds no test/*_test.csv"),
-        ("scenes", "own.jsonl", None, "--task scenes takes no --data"),
+        ("mmlu", "mmlu/test/anatomy_test.csv", "q,a,b,c,d,AB\n"),
+        ("mmlu", "mmlu/test/anatomy_test.csv", "q,a,b,c,D\n"),
+        ("mmlu", "mmlu/dev/anatomy_dev.csv", "q,a,b,c,d,A\n"),
+        ("cmmlu", "cmmlu/test/college_law.csv", "x\n水是,冰,气,液,火,C\n"),
+        ("race", "race/test/high/1.txt", '{"article": 3}'),
+        ("arc", "arc", '{"id": "1", "question": {"stem": "s", "choices": ["a"]}, "answerKey": "A"}'),
+        ("jsonl", "own.jsonl", own_question(choices=["a", "a"], answer="a")),
+        ("jsonl", "own.jsonl", own_question(answer=2)),
+        ("jsonl", "own.jsonl", own_question(choices=["a", "a"])),
+        ("jsonl", "own.jsonl", own_question(choices=["a"])),
+        ("jsonl", "own.jsonl", own_question(answer="AB")),
+        ("jsonl", "own.jsonl", own_question(answer="")),
+        ("jsonl", "own.jsonl", own_question(choices=["", "a"])),
+        ("jsonl", "own.jsonl", own_question(image="../x")),
+        ("jsonl", "own.jsonl", own_question(img="x")),
+        ("jsonl", "none.jsonl", None),
+        ("mmlu", "none", None),
     ],
 )
-def test_bad_files_are_named(files, task, name, content, expected):
-    """A wrong file is scored, or its user is left without the file, the line and the remedy."""
+def test_bad_files_are_named(files, task, name, content):
+    """A wrong file is scored, or its user is left without the file."""
     if content is not None:
-        (files / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        (files / name).write_text(content)
     data = files / (task if "/" in name else name)
-    flags = ["--shots", "3"] if task == "mmlu" else ["--shots", "1"] if task == "cmmlu" else []
-    with pytest.raises(UserError) as caught:
-        choices.main(["--task", task, "--data", str(data), *flags, "--model", "embedded"])
-    assert expected in str(caught.value) and "\n" not in str(caught.value)
+    shots = {"mmlu": ["--shots", "3"], "cmmlu": ["--shots", "1"]}.get(task, [])
+    with pytest.raises(UserError, match=str(files / name)) as caught:
+        choices.main(["--task", task, "--data", str(data), *shots, "--model", "embedded"])
+    assert "\n" not in str(caught.value)
 
 
-def test_embedded_questions_are_fair(workplace):
+@pytest.mark.parametrize(("task", "kinds"), [("scenes", 3), ("sentences", 4)])
+def test_embedded_questions_are_fair(task, kinds):
     """Breaks when a choice is there twice, or the right one has a place of its own."""
-    for task, kinds in (("scenes", 3), ("sentences", 4)):
-        items = choices.load(
-            choices.argparse.Namespace(
-                task=task, data=None, shots=None, prompt="answer en {question}", limit=400, blind=False
-            )
-        )[0]
-        assert len({item.subject for item in items}) == kinds and len(items) == 400
-        assert all(len(set(item.choices)) == len(item.choices) for item in items)
-        places = [item.answer for item in items if len(item.choices) == 4]
-        assert all(0.15 * len(places) < places.count(place) < 0.35 * len(places) for place in range(4))
+    questions = questions_of(["--task", task, "--limit", "400"])
+    assert len({q.kind for q in questions}) == kinds and len(questions) == 400
+    assert all(len(set(q.choices)) == len(q.choices) for q in questions)
+    places = [q.truth for q in questions if len(q.choices) == 4]
+    assert all(0.15 * len(places) < places.count(place) < 0.35 * len(places) for place in range(4))
