@@ -215,12 +215,13 @@ def test_prompts_by_hand(files):
 @pytest.mark.long
 def test_several_models_and_a_resumed_run(files, source, twin, workplace, capsys, monkeypatch):
     """Breaks when the models are not compared on the same questions, or answered ones are asked again."""
-    asked = []
-    score = answer.log_likelihoods
-    count = lambda args: asked.append(len(args[2]))  # noqa: E731
-    monkeypatch.setattr(
-        answer, "log_likelihoods", lambda *args, **more: asked.append(len(args[2])) or score(*args, **more)
-    )
+    asked, score = [], answer.log_likelihoods
+
+    def likelihoods(*args, **more):
+        asked.append(len(args[2]))
+        return score(*args, **more)
+
+    monkeypatch.setattr(answer, "log_likelihoods", likelihoods)
     flags = ["--task", "jsonl", "--data", str(files / "own.jsonl"), "--blind", "--json", "--model", source]
     choices.main([*flags, "--adapter", "none", "--adapter", twin])
     values = json.loads(capsys.readouterr().out)

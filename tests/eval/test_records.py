@@ -7,10 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
-from eval.command import ask_of
+from eval.answer import layout
 from eval.own_files import Box, read_coco, read_examples
+from eval.question import question_of
 from eval.records import blind, own_records, read_data, split_records
-from eval.run import layout
 from model.common import UserError
 from model.images import load_image
 from model.processor import Processor
@@ -138,7 +138,7 @@ def test_a_later_question_is_asked_as_it_is_learned(processors, tmp_path):
     (record,) = own_records(write(tmp_path, "own.jsonl", [{"image": "a.png", "conversations": CONVERSATION}]))
     for processor in processors.values():
         learned = collate([record], processor).batch
-        ids, types, _ = layout(processor, ask_of(record), 1)
+        ids, types, _ = layout(processor, question_of(record), 1)
         assert ids + processor.encode("2") + [processor.config.eos_token_id] == learned.input_ids[0].tolist()
         assert types == learned.token_type_ids[0].tolist()[: len(types)]
 
