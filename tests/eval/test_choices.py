@@ -99,7 +99,7 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
             logits = hf(torch.tensor([prompt + ids])).logits[0].double().log_softmax(-1)
             each = logits[len(prompt) - 1 : -1].gather(-1, torch.tensor(ids)[:, None])
             assert likelihood == pytest.approx(float(each.sum()), abs=1e-5)
-    choices.main([*flags, "--max-length", "40"])  # not as the log has it
+    choices.main([*flags, "--max-length", "40", "--no-resume"])
     assert len(json.loads((tmp_path / "out" / "results.json").read_text())) == 2
     assert "tokens with the longest choice, more than 40" in capsys.readouterr().err
 
