@@ -32,11 +32,11 @@ DECODER_TARGETS = r"language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(g
 # Keys of PEFT that are read, or that change nothing of what the saved tensors compute. A value under any other is a
 # feature that would be lost without notice.
 _TEXTS = {"base_model_name_or_path", "prompt", "quantized"}
-_KNOWN = _TEXTS | set(
-    "peft_type bias init_lora_weights inference_mode layers_to_transform layers_pattern auto_mapping eva_config "
-    "megatron_core peft_version qalora_group_size revision runtime_config task_type target_modules exclude_modules r "
-    "lora_alpha lora_dropout rank_pattern alpha_pattern use_rslora differential".split()
-)
+# Values of plain LoRA, the default first. Other initial values ("pissa", "olora", …) change the base too.
+_PLAIN = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, False, "gaussian", "eva", "orthogonal"]}
+_OTHERS = """target_modules exclude_modules layers_to_transform layers_pattern r lora_alpha rank_pattern alpha_pattern
+    use_rslora lora_dropout differential inference_mode auto_mapping eva_config megatron_core peft_version
+    qalora_group_size revision runtime_config task_type"""
 
 
 class LoRALinear(nn.Module):
@@ -95,10 +95,10 @@ def matching(targets: str | list[str], paths: Iterable[str]) -> set[str]:
 
 def free_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Every linear layer that may carry LoRA, by its path: part neither of an adapter nor of a graft."""
-    taken = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, LoRALinear | LowRank))
-    grafted = new_parameters(model)
-    linear = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear) and not path.startswith(taken)}
-    return {path: m for path, m in linear.items() if f"{path}.weight" not in grafted and type(m) is not Int8Embedding}
+    modules, grafted = dict(model.named_modules()), new_parameters(model)
+    taken = tuple(f"{path}." for path, module in modules.items() if isinstance(module, LoRALinear | LowRank))
+    linear = {path: m for path, m in modules.items() if isinstance(m, nn.Linear) and type(m) is not Int8Embedding}
+    return {p: m for p, m in linear.items() if not p.startswith(taken) and f"{p}.weight" not in grafted}
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
@@ -106,16 +106,12 @@ def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
     return {path: module for path, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
-def tensor_name(path: str, half: str) -> str:
-    """The name in the file of `half`, lora_A or lora_B, of the layer at our `path`."""
-    return f"{PEFT}{HF}{path}.{half}.weight"
-
-
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of the adapter, LoRA and grafts, by their names in the file."""
     parameters = {}
     for path, layer in lora_layers(model).items():
-        parameters |= {tensor_name(path, half): getattr(layer.lora, half).weight for half in ("lora_A", "lora_B")}
+        for half in ("lora_A", "lora_B"):
+            parameters[f"{PEFT}{HF}{path}.{half}.weight"] = getattr(layer.lora, half).weight
     return parameters | {GRAFT + name: parameter for name, parameter in new_parameters(model).items()}
 
 
@@ -140,12 +136,10 @@ def inject(model: Adaptable, targets: str | list[str], r: int, alpha: float, dro
         matched = matching(targets, layers)
     except re.error as error:
         raise UserError(f"LoRA targets: {quoted(targets)} is no regular expression ({error}): correct it") from None
+    if not matched:
+        known = ", ".join(list(layers)[-7:]) or "(none is left)"
+        raise UserError(f"LoRA targets {targets!r} match no free linear layer: paths look like {known}")
     paths = [path for path in layers if path in matched]
-    if not paths:
-        raise UserError(
-            f"LoRA targets {targets!r} match no free linear layer: a string is a regular expression for the whole "
-            f"path, a list names endings; paths look like {', '.join(list(layers)[-7:]) or '(none is left)'}"
-        )
     for path in paths:
         model.set_submodule(path, LoRALinear(layers[path], r, alpha, dropout))
     _train_adapter_only(model)
@@ -162,12 +156,9 @@ def merge(model: Adaptable) -> None:
     layers = lora_layers(model)
     for path in layers:
         parent, _, name = path.rpartition(".")
-        attention = model.get_submodule(parent)
-        if isinstance(attention, Differential) and name in attention.read_twice:
-            raise UserError(
-                f"{path}: cannot be merged: in attention of kind {attention.kind!r} a second branch shares this weight "
-                "and would get the first one's update: keep the adapter unmerged"
-            )
+        if isinstance(attention := model.get_submodule(parent), Differential) and name in attention.read_twice:
+            problem = f"in attention of kind {attention.kind!r} a second branch shares this weight"
+            raise UserError(f"{path}: cannot be merged: {problem}: keep the adapter unmerged")
     if model.quantized is not None:
         model.base_fingerprint, model.quantized = fingerprint(model), None
         for path, module in list(model.named_modules()):
@@ -187,15 +178,15 @@ def unmerge(model: nn.Module) -> None:
 def disabled(model: nn.Module) -> Iterator[None]:
     """Within the block, every low-rank update is off, merged ones and those of grafts included. Blocks may nest."""
     merged = [layer for layer in lora_layers(model).values() if layer.merged]
-    before = {module: module.enabled for module in model.modules() if isinstance(module, LowRank)}
+    enabled = [module for module in model.modules() if isinstance(module, LowRank) and module.enabled]
     try:
         unmerge(model)
-        for module in before:
+        for module in enabled:
             module.enabled = False
         yield
     finally:
-        for module, enabled in before.items():
-            module.enabled = enabled
+        for module in enabled:
+            module.enabled = True
         for layer in merged:
             layer.merge()
 
@@ -223,53 +214,37 @@ def fingerprint(model: Adaptable) -> str:
     if model.base_fingerprint is not None:
         return model.base_fingerprint
     adapter = set(adapter_parameters(model).values())
-    originals = {layer.base_layer.weight: layer.original for layer in lora_layers(model).values() if layer.merged}
-    base: dict[str, Any] = {
-        name.replace(".base_layer.", "."): originals.get(parameter, parameter)
-        for name, parameter in model.named_parameters()
-        if parameter not in adapter
-    }
+    base: dict[str, Any] = {name: p for name, p in model.named_parameters() if p not in adapter}
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
-            base[f"{path.replace('.base_layer', '')}.weight"] = module.original
-    return tensor_fingerprint(base)
+            base[f"{path}.weight"] = module.original
+        elif isinstance(module, LoRALinear) and module.merged:
+            base[f"{path}.base_layer.weight"] = module.original
+    return tensor_fingerprint({name.replace(".base_layer.", "."): tensor for name, tensor in base.items()})
 
 
 # On disk
 
 
-def save(
-    model: Adaptable, folder: str | Path, base: str | None = None, prompt: str | None = None, write: bool = True
-) -> None:
+def save(model: Adaptable, folder: str | Path, base: str | None = None, prompt: str | None = None, write=True) -> None:
     """Write the adapter of `model` to `folder` in PEFT's format. `base` names the checkpoint below it, for readers;
     `prompt` is the template of the questions that it was trained on, for evaluation.
 
     Where FSDP2 has sharded it, every process must call this; one of them with `write`. The config is written last: a
     folder that has one is complete. Raises UserError if the model has no adapter.
     """
-    tensors = {}
-    for name, parameter in adapter_parameters(model).items():
-        whole = gathered(parameter)
-        tensors[name] = whole.detach().cpu().contiguous() if write else None
+    whole = ((name, gathered(parameter)) for name, parameter in adapter_parameters(model).items())
+    tensors = {name: tensor.detach().cpu().contiguous() if write else None for name, tensor in whole}
+    metadata = {"format": "pt", "base_fingerprint": fingerprint(model)}
     if not tensors:
         raise UserError("the model has no adapter to save: inject LoRA, or graft a variant, first")
-    metadata = {"format": "pt", "base_fingerprint": fingerprint(model)}
-    layers = {HF + path: layer for path, layer in lora_layers(model).items()}
-    ranks, alphas = {p: layer.lora.r for p, layer in layers.items()}, {p: layer.alpha for p, layer in layers.items()}
-    r, alpha = next(iter(ranks.values()), 1), next(iter(alphas.values()), 1)
-    config = {
-        "peft_type": "LORA",
-        "base_model_name_or_path": base,
-        "r": r,
-        "lora_alpha": alpha,
-        "lora_dropout": next((layer.lora.dropout for layer in layers.values()), 0.0),
-        "bias": "none",
-        "inference_mode": True,
-        # whole paths: an ending would match in the vision tower too
-        "target_modules": list(layers),
-        "rank_pattern": {path: rank for path, rank in ranks.items() if rank != r},
-        "alpha_pattern": {path: value for path, value in alphas.items() if value != alpha},
-    }
+    layers = {HF + path: layer for path, layer in lora_layers(model).items()}  # an ending would match more layers
+    sizes = [(layer.lora.r, layer.alpha, layer.lora.dropout) for layer in layers.values()]
+    r, alpha, dropout = sizes[0] if sizes else (1, 1, 0.0)
+    config = {"peft_type": "LORA", "base_model_name_or_path": base, "r": r, "lora_alpha": alpha}
+    config |= {"lora_dropout": dropout, "bias": "none", "inference_mode": True, "target_modules": list(layers)}
+    config["rank_pattern"] = {path: layer.lora.r for path, layer in layers.items() if layer.lora.r != r}
+    config["alpha_pattern"] = {path: layer.alpha for path, layer in layers.items() if layer.alpha != alpha}
     grafts = [record.arguments() for record in model.grafts]
     added = {"prompt": prompt, "quantized": model.quantized, "differential": grafts or None}
     config |= {key: value for key, value in added.items() if value is not None}
@@ -282,15 +257,14 @@ def save(
 def read_config(folder: str | Path) -> dict:
     """The config of the adapter in `folder`, without the keys that are null.
 
-    Raises UserError: no file, no JSON, a value of another type, or a feature beyond plain LoRA.
+    Raises UserError: no file, no JSON, a text of another type, or a feature beyond plain LoRA.
     """
     path = Path(folder) / CONFIG_FILE
     config = {key: value for key, value in read_json(path).items() if value is not None}
-    strange = [key for key, value in config.items() if value and key not in _KNOWN]
+    known = _TEXTS | _PLAIN.keys() | set(_OTHERS.split())
+    strange = [key for key, value in config.items() if value and key not in known]
     strange += [key for key in _TEXTS & config.keys() if not isinstance(config[key], str)]
-    strange += [key for key, plain in (("peft_type", "LORA"), ("bias", "none")) if config.get(key, plain) != plain]
-    if config.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
-        strange.append("init_lora_weights")  # pissa, olora, … change the base too
+    strange += [key for key, plain in _PLAIN.items() if config.get(key, plain[0]) not in plain]
     if strange:
         features = ", ".join(f"{shown(key, 80)} {quoted(config[key])}" for key in strange[:8])
         raise UserError(f"{shown(path)}: uses {features}, but only plain LoRA can be loaded: convert it with PEFT")
@@ -302,48 +276,43 @@ def base_of(folder: str | Path) -> str | None:
     return read_config(folder).get("base_model_name_or_path")
 
 
-def read_tensors(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of the adapter in `folder` by name, and the file's metadata. Raises UserError."""
-    file = open_tensors(Path(folder) / TENSOR_FILE)
-    return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-
-
-def by_path(patterns: dict[str, Any], default: Any, paths: Iterable[str]) -> dict[str, Any]:
-    """A value for each path: of the first pattern that matches an ending of it at a dot, as in PEFT, or the default."""
-    return {
-        path: next(
-            (value for pattern, value in patterns.items() if re.fullmatch(rf"(.*\.)?({pattern})", path)), default
-        )
-        for path in paths
-    }
-
-
 def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[str]:
     """Put the adapter in `folder`, ours or PEFT's, on a plain `model`; return the paths that carry LoRA.
 
     Grafts are repeated first, because the file holds their parameters; the base is quantized as it was in training.
-    `force` skips the comparison of the base.
-    Raises UserError: no such files, a feature of PEFT that is not plain LoRA, another base than the adapter's, a model
-    that has an adapter already, or tensors that do not fit. The model must then not be used any more.
+    `force` skips the comparison of the base. Raises UserError: no such files, a feature of PEFT that is not plain LoRA,
+    another base than the adapter's, a model that has an adapter already, or tensors that do not fit. The model must
+    then not be used any more.
     """
     folder = Path(folder)
     if adapter_parameters(model):
         raise UserError(f"{folder}: the model has an adapter already: load this one onto a plain base")
-    config, (tensors, metadata) = read_config(folder), read_tensors(folder)
+    config, file = read_config(folder), open_tensors(folder / TENSOR_FILE)
     try:
         for call in config.get("differential", []):
             graft(model, **call)
-        expected = metadata.get("base_fingerprint")  # PEFT leaves none
-        if expected and not force and expected != (actual := fingerprint(model)):
+        expected, actual = (file.metadata() or {}).get("base_fingerprint"), fingerprint(model)  # PEFT leaves none
+        if expected and expected != actual and not force:
             base = shown(config.get("base_model_name_or_path", "a base without a name"))
-            raise UserError(
-                f"{folder}: this adapter belongs to another base: it was trained on {base} (fingerprint "
-                f"{shown(expected, 80)}), the model is {actual}: load that base, or force the adapter onto this one"
-            )
-        stored = _put_lora(model, config, tensors)
+            trained_on = f"{base} (fingerprint {shown(expected, 80)}), the model is {actual}"
+            raise UserError(f"{folder}: belongs to another base, {trained_on}: load that base, or force the adapter")
+        tensors = _put_lora(model, config, {name: file.get_tensor(name) for name in file.keys()})
     except (TypeError, AttributeError, OverflowError, re.error) as error:
         raise UserError(f"{shown(folder / CONFIG_FILE)}: cannot be used ({shown(str(error))}): correct it") from None
-    _fill(adapter_parameters(model), stored, folder / TENSOR_FILE)
+    parameters = adapter_parameters(model)
+    problems = [f"missing {name}" for name in parameters.keys() - tensors.keys()]
+    problems += [f"unexpected {shown(name)}" for name in tensors.keys() - parameters.keys()]
+    for name in parameters.keys() & tensors.keys():
+        tensor, shape = tensors[name], parameters[name].shape
+        finite = tensor.is_floating_point() and tensor.float().isfinite().all()  # in fp32, which it will have
+        if tensor.shape != shape or not finite:
+            problems.append(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected finite floats {tuple(shape)}")
+    if problems:
+        listed = f"{len(problems)} problems: {'; '.join(sorted(problems)[:8])}"
+        raise UserError(f"{folder / TENSOR_FILE}: does not fit the model, {listed}: load its own base")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
     _train_adapter_only(model)
     if (kind := config.get("quantized")) and model.quantized is None:
         quantize(model, kind)
@@ -355,40 +324,25 @@ def _put_lora(model: Adaptable, config: dict, tensors: dict[str, torch.Tensor]) 
 
     Paths are transformers' of today, or of before 4.52 (…model below the decoder, none above).
     """
-    layers, renamed, spelt = free_layers(model), {}, {}
+    layers, renamed, spelt = free_layers(model), {}, {}  # spelt: a layer's path in the file, by ours
     for name, tensor in tensors.items():
         if match := re.fullmatch(rf"{re.escape(PEFT)}(.+)\.(lora_[AB])\.weight", name):
             path = match[1].removeprefix(HF)
             path = re.sub(r"^(language_model)\.model\.|^(vision_tower)\.vision_model\.", r"\1\2.", path)
             if path in layers:
-                spelt[path], name = match[1], tensor_name(path, match[2])
+                spelt[path], name = match[1], f"{PEFT}{HF}{path}.{match[2]}.weight"
         renamed[name] = tensor
     if "layers_to_transform" not in config:  # layers that are named and missing in the file, too
         named = matching(config.get("target_modules", []), layers) - matching(config.get("exclude_modules", []), layers)
         spelt = {path: HF + path for path in named} | spelt
-    ranks = by_path(config.get("rank_pattern", {}), config.get("r", 8), spelt.values())
-    alphas = by_path(config.get("alpha_pattern", {}), config.get("lora_alpha", 8), spelt.values())
-    dropout = config.get("lora_dropout", 0.0)
+
+    def value(patterns: str, default: str, path: str) -> Any:
+        """Of the first pattern that matches an ending of the path at a dot, as in PEFT, or the default."""
+        matched = (v for key, v in config.get(patterns, {}).items() if re.fullmatch(rf"(.*\.)?({key})", path))
+        return next(matched, config.get(default, 8))
+
     for path, name in spelt.items():
-        r, alpha = ranks[name], alphas[name]
+        r, alpha = value("rank_pattern", "r", name), value("alpha_pattern", "lora_alpha", name)
         alpha = alpha * r**0.5 if config.get("use_rslora") else alpha  # scaled by alpha / √r
-        model.set_submodule(path, LoRALinear(layers[path], r, alpha, dropout))
+        model.set_submodule(path, LoRALinear(layers[path], r, alpha, config.get("lora_dropout", 0.0)))
     return renamed
-
-
-@torch.no_grad()
-def _fill(parameters: dict[str, nn.Parameter], stored: dict[str, torch.Tensor], where: Path) -> None:
-    """Copy the tensors. Raises UserError unless they have the same names and shapes, and are finite."""
-    problems = [f"missing {name}" for name in parameters.keys() - stored.keys()]
-    problems += [f"unexpected {shown(name)}" for name in stored.keys() - parameters.keys()]
-    for name in parameters.keys() & stored.keys():
-        tensor, shape = stored[name], parameters[name].shape
-        if tensor.shape != shape:
-            problems.append(f"{name} is {tuple(tensor.shape)}, expected {tuple(shape)}")
-        elif not tensor.is_floating_point() or not tensor.float().isfinite().all():  # in fp32, which it will have
-            problems.append(f"{name} has values that are not finite floating-point numbers")
-    if problems:
-        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise UserError(f"{where}: does not fit the model: {'; '.join(sorted(problems)[:8])}{more}: load its own base")
-    for name, parameter in parameters.items():
-        parameter.copy_(stored[name])

@@ -1,8 +1,8 @@
 """LoRA against PEFT on tiny transformers models: the same numbers, the same files, and what each refuses."""
 
+import contextlib
 import copy
 import json
-import math
 import re
 import warnings
 
@@ -14,7 +14,7 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import lora.adapter as adapter
+from lora import adapter
 from lora.adapter import (
     DECODER_TARGETS,
     LoRALinear,
@@ -71,16 +71,16 @@ def edit_tensors(folder, change) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
-def peft_forward(model, inputs):
-    return hf_forward(model.base_model.model, inputs)
-
-
 def valid(logits, inputs):
     return logits[inputs["attention_mask"].bool()]
 
 
+def of_peft(model, inputs):
+    return valid(hf_forward(model.base_model.model, inputs), inputs)
+
+
 def loss(logits, inputs):
-    return F.cross_entropy(valid(logits, inputs).float(), valid(inputs["input_ids"], inputs))
+    return F.cross_entropy(logits.float(), valid(inputs["input_ids"], inputs))
 
 
 def peft_gradients(theirs, inputs):
@@ -88,10 +88,10 @@ def peft_gradients(theirs, inputs):
     for name, parameter in theirs.named_parameters():
         parameter.requires_grad_("lora_" in name)
         parameter.grad = None
-    logits = peft_forward(theirs, inputs)
+    logits = of_peft(theirs, inputs)
     loss(logits, inputs).backward()
     gradients = {name.replace(".default.", "."): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
-    return valid(logits, inputs).detach(), gradients
+    return logits.detach(), gradients
 
 
 def sensitivity(theirs, inputs, logits, gradients):
@@ -131,9 +131,7 @@ PEFT_CONFIGS = {
     "the paper's scale": {"target_modules": SEVEN, "lora_alpha": 8},
     "list of endings, which reaches both towers": {"target_modules": ["q_proj", "v_proj", "fc1"]},
     "regular expression": {"target_modules": r".*language_model.*\.(self_attn|mlp)\.\w+_proj"},
-    "whole paths": {
-        "target_modules": ["model.language_model.layers.1.mlp.up_proj", "model.multi_modal_projector.linear"]
-    },
+    "whole paths": {"target_modules": [f"model.{DECODER_LAYER}mlp.up_proj", "model.multi_modal_projector.linear"]},
     "ranks and alphas by pattern": {
         "target_modules": SEVEN,
         "rank_pattern": {r"layers\.0\.self_attn\.q_proj": 7, "down_proj": 2},
@@ -164,7 +162,7 @@ def test_what_peft_saved_computes_the_same_here(tmp_path, generation, name):
     bound = EXACT if name == "the paper's scale" else SENSITIVE * of_logits
     assert relative_error(logits, reference) <= bound <= 1e-4
 
-    loss(mine(**inputs), inputs).backward()
+    loss(valid(mine(**inputs), inputs), inputs).backward()
     parameters = adapter.adapter_parameters(mine)
     assert parameters.keys() == gradients.keys()
     for key, parameter in parameters.items():
@@ -186,32 +184,16 @@ def test_what_is_saved_here_computes_the_same_in_peft(tmp_path, generation):
         theirs = peft.PeftModel.from_pretrained(copy.deepcopy(hf), str(tmp_path)).eval()
     wrapped = [path for path, module in theirs.base_model.model.named_modules() if isinstance(module, PeftLinear)]
     assert sorted(wrapped) == sorted("model." + path for path in lora_layers(mine))
-    assert relative_error(valid(mine(**inputs), inputs), valid(peft_forward(theirs, inputs), inputs)) <= ROUNDED
+    assert relative_error(valid(mine(**inputs), inputs), of_peft(theirs, inputs)) <= ROUNDED
     config = theirs.peft_config["default"]
     assert config.base_model_name_or_path == "google/paligemma-3b-pt-224" and config.lora_dropout == 0.1
 
 
-def test_saved_and_loaded_here_is_the_same_to_the_bit(tmp_path, hf, inputs, model):
-    """Breaks when a rank, an alpha, the dropout or a tensor is lost between `save` and `load`."""
-    inject(model, ["q_proj", "down_proj"], r=3, alpha=10, dropout=0.25)
-    inject(model, ["v_proj"], r=5, alpha=1)
-    save(randomize(model), tmp_path)
-    again = ours(hf)
-    assert load(again, tmp_path) == list(lora_layers(model))
-    assert torch.equal(again(**inputs), model(**inputs))
-    assert {p.lora.dropout for p in lora_layers(again).values()} == {0.25}
-    trainable = {name for name, p in again.named_parameters() if p.requires_grad}
-    assert trainable == {name for name, _ in again.named_parameters() if ".lora." in name}
+BEFORE_4_52 = {"model.language_model.": "language_model.model.", "model.vision_tower.": "vision_tower.vision_model."}
+BEFORE_5 = {"model.vision_tower.": "model.vision_tower.vision_model."}
 
 
-@pytest.mark.parametrize(
-    "rename",
-    [
-        {"model.language_model.": "language_model.model.", "model.vision_tower.": "vision_tower.vision_model."},
-        {"model.vision_tower.": "model.vision_tower.vision_model."},
-    ],
-    ids=["before transformers 4.52", "before transformers 5"],
-)
+@pytest.mark.parametrize("rename", [BEFORE_4_52, BEFORE_5])
 def test_files_of_older_transformers(tmp_path, hf, inputs, model, rename):
     """Breaks when an adapter that an older transformers' module paths name is not understood."""
     theirs = peft_adapter(hf, tmp_path, target_modules=["q_proj", "fc2"], alpha_pattern={r"0\.self_attn\.q_proj": 9})
@@ -219,13 +201,12 @@ def test_files_of_older_transformers(tmp_path, hf, inputs, model, rename):
     def older(tensors):
         for name in list(tensors):
             for new, old in rename.items():
-                if "base_model.model." + new in name:
-                    tensors[name.replace("base_model.model." + new, "base_model.model." + old)] = tensors.pop(name)
-                    break
+                if name.startswith(f"base_model.model.{new}"):
+                    tensors[name.replace(new, old)] = tensors.pop(name)
 
     edit_tensors(tmp_path, older)
     load(model, tmp_path)
-    assert relative_error(valid(model(**inputs), inputs), valid(peft_forward(theirs, inputs), inputs)) <= ROUNDED
+    assert relative_error(valid(model(**inputs), inputs), of_peft(theirs, inputs)) <= ROUNDED
 
 
 def test_one_layer_is_pefts_with_dropout_too():
@@ -261,34 +242,32 @@ def test_a_fresh_adapter_changes_nothing(inputs, model):
     assert torch.equal(model(**inputs), before)
 
 
-def test_a_name_list_reaches_the_vision_tower_too(model):
+def test_targets_are_matched_as_in_peft(model):
     """Breaks when targets are matched otherwise than PEFT does: endings at dots, or a regex over the whole path."""
+    layers = adapter.free_layers(model)
     decoder = [f"language_model.layers.{n}.self_attn.q_proj" for n in range(3)]
     tower = [f"vision_tower.encoder.layers.{n}.self_attn.q_proj" for n in range(2)]
-    fresh = [copy.deepcopy(model) for _ in range(5)]
-    assert sorted(inject(fresh[0], ["q_proj"], 2, 4)) == decoder + tower
-    assert inject(fresh[1], r"language_model\..*\.q_proj", 2, 4) == decoder
-    assert inject(fresh[2], r"model\.language_model\..*\.q_proj", 2, 4) == decoder
     endings = ["layers.1.self_attn.q_proj", "model." + decoder[0]]
-    assert sorted(inject(fresh[3], endings, 2, 4)) == [*decoder[:2], tower[1]]
-    paths = inject(fresh[4], DECODER_TARGETS, 2, 4)
-    assert len(paths) == 3 * 7 and {path.split(".")[-1] for path in paths} == set(SEVEN)
-    assert all(path.startswith("language_model.layers.") for path in paths)
+    for targets, paths in (
+        (["q_proj"], decoder + tower),
+        (r"language_model\..*\.q_proj", decoder),
+        (r"model\.language_model\..*\.q_proj", decoder),
+        (endings, [*decoder[:2], tower[1]]),
+        (DECODER_TARGETS, [p for p in layers if p.startswith("language_model.layers.") and p.split(".")[-1] in SEVEN]),
+    ):
+        assert sorted(inject(copy.deepcopy(model), targets, 2, 4)) == sorted(paths)
 
 
-@pytest.mark.parametrize(
-    ("targets", "options", "says"),
-    [
-        (r"language_model\..*\.q_pro", {}, "match no free linear layer.*language_model.layers.2.mlp.down_proj"),
-        (["embed_tokens"], {}, "match no free linear layer"),
-        ("(", {}, "no regular expression"),
-        (["q_proj"], {"r": 0}, "r 0"),
-    ],
-)
-def test_mistakes_in_targets(model, targets, options, says):
+def test_mistakes_in_targets(model):
     """Breaks when a pattern without a match, or a value out of range, trains nothing in silence."""
-    with pytest.raises(UserError, match=says):
-        inject(model, targets, **({"r": 2, "alpha": 4} | options))
+    for targets, r, says in (
+        (r"language_model\..*\.q_pro", 2, "match no free linear layer.*layers.2.mlp.down_proj"),
+        (["embed_tokens"], 2, "match no free linear layer"),
+        ("(", 2, "no regular expression"),
+        (["q_proj"], 0, "r 0"),
+    ):
+        with pytest.raises(UserError, match=says):
+            inject(model, targets, r, 4)
     assert not lora_layers(model)
     inject(model, DECODER_TARGETS, 2, 4)
     with pytest.raises(UserError, match="match no free linear layer"):  # neither a base nor LoRA's own matrices
@@ -377,38 +356,23 @@ def test_merge_equals_pefts(tmp_path, hf, model):
 
 
 @pytest.mark.parametrize(
-    ("kind", "targets", "named"),
-    [("twin", DECODER_TARGETS, "q_proj"), ("twin", ["v_proj", "k_proj"], "k_proj"), ("v2", ["q_proj"], "q_proj")],
-)
-def test_merge_refuses_where_branches_share_a_weight(model, kind, targets, named):
-    """Breaks when a merge moves the second branch of the attention along with the first."""
-    graft(model, kind)
-    inject(model, targets, 2, 4)
-    with pytest.raises(UserError, match=rf"self_attn.{named}: cannot be merged: .* '{kind}'"):
-        merge(model)
-    assert not any(layer.merged for layer in lora_layers(model).values())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("kind", "targets"),
+    ("kind", "targets", "shared"),
     [
-        ("twin", ["v_proj", "o_proj", "down_proj"]),
-        ("v2", ["k_proj", "v_proj"]),
-        ("shared", SEVEN),
-        ("split", SEVEN),
-        ("dex", SEVEN),
-        ("softmax", SEVEN),
+        ("twin", ["v_proj", "k_proj"], "k_proj"),
+        ("v2", ["q_proj"], "q_proj"),
+        ("twin", ["v_proj", "o_proj", "down_proj"], None),
+        ("v2", ["k_proj", "v_proj"], None),
+        *((kind, SEVEN, None) for kind in ("shared", "split", "dex", "softmax")),
     ],
 )
-def test_merge_of_grafts_that_allow_it(inputs, model, kind, targets):
-    """Breaks when a merge that keeps the function is refused, or a variant reads past the merged weight."""
+def test_merge_of_grafts(inputs, model, kind, targets, shared):
+    """Breaks when a merge moves the second branch of the attention too, or one that keeps the function is refused."""
     graft(model, kind)
     inject(model, targets, 2, 4)
-    randomize(model)
-    logits = model(**inputs)
-    merge(model)
-    assert all(layer.merged for layer in lora_layers(model).values())
+    logits = randomize(model)(**inputs)
+    with pytest.raises(UserError, match=f"self_attn.{shared}.*{kind}") if shared else contextlib.nullcontext():
+        merge(model)
+    assert all(layer.merged != bool(shared) for layer in lora_layers(model).values())
     assert relative_error(valid(model(**inputs), inputs), valid(logits, inputs)) <= ROUNDED
 
 
@@ -442,6 +406,7 @@ def test_disabled(kind, inputs, model):
 @pytest.mark.parametrize(
     "options",
     [
+        {},
         *({"kind": kind} for kind in GRAFTS),
         {"kind": "split", "rope_pairs": "fresh", "norm": False},
         {"kind": "dex", "heads": [1, 3], "feed_forward": "swiglu-new"},
@@ -450,19 +415,22 @@ def test_disabled(kind, inputs, model):
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
-def test_a_graft_is_saved_with_the_adapter(tmp_path, hf, inputs, model, options):
-    """Breaks when a variant's parameters, or the options that rebuild it, do not survive the adapter's files."""
-    graft(model, **options)
+def test_saved_and_loaded_here_is_the_same_to_the_bit(tmp_path, hf, inputs, model, options):
+    """Breaks when a rank, an alpha, the dropout, or a variant's options or parameters are lost in the files."""
+    if options:
+        graft(model, **options)
     if options.get("where") == "vision":  # a second call, in another order
         graft(model, "dex", where="decoder")
-    inject(model, ["q_proj", "o_proj", "fc1"], 2, 4)
+    inject(model, ["q_proj", "o_proj", "fc1"], r=3, alpha=10, dropout=0.25)
+    inject(model, ["v_proj"], r=5, alpha=1, dropout=0.25)
     save(randomize(model), tmp_path)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     extra = {name for name in tensors if not name.startswith("base_model.model.")}
     assert extra == {f"differential.{name}" for name in new_parameters(model)}
     again = ours(hf)
-    load(again, tmp_path)
+    assert load(again, tmp_path) == list(lora_layers(model))
     assert torch.equal(again(**inputs), model(**inputs))
+    assert {layer.lora.dropout for layer in lora_layers(again).values()} == {0.25}
     assert again.grafts == model.grafts and list(new_parameters(again)) == list(new_parameters(model))
     trainable = [name for name, p in again.named_parameters() if p.requires_grad]
     assert trainable == [name for name, p in model.named_parameters() if p.requires_grad]
@@ -478,7 +446,7 @@ def test_peft_says_that_it_ignores_a_graft(tmp_path, hf, inputs, model):
     save(model, tmp_path)
     with pytest.warns(UserWarning, match="differential"):
         theirs = peft.PeftModel.from_pretrained(copy.deepcopy(hf), str(tmp_path)).eval()
-    assert relative_error(valid(model(**inputs), inputs), valid(peft_forward(theirs, inputs), inputs)) <= ROUNDED
+    assert relative_error(valid(model(**inputs), inputs), of_peft(theirs, inputs)) <= ROUNDED
 
 
 @pytest.mark.long
@@ -522,15 +490,12 @@ Q_PROJ = f"base_model.model.model.{DECODER_LAYER}self_attn.q_proj.lora_"
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({Q_PROJ + "B.weight": None}, "missing .*0.self_attn.q_proj.lora_B"),
         ({Q_PROJ + f"{half}.weight": None for half in "AB"}, "missing .*q_proj.lora_A.*missing .*q_proj.lora_B"),
-        ({"base_model.model.lm_head.lora_A.weight": torch.zeros(2, 72)}, "unexpected base_model.model.lm_head.lora_A"),
         ({"\x1b[31m" + "x" * 9000: torch.zeros(1)}, r"unexpected \\x1b\[31mx{50}"),
-        ({Q_PROJ + "B.weight": torch.zeros(3, 2)}, r"q_proj.lora_B.weight is \(3, 2\), expected \(64, 2\)"),
+        ({Q_PROJ + "B.weight": torch.zeros(3, 2)}, r"q_proj.lora_B.weight .*\(3, 2\), expected .*\(64, 2\)"),
         ({f"differential.{DECODER_LAYER}self_attn.mu": None}, "missing differential.*mu"),
-        ({Q_PROJ + "B.weight": torch.full((64, 2), math.nan)}, "q_proj.lora_B.weight .* not finite"),
-        ({Q_PROJ + "B.weight": torch.full((64, 2), 1e300, dtype=torch.float64)}, "q_proj.lora_B.weight .* not finite"),
-        ({Q_PROJ + "B.weight": torch.zeros(64, 2, dtype=torch.int8)}, "q_proj.lora_B.weight .* not finite"),
+        ({Q_PROJ + "B.weight": torch.full((64, 2), 1e300, dtype=torch.float64)}, "q_proj.lora_B.weight .*finite"),
+        ({Q_PROJ + "B.weight": torch.zeros(64, 2, dtype=torch.int8)}, "q_proj.lora_B.weight .*int8"),
     ],
 )
 def test_tensors_that_do_not_fit(tmp_path, hf, model, changes, says):
@@ -562,47 +527,23 @@ def test_tensors_of_another_rank_than_the_config_says(tmp_path, hf, model, confi
         load(model, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"use_dora": True},
-        {"bias": "lora_only"},
-        {"init_lora_weights": "olora"},
-        {"an_invention_of_next_year": 1},
-        {"peft_type": "IA3"},
-        {"r": "4"},
-        {"lora_alpha": math.nan},
-        {"lora_dropout": 1},
-        {"rank_pattern": {"q_proj": 2.5}},
-        {"alpha_pattern": {"(": 4}},
-        {"target_modules": "("},
-        {"quantized": "fp3"},
-        {"differential": ["twin"]},
-        {"differential": [{"kind": "twin", "model": 1}]},
-        {"differential": [{"kind": "twin", "mu": "1"}]},
-    ],
-    ids=str,
-)
-def test_what_is_not_plain_lora_is_refused(tmp_path, hf, config):
-    """Breaks when a feature that computes something else is dropped, or a value of another kind ends in a traceback."""
-    peft_adapter(hf, tmp_path, target_modules=["q_proj"])
-    edit_config(tmp_path, **config)
-    with pytest.raises(UserError) as caught:
-        load(ours(hf), tmp_path)
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
-
-
-def test_files_that_are_no_adapter(tmp_path, hf, model):
-    """Breaks when an absent, damaged or pickled file is opened, or a second adapter is loaded over the first."""
+def test_what_is_no_adapter(tmp_path, hf, model):
+    """Breaks when a feature is dropped, a value of another kind ends in a traceback, or a pickle is opened."""
     with pytest.raises(UserError, match="adapter_config.json: not found"):
         load(model, tmp_path)
     peft_adapter(hf, tmp_path, target_modules=["q_proj"])
+    config = (tmp_path / "adapter_config.json").read_text()
+    features = {"use_dora": True, "bias": "lora_only", "init_lora_weights": "olora", "an_invention_of_next_year": 1}
+    features |= {"r": "4", "alpha_pattern": {"(": 4}, "quantized": "fp3", "differential": [{"kind": "twin", "mu": "1"}]}
+    for name, value in features.items():
+        edit_config(tmp_path, **{name: value})
+        with pytest.raises(UserError) as caught:
+            load(copy.deepcopy(model), tmp_path)
+        assert str(caught.value).isprintable() and len(str(caught.value)) < 500
+        (tmp_path / "adapter_config.json").write_text(config)
     tensors = tmp_path / "adapter_model.safetensors"
     tensors.rename(tmp_path / "adapter_model.bin")
     with pytest.raises(UserError, match="adapter_model.safetensors: not found"):
-        load(model, tmp_path)
-    tensors.write_bytes(b"nothing of the kind")
-    with pytest.raises(UserError, match="adapter_model.safetensors: damaged"):
         load(model, tmp_path)
     with pytest.raises(UserError, match="no adapter to save"):
         save(model, tmp_path)
