@@ -100,9 +100,7 @@ def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer
 
     read(file, add)
     if lost := [id_ for id_ in known if id_ not in said]:
-        raise UserError(
-            f"{shown(file)}: {len(lost)} questions have no answer ({some(lost)}): give the answers to these"
-        )
+        raise UserError(f"{shown(file)}: {len(lost)} questions have no answer ({some(lost)}): give an answer to each")
     return [said[id_] for id_ in known]
 
 
@@ -142,7 +140,7 @@ def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
 
 def ask(benchmark: Benchmark, questions: Sequence[Question], opened: tuple, subject, out: Path, args) -> Results:
     """The rows of an opened model, of the same model on gray pictures, and of the baselines; writes its files."""
-    from eval.answer import ask_all
+    from eval.answer import ask_all, open_log
     from model.generate import CompiledStep
 
     sets = {subject.title: list(questions)}
@@ -150,7 +148,8 @@ def ask(benchmark: Benchmark, questions: Sequence[Question], opened: tuple, subj
         sets[f"{subject.title}, blind"] = [benchmark.blind(question) for question in questions]
     log, compiled = out / "answers.jsonl", CompiledStep(opened[0]) if args.compile else None
     if not args.resume:
-        log.unlink(missing_ok=True)
+        with open_log(log) as file:
+            file.truncate(0)
     options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "log": log, "compiled": compiled}
     results: Results = {}
     left_out: dict[Any, str] = {}

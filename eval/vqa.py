@@ -92,10 +92,9 @@ class Vqa(Benchmark):
         self.scoring = args.scoring or fitting
         if source is not None:
             check_scoring(self.scoring, [question.truth for question in questions], source)
+        self.known = args.guess  # of one file, it holds the answers too
         if args.guess:
-            self.known = from_files(*(*args.guess, None)[:2], None, args.template)[0]
-        else:
-            self.known = args.guess
+            self.known = from_files(args.guess[0], args.guess[-1], None, args.template)[0]
         if args.answerability:
             if any(q.truth is None or q.truth.answerable is None for q in questions):
                 raise UserError("--answerability: no annotation says which questions are answerable: give VizWiz's")
