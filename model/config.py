@@ -33,10 +33,10 @@ def require(is_met: Any, problem: str) -> None:
         raise UserError(problem)
 
 
-def read_section(raw: dict, name: str, where: str = "") -> dict:
+def read_section(raw: dict, name: str) -> dict:
     """The object raw[name], empty where it is absent or null. Raises UserError for another type."""
     section = {} if raw.get(name) is None else raw[name]
-    require(isinstance(section, dict), f"{where}{': ' * bool(where)}{name} is {quoted(section)}, expected an object")
+    require(isinstance(section, dict), f"{name} is {quoted(section)}, expected an object")
     return section
 
 
@@ -257,8 +257,8 @@ class PaliGemmaConfig(Config):
         given = raw.get("model_type")
         require(given == cls.kind, f"model_type is {quoted(given)}, expected 'paligemma', which is 1 or 2")
         vision, text = read_section(raw, "vision_config"), read_section(raw, "text_config")
-        is_bidirectional = text.get("use_bidirectional_attention") is not False
-        require(is_bidirectional, "use_bidirectional_attention is false, but PaliGemma's prefix is bidirectional")
+        is_causal = text.get("use_bidirectional_attention") is False
+        require(not is_causal, "use_bidirectional_attention is false, but PaliGemma's prefix is bidirectional")
         tokens = vision.get("num_image_tokens") or text.get("num_image_tokens")
         tower = VisionConfig.from_dict(vision | {"num_image_tokens": tokens}) if vision else VisionConfig()
         images = [raw[name] for name in ("image_token_index", "image_token_id") if raw.get(name) is not None]

@@ -227,7 +227,7 @@ class MambaConfig(Config):
             "conv_kernel": layer.get("d_conv"),
             "time_step_rank": layer.get("dt_rank"),
         }
-        given = original | {name: value for name, value in raw.items() if value is not None}
+        given: dict[str, Any] = original | {name: value for name, value in raw.items() if value is not None}
         if given["time_step_rank"] == "auto":
             del given["time_step_rank"]
         multiple = given.get("pad_vocab_size_multiple", 1)
@@ -319,8 +319,9 @@ QMAMBA_PRESETS: dict[str, QMambaConfig] = {
     "qmamba-2.8b": QMambaConfig(text=replace(MAMBA_PRESETS["mamba-2.8b"], eos_token_id=1, bos_token_id=2))
 }
 
-_KINDS = (PaliGemmaConfig, TextModelConfig, WingsConfig, LanguageWingsConfig, QMambaConfig)
-CONFIGS: dict[str, type[Config]] = {config.kind: config for config in _KINDS} | dict.fromkeys(CLASSES, LanguageConfig)
+CONFIGS: dict[str, type[Config]] = dict.fromkeys(CLASSES, LanguageConfig)
+for _config in (PaliGemmaConfig, TextModelConfig, WingsConfig, LanguageWingsConfig, QMambaConfig):
+    CONFIGS[_config.kind] = _config
 
 
 def read_config(path: str | Path) -> Any:
