@@ -27,7 +27,6 @@ from model.common import run_command, shown, write_text
 from model.differential import KINDS
 from model.mamba import choose_kernel
 from model.paligemma import PaliGemma
-from train.align import align, check_align
 from train.checkpoint import Progress, newest_progress, write_folder
 from train.data.sources import read_records
 from train.distributed import World, is_sharded, joined_world
@@ -51,6 +50,8 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
     records = read_records(settings)
     processor, files = open_processor(settings, outline)
     if settings.align:
+        from train.align import align, check_align
+
         check_align(outline, records)
     with run_folder(arguments, settings, run_stem(settings), "train.finetune", world) as run:
         progress = newest_progress(run) or Progress(world.size)

@@ -47,7 +47,7 @@ def evaluate(
     if not settings.is_embedded:
         return result
     limit, ask_all = settings.eval_limit, partial(ask_together, world)
-    with evaluating(model, world.device):
+    with evaluating(model):
         details = vqa.evaluate_embedded(model, processor, limit, f"VQA, {title}", ask_all=ask_all)
         needles = {
             kind: needle.evaluate_embedded(model, processor, kind, limit // 2, f"{kind}, {title}", ask_all=ask_all)

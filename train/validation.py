@@ -65,7 +65,7 @@ class HeldOut:
         records = blind(self.records) if without_pictures else self.records
         numbers = [] if is_sharded(model) else choose(self.asked, len(self.asked) if most is None else most)
         said: dict[int, str | None] = {}
-        with evaluating(model, self.world.device):
+        with evaluating(model):
             losses, tokens = self._losses(model, records)
             if numbers:
                 asks = [question_of(records[number]) for number in numbers]
@@ -133,12 +133,12 @@ def choose(items: Sequence[int], most: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """The model in eval mode for the block, without gradients; random numbers go on afterwards as if it were not."""
-    was_training, devices = model.training, [device] if device.type == "cuda" else []
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode for the block, without gradients. Every training step has a random seed of its own."""
+    was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        with torch.no_grad():
             yield
     finally:
         model.train(was_training)

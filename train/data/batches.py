@@ -7,7 +7,7 @@ follows from the seed alone, so a resumed run reads exactly what an uninterrupte
 import os
 import random
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice, pairwise
 
@@ -27,8 +27,21 @@ MAX_PLANNED = 50_000  # characters of a record that the plan counts; a longer on
 # Layout
 
 
+class Movable:
+    """A dataclass whose tensors, and parts with tensors, go to a device together."""
+
+    def to(self, device: str | torch.device):
+        """The same on `device`."""
+        return replace(self, **{name: part.to(device) for name, part in vars(self).items() if hasattr(part, "to")})
+
+    def pin_memory(self):
+        """The same in page-locked memory; DataLoader calls it."""
+        parts = {name: part.pin_memory() for name, part in vars(self).items() if hasattr(part, "pin_memory")}
+        return replace(self, **parts)
+
+
 @dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(Movable):
     """What one forward and backward pass reads.
 
     positions (B, T): where the head runs. targets (B, T): the next token at each position; -100 is padding. features
@@ -52,21 +65,6 @@ class MicroBatch:
     def is_empty(self) -> bool:
         """Whether it has no rows: there was nothing to read, or all of it was bad."""
         return not len(self.targets)
-
-    def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> "MicroBatch":
-        """The micro-batch on `device`, its pixels as `dtype`."""
-        moved = each_tensor(self, lambda tensor: tensor.to(device, non_blocking=True))
-        return replace(moved, batch=self.batch.to(device, dtype))
-
-    def pin_memory(self) -> "MicroBatch":
-        """The micro-batch in page-locked memory; DataLoader calls it."""
-        return replace(each_tensor(self, torch.Tensor.pin_memory), batch=self.batch.pin_memory())
-
-
-def each_tensor(value, function: Callable[[torch.Tensor], torch.Tensor]):
-    """The dataclass `value` with what `function` makes of its tensors."""
-    tensors = {name: part for name, part in vars(value).items() if isinstance(part, torch.Tensor)}
-    return replace(value, **{name: function(tensor) for name, tensor in tensors.items()})
 
 
 def supervised(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,7 +26,7 @@ from model.common import UserError, run_command
 from model.language import TextModel, new_model
 from model.system_configs import TEXT_PRESETS
 from train.checkpoint import Progress, newest_progress, write_folder
-from train.data.batches import each_tensor, load
+from train.data.batches import Movable, load
 from train.distributed import World, joined_world, whole_model
 from train.flags import FlagParser, RunArguments, flag, read_run
 from train.loop import LoopSettings, Watch, fit
@@ -86,7 +86,7 @@ class TextSettings(LoopSettings):
 
 
 @dataclass(frozen=True)
-class TextBatch:
+class TextBatch(Movable):
     """Packed rows: input_ids, documents and targets (B, S). A document's last token is a target only."""
 
     input_ids: torch.Tensor
@@ -95,13 +95,6 @@ class TextBatch:
     names: tuple[str, ...]
     tokens: int  # targets
     bad: tuple[str, ...] = ()
-
-    def to(self, device: str | torch.device) -> "TextBatch":
-        return each_tensor(self, lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin_memory(self) -> "TextBatch":
-        """The batch in page-locked memory; DataLoader calls it."""
-        return each_tensor(self, torch.Tensor.pin_memory)
 
 
 def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -> list[list[int]]:
