@@ -155,10 +155,6 @@ class Run:
         self.used |= zip(jobs, cells, strict=True)
         return cells
 
-    def job(self, row: str, seed: int) -> Job:
-        """A cell of a row at its chosen rate."""
-        return Job(row, self.study.rows[row], self.rates[row], seed)
-
     def at_rates(self, rates: Mapping[str, float], seeds: Sequence[int], split: str = "test") -> dict[str, list[dict]]:
         """The cells of rows at their rates, seed by seed."""
         rows = self.study.rows

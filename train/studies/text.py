@@ -184,7 +184,8 @@ def blocks(options: Options, run: Run) -> list:
     figures.save(figures.line_chart(curves, title, "tokens", "nats a token"), run.out / "curve.png")
     parameters = [run.facts(f"plain, {size}")[0]["parameters"] for size in options.sizes]
     losses = np.array([[run.scores(f"{kind}, {size}")["loss"] for kind in KINDS] for size in options.sizes])
-    folders = [str(run.file(run.job(f"{kind}, {first}", n)).parent) for kind in KINDS for n in range(run.seeds)]
+    jobs = [job for job in run.used if job.row in (f"{kind}, {first}" for kind in KINDS) and job.split == "test"]
+    folders = [str(run.file(job).parent) for job in jobs]
     return [
         f"λ of {first} by layer, mean over seeds: {', '.join(f'{weight:.2f}' for weight in weights)}.",
         f"![{title}](curve.png)",
