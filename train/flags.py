@@ -66,14 +66,10 @@ def field_kind(settings: type, field: dataclasses.Field) -> type:
 def read_flags(
     options: type[Settings], program: str, description: str | None, argv: Sequence[str] | None, quick: Mapping = {}
 ) -> Settings:
-    """The flags of a command that has no others; `quick` as in `with_quick`. Raises UserError."""
+    """The flags of a command that has no others. quick: other defaults with the flag --quick. Raises UserError."""
     parser = FlagParser(prog=f"python -m {program}", description=description)
     add_flags(parser, options)
-    return with_quick(options, vars(parser.parse_args(argv)), quick)
-
-
-def with_quick(options: type[Settings], given: Mapping[str, object], quick: Mapping[str, object]) -> Settings:
-    """`from_values`; with the flag --quick the values `quick` are the defaults."""
+    given = vars(parser.parse_args(argv))
     return from_values(options, {**quick, **given} if given.get("quick") else given)
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from model.common import UserError
-from train.flags import FlagParser, add_flags, flag, with_quick
+from train.flags import FlagParser, add_flags, flag, from_values
 from train.origin import FREE
 from train.settings import Settings, parse
 
@@ -59,7 +59,7 @@ def read_with_settings(
     parser = FlagParser(prog=f"python -m {program}", description=description, allow_abbrev=False, epilog=about)
     add_flags(parser, kind)
     known, rest = parser.parse_known_args(argv)
-    options = with_quick(kind, vars(known), quick)
+    options = from_values(kind, {**(quick if getattr(known, "quick", False) else {}), **vars(known)})
     for word in rest:
         name = word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
         if word.startswith("--") and name in (*DECIDED, *decided.split()):
