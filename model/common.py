@@ -7,12 +7,10 @@ do. `run_command` turns it into exit code 2. Other exceptions are bugs and keep 
 import contextlib
 import ctypes
 import json
-import math
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,68 +76,6 @@ def quoted(value: Any, width: int = 80) -> str:
         return f"<{type(value).__name__}>"
 
 
-_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text", list: "a list", dict: "an object"}
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What a value may be: its type, and its range or choices. Ranges include both ends; of a text or list they bound
-    the length. A bool is not a number, an integer is a float, and floats must be finite."""
-
-    kind: type  # int, float, bool, str, list or dict
-    low: float | None = None
-    high: float | None = None
-    choices: tuple = ()
-
-    def accepts(self, value: Any) -> bool:
-        """Whether `value` is of this type and in this range; a `kind` of int without limits is one of 64 bits."""
-        if type(value) is not self.kind and not (self.kind is float and type(value) is int):
-            return False
-        if self.choices or self.kind in (bool, dict):
-            return not self.choices or value in self.choices
-        size = len(value) if isinstance(value, str | list) else value
-        if isinstance(size, float) and not math.isfinite(size):
-            return False
-        limit = 1 << 63 if self.kind is int else math.inf
-        return (-limit if self.low is None else self.low) <= size <= (limit - 1 if self.high is None else self.high)
-
-    def __str__(self) -> str:
-        if self.choices:
-            return " or ".join(map(repr, self.choices))
-        name = _NAMES[self.kind]
-        if self.low is None and self.high is None:
-            return name
-        unit = "" if self.kind in (int, float) else " characters" if self.kind is str else " entries"
-        if self.high is None:
-            return f"{name} of at least {self.low}{unit}"
-        return f"{name} {'of ' if unit else 'from '}{self.low or 0} to {self.high}{unit}"
-
-
-_REQUIRED = object()
-
-
-def read_field(
-    record: Mapping,
-    name: str,
-    expected: Expected,
-    where: str,
-    *,
-    default: Any = _REQUIRED,
-    remedy: str = "correct the file",
-) -> Any:
-    """record[name] if it is as expected; an absent field is the `default`, or an error without one.
-
-    Raises UserError that names `where` (a file, with the line or record), the field, its value and what is expected.
-    """
-    if name not in record and default is not _REQUIRED:
-        return default
-    if name not in record:
-        raise UserError(f"{where}: {name} is missing, expected {expected}: {remedy}")
-    if not expected.accepts(record[name]):
-        raise UserError(f"{where}: {name} is {quoted(record[name])}, expected {expected}: {remedy}")
-    return record[name]
-
-
 # Files
 
 
@@ -178,31 +114,10 @@ def read_json(path: str | os.PathLike, kind: type = dict) -> Any:
     """The value in a JSON file, which must be of `kind` (dict, list, or object for any). Raises UserError."""
     value = parse_json(read_text(path), shown(path))
     if not isinstance(value, kind):
-        problem = f"holds a JSON {json_name(value)}, expected {_NAMES[kind]}"
+        expected = "object" if kind is dict else kind.__name__
+        problem = f"holds a JSON {json_name(value)}, expected a {expected}"
         raise UserError(f"{shown(path)}: {problem}: check that this is the right file")
     return value
-
-
-def read_jsonl(path: str | os.PathLike, bad: Callable[[UserError], None] | None = None) -> Iterator[tuple[str, dict]]:
-    """The objects of a JSON-lines file in order, each with its place ("file:line"). Blank lines are skipped.
-
-    A line that is not one JSON object is a UserError, which is given to `bad` if there is one, and else raised; an
-    interrupted writer may have left such a line at the end. The file is read line by line.
-    """
-    with file_errors(path), open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            where = f"{shown(path)}:{number}"
-            try:
-                record = parse_json(line, where) if line.strip() else None
-                if line.strip() and not isinstance(record, dict):
-                    raise UserError(f"{where}: holds a JSON {json_name(record)}: each line must hold one JSON object")
-            except UserError as error:
-                if bad is None:
-                    raise
-                bad(error)
-            else:
-                if record is not None:
-                    yield where, record
 
 
 def parse_json(text: str | bytes, where: str) -> Any:

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
 
-from model.common import Expected, UserError, quoted, read_json, shown
+from model.common import UserError, quoted, read_json, shown
 
 Settings = TypeVar("Settings")
-MANY = 2**31 - 1  # the largest integer of a flag without another limit
+MANY = 2**31 - 1  # the largest number of a flag without another limit
 RUN_CONFIG = "config.json"
 # it prints the lines of a description as they are
 FlagParser = partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -83,11 +83,17 @@ def from_values(settings: type[Settings], values: Mapping[str, object], where: s
         value, kind, limits = getattr(made, field.name), field_kind(settings, field), field.metadata
         if kind is Path or value is None and field.default is None or "type" in limits["argument"]:
             continue  # which its own reader has checked
-        most = MANY if kind is int and limits["most"] is None else limits["most"]
-        choices = () if kind is list else tuple(limits["argument"].get("choices", ()))
-        expected = Expected(kind, limits["least"], most, choices)
-        values = list(value) if isinstance(value, tuple) else value
-        if not expected.accepts(values) or kind is list and not all(isinstance(text, str) for text in values):
+        least = -MANY if limits["least"] is None else limits["least"]
+        most = MANY if limits["most"] is None else limits["most"]
+        choices, expected = limits["argument"].get("choices"), f"a {kind.__name__}"
+        if kind is list:
+            fits = isinstance(value, tuple) and all(isinstance(text, str) for text in value)
+        elif kind in (int, float):
+            fits, expected = type(value) in (int, kind) and least <= value <= most, f"{expected} from {least} to {most}"
+        else:
+            fits = type(value) is kind and (not choices or value in choices)
+            expected = " or ".join(map(repr, choices)) if choices else expected
+        if not fits:
             raise UserError(f"{where}{flag_name(field.name)} is {quoted(value)}, expected {expected}")
     return made
 

@@ -1,7 +1,6 @@
 """Mistakes of the user are one clear line, files are written whole or not at all, and devices and sources exist."""
 
 import errno
-import json
 import os
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from model.common import (
     parse_json,
     quoted,
     read_json,
-    read_jsonl,
     read_text,
     run_command,
     shown,
@@ -65,19 +63,6 @@ def test_what_cannot_be_read(tmp_path):
     assert "gone: not found" in refused(read_json, tmp_path / "gone")
     path.write_bytes(b"\xef\xbb\xbf" + rb'{"a": "\ud83d\udc2e", "b": 123456789012345678901234567890, "c": 1e999}')
     assert read_json(path) == {"a": "🐮", "b": 123456789012345678901234567890, "c": float("inf")}
-
-
-def test_json_lines(tmp_path):
-    """Breaks when one bad line ends a run that could go on without it, or moves the numbers of the others."""
-    path = tmp_path / "a.jsonl"
-    good = [json.dumps({"n": n, "text": "a\u2028b"}, ensure_ascii=False).encode() for n in range(3)]
-    bad = [b"{", b"\xff{}", b"[1]", b"[" * 100_000, b"null", b'{"n": ' + b"1" * 9999 + b"}"]
-    path.write_bytes(b"\xef\xbb\xbf" + good[0] + b"\r\n\n" + b"\n".join(bad) + b"\n \n" + b"\n".join(good[1:]))
-    messages: list[UserError] = []
-    records = list(read_jsonl(path, messages.append))
-    assert records == [(f"{path}:{line}", json.loads(good[n])) for n, line in enumerate((1, 10, 11))]
-    assert [str(error).split(": ")[0] for error in messages] == [f"{path}:{line}" for line in range(3, 9)]
-    assert "a.jsonl:3: not valid JSON" in refused(lambda: list(read_jsonl(path)))
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
