@@ -35,7 +35,7 @@ from model.system_configs import (
     read_config,
 )
 from model.wings import Wings
-from weights import mapping, npz
+from weights import mapping
 from weights.mapping import STORED_DTYPES, Entry
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -117,6 +117,8 @@ def find_files(folder: Path) -> list[Path]:
 def read_headers(file: Path) -> dict[str, Entry]:
     """The tensors of a file by name; none is read. Raises UserError."""
     if file.suffix == ".npz":
+        from weights import npz  # for a reader of this file, only where there is one
+
         return npz.read_headers(file)
     opened = open_tensors(file)
     parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
@@ -194,6 +196,8 @@ def read_model(
     layers = replaceable(model, quantize, head=True) if quantize else {}
     if torch.device(device).type == "meta" or checkpoint.dialect == mapping.NPZ:
         if torch.device(device).type != "meta":
+            from weights import npz
+
             path = next(iter(entries.values())).path
             model.load_state_dict(npz.read_npz(path, model.state_dict(), device), assign=True)
         if quantize:
