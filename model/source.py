@@ -42,8 +42,8 @@ def resolve(source: str | Path, patterns: list[str], revision: str | None = None
         if revision is not None:
             raise UserError(f"{shown(source)}: is a folder, revision {revision!r} belongs to a hub id: leave it out")
         return folder if folder.is_dir() else BUNDLED_FOLDER
-    is_hub_id = isinstance(source, str) and re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", source, re.ASCII)
-    if not is_hub_id or folder.exists():
+    hub_id = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
+    if not isinstance(source, str) or not hub_id.fullmatch(source) or folder.exists():
         raise UserError(
             f"{shown(source)}: no such folder: give a model's folder, {EMBEDDED!r}, a preset of model/config.py, or a "
             "hub id such as google/paligemma-3b-pt-224"

@@ -47,8 +47,9 @@ class JsonTokenizer:
         if end is None:
             self.tokenizer.add_special_tokens([token for token in SPECIAL if find(token) is not None])
             self.tokenizer.add_tokens([token for token in LOCATIONS if find(token) is not None])
-        self._control = [end if end is not None else find(f"<{name}>") for name in ("pad", "eos", "bos", "unk")]
-        if None in self._control:
+        control = [find(f"<{name}>") if end is None else end for name in ("pad", "eos", "bos", "unk")]
+        self._control = [id_ for id_ in control if id_ is not None]
+        if len(self._control) < len(control):
             raise UserError(f"{path}: has neither <pad>, <eos>, <bos> and <unk> nor {END}: take the model's own file")
         self._size = max(self.tokenizer.get_vocab().values()) + 1  # ids may have gaps
 
