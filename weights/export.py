@@ -63,6 +63,8 @@ def export_model(
     folder = Path(folder)
     if dialect not in DIALECTS or not 0 < max_shard_gb < math.inf:
         raise UserError(f"dialect {dialect!r}, max_shard_gb {max_shard_gb}: expected one of {', '.join(DIALECTS)}, > 0")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: exists and is not empty: give a new folder")
     temporary = folder.absolute().with_name(f".{folder.name}-{os.getpid()}.partial")
     tensors = plain_tensors(model)
     names = dialect_names(tensors, dialect_of(model.config, dialect))
@@ -71,8 +73,6 @@ def export_model(
     # older versions of transformers read torch_dtype only, newer ones both
     config = model.config.to_dict() | {"torch_dtype": str(next(iter(specs.values())).dtype).removeprefix("torch.")}
     with file_errors(folder):
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"{folder}: exists and is not empty: give a new folder")
         temporary.mkdir(parents=True)
         try:
             for file, part in split.filename_to_tensors.items():
