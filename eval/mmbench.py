@@ -114,7 +114,11 @@ class MMBench(Benchmark):
                 for name in dict.fromkeys(["", values.get("l2-category"), values.get("category")]):
                     if name is not None:
                         lines[f"{split} {name}".rstrip()].append(row)
-        return {name: {k: round(v, 2) for k, v in means(of).items()} for name, of in lines.items() if of}
+        summary = {name: {k: round(v, 2) for k, v in means(of).items()} for name, of in lines.items() if of}
+        letters = [choose(row.answer, row.question.truth.options) for row in rows if row.answer is not None]
+        if summary:  # in percent of the rotations
+            summary["overall"]["undecided"] = round(100 * letters.count(None) / len(letters), 2)
+        return summary
 
     def write(self, rows, out, subject):
         super().write(rows, out, subject)

@@ -9,7 +9,7 @@ from eval.answer import ask_all, log_likelihoods
 from eval.question import Question
 from eval.text import measures
 from model.common import UserError
-from model.generate import NonFiniteError
+from model.generate import NonFiniteError, generate
 from model.language import new_model
 from weights.export import companions, export_model
 from weights.load import load_model
@@ -55,6 +55,28 @@ def test_the_question_is_named_and_no_other(model, processor, choices, value):
     assert left_out == {}
     others = [question for question in questions(*choices) if "cat" not in question.prefix]
     assert None not in ask_all(model, processor, others)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_p": 0.9}])
+def test_a_later_token_counts_and_none_after_the_end(model, processor, options):
+    """Breaks when only the first step is checked, sampling from NaN is a traceback, or padding stops a whole batch."""
+    batch = processor([PICTURE] * 2, ["count dog", "caption en"])
+    inputs = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
+
+    def answers() -> list[list[int]]:
+        torch.manual_seed(0)
+        return [row.tolist() for row in generate(model, *inputs, 8, image_index=batch.image_index, **options)]
+
+    expected, hooks = answers(), model.language_model.embed_tokens._forward_hooks
+    assert len(expected[0]) < len(expected[1]) and len(expected[1]) > 2
+    embed, eos = model.language_model.embed_tokens, processor.config.eos_token_id
+    embed.register_forward_hook(lambda _, given, out: out.masked_fill((given[0] == eos)[..., None], float("nan")))
+    assert answers() == expected  # the shorter row has ended
+    hooks.clear()
+    damage(model, processor, processor.tokenizer.id_to_piece(expected[1][1]).replace("▁", " "))
+    with pytest.raises(NonFiniteError) as caught:
+        answers()
+    assert 1 in caught.value.rows
 
 
 def test_likelihoods_are_checked(model, processor):

@@ -97,6 +97,7 @@ def test_thirty_questions_by_hand(workplace, capsys):
     lines = {name: of["CircularEval"] for name, of in found["summary"].items()}
     assert found["measures"]["CircularEval"]["questions"] == 30 and (sum(hits), sum(hits[:20])) == (14, 10)
     assert (lines["overall"], lines["dev"], lines["test"]) == (46.67, 50.0, 40.0)  # 14/30
+    assert found["summary"]["overall"]["undecided"] == round(100 * 6 / len(said), 2)
     third = [hits[n] for n in range(20, 30) if n % 3 == 1]
     assert lines["dev l2-0"] == 10 * sum(hits[0:20:2]) and lines["test l3-1"] == round(100 * sum(third) / len(third), 2)
 
@@ -115,12 +116,13 @@ def arguments(**given):
 
 def test_what_pandas_reads_as_nothing_is_no_option(workplace):
     """An option "None" is taken for none, and the file refused whose right answer it is; "N/A" is one."""
-    for text, count in (("None", 4), ("none", 4), ("nan", 3), ("N/A", 3), ("null", 3), ("", 3), ("#N/A N/A", 3)):
-        rows = rows_of([("B", ("cat", text or "dog", "a red bus", "hat")[: 4 if count == 4 else 3], "B", "", True)])
-        if count == 3:  # a fourth column of the same text
-            rows = [[text if n == 6 else value for n, value in enumerate(row)] for row in rows_of([("B", FOUR[:3])])]
+    for text in ("None", "none"):
+        write(workplace / "T", rows_of([("B", ("cat", text, "a red bus", "hat"))]))
+        assert all(len(line.options) == 4 and text in line.options.values() for line in mmbench.read_lines("T"))
+    for text in ("nan", "N/A", "null", "", "#N/A N/A"):  # in the column of the fourth option
+        rows = [[*row[:6], text, *row[7:]] for row in rows_of([("B", FOUR[:3])])]
         write(workplace / "T", rows)
-        assert {len(line.options) for line in mmbench.read_lines("T")} == {count}, text
+        assert {len(line.options) for line in mmbench.read_lines("T")} == {3}
 
 
 def test_prompts_by_hand():
