@@ -15,9 +15,10 @@ differential PaliGemma paper: M = 1, N = 2, and two questions with one word to a
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import sha256
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,14 +109,7 @@ class Needle(Benchmark):
         return [question for kind, trials in cases.items() for question in asks_of(trials, args.protocol, kind)]
 
     def rows(self, questions, answers):
-        rows, pairs = [], list(zip(questions, answers, strict=True))
-        while pairs:
-            first = pairs[0][0]
-            count = len(prompts_of(first.truth, self.protocol))
-            said, pairs = [answer for _, answer in pairs[:count]], pairs[count:]
-            response = respond(first.truth, said, self.protocol)
-            rows.append(row_of(first, response_record(first.truth, response) | {"said": said}))
-        return rows
+        return [row_of(*response) for response in responses_of(questions, answers, self.protocol)]
 
     def read(self, file, args):
         kind, records = Path(file).stem, read_responses(file)
@@ -153,9 +147,11 @@ class Needle(Benchmark):
                 exact = 100 * score_responses([row.answer for row in scored])["exact"]
                 heading = f"{subject.title}, {words_of(kind)}: {exact:.1f} % exact (blue: the needle)"
                 save(draw_sheet(scored, heading), out / f"sheet-{kind}.png")
-        notes = {words_of(kind): "not trained on" for kind in grids if trained is not None and kind not in trained}
+        strange = [
+            kind for kind in grids if kind in scenes.NEEDLE_TITLES and trained is not None and kind not in trained
+        ]
+        notes = {words_of(kind): "not trained on" for kind in strange}
         title = f"{subject.title}: needles found, {self.protocol} protocol"
-        notes = {name: note for name, note in notes.items() if set(grids) <= set(scenes.NEEDLE_TITLES)}
         save(heatmaps({words_of(kind): grid for kind, grid in grids.items()}, title, notes), out / "heatmap.png")
 
 
@@ -311,25 +307,24 @@ def asks_of(trials: Sequence[Trial], protocol: str, kind: str = "") -> list[Ques
     return questions
 
 
-def by_trial(trials: Sequence[Trial], protocol: str, answers: Iterable[str | None]) -> list[list[str | None]]:
-    """The answers to `asks_of` in a list for each trial."""
-    answers = iter(answers)
-    return [[next(answers) for _ in prompts_of(trial.test, protocol)] for trial in trials]
-
-
-def responses_of(trials: Sequence[Trial], answers: Sequence[Sequence[str | None]], protocol: str) -> list[dict]:
-    """A response record for each trial and its answers."""
-    pairs = zip((trial.test for trial in trials), answers, strict=True)
-    return [response_record(test, respond(test, said, protocol)) for test, said in pairs]
+def responses_of(questions: Sequence[Question], answers: Sequence[str | None], protocol: str) -> list:
+    """(first question, response record) of each test, from the answers to `asks_of`; the record has them as "said"."""
+    responses, pairs = [], zip(questions, answers, strict=True)
+    for _, group in groupby(pairs, key=lambda pair: id(pair[0].truth)):
+        of_test = list(group)
+        question, said = of_test[0][0], [answer for _, answer in of_test]
+        record = response_record(question.truth, respond(question.truth, said, protocol))
+        responses.append((question, record | {"said": said}))
+    return responses
 
 
 def evaluate_embedded(
     model, processor, kind: str, count: int, progress: str | None = None, *, ask_all: Callable, protocol: str = "paper"
 ) -> float:
     """Exact accuracy in percent on `count` tests of the embedded test split: all questions of a test must be right."""
-    trials = embedded_trials(kind, count)
-    answers = ask_all(model, processor, asks_of(trials, protocol), progress=progress)
-    return 100 * score_responses(responses_of(trials, by_trial(trials, protocol, answers), protocol))["exact"]
+    questions = asks_of(embedded_trials(kind, count), protocol)
+    answers = ask_all(model, processor, questions, progress=progress)
+    return 100 * score_responses(record for _, record in responses_of(questions, answers, protocol))["exact"]
 
 
 # Figures

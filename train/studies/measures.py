@@ -153,8 +153,8 @@ def trial_task(title: str, trials: Sequence[needle.Trial], protocol: str) -> Tas
     """Needle tests of one kind: a test is right if every needle in it is found."""
 
     def score(answers: Sequence[str | None]) -> list[float]:
-        records = needle.responses_of(trials, needle.by_trial(trials, protocol, answers), protocol)
-        return [float((needle.judge(record) or (False,) * 3)[2]) for record in records]
+        records = needle.responses_of(asks, answers, protocol)
+        return [float((needle.judge(record) or (False,) * 3)[2]) for _, record in records]
 
     tests = [trial.test for trial in trials]
     labels, groups = [str(test.places[0][1:]) for test in tests], [str(test.haystack) for test in tests]
