@@ -104,15 +104,19 @@ def check(is_right: bool, problem: str) -> None:
 
 def text(record: Mapping, name: str) -> str:
     """record[name]. Raises KeyError, and ValueError for another type."""
-    check(isinstance(record[name], str), f"{name} is {quoted(record[name])}, expected a text")
-    return record[name]
+    value = record[name]
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {quoted(value)}, expected a text")
+    return value
 
 
 def id_of(record: Mapping) -> int | str:
     """The id of a question. VizWiz has one question per picture and no other id."""
     name = "image" if "image" in record and "question_id" not in record else "question_id"
-    check(isinstance(record[name], int | str), f"{name} is {quoted(record[name])}, expected a number or a text")
-    return record[name]
+    value = record[name]
+    if not isinstance(value, int | str):
+        raise ValueError(f"{name} is {quoted(value)}, expected a number or a text")
+    return value
 
 
 def check_unique(ids: Iterable[int | str], where: str | Path) -> None:
@@ -133,8 +137,9 @@ def some(ids: Sequence) -> str:
 
 def find_image(folder: str | Path, name: str) -> Path:
     """The path of a picture in `folder`. COCO's, such as val2014/COCO_val2014_….jpg, may lie flat in it."""
-    path, flat = Path(folder, name), Path(folder, Path(name).name)
-    return flat if flat.name.startswith("COCO_") and not path.exists() and flat.exists() else path
+    path = Path(folder, name)
+    is_flat = path.name.startswith("COCO_") and not path.exists() and Path(folder, path.name).exists()
+    return Path(folder, path.name) if is_flat else path
 
 
 def find_images(names: Iterable[str], folder: str | Path, source: str | Path) -> dict[str, Path]:

@@ -98,9 +98,9 @@ Refuse = Callable[[str], Record] | None  # see `read`
 
 def named(records: Sequence[Record], path: str | Path, places: Places) -> list[Record]:
     """The records of a file with names by their places, and keys by their pictures."""
-    keys = ["\n".join(map(str, record.pictures)) if record.turns else "" for record in records]
+    keys, file = ["\n".join(map(str, record.pictures)) if record.turns else "" for record in records], Path(path).name
     return [
-        replace(record, name=f"{Path(path).name}{place}", key=key or f"{path}{place}")
+        replace(record, name=f"{file}{place}", key=key or f"{path}{place}")
         for record, key, (place, _) in zip(records, keys, places, strict=True)
     ]
 
@@ -131,7 +131,8 @@ def picture_names(record: Mapping) -> list[str]:
     A key of nearly this name is a mistake: the record would be asked without its picture.
     """
     similar = [key for key in record if re.match("image|img|picture|photo", key, re.IGNORECASE)]
-    check("image" in record or not similar, f"has {some(similar)}, but no 'image', which names the pictures")
+    if similar and "image" not in record:
+        raise ValueError(f"has {some(similar)}, but no 'image', which names the pictures")
     names = record.get("image") or []
     return [text({"image": name}, "image") for name in (names if isinstance(names, list) else [names])]
 
@@ -139,7 +140,8 @@ def picture_names(record: Mapping) -> list[str]:
 def find_picture(folder: Path, name: str) -> Path:
     """The path of a picture. Raises ValueError if it is absent."""
     path = find_image(folder, name)
-    check(path.is_file(), f"picture {quoted(name)} is not in {shown(folder)}, give its folder (--images DIR)")
+    if not path.is_file():
+        raise ValueError(f"picture {quoted(name)} is not in {shown(folder)}, give its folder (--images DIR)")
     return path
 
 
