@@ -80,9 +80,6 @@ class LoRALinear(nn.Module):
             self.base_layer.weight.data, self.original = self.original.to(self.base_layer.weight), None
 
 
-# Layers and parameters
-
-
 def matching(targets: str | list[str], paths: Iterable[str]) -> set[str]:
     """Those of our `paths` that PEFT's target_modules name, with or without transformers' leading "model.".
 
@@ -115,21 +112,11 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return parameters | {GRAFT + name: parameter for name, parameter in new_parameters(model).items()}
 
 
-def _train_adapter_only(model: nn.Module) -> None:
-    model.requires_grad_(False)
-    for parameter in adapter_parameters(model).values():
-        parameter.requires_grad_(True)
-
-
-# In a model
-
-
 def inject(model: Adaptable, targets: str | list[str], r: int, alpha: float, dropout: float = 0.0) -> list[str]:
     """Put LoRA of rank `r`, scaled by alpha / r, on every linear layer that `targets` names; return their paths.
 
     `targets`: see `matching`; a list like ["q_proj"] reaches the vision tower too. Afterwards only the adapter is
-    trainable: the LoRA matrices and the parameters of grafts. Layers that a graft has made get no LoRA; all of their
-    weights are trained. Raises UserError if no layer matches, or for values out of range.
+    trainable: LoRA and all parameters of grafts. Raises UserError if no layer matches, or for values out of range.
     """
     layers = free_layers(model)
     try:
@@ -142,16 +129,17 @@ def inject(model: Adaptable, targets: str | list[str], r: int, alpha: float, dro
     paths = [path for path in layers if path in matched]
     for path in paths:
         model.set_submodule(path, LoRALinear(layers[path], r, alpha, dropout))
-    _train_adapter_only(model)
+    model.requires_grad_(False)
+    for parameter in adapter_parameters(model).values():
+        parameter.requires_grad_(True)
     return paths
 
 
 def merge(model: Adaptable) -> None:
     """Add every LoRA update to its weight; the forward pass stays the same up to rounding. Idempotent.
 
-    The original weights are kept in main memory until `unmerge`: 4 GB for the decoder of 3B in bf16. Quantized weights
-    are put back first, those of layers without LoRA too. Raises UserError, and merges nothing, where a second branch of
-    the attention reads the same base weight: it would get the first branch's update too.
+    The original weights are kept in main memory until `unmerge`: 4 GB for the decoder of 3B in bf16. All quantized
+    weights are put back first. Raises UserError, and merges nothing, where a second branch reads the same base weight.
     """
     layers = lora_layers(model)
     for path in layers:
@@ -194,9 +182,8 @@ def disabled(model: nn.Module) -> Iterator[None]:
 def quantize(model: Adaptable, kind: str = "int8", head: bool = False) -> int:
     """Turn every frozen linear layer of `model` into that of `lora.quantize.KINDS`, in place; returns how many.
 
-    Embedding, head, norms and all trained parameters are unchanged; with `head` see `lora.quantize.replaceable`. The
-    adapter still names the base in full precision, and `load` quantizes that in the same way. Frozen means
-    `requires_grad` is off. Raises UserError as `replaceable`, and for merged LoRA.
+    Frozen means `requires_grad` is off. Norms and trained parameters are unchanged; embedding and head, too, without
+    `head`. `load` quantizes the adapter's base in the same way. Raises UserError as `replaceable`, and for merged LoRA.
     """
     layers, trained = replaceable(model, kind, head), set(adapter_parameters(model).values())
     if any(layer.merged for layer in lora_layers(model).values()):
@@ -207,9 +194,8 @@ def quantize(model: Adaptable, kind: str = "int8", head: bool = False) -> int:
 def fingerprint(model: Adaptable) -> str:
     """A short hash of the weights without the adapter: names, shapes, and 64 values of each tensor, in bf16.
 
-    It is the same for a checkpoint opened in fp32 and in bf16 (fp16 rounds differently), merged or not, quantized or
-    not, and changes with any training of the base. Weights that a graft has replaced are not part of it. Where
-    `base_fingerprint` is set, it is that.
+    It is the same in fp32 and in bf16 (fp16 rounds differently), merged or not, quantized or not, and changes with any
+    training of the base. Weights that a graft has replaced are not part of it. `base_fingerprint` is taken if set.
     """
     if model.base_fingerprint is not None:
         return model.base_fingerprint
@@ -223,15 +209,11 @@ def fingerprint(model: Adaptable) -> str:
     return tensor_fingerprint({name.replace(".base_layer.", "."): tensor for name, tensor in base.items()})
 
 
-# On disk
-
-
 def save(model: Adaptable, folder: str | Path, base: str | None = None, prompt: str | None = None, write=True) -> None:
-    """Write the adapter of `model` to `folder` in PEFT's format. `base` names the checkpoint below it, for readers;
-    `prompt` is the template of the questions that it was trained on, for evaluation.
+    """Write the adapter of `model` to `folder` in PEFT's format: the config, which names `base`, last.
 
-    Where FSDP2 has sharded it, every process must call this; one of them with `write`. The config is written last: a
-    folder that has one is complete. Raises UserError if the model has no adapter.
+    prompt: the template of the questions that it was trained on, for evaluation. Where FSDP2 has sharded the model,
+    every process must call this; one of them with `write`. Raises UserError if the model has no adapter.
     """
     whole = ((name, gathered(parameter)) for name, parameter in adapter_parameters(model).items())
     tensors = {name: tensor.detach().cpu().contiguous() if write else None for name, tensor in whole}
@@ -255,10 +237,7 @@ def save(model: Adaptable, folder: str | Path, base: str | None = None, prompt: 
 
 
 def read_config(folder: str | Path) -> dict:
-    """The config of the adapter in `folder`, without the keys that are null.
-
-    Raises UserError: no file, no JSON, a text of another type, or a feature beyond plain LoRA.
-    """
+    """The config of the adapter in `folder`, without keys that are null. Raises UserError for all but plain LoRA."""
     path = Path(folder) / CONFIG_FILE
     config = {key: value for key, value in read_json(path).items() if value is not None}
     known = _TEXTS | _PLAIN.keys() | set(_OTHERS.split())
@@ -279,10 +258,9 @@ def base_of(folder: str | Path) -> str | None:
 def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[str]:
     """Put the adapter in `folder`, ours or PEFT's, on a plain `model`; return the paths that carry LoRA.
 
-    Grafts are repeated first, because the file holds their parameters; the base is quantized as it was in training.
-    `force` skips the comparison of the base. Raises UserError: no such files, a feature of PEFT that is not plain LoRA,
-    another base than the adapter's, a model that has an adapter already, or tensors that do not fit. The model must
-    then not be used any more.
+    Grafts are repeated first, and the base is quantized as in training. `force` skips the comparison of the base.
+    Raises UserError: no such files, a feature beyond plain LoRA, another base, a model that has an adapter already, or
+    tensors that do not fit. The model must then not be used any more.
     """
     folder = Path(folder)
     if adapter_parameters(model):
@@ -294,8 +272,8 @@ def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[s
         expected, actual = (file.metadata() or {}).get("base_fingerprint"), fingerprint(model)  # PEFT leaves none
         if expected and expected != actual and not force:
             base = shown(config.get("base_model_name_or_path", "a base without a name"))
-            trained_on = f"{base} (fingerprint {shown(expected, 80)}), the model is {actual}"
-            raise UserError(f"{folder}: belongs to another base, {trained_on}: load that base, or force the adapter")
+            problem = f"was trained on another base, {base} ({shown(expected, 80)}), this is {actual}"
+            raise UserError(f"{folder}: {problem}: load that one, or force the adapter onto this")
         tensors = _put_lora(model, config, {name: file.get_tensor(name) for name in file.keys()})
     except (TypeError, AttributeError, OverflowError, re.error) as error:
         raise UserError(f"{shown(folder / CONFIG_FILE)}: cannot be used ({shown(str(error))}): correct it") from None
@@ -310,24 +288,20 @@ def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[s
     if problems:
         listed = f"{len(problems)} problems: {'; '.join(sorted(problems)[:8])}"
         raise UserError(f"{folder / TENSOR_FILE}: does not fit the model, {listed}: load its own base")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
-    _train_adapter_only(model)
+    model.requires_grad_(False)
+    for name, parameter in parameters.items():
+        parameter.copy_(tensors[name]).requires_grad_(True)
     if (kind := config.get("quantized")) and model.quantized is None:
         quantize(model, kind)
     return list(lora_layers(model))
 
 
 def _put_lora(model: Adaptable, config: dict, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Put LoRA on the layers of an adapter's file; return its tensors under the names of `save`.
-
-    Paths are transformers' of today, or of before 4.52 (…model below the decoder, none above).
-    """
+    """Put LoRA on the layers of an adapter's file; return its tensors under the names of `save`."""
     layers, renamed, spelt = free_layers(model), {}, {}  # spelt: a layer's path in the file, by ours
     for name, tensor in tensors.items():
         if match := re.fullmatch(rf"{re.escape(PEFT)}(.+)\.(lora_[AB])\.weight", name):
-            path = match[1].removeprefix(HF)
+            path = match[1].removeprefix(HF)  # before transformers 4.52 below the decoder and the tower, not above
             path = re.sub(r"^(language_model)\.model\.|^(vision_tower)\.vision_model\.", r"\1\2.", path)
             if path in layers:
                 spelt[path], name = match[1], f"{PEFT}{HF}{path}.{match[2]}.weight"

@@ -9,7 +9,7 @@ the weights back a block at a time. On a GPU all of them do so for a whole layer
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -26,27 +26,19 @@ from weights.fingerprint import sample
 
 GROUP, NESTED_BLOCK = 64, 256  # weights with one scale, scales with one scale of their own
 FEW_ROWS = 16  # of x, up to which PyTorch's products of few bits are the faster ones
-# NormalFloat of 4 bits (Dettmers et al. 2023, appendix E): quantiles of the normal distribution over [-1, 1]
-# fmt: off
-NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)
-# fmt: on
+# NormalFloat of 4 bits (Dettmers et al. 2023, appendix E): quantiles of the normal distribution over [-1, 1], in fp32
+NF4 = [-1, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0]
+NF4 += [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]
 
 
 class QuantizedLinear(Linear):
     """x·Wᵀ + b, where W is put back from a few bits by `unpack`."""
 
     kind: ClassVar[str]
+    encode: ClassVar[Callable]  # rows (n, in) of W to their codes and their scales
+    unpack: ClassVar[Callable]  # (stored(), shape of W, dtype, start, a multiple of BLOCK_ROWS, end) to rows of W
 
-    def __init__(
-        self,
-        linear: nn.Linear | nn.Embedding,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ):
+    def __init__(self, linear: nn.Linear | nn.Embedding, dtype: torch.dtype | None = None, device: Any = None):
         """The weight is cast to `dtype` and moved to `device` first, a few rows at a time; None: as it is."""
         nn.Module.__init__(self)
         weight = linear.weight.detach()
@@ -54,21 +46,19 @@ class QuantizedLinear(Linear):
         self.bias = getattr(linear, "bias", None)
         self.dtype = dtype or weight.dtype  # of the weights before
         self.original = None if weight.is_meta else sample(weight, self.dtype)
-        self.pack(rows.to(device, self.dtype) for rows in weight.split(block_rows(self.in_features)))
-
-    def pack(self, pieces: Iterable[torch.Tensor]) -> None:
-        """Set what `stored` returns from the weight's rows, (n, in) each."""
-        raise NotImplementedError
-
-    def stored(self) -> tuple[torch.Tensor, ...]:
-        raise NotImplementedError
+        encoded = [self.encode(rows.to(device, self.dtype)) for rows in weight.split(block_rows(self.in_features))]
+        codes, scale = map(torch.cat, zip(*encoded, strict=True))
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        for name, buffer in self.scales_of(scale).items():
+            self.register_buffer(name, buffer)
 
     @staticmethod
-    def unpack(
-        stored: tuple[torch.Tensor, ...], shape: tuple[int, int], dtype: torch.dtype, start: int, end: int
-    ) -> torch.Tensor:
-        """Rows `start`, a multiple of BLOCK_ROWS, to `end` of W (out, in) = `shape`, in `dtype`."""
-        raise NotImplementedError
+    def scales_of(scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is stored beside the codes."""
+        return {"scale": scale}
+
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        return self.weight, *self._buffers.values()
 
     def multiply_few(self, x: torch.Tensor) -> torch.Tensor | None:
         """x (n, in)·Wᵀ in bf16 on a CPU; None where this PyTorch has no product for it."""
@@ -77,39 +67,30 @@ class QuantizedLinear(Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y = None
-        if (
-            x.dtype == torch.bfloat16
-            and x.device.type == "cpu"
-            and 0 < x.numel() <= FEW_ROWS * self.in_features
-            and not (x.requires_grad and torch.is_grad_enabled())
-        ):
-            y = self.multiply_few(x.reshape(-1, self.in_features).contiguous())
+        few = x.dtype == torch.bfloat16 and x.device.type == "cpu" and 0 < x.numel() <= FEW_ROWS * self.in_features
+        few = few and not cpu.needs_gradient(x)
+        y = self.multiply_few(x.reshape(-1, self.in_features).contiguous()) if few else None
         if y is None:
             y = _Product.apply(x, self.unpack, (self.out_features, self.in_features), *self.stored())
         return (y if self.bias is None else y + self.bias.to(y.dtype)).view(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn, recurse=True):
         """As nn.Module's, but `model.to(dtype)` moves the scales without rounding them."""
-        before = dict(self.named_buffers(recurse=False))
+        before = dict(self._buffers)
         super()._apply(fn, recurse)
-        for name, buffer in before.items():
-            moved = self.get_buffer(name)
-            if moved.dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(moved.device)
+        for name, moved in self._buffers.items():
+            if moved.dtype != before[name].dtype:
+                self._buffers[name] = before[name].to(moved.device)
         return self
 
     def put_back(self) -> nn.Module:
         """A plain layer of the weights that this one computes with, in the dtype that they had before."""
+        shape = (self.out_features, self.in_features)
+        whole = self.unpack(self.stored(), shape, self.dtype, 0, self.out_features).contiguous()
         with torch.device("meta"):
             plain = Linear(self.in_features, self.out_features, bias=False)
-        plain.weight, plain.bias = nn.Parameter(self.whole(), requires_grad=False), self.bias
+        plain.weight, plain.bias = nn.Parameter(whole, requires_grad=False), self.bias
         return plain.train(self.training)
-
-    def whole(self) -> torch.Tensor:
-        """W (out, in) in the dtype that it had before."""
-        shape = (self.out_features, self.in_features)
-        return self.unpack(self.stored(), shape, self.dtype, 0, self.out_features).contiguous()
 
 
 class _Product(torch.autograd.Function):
@@ -142,23 +123,14 @@ class Int8Linear(QuantizedLinear):
     """
 
     kind = "int8"
-    scale: torch.Tensor
 
-    def pack(self, pieces):
-        def quantized(piece):
-            steps = piece.to(torch.float32, copy=True)
-            low, high = steps.aminmax(dim=1)
-            largest = torch.maximum(-low, high)
-            scale = (largest / 127).bfloat16().float()
-            steps.div_(torch.where(largest > 0, scale, 1.0)[:, None])
-            return steps.round_().to(torch.int8), scale
-
-        weight, scale = _joined(map(quantized, pieces), self.out_features)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.register_buffer("scale", scale)
-
-    def stored(self):
-        return self.weight, self.scale
+    @staticmethod
+    def encode(rows):
+        steps = rows.to(torch.float32, copy=True)
+        largest = steps.abs().amax(dim=1)
+        scale = (largest / 127).bfloat16().float()
+        steps.div_(torch.where(largest > 0, scale, 1.0)[:, None])
+        return steps.round_().to(torch.int8), scale
 
     @staticmethod
     def unpack(stored, shape, dtype, start, end):
@@ -166,9 +138,8 @@ class Int8Linear(QuantizedLinear):
         return weight[start:end].to(dtype).mul_(scale[start:end, None].to(dtype))
 
     def multiply_few(self, x):
-        if _int8_product is None or self.in_features % GROUP:  # it leaves out what exceeds whole vectors
-            return None
-        return _int8_product(x, self.weight, self.scale.bfloat16())
+        usable = _int8_product is not None and self.in_features % GROUP == 0  # it leaves out what exceeds whole vectors
+        return _int8_product(x, self.weight, self.scale.bfloat16()) if usable else None
 
 
 class Int8Embedding(Int8Linear):
@@ -181,7 +152,7 @@ class Int8Embedding(Int8Linear):
         return super().forward(hidden)
 
     def put_back(self):
-        return Embedding.from_pretrained(self.whole())
+        return Embedding.from_pretrained(super().put_back().weight)
 
 
 class Int4Linear(QuantizedLinear):
@@ -193,28 +164,25 @@ class Int4Linear(QuantizedLinear):
 
     kind = "int4"
 
-    def pack(self, pieces):
-        def quantized(piece):
-            rows, columns = -len(piece) % BLOCK_ROWS, -self.in_features % GROUP
-            groups = F.pad(piece.float(), (0, columns, 0, rows)).unflatten(1, (-1, GROUP))
-            low, high = groups.aminmax(dim=2, keepdim=True)
-            scale = ((high - low) / 15).bfloat16().float()
-            zero = (low + 8 * scale).bfloat16().float()
-            codes = (groups - zero).div_(torch.where(scale > 0, scale, 1.0)).round_().add_(8).clamp_(0, 15)
-            scales = torch.cat((scale, zero), dim=2).bfloat16()  # (rows, groups, 2)
-            return _two_in_a_byte(codes.to(torch.uint8).flatten(1), *int4_layout()), scales
+    @staticmethod
+    def encode(rows):
+        missing = -rows.shape[1] % GROUP, -len(rows) % BLOCK_ROWS
+        groups = F.pad(rows.float(), (0, missing[0], 0, missing[1])).unflatten(1, (-1, GROUP))
+        low, high = groups.aminmax(dim=2, keepdim=True)
+        scale = ((high - low) / 15).bfloat16().float()
+        zero = (low + 8 * scale).bfloat16().float()
+        codes = (groups - zero).div_(torch.where(scale > 0, scale, 1.0)).round_().add_(8).clamp_(0, 15)
+        scales = torch.cat((scale, zero), dim=2).bfloat16()  # (rows, groups, 2)
+        return _two_in_a_byte(codes.to(torch.uint8).flatten(1), *(int4_layout() or INT4_LAYOUTS[0])), scales
 
-        weight, scales = _joined(map(quantized, pieces), self.out_features + -self.out_features % BLOCK_ROWS)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.register_buffer("scales", scales.transpose(0, 1).contiguous())  # (groups, rows, 2)
-
-    def stored(self):
-        return self.weight, self.scales
+    @staticmethod
+    def scales_of(scale):
+        return {"scales": scale.transpose(0, 1).contiguous()}  # (groups, rows, 2)
 
     @staticmethod
     def unpack(stored, shape, dtype, start, end):
         weight, scales = stored
-        block, apart = int4_layout()
+        block, apart = int4_layout() or INT4_LAYOUTS[0]
         rows, columns = -(-(end - start) // BLOCK_ROWS) * BLOCK_ROWS, 2 * weight.shape[1]
         packed = weight[start : start + rows].view(-1, columns, block // (2 * apart), apart).transpose(0, 1)
         codes = torch.empty(columns, rows // block, block // (2 * apart), 2, apart, dtype=dtype, device=weight.device)
@@ -225,7 +193,7 @@ class Int4Linear(QuantizedLinear):
         return whole.view(columns, rows)[: shape[1], : end - start].T
 
     def multiply_few(self, x):
-        if _int4_product is None or _their_layout() is None:
+        if _int4_product is None or int4_layout() is None:
             return None
         y = _int4_product(F.pad(x, (0, -self.in_features % GROUP)), self.weight, GROUP, self.scales)
         return y[:, : self.out_features]
@@ -239,23 +207,19 @@ _int4_pack: Any = getattr(torch.ops.aten, "_convert_weight_to_int4pack_for_cpu",
 INT4_LAYOUTS = ((64, 32), (32, 16), (32, 1), (16, 1))
 
 
-def int4_layout() -> tuple[int, int]:
-    """The one of INT4_LAYOUTS that PyTorch's product reads on this processor, the first if there is no such product."""
-    return _their_layout() or INT4_LAYOUTS[0]
-
-
 @cache
-def _their_layout() -> tuple[int, int] | None:
+def int4_layout() -> tuple[int, int] | None:
+    """The one of INT4_LAYOUTS that PyTorch's product reads on this processor; None if there is no such product."""
     codes = torch.arange(BLOCK_ROWS * GROUP).mul(7919).remainder(1009).remainder(16).view(BLOCK_ROWS, GROUP)
     with contextlib.suppress(RuntimeError, TypeError):
-        theirs = _int4_pack(codes.int(), 1)
-        return next((one for one in INT4_LAYOUTS if torch.equal(_two_in_a_byte(codes.byte(), *one), theirs)), None)
+        for layout in INT4_LAYOUTS:
+            if torch.equal(_two_in_a_byte(codes.byte(), *layout), _int4_pack(codes.int(), 1)):
+                return layout
     return None
 
 
 def _two_in_a_byte(codes: torch.Tensor, block: int, apart: int) -> torch.Tensor:
-    """Codes (R, K) as bytes (R, K / 2): for each block of rows and each column, two rows in a byte, the lower one in
-    the low half."""
+    """Codes (R, K) as bytes (R, K / 2): in a block and column, two rows share a byte, the lower one in its low half."""
     low, high = codes.view(-1, block // (2 * apart), 2, apart, codes.shape[1]).unbind(2)
     return (low | high << 4).flatten(1, 2).transpose(1, 2).reshape(len(codes), -1)
 
@@ -271,32 +235,24 @@ class Nf4Linear(QuantizedLinear):
 
     kind = "nf4"
 
-    def pack(self, pieces):
-        def quantized(piece):
-            values = _blocks(piece.to(torch.float32, copy=True).flatten(), GROUP)
-            low, high = values.aminmax(dim=1)
-            scale = torch.maximum(-low, high)
-            values.mul_(torch.where(scale > 0, 1 / scale, 0.0)[:, None])
-            numbers = _nearest(values, torch.tensor(NF4, device=piece.device))
-            return numbers[:, ::2] << 4 | numbers[:, 1::2], scale
+    @staticmethod
+    def encode(rows):
+        values = rows.to(torch.float32, copy=True).flatten()
+        values = F.pad(values, (0, -len(values) % GROUP)).view(-1, GROUP)
+        scale = values.abs().amax(dim=1)
+        values.mul_(torch.where(scale > 0, 1 / scale, 0.0)[:, None])
+        numbers = _nearest(values, torch.tensor(NF4, device=rows.device))
+        return (numbers[:, ::2] << 4 | numbers[:, 1::2]).flatten(), scale
 
-        groups = -(-self.out_features * self.in_features // GROUP)
-        weight, scale = _joined(map(quantized, pieces), groups)
-        self.weight = nn.Parameter(weight.flatten(), requires_grad=False)
-        codes = torch.tensor(NF4, device=scale.device)
-        pairs = torch.cartesian_prod(codes, codes)  # of each byte
-        offset = scale.mean()
-        nested = _blocks(scale - offset, NESTED_BLOCK)
+    @staticmethod
+    def scales_of(scale):
+        codes, table, offset = torch.tensor(NF4, device=scale.device), dynamic_table(scale.device), scale.mean()
+        nested = F.pad(scale - offset, (0, -len(scale) % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
         nested_scale = nested.abs().amax(dim=1)
         steps = nested / torch.where(nested_scale > 0, nested_scale, 1.0)[:, None]
-        table = dynamic_table(scale.device)
-        buffers = {"pairs": pairs, "table": table, "nested_scale": nested_scale, "offset": offset}
-        buffers["scale"] = _nearest(steps.flatten(), table)[: len(scale)].clone()
-        for name, tensor in buffers.items():
-            self.register_buffer(name, tensor)
-
-    def stored(self):
-        return self.weight, self.pairs, self.scale, self.table, self.nested_scale, self.offset
+        numbers = _nearest(steps.flatten(), table)[: len(scale)].clone()
+        buffers = {"pairs": torch.cartesian_prod(codes, codes), "scale": numbers}  # pairs: of each byte
+        return buffers | {"table": table, "nested_scale": nested_scale, "offset": offset}
 
     @staticmethod
     def unpack(stored, shape, dtype, start, end):
@@ -319,22 +275,6 @@ def dynamic_table(device: torch.device | None = None) -> torch.Tensor:
         middles = 10.0 ** (exponent - 6) * (edges[:-1] + edges[1:]) / 2
         numbers += [middles, -middles]
     return torch.cat(numbers).sort().values.to(device)
-
-
-def _joined(parts: Iterable[tuple[torch.Tensor, ...]], rows: int) -> list[torch.Tensor]:
-    """torch.cat of parts that come one after the other, so that there is never a second copy of all."""
-    whole, start = [], 0
-    for part in parts:
-        whole = whole or [piece.new_empty(rows, *piece.shape[1:]) for piece in part]
-        for target, piece in zip(whole, part, strict=True):
-            target[start : start + len(piece)] = piece
-        start += len(part[0])
-    return whole
-
-
-def _blocks(values: torch.Tensor, size: int) -> torch.Tensor:
-    """values (n,) as (⌈n / size⌉, size), filled up with zeros."""
-    return nn.functional.pad(values, (0, -len(values) % size)).view(-1, size)
 
 
 def _nearest(values: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
@@ -365,18 +305,16 @@ def replaceable(model: Adaptable, kind: str, head: bool = False) -> dict[str, tu
         raise UserError(f"the model is quantized to {model.quantized} already: load it anew for {kind}")
     if not isinstance(model.language_model, Gemma):
         raise UserError(f"{type(model).__name__} cannot be quantized to {kind}: its scans need whole weights")
-    eight_bits = head and kind in BF16_KINDS
-    found: dict[str, tuple[Any, type[QuantizedLinear]]] = {}
+    layers: dict[str, tuple[Any, type[QuantizedLinear]]] = {}
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
             continue
-        if isinstance(module, Embedding) and eight_bits:
-            found[path] = module, Int8Embedding
-        elif module is model.language_model.lm_head:
-            found |= {path: (module, Int8Linear)} if eight_bits else {}
+        if isinstance(module, Embedding) or module is model.language_model.lm_head:
+            eight_bits = Int8Embedding if isinstance(module, Embedding) else Int8Linear
+            layers |= {path: (module, eight_bits)} if head and kind in BF16_KINDS else {}
         elif isinstance(module, nn.Linear) and module.out_features >= MIN_OUTPUTS:
-            found |= {path: (module, KINDS[kind])} if head or not module.weight.requires_grad else {}
-    return found
+            layers |= {path: (module, KINDS[kind])} if head or not module.weight.requires_grad else {}
+    return layers
 
 
 def pack(model: Any, kind: str, layers: dict[str, tuple[Any, type[QuantizedLinear]]]) -> int:
