@@ -101,7 +101,9 @@ def study_of(base: Settings, options: Options) -> Study:
         if changes["r"] == base.r and "fine-tuned" in options.rows:
             control = "fine-tuned"
         by_size[name], chosen[control] = (control,), chosen.get(control, changes)
-    plain = tuple(name for name in chosen if name not in by_size)
+    plain, longer = tuple(name for name in chosen if name not in by_size), None
+    if base.is_embedded:
+        longer = lambda changes, ratio: (*changes, ("samples", round(base.samples * ratio)))  # noqa: E731
     tasks = {split: tasks_of(base, options, split) for split in ("validation", "test")}
     marks = [task.mark for of_split in tasks.values() for task in of_split.values()]
     return Study(
@@ -117,9 +119,7 @@ def study_of(base: Settings, options: Options) -> Study:
         },
         rates=options.rates or tuple(float(f"{base.lr * factor:.3g}") for factor in (1, 2, 4)),
         plain=plain,
-        lengthen=(lambda changes, ratio: (*changes, ("samples", round(base.samples * ratio))))
-        if base.is_embedded
-        else None,
+        lengthen=longer,
         predictions=PREDICTIONS,
         more=built.blocks if options.positive else lambda run: [],
     )

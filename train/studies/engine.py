@@ -4,7 +4,7 @@ A *row* is one way to train a model. A *cell* is a row at one rate with one seed
 measure, as JSON in a folder whose name is a hash of all that decides it, source included. So an interrupted study goes
 on, and a change computes only the cells that it changes. A study is a `Study` and a command of three lines:
 
-    read_options → run: rates on the validation split, then all seeds on the test split → report.write
+    flags → run: rates on the validation split, then all seeds on the test split → report.write
 """
 
 import json
