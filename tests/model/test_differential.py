@@ -13,9 +13,7 @@ from model import differential
 from model.attention import Attention, Rope, attention_mask, set_attention_backend
 from model.common import UserError
 from model.config import PaliGemmaConfig, TextConfig, VisionConfig
-from model.differential import KINDS, base_layer, fold, graft, lambdas, map_distance, new_parameters
-from model.generate import generate
-from model.lowrank import LowRank
+from model.differential import KINDS, fold, graft, lambdas, map_distance, new_parameters
 from model.paligemma import PaliGemma, initialize
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -231,24 +229,6 @@ def test_each_variant_is_its_equation(variant, sizes, backend):
         assert relative(out[row], expected) < 3e-6
 
 
-def test_repeating_keys_before_pairing_is_another_function():
-    """Breaks when the case with shared key heads could not tell the well-known mispairing from the right one."""
-    _, module = sibling("split-bare", k=2)
-    x, rope, mask = inputs()
-    q, k, v = module.project(x, rope)
-    right = module.mix(x, q, k, v, mask)
-    # the copied mistake: the list [k1 of 0, k2 of 0, k1 of 1, k2 of 1] repeated as if it held four key heads
-    flat = torch.stack(module.halves(k), dim=2).flatten(1, 2).repeat_interleave(2, dim=1).unflatten(1, (4, 2))
-    q1, q2 = module.halves(q)
-    values = v.repeat_interleave(2, dim=1)
-    first, second = (
-        module.softmax_attention(half, flat[:, :, i], values, mask, module.scale * 2**0.5)
-        for i, half in enumerate((q1, q2))
-    )
-    wrong = first - module.coefficient() * second
-    assert relative(wrong, right) > 0.3
-
-
 # --- the start ---------------------------------------------------------------------------------------------------
 
 
@@ -401,61 +381,7 @@ def test_kept_halves_add_up_and_ignore_the_shift():
     assert torn > 1.0  # [0:D/2] | [D/2:D] after the rotation
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_ignores_where_the_text_begins(variant):
-    """Breaks when a variant's rotation is no longer relative."""
-    _, module = sibling(variant)
-    x, _, mask = inputs()
-    near, far = (module(x, Rope(torch.arange(s, s + 9).expand(2, 9), THETA), mask) for s in (1, 400))
-    assert relative(far, near) < 1e-3
-
-
 # --- caches, padding, modes --------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("generation", [1, 2])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_cached_is_uncached(variant, generation):
-    """Breaks when what the cache holds is not what a full pass would compute."""
-    model = grafted(variant, generation=generation)
-    inputs = batch(((5, 4), (3, 4)))  # cut at 9, where both rows' suffix begins
-    with torch.no_grad():
-        whole = model(**inputs)
-        cache = model.new_cache(13)
-        parts = []
-        for start, end in ((0, 9), (9, 10), (10, 13)):
-            parts.append(
-                model(
-                    inputs["input_ids"][:, start:end],
-                    inputs["pixel_values"] if start == 0 else None,
-                    inputs["token_type_ids"][:, :end],
-                    inputs["attention_mask"][:, :end],
-                    cache=cache,
-                )
-            )
-    valid = inputs["attention_mask"].bool()
-    assert relative(torch.cat(parts, dim=1)[valid], whole[valid]) < 1e-5
-    heads, key_maps = model.config.text.num_key_value_heads, 2 if variant.startswith("twin") else 1
-    assert (cache[0].keys.shape[1], cache[0].values.shape[1]) == (key_maps * heads, heads)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_padding_and_neighbours_do_not_matter(variant):
-    """Breaks when a row's answer depends on the rows beside it, or on which side its padding is."""
-    model = grafted(variant)
-    both = batch(((6, 2), (2, 1)))
-    alone = {name: t[1:] if name == "pixel_values" else t[1:, -7:] for name, t in both.items()}
-    right = {name: t if name == "pixel_values" else t.roll(-5, 1) for name, t in both.items()}
-    with torch.no_grad():
-        expected = model(**alone)
-        assert relative(model(**both)[1:, -7:], expected) < 1e-5
-        assert relative(model(**right)[1:, :7], expected) < 1e-5
-    prompts = batch(((6, 0), (2, 0)))
-    answers = generate(model, **prompts, max_new_tokens=4)
-    row = {name: t[1:] if name == "pixel_values" else t[1:, -6:] for name, t in prompts.items()}
-    assert torch.equal(generate(model, **row, max_new_tokens=4)[0], answers[1])
 
 
 @pytest.mark.long
@@ -470,42 +396,6 @@ def test_autocast_agrees_and_keeps_lambda_in_fp32(variant):
     assert 0 < relative(rough, exact) < 0.2
     rough.sum().backward()
     assert all(model.get_parameter(name).grad.isfinite().all() for name in new_parameters(model))
-
-
-def test_autocast_leaves_exact_starts_exact():
-    """Breaks when the second branch is rounded otherwise than the first under autocast."""
-    for variant in EXACT:
-        model = tiny()
-        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-            base = model(**batch())
-            graft(model, VARIANTS[variant][0], where="both", **VARIANTS[variant][1])
-            assert torch.equal(model(**batch()), base)
-
-
-def test_v2_keeps_its_gate_in_fp32_under_autocast():
-    """Breaks when σ(w·x + b) is computed in bf16: its relative error would be above 1e-3."""
-    _, module = sibling("v2")
-    x, _, mask = inputs()
-    q, k, v = torch.randn(2, 8, 9, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
-    first, second = (module.softmax_attention(t, k, v, mask).bfloat16() for t in q.chunk(2, dim=1))
-    gate = torch.sigmoid(x @ module.lambda_proj.weight.T + module.lambda_proj.bias).transpose(1, 2)[..., None]
-    module.softmax_attention = lambda q, *_: (first, second)[seen.append(1) or len(seen) - 1]
-    seen = []
-    with torch.autocast("cpu", torch.bfloat16):
-        out = module.mix(x, q, k, v, mask)
-    assert torch.equal(out.bfloat16(), (first.float() - gate * second.float()).bfloat16())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("variant", "name"), [("twin", "q2"), ("twin", "k2"), ("v2", "q2")])
-def test_each_second_branch_drops_out(variant, name):
-    """Breaks when the dropout of a second branch does not reach one of its updates, or stays in evaluation."""
-    kind, _ = VARIANTS[variant]
-    module = KINDS[kind](plain_attention(), 1, r=3, alpha=6.0, dropout=0.5)
-    nn.init.normal_(module.get_submodule(name).lora_B.weight)  # this update alone is not zero
-    arguments = inputs()
-    assert not torch.equal(module.train()(*arguments), module(*arguments)), "training draws a new mask"
-    assert torch.equal(module.eval()(*arguments), module(*arguments))
 
 
 @pytest.mark.parametrize("variant", ["twin", "split-bare", "v2"])
@@ -526,33 +416,6 @@ def test_the_difference_is_taken_in_fp32(variant):
         exact = first - gate.double().transpose(1, 2)[..., None] * second
     found = module.mix(x, *module.project(x, rope), mask).bfloat16()
     assert (found == exact.bfloat16()).float().mean() > 0.99
-
-
-@pytest.mark.parametrize("variant", ["shared", "split", "twin", "v2", "dex-heads"])
-def test_checkpointing_gives_the_same_gradients(variant):
-    """Breaks when recomputing a layer in the backward pass takes another path."""
-    model = grafted(variant, where="decoder")
-    gradients = []
-    for checkpointing in (False, True):
-        model.language_model.checkpointing = checkpointing
-        model.zero_grad()
-        model(**batch()).pow(2).mean().backward()
-        gradients.append([model.get_parameter(name).grad.clone() for name in new_parameters(model)])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("variant", ["shared", "split", "split-fresh", "twin", "v2", "dex-heads"])
-def test_compiles_without_a_graph_break(variant):
-    """Breaks when a sibling does something that torch.compile cannot trace in one piece."""
-    _, module = sibling(variant, lora=True)
-    x, rope, mask = inputs()
-    expected = module(x, rope, mask)
-    torch._dynamo.reset()
-    out = torch.compile(module, backend="aot_eager", fullgraph=True)(x, rope, mask)
-    assert relative(out, expected) < 1e-6
-    out.sum().backward()
-    assert all(p.grad is not None for p in module.parameters())
 
 
 # --- what is trained ---------------------------------------------------------------------------------------------
@@ -578,20 +441,6 @@ def test_new_parameters_are_fp32_drawn_by_the_seed_and_trained(variant):
     models[0](**batch()).float().pow(2).mean().backward()
     assert all(value.grad is not None for value in first.values())
     assert not names or any(value.grad.any() for value in first.values())
-
-
-def test_grafting_after_lora_is_the_same():
-    """Breaks when a sibling cannot take over projections that carry LoRA already."""
-    models = [tiny(), tiny()]
-    graft(models[0], "twin", r=2)
-    adapter.inject(models[0], TARGETS, 2, 4.0)
-    adapter.inject(models[1], TARGETS, 2, 4.0)
-    graft(models[1], "twin", r=2)
-    for model in models:
-        generator = torch.Generator().manual_seed(5)
-        for _, parameter in sorted(model.named_parameters()):
-            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    assert torch.equal(models[0](**batch()), models[1](**batch()))
 
 
 def test_no_second_branch_reads_merged_lora():
@@ -695,24 +544,6 @@ def test_a_variant_says_which_lora_may_be_merged(variant, name):
     assert (relative(module(x, rope, mask), before) < 1e-5) == (name not in module.read_twice)
 
 
-@pytest.mark.parametrize("variant", ["softmax", "dex", "dex-heads"])
-def test_folding_gives_a_plain_model(variant):
-    """Breaks when a merged export computes something else than the trained variant, or is not plain."""
-    model = grafted(variant)
-    adapter.inject(model, TARGETS, 2, 4.0)
-    stir(model, {name for name, _ in model.named_parameters() if "lora_B" not in name})
-    trained = model(**batch())
-    with pytest.raises(UserError, match="merge the adapter"):
-        fold(model)
-    adapter.merge(model)
-    fold(model)
-    plain = tiny()
-    plain.load_state_dict({n.replace("base_layer.", ""): t for n, t in model.state_dict().items() if ".lora." not in n})
-    assert relative(plain(**batch()), trained) < 2e-6
-    assert model.grafts == () and not new_parameters(model)
-    assert relative(tiny()(**batch()), trained) > 0.05
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("variant", ["dex", "dex-heads"])
 def test_lora_can_be_removed_after_folding(variant):
@@ -801,22 +632,6 @@ def test_feed_forwards_of_table_1():
 # --- what is logged ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-def test_lambdas_are_reported_by_layer():
-    """Breaks when a run logs another number than the one it computes with."""
-    model = grafted("twin")
-    paths = [f"{t}.{i}.self_attn" for t in ("vision_tower.encoder.layers", "language_model.layers") for i in (0, 1)]
-    assert list(lambdas(model)) == paths
-    assert all(torch.equal(value, model.get_parameter(f"{path}.mu")) for path, value in lambdas(model).items())
-    assert not any(value.requires_grad for value in lambdas(model).values())
-    shapes = {name: next(iter(lambdas(grafted(name)).values()), torch.empty(0)).shape for name in VARIANTS}
-    assert shapes["softmax"] == (0,) and shapes["shared"] == shapes["split"] == shapes["dex"] == (1,)
-    assert shapes["v2"] == (2,)  # the vision tower's heads
-    assert lambdas(tiny()) == {}
-    start = grafted("v2", stirred=False)
-    assert torch.allclose(next(iter(lambdas(start).values())), torch.tensor(0.0179862), atol=1e-6)
-
-
 def test_map_distance_is_total_variation():
     """Breaks when the logged distance is another one, counts padding, or leaves the model changed."""
     model = grafted("twin", stirred=False)
@@ -841,16 +656,3 @@ def test_map_distance_is_total_variation():
     assert 0 < found["vision_tower.encoder.layers.0.self_attn"] < 1
     assert attention.tap is None and torch.equal(model(**batch()), logits)
     assert map_distance(grafted("shared"), **batch()) == {}
-
-
-def test_the_base_product_is_done_once():
-    """Breaks when a second branch multiplies by the frozen weight again, the costly part of attention."""
-    for variant in ("twin", "v2"):
-        _, module = sibling(variant, lora=True)
-        calls = []
-        for name in ("q_proj", "k_proj", "v_proj"):
-            linear = base_layer(getattr(module, name))
-            linear.register_forward_hook(lambda linear, *_, calls=calls: calls.append(linear))
-        module(*inputs())
-        assert len(calls) == len(set(calls)) == 3
-        assert isinstance(module.q2, LowRank)
