@@ -130,8 +130,9 @@ class Needle(Benchmark):
             for name, half in zip(("positives", "negatives"), halves, strict=True):
                 if all(halves):
                     lines[f"  {name}, {kind}"] = score_responses(half)
-            for row, values in enumerate(grid, 1):
-                lines |= {f"  {kind}, row {row}, column {c}": {"exact": v} for c, v in enumerate(values, 1)}
+            for row, col in ((r, c) for r in range(len(grid)) for c in range(len(grid))):
+                if not math.isnan(grid[row][col]):
+                    lines[f"  {kind}, row {row + 1}, column {col + 1}"] = {"exact": grid[row][col]}
         return {
             line: {name: None if math.isnan(value) else 100 * value for name, value in values.items()}
             for line, values in lines.items()

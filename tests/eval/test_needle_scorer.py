@@ -96,19 +96,11 @@ def test_no_response_at_all_scores_zero():
 
 def test_accuracy_by_place():
     """A cell of the heatmap counts another place, swaps rows and columns, or counts negatives or missing responses."""
-    records = [
-        record("1, 1, 2", "1, 1, 2"),
-        record("1, 1, 2", "1, 2, 1"),
-        record("1, 2, 1", "-1"),
-        record("1, 2, 2", None),
-        record("0, 0, 0", "-1"),
-        record("2, 1, 1; 1, 1, 2", "2, 1, 1; 2, 1, 2"),
-    ]
+    pairs = [("1, 1, 2", "1, 1, 2"), ("1, 1, 2", "1, 2, 1"), ("1, 2, 1", "-1"), ("1, 2, 2", None), ("0, 0, 0", "-1")]
+    records = [record(*pair) for pair in [*pairs, ("2, 1, 1; 1, 1, 2", "2, 1, 1; 2, 1, 2")]]
     grid = needle_scoring.accuracy_by_place(records)
     assert grid[0] == [1.0, 1 / 3] and grid[1][0] == 0.0 and math.isnan(grid[1][1])
-    assert needle_scoring.mean_over_places(grid) == pytest.approx(
-        (1 + 1 / 3 + 0) / 3
-    )  # places, not responses, are averaged
+    assert needle_scoring.mean_over_places(grid) == pytest.approx((1 + 1 / 3 + 0) / 3)  # of places, not responses
     assert len(needle_scoring.accuracy_by_place(records, side=4)) == 4
 
 
