@@ -15,12 +15,14 @@ from transformers import (
     PaliGemmaForConditionalGeneration,
     SiglipVisionConfig,
 )
+from transformers.utils import logging
 
 from model.attention import set_attention_backend
 from model.paligemma import PaliGemma
 from weights.load import load_model
 
 IMAGE_TOKEN = 127
+logging.disable_progress_bar()  # of files that are written and read in milliseconds
 
 
 def hf_model(

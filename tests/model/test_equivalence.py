@@ -39,9 +39,9 @@ def is_valid(inputs) -> torch.Tensor:
 @pytest.mark.long
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("generation", [1, 2])
-@pytest.mark.parametrize(("path", "bound"), [("torch", SAME_BACKEND), ("mkl", OTHER_BACKEND)])
+@pytest.mark.parametrize(("path", "bound"), [("torch", SAME_BACKEND), ("onednn", OTHER_BACKEND)])
 def test_every_layer_and_the_logits(path, bound, generation, rows, monkeypatch):
-    """Breaks when any block, norm, mask, position or scale departs from the published computation."""
+    """Breaks when any block, norm, mask, position or scale departs from the published computation. -s prints errors."""
     monkeypatch.setattr(cpu, "ways", cpu.choose("", "", False, path))
     hf = hf_model(generation)
     model, inputs = ours(hf), batch(hf, ROWS[rows])
@@ -51,10 +51,12 @@ def test_every_layer_and_the_logits(path, bound, generation, rows, monkeypatch):
     theirs = outputs_by_layer(hf.model, names, lambda: results.update(hf=hf_forward(hf, inputs)))
     mine = outputs_by_layer(model, names, lambda: results.update(ours=run_ours(model, inputs)))
     valid = is_valid(inputs)
+    print(f"\nPaliGemma {generation}, rows {rows}, products by {path}: relative error of each module, at most {bound}")
     for name in names:
         a, b = mine[name], theirs[name]
         if a.shape[:2] == valid.shape:  # outputs at padding are never used
             a, b = a[valid], b[valid]
+        print(f"{relative_error(a, b):9.1e}  {name}")
         assert relative_error(a, b) <= bound, name
     assert results["ours"].dtype == torch.float32
     assert relative_error(results["ours"][valid], results["hf"][valid]) <= bound
@@ -72,25 +74,6 @@ def test_backends_agree(ours_backend, hf_backend, bound):
     inputs = batch(hf, ROWS["padded"])
     valid = is_valid(inputs)
     assert relative_error(ours(hf, ours_backend)(**inputs)[valid], hf_forward(hf, inputs)[valid]) <= bound
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("pixels", "generation"), [(224, 1), (448, 1), (896, 1), (896, 2)])
-def test_published_geometries(pixels, generation):
-    """Breaks when a sequence of 256, 1024 or 4096 image tokens is laid out, masked or windowed wrongly."""
-    # 896 px and Gemma 2: the suffix reaches past the window of 4096, and must lose sight of the first patches
-    window = {"sliding_window": 4096} if generation == 2 else {}
-    # a head more at 4096 tokens takes a second more, and no other place
-    heads = {"vision_heads": 1, "num_attention_heads": 2, "num_key_value_heads": 1} if pixels == 896 else {}
-    hf = hf_model(generation, pixels, num_hidden_layers=2, **window, **heads)
-    inputs = batch(hf, ((3, 5),))
-    model = ours(hf)
-    with torch.no_grad():
-        kept = inputs["token_type_ids"].shape[1] - torch.arange(8, 0, -1)
-        theirs = hf_forward(hf, inputs)[:, kept]
-        for path, bound in (("onednn", OTHER_BACKEND), ("torch", SAME_BACKEND)):  # oneDNN brings a GELU of its own
-            with cpu.using(path):
-                assert relative_error(model(**inputs, positions_to_keep=kept), theirs) <= bound
 
 
 def test_the_window_and_the_caps_bite():
