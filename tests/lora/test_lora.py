@@ -234,14 +234,6 @@ def test_one_layer_is_pefts_with_dropout_too():
     assert torch.equal(mine(x), mine(x)) and relative_error(mine(x), theirs.eval()(x)) <= EXACT
 
 
-def test_a_fresh_adapter_changes_nothing(inputs, model):
-    """Breaks when injection moves the model at step 0, or forgets that the model was in evaluation mode."""
-    before = model(**inputs)
-    inject(model, SEVEN, r=4, alpha=8, dropout=0.5)
-    assert not any(module.training for module in model.modules())
-    assert torch.equal(model(**inputs), before)
-
-
 def test_targets_are_matched_as_in_peft(model):
     """Breaks when targets are matched otherwise than PEFT does: endings at dots, or a regex over the whole path."""
     layers = adapter.free_layers(model)
@@ -379,20 +371,18 @@ def test_merge_of_grafts(inputs, model, kind, targets, shared):
 @pytest.mark.parametrize("kind", [None, "twin"])
 @torch.no_grad()  # with gradients PyTorch computes by other kernels
 def test_disabled(kind, inputs, model):
-    """Breaks when an update is still added in the block, or is missing after it, nested or after an exception."""
+    """Breaks when a fresh adapter moves the model, or an update is added in the block or missing after it."""
     base = model(**inputs)
     if kind:
         graft(model, kind)
-    inject(model, ["v_proj", "o_proj"] if kind else SEVEN, 4, 8)
+    inject(model, ["v_proj", "o_proj"] if kind else SEVEN, 4, 8, dropout=0.5)
+    assert torch.equal(model(**inputs), base) and not any(module.training for module in model.modules())
     logits = randomize(model)(**inputs)
     assert relative_error(logits, base) > 1e-2
-    with disabled(model):
-        assert torch.equal(model(**inputs), base)
+    with pytest.raises(KeyError), disabled(model):
         with disabled(model):
             assert torch.equal(model(**inputs), base)
         assert torch.equal(model(**inputs), base)
-    assert torch.equal(model(**inputs), logits)
-    with pytest.raises(KeyError), disabled(model):
         raise KeyError
     assert torch.equal(model(**inputs), logits)
     merge(model)
@@ -515,12 +505,11 @@ def test_tensors_that_do_not_fit(tmp_path, hf, model, changes, says):
     assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize("config", [{"r": 8}, {"rank_pattern": {"q_proj": 8}}, {"r": 4, "rank_pattern": {}}])
-def test_tensors_of_another_rank_than_the_config_says(tmp_path, hf, model, config):
+def test_tensors_of_another_rank_than_the_config_says(tmp_path, hf, model):
     """Breaks when LoRA is scaled by alpha / r with an r that PEFT, which has the config's, would not take."""
     peft_adapter(hf, tmp_path, target_modules=["q_proj", "fc1"], rank_pattern={"q_proj": 2})
     load(ours(hf), tmp_path)
-    edit_config(tmp_path, **config)
+    edit_config(tmp_path, rank_pattern={"q_proj": 8})
     with pytest.raises(RuntimeError, match="size mismatch"):
         peft.PeftModel.from_pretrained(copy.deepcopy(hf), str(tmp_path))
     with pytest.raises(UserError, match="lora_A.weight is .*, expected "):
@@ -561,23 +550,6 @@ def test_only_the_writing_process_copies_the_adapter(model, tmp_path):
     save(model, tmp_path, write=False)
     with pytest.raises(NotImplementedError):
         save(model, tmp_path)
-
-
-def test_a_failed_save_leaves_the_old_adapter(tmp_path, hf, model, monkeypatch):
-    """Breaks when an interrupted save leaves a torn file, or something temporary, in the folder."""
-    inject(model, ["q_proj"], 2, 4)
-    save(model, tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-    def torn(tensors, path, metadata):
-        path.write_bytes(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(adapter, "save_file", torn)
-    with pytest.raises(UserError, match="adapter_model.safetensors: disk full"):
-        save(randomize(model), tmp_path)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    assert set(before) == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 def test_half_precision(hf, inputs):

@@ -249,25 +249,6 @@ def test_each_weight_is_off_by_at_most_half_a_step_of_its_channel(dtype):
     assert layer(x).dtype == dtype and relative_error(layer(x), expected) <= (1e-6 if dtype == torch.float32 else 1e-2)
 
 
-def test_the_loss_hardly_changes(model, inputs):
-    """Breaks when what the 8 bits take away is more than a few parts in a thousand of the loss."""
-    with torch.no_grad():
-        whole = model(**inputs)
-        assert quantize(model) > 0
-        off = relative_error(model(**inputs), whole)
-        # 1 part in 127 of the largest of each row; the reference's attention is sharp, so that much of it shows
-        assert 1e-4 < off < 0.2
-    plain = load_model("tiny").requires_grad_(False)
-    ids = torch.randint(3, 1700, (4, 40), generator=torch.Generator().manual_seed(0))
-    text = {"input_ids": ids, "pixel_values": None, "token_type_ids": torch.ones_like(ids)}
-    with torch.no_grad():
-        losses = []
-        for _ in range(2):
-            losses.append(plain(**text, targets=ids.roll(-1, 1)) / ids.numel())
-            quantize(plain)
-    assert losses[0] != losses[1] and losses[1].item() == pytest.approx(losses[0].item(), rel=5e-3)
-
-
 def test_what_is_quantized(model):
     """Breaks when something that learns, the embedding, the head or a norm goes to 8 bits, or a frozen layer stays."""
     adapter.inject(model, TARGETS, 3, 6.0)
