@@ -121,6 +121,11 @@ def inputs(hf):
     return batch(hf)
 
 
+@pytest.fixture(autouse=True)
+def same_draws_in_any_order(hf, seeded):
+    """The matrix A is drawn by PyTorch's generator."""
+
+
 @pytest.fixture
 def model(hf):
     return ours(hf)
