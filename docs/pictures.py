@@ -37,9 +37,9 @@ def explorer(browser, folder: Path, run: str) -> None:
 def local_page(browser, folder: Path) -> None:
     processor = Processor.from_source("embedded")
     opened = demo.Opened(load_model("embedded"), processor, Subject("embedded", None, "embedded"), 32)
-    blocks = demo.build(opened, folder)
+    blocks = demo.serve(opened, folder)
     page = browser.new_page(viewport={"width": 1180, "height": 760})
-    page.goto(demo.serve(blocks, None))
+    page.goto(blocks.local_url)
     page.get_by_text("detect dog").first.click()
     page.wait_for_selector(".image-frame img")
     page.locator("#prompt button").click()

@@ -54,26 +54,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flag(parser, "--draw", "draw the boxes of all answers on their pictures", type=Path, metavar="OUT.png")
     add_flag(parser, "--json", "print one JSON list", False)
     args = parser.parse_args(argv)
-    # bad input is reported before a large model is read
+    # mistakes are told before a large model is read
     check_options(args.max_new_tokens, args.temperature, args.top_p)
+    for name in args.image:
+        load_image(name)
     if args.draw:
         figures.check_name(args.draw)
         out_folder(args.draw.parent)
-    for name in args.image:
-        load_image(name)
     texts = args.prompt + args.question
     if not texts or not all(text.strip() for text in texts):
         raise UserError("--prompt, --question: none is given, or one is empty: write one, such as 'caption en'")
     subject = model_of(args)
-    answers = about_text(args, subject) if is_language_model(subject.source) else about_pictures(args, subject)
+    is_text = is_language_model(subject.source)
+    if is_text and (args.image or args.question or args.draw or subject.run):
+        raise UserError(f"{shown(subject.name)} reads text alone: leave out --image, --question, --draw and --adapter")
+    if not is_text and (args.chat or not args.image):
+        raise UserError(f"{shown(subject.name)} answers about pictures: give --image FILE, and leave out --chat")
+    answers = answer_all(args, subject, is_text)
     if args.draw:
-        drawn = []
-        for name in args.image:
-            boxes = [box for answer in answers if answer["image"] == name for box in answer["boxes"]]
-            sides, labels = [box["box"] for box in boxes], [box["label"] for box in boxes]
-            drawn.append(figures.draw_boxes(load_image(name), sides, labels, least=448))
-        names = [Path(name).name for name in args.image]
-        figures.save(drawn[0] if len(drawn) == 1 else figures.contact_sheet(drawn, names, size=448), args.draw)
+        draw_answers(args, answers)
     if args.json:
         print(json.dumps(answers, ensure_ascii=False, indent=1))
         return
@@ -86,48 +85,45 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{args.draw}: {sum(len(answer['boxes']) for answer in answers)} boxes")
 
 
-def about_pictures(args: Namespace, subject: Subject) -> list[dict]:
-    """The answer to each prompt about each picture, and its boxes. Raises UserError."""
-    if args.chat or not args.image:
-        wrong = "has no turns: leave out --chat" if args.chat else "answers about pictures: give --image FILE"
-        raise UserError(f"{shown(subject.name)} {wrong}, or give a language model for text alone")
+def answer_all(args: Namespace, subject: Subject, is_text: bool) -> list[dict]:
+    """The answer to each prompt, about each picture if there are any, with its boxes. Raises UserError."""
     prompts = args.prompt + [fill_prompt(stored_prompt(subject), question) for question in args.question]
+    asked, answers = [(name, prompt) for name in args.image or [""] for prompt in prompts], []
     print(f"{shown(subject.name)} answers", file=sys.stderr)
-    model, processor = open_model(args, subject)
-    asked, answers, sampling = [(name, prompt) for name in args.image for prompt in prompts], [], options(args, model)
+    model, reader = (open_language_model if is_text else open_model)(args, subject)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(args.seed)
+    sampling = {"temperature": args.temperature, "top_p": args.top_p, "generator": generator}
     for start in range(0, len(asked), BATCH):
-        names, texts = zip(*asked[start : start + BATCH], strict=True)
-        images = {name: load_image(name) for name in dict.fromkeys(names)}
-        pictures = [images[name] for name in names]
+        part = asked[start : start + BATCH]
+        texts = [prompt for _, prompt in part]
         try:
-            said = ask(model, processor, pictures, texts, args.max_new_tokens, **sampling)
+            if is_text:
+                said = ask_text(model, reader, texts, args.max_new_tokens, args.chat, **sampling)
+            else:
+                images = {name: load_image(name) for name in dict(part)}
+                said = ask(model, reader, [images[name] for name, _ in part], texts, args.max_new_tokens, **sampling)
         except NonFiniteError as error:
-            row = error.rows[0]
-            raise NonFiniteError(error.rows, f"{shown(names[row])}, {quoted(texts[row])}") from None
-        for name, prompt, text in zip(names, texts, said, strict=True):
-            boxes = parse_boxes(text, *images[name].size)
-            boxes = [{"label": label, "box": [round(side, 1) for side in box]} for label, box in boxes]
-            answers.append({"image": name, "prompt": prompt, "answer": text, "boxes": boxes})
+            name, prompt = part[error.rows[0]]
+            raise NonFiniteError(error.rows, ", ".join(filter(None, (shown(name), quoted(prompt))))) from None
+        for (name, prompt), text in zip(part, said, strict=True):
+            answer = {"prompt": prompt, "answer": text}
+            if not is_text:
+                boxes = parse_boxes(text, *images[name].size)
+                boxes = [{"label": label, "box": [round(side, 1) for side in box]} for label, box in boxes]
+                answer = {"image": name, **answer, "boxes": boxes}
+            answers.append(answer)
     return answers
 
 
-def about_text(args: Namespace, subject: Subject) -> list[dict]:
-    """The answers of a language model, which reads no pictures. Raises UserError."""
-    refused = {"--image": args.image, "--question": args.question, "--draw": args.draw, "--adapter": subject.run}
-    if given := [name for name, value in refused.items() if value]:
-        raise UserError(f"{shown(subject.name)} is a language model for text alone: leave out {', '.join(given)}")
-    model, tokenizer = open_language_model(args, subject)
-    try:
-        texts = ask_text(model, tokenizer, args.prompt, args.max_new_tokens, args.chat, **options(args, model))
-    except NonFiniteError as error:
-        raise NonFiniteError(error.rows, quoted(args.prompt[error.rows[0]])) from None
-    return [{"prompt": prompt, "answer": text} for prompt, text in zip(args.prompt, texts, strict=True)]
-
-
-def options(args: Namespace, model: torch.nn.Module) -> dict:
-    """The options of `generate` that the flags name."""
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(args.seed)
-    return {"temperature": args.temperature, "top_p": args.top_p, "generator": generator}
+def draw_answers(args: Namespace, answers: list[dict]) -> None:
+    """Write the pictures with the boxes of all answers about them to --draw."""
+    drawn = []
+    for name in args.image:
+        boxes = [box for answer in answers if answer["image"] == name for box in answer["boxes"]]
+        sides, labels = [box["box"] for box in boxes], [box["label"] for box in boxes]
+        drawn.append(figures.draw_boxes(load_image(name), sides, labels, least=448))
+    names = [Path(name).name for name in args.image]
+    figures.save(drawn[0] if len(drawn) == 1 else figures.contact_sheet(drawn, names, size=448), args.draw)
 
 
 if __name__ == "__main__":

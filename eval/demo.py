@@ -29,18 +29,17 @@ from eval.explore.record import Case
 from eval.open import Subject, add_model_flags, model_of, open_model, open_plain
 from model.common import UserError, run_command, shown
 from model.generate import generate
-from model.images import FORMATS, load_image
+from model.images import load_image
 from model.paligemma import PaliGemma
 from model.processor import Processor, parse_boxes
 from model.source import EMBEDDED
 
-MOST_MEGABYTES, MOST_PIXELS = 20, 40_000_000  # of an upload
-GRADIO = "gradio>=6,<7"
-EXAMPLES = {  # scenes of the test split, and their prompts
-    192: ("answer en Where is the dog?", "detect dog"),
-    193: ("answer en How many objects are there in the image?",),
-    200: ("caption en",),
-}
+EXAMPLES = (  # scenes of the test split, and prompts
+    (192, "answer en Where is the dog?"),
+    (192, "detect dog"),
+    (193, "answer en How many objects are there in the image?"),
+    (200, "caption en"),
+)
 STYLE = """
 .gradio-container { width: 100%; max-width: 1180px !important; margin: 0 auto !important; }
 .image-frame img { width: 100% !important; height: 100% !important; object-fit: contain !important; }
@@ -61,44 +60,20 @@ class Opened(NamedTuple):
     limit: int
 
 
-def read_upload(path: str | None) -> Image.Image:
-    """An uploaded picture. Raises UserError if there is none, and for one that is no picture or too large, before it is
-    decoded."""
-    if not path:
-        raise UserError("there is no picture: drop one first")
-    try:
-        with Image.open(path, formats=FORMATS) as image:
-            width, height = image.size
-    except Image.DecompressionBombError:
-        width = height = MOST_PIXELS
-    except (OSError, ValueError, SyntaxError):
-        raise UserError(f"this is no picture in a format read here ({', '.join(FORMATS)})") from None
-    if width * height > MOST_PIXELS:
-        raise UserError(f"the picture has more than {MOST_PIXELS // 10**6} million pixels: scale it down")
-    return load_image(path)
-
-
 def stream(opened: Opened, image: Image.Image, prompt: str) -> Iterator[str]:
     """The answer as far as it has come, after each token; closed early, it stops the model. Raises UserError."""
-    if not prompt.strip():
-        raise UserError("there is no question: write one, such as 'caption en'")
     model, processor, _, limit = opened
     batch = processor([image], [prompt]).to(next(model.parameters()).device)
-    tokens, cancelled = SimpleQueue[int | None](), Event()
+    inputs = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
+    tokens, cancelled, ids = SimpleQueue[int | None](), Event(), []
 
     def receive(token: Any) -> None:
         if cancelled.is_set():
             raise CancelledError
         tokens.put(int(token))
 
-    def run() -> None:
-        try:
-            inputs = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
-            generate(model, *inputs, limit, on_token=receive)
-        finally:
-            tokens.put(None)
-
-    future, ids = MODEL_THREAD.submit(run), []
+    future = MODEL_THREAD.submit(generate, model, *inputs, limit, on_token=receive)
+    future.add_done_callback(lambda _: tokens.put(None))
     try:
         while (token := tokens.get()) is not None:
             ids.append(token)
@@ -112,53 +87,43 @@ def explored(opened: Opened, image: Image.Image, prompt: str) -> str:
     """The explorer's page for this question. Raises UserError."""
     model, processor, subject, limit = opened
     case = Case(image, prompt)
-
-    def run() -> None:
-        case.ask(subject.title, model, processor, limit)
-        if subject.run is not None:
-            case.add_plain(subject.title, open_plain(subject, next(model.parameters())))
-
-    MODEL_THREAD.submit(run).result()
+    MODEL_THREAD.submit(case.ask, subject.title, model, processor, limit).result()
+    if subject.run is not None:
+        plain = open_plain(subject, next(model.parameters()))
+        MODEL_THREAD.submit(case.add_plain, subject.title, plain).result()
     return page([case], f"{prompt} · {subject.title}")
 
 
-def load_gradio():
+def load_gradio() -> Any:
     """The package, told to report nothing. Raises UserError if it is not installed."""
     os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
     try:
         import gradio
     except ImportError:
-        raise UserError(f"the page needs gradio: pip install '{GRADIO}'") from None
+        raise UserError("the page needs gradio: pip install 'gradio>=6,<7'") from None
     return gradio
 
 
-def build(opened: Opened, folder: Path) -> Any:
-    """The page, a `gradio.Blocks`; the pictures of its examples are written to `folder`."""
+def serve(opened: Opened, folder: Path, port: int | None = None) -> Any:
+    """The page, a `gradio.Blocks`, started in threads of this process; `local_url` is its address, and the pictures of
+    its examples are written to `folder`. Raises UserError if the port is taken."""
     gradio = load_gradio()
-
-    def check(path):
-        try:
-            read_upload(path)
-        except UserError as error:
-            gradio.Warning(str(error))
-            return None
-        return gradio.skip()
 
     def ask(path, prompt):
         try:
-            image, text = read_upload(path), ""
+            image = read_question(path, prompt)
             for text in stream(opened, image, prompt):
                 yield text, gradio.skip(), ""
         except UserError as error:
             raise gradio.Error(str(error), print_exception=False) from None
-        boxes, drawn = parse_boxes(text, *image.size), None
-        if boxes:
-            drawn = figures.draw_boxes(image, [box for _, box in boxes], [name for name, _ in boxes], least=448)
-        yield text, gradio.update(value=drawn, visible=bool(boxes)), ""
+        if boxes := parse_boxes(text, *image.size):
+            names, sides = zip(*boxes, strict=True)
+            image = figures.draw_boxes(image, sides, names, least=448)
+        yield text, gradio.update(value=image, visible=bool(boxes)), ""
 
     def explore(path, prompt):
         try:
-            text = explored(opened, read_upload(path), prompt)
+            text = explored(opened, read_question(path, prompt), prompt)
         except UserError as error:
             raise gradio.Error(str(error), print_exception=False) from None
         return f'<iframe title="attention explorer" sandbox="allow-scripts" srcdoc="{html.escape(text)}"></iframe>'
@@ -168,36 +133,38 @@ def build(opened: Opened, folder: Path) -> Any:
         with gradio.Row():
             with gradio.Column():
                 picture = gradio.Image(type="filepath", sources=["upload", "clipboard"], label="Picture", height=380)
-                picture.preprocess = lambda payload: payload and payload.path  # nothing is decoded unchecked
-                prompt = gradio.Textbox(label="Prompt", value=EXAMPLES[192][0], submit_btn="Ask", elem_id="prompt")
+                picture.preprocess = lambda payload: payload and payload.path  # only `load_image` decodes it
+                prompt = gradio.Textbox(label="Prompt", value=EXAMPLES[0][1], submit_btn="Ask", elem_id="prompt")
             with gradio.Column():
                 answer = gradio.Textbox(label="Answer", interactive=False, elem_id="answer")
                 looks = {"interactive": False, "format": "png", "buttons": ["download", "fullscreen"]}
                 boxes = gradio.Image(label="Boxes", visible=False, elem_id="boxes", height=380, **looks)
                 inside = gradio.Button("Where did it look?", elem_id="inside")
                 if opened.subject.source == EMBEDDED:
-                    for index in EXAMPLES:
+                    for index, _ in EXAMPLES:
                         scenes.sample("vqa", "test", index).image.save(folder / f"scene-{index}.png")
-                    rows = [[f"{folder}/scene-{index}.png", text] for index, of in EXAMPLES.items() for text in of]
+                    rows = [[f"{folder}/scene-{index}.png", text] for index, text in EXAMPLES]
                     gradio.Examples(rows, [picture, prompt], label="Scenes of the embedded base")
         look = gradio.HTML(elem_id="look")
         options: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1, "api_visibility": "private"}
-        picture.upload(check, picture, picture, **options)
         prompt.submit(ask, [picture, prompt], [answer, boxes, look], **options)
         inside.click(explore, [picture, prompt], look, **options)
-    return blocks.queue(max_size=8, default_concurrency_limit=1)
-
-
-def serve(blocks: Any, port: int | None) -> str:
-    """Start the page in threads of this process; returns its address. Raises UserError if the port is taken."""
-    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["monospace"]}
-    theme = load_gradio().themes.Base(primary_hue="orange", neutral_hue="stone", **fonts)
-    local = {"server_name": "127.0.0.1", "server_port": port, "share": False, "max_file_size": f"{MOST_MEGABYTES}mb"}
+    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["monospace"]}  # of the system, not of the network
+    theme = gradio.themes.Base(primary_hue="orange", neutral_hue="stone", **fonts)
+    local = {"server_name": "127.0.0.1", "server_port": port, "share": False, "max_file_size": "20mb"}
     quiet = {"ssr_mode": False, "quiet": True, "prevent_thread_lock": True, "footer_links": []}
     try:
-        return blocks.launch(**local, **quiet, theme=theme, css=STYLE)[1]
+        blocks.queue(max_size=8).launch(**local, **quiet, theme=theme, css=STYLE)
     except OSError as error:
         raise UserError(f"--port {port}: {error}") from None
+    return blocks
+
+
+def read_question(path: str | None, prompt: str) -> Image.Image:
+    """The uploaded picture of a question. Raises UserError where picture or prompt is missing, or for no picture."""
+    if not path or not prompt.strip():
+        raise UserError("drop a picture and write a prompt first, such as 'caption en'")
+    return load_image(path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -213,8 +180,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
         tempfile.tempdir = os.environ["GRADIO_TEMP_DIR"] = folder
-        blocks = build(opened, Path(folder))
-        print(f"{shown(subject.name)} answers at {serve(blocks, args.port)}; end with Ctrl+C")
+        blocks = serve(opened, Path(folder), args.port)
+        print(f"{shown(subject.name)} answers at {blocks.local_url}; end with Ctrl+C")
         try:
             blocks.block_thread()
         finally:

@@ -234,5 +234,5 @@ def test_mistaken_flags_are_refused(folder):
         with pytest.raises(UserError, match="none.png|leave out"):
             main(["--model", str(folder), *flags.split(), "--prompt", "a"])
     for flags in ("", "--chat"):
-        with pytest.raises(UserError, match="--image FILE|has no turns"):
+        with pytest.raises(UserError, match="--image FILE"):
             main(["--model", "embedded", *flags.split(), "--prompt", "a"])
