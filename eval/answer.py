@@ -23,7 +23,7 @@ from eval.question import Answer, Question
 from eval.text.reader import TextReader
 from lora.adapter import LoRALinear
 from model.common import UserError, file_errors, parse_json, shown
-from model.generate import CompiledStep, NonFiniteError, check_finite, finite_rows, generate, last_valid
+from model.generate import CompiledStep, NonFiniteError, finite_rows, generate, last_valid
 from model.paligemma import PaliGemma
 from model.processor import Batch, Processor, TokenRow
 from weights.fingerprint import exact_fingerprint
@@ -124,22 +124,6 @@ def log_likelihoods(
         raise NonFiniteError(owner[~finite].unique().tolist())
     each = known.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     return list(each.masked_fill(targets == -100, 0).sum(1).split([len(of_row) for of_row in choices]))
-
-
-@torch.no_grad()
-def token_probabilities(
-    model: PaliGemma, processor: Processor, question: Question, answer: str
-) -> list[tuple[str, float]]:
-    """The tokens of an answer, as text, and the probability of each after those before it. Raises NonFiniteError."""
-    images, device = question.images(), next(model.parameters()).device
-    batch = processor.pad([layout(processor, question, len(images), answer)], images).to(device)
-    places = (batch.labels[0] != -100).nonzero()[-len(processor.encode(answer)) - 1 : -1, 0]  # without the end token
-    inputs = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
-    logits = model(*inputs, positions_to_keep=places[None] - 1)
-    check_finite(logits, f"question {question.id}")
-    ids = batch.input_ids[0, places]
-    probabilities = logits[0].float().softmax(-1).gather(-1, ids[:, None])[:, 0].tolist()
-    return list(zip(map(processor.tokenizer.id_to_piece, ids.tolist()), probabilities, strict=True))
 
 
 def pick_rows(memory, rows: torch.Tensor) -> None:

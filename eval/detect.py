@@ -20,7 +20,10 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from eval import figures
+from eval.answer import layout
 from eval.bench import Benchmark, limit_flag, run
 from eval.data import check, read, text
 from eval.detection_scoring import Found, match, score_boxes
@@ -29,6 +32,10 @@ from eval.question import Question, question_of
 from eval.records import embedded_records, read_data
 from eval.report import Row
 from model.common import UserError, run_command, shown, write_text
+from model.generate import check_finite
+from model.images import load_image
+from model.paligemma import PaliGemma
+from model.processor import Processor
 
 LOCATION = re.compile(r"<loc(\d{4})>")
 PART = re.compile(r"(?:\s*<loc\d{4}>)*(?:<seg\d{3}>)*([^<>]*)")
@@ -59,8 +66,6 @@ class Detect(Benchmark):
         return [question_of(record, truth=record.detection) for record in records]
 
     def refine(self, model, processor, questions, answers, args):
-        from eval.answer import token_probabilities  # imports torch, which scoring does not need
-
         said = []
         for question, answer in zip(questions, answers, strict=True):
             is_scored = args.confidence and answer and answer.strip()
@@ -91,6 +96,22 @@ class Detect(Benchmark):
         write_text(out / "results.json", json.dumps(results, ensure_ascii=False, indent=1) + "\n")
         title = f"{subject.title}: true boxes green, found ones orange"
         figures.save(draw_sheet(answered, title), out / "detect.png")
+
+
+@torch.no_grad()
+def token_probabilities(
+    model: PaliGemma, processor: Processor, question: Question, answer: str
+) -> list[tuple[str, float]]:
+    """The tokens of an answer, as text, and the probability of each after those before it. Raises NonFiniteError."""
+    images, device = question.images(), next(model.parameters()).device
+    batch = processor.pad([layout(processor, question, len(images), answer)], images).to(device)
+    places = (batch.labels[0] != -100).nonzero()[-len(processor.encode(answer)) - 1 : -1, 0]  # without the end token
+    inputs = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
+    logits = model(*inputs, positions_to_keep=places[None] - 1)
+    check_finite(logits, f"question {question.id}")
+    ids = batch.input_ids[0, places]
+    probabilities = logits[0].float().softmax(-1).gather(-1, ids[:, None])[:, 0].tolist()
+    return list(zip(map(processor.tokenizer.id_to_piece, ids.tolist()), probabilities, strict=True))
 
 
 class Answer(NamedTuple):
@@ -182,8 +203,6 @@ def names_of(prompt: str) -> list[str]:
 
 def draw_sheet(rows: Sequence[Row], title: str):
     """Some pictures with their true and found boxes; hits are those whose boxes agree by half, each with one."""
-    from model.images import load_image  # imports torch, which scoring does not need
-
     drawn, captions, hits = [], [], []
     count = min(DRAWN, len(rows))
     for question, answer, _ in (rows[number * len(rows) // count] for number in range(count)):

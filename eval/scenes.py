@@ -189,25 +189,6 @@ def vqa(split: str, index: int, seed: int = 0) -> Sample:
     return vqa_picture(split, index // len(QUESTIONS), seed)[index % len(QUESTIONS)]
 
 
-def text_only(train: Iterable[Sample], test: Iterable[Sample]) -> dict[str, float]:
-    """Accuracy in percent, overall and by answer type, of the best guess from the text alone: the most frequent answer
-    of `train` to the same prefix, else to the same question type, else to any; of equals the first in the alphabet."""
-
-    def keys(s: Sample) -> tuple:
-        return s.prefix, (s.question_type,), ()
-
-    counts, hits = defaultdict(Counter), defaultdict(list)
-    for s in train:
-        for key in keys(s):
-            counts[key][s.suffix] += 1
-    best = {key: min(answers, key=lambda text: (-answers[text], text)) for key, answers in counts.items()}
-    for s in test:
-        guess = next(best[key] for key in keys(s) if key in best)
-        for group in ("overall", s.answer_type or s.task):
-            hits[group].append(guess == s.suffix)
-    return {group: 100 * sum(right) / len(right) for group, right in hits.items()}
-
-
 # Needles in a haystack of sub-images
 
 NEEDLES = {"n2o1": (2, 1), "n2o2": (2, 2), "n4o1": (4, 1)}  # sub-images along a side, objects in each

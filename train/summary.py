@@ -81,7 +81,7 @@ def summarize(
     summary |= {"seconds": round(progress.seconds, 1), "samples": progress.samples}
     summary |= {"left_out": progress.bad, "empty_steps": progress.empty_steps}
     if settings.evaluate and settings.is_embedded:
-        summary["blind"] = vqa.guess_embedded(settings.eval_limit)
+        summary["text_only_guess"] = vqa.guess_embedded(settings.eval_limit)
     if held_out is not None:
         scores = {"examples": len(held_out.records)} | {name: result.scores for name, result in results.items()}
         scores |= {"best_step": progress.best and progress.best.step, "stopped": progress.stopped}
@@ -213,14 +213,14 @@ def print_accuracies(summary: dict, results: Results, settings: Settings) -> Non
                 row(title, values, 3 if score == "loss" else 1)
     if not settings.is_embedded:
         return
-    blind, after = summary["blind"], summary["after"]
+    guess, after = summary["text_only_guess"], summary["after"]
     if "text" in after:  # of a run of WINGS
         row("text alone, %", {name: float(np.mean([*values["text"].values()])) for name, values in tests.items()})
         for task in after["text"]:
             test_row(f"  {task}", "text", task)
-    test_row("VQA, % (chance: without a picture)", "vqa", chance=blind["overall"])
+    test_row("VQA, % (chance: without a picture)", "vqa", chance=guess["overall"])
     for kind in after["vqa_details"]["per_answer_type"]:
-        test_row(f"  {kind}", "vqa_details", "per_answer_type", kind, chance=blind.get(kind))
+        test_row(f"  {kind}", "vqa_details", "per_answer_type", kind, chance=guess.get(kind))
     for kind in after["needle_details"]:
         chance = 100 / scenes.NEEDLES[kind][0] ** 2
         test_row(f"needle, {scenes.NEEDLE_TITLES[kind]}, %", "needle_details", kind, chance=chance)

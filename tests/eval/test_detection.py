@@ -11,7 +11,7 @@ from PIL import Image
 from pycocotools import coco
 from pycocotools.cocoeval import COCOeval
 
-from eval import answer, detect, detection_scoring
+from eval import detect, detection_scoring
 from eval.detection_scoring import Found
 from eval.own_files import Box
 from eval.question import question_of
@@ -160,7 +160,7 @@ def test_token_probabilities_by_hand(model, processor, before):
     from what the model was asked."""
     question = replace(question_of(embedded_records(("detect",), "test", 1)[0]), before=before)
     said = f"{loc(1, 2, 3, 4)} fire truck"
-    found = answer.token_probabilities(model, processor, question, said)
+    found = detect.token_probabilities(model, processor, question, said)
     assert "".join(piece for piece, _ in found).replace("\u2581", " ") == said
     turns = tuple((prefix.removesuffix(" <image>"), text) for prefix, text in before)
     batch = processor.pad([processor.layout(1, question.prefix, said, turns)], question.images())

@@ -16,7 +16,7 @@ from sentencepiece import SentencePieceProcessor
 from transformers import AddedToken, GemmaTokenizer
 from transformers.tokenization_utils_base import generate_merges
 
-from eval import pictures, scenes
+from eval import pictures, scenes, vqa
 from eval.records import sample_record
 from model.common import UserError
 from model.processor import Processor
@@ -202,26 +202,30 @@ def test_dense_detection_lists_everything_and_masks_the_names(pieces):
         assert masked == [name for name, *_ in told] and kept == [f"<loc{at}>" for _, *both in told for at in both]
 
 
+def guess(train, test) -> dict[str, float]:
+    return vqa.guess_accuracy(vqa.of_samples(test, "test"), vqa.of_samples(train, "train"))
+
+
 def test_the_text_only_guess_is_the_most_frequent_train_answer():
     """Breaks when the guess is not the one worked out by hand."""
 
     def made(prefix: str, answer: str, kind: str = "number") -> pictures.Sample:
-        return pictures.Sample("vqa", None, prefix, answer, 0, 0, "how many", kind)
+        return pictures.Sample("vqa", pictures.Scene((), (), 0), prefix, answer, 0, 0, "how many", kind)
 
     train = [made("dogs?", "1"), made("dogs?", "2"), made("dogs?", "2"), made("cats?", "3"), made("cats?", "0")]
     test = [made("dogs?", "2"), made("dogs?", "1"), made("cats?", "0"), made("pigs?", "2"), made("is?", "no", "yes/no")]
     # dogs → 2; cats → 0 (a tie, the first in order); pigs, never asked → 2, as "how many" in general
-    assert scenes.text_only(train, test) == {"overall": 60.0, "number": 75.0, "yes/no": 0.0}
+    assert guess(train, test) == {"overall": 60.0, "number": 75.0, "yes/no": 0.0}
 
 
 @pytest.mark.long
 def test_answers_are_balanced():
     """Breaks when a model that never looks at the picture does well."""
-    accuracy = scenes.text_only(stream("vqa", "train", 12000), stream("vqa", "test", 1800))
+    accuracy = guess(stream("vqa", "train", 12000), stream("vqa", "test", 1800))
     assert 28 < accuracy["overall"] < 37
     assert 50 <= accuracy["yes/no"] < 60 and 30 < accuracy["number"] < 48 and 12 < accuracy["other"] < 20
     for kind, chance in (("n2o1", 50), ("n2o2", 50), ("n4o1", 100 / 16)):  # of one question
-        assert scenes.text_only(stream(kind, "train", 4000), stream(kind, "test", 320))["overall"] < chance + 8
+        assert guess(stream(kind, "train", 4000), stream(kind, "test", 320))["overall"] < chance + 8
 
 
 def parts(needle: scenes.Needle) -> dict[tuple[int, int], list[str]]:

@@ -49,7 +49,7 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
     (workplace / "own.jsonl").write_text("\n".join(map(json.dumps, [*lines, lines[0] | {"image": "gone.png"}])))
     flags = ["--model", source, *FAST, *"--data jsonl:own.jsonl --blind".split()]
     vqa.main(flags)
-    assert "random, blind: the picture was not used" in capsys.readouterr().out
+    assert "random, blind: not shown to use the picture" in capsys.readouterr().out
     vqa.main([*flags, "--json"])
     printed, report = capsys.readouterr()
     assert "left out 1 of 7 questions" in report and "gone.png" in report
@@ -69,7 +69,7 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
     monkeypatch.setattr(answer, "generate", None)  # all is in the log
     vqa.main(flags)
     table = capsys.readouterr().out
-    assert "not used" not in table and "100.00 [100.00, 100.00]" in table
+    assert "not shown" not in table and "100.00 [100.00, 100.00]" in table
     rows = vqa.Vqa().questions(arguments(data="jsonl:own.jsonl"))
     assert rows[4].group == rows[5].group and len({row.group for row in rows}) == 3
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from eval import scenes
+from eval import scenes, vqa
 from eval.question import Question
 from eval.report import markdown_table
 from model.paligemma import PaliGemma
@@ -164,7 +164,7 @@ def scene_task(name: str, split: str, limit: int) -> Task:
     samples = [scenes.sample(name, split, number) for number in range(limit)]
     asks = [Question(str(n), str(s.image_id), s.scene.render, s.prefix) for n, s in enumerate(samples)]
     seen = [scenes.sample(name, "train", number) for number in range(2_000)]
-    chance = scenes.text_only(seen, samples)["overall"]
+    chance = vqa.guess_accuracy(vqa.of_samples(samples, "test"), vqa.of_samples(seen, "train"))["overall"]
     return asking(name, asks, [sample.suffix for sample in samples], chance=chance)
 
 
