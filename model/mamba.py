@@ -7,6 +7,7 @@ language model for text alone.
 Letters beyond those of `model/config.py`: E = 2H channels of the mixer, N state size (not heads), R rank of the step.
 """
 
+import importlib.util
 import math
 
 import torch
@@ -14,11 +15,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from model import scan
 from model.attention import keep_positions
 from model.common import UserError
 from model.gemma import RMSNorm
 from model.linear import Linear, linear
-from model.scan import selective_scan, use_kernel
+from model.scan import selective_scan
 from model.system_configs import MambaConfig
 
 KERNELS = ("mamba_ssm",)  # that `choose_kernel` takes
@@ -192,7 +194,11 @@ def choose_kernel(model: nn.Module, kernel: str | None, device: torch.device | s
     """Scan with `kernel` from now on; None: with PyTorch alone. Raises UserError where it would never be used."""
     if kernel is not None and not any(isinstance(module, MambaMixer) for module in model.modules()):
         raise UserError(f"--kernel {kernel}: this model has no Mamba layers: leave it out")
-    use_kernel(kernel is not None, device)
+    if kernel is not None and torch.device(device).type != "cuda":
+        raise UserError(f"--kernel {kernel}: it computes on CUDA alone, not on {device}: leave it out")
+    if kernel is not None and importlib.util.find_spec(kernel) is None:
+        raise UserError(f"--kernel {kernel}: it is not installed: pip install mamba-ssm, or leave it out")
+    scan.kernel_is_on = kernel is not None
 
 
 def _take(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -6,13 +6,10 @@ Letters beyond those of `model/config.py`: L steps, E channels of the mixer, N s
 block, whose states are in memory at the same time.
 """
 
-import importlib.util
-
 import torch
 from torch.autograd.function import once_differentiable
 
 from model import device
-from model.common import UserError
 
 # Steps of a block on a CPU. The backward pass keeps the state before each block and computes the block again: a
 # sixteenth of the memory, and faster, because a block stays in the cache.
@@ -23,7 +20,7 @@ CACHE_SIZE = 1 << 19
 # The same on a GPU, for its memory: 256 MB, of which the backward pass holds six.
 GPU_SIZE = 1 << 26
 
-_kernel_is_on = False
+kernel_is_on = False  # `model.mamba.choose_kernel` sets it
 
 
 def selective_scan(
@@ -46,7 +43,7 @@ def selective_scan(
     """
     (batch, length, channels), size = x.shape, A.shape[1]
     assert length > 0, "the sequence is empty"
-    if _kernel_is_on and state is None and x.is_cuda:
+    if kernel_is_on and state is None and x.is_cuda:
         return _kernel_scan(x.float(), delta.float(), A.float(), B.float(), C.float())
     if chunk is None:
         is_cpu = x.device.type == "cpu" and not device.shapes_only
@@ -67,22 +64,8 @@ def selective_scan(
     return torch.cat(y), torch.cat(last)
 
 
-def use_kernel(on: bool = True, device: torch.device | str = "cuda") -> None:
-    """Let GPUs scan with the kernel of the package mamba_ssm where a sequence starts without a state; False: never.
-
-    Raises UserError if the package is not installed, or `device` is no GPU of NVIDIA's.
-    """
-    global _kernel_is_on
-    if on and importlib.util.find_spec("mamba_ssm") is None:
-        raise UserError("mamba_ssm is not installed: pip install mamba-ssm, on a machine with CUDA, or drop --kernel")
-    if on and torch.device(device).type != "cuda":
-        raise UserError(f"mamba_ssm computes on CUDA alone, not on {device}: drop --kernel")
-    _kernel_is_on = on
-
-
 def _kernel_scan(x, delta, A, B, C) -> tuple[torch.Tensor, torch.Tensor]:
     """`selective_scan` without a first state, by the kernel, whose layout is (B, E, L); the last state has no grad."""
-    # optional, for CUDA only
     from mamba_ssm.ops.selective_scan_interface import selective_scan_fn  # pyright: ignore[reportMissingImports]
 
     x, delta, B, C = (tensor.mT.contiguous() for tensor in (x, delta, B, C))

@@ -4,21 +4,12 @@ In: the dictionary of a config.json, or a preset's name. Out: a frozen dataclass
 """
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from model.common import quoted, read_json
-from model.config import (
-    CONTROL_TOKENS,
-    Config,
-    PaliGemmaConfig,
-    TextConfig,
-    VisionConfig,
-    config_errors,
-    read_section,
-    require,
-)
+from model.config import CONTROL_TOKENS, Config, PaliGemmaConfig, TextConfig, VisionConfig, config_errors, require
 
 # Language models for text alone
 
@@ -85,37 +76,23 @@ class TextModelConfig(Config):
 
     @classmethod
     def of(cls, plain: TextConfig, differential: bool) -> "TextModelConfig":
-        """The plain model, or the differential one: half as many heads, each twice as wide (Ye et al. 2024, 2.2).
-
-        Raises UserError for an odd number of heads.
-        """
+        """The plain model, or the differential one: half as many heads, each twice as wide (Ye et al. 2024, 2.2)."""
         if not differential:
             return cls(plain)
         heads, key_heads = plain.num_attention_heads, plain.num_key_value_heads
-        is_even = heads % 2 == key_heads % 2 == 0
-        require(is_even, f"{heads} heads on {key_heads} key heads cannot be paired: both numbers must be even")
+        assert heads % 2 == key_heads % 2 == 0, f"{heads} heads on {key_heads} key heads cannot be paired"
         pairs = {"num_attention_heads": heads // 2, "num_key_value_heads": key_heads // 2}
         return cls(replace(plain, **pairs, head_dim=2 * plain.head_dim), True)
 
 
 # The plain model by name: a few thousand parameters for tests, up to two million for two cores, 90 million for a GPU,
 # and the sizes that Ye et al. 2024 train, 3b for its figures, the others to see how the loss falls with size.
-_TEXT_SIZES = {  # V, H, layers, N
-    "nano": (1024, 48, 2, 4),
-    "0.1m": (2048, 32, 3, 4),
-    "0.2m": (2048, 48, 3, 4),
-    "0.3m": (2048, 64, 3, 4),
-    "0.6m": (2048, 96, 4, 6),
-    "tiny": (2048, 192, 4, 6),
-    "small": (8192, 768, 12, 12),
-    "830m": (100_288, 1536, 24, 16),
-    "1.4b": (100_288, 2048, 24, 16),
-    "2.8b": (100_288, 2560, 32, 20),
-    "3b": (100_288, 3072, 28, 24),
-    "6.8b": (100_288, 4096, 32, 32),
-    "13.1b": (100_288, 5120, 40, 40),
-}
-TEXT_PRESETS = {
+_TEXT_SIZES = {"nano": (1024, 48, 2, 4), "0.1m": (2048, 32, 3, 4), "0.2m": (2048, 48, 3, 4), "0.3m": (2048, 64, 3, 4)}
+_TEXT_SIZES |= {"0.6m": (2048, 96, 4, 6), "tiny": (2048, 192, 4, 6), "small": (8192, 768, 12, 12)}
+_PAPER_SIZES = {"830m": (1536, 24, 16), "1.4b": (2048, 24, 16), "2.8b": (2560, 32, 20), "3b": (3072, 28, 24)}
+_PAPER_SIZES |= {"6.8b": (4096, 32, 32), "13.1b": (5120, 40, 40)}
+_TEXT_SIZES |= {name: (100_288, *sizes) for name, sizes in _PAPER_SIZES.items()}
+TEXT_PRESETS = {  # vocabulary, width, layers, heads
     name: TextConfig("gemma", V, H, H * 8 // 3, layers, N, N, H // N, rms_norm_eps=1e-5, hidden_activation="silu")
     for name, (V, H, layers, N) in _TEXT_SIZES.items()
 }
@@ -179,15 +156,12 @@ class LanguageWingsConfig(WingsConfig):
 
 # Mamba and Q-Mamba
 
-# what of a Mamba's config.json is computed here, and no shape shows
-_COMPUTED = {"model_type": "mamba", "rms_norm": True, "hidden_act": "silu", "use_bias": False, "use_conv_bias": True}
-_COMPUTED |= {"tie_word_embeddings": True, "tie_embeddings": True}
-
 
 @dataclass(frozen=True)
 class MambaConfig(Config):
-    """Sizes of a Mamba language model. Defaults: mamba-130m."""
+    """Sizes of a Mamba 1 language model with a tied head. Defaults: mamba-130m."""
 
+    kind: ClassVar[str] = "mamba"
     vocab_size: int = 50280  # 50277 tokens of GPT-NeoX, padded to a multiple of 8
     hidden_size: int = 768
     num_hidden_layers: int = 24
@@ -212,44 +186,20 @@ class MambaConfig(Config):
 
     @classmethod
     def from_dict(cls, raw: dict) -> "MambaConfig":
-        """Read a config.json, of transformers or of the original repository."""
-        layer = read_section(raw, "ssm_cfg")
-        for name, expected in _COMPUTED.items():
-            value, remedy = raw.get(name, expected), "only Mamba 1 with a tied head is built here"
-            require(value == expected, f"{name} is {quoted(value)}, expected {expected!r}: {remedy}")
-        is_pure = layer.get("layer", "Mamba1") == "Mamba1" and not raw.get("attn_layer_idx")
-        require(is_pure, f"it has other layers than Mamba 1 ({quoted(layer.get('layer', 'attention'))})")
-        original = {
-            "hidden_size": raw.get("d_model"),
-            "num_hidden_layers": raw.get("n_layer"),
-            "state_size": layer.get("d_state"),
-            "expand": layer.get("expand"),
-            "conv_kernel": layer.get("d_conv"),
-            "time_step_rank": layer.get("dt_rank"),
-        }
-        given: dict[str, Any] = original | {name: value for name, value in raw.items() if value is not None}
-        if given["time_step_rank"] == "auto":
-            del given["time_step_rank"]
-        multiple = given.get("pad_vocab_size_multiple", 1)
-        given["vocab_size"] = -(-given["vocab_size"] // multiple) * multiple
-        return super().from_dict(given)
+        activation = raw.get("hidden_act", "silu")
+        require(activation == "silu", f"hidden_act is {quoted(activation)}, expected 'silu'")
+        return super().from_dict(raw if raw.get("time_step_rank") != "auto" else raw | {"time_step_rank": None})
 
     def to_dict(self) -> dict:
         return super().to_dict() | {
             "architectures": ["MambaForCausalLM"],
-            "model_type": "mamba",
             "tie_word_embeddings": True,
             "intermediate_size": self.intermediate_size,
             "time_step_rank": self.time_step_rank or "auto",
         }
 
 
-# Geometries by name: layers and hidden width of state-spaces/mamba-*.
-_MAMBA_SIZES = {"130m": (24, 768), "370m": (48, 1024), "790m": (48, 1536), "1.4b": (48, 2048), "2.8b": (64, 2560)}
-MAMBA_PRESETS: dict[str, MambaConfig] = {
-    f"mamba-{name}": MambaConfig(num_hidden_layers=layers, hidden_size=width)
-    for name, (layers, width) in _MAMBA_SIZES.items()
-}
+MAMBA_2_8B = MambaConfig(hidden_size=2560, num_hidden_layers=64)
 
 
 @dataclass(frozen=True)
@@ -286,9 +236,9 @@ class QMambaConfig(Config):
     """The whole model. Defaults: SigLIP So400m at 384 px without its last layer, and mamba-2.8b."""
 
     kind: ClassVar[str] = "qmamba"
-    vision: VisionConfig = field(default_factory=lambda: VisionConfig(image_size=384, feature_layer=-2))
-    projector: ProjectorConfig = field(default_factory=ProjectorConfig)
-    text: MambaConfig = field(default_factory=lambda: MAMBA_PRESETS["mamba-2.8b"])
+    vision: VisionConfig = VisionConfig(image_size=384, feature_layer=-2)
+    projector: ProjectorConfig = ProjectorConfig()
+    text: MambaConfig = MAMBA_2_8B
     image_token_id: int = 50279  # a row of the embedding's padding, which no text uses
 
     def __post_init__(self):
@@ -301,23 +251,13 @@ class QMambaConfig(Config):
         """Positions of one picture in the sequence: one per query, or per feature if there are no queries."""
         return self.projector.queries if self.projector.projector == "qmamba" else self.vision.num_image_tokens
 
-    @property
-    def pad_token_id(self) -> int:
-        return self.text.pad_token_id
-
-    @property
-    def eos_token_id(self) -> int:
-        return self.text.eos_token_id
-
-    @property
-    def bos_token_id(self) -> int:
-        return self.text.bos_token_id
+    pad_token_id = property(lambda self: self.text.pad_token_id)
+    eos_token_id = property(lambda self: self.text.eos_token_id)
+    bos_token_id = property(lambda self: self.text.bos_token_id)
 
 
 # The paper's model by name, with the control tokens of the embedded tokenizer, which presets are read with.
-QMAMBA_PRESETS: dict[str, QMambaConfig] = {
-    "qmamba-2.8b": QMambaConfig(text=replace(MAMBA_PRESETS["mamba-2.8b"], eos_token_id=1, bos_token_id=2))
-}
+QMAMBA_PRESETS = {"qmamba-2.8b": QMambaConfig(text=replace(MAMBA_2_8B, eos_token_id=1, bos_token_id=2))}
 
 CONFIGS: dict[str, type[Config]] = dict.fromkeys(CLASSES, LanguageConfig)
 for _config in (PaliGemmaConfig, TextModelConfig, WingsConfig, LanguageWingsConfig, QMambaConfig):

@@ -147,6 +147,10 @@ def test_a_size_that_is_left_out_is_that_of_transformers(name):
         (QMambaConfig().to_dict() | {"projector_config": {"num_attention_heads": 5}}, "5 heads"),
         (QMambaConfig().to_dict() | {"projector_config": {"scan_order": "sideways"}}, "scan_order"),
         (QMambaConfig().to_dict() | {"projector_config": {"projector": "connector", "connector": False}}, "connector"),
+        (changed(QMambaConfig().to_dict(), "projector_config", zero_order_hold=True), "531252b"),
+        (changed(QMambaConfig().to_dict(), "text_config", zero_order_hold=True), "531252b"),
+        (changed(QMambaConfig().to_dict(), "text_config", model_type="mamba2"), "'mamba2'"),
+        (changed(QMambaConfig().to_dict(), "text_config", hidden_act="gelu"), "hidden_act"),
         (changed(QMambaConfig().to_dict(), "vision_config", feature_layer=-29), "feature_layer"),
     ],
 )

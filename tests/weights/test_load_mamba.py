@@ -1,4 +1,4 @@
-"""Published Mambas load under both name sets, damaged ones are refused in one line, and their tokenizer is read."""
+"""Published Mambas load, damaged ones are refused in one line, and their tokenizer is read."""
 
 import json
 import re
@@ -14,12 +14,8 @@ from model.mamba import MambaLM
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.system_configs import MambaConfig, ProjectorConfig, QMambaConfig
-from tests.model.test_mamba import ORIGINAL, hf_mamba
+from tests.model.test_mamba import hf_mamba
 from weights.load import INDEX_FILE, SINGLE_FILE, load_mamba
-
-# hf_mamba's sizes, as the original repository writes them: 57 tokens, padded to 60
-ORIGINAL_CONFIG = ORIGINAL | {"d_model": 36, "n_layer": 3, "vocab_size": 57, "pad_vocab_size_multiple": 4}
-ORIGINAL_CONFIG |= {"ssm_cfg": {"d_state": 5, "d_conv": 3}, "layer_norm_epsilon": 1e-3, "eos_token_id": 1}
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +30,6 @@ def published(hf, tmp_path) -> Path:
     return tmp_path / "hf"
 
 
-def original(hf, folder: Path) -> Path:
-    """As the original repository does: `backbone.embedding`, and the head once more."""
-    tensors = {name.replace("embeddings", "embedding"): tensor.clone() for name, tensor in hf.state_dict().items()}
-    folder.mkdir()
-    save_file(tensors, folder / SINGLE_FILE)
-    (folder / "config.json").write_text(json.dumps(ORIGINAL_CONFIG))
-    return folder
-
-
 def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
     """Replace tensors, their dots written as __, or take them away."""
     changes = {name.replace("__", "."): tensor for name, tensor in changes.items()}
@@ -51,23 +38,23 @@ def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_both_repositories_and_several_files(hf, tmp_path, dtype):
-    """Breaks when a name of either repository lands on another parameter, a file is skipped, or a cast is not torch's.
+def test_several_files(hf, tmp_path, dtype):
+    """Breaks when a name lands on another parameter, a file is skipped, or a cast is not torch's.
 
     That the model of these tensors computes what transformers does: tests/model/test_mamba.py."""
-    hf.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
-    assert (tmp_path / "shards" / INDEX_FILE).exists()
-    for folder in (tmp_path / "shards", original(hf, tmp_path / "original")):
-        model = load_mamba(folder, dtype)
-        assert isinstance(model, MambaLM) and not model.training
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, hf.get_parameter(name).to(dtype)), name
+    hf.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert (tmp_path / INDEX_FILE).exists()
+    model = load_mamba(tmp_path, dtype)
+    assert isinstance(model, MambaLM) and not model.training
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, hf.get_parameter(name).to(dtype)), name
 
 
-def test_the_head_may_stand_for_the_embedding(published):
-    """Breaks when a file that holds the tied matrix as lm_head alone is not opened."""
+@pytest.mark.parametrize("name", ["lm_head.weight", "backbone.embedding.weight"])
+def test_other_names_of_the_embedding(published, name):
+    """Breaks when a file that has the tied matrix under another of its published names is not opened."""
     embedding = load_file(published / SINGLE_FILE)["backbone.embeddings.weight"]
-    change_tensors(published, backbone__embeddings__weight=None, lm_head__weight=embedding)
+    change_tensors(published, **{"backbone__embeddings__weight": None, name: embedding})
     assert torch.equal(load_mamba(published).backbone.embeddings.weight, embedding)
 
 
@@ -87,7 +74,7 @@ def test_tensors_that_do_not_fit_are_refused(published, changes, words):
         load_mamba(published)
 
 
-def test_weights_of_another_state_size_are_refused(published):
+def test_weights_of_another_configuration_are_refused(published):
     """Breaks when config.json and tensors that disagree are found in the middle of loading, or not at all."""
     path = published / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"state_size": 4}))
