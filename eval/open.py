@@ -10,6 +10,8 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections import Counter
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,23 +66,20 @@ class Subject(NamedTuple):
 
 def add_model_flags(parser: argparse.ArgumentParser, many: bool = False) -> None:
     """--model, --adapter and how they compute. many: several models and adapters may be given."""
-    repeated = {"action": "append"} if many else {}
+    add, repeated = partial(add_flag, parser), {"action": "append"} if many else {}
     again = "; give it again to compare" if many else ""
     source = f"a folder, a hub id, a preset, or `embedded`{again} (default: the base of the adapter, else `embedded`)"
-    add_flag(parser, "--model", source, metavar="SRC", **repeated)
-    run = (
-        f"a run of train.finetune, or any folder with a PEFT adapter; `none` for the base alone{again} (default: "
-        "without --model, the newest run in runs/ on the embedded base)"
-    )
-    add_flag(parser, "--adapter", run, metavar="RUN", **repeated)
-    add_flag(parser, "--device", "cpu, cuda, mps, … (default: cuda or mps if there is one)", "auto")
+    add("--model", source, metavar="SRC", **repeated)
+    run = f"a run of train.finetune, or any folder with a PEFT adapter; `none` for the base alone{again} "
+    run += "(default: without --model, the newest run in runs/ on the embedded base)"
+    add("--adapter", run, metavar="RUN", **repeated)
+    add("--device", "cpu, cuda, mps, … (default: cuda or mps if there is one)", "auto")
     dtype = "of the weights (default: bf16 on CUDA and with --quantize int8 or int4, else fp32)"
-    add_flag(parser, "--dtype", dtype, choices=list(DTYPES))
+    add("--dtype", dtype, choices=list(DTYPES))
     bits = f"hold the weights in 8 or 4 bits, for memory and decoding on a CPU{again} (default: as --dtype)"
-    add_flag(parser, "--quantize", bits, choices=["none", *KINDS], **repeated)
-    add_flag(parser, "--kernel", "for the scan of Mamba, on CUDA (default: PyTorch alone)", choices=KERNELS)
-    length = "limit of a prompt's tokens, its pictures' included"
-    add_flag(parser, "--max-length", length, 8192, type=positive, metavar="N")
+    add("--quantize", bits, choices=["none", *KINDS], **repeated)
+    add("--kernel", "for the scan of Mamba, on CUDA (default: PyTorch alone)", choices=KERNELS)
+    add("--max-length", "limit of a prompt's tokens, its pictures' included", 8192, type=positive, metavar="N")
 
 
 # Which models
@@ -89,21 +88,18 @@ def add_model_flags(parser: argparse.ArgumentParser, many: bool = False) -> None
 def model_of(args: Namespace) -> Subject:
     """The model that the flags name. Without flags the newest run, which is named on stderr. Raises UserError."""
     run, source = args.adapter, args.model
-    if run is None and source is None:
-        run = last_run()
-        if run is not None:
-            print(f"the newest run is asked: {shown(run)}; --adapter takes another one", file=sys.stderr)
-    quantize = None if args.quantize == "none" else args.quantize
+    if run is None and source is None and (run := last_run()):
+        print(f"the newest run is asked: {shown(run)}; --adapter takes another one", file=sys.stderr)
+    kind = None if args.quantize == "none" else args.quantize
+    suffix = f"-{kind}" if kind else ""
     if run in (None, "none"):
         source = source or EMBEDDED
-        subject = Subject(source, None, title_of(Path(source)), quantize)
-    elif (Path(run) / "model").is_dir():
+        return Subject(source, None, title_of(Path(source)) + suffix, kind)
+    if (Path(run) / "model").is_dir():
         if source is not None:
             raise UserError(f"--adapter {shown(run)} is a whole model, written by --full: leave --model out")
-        subject = Subject(str(Path(run) / "model"), None, Path(run).name, quantize)
-    else:
-        subject = Subject(source or adapter.base_of(run) or EMBEDDED, Path(run), title_of(Path(run)), quantize)
-    return subject._replace(title=f"{subject.title}-{quantize}") if quantize else subject
+        return Subject(str(Path(run) / "model"), None, Path(run).name + suffix, kind)
+    return Subject(source or adapter.base_of(run) or EMBEDDED, Path(run), title_of(Path(run)) + suffix, kind)
 
 
 def title_of(folder: Path) -> str:
@@ -113,17 +109,14 @@ def title_of(folder: Path) -> str:
 
 def models_of(args: Namespace) -> list[Subject]:
     """The models that repeated flags name: each --model, or each --adapter on the one --model. Raises UserError."""
-    models, adapters, kinds = (given or [None] for given in (args.model, args.adapter, args.quantize))
-    if len(models) > 1 and args.adapter:
+    if len(args.model or ()) > 1 and args.adapter:
         raise UserError("--adapter with several --model: give one base, or none for the adapters' own")
-    subjects = [
-        model_of(Namespace(model=model, adapter=run, quantize=kind))
-        for model in models
-        for run in adapters
-        for kind in kinds
-    ]
-    if repeated := [subject.name for subject, count in Counter(subjects).items() if count > 1]:
-        raise UserError(f"{shown(repeated[0])} is named twice: give each model once")
+    names = "model", "adapter", "quantize"
+    choices = product(*(getattr(args, name) or [None] for name in names))
+    subjects = [model_of(Namespace(**dict(zip(names, choice, strict=True)))) for choice in choices]
+    for subject in subjects:
+        if subjects.count(subject) > 1:
+            raise UserError(f"{shown(subject.name)} is named twice: give each model once")
     titles = Counter(subject.title for subject in subjects)
     for place, subject in enumerate(subjects):
         if titles[subject.title] > 1:  # by the whole path
@@ -136,14 +129,15 @@ def last_run(folder: Path = Path("runs")) -> str | None:
     """The newest finished run on the embedded base, if there is one. Broken folders are skipped."""
     finished = []
     for summary in folder.glob("*/summary.json"):
+        run = summary.parent
         try:
-            config = summary.with_name("config.json")
+            config = run / "config.json"
             if config.is_file() and read_json(config).get("base") == EMBEDDED:
-                if not (summary.parent / "model").is_dir():
-                    adapter.base_of(summary.parent)
-                finished.append((summary.stat().st_mtime, str(summary.parent)))
+                if not (run / "model").is_dir():
+                    adapter.base_of(run)  # raises for a broken adapter
+                finished.append((summary.stat().st_mtime, str(run)))
         except UserError as error:
-            print(f"skipped {shown(summary.parent)}: {error}", file=sys.stderr)
+            print(f"skipped {shown(run)}: {error}", file=sys.stderr)
     return max(finished)[1] if finished else None
 
 
@@ -171,8 +165,9 @@ def open_model(args: Namespace, subject: Subject, text: bool = False) -> tuple[A
     """A model and its processor. text: a language model for text alone may be opened, with a `TextReader` for a
     processor. Raises UserError."""
     if text and reader.config_of(subject.source) is not None:
-        return load(args, subject), reader.open_reader(subject.source, args.max_length)
-    processor = Processor.from_source(subject.source, max_length=args.max_length)
+        processor = reader.open_reader(subject.source, args.max_length)
+    else:
+        processor = Processor.from_source(subject.source, max_length=args.max_length)
     return load(args, subject), processor
 
 
