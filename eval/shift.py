@@ -125,43 +125,36 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         records = [r for r in read_data(f"jsonl:{args.data}") if len(r.pictures) == 1]
         examples = [(r.pictures[0], r.turns[0][0]) for r in records[: args.limit]]
-        if not examples:
-            raise UserError(f"--data {args.data}: no example has one picture: the shift is measured around it")
+    if not examples:
+        raise UserError(f"--data {args.data}: no example has one picture: the shift is measured around it")
     model, processor = open_model(args, subject)
     slot = args.slot or ("inside" if isinstance(model.config, WingsConfig) else "first")
     if slot == "inside":
         examples = [(picture, put_slot(prompt)) for picture, prompt in examples]
     shift = measure(model, processor, examples)
 
-    interval, shares, undefined = shift.interval, shift.shares, int(np.isnan(shift.each).sum())
-    result = {
-        "model": title,
-        "data": args.data,
-        "slot": slot,
-        "prompts": len(examples),
-        "laws_percent": [dict(zip(GROUPS, map(float, layer), strict=True)) for layer in shares],
-        "attention_shift": interval and interval._asdict(),
-        "undefined": undefined,
-    }
+    shares, undefined = shift.shares, int(np.isnan(shift.each).sum())
+    result = {"model": title, "data": args.data, "slot": slot, "prompts": len(examples)}
+    result["laws_percent"] = [dict(zip(GROUPS, layer, strict=True)) for layer in shares.tolist()]
+    result |= {"attention_shift": shift.interval and shift.interval._asdict(), "undefined": undefined}
     write_text(out / "shift.json", json.dumps(result, indent=1) + "\n")
-    curves = {
-        name: list(enumerate(curve, start=1)) for name, curve in zip(GROUPS, shares.T, strict=True) if curve.any()
-    }
+    curves = zip(GROUPS, shares.T, strict=True)
+    curves = {name: list(enumerate(curve, start=1)) for name, curve in curves if curve.any()}
     chart = figures.line_chart(curves, f"{title}: LAWS", "layer", "% of the attention of all queries")
     figures.save(chart, out / "shift.png")
-    told = "not defined, since nothing stands before the picture; --slot inside puts text there"
-    if interval is not None:
+    if args.json:
+        print(json.dumps(result))
+        return
+    print(f"LAWS of {shown(title)}, % of the attention of all queries, mean of {len(examples)} prompts, picture {slot}")
+    print("layer" + "".join(f"{name:>13}" for name in GROUPS))
+    for number, layer in enumerate(shares, start=1):
+        print(f"{number:5}" + "".join(f"{share:13.2f}" for share in layer))
+    if shift.interval is None:
+        print("attention shift: not defined, since nothing stands before the picture; --slot inside puts text there")
+    else:
         left_out = f", {undefined} prompts without one left out" if undefined else ""
-        told = f"{interval_text(interval, 3)}, from 0 to 2{left_out}"
-    lines = [
-        f"LAWS of {title}, % of the attention of all queries, mean of {len(examples)} prompts, picture {slot}",
-        "layer" + "".join(f"{name:>13}" for name in GROUPS),
-        *(f"{n:5}" + "".join(f"{share:13.2f}" for share in layer) for n, layer in enumerate(shares, start=1)),
-        f"attention shift: {told}",
-        f"in {out}: shift.json, shift.png",
-    ]
-    for line in [json.dumps(result)] if args.json else lines:
-        print(line if args.json else shown(line, 10_000))
+        print(f"attention shift: {interval_text(shift.interval, 3)}, from 0 to 2{left_out}")
+    print(f"in {shown(out)}: shift.json, shift.png")
 
 
 if __name__ == "__main__":

@@ -67,7 +67,13 @@ def read_texts(paths: Sequence[str | Path]) -> dict[str, str]:
         texts |= {name: text for name, text in read.items() if text}
     if len(texts) >= HELD_OUT:
         return texts
-    return {f"{name}:{n}": part for name, text in texts.items() for n, part in enumerate(_parts(text)) if part}
+    parts: dict[str, list[str]] = {}
+    for name, text in texts.items():
+        start = 0
+        for line in text.splitlines(keepends=True):
+            parts.setdefault(f"{name}:{HELD_OUT * start // len(text)}", []).append(line)
+            start += len(line)
+    return {name: "".join(lines) for name, lines in parts.items()}
 
 
 def _decoded(path: Path) -> str | None:
@@ -76,15 +82,6 @@ def _decoded(path: Path) -> str | None:
     except (UnicodeDecodeError, OSError):
         return None
     return None if "\0" in text else text.replace("\r\n", "\n")
-
-
-def _parts(text: str) -> list[str]:
-    """HELD_OUT parts of about equal length, each of whole lines."""
-    parts, end = [""] * HELD_OUT, 0
-    for line in text.splitlines(keepends=True):
-        parts[min(HELD_OUT - 1, int(end / (len(text) / HELD_OUT)))] += line
-        end += len(line)
-    return parts
 
 
 def split(names: Iterable[str]) -> dict[str, list[str]]:
@@ -105,9 +102,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, known: Sequence[str] 
     lines = lines[:: -(-len(lines) // LINES) or 1]  # sentencepiece's own sampling is not the same twice
     spaces = {"add_dummy_prefix": False, "remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True}
     pieces = {"user_defined_symbols": [NEWLINE, *known], "byte_fallback": True, "split_digits": True}
-    pieces |= {"pad_id": PAD, "eos_id": EOS, "bos_id": BOS, "unk_id": UNK, "vocab_size": vocab_size}
+    ids = {"pad_id": PAD, "eos_id": EOS, "bos_id": BOS, "unk_id": UNK, "vocab_size": vocab_size}
     rules = {"model_type": "bpe", "character_coverage": 0.9995, "normalization_rule_name": "identity"}
-    options = {**spaces, **pieces, **rules, "num_threads": 1, "minloglevel": 2}
+    options = {**spaces, **pieces, **ids, **rules, "num_threads": 1, "minloglevel": 2}
     try:
         sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=model, **options)
     except RuntimeError as error:

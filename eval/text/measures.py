@@ -136,10 +136,12 @@ def attention(model: TextModel, corpus: Corpus, length: int, limit: int) -> dict
     most = max(n for n in NEEDLES if 3 * n < length)
     tests = needle_tests(corpus, length, limit, [most])
     shares = [attention_shares(model, test[-1], f"attention test {n}") for n, test in enumerate(tests, start=1)]
-    depths = [100 * depth for _, depth, _ in tests]
-    parts = zip(("attention", "attention-noise"), ("the answer", "noise"), zip(*shares, strict=True), strict=True)
-    head = "depth in the text, %", "share", depths, range(len(tests))
-    return {name: Scores(f"attention on {part} ({most} needles)", *head, values) for name, part, values in parts}
+    answer, noise = zip(*shares, strict=True)
+    head = "depth in the text, %", "share", [100 * depth for _, depth, _ in tests], range(len(tests))
+    return {
+        "attention": Scores(f"attention on the answer ({most} needles)", *head, answer),
+        "attention-noise": Scores(f"attention on noise ({most} needles)", *head, noise),
+    }
 
 
 @torch.no_grad()
@@ -171,14 +173,12 @@ def examples(model: TextModel, corpus: Corpus, length: int, limit: int, split: s
     counts = [count for count in EXAMPLES for _ in range(limit)]
     episodes = [tasks.episode(dice, count) for count in counts]
     orders = [(dice.sample(shown, len(shown)), asked[:1]) for shown, asked in episodes for _ in range(ORDERS)]
-    right = hits(model, [tasks.listed(*order) for order in orders], "examples")
-    right = np.array(right).reshape(len(episodes), ORDERS)
+    right = np.array(hits(model, [tasks.listed(*order) for order in orders], "examples")).reshape(-1, ORDERS)
     questions = [f"{count}/{number}" for count in EXAMPLES for number in range(limit)]
-    head = "examples", "accuracy", counts, questions
-    margin = (right.max(1) - right.min(1)).tolist()
+    head, margin = ("examples", "accuracy", counts, questions), right.max(1) - right.min(1)
     return {
         "examples": Scores(f"examples in context, {SHOWN} keys", *head, right.mean(1).tolist()),
-        "examples-margin": Scores(f"best minus worst of {ORDERS} orders", *head, margin),
+        "examples-margin": Scores(f"best minus worst of {ORDERS} orders", *head, margin.tolist()),
     }
 
 
@@ -269,27 +269,6 @@ def chart(panel: Scores, rows: Mapping) -> Image.Image:
     return figures.line_chart(lines, panel.title, panel.x_label, panel.y_label, log_x=log, intervals=bars)
 
 
-class Run(NamedTuple):
-    """A run folder of `train.systems.text`: its kind of attention, its seed, its row length, and its corpus."""
-
-    kind: str
-    seed: int
-    length: int
-    corpus: Corpus
-    folder: Path
-
-
-def open_run(folder: Path) -> Run:
-    """The run in `folder`. Raises UserError if it is not a finished one."""
-    settings = read_json(folder / "config.json")
-    if not {"attention", "seed", "length", "corpus"} <= settings.keys():
-        raise UserError(f"{folder}: no run folder of train.systems.text: give one")
-    if not (folder / "model" / "config.json").exists():
-        raise UserError(f"{folder}: this run is not finished: python -m train.systems.text --resume {folder}")
-    corpus = kept_corpus(Path(settings["corpus"] or folder / "corpus"))
-    return Run(settings["attention"], settings["seed"], settings["length"], corpus, folder)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.text", __doc__)
     parser.add_argument("measure", choices=[*MEASURES, "all"], help="what to measure")
@@ -303,29 +282,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.limit < len(DEPTHS):
         raise UserError(f"--limit is {args.limit}, expected at least {len(DEPTHS)}: one test per depth")
-    out = out_folder(args.out, "text")
-    runs = sorted((open_run(folder) for folder in args.run), key=lambda run: run.seed)
-    seeds = {run.kind: [other.seed for other in runs if other.kind == run.kind] for run in runs}
-    paired = len(set(map(tuple, seeds.values()))) == 1
-    if len({run.corpus.digest for run in runs}) > 1 or len({run.length for run in runs}) > 1:
+    out, runs = out_folder(args.out, "text"), []
+    for folder in args.run:
+        settings = read_json(folder / "config.json")
+        if "corpus" not in settings or not (folder / "model" / "config.json").is_file():
+            raise UserError(f"{folder}: no finished run of train.systems.text: give one, or finish it with --resume")
+        corpus = kept_corpus(Path(settings["corpus"] or folder / "corpus"))
+        runs.append((settings["seed"], settings["attention"], settings["length"], corpus, folder))
+    if len({(length, corpus.digest) for _, _, length, corpus, _ in runs}) > 1:
         raise UserError("the runs learned from different text or rows: measure them one by one")
+    seeds: dict[str, list[int]] = {}
     panels: dict[str, dict[str, list[Scores]]] = {}
-    for run in runs:
-        model = load_model(run.folder / "model", device=choose_device(args.device))
+    for seed, kind, length, corpus, folder in sorted(runs, key=lambda run: run[0]):  # both kinds in one order
+        seeds.setdefault(kind, []).append(seed)
+        model = load_model(folder / "model", device=choose_device(args.device))
         for name in MEASURES if args.measure == "all" else [args.measure]:
-            for panel, scores in MEASURES[name](model, run.corpus, args.length or run.length, args.limit).items():
-                panels.setdefault(panel, {}).setdefault(run.kind, []).append(scores)
+            for panel, scores in MEASURES[name](model, corpus, args.length or length, args.limit).items():
+                panels.setdefault(panel, {}).setdefault(kind, []).append(scores)
+    paired = len(set(map(tuple, seeds.values()))) == 1
     values, lines = {}, []
     for name, by_kind in panels.items():
         panel, rows = next(iter(by_kind.values()))[0], by_label(by_kind, paired)
         figures.save(chart(panel, rows), out / f"{name}.png")
         values[name] = {str(label): {kind: v._asdict() for kind, v in row.items()} for label, row in rows.items()}
-        lines += ["", f"{panel.title}, {panel.y_label}", "", *table(panel, rows, chance(name, rows))]
-    counts = {kind: len(of_kind) for kind, of_kind in next(iter(panels.values())).items()}
-    if min(counts.values()) < 3:
-        lines += ["", "Fewer than three runs of a kind: the intervals hardly reflect how runs differ."]
+        lines += [f"{panel.title}, {panel.y_label}", "", *table(panel, rows, chance(name, rows)), ""]
+    if min(map(len, seeds.values())) < 3:
+        lines += ["Fewer than three runs of a kind: the intervals hardly reflect how runs differ.", ""]
     if not paired:
-        lines += ["", f"Seeds differ ({seeds}): the kinds are not compared."]
-    files = ", ".join(f"{name}.png" for name in panels)
-    lines += ["", f"{', '.join(f'{count} {kind}' for kind, count in counts.items())}; in {out}: {files}"]
+        lines += [f"Seeds differ ({seeds}): the kinds are not compared.", ""]
+    counts = ", ".join(f"{len(of_kind)} {kind}" for kind, of_kind in seeds.items())
+    lines.append(f"{counts}; in {out}: {', '.join(f'{name}.png' for name in panels)}")
     print(json.dumps(values) if args.json else "\n".join(lines))

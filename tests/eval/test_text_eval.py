@@ -56,8 +56,7 @@ def test_a_corpus_is_made_once(text_folder, tmp_path):
     stamp = (tmp_path / "tokenizer.model").stat().st_mtime_ns
     assert open_corpus(tmp_path, [text_folder], 512).digest == first.digest == kept_corpus(tmp_path).digest
     assert (tmp_path / "tokenizer.model").stat().st_mtime_ns == stamp
-    other = open_corpus(tmp_path, [text_folder], 400)
-    assert other.digest != first.digest and other.tokenizer.vocab_size() == 400
+    assert open_corpus(tmp_path, [text_folder], 400).tokenizer.vocab_size() == 400
     (tmp_path / "tokens.safetensors").write_bytes(b"half")
     with pytest.raises(UserError, match="no corpus here"):
         kept_corpus(tmp_path)
@@ -70,15 +69,10 @@ def test_one_file_is_cut_into_documents(tmp_path):
     texts = read_texts([tmp_path / "all.txt"])
     assert len(texts) == HELD_OUT and "".join(texts.values()) == prose(1, 200) and all(split(texts).values())
     assert all(text.endswith("\n") for text in texts.values())
-
-
-@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\x00", b"one line", b"a b\n" * 100])
-def test_text_that_cannot_be_learned_from_is_one_line(tmp_path, content):
-    """Breaks when a wrong path or too little text ends in a traceback."""
-    if content is not None:
-        (tmp_path / "file.txt").write_bytes(content)
-    with pytest.raises(UserError):
-        open_corpus(tmp_path / "corpus", [tmp_path / "file.txt"], 512)
+    (tmp_path / "short.txt").write_text("one line")
+    for name in ("gone.txt", "short.txt"):
+        with pytest.raises(UserError):
+            open_corpus(tmp_path / "corpus", [tmp_path / name], 512)
 
 
 # The tasks
@@ -92,22 +86,20 @@ def test_a_needle_document_says_what_it_asks_for(corpus, number, depth):
     tasks, dice = Tasks(corpus, "train"), random.Random(1)
     for _ in range(10):
         document = tasks.needles(dice, 250, number, 3, depth)
-        assert 150 < len(document.ids) <= 250 and document.ids[0] == BOS and document.ids[-1] == EOS
-        start, end = document.haystack
-        haystack, questions = (decode(corpus, part) for part in (document.ids[start:end], document.ids[end:-1]))
+        ids, (start, end) = document.ids, document.haystack
+        assert 150 < len(ids) <= 250 and ids[0] == BOS and ids[-1] == EOS
+        haystack, questions = decode(corpus, ids[start:end]), decode(corpus, ids[end:-1])
         hidden, asked = records_of(haystack), re.findall(r"«(\w+)\?»«(\w)»", questions)
-        assert len(hidden) == number and all(line[-1] == "»" for line in haystack.split("\n") if line[:1] == "«")
-        assert len(asked) == len(dict(asked)) == min(3, number) and questions.count("«") == 2 * len(asked)
         keys = [city for city, _ in hidden]
+        assert len(hidden) == number and len(asked) == min(3, number) and questions.count("«") == 2 * len(asked)
+        assert all(line[-1] == "»" for line in haystack.split("\n") if line[:1] == "«")
         assert all(keys.count(city) == 1 and (city, letter) in hidden for city, letter in asked)
-        for (city, letter), (first, last), (begin, stop) in zip(asked, document.needles, document.answers, strict=True):
-            assert decode(corpus, document.ids[first:last]) == f"«{city}={letter}»\n"
-            assert decode(corpus, document.ids[begin:stop]) == f"«{letter}»"
-        before = 2 * len(records_of(decode(corpus, document.ids[start : document.needles[0][0]])))
+        for (city, letter), needle, answer in zip(asked, document.needles, document.answers, strict=True):
+            assert decode(corpus, ids[slice(*needle)]) == f"«{city}={letter}»\n"
+            assert decode(corpus, ids[slice(*answer)]) == f"«{letter}»"
         if depth is not None:  # within a line of where it was wanted
+            before = 2 * len(records_of(decode(corpus, ids[start : document.needles[0][0]])))
             assert abs(document.needles[0][0] - start - before - depth * (end - start - 2 * number)) < 25
-    with pytest.raises(UserError, match="do not fit into 40 tokens"):
-        tasks.needles(dice, 40, 20, 2)
 
 
 @pytest.mark.parametrize("number", measures.RECALL)
@@ -140,10 +132,8 @@ def test_examples_decide_the_answer(corpus, count):
         assert all([key for key, _ in shown].count(key) == count // SHOWN for key in truth)
         assert {value for _, value in shown} <= set(truth.values()) <= set(LETTERS)
         right += [truth[key] == value for key, value in shown]
-        document = tasks.listed(shown, asked[:1])
-        text = decode(corpus, document.ids[1:-1])
+        text = decode(corpus, tasks.listed(shown, asked[:1]).ids[1:-1])
         assert records_of(text) == shown and text.endswith("«{}?»«{}»\n".format(*asked[0]))
-        assert decode(corpus, document.ids[slice(*document.answers[0])]) == f"«{asked[0][1]}»"
     assert abs(np.mean(right) - 0.7) < 4 * (0.21 / len(right)) ** 0.5
 
 
@@ -204,13 +194,10 @@ def test_recall_and_needle_scores(corpus):
         assert [*panels[name].values] == [float(n <= 16) for n in panels[name].labels]
     places = panels["needle-map"].labels
     assert all(places.count((n, 100 * depth)) == 2 for n in measures.NEEDLES for depth in measures.DEPTHS)
-    assert set(measures.needle(Oracle(knows_few), corpus, 100, 5)["needle"].labels) == {1, 4, 16, 32}
     rows = by_label({"plain": [panels["needle-map"]]})
     assert all(of_label["plain"].mean == (label[0] <= 16) for label, of_label in rows.items() if label != "all")
-    assert measures.chart(panels["needle-map"], rows).width > 300
-    assert (
-        measures.needle_tests(corpus, 200, 5, split="validation")[0][2] != measures.needle_tests(corpus, 200, 5)[0][2]
-    )
+    tests = [measures.needle_tests(corpus, 200, 5, split=split)[0][2] for split in ("validation", "test")]
+    assert tests[0] != tests[1]
 
 
 def test_scores_of_examples_by_order(corpus):
@@ -248,12 +235,6 @@ def test_attention_shares_by_hand(differential):
             shares.append([weights[..., 5:9].sum(-1), weights[..., 1:5].sum(-1) + weights[..., 9:20].sum(-1)])
             shares[-1] = [(part / weights.sum(-1)).mean().item() for part in shares[-1]]
     assert attention_shares(model, document) == pytest.approx(np.mean(shares, axis=0).tolist(), rel=1e-4)
-    with torch.no_grad():  # equal queries: uniform maps, and a multiple of one where they are subtracted
-        for layer in layers:
-            layer.q_proj.weight.zero_()
-    # what decides tokens 24 and 25 are positions 23 and 24, which see 24 and 25 keys
-    by_hand = (4 / 24 + 4 / 25) / 2, (15 / 24 + 15 / 25) / 2
-    assert attention_shares(model, document) == pytest.approx(by_hand, rel=1e-5)
 
 
 # Several runs
@@ -285,36 +266,30 @@ def test_chance_by_hand():
 
 
 @pytest.mark.long
-def test_the_commands_measure_runs(text_folder, tmp_path, capsys):
-    """Breaks when a command does not find a run's model or corpus, or its JSON and pictures go missing."""
+def test_the_command_measures_runs(text_folder, tmp_path, capsys):
+    """Breaks when the command does not find a run's model or corpus, loses a panel, or pairs runs by their order."""
     from train.systems import text as train
 
-    runs = [str(tmp_path / kind) for kind in ("plain", "differential")]
-    for run, kind in zip(runs, ("plain", "differential"), strict=True):
+    out = ["--limit", "5", "--out", str(tmp_path / "out"), "--json"]
+    for kind in ("plain", "differential"):
         flags = f"--preset nano --length 256 --batch-size 1 --tokens 400 --attention {kind} --text {text_folder}"
-        train.main([*flags.split(), "--corpus", str(tmp_path / "corpus"), "--out", run])
+        train.main([*flags.split(), "--corpus", str(tmp_path / "corpus"), "--out", str(tmp_path / kind)])
     capsys.readouterr()
-    measures.main(["all", *runs, "--limit", "5", "--out", str(tmp_path / "out"), "--json"])
+    measures.main(["all", str(tmp_path / "plain"), str(tmp_path / "differential"), *out])
     told = json.loads(capsys.readouterr().out)
     assert list(told) == "nll recall needle needle-map attention attention-noise examples examples-margin".split()
     assert set(told["nll"]["all"]) == {"plain", "differential", "difference"}
     assert 6 < told["nll"]["all"]["plain"]["mean"] < 8
     assert sorted(path.stem for path in (tmp_path / "out").iterdir()) == sorted(told)
     # runs of one seed are compared, in whatever order they are given: here they are the same, but for their names
-    for name, run, settings in (
-        ("a0", runs[0], {"attention": "plain", "seed": 0}),
-        ("a1", runs[1], {"attention": "plain", "seed": 1}),
-        ("b0", runs[0], {"attention": "differential", "seed": 0}),
-        ("b1", runs[1], {"attention": "differential", "seed": 1}),
-    ):
-        shutil.copytree(run, tmp_path / name)
-        config = json.loads((tmp_path / name / "config.json").read_text()) | settings
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    for names, difference in (("a0 a1 b1 b0", 0), ("a0 b1", None)):
-        given = [str(tmp_path / name) for name in names.split()]
-        measures.main(["nll", *given, "--limit", "5", "--out", str(tmp_path / "out"), "--json"])
-        rows = json.loads(capsys.readouterr().out)["nll"]["all"]
-        assert rows.get("difference") == (None if difference is None else dict.fromkeys(("mean", "low", "high"), 0))
-    for flags in ([runs[0], "--limit", "2"], [str(tmp_path)], [runs[0], "--length", "100000"]):
+    for kind, (seed, source) in itertools.product(("plain", "differential"), enumerate(("plain", "differential"))):
+        copy = shutil.copytree(tmp_path / source, tmp_path / f"{kind}{seed}")
+        config = json.loads((copy / "config.json").read_text()) | {"attention": kind, "seed": seed}
+        (copy / "config.json").write_text(json.dumps(config))
+    zero = dict.fromkeys(("mean", "low", "high"), 0)
+    for names, difference in (("plain0 plain1 differential1 differential0", zero), ("plain0 differential1", None)):
+        measures.main(["nll", *(str(tmp_path / name) for name in names.split()), *out])
+        assert json.loads(capsys.readouterr().out)["nll"]["all"].get("difference") == difference
+    for flags in ([str(tmp_path / "plain"), "--limit", "2"], [str(tmp_path)]):
         with pytest.raises(UserError):
             measures.main(["nll", *flags])
