@@ -58,7 +58,7 @@ class QuantizedLinear(Linear):
         return {"scale": scale}
 
     def stored(self) -> tuple[torch.Tensor, ...]:
-        return self.weight, *self._buffers.values()
+        return self.weight, *self.buffers(recurse=False)
 
     def multiply_few(self, x: torch.Tensor) -> torch.Tensor | None:
         """x (n, in)·Wᵀ in bf16 on a CPU; None where this PyTorch has no product for it."""
@@ -76,9 +76,9 @@ class QuantizedLinear(Linear):
 
     def _apply(self, fn, recurse=True):
         """As nn.Module's, but `model.to(dtype)` moves the scales without rounding them."""
-        before = dict(self._buffers)
+        before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
-        for name, moved in self._buffers.items():
+        for name, moved in self.named_buffers(recurse=False):
             if moved.dtype != before[name].dtype:
                 self._buffers[name] = before[name].to(moved.device)
         return self
@@ -123,6 +123,7 @@ class Int8Linear(QuantizedLinear):
     """
 
     kind = "int8"
+    scale: torch.Tensor
 
     @staticmethod
     def encode(rows):
@@ -138,8 +139,9 @@ class Int8Linear(QuantizedLinear):
         return weight[start:end].to(dtype).mul_(scale[start:end, None].to(dtype))
 
     def multiply_few(self, x):
-        usable = _int8_product is not None and self.in_features % GROUP == 0  # it leaves out what exceeds whole vectors
-        return _int8_product(x, self.weight, self.scale.bfloat16()) if usable else None
+        if _int8_product is None or self.in_features % GROUP:  # it leaves out what exceeds whole vectors
+            return None
+        return _int8_product(x, self.weight, self.scale.bfloat16())
 
 
 class Int8Embedding(Int8Linear):
