@@ -76,9 +76,8 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
     pictures = {record.key: record.pictures[0] for record in records if record.key in asked}
     autocast = "none" if settings.autocast == "fp16" else settings.autocast  # no gradient is scaled here
     tower, device = model.vision_tower, next(model.parameters()).device
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(settings.seed)
-        head = AnswerHead(model.config.text.hidden_size, COMMON + 1, COMMON).to(device)
+    torch.manual_seed(settings.seed)
+    head = AnswerHead(model.config.text.hidden_size, COMMON + 1, COMMON).to(device)
     optimizers = [
         MuonAdamW(parameter_groups(tower, [Rule(matching(tower, ".*"), MUON_LR)]), (0.9, 0.98), ADAMW_RATIO),
         make_adamw(parameter_groups(head, [Rule(matching(head, ".*"), HEAD_LR)]), (0.9, 0.98)),
@@ -119,18 +118,16 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
 def shifted(pixels: torch.Tensor, rng: random.Random) -> torch.Tensor:
     """A picture (3, R, R) moved by up to a sixteenth of its side; its border is repeated."""
     size = pixels.shape[-1]
-    most = size // 16
-    top, left = rng.randint(0, 2 * most), rng.randint(0, 2 * most)
-    return F.pad(pixels, (most,) * 4, mode="replicate")[:, top : top + size, left : left + size]
+    rows, columns = ((torch.arange(size) + rng.randint(-(size // 16), size // 16)).clamp(0, size - 1) for _ in "yx")
+    return pixels[:, rows[:, None], columns]
 
 
 def examples(records: Sequence[Record]) -> dict[str, list[tuple[int, int]]]:
     """For each picture its questions and answers, by number. Question 0 stands for all that are not common."""
     usable = [record for record in records if len(record.pictures) == 1 and record.suffix]
-    questions = Counter(record.prefix for record in usable).most_common(COMMON)
-    answers = Counter(record.suffix for record in usable).most_common(COMMON)
-    question = {text: number for number, (text, _) in enumerate(questions, 1)}
-    answer = {text: number for number, (text, _) in enumerate(answers)}
+    questions, answers = Counter(record.prefix for record in usable), Counter(record.suffix for record in usable)
+    question = {text: number for number, (text, _) in enumerate(questions.most_common(COMMON), 1)}
+    answer = {text: number for number, (text, _) in enumerate(answers.most_common(COMMON))}
     asked = defaultdict(list)
     for record in usable:
         if record.suffix in answer:

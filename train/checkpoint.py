@@ -13,7 +13,6 @@ torch's usual `.metadata` file is one, so torch's safetensors writer puts the pl
 
 import hashlib
 import json
-import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -34,7 +33,7 @@ from train.distributed import World, is_sharded
 from train.optim import trainable
 
 STATE, MANIFEST = "state.json", "manifest.json"
-BLOCK, BLOCKS = 1 << 18, 1 << 10  # bytes of a file that are hashed at a time, and how often at most
+BLOCK = 1 << 18  # bytes of a file that are hashed at a time
 
 
 @dataclass
@@ -157,8 +156,8 @@ def _discard(folder: Path) -> None:
 
 def checkpoints(run: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    folders = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))
+    folders = [path for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
+    return sorted(folders, key=lambda folder: int(folder.name[5:]))
 
 
 def newest_progress(run: Path) -> Progress | None:
@@ -206,10 +205,10 @@ def load_checkpoint(run: Path, progress: Progress, model: nn.Module, optimizer: 
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
-def file_digest(path: Path) -> str:
-    """Size and SHA-256 of a file; of one above 256 MiB, of 1,024 evenly spaced blocks of 256 KiB."""
+def file_digest(path: Path, blocks: int = 1024) -> str:
+    """Size and SHA-256 of a file; of one above 256 MiB, of 1,024 (`blocks`) evenly spaced blocks of 256 KiB."""
     size, digest = path.stat().st_size, hashlib.sha256()
-    count = min(BLOCKS, -(-size // BLOCK))
+    count = min(blocks, -(-size // BLOCK))
     with path.open("rb") as file:
         for number in range(count):
             file.seek(number * max(0, size - BLOCK) // max(1, count - 1))

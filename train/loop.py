@@ -110,11 +110,11 @@ def fit(
         scaler.load_state_dict(progress.scaler or scaler.state_dict())
     learned = trainable(model)
     scalars = [parameter for name, parameter in learned.items() if re.fullmatch(SCALARS, name)]
-    model.train()
     with catch_signals() as received, closing(Log(run, order.total, progress, world)) as log:
         steps = order.steps(progress.step, settings.workers, pin=world.device.type == "cuda")
         for micros in takewhile(lambda _: progress.stopped is None, steps):
             step = progress.step
+            model.train()
             torch.manual_seed((settings.seed * 1_000_003 + step) * 1_009 + world.rank)  # no random state is saved
             tokens = count_records(micros, progress, settings.max_bad, world)
             losses = accumulate(called, micros if tokens else (), loss, world.size / max(1, tokens), autocast, scaler)

@@ -18,7 +18,7 @@ import torch
 from eval.records import Record
 from model.common import UserError, quoted, shown
 from model.device import autocast_of, numerics, processor_name
-from train.checkpoint import Progress
+from train.checkpoint import Progress, file_digest
 from train.data.shards import Shards
 from train.distributed import World
 from train.flags import flag_name
@@ -26,7 +26,7 @@ from train.flags import flag_name
 # settings that do not change what is learned
 FREE = {"workers", "device", "checkpoint_every", "keep", "evaluate", "eval_limit", "measure_every", "max_bad"}
 FREE |= {"eval_every", "keep_best", "kernel"}
-PICTURES, BLOCK = 2048, 1 << 16  # pictures whose content is read; bytes at either end of each
+PICTURES = 2048  # whose content is read
 
 
 def origin_of(settings, fingerprints: Mapping[str, str], world: World, dtype: torch.dtype) -> dict:
@@ -41,7 +41,7 @@ def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
     """Fingerprints of the records and of their pictures.
 
     They cover all texts and the size of every picture's file; of up to 2,048 files, evenly spread, also the first and
-    the last 64 KiB. Pictures that are drawn have no file.
+    the last 256 KiB. Pictures that are drawn have no file.
     """
     texts = hashlib.sha256()
     if isinstance(records, Shards):
@@ -60,15 +60,10 @@ def _files_fingerprint(paths: Sequence[Path]) -> str:
     chosen = set(np.linspace(0, len(paths) - 1, min(PICTURES, len(paths))).astype(int).tolist())
     for number, path in enumerate(paths):
         try:
-            size = path.stat().st_size
-            digest.update(size.to_bytes(8, "little"))
-            if number in chosen:
-                with path.open("rb") as file:
-                    digest.update(file.read(BLOCK))
-                    file.seek(max(0, size - BLOCK))
-                    digest.update(file.read(BLOCK))
+            of_file = file_digest(path, 2) if number in chosen else path.stat().st_size
         except OSError:
-            digest.update(b"-")
+            of_file = "none"
+        digest.update(f"{of_file}\n".encode())
     return f"{len(paths)} {digest.hexdigest()[:16]}"
 
 

@@ -222,13 +222,13 @@ class _Counter(TorchDispatchMode):
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()) not in self.known:
                 self.known[storage] = True
-                self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._release, storage.nbytes())
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
         return out
 
-    def _release(self, size: int) -> None:
-        self.live -= size
+    def _add(self, size: int) -> None:
+        self.live += size
+        self.peak = max(self.peak, self.live)
 
 
 # The table

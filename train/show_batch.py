@@ -30,7 +30,7 @@ def show_batch(settings: Settings, sheet: Path) -> list[str]:
     processor, _ = open_processor(settings, model)
     single = replace(settings, step_batch=None)  # a micro-batch is shown where data are too few for a step
     micro = next(make_order(records, processor, single, World(0, 1, torch.device("cpu"))).steps(0))[0]
-    batch, lines, slots = micro.batch, [], iter((micro.image_index + 1).tolist())
+    batch, lines, slots = micro.batch, [], iter((micro.batch.image_index + 1).tolist())
     for number, name in enumerate(micro.names):
         valid, text = batch.attention_mask[number].bool(), ""
         ids, labels = (tensor[number][valid].tolist() for tensor in (batch.input_ids, batch.labels))

@@ -26,7 +26,7 @@ from model.processor import Processor
 from train.checkpoint import Progress, Result
 from train.distributed import World, ask_together
 from train.settings import Settings, command_of
-from train.validation import HeldOut, choose, evaluating
+from train.validation import HeldOut, choose
 
 NO_ACCURACY = {"vqa": None, "needle": None}
 SCORES = {"loss": "  loss, nats a token", "exact_match": "  exact match, %", "vqa_accuracy": "  VQA accuracy, %"}
@@ -47,15 +47,14 @@ def evaluate(
     if not settings.is_embedded:
         return result
     limit, ask_all = settings.eval_limit, partial(ask_together, world)
-    with evaluating(model):
-        details = vqa.evaluate_embedded(model, processor, limit, f"VQA, {title}", ask_all=ask_all)
-        needles = {
-            kind: needle.evaluate_embedded(model, processor, kind, limit // 2, f"{kind}, {title}", ask_all=ask_all)
-            for kind in dict.fromkeys(settings.tasks.split(","))
-            if kind in scenes.NEEDLES
-        }
-        if settings.arch == "wings":
-            result.tests["text"] = grade_text(model, processor, limit // 4, f"text, {title}", ask_all)
+    details = vqa.evaluate_embedded(model.eval(), processor, limit, f"VQA, {title}", ask_all=ask_all)
+    needles = {
+        kind: needle.evaluate_embedded(model, processor, kind, limit // 2, f"{kind}, {title}", ask_all=ask_all)
+        for kind in dict.fromkeys(settings.tasks.split(","))
+        if kind in scenes.NEEDLES
+    }
+    if settings.arch == "wings":
+        result.tests["text"] = grade_text(model, processor, limit // 4, f"text, {title}", ask_all)
     result.tests |= {"vqa": details["overall"], "needle": needles.get("n2o1")}
     result.tests |= {"vqa_details": details, "needle_details": needles}
     return result

@@ -75,7 +75,7 @@ def free_sizes(micro: MicroBatch) -> None:
 
 def supervised_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
     """The sum of cross-entropies over the supervised tokens."""
-    return forward(model, micro, micro.targets)
+    return forward(model, micro, targets=micro.targets)
 
 
 def row_losses(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
@@ -84,9 +84,9 @@ def row_losses(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
     return F.cross_entropy(logits.transpose(1, 2), micro.targets, ignore_index=-100, reduction="none").sum(1)
 
 
-def forward(model: nn.Module, micro: MicroBatch, targets: torch.Tensor | None = None) -> torch.Tensor:
+def forward(model: nn.Module, micro: MicroBatch, **options) -> torch.Tensor:
     """Logits (B, T, V) of the supervised positions, where alone the head runs; the loss with `targets`."""
-    return model(**inputs(micro), positions_to_keep=micro.positions, image_features=micro.features, targets=targets)
+    return model(**inputs(micro), positions_to_keep=micro.positions, **options)
 
 
 def inputs(micro: MicroBatch) -> dict[str, torch.Tensor]:
@@ -96,7 +96,5 @@ def inputs(micro: MicroBatch) -> dict[str, torch.Tensor]:
 
 def distances(model: PaliGemma, micro: MicroBatch) -> dict:
     """λ or μ, and the total variation distance between the two maps, by layer, on one micro-batch."""
-    model.eval()
-    record = {"lambda": lambdas(model), "map_distance": map_distance(model, **inputs(micro))}
-    model.train()
+    record = {"lambda": lambdas(model), "map_distance": map_distance(model.eval(), **inputs(micro))}
     return {name: {path: value.tolist() for path, value in layers.items()} for name, layers in record.items() if layers}

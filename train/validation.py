@@ -3,7 +3,7 @@
 In: records that are not trained on, and a model. Out: loss, exact match and VQA accuracy; for the loop the metrics of
 an evaluation, the best weights in RUN/best, and whether to stop early. `train/summary.py` prints the tables.
 
-An evaluation changes nothing in training: weights, gradients, modes and random numbers are what they were before.
+An evaluation changes nothing in training: every step of the loop sets the model's mode and the random seed.
 The processes of a run share the examples, and all get the whole result.
 """
 
@@ -11,12 +11,11 @@ import contextlib
 import math
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from eval.question import question_of
 from eval.records import Record, blind
@@ -55,6 +54,7 @@ class HeldOut:
     settings: Settings
     world: World
 
+    @torch.no_grad()
     def evaluate(
         self, model: PaliGemma, title: str | None = None, *, most: int | None = None, without_pictures: bool = False
     ) -> Result:
@@ -65,13 +65,12 @@ class HeldOut:
         records = blind(self.records) if without_pictures else self.records
         numbers = [] if is_sharded(model) else choose(self.asked, len(self.asked) if most is None else most)
         said: dict[int, str | None] = {}
-        with evaluating(model):
-            losses, tokens = self._losses(model, records)
-            if numbers:
-                asks = [question_of(records[number]) for number in numbers]
-                longest = min(LONGEST, max(self.lengths[number] for number in numbers))
-                options = {"max_new_tokens": longest, "progress": title, "left_out": {}}
-                said = dict(zip(numbers, ask_together(self.world, model, self.processor, asks, **options), strict=True))
+        losses, tokens = self._losses(model.eval(), records)
+        if numbers:
+            asks = [question_of(records[number]) for number in numbers]
+            longest = min(LONGEST, max(self.lengths[number] for number in numbers))
+            options = {"max_new_tokens": longest, "progress": title, "left_out": {}}
+            said = dict(zip(numbers, ask_together(self.world, model, self.processor, asks, **options), strict=True))
         answers = [said.get(number) for number in range(len(records))]
         measured: dict[str, dict[str, float]] = {"exact_match": {}, "vqa_accuracy": {}}
         for record, answer in zip(self.records, answers, strict=True):
@@ -130,18 +129,6 @@ def open_held_out(settings: Settings, processor: Processor, world: World) -> Hel
 def choose(items: Sequence[int], most: int) -> list[int]:
     """Up to `most` of the items, in their order: drawn, since neighbours may be of a kind, and tasks come in turn."""
     return list(items) if len(items) <= most else sorted(random.Random(0).sample(items, most))
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode for the block, without gradients. Every training step has a random seed of its own."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
 
 
 @dataclass(frozen=True)

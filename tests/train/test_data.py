@@ -46,7 +46,7 @@ def test_a_batch_is_what_the_model_trains_on(processor):
     """Breaks when targets are shifted twice or not at all, or a row gets another row's picture."""
     chosen = records(6, pictures=3)
     micro = collate(chosen, processor)
-    assert micro.batch.pixel_values.shape[0] == 3 and micro.image_index.tolist() == [0, 1, 2, 0, 1, 2]
+    assert micro.batch.pixel_values.shape[0] == 3 and micro.batch.image_index.tolist() == [0, 1, 2, 0, 1, 2]
     assert micro.tokens == int((micro.batch.labels != -100).sum())
     for ids, positions, targets, record in zip(
         micro.batch.input_ids, micro.positions, micro.targets, chosen, strict=True

@@ -62,7 +62,7 @@ def test_names_are_matched_with_the_patches_that_show_them(processor):
     weights, hits = torch.zeros(rows, 4, width, width), 0
     pieces = [processor.tokenizer.id_to_piece(token) for token in range(processor.tokenizer.vocab_size())]
     for row, ids in enumerate(micro.batch.input_ids.tolist()):
-        shown = [pieces[cell].lstrip("▁") for cell in cells[micro.image_index[row]].tolist()]
+        shown = [pieces[cell].lstrip("▁") for cell in cells[micro.batch.image_index[row]].tolist()]
         for place, token in enumerate(ids):
             word = pieces[token].lstrip("▁") if token < len(pieces) else ""
             if word in shown and (word in scenes.NAMES or pieces[token] == "▁none"):

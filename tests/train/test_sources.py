@@ -71,7 +71,7 @@ def test_each_record_of_several_sources_comes_once(folder, processor):
         assert sorted(Counter(name for micro in steps for name in micro.names).values()) == [1] * 42
         for micro in steps:
             assert not micro.bad
-            for name, index in zip(micro.names, micro.image_index, strict=True):
+            for name, index in zip(micro.names, micro.batch.image_index, strict=True):
                 pixel = ((micro.batch.pixel_values[index, :2, 0, 0] + 1) * 127.5).round().int().tolist()
                 number = int(name.rpartition(":")[2]) - 1
                 assert pixel == [number * 8, 30 if "many" in name and number else 12]
@@ -84,7 +84,7 @@ def test_two_sources_may_use_the_same_names(folder, processor):
         Image.new("RGB", (8, 8), (0, 0, 255)).save(path)
     micro = batches.collate(read_records(settings(folder, "vqav2:vqa", "vqav2:other", validation=0)), processor)
     assert len(micro.names) == len(set(micro.names)) == 21
-    for name, index in zip(micro.names, micro.image_index, strict=True):
+    for name, index in zip(micro.names, micro.batch.image_index, strict=True):
         assert (micro.batch.pixel_values[index, 2, 0, 0] > 0) == ("other" in name)
 
 

@@ -44,8 +44,7 @@ class Movable:
 class MicroBatch(Movable):
     """What one forward and backward pass reads.
 
-    positions (B, T): where the head runs. targets (B, T): the next token at each position; -100 is padding. features
-    (pictures, I, W): what a frozen vision tower made of the pictures beforehand; then `batch` has no pixels.
+    positions (B, T): where the head runs. targets (B, T): the next token at each position; -100 is padding.
     """
 
     batch: Batch
@@ -54,12 +53,6 @@ class MicroBatch(Movable):
     tokens: int  # supervised tokens: the loss is divided by their number
     names: tuple[str, ...]
     bad: tuple[str, ...] = ()  # one line for each record that was left out
-    features: torch.Tensor | None = None
-
-    @property
-    def image_index(self) -> torch.Tensor:
-        """(slots,): which of the distinct pictures fills each image slot of the rows."""
-        return self.batch.image_index
 
     @property
     def is_empty(self) -> bool:

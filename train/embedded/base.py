@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 from eval import scenes
@@ -99,7 +99,6 @@ def batches(
     rng = random.Random(f"pretrain/{seed}/{number}")
     drawn = dict.fromkeys(stage.shares, number * 10_000_000)  # the stages share no samples
     piece = {name: processor.encode(f" {name}")[-1] for name in (*scenes.NAMES, scenes.NONE)}
-    encode = processor.tokenizer.encode
     for _ in range(stage.samples // rows):
         wanted = []
         for task in rng.choices([*stage.shares], [*stage.shares.values()], k=rows):
@@ -109,10 +108,10 @@ def batches(
         samples = [scenes.sample(task, "train", index, seed) for task, index in wanted[world.rank :: world.size]]
         micro = collate([sample_record(s, str(i)) for i, s in enumerate(samples)], processor)
         for row, s in enumerate(samples):  # tokens that the picture does not determine are not learned
-            starts = accumulate(map(len, encode(s.suffix, out_type=str)[:-1]), initial=0)
+            starts = accumulate(map(len, processor.tokenizer.encode(s.suffix, out_type=str)[:-1]), initial=0)
             unknown = [any(a <= start < b for a, b in s.unsupervised) for start in starts]
             micro.targets[row, torch.tensor(unknown).nonzero()[:, 0]] = -100
-        by_picture = dict(zip(micro.image_index.tolist(), samples, strict=True))
+        by_picture = dict(zip(micro.batch.image_index.tolist(), samples, strict=True))
         shown = [[piece[name] for name in s.scene.squares] for s in by_picture.values()]
         yield micro, torch.tensor(shown)
 
@@ -137,7 +136,7 @@ def losses(
     if has_answers:
         attention = model.language_model.layers[MATCHING_LAYER].self_attn
         with tapped({attention: weights.append} if has_attention else {}):
-            logits = forward(model, replace(micro, features=features))
+            logits = forward(model, micro, image_features=features)
         by_token = F.cross_entropy(logits.transpose(1, 2), micro.targets, reduction="none")  # (B, T)
         counts = (micro.targets != -100).sum(1).clamp(min=1)
         sums[0] = (by_token.sum(1) / counts).sum() if stage.by_example else by_token.sum()
@@ -157,7 +156,7 @@ def matched(weights: torch.Tensor, micro: MicroBatch, shown: torch.Tensor, proce
     patches = (ids == processor.config.image_token_id).nonzero()[:, 1].view(len(ids), -1)  # (B, I)
     heads = weights[:, :MATCHING_HEADS]
     to_patches = heads.gather(3, patches[:, None, None].expand(*heads.shape[:3], -1))
-    is_match = name_tokens(processor)[ids][:, :, None] == shown[micro.image_index][:, None]  # (B, S, I)
+    is_match = name_tokens(processor)[ids][:, :, None] == shown[micro.batch.image_index][:, None]  # (B, S, I)
     return (to_patches * is_match[:, None]).sum(-1)[is_match.any(-1)[:, None].expand(heads.shape[:3])]
 
 
@@ -185,7 +184,6 @@ def pretrain(model: PaliGemma, processor: Processor, seed: int, scale: float, wo
     The processes of `world` share every batch and end with the same weights.
     """
     model.train()
-    # Muon (Jordan 2024) for the matrices inside the layers, AdamW for embeddings, norms, biases and the patches
     groups = parameter_groups(model, [Rule(matching(model, ".*"), MUON_LR)])
     optimizer = MuonAdamW(groups, (0.9, 0.98), ADAMW_LR / MUON_LR)
     for number, stage in enumerate(STAGES):
@@ -198,11 +196,9 @@ def pretrain(model: PaliGemma, processor: Processor, seed: int, scale: float, wo
             sums, terms = losses(model, micro, shown, stage, processor)
             means = sums / torch.tensor(world.totals(*terms.tolist())).clamp(min=1)
             (means @ torch.tensor(stage.weights)).backward()
-            if world.size > 1:
-                gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-                summed = parameters_to_vector(gradients)
-                dist.all_reduce(summed)
-                vector_to_parameters(summed, gradients)
+            for parameter in model.parameters() if world.size > 1 else ():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
             clip_grad_norm_(model.parameters(), 1.0)
             decay = (total - step) / max(1, total // 5)
             set_rates(optimizer, min(rate_factor(step, total, total // 50, "constant"), decay))
