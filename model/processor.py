@@ -87,7 +87,7 @@ class Processor:
 
         Raises UserError if config and tokenizer disagree.
         """
-        # the tokenizer of a language model that reads pictures by WINGS; its ids are checked there
+        # of a language model that reads pictures by WINGS; it checks the ids
         self.text = TextTokenizer(config.language, tokenizer) if isinstance(config, LanguageWingsConfig) else None
         if self.text is None:
             _check_tokenizer(config, tokenizer)
@@ -143,39 +143,24 @@ class Processor:
         return self.pad(rows, pictures)
 
     def row_of(self, n_images: int, turns: Sequence[Turn]) -> TokenRow:
-        """The row of a conversation, prompts with their answers, as this model reads it.
+        """The row of a conversation, prompts with their answers; the last answer is None where the model is to give it.
 
-        WINGS and Q-Mamba take a picture where `<image>` stands. PaliGemma takes pictures first: the marks are removed,
-        with the blanks around them. Raises UserError as `layout`.
+        `<image>` in a prompt marks the place of a picture, once for each picture; without it pictures come first. A
+        PaliGemma takes pictures first in any case: the marks are removed, with the blanks around them. Raises UserError
+        for another number of marks, and for text that cannot be encoded or is too long.
         """
-        if check_turns(n_images, turns) and not isinstance(self.config, WingsConfig | QMambaConfig):
-
-            def gap(mark: re.Match) -> str:  # what stays where a mark was
-                return "\n" if "\n" in mark[0] else " " if mark[0] != SLOT else ""
-
-            turns = [
-                (re.sub(rf"\s*{SLOT}\s*", gap, prompt).strip() if SLOT in prompt else prompt, answer)
-                for prompt, answer in turns
-            ]
-        *before, (prefix, suffix) = turns
-        return self.layout(n_images, prefix, suffix, before)
-
-    def layout(self, n_images: int, prefix: str, suffix: str | None = None, before: Sequence[Turn] = ()) -> TokenRow:
-        """One row of a prompt, with its answer in training. before: earlier turns, prompts with their answers.
-
-        `<image>` in a prompt marks the place of a picture, once for each picture. Without it pictures come first, as
-        in PaliGemma. Raises UserError for another number of marks, and for text that cannot be encoded or is too long.
-        """
-        turns: list[Turn] = [*before, (prefix, suffix)]
         is_marked = check_turns(n_images, turns)
         slot = [self.config.image_token_id] * self.config.num_image_tokens
         ids, types, learned = [], [], []
         if self.text is not None and self.config.chat:
             if n_images and not is_marked:
-                turns[-1] = f"{SLOT * n_images}\n{prefix}", suffix
+                *before, (prompt, answer) = turns
+                turns = [*before, (f"{SLOT * n_images}\n{prompt}", answer)]
             ids, learned = self.text.conversation(turns, slot)
             types = [1] * len(ids)
         else:
+            if is_marked and not isinstance(self.config, WingsConfig | QMambaConfig):
+                turns, is_marked = [(_without_marks(prompt), answer) for prompt, answer in turns], False
             for number, (prompt, answer) in enumerate(turns):
                 # the newline is encoded with the prompt: a prompt that ends in one makes a single piece "\n\n" with it
                 parts = (prompt + "\n").split(SLOT)
@@ -186,7 +171,7 @@ class Processor:
                     given += slot if place else []
                     if part and self.config.bos_token_id not in (None, *ids, *given):  # where the text begins
                         given.append(self.config.bos_token_id)
-                    given += self.encode(part) if part else []
+                    given += self.encode(part)
                 reply = [] if answer is None else [*self.encode(answer), self.config.eos_token_id]
                 ids += given + reply
                 types += [int(number > 0)] * len(given) + [1] * len(reply)
@@ -194,9 +179,13 @@ class Processor:
         if self.max_length is not None and len(ids) > self.max_length:
             raise UserError(
                 f"{len(ids)} tokens, but max_length is {self.max_length}: give fewer pictures, shorten the text or "
-                f"raise max_length ({quoted(prefix)})"
+                f"raise max_length ({quoted(turns[-1][0])})"
             )
         return ids, types, learned
+
+    def layout(self, n_images: int, prefix: str, suffix: str | None = None, before: Sequence[Turn] = ()) -> TokenRow:
+        """`row_of` a prompt, with its answer in training. before: earlier turns, prompts with their answers."""
+        return self.row_of(n_images, [*before, (prefix, suffix)])
 
     def pad(self, rows: Sequence[TokenRow], pictures: Sequence[Picture] | None = None) -> Batch:
         """Rows of `layout` as one batch, with the pictures of all their image slots in order.
@@ -206,26 +195,28 @@ class Processor:
         number of pictures than of slots, which a model on a GPU does not count.
         """
         slots = sum(ids.count(self.config.image_token_id) for ids, *_ in rows) // self.config.num_image_tokens
-        if pictures is not None and len(pictures) != slots:
-            raise UserError(f"the rows have {slots} image slots for {len(pictures)} pictures: give one for each slot")
-        paths = (str, os.PathLike)
-        keys = [os.fspath(picture) if isinstance(picture, paths) else id(picture) for picture in pictures or ()]
-        distinct = dict(zip(keys, pictures or (), strict=True))
-        number = {key: place for place, key in enumerate(distinct)}
-        index = list(range(slots)) if pictures is None else [number[key] for key in keys]
+        index = list(range(slots))
+        distinct: dict[str | int, Picture] = {}
+        if pictures is not None:
+            if len(pictures) != slots:
+                raise UserError(f"the rows have {slots} image slots for {len(pictures)} pictures: give one for each")
+            keys = [os.fspath(p) if isinstance(p, str | os.PathLike) else id(p) for p in pictures]
+            distinct = dict(zip(keys, pictures, strict=True))
+            index = [list(distinct).index(key) for key in keys]
         size, width = self.config.vision.image_size, max(len(ids) for ids, *_ in rows)
         pixel_values = torch.empty(len(distinct), 3, size, size)
         for pixels, picture in zip(pixel_values.numpy(), distinct.values(), strict=True):
             self.pixels(picture, pixels)
-        input_ids, token_type_ids, attention_mask, learned = np.zeros((4, len(rows), width), np.int64)
+        input_ids, types, mask, learned = torch.zeros(4, len(rows), width, dtype=torch.int64)
         input_ids[:] = self.config.pad_token_id
-        for row, (ids, types, right) in enumerate(rows):
+        for number, (ids, *others) in enumerate(rows):
             # padding on the left comes before the image tokens
-            place = row, slice(width - len(ids), width) if self.padding_side == "left" else slice(0, len(ids))
-            input_ids[place], token_type_ids[place], attention_mask[place], learned[place] = ids, types, 1, right
-        labels = np.where(learned, input_ids, -100)
-        others = token_type_ids, attention_mask, labels, np.array(index, np.int64)
-        return Batch(torch.from_numpy(input_ids), pixel_values, *map(torch.from_numpy, others))
+            place = slice(width - len(ids), width) if self.padding_side == "left" else slice(len(ids))
+            for tensor, values in zip((input_ids, types, learned), (ids, *others), strict=True):
+                tensor[number, place] = torch.tensor(values)
+            mask[number, place] = 1
+        labels = input_ids.where(learned > 0, -100)
+        return Batch(input_ids, pixel_values, types, mask, labels, torch.tensor(index, dtype=torch.int64))
 
     def fit(self, picture: Drawn) -> np.ndarray:
         """A picture as uint8 (R, R, 3), all that the model sees of it. Raises UserError, naming the file."""
@@ -296,6 +287,15 @@ def _check_tokenizer(config: PaliGemmaConfig | QMambaConfig, tokenizer: Tokenize
         raise UserError(f"the tokenizer is of another model: {problem}: take both files from one model")
 
 
+def _without_marks(prompt: str) -> str:
+    """The prompt without `<image>`: of the blanks around each mark a newline or a space stays."""
+
+    def gap(mark: re.Match) -> str:
+        return "\n" if "\n" in mark[0] else " " if mark[0] != SLOT else ""
+
+    return re.sub(rf"\s*{SLOT}\s*", gap, prompt).strip() if SLOT in prompt else prompt
+
+
 _BOX = re.compile(r"\s*<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})>(?:<seg\d{3}>)*([^<>]*)")
 
 
@@ -306,10 +306,9 @@ def parse_boxes(text: str, width: int, height: int) -> list[tuple[str, tuple[flo
     PaliGemma's detection format). Parts of the text that are not a box are ignored.
     """
     boxes = []
-    for part in text.split(";"):
-        match = _BOX.fullmatch(part)
-        if match and all(int(value) < 1024 for value in match.groups()[:4]):
-            y1, x1, y2, x2 = (int(value) / 1023 for value in match.groups()[:4])
+    for match in map(_BOX.fullmatch, text.split(";")):
+        if match and max(match.groups()[:4]) <= "1023":
+            y1, x1, y2, x2 = (int(place) / 1023 for place in match.groups()[:4])
             corners = (min(x1, x2) * width, min(y1, y2) * height, max(x1, x2) * width, max(y1, y2) * height)
             boxes.append((match[5].strip(), corners))
     return boxes

@@ -6,11 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import sentencepiece
 import tokenizers
 import torch
-from transformers import AutoTokenizer, GemmaTokenizer, Qwen2Tokenizer
-from transformers.tokenization_utils_base import generate_merges
+from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from eval.ask import main
 from model.chat import TextTokenizer, load_text_tokenizer
@@ -22,6 +20,7 @@ from model.paligemma import initialize
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.system_configs import LanguageConfig
+from tests.pieces import gemma_tokenizer, train_pieces
 from weights.export import export_model
 from weights.load import load_text
 
@@ -65,13 +64,6 @@ it's I'LL 1234567 x86 ...!? (brackets)[]
 CORPUS = ["where is the dog? it's at the gate; 12 and 345\n\nand so on, isn't it, I'll say", *TEXTS] * 3
 
 
-def gemma_tokenizer() -> GemmaTokenizer:
-    """The pieces of the embedded base, and Gemma's turns."""
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(BUNDLED_FOLDER / "tokenizer.model"))
-    vocabulary = {pieces.id_to_piece(i): i for i in range(pieces.vocab_size())}
-    return GemmaTokenizer(vocab=vocabulary, merges=generate_merges(vocabulary))
-
-
 def qwen_tokenizer() -> Qwen2Tokenizer:
     """Merges that the package `tokenizers` has learned of bytes, cut by Qwen's regular expression."""
     learner = Qwen2Tokenizer().backend_tokenizer
@@ -91,7 +83,7 @@ def kind(request) -> str:
 def folder(kind, tmp_path_factory) -> Path:
     """A random model and its tokenizer, as the hub has them."""
     folder = tmp_path_factory.mktemp("chat") / kind
-    tokenizer = gemma_tokenizer() if kind == "gemma2" else qwen_tokenizer()
+    tokenizer = gemma_tokenizer(BUNDLED_FOLDER / "tokenizer.model") if kind == "gemma2" else qwen_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS[kind]})
     sizes = {"head_dim": 8, "num_key_value_heads": 1, "num_attention_heads": 2, "num_hidden_layers": 2}
     sizes |= {} if kind == "gemma2" else {"hidden_activation": "silu", "tie_word_embeddings": False}
@@ -118,29 +110,29 @@ def theirs(folder):
 def test_texts_have_the_ids_of_transformers(kind, ours, theirs):
     """Breaks when text is normalised, cut or merged otherwise, or bos is put before it, or not, against the family."""
     for text in TEXTS + [" ".join(TEXTS)]:
-        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False), text
-        if text:
-            assert ours.prompt(text) == ([2] if kind == "gemma2" else []) + ours.encode(text)
-        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text, add_special_tokens=False))
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text, add_special_tokens=False), text
+        assert not text or ours.prompt(text) == [2] * (kind == "gemma2") + ids
+        assert ours.decode(ids) == theirs.decode(ids)
+
+
+def rendered(theirs, turns, system: str | None = None, **options) -> list[int]:
+    """The ids of the published template; an open turn of the model ends them."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for prompt, answer in turns:
+        messages.append({"role": "user", "content": prompt})
+        messages += [] if answer is None else [{"role": "assistant", "content": answer}]
+    opens = turns[-1][1] is None
+    return theirs.apply_chat_template(messages, add_generation_prompt=opens, return_dict=False, **options)
 
 
 def test_turns_are_those_of_the_chat_template(kind, ours, theirs):
     """Breaks when a turn, a newline, the system turn or a blank differs from what the model was trained with."""
-    for turns in (
-        ([(text, None)] for text in TEXTS[:5]),
-        [[("  a?\n", " b \n"), ("c", " d\n"), ("e\n\n", None)], [("a", "b")]],
-    ):
-        for conversation in turns:
-            messages = []
-            for prompt, answer in conversation:
-                messages += [{"role": "user", "content": prompt}]
-                messages += [] if answer is None else [{"role": "assistant", "content": answer}]
-            for system in (None, "Be short.") if kind == "qwen2" else (None,):
-                given = messages if system is None else [{"role": "system", "content": system}, *messages]
-                opens = conversation[-1][1] is None
-                rendered = theirs.apply_chat_template(given, add_generation_prompt=opens, return_dict=False)
-                behind = [] if opens else ours.encode("\n")  # the template ends a finished turn with its line
-                assert ours.chat(conversation, system) + behind == rendered
+    several = [("  a?\n", " b \n"), ("c", " d\n"), ("e\n\n", None)]
+    for turns in (several, [("a", "b")], *([(text, None)] for text in TEXTS[:5])):
+        for system in (None, "Be short.") if kind == "qwen2" else (None,):
+            behind = [] if turns[-1][1] is None else ours.encode("\n")  # the template ends a turn with its line
+            assert ours.chat(turns, system) + behind == rendered(theirs, turns, system)
     assert ours.end_of_turn == [theirs.convert_tokens_to_ids(MARKS[kind][1])]
     answer = [*ours.encode("yes"), *ours.end_of_turn, *ours.encode("no")]
     assert ours.decode(torch.tensor(answer)) == "yes"
@@ -153,55 +145,42 @@ def test_the_system_turn_is_the_models(folder, theirs, tmp_path, file):
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(folder / name, tmp_path)
     (tmp_path / file).write_text(QWEN_2_5 if file.endswith("jinja") else json.dumps({"chat_template": QWEN_2_5}))
-    messages = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
     for system in (None, "Be short."):
-        given = messages if system is None else [{"role": "system", "content": system}, *messages]
-        options = {"chat_template": QWEN_2_5, "add_generation_prompt": True, "return_dict": False}
-        rendered = theirs.apply_chat_template(given, **options)
-        assert load_text_tokenizer(tmp_path).chat([("a", "b"), ("c", None)], system) == rendered
+        turns = [("a", "b"), ("c", None)]
+        expected = rendered(theirs, turns, system, chat_template=QWEN_2_5)
+        assert load_text_tokenizer(tmp_path).chat(turns, system) == expected
 
 
 def test_what_cannot_be_asked_is_refused(kind, ours):
     """Breaks when a text forges a turn or is cut, or a model is asked in turns that it does not have."""
-    for piece in (*MARKS[kind], "<bos>" if kind == "gemma2" else "<|endoftext|>"):
-        with pytest.raises(UserError, match="spells the control token"):
-            ours.chat([(f"a {piece} b", None)])
-    with pytest.raises(UserError, match="at most 3 are read"):
-        TextTokenizer(ours.config, ours.tokenizer, max_length=3).prompt("where is the dog at the gate?")
-    with pytest.raises(UserError, match="at most 512 are read"):  # what the model was trained with
-        TextTokenizer(ours.config, ours.tokenizer, max_length=9000).prompt("dog, " * 512)
-    small = replace(ours.config, text=replace(ours.config.text, vocab_size=ours.tokenizer.vocab_size() - 1))
-    with pytest.raises(UserError, match="the tokenizer is of another model"):
-        TextTokenizer(small, ours.tokenizer)
-    call = (lambda: ours.chat([("a", None)], "Be short.")) if kind == "gemma2" else (lambda: ours.prompt(""))
-    with pytest.raises(UserError, match="has no system turn|has no tokens"):
-        call()
+    config, tokenizer = ours.config, ours.tokenizer
+    small = replace(config, text=replace(config.text, vocab_size=tokenizer.vocab_size() - 1))
+    forged = [*MARKS[kind], "<bos>" if kind == "gemma2" else "<|endoftext|>"]
+    for call, message in (
+        *((lambda piece=piece: ours.chat([(f"a {piece} b", None)]), "spells the control token") for piece in forged),
+        (lambda: TextTokenizer(config, tokenizer, max_length=3).prompt("where is the dog at the gate?"), "at most 3 "),
+        (lambda: TextTokenizer(config, tokenizer, max_length=9000).prompt("dog, " * 512), "at most 512 "),  # trained
+        (lambda: TextTokenizer(small, tokenizer), "the tokenizer is of another model"),
+        (lambda: ours.prompt("") if kind == "qwen2" else ours.chat([("a", None)], "Be short."), "has no "),
+    ):
+        with pytest.raises(UserError, match=message):
+            call()
 
 
 def test_gemmas_tokenizer_model(tmp_path):
     """Breaks when the turns of tokenizer.model are not found, or a model without such tokens is asked in turns."""
-    ours = TextTokenizer(
-        LanguageConfig(TextConfig(vocab_size=2048), (1,), 0, 2), Processor.from_source("embedded").tokenizer
-    )
+    config = LanguageConfig(TextConfig(vocab_size=2048), (1,), 0, 2)
+    ours = TextTokenizer(config, Processor.from_source("embedded").tokenizer)
     assert ours.prompt("dog")[0] == 2
     with pytest.raises(UserError, match="the tokenizer has no <start_of_turn>"):
         ours.chat([("a", None)])
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_prefix=str(tmp_path / "tokenizer"),
-        **{"model_type": "bpe", "vocab_size": 400, "byte_fallback": True, "minloglevel": 2, "num_threads": 1},
-        **{"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3},
-        **{"pad_piece": "<pad>", "eos_piece": "<eos>", "bos_piece": "<bos>"},
-        **{"normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False},
-        user_defined_symbols=[*MARKS["gemma2"], "\n", "\n\n"],
-    )
-    config = LanguageConfig(TextConfig(vocab_size=512), (1,), 0, 2)
+    train_pieces(tmp_path / "tokenizer", CORPUS, 400, [*MARKS["gemma2"], "\n", "\n\n"])
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     ours = load_text_tokenizer(tmp_path)
     pieces = [ours.tokenizer.id_to_piece(id_) for id_ in ours.chat([("where", "dog"), ("a\n\nb", None)])]
-    rendered = "<bos><start_of_turn>user\nwhere<end_of_turn>\n<start_of_turn>model\ndog<end_of_turn>\n"
-    rendered += "<start_of_turn>user\na\n\nb<end_of_turn>\n<start_of_turn>model\n"
-    assert "".join(pieces) == rendered and set(MARKS["gemma2"]) < set(pieces)
+    text = "<bos><start_of_turn>user\nwhere<end_of_turn>\n<start_of_turn>model\ndog<end_of_turn>\n"
+    text += "<start_of_turn>user\na\n\nb<end_of_turn>\n<start_of_turn>model\n"
+    assert "".join(pieces) == text and set(MARKS["gemma2"]) < set(pieces)
 
 
 # The command

@@ -16,12 +16,10 @@ from unittest.mock import MagicMock
 
 import huggingface_hub
 import pytest
-import sentencepiece
 import torch
 from huggingface_hub import errors
-from transformers import AddedToken, GemmaTokenizer, PaliGemmaProcessor
+from transformers import PaliGemmaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
-from transformers.tokenization_utils_base import generate_merges
 
 import model.images as images_module
 from model.common import UserError
@@ -32,9 +30,9 @@ from model.processor import Batch, Processor, load_tokenizer, parse_boxes
 from model.source import BUNDLED_FOLDER, resolve
 from model.tokenizer import LOCATIONS
 from tests.model.test_images import SIDE, picture
+from tests.pieces import gemma_tokenizer, train_pieces
 
 TOKENS = 16
-CONTROL = ("pad", "eos", "bos", "unk")
 SYMBOLS = ["<mask>", "\n", "\n\n", "▁▁", "▁▁▁", *LOCATIONS]
 CORPUS = """answer en where is the cow standing?
 answer en how many dogs are in the picture?
@@ -65,16 +63,7 @@ TEXTS = [
 def folder(tmp_path_factory) -> Path:
     """A model folder as Processor.from_source takes it: config.json and tokenizer.model."""
     folder = tmp_path_factory.mktemp("model")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS * 3),
-        model_prefix=str(folder / "tokenizer"),
-        **{"model_type": "bpe", "vocab_size": 1600, "hard_vocab_limit": False, "byte_fallback": True},
-        **{f"{name}_id": number for number, name in enumerate(CONTROL)},
-        **{f"{name}_piece": f"<{name}>" for name in CONTROL},
-        **{"normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False},
-        **{"split_digits": True, "allow_whitespace_only_pieces": True, "minloglevel": 2, "num_threads": 1},
-        user_defined_symbols=SYMBOLS,
-    )
+    train_pieces(folder / "tokenizer", CORPUS * 3, 1600, SYMBOLS)
     pieces = load_tokenizer(folder / "tokenizer.model").vocab_size()
     config = PaliGemmaConfig(
         VisionConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=SIDE),
@@ -92,10 +81,7 @@ def processor(folder) -> Processor:
 
 @pytest.fixture(scope="session")
 def hf(folder) -> PaliGemmaProcessor:
-    pieces = load_tokenizer(folder / "tokenizer.model")
-    vocabulary = {pieces.id_to_piece(i): i for i in range(pieces.vocab_size())}
-    tokenizer = GemmaTokenizer(vocab=vocabulary, merges=generate_merges(vocabulary))
-    tokenizer.add_tokens([AddedToken(piece, normalized=False, special=False) for piece in SYMBOLS])
+    tokenizer = gemma_tokenizer(folder / "tokenizer.model", SYMBOLS)
     pictures = SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE})
     pictures.image_seq_length = TOKENS
     return PaliGemmaProcessor(pictures, tokenizer)

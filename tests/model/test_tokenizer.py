@@ -8,19 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sentencepiece
 import tokenizers
 import torch
 from transformers import AddedToken, AutoTokenizer, GemmaTokenizer, PaliGemmaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
-from transformers.tokenization_utils_base import generate_merges
 
-import weights.export
 from model.common import UserError
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.tokenizer import LOCATIONS, JsonTokenizer, find_tokenizer, load_tokenizer
-from weights.load import load_model
+from tests.pieces import gemma_tokenizer, train_pieces
 
 pytestmark = pytest.mark.long
 
@@ -39,23 +36,8 @@ ODD += ["\0", "\r\n", "e\u0301", "🐮🏽", "👩‍🚀", "日本語", "<unuse
 
 def gemma(folder: Path) -> GemmaTokenizer:
     """Gemma's settings, and its published vocabulary's way with byte 9, whose piece is a tab in place of <0x09>."""
-    control = ("pad", "eos", "bos", "unk")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS * 3),
-        model_prefix=str(folder / "drawn"),
-        **{"model_type": "bpe", "vocab_size": 1900, "hard_vocab_limit": False, "byte_fallback": True},
-        **{f"{name}_id": number for number, name in enumerate(control)},
-        **{f"{name}_piece": f"<{name}>" for name in control},
-        **{"normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False},
-        **{"split_digits": True, "allow_whitespace_only_pieces": True, "minloglevel": 2, "num_threads": 1},
-        user_defined_symbols=[*RESERVED, *RUNS, *LOCATIONS],
-    )
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "drawn.model"))
-    names = (pieces.id_to_piece(id_) for id_ in range(pieces.vocab_size()))
-    vocabulary = {"\t" if name == "<0x09>" else name: id_ for id_, name in enumerate(names)}
-    tokenizer = GemmaTokenizer(vocab=vocabulary, merges=generate_merges(vocabulary))
-    tokenizer.add_tokens([AddedToken(piece, normalized=False, special=False) for piece in [*RESERVED, *RUNS]])
-    return tokenizer
+    file = train_pieces(folder / "drawn", CORPUS * 3, 1900, [*RESERVED, *RUNS, *LOCATIONS])
+    return gemma_tokenizer(file, [*RESERVED, *RUNS], {"<0x09>": "\t"})
 
 
 def learned(folder: Path) -> GemmaTokenizer:
@@ -127,17 +109,6 @@ def test_a_batch_equals_that_of_transformers(folder):
     for name in ("input_ids", "token_type_ids", "attention_mask"):
         assert torch.equal(getattr(batch, name), expected[name]), name
     assert [ours.decode(batch.labels[i][batch.labels[i] >= 0]) for i in range(3)] == answers
-
-
-def test_an_export_keeps_tokenizer_json(tmp_path):
-    """Breaks when the tokenizer is lost on the way, so that an exported folder opens in neither library."""
-    source, out = tmp_path / "source", tmp_path / "out"
-    source.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        shutil.copy(BUNDLED_FOLDER / name, source)
-    weights.export.main([str(source), str(out)])
-    text = "answer en Is there a dog in the image? <loc0009>"
-    assert load_model(out) and Processor.from_source(out).encode(text) == Processor.from_source("embedded").encode(text)
 
 
 def test_tokenizer_model_comes_first_and_needs_no_package(tmp_path, monkeypatch):
