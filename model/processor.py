@@ -143,24 +143,31 @@ class Processor:
         return self.pad(rows, pictures)
 
     def row_of(self, n_images: int, turns: Sequence[Turn]) -> TokenRow:
-        """The row of a conversation, prompts with their answers; the last answer is None where the model is to give it.
+        """The row of a conversation, prompts with their answers, as this model was trained.
 
-        `<image>` in a prompt marks the place of a picture, once for each picture; without it pictures come first. A
-        PaliGemma takes pictures first in any case: the marks are removed, with the blanks around them. Raises UserError
-        for another number of marks, and for text that cannot be encoded or is too long.
+        As `layout`, but a PaliGemma takes pictures first: `<image>` in a prompt is removed, with the blanks around it.
         """
+        if check_turns(n_images, turns) and not isinstance(self.config, WingsConfig | QMambaConfig):
+            turns = [(_without_marks(prompt), answer) for prompt, answer in turns]
+        *before, (prefix, suffix) = turns
+        return self.layout(n_images, prefix, suffix, before)
+
+    def layout(self, n_images: int, prefix: str, suffix: str | None = None, before: Sequence[Turn] = ()) -> TokenRow:
+        """The row of a prompt, with its answer in training. before: earlier turns, prompts with their answers.
+
+        `<image>` in a prompt marks the place of a picture, once for each picture. Without it pictures come first.
+        Raises UserError for another number of marks, and for text that cannot be encoded or is too long.
+        """
+        turns: list[Turn] = [*before, (prefix, suffix)]
         is_marked = check_turns(n_images, turns)
         slot = [self.config.image_token_id] * self.config.num_image_tokens
         ids, types, learned = [], [], []
         if self.text is not None and self.config.chat:
             if n_images and not is_marked:
-                *before, (prompt, answer) = turns
-                turns = [*before, (f"{SLOT * n_images}\n{prompt}", answer)]
+                turns[-1] = f"{SLOT * n_images}\n{prefix}", suffix
             ids, learned = self.text.conversation(turns, slot)
             types = [1] * len(ids)
         else:
-            if is_marked and not isinstance(self.config, WingsConfig | QMambaConfig):
-                turns, is_marked = [(_without_marks(prompt), answer) for prompt, answer in turns], False
             for number, (prompt, answer) in enumerate(turns):
                 # the newline is encoded with the prompt: a prompt that ends in one makes a single piece "\n\n" with it
                 parts = (prompt + "\n").split(SLOT)
@@ -179,13 +186,9 @@ class Processor:
         if self.max_length is not None and len(ids) > self.max_length:
             raise UserError(
                 f"{len(ids)} tokens, but max_length is {self.max_length}: give fewer pictures, shorten the text or "
-                f"raise max_length ({quoted(turns[-1][0])})"
+                f"raise max_length ({quoted(prefix)})"
             )
         return ids, types, learned
-
-    def layout(self, n_images: int, prefix: str, suffix: str | None = None, before: Sequence[Turn] = ()) -> TokenRow:
-        """`row_of` a prompt, with its answer in training. before: earlier turns, prompts with their answers."""
-        return self.row_of(n_images, [*before, (prefix, suffix)])
 
     def pad(self, rows: Sequence[TokenRow], pictures: Sequence[Picture] | None = None) -> Batch:
         """Rows of `layout` as one batch, with the pictures of all their image slots in order.
