@@ -18,14 +18,11 @@ from model.attention import set_attention_backend
 from model.common import UserError
 from model.generate import generate
 from model.language import LanguageModel
-from model.paligemma import initialize
 from model.processor import Processor
-from model.system_configs import LanguageConfig
-from tests.reference import outputs_by_layer, randomize, relative_error, reload_hf
+from tests.reference import outputs_by_layer, randomize, relative_error, reload_hf, right_padded
 from train import finetune
-from weights import inspect
 from weights.export import export_model, main
-from weights.load import INDEX_FILE, SINGLE_FILE, examine, load_model, load_siglip, load_text
+from weights.load import INDEX_FILE, SINGLE_FILE, load_model, load_siglip, load_text
 
 GATE = 1e-6
 SIZES = {"vocab_size": 128, "hidden_size": 72, "intermediate_size": 96, "num_attention_heads": 4}
@@ -41,18 +38,6 @@ CONFIGS = {
 ROWS = (20, 13, 1)  # tokens of each row; the longest passes the window
 
 
-def hf_language(kind: str):
-    """A random model in fp32, its norms near the identity, so that nothing vanishes."""
-    torch.manual_seed(0)
-    hf = AutoModelForCausalLM.from_config(CONFIGS[kind](), attn_implementation="eager").eval()
-    randomize(hf)
-    if kind == "qwen2":
-        with torch.no_grad():
-            for name, parameter in hf.named_parameters():
-                parameter.add_(float("norm" in name))
-    return hf
-
-
 @pytest.fixture(scope="module", params=CONFIGS)
 def kind(request) -> str:
     return request.param
@@ -60,7 +45,13 @@ def kind(request) -> str:
 
 @pytest.fixture(scope="module")
 def hf(kind):
-    return hf_language(kind)
+    """A random model in fp32, its norms near the identity, so that nothing vanishes."""
+    torch.manual_seed(0)
+    hf = AutoModelForCausalLM.from_config(CONFIGS[kind](), attn_implementation="eager").eval()
+    randomize(hf)
+    for name, parameter in hf.named_parameters():
+        parameter.data += float(kind == "qwen2" and "norm" in name)
+    return hf
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +73,10 @@ def opened(folder, backend: str = "eager", **options) -> LanguageModel:
     return model
 
 
-def batch(left: bool = True, rows=ROWS) -> dict[str, torch.Tensor]:
+def batch(rows=ROWS) -> dict[str, torch.Tensor]:
+    """A left-padded batch."""
     ids = torch.randint(3, 128, (len(rows), max(rows)), generator=torch.Generator().manual_seed(1))
-    place = torch.arange(max(rows)).expand_as(ids)
-    length = torch.tensor(rows)[:, None]
-    valid = (place >= max(rows) - length if left else place < length).long()
+    valid = (torch.arange(max(rows)) >= max(rows) - torch.tensor(rows)[:, None]).long()
     return {"input_ids": ids * valid, "attention_mask": valid}
 
 
@@ -105,7 +95,7 @@ def test_every_layer_and_the_logits(hf, model):
     names = [name for name, _ in model.language_model.named_modules() if name and not name.endswith("proj")]
     names = [name for name in names if name not in ("layers", "lm_head", "embed_tokens")]
     assert len(names) >= 5 * 3 + 1
-    for inputs in (batch(), batch(left=False)):
+    for inputs in (batch(), right_padded(batch())):
         valid = inputs["attention_mask"].bool()
         expected = outputs_by_layer(hf.model, names, partial(theirs, hf, inputs))
         mine = outputs_by_layer(model.language_model, names, partial(model, **inputs))
@@ -183,13 +173,7 @@ def test_greedy_tokens_are_those_of_transformers(hf, tmp_path):
 
 def changed(kind, **changes):
     """A mutant that sets fields of every module of a kind."""
-
-    def mutant(patch, model):
-        for module in model.modules():
-            if isinstance(module, kind):
-                vars(module).update(changes)
-
-    return mutant
+    return lambda patch, model: [vars(m).update(changes) for m in model.modules() if isinstance(m, kind)]
 
 
 def configured(**changes):
@@ -197,11 +181,9 @@ def configured(**changes):
 
 
 def no_bias(name):
-    def mutant(patch, model):
-        for layer in model.language_model.layers:
-            layer.self_attn.get_submodule(name).bias.data.zero_()
-
-    return mutant
+    return lambda patch, model: [
+        layer.self_attn.get_submodule(name).bias.data.zero_() for layer in model.language_model.layers
+    ]
 
 
 def scaled_embeddings(patch, model):
@@ -221,12 +203,6 @@ def norm_before_the_cast(patch, model):
     patch.setattr(gemma.RMSNorm, "forward", forward)
 
 
-ALL = {
-    "bidirectional": bidirectional,
-    "eps 1e-6": changed(gemma.RMSNorm, eps=1e-6),
-    "theta 10001": configured(rope_theta=10001.0),
-    "scale 1": changed(attention.Attention, scale=1.0),
-}
 GEMMA = {
     "norm without one": changed(gemma.RMSNorm, offset=0),
     "silu": changed(gemma.GemmaMLP, activation="silu"),
@@ -246,7 +222,13 @@ QWEN2 = {
     "gelu": changed(gemma.GemmaMLP, activation="gelu_pytorch_tanh"),
     "tied head": changed(gemma.Gemma, lm_head=None),
 }
-MUTANTS = {"gemma": ALL | GEMMA, "gemma2": ALL | GEMMA2, "qwen2": ALL | QWEN2}
+MUTANTS = {"gemma": GEMMA, "gemma2": GEMMA | GEMMA2, "qwen2": QWEN2}
+ALL = {
+    "bidirectional": bidirectional,
+    "eps 1e-6": changed(gemma.RMSNorm, eps=1e-6),
+    "theta 10001": configured(rope_theta=10001.0),
+    "scale 1": changed(attention.Attention, scale=1.0),
+}
 # bf16 alone shows them; a norm without 1 + weight is multiplied after the cast in Qwen alone
 ROUNDING = {"first position 1": changed(gemma.Gemma, first_position=1), "norm before the cast": norm_before_the_cast}
 
@@ -259,7 +241,7 @@ def test_the_gate_rejects(kind, hf, folder):
     valid = inputs["attention_mask"].bool()
     twin = reload_hf(hf, "eager", torch.bfloat16)
     exact, rounded = theirs(hf, inputs)[valid], theirs(twin, inputs)[valid].float()
-    for name, mutant in (MUTANTS[kind] | ROUNDING).items():
+    for name, mutant in (ALL | MUTANTS[kind] | ROUNDING).items():
         is_rounding = name in ROUNDING
         if kind != "qwen2" and mutant is norm_before_the_cast:
             continue
@@ -280,17 +262,16 @@ def change(folder: Path, **changes) -> None:
 
 
 @torch.no_grad()
-def test_files_of_all_layouts_are_opened(kind, hf, folder, tmp_path):
+def test_files_of_all_layouts_are_opened(folder, hf, tmp_path):
     """Breaks when a weight file of several, an older spelling of config.json, or a stored tied head is misread."""
-    inputs, several, stored = batch(), tmp_path / "several", tmp_path / "stored"
+    several, stored = tmp_path / "several", tmp_path / "stored"
     hf.save_pretrained(several, max_shard_size="60KB")
     raw = json.loads((several / "config.json").read_text())
     older = {"rope_theta": raw["rope_parameters"]["rope_theta"], "rope_parameters": ..., "rope_scaling": None}
     change(several, **older, torch_dtype=raw["dtype"], dtype=..., layer_types=...)
     model = load_model(several)
-    set_attention_backend(model, "eager")
     assert (several / INDEX_FILE).exists() and type(model) is LanguageModel
-    assert torch.equal(model(**inputs), opened(folder)(**inputs))
+    assert torch.equal(model(**batch()), load_text(folder)(**batch()))
     shutil.copytree(folder, stored)
     whole, embedding = load_file(folder / SINGLE_FILE), model.language_model.embed_tokens.weight
     save_file(whole | {"lm_head.weight": embedding.clone()}, stored / SINGLE_FILE)
@@ -308,29 +289,25 @@ def test_no_stop_token(folder, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").unlink()
     change(tmp_path, eos_token_id=None)
-    model, inputs = opened(tmp_path), batch(rows=(7, 4, 1))
+    model, (ids, valid) = load_text(tmp_path), batch(rows=(7,)).values()
     assert model.config.eos_token_id == ()
-    ids, valid = inputs.values()
-    assert [len(row) for row in generate(model, ids, None, torch.ones_like(ids), valid, 30)] == [30] * 3
+    assert len(generate(model, ids, None, valid, valid, 30)[0]) == 30
 
 
 @pytest.mark.long
 @torch.no_grad()
-def test_an_export_is_opened_by_transformers(kind, hf, folder, tmp_path, capsys):
+def test_an_export_is_opened_by_transformers(hf, folder, tmp_path):
     """Breaks when the way back loses a tensor, a size, the head, an end token or the companions."""
-    inputs = batch()
-    main([str(folder), str(tmp_path / "command"), "--max-shard-gb", "0.0001"])
-    assert "dialect text" in capsys.readouterr().out and (tmp_path / "command" / INDEX_FILE).exists()
-    model = load_text(folder)
-    assert LanguageConfig.from_dict(model.config.to_dict()) == model.config
-    export_model(model, tmp_path / "function")
-    for out in ("command", "function"):
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / out, attn_implementation="eager").eval()
-        assert type(again) is type(hf) and torch.equal(theirs(again, inputs), theirs(hf, inputs))
-        kept = {name: value for name, value in hf.config.to_dict().items() if name not in ("_name_or_path", "dtype")}
-        differing = {name for name, value in kept.items() if again.config.to_dict().get(name) != value}
-        assert differing <= {"max_window_layers", "sliding_window", "use_cache", "initializer_range"}, differing
-    assert torch.equal(load_text(tmp_path / "function")(**inputs), model(**inputs))
+    inputs, model = batch(), load_text(folder)
+    main([str(folder), str(tmp_path), "--max-shard-gb", "0.0001"])
+    assert (tmp_path / INDEX_FILE).exists() and load_text(tmp_path).config == model.config
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert type(again) is type(hf) and torch.equal(theirs(again, inputs), theirs(hf, inputs))
+    kept = {name: value for name, value in hf.config.to_dict().items() if name not in ("_name_or_path", "dtype")}
+    differing = {name for name, value in kept.items() if again.config.to_dict().get(name) != value}
+    assert differing <= {"max_window_layers", "sliding_window", "use_cache", "initializer_range"}, differing
+    export_model(model, tmp_path / "again")
+    assert torch.equal(load_text(tmp_path / "again")(**inputs), model(**inputs))
 
 
 REFUSED = {
@@ -355,34 +332,26 @@ REFUSED = {
 
 
 def test_what_is_not_computed_is_refused(kind, folder, tmp_path):
-    """Breaks when a model that computes something else is opened, or refused in more than one line."""
+    """Breaks when a model that computes something else is opened, or ends in a traceback."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     raw = (folder / "config.json").read_bytes()
     for changes, message in REFUSED[kind]:
         (tmp_path / "config.json").write_bytes(raw)
         change(tmp_path, **changes)
-        with pytest.raises(UserError, match=message) as error:
+        with pytest.raises(UserError, match=message):
             load_text(tmp_path)
-        assert "\n" not in str(error.value)
 
 
-def test_what_needs_pictures_refuses_it(kind, folder, tmp_path):
-    """Breaks when a command that needs a vision tower ends in a traceback; when a head of its own is called tied."""
-    for call in (
-        lambda: load_siglip(folder),
-        lambda: Processor.from_source(folder),
-        lambda: finetune.main(["--base", str(folder), "--steps", "1", "--out", str(tmp_path / "run")]),
-    ):
+def test_what_needs_pictures_refuses_it(folder, tmp_path):
+    """Breaks when a command that needs a vision tower ends in a traceback."""
+    train = f"--base {folder} --steps 1 --out {tmp_path / 'run'}".split()
+    for call in (lambda: load_siglip(folder), lambda: Processor.from_source(folder), lambda: finetune.main(train)):
         with pytest.raises(UserError, match="a language model for text alone"):
             call()
-    assert "LanguageModel, dialect text" in inspect.describe(examine(folder))
 
 
 def test_quantized_layers_leave_the_head(model):
     """Breaks when a head of its own loses bits, or makes the quantized model fail."""
     logits = model(batch()["input_ids"])
-    model.requires_grad_(False)
-    assert quantize(model) == 7 * len(model.language_model.layers)
+    assert quantize(model.requires_grad_(False)) == 7 * len(model.language_model.layers)
     assert relative_error(model(batch()["input_ids"]), logits) < 0.1
-    initialize(model.float())
-    assert model.language_model.norm.weight.tolist() == [1.0 - model.language_model.norm.offset] * 72

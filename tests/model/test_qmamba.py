@@ -117,16 +117,12 @@ def by_other_hands(module: QMambaProjector, x: torch.Tensor, order: str) -> torc
     return linear(module.output, q)
 
 
+CHANGES = [{}, {"local_attention": False}, {"feed_forward": False}, {"connector": False}]
+CHANGES += [{"scan_order": "forward"}, {"scan_order": "backward"}]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        *({name: False} for name in ("local_attention", "feed_forward", "connector")),
-        *({"scan_order": order} for order in ("forward", "backward")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 def test_projector_equals_the_equations(changes, backend):
     """Breaks when connector, mask, cross-attention, fusion or feed-forward depart from the paper's description."""
@@ -156,8 +152,8 @@ def test_projectors_without_queries():
 
 
 def test_checkpointing_covers_the_projector():
-    """Breaks when blocks keep their activations, or compute other gradients when they are computed again."""
-    module, x, kept, gradients = projector(), features(), [0, 0], []
+    """Breaks when blocks keep their activations; that gradients stay the same: test_contract.py."""
+    module, x, kept = projector(), features(), [0, 0]
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept[module.checkpointing] += tensor.numel()
@@ -165,19 +161,8 @@ def test_checkpointing_covers_the_projector():
 
     for module.checkpointing in (False, True):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            out = module(x)
-        gradients.append(torch.autograd.grad(out.square().sum(), list(module.parameters())))
-    assert kept[1] < 0.6 * kept[0] and all(map(torch.equal, *gradients))
-
-
-@pytest.mark.parametrize("local", [True, False])
-def test_a_query_draws_on_its_own_span(local):
-    """Breaks when features outside a query's span reach it: a single block without connector has no other way."""
-    module = projector(num_blocks=1, connector=False, local_attention=local)
-    x = features(1).requires_grad_()
-    gradients = [torch.autograd.grad(query.square().sum(), x, retain_graph=True)[0] for query in module(x)[0]]
-    reached = torch.cat(gradients).any(-1)  # (Q, K)
-    assert torch.equal(reached, local_mask(5, 16) if local else torch.ones(5, 16, dtype=torch.bool))
+            module(x)
+    assert kept[1] < 0.6 * kept[0]
 
 
 def test_mamba_weights_fill_the_blocks():
@@ -200,7 +185,7 @@ def test_mamba_weights_fill_the_blocks():
 # --- the vision tower -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layer", [-1, -2, -3, 0, 1])
+@pytest.mark.parametrize("layer", [-2, 0, 1])
 def test_features_are_those_of_the_layer_asked_for(layer):
     """Breaks when another layer is read than transformers' hidden_states has there, or the final norm is applied."""
     sizes = {"hidden_size": 20, "intermediate_size": 28, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -222,28 +207,20 @@ def test_features_are_those_of_the_layer_asked_for(layer):
 # --- the whole model --------------------------------------------------------------------------------------------------
 
 
-def model() -> QMamba:
-    return randomized(QMamba(CONFIG)).eval()
-
-
-def batch(lengths=(6, 3), seed: int = 2) -> dict[str, torch.Tensor]:
+def batch(lengths=(6, 3)) -> dict[str, torch.Tensor]:
     """Left-padded rows: five image tokens each, then text."""
-    generator = torch.Generator().manual_seed(seed)
-    width = 5 + max(lengths)
-    ids, valid = torch.zeros(len(lengths), width, dtype=torch.long), torch.zeros(len(lengths), width, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        start = width - 5 - length
-        ids[row, start : start + 5] = IMAGE
-        ids[row, start + 5 :] = torch.randint(3, IMAGE, (length,), generator=generator)
-        valid[row, start:] = 1
+    generator, width = torch.Generator().manual_seed(2), 5 + max(lengths)
+    ids = torch.randint(3, IMAGE, (len(lengths), width), generator=generator)
+    place, start = torch.arange(width), width - 5 - torch.tensor(lengths)[:, None]
+    ids = ids.masked_fill(place < start + 5, IMAGE).masked_fill(place < start, 0)
     pixels = torch.rand(len(lengths), 3, 60, 60, generator=generator) * 2 - 1
-    types = torch.zeros_like(ids)
+    types, valid = torch.zeros_like(ids), (place >= start).long()
     return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": types, "attention_mask": valid}
 
 
 def test_pictures_take_their_places():
     """Breaks when the projector's queries are not read at the image tokens, in order, unscaled, row by row."""
-    whole, inputs = model(), batch()
+    whole, inputs = randomized(QMamba(CONFIG)).eval(), batch()
     with torch.no_grad():
         queries = whole.multi_modal_projector(whole.vision_tower(inputs["pixel_values"]))
         x = whole.language_model.embeddings(inputs["input_ids"].clamp(max=58))
@@ -251,9 +228,6 @@ def test_pictures_take_their_places():
         expected = whole.language_model.head(whole.language_model(x, inputs["attention_mask"]))
         valid = inputs["attention_mask"].bool()
         assert relative_error(whole(**inputs)[valid], expected[valid]) <= 1e-6
-        features = whole.encode_images(inputs["pixel_values"])
-        again = whole(**inputs | {"pixel_values": None}, image_features=features, positions_to_keep=1)
-        assert relative_error(again[:, 0], expected[:, -1]) <= 1e-6
 
 
 @pytest.mark.long

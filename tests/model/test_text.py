@@ -2,13 +2,11 @@
 what makes the comparison with a plain transformer fair: equal parameters, equal starts, gradients of one scale."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from model.attention import set_attention_backend
 from model.common import UserError
 from model.config import TextConfig
 from model.differential import Split, lambdas
@@ -145,20 +143,17 @@ def test_the_model_is_transformers_diffllama():
 # --- a fair comparison -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", TEXT_PRESETS)
-def test_twins_have_equal_parameters(preset):
-    """Breaks when the differential model is larger than the plain one by more than 1 %, or has other widths."""
-    sizes = []
-    with torch.device("meta"):
-        for differential in (False, True):
-            model = TextModel(TextModelConfig.of(TEXT_PRESETS[preset], differential))
-            sizes.append(sum(parameter.numel() for parameter in model.parameters()))
-    plain, config = TEXT_PRESETS[preset], model.config.text
-    assert sizes[0] < sizes[1] < 1.01 * sizes[0]
-    if preset in ("830m", "1.4b", "2.8b", "6.8b", "13.1b"):  # as the paper counts them
-        assert sizes[0] == pytest.approx(float(preset[:-1]) * {"m": 1e6, "b": 1e9}[preset[-1]], rel=0.02)
-    assert config.num_attention_heads * 2 == plain.num_attention_heads and config.head_dim == 2 * plain.head_dim
-    assert config.intermediate_size == int(8 / 3 * config.hidden_size) and config.hidden_activation == "silu"
+def test_twins_have_equal_parameters():
+    """Breaks when the differential model is larger than the plain one by more than 1 %, or has other sizes."""
+    for preset, plain in TEXT_PRESETS.items():
+        with torch.device("meta"):
+            models = [TextModel(TextModelConfig.of(plain, differential)) for differential in (False, True)]
+        sizes, config = [sum(p.numel() for p in model.parameters()) for model in models], models[1].config.text
+        assert sizes[0] < sizes[1] < 1.01 * sizes[0], preset
+        if preset in ("830m", "1.4b", "2.8b", "6.8b", "13.1b"):  # as the paper counts them
+            assert sizes[0] == pytest.approx(float(preset[:-1]) * {"m": 1e6, "b": 1e9}[preset[-1]], rel=0.02)
+        assert config.num_attention_heads * 2 == plain.num_attention_heads and config.head_dim == 2 * plain.head_dim
+        assert config.intermediate_size == int(8 / 3 * config.hidden_size) and config.hidden_activation == "silu"
 
 
 def test_twins_start_from_the_same_weights():
@@ -208,11 +203,9 @@ def test_gradients_start_at_the_plain_models_scale():
 
 
 @pytest.mark.parametrize("differential", [True, False])
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
-def test_a_packed_document_is_the_document_alone(differential, backend):
+def test_a_packed_document_is_the_document_alone(differential):
     """Breaks when documents of a row see each other, or positions that count on through it change what one means."""
     model = stirred(differential)
-    set_attention_backend(model, backend)
     documents = torch.tensor([[0] * 5 + [1] * 6 + [2] * 2, [7] * 9 + [1] * 4])
     logits, changed = model(ids(), documents=documents), ids().clone()
     changed[0, 5:11] = (changed[0, 5:11] + 1) % 64  # all of document 1
@@ -233,18 +226,15 @@ def test_the_loss_is_the_sum_over_targets():
     assert model(ids(), targets=targets).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("differential", [True, False])
-def test_a_saved_model_is_read_back(tmp_path, differential):
+def test_a_saved_model_is_read_back(tmp_path):
     """Breaks when config.json forgets the attention, or a parameter is lost on the way."""
-    model = stirred(differential)
+    model = stirred()
     export_model(model, tmp_path / "model")
     again = load_model(tmp_path / "model")
     assert again.config == model.config and torch.equal(again(ids()), model(ids()))
 
 
-def test_mistakes_are_told():
-    """Breaks when a model that cannot be paired, or a misspelt preset, ends in a traceback."""
-    with pytest.raises(UserError, match="7 heads"):
-        TextModelConfig.of(replace(PLAIN, num_attention_heads=7, num_key_value_heads=7), True)
-    with pytest.raises(UserError, match="unknown preset 'huge': choose one of nano"):
+def test_an_unknown_preset_is_told():
+    """Breaks when a misspelt preset ends in a traceback."""
+    with pytest.raises(UserError, match="'huge'"):
         new_model("huge", True)

@@ -1,9 +1,8 @@
 """WINGS: no learner sees later tokens, each computes the formula of the paper, and the base model stays intact."""
 
-import json
 import math
 import re
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +11,13 @@ from PIL import Image
 
 from eval.answer import log_likelihoods
 from eval.records import Record
+from lora import adapter
 from model.attention import Rope, set_attention_backend
 from model.common import UserError
 from model.config import PaliGemmaConfig, TextConfig, VisionConfig
+from model.differential import graft
 from model.generate import CompiledStep, generate
 from model.paligemma import PaliGemma, initialize
-from model.processor import Processor
 from model.system_configs import WingsConfig, read_config
 from model.wings import OCTAVES, Learner, LearnerInput, Router, Wings, attach, route
 from train import supervised
@@ -61,19 +61,18 @@ def wings(routed: bool = True, rank: int = 5, **options) -> Wings:
     return randomized(attach(base(), rank, routed=routed, **options))
 
 
-def batch(rows=((2, 1, 3), (None, 0, 4), (0, 1, 2)), side: str = "left", seed: int = 2) -> dict[str, torch.Tensor]:
-    """Rows of (text before, picture or none, text after) in tokens; `None` before and 0 pictures: text alone."""
-    generator = torch.Generator().manual_seed(seed)
+def batch(rows=((2, 1, 3), (0, 0, 4), (0, 1, 2))) -> dict[str, torch.Tensor]:
+    """Left-padded rows of (text before, pictures, text after) in tokens."""
+    generator = torch.Generator().manual_seed(2)
     texts = []
     for before, pictures, after in rows:
-        words = torch.randint(3, IMAGE, ((before or 0) + after,), generator=generator).tolist()
-        texts.append(words[: before or 0] + [IMAGE] * (SLOTS * pictures) + words[before or 0 :])
+        words = torch.randint(3, IMAGE, (before + after,), generator=generator).tolist()
+        texts.append(words[:before] + [IMAGE] * (SLOTS * pictures) + words[before:])
     width = max(map(len, texts))
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     valid = torch.zeros_like(ids)
     for row, text in enumerate(texts):
-        place = slice(width - len(text), width) if side == "left" else slice(0, len(text))
-        ids[row, place], valid[row, place] = torch.tensor(text), 1
+        ids[row, width - len(text) :], valid[row, width - len(text) :] = torch.tensor(text), 1
     pixels = torch.rand(sum(pictures for _, pictures, _ in rows), 3, 28, 28, generator=generator) * 2 - 1
     return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": torch.zeros_like(ids), "attention_mask": valid}
 
@@ -82,11 +81,10 @@ def batch(rows=((2, 1, 3), (None, 0, 4), (0, 1, 2)), side: str = "left", seed: i
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_no_query_has_a_gradient_from_what_comes_after_it(kind, side):
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_query_has_a_gradient_from_what_comes_after_it(kind):
     """Breaks when a learner, the router or the mask lets a token see a later one, or padding."""
-    model, inputs = wings(**KINDS[kind]), batch(side=side)
+    model, inputs = wings(**KINDS[kind]), batch()
     decoder, valid = model.language_model, inputs["attention_mask"].bool()
     types = (inputs["input_ids"] != IMAGE).long()
     x = torch.randn(*valid.shape, HIDDEN, generator=torch.Generator().manual_seed(3))
@@ -99,28 +97,9 @@ def test_no_query_has_a_gradient_from_what_comes_after_it(kind, side):
         assert torch.equal(reached, may), f"query {query}"
 
 
-def test_the_leak_test_would_see_a_leak():
-    """Breaks when a textual learner whose mask is shifted by one key, as in the authors' code, passes unnoticed."""
-    model, inputs = wings(), batch()
-    decoder, geometry = model.language_model, model.language_model.geometry
-
-    def leaky(*arguments):
-        sides, full, sliding = geometry(*arguments)
-        side = sides.textual
-        sides.textual = LearnerInput(side.x, side.rope, side.mask | side.mask.roll(1, dims=-1))
-        return sides, full, sliding
-
-    decoder.geometry = leaky
-    x = torch.randn(*inputs["input_ids"].shape, HIDDEN).requires_grad_()
-    hidden = decoder(x, inputs["attention_mask"].bool(), (inputs["input_ids"] != IMAGE).long())
-    (gradient,) = torch.autograd.grad((hidden[0, 7] ** 2).sum(), x)
-    assert gradient[0, 8:].abs().sum() > 0
-
-
-@pytest.mark.parametrize("routed", [False, True])
-def test_text_alone_has_no_visual_part(routed):
+def test_text_alone_has_no_visual_part():
     """Breaks when the visual learner adds anything where no picture has been seen: text-only rows, text before it."""
-    model, inputs, outputs = wings(routed), batch(), []
+    model, inputs, outputs = wings(), batch(), []
     for layer in model.language_model.layers:
         layer.self_attn.visual.register_forward_hook(lambda module, args, output: outputs.append(output))
     model(**inputs)
@@ -134,50 +113,31 @@ def test_text_alone_has_no_visual_part(routed):
 # --- what is computed -------------------------------------------------------------------------------------------------
 
 
-def learner_case():
-    """A learner with five queries (the first sees nothing) and three keys, positions out of step."""
-    generator = torch.Generator().manual_seed(5)
-    learner = randomized(Learner(HIDDEN, HEADS, 5)).double()
-    h, x = (torch.randn(1, n, HIDDEN, generator=generator, dtype=torch.float64) for n in (5, 3))
-    at, of_keys = torch.tensor([[1, 2, 5, 6, 9]]), torch.tensor([[2, 4, 6]])
-    return learner, h, x, at, of_keys, of_keys[:, None, None] <= at[0, :, None]
-
-
-def turned(vector, position: int) -> list[float]:
-    """RoPE of one head's vector, pair by pair."""
-    vector = vector.tolist()
-    half, out = len(vector) // 2, [0.0] * len(vector)
-    for i in range(half):
-        angle = position / 10000.0 ** (2 * i / len(vector))
-        a, b = vector[i], vector[i + half]
-        out[i], out[i + half] = a * math.cos(angle) - b * math.sin(angle), b * math.cos(angle) + a * math.sin(angle)
-    return out
+def rotated(vectors, positions):
+    """RoPE of vectors (n, D) in fp64: pairs (i, i + D/2) are complex numbers that turn by their position."""
+    half = vectors.shape[-1] // 2
+    angles = positions[:, None] * 10000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
+    turned = torch.complex(vectors[:, :half], vectors[:, half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((turned.real, turned.imag), dim=-1)
 
 
 def test_a_learner_equals_the_formula_written_out():
     """Breaks when the residual 1 + W, the scale, RoPE's true positions, the mask or W_o are not LoRRA's."""
-    learner, h, x, at, of_keys, mask = learner_case()
+    generator, width = torch.Generator().manual_seed(5), HIDDEN // HEADS
+    learner = randomized(Learner(HIDDEN, HEADS, 5)).double()
+    h, x = (torch.randn(1, n, HIDDEN, generator=generator, dtype=torch.float64) for n in (5, 3))
+    at, of_keys = torch.tensor([1, 2, 5, 6, 9]), torch.tensor([2, 4, 6])  # the first query sees no key
+    mask = of_keys <= at[:, None]
     # RoPE's angles are fp32 in the model: the keys' and queries' turns agree to its rounding alone
-    result = learner(h, Rope(at, 10000.0), LearnerInput(x, Rope(of_keys, 10000.0), mask))
+    result = learner(h, Rope(at[None], 10000.0), LearnerInput(x, Rope(of_keys[None], 10000.0), mask[None, None]))[0]
     matrix = {name: (getattr(learner, name).B.weight @ getattr(learner, name).A.weight).T for name in "qkvo"}
     q, k, v = h[0] + h[0] @ matrix["q"], x[0] + x[0] @ matrix["k"], x[0] + x[0] @ matrix["v"]
-    width = HIDDEN // HEADS
-    for i in range(5):
-        mixed = torch.zeros(HIDDEN, dtype=torch.float64)
-        for head in range(HEADS):
-            part = slice(head * width, (head + 1) * width)
-            query = turned(q[i, part], int(at[0, i]))
-            seen = [j for j in range(3) if of_keys[0, j] <= at[0, i]]
-            logits = [
-                sum(a * b for a, b in zip(query, turned(k[j, part], int(of_keys[0, j])), strict=True))
-                / math.sqrt(width)
-                for j in seen
-            ]
-            total = sum(map(math.exp, logits))
-            for j, logit in zip(seen, logits, strict=True):
-                mixed[part] += math.exp(logit) / total * v[j, part]
-        torch.testing.assert_close(result[0, i], mixed @ matrix["o"], atol=1e-6, rtol=1e-5)
-    assert (result[0, 0] == 0).all()  # it sees no key
+    heads = []
+    for part in (slice(head * width, (head + 1) * width) for head in range(HEADS)):
+        weights = (rotated(q[:, part], at) @ rotated(k[:, part], of_keys).T / math.sqrt(width)).exp() * mask
+        heads.append(weights[1:] / weights[1:].sum(1, keepdim=True) @ v[:, part])
+    torch.testing.assert_close(result[1:], torch.cat(heads, dim=1) @ matrix["o"], atol=1e-6, rtol=1e-5)
+    assert (result[0] == 0).all()
 
 
 def test_a_learner_is_8dr_parameters_and_starts_at_zero():
@@ -190,16 +150,15 @@ def test_a_learner_is_8dr_parameters_and_starts_at_zero():
     assert not any(m.weight.any() for n, m in model.named_modules() if re.search(r"(visual|textual)\..\.B$", n))
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_start_is_the_base(kind):
     """Breaks when learners or routers move a logit before they have learned anything, in either stage."""
     plain, inputs = base(), batch()
     model = attach(plain, 5, **KINDS[kind])
-    for each in (plain, model) if kind != "1" else ():  # a router needs the weights: its main attention is never fused
-        set_attention_backend(each, "eager")
-    causal = inputs | {"token_type_ids": torch.ones_like(inputs["token_type_ids"])}
-    valid = inputs["attention_mask"].bool()
-    assert torch.equal(model(**inputs)[valid], plain(**causal)[valid])
+    for either in (plain, model):  # a router needs the weights: its main attention is never fused
+        set_attention_backend(either, "sdpa" if kind == "1" else "eager")
+    causal, valid = torch.ones_like(inputs["token_type_ids"]), inputs["attention_mask"].bool()
+    assert torch.equal(model(**inputs)[valid], plain(**inputs | {"token_type_ids": causal})[valid])
 
 
 def test_stage_2_starts_where_stage_1_ended():
@@ -254,7 +213,7 @@ def test_a_router_of_the_paper_reads_the_row_itself():
     model, seen = wings(**KINDS["row"]), []
     router = model.language_model.layers[1].self_attn.router
     router.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
-    inputs = batch(((2, 1, 3), (None, 0, 5)))  # nine tokens, one more than the router knows; five behind padding
+    inputs = batch(((2, 1, 3), (0, 0, 5)))  # nine tokens, one more than the router knows; five behind padding
     model(**inputs)
     weights, shares = seen[0]
     for row, length in ((0, 9), (1, 5)):
@@ -267,7 +226,7 @@ def test_a_router_of_the_paper_reads_the_row_itself():
 def test_a_batch_of_text_alone_gives_every_parameter_a_gradient():
     """Breaks when processes that train together wait for gradients that one of them does not have."""
     model = wings()
-    model(**batch(((None, 0, 4), (None, 0, 2)))).sum().backward()
+    model(**batch(((0, 0, 4), (0, 0, 2)))).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert not model.language_model.layers[0].self_attn.visual.o.B.weight.grad.any()
 
@@ -277,7 +236,7 @@ def test_a_batch_of_text_alone_gives_every_parameter_a_gradient():
 
 def test_what_a_cache_keeps():
     """Breaks when a picture's keys change after the first call, or the caches have room for tokens that never come."""
-    model, inputs = wings(), batch(((2, 1, 6), (None, 0, 9), (0, 1, 5)))
+    model, inputs = wings(), batch(((2, 1, 6), (0, 0, 9), (0, 1, 5)))
     ids, types, valid = inputs["input_ids"], inputs["token_type_ids"], inputs["attention_mask"]
     cache = model.new_cache(ids.shape[1])
     model(ids[:, :-3], inputs["pixel_values"], types[:, :-3], valid[:, :-3], cache=cache)
@@ -290,24 +249,19 @@ def test_what_a_cache_keeps():
 
 
 @pytest.mark.long
+@torch.no_grad()
 def test_choices_are_weighed_as_if_each_were_read_alone():
     """Breaks when the choices of an evaluation share a cache in another order, or the learners are left out of it."""
-    model = randomized(attach(load_model("embedded"), 4, routed=True))
-    processor = Processor(model.config, Processor.from_source("embedded").tokenizer)
-    prompts, choices = ["exist<image> dog", "locate<image> the big red cat"], [["yes", "no", "top left"], ["left", "2"]]
-    pictures = [picture(), picture((0, 90, 200))]
-    batch = processor(pictures, prompts)
-    assert batch.input_ids[1, 0] != model.config.image_token_id  # where WINGS takes it, after "locate"
-    ids = [[[*processor.encode(choice), 1] for choice in of_row] for of_row in choices]
-    found = log_likelihoods(model, batch, ids, model.encode_images(batch.pixel_values), torch.arange(2))
-    for row, of_row in enumerate(choices):
-        for number, choice in enumerate(of_row):
-            alone = processor([pictures[row]], [prompts[row]], [choice])
-            with torch.no_grad():
-                logits = model(alone.input_ids, alone.pixel_values, alone.token_type_ids).log_softmax(-1)
-            wanted = alone.labels[0, 1:] != -100
-            each = logits[0, :-1][wanted].gather(-1, alone.labels[0, 1:][wanted, None])
-            torch.testing.assert_close(found[row][number], each.sum(), atol=1e-4, rtol=1e-4)
+    model, inputs = wings(), batch()
+    features, choices = model.encode_images(inputs["pixel_values"]), [[[5, 6], [7, 8, 9]], [[10]], [[11, 12], [13]]]
+    likelihoods = log_likelihoods(model, SimpleNamespace(**inputs), choices, features, torch.arange(2))
+    for row, pictures in enumerate(([0], [], [1])):
+        for choice, likelihood in zip(choices[row], likelihoods[row], strict=True):
+            ids = torch.cat((inputs["input_ids"][row], torch.tensor(choice)))[None]
+            valid = F.pad(inputs["attention_mask"][row : row + 1], (0, len(choice)), value=1)
+            logits = model(ids, None, torch.zeros_like(ids), valid, image_features=features[pictures])
+            log_p = logits[0, -len(choice) - 1 : -1].log_softmax(-1)
+            torch.testing.assert_close(likelihood, log_p[range(len(choice)), choice].sum(), atol=1e-4, rtol=1e-4)
 
 
 def picture(color=(200, 30, 90)) -> Image.Image:
@@ -328,20 +282,18 @@ def test_a_picture_stands_where_its_slot_is(processor):
     assert [token for token in two if token != image[0]] == [bos, *whole] and two.count(image[0]) == 32
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda b: {"pixel_values": b["pixel_values"][:1]}, "row 2"),
-        (lambda b: {"pixel_values": None}, "row 0"),
-        (lambda b: {"pixel_values": b["pixel_values"].repeat(2, 1, 1, 1)}, "2 image slots for 4"),
-        (lambda b: {"input_ids": b["input_ids"].masked_fill(torch.arange(9) == 8, IMAGE)}, "row 0 has 5 image tokens"),
-    ],
-)
-def test_batches_that_do_not_fit_name_the_row(change, message):
+def test_batches_that_do_not_fit_name_the_row():
     """Breaks when pictures are read at another row's slot, or the message does not say which row is wrong."""
-    for model in (base(), wings()):
+    inputs = batch()
+    pixels, more = inputs["pixel_values"], inputs["input_ids"].masked_fill(torch.arange(9) == 8, IMAGE)
+    for change, message in (
+        ({"pixel_values": pixels[:1]}, "row 2"),
+        ({"pixel_values": None}, "row 0"),
+        ({"pixel_values": pixels.repeat(2, 1, 1, 1)}, "2 image slots for 4"),
+        ({"input_ids": more}, "row 0 has 5 image tokens"),
+    ):
         with pytest.raises(UserError, match=message):
-            model(**batch() | change(batch()))
+            wings()(**inputs | change)
 
 
 def test_rows_with_and_without_a_picture_are_learned_together(processor):
@@ -368,9 +320,8 @@ def test_rows_with_and_without_a_picture_are_learned_together(processor):
 # --- training in stages, and folders ----------------------------------------------------------------------------------
 
 
-def stage_settings(stage: int, source, **changes) -> Settings:
-    flags = ["--arch", "wings", "--stage", str(stage), "--base", str(source), "--r", "4", "--data", "jsonl:x"]
-    return replace(parse(flags)[0], **changes)
+def stage_settings(stage: int, source) -> Settings:
+    return parse(f"--arch wings --stage {stage} --base {source} --r 4 --data jsonl:x".split())[0]
 
 
 @pytest.fixture(scope="module")
@@ -384,8 +335,8 @@ def stage_1(tmp_path_factory):
 @pytest.mark.long
 def test_each_stage_trains_its_parts(stage_1):
     """Breaks when a stage trains the vision tower, forgets a part, or gives it another rate than the paper."""
-    projector, rest = r"multi_modal_projector\.linear\.(weight|bias)", r"language_model\..*"
-    visual = r"language_model\.layers\.\d\.self_attn\.visual\.[qkvo]\.[AB]\.weight"
+    projector, rest = r"multi_modal_projector\..*", r"language_model\..*"
+    visual = r"language_model\.layers\.\d\.self_attn\.visual\..*"
     stages = (
         ("embedded", {projector: 2e-4, visual: 2e-4}, 1e-9, 256),
         (stage_1, {projector: 1e-5, rest: 2e-6}, 1e-8, 64),
@@ -395,9 +346,9 @@ def test_each_stage_trains_its_parts(stage_1):
         model, optimizer = open_model(settings, torch.device("cpu"))
         rates = {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}
         assert trainable(model).keys() == rates.keys() and model.config.routed == (stage == 2)
-        for name, _ in model.named_parameters():
-            matching = [rate for pattern, rate in wanted.items() if re.fullmatch(pattern, name)]
-            assert matching == ([pytest.approx(rates[name])] if name in rates else []), name
+        names = [name for name, _ in model.named_parameters()]
+        expected = {name: rate for name in names for pattern, rate in wanted.items() if re.fullmatch(pattern, name)}
+        assert rates == pytest.approx(expected)
         assert {group["weight_decay"] for group in optimizer.param_groups} == {decay}
         assert settings.step_batch == batch_size
         assert (settings.schedule, settings.warmup, settings.clip, settings.epochs) == ("cosine", 0.03, 1.0, 1)
@@ -425,20 +376,12 @@ def test_a_folder_gives_the_same_model(stage_1, tmp_path):
     again = load_model(tmp_path / "model")
     assert again.config == second.config == read_config(tmp_path / "model" / "config.json")
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in second.state_dict().items())
-    config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"rank": 6}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"self_attn\.textual\.k\.A\.weight"):
-        load_model(tmp_path / "model")
 
 
 def test_learners_go_beside_plain_attention_alone():
     """Breaks when learners are put beside a graft or an adapter, whose tensors they would not take over."""
-    from lora import adapter
-    from model.differential import graft
-
-    grafted = base()
+    grafted, adapted = base(), base()
     graft(grafted, "twin")
-    adapted = base()
     adapter.inject(adapted, r".*q_proj", 2, 4.0)
     for model in (grafted, adapted, wings()):
         with pytest.raises(UserError, match="plain attention|no part of a plain PaliGemma"):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,74 +95,58 @@ def test_the_start_is_the_language_model(parts, dtype):
 
 
 @torch.no_grad()
-def test_a_picture_anywhere_with_a_cache_and_without(parts):
-    """Breaks when a picture is not read where it stands, its tokens see later text, or a cache changes an answer."""
+def test_a_picture_anywhere(parts):
+    """Breaks when a picture is not read where it stands, or its tokens see later text; caches: test_contract.py."""
     model = randomized(route(opened(parts)))
     processor = reader(parts, model)
     batch = processor([Image.new("RGB", (40, 20), (0, 90, 200)), None], ["Where is<image> the dog?", "Hello?"])
-    assert (batch.input_ids[0] == model.config.image_token_id).sum() == model.config.num_image_tokens == 16
-    inputs = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
-    logits, cut = model(*inputs), batch.input_ids.shape[1] - 3
-    cache = model.new_cache(batch.input_ids.shape[1])
-    steps = [model(*(t if t is batch.pixel_values else t[:, :cut] for t in inputs), cache=cache)]
-    steps.append(model(batch.input_ids[:, cut:], None, *inputs[2:], cache=cache))
-    valid = batch.attention_mask.bool()
-    torch.testing.assert_close(torch.cat(steps, 1)[valid], logits[valid], atol=2e-5, rtol=1e-5)
-    start = int((batch.input_ids[0] == model.config.image_token_id).int().argmax())
-    other = model(inputs[0], -inputs[1], *inputs[2:])
+    slot = batch.input_ids[0] == model.config.image_token_id
+    assert slot.sum() == model.config.num_image_tokens == 16
+    logits, other = (
+        model(batch.input_ids, sign * batch.pixel_values, batch.token_type_ids, batch.attention_mask)
+        for sign in (1, -1)
+    )
+    start = int(slot.int().argmax())
     assert torch.equal(other[0, :start], logits[0, :start]) and torch.equal(other[1], logits[1])
     assert (other[0, start:] - logits[0, start:]).abs().amax(1).min() > 0
     assert isinstance(ask(model, processor, [None], ["Hello?"], max_new_tokens=3)[0], str)
 
 
 def test_a_conversation_is_laid_out_and_learned_as_released(parts):
-    """Breaks when a turn differs from the family's, a picture is elsewhere, or another token is learned."""
+    """Breaks when a picture is elsewhere in a turn, or another token is learned; the turns: test_chat.py."""
     model = opened(parts)
-    processor, text = reader(parts, model), load_tokens(parts)
-    slot = [model.config.image_token_id] * 16
+    processor, text = reader(parts, model), tokenizers.Tokenizer.from_file(str(parts / "text" / "tokenizer.json"))
+    image = model.config.image_token_id
 
-    def spelled(rows, learned_only: bool) -> str:
-        ids, _, learned = rows
-        ids = [i for i, one in zip(ids, learned, strict=True) if one or not learned_only]
-        return text.decode([i for i in ids if i != slot[0]], skip_special_tokens=False)
+    def spelled(ids, chosen) -> str:
+        return text.decode([i for i, c in zip(ids, chosen, strict=True) if c and i != image], skip_special_tokens=False)
 
     user, mine = "<|im_start|>user\n{}<|im_end|>\n", "<|im_start|>assistant\n"
-    row = processor.layout(1, "Sure?", "yes", [("What is<image> it?", "a box")])
+    ids, _, learned = processor.layout(1, "Sure?", "yes", [("What is<image> it?", "a box")])
     first = SYSTEM + user.format("What is it?") + mine
-    assert spelled(row, False) == first + "a box<|im_end|>\n" + user.format("Sure?") + mine + "yes<|im_end|>"
-    assert spelled(row, True) == "a box<|im_end|>\nyes<|im_end|>"
+    assert spelled(ids, ids) == first + "a box<|im_end|>\n" + user.format("Sure?") + mine + "yes<|im_end|>"
+    assert spelled(ids, learned) == "a box<|im_end|>\nyes<|im_end|>"
     before = len(text.encode(SYSTEM + "<|im_start|>user\nWhat is").ids)
-    assert row[0][before : before + 17] == [*slot, *text.encode(" ").ids]
+    assert ids[before : before + 17] == [*[image] * 16, *text.encode(" ").ids]
     # without a mark the picture opens the last question
-    row = processor.layout(1, "Sure?", None, [("What?", "a box")])
+    ids = processor.layout(1, "Sure?", None, [("What?", "a box")])[0]
     opening = SYSTEM + user.format("What?") + mine + "a box<|im_end|>\n<|im_start|>user\n"
-    assert row[0][len(text.encode(opening).ids) :][:16] == slot
-    assert spelled(row, False) == opening + "\nSure?<|im_end|>\n" + mine
-    with pytest.raises(UserError, match="spells the control token <|im_end|>"):
-        processor.layout(0, "a<|im_end|>")
-    assert processor.decode([*text.encode("yes").ids, 258, 5]) == "yes"
+    assert ids[len(text.encode(opening).ids) :][:16] == [image] * 16
     # a model that is not asked in turns: the prompt, a newline, the answer and its end
     plain = opened(parts, "--option", "chat=no")
-    row = reader(parts, plain).layout(1, "Say<image>", "box")
-    assert spelled(row, False) == "Say\nbox<|im_end|>" and spelled(row, True) == "box<|im_end|>"
-
-
-def load_tokens(parts: Path):
-    return tokenizers.Tokenizer.from_file(str(parts / "text" / "tokenizer.json"))
+    ids, _, learned = reader(parts, plain).layout(1, "Say<image>", "box")
+    assert spelled(ids, ids) == "Say\nbox<|im_end|>" and spelled(ids, learned) == "box<|im_end|>"
 
 
 def test_pictures_are_padded_to_squares(parts):
-    """Breaks when a picture is stretched, or 384 pixels are not 729 tokens."""
-    model = opened(parts)
-    pixels = reader(parts, model).pixels(Image.new("RGB", (120, 60), (255, 255, 255)))
+    """Breaks when a picture is stretched."""
+    pixels = reader(parts, opened(parts)).pixels(Image.new("RGB", (120, 60), (255, 255, 255)))
     assert pixels.shape == (3, 60, 60) and (pixels[:, 20:40] == 1).all()
     assert ((pixels[:, [0, 5, 54, 59]] - (127 / 127.5 - 1)).abs() < 1e-6).all()
-    vision = replace(model.config.vision, image_size=384)
-    assert vision.feature_layer == -2 and vision.num_image_tokens == 729
 
 
 @pytest.mark.long
-def test_both_stages_are_trained_resumed_and_opened_elsewhere(parts, tmp_path, capsys):
+def test_both_stages_are_trained_resumed_and_opened_elsewhere(parts, tmp_path):
     """Breaks when a stage trains another part, a run does not go on to the bit, or RUN/model needs other folders."""
     small = "--steps 4 --step-batch 2 --batch-size 2 --checkpoint-every 2 --measure-every 0 --no-evaluate".split()
     small += "--device cpu --lr 0.01".split()
@@ -180,35 +163,32 @@ def test_both_stages_are_trained_resumed_and_opened_elsewhere(parts, tmp_path, c
 
     moved = tmp_path / "moved"
     shutil.move(tmp_path / "1" / "model", moved)
-    second = ["--arch", "wings", "--stage", "2", "--base", str(moved), "--data", f"jsonl:{parts}/own.jsonl"]
+    second = f"--arch wings --stage 2 --base {moved} --data jsonl:{parts}/own.jsonl".split()
     learned = trainable(open_model(parse(second)[0], CPU)[0])
     assert {name.split(".")[0] for name in learned} == {"multi_modal_projector", "language_model"}
     assert {"language_model.lm_head.weight", "language_model.layers.0.self_attn.router.linear.weight"} <= learned.keys()
-    asked = ["--evaluate", "--eval-every", "0", "--eval-data", f"jsonl:{parts}/own.jsonl"]  # text alone, too
+    asked = f"--evaluate --eval-every 0 --eval-data jsonl:{parts}/own.jsonl".split()  # text alone, too
     finetune.main([*second, *small, *asked, "--out", str(tmp_path / "2")])
     assert len((tmp_path / "2" / "answers.jsonl").read_text().splitlines()) == 3
     again, processor = load_model(tmp_path / "2" / "model"), Processor.from_source(tmp_path / "2" / "model")
     assert again.config.routed and again.config.chat and again.config == read_config(tmp_path / "2/model/config.json")
     assert type(again.config) is LanguageWingsConfig and processor.text is not None
-    finetune.main([*second, "--show-batch", str(tmp_path / "sheet.png")])
-    assert "<|im_end|>⟧" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("option", "message"),
     [
-        (["--option", "language=x"], "--option language"),
-        (["--option", "chat=maybe"], "--option chat=maybe"),
-        (["--option", "feature_layer=9"], "feature_layer 9"),
-        (["--option", 'router="rows"'], "router is 'rows'"),
-        (["--stage", "2"], "stage 1 has decided that"),
+        ("--option language=x", "--option language"),
+        ("--option chat=maybe", "--option chat=maybe"),
+        ("--option feature_layer=9", "feature_layer 9"),
+        ('--option router="rows"', "router is 'rows'"),
+        ("--stage 2", "stage 1 has decided that"),
     ],
 )
-def test_options_that_make_no_model_are_refused(parts, more, message):
+def test_options_that_make_no_model_are_refused(parts, option, message):
     """Breaks when a misspelt or impossible option trains something else."""
-    with pytest.raises(UserError, match=message) as caught:
-        opened(parts, *more)
-    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=message):
+        opened(parts, *option.split())
 
 
 @torch.no_grad()
