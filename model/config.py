@@ -110,6 +110,7 @@ class Config:
 
 # what transformers' SiglipVisionConfig has where a file leaves it out; no shape would show another number of heads
 _SIGLIP = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+_SIGLIP |= {"patch_size": 16}
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class VisionConfig(Config):
         for name, expected in (("model_type", "siglip_vision_model"), ("hidden_act", "gelu_pytorch_tanh")):
             given = raw.get(name, expected)
             require(given == expected, f"vision_config.{name} is {quoted(given)}, expected {expected!r}")
-        raw = _SIGLIP | {"patch_size": 16} | {name: value for name, value in raw.items() if value is not None}
+        raw = _SIGLIP | {name: value for name, value in raw.items() if value is not None}
         # num_positions is stale in the published files of 448 and 896 px; the token count is not
         if "image_size" not in raw and "num_image_tokens" in raw:
             tokens = raw["num_image_tokens"]
@@ -275,31 +276,26 @@ class PaliGemmaConfig(Config):
         )
 
     def to_dict(self) -> dict:
-        vision = self.vision.to_dict() | {
-            "model_type": "siglip_vision_model",
-            "projection_dim": self.text.hidden_size,
-            "num_image_tokens": self.vision.num_image_tokens,
-            "vision_use_head": False,
-        }
+        width, tokens = self.text.hidden_size, {"num_image_tokens": self.vision.num_image_tokens}
         ids = {name: getattr(self, name) for name in CONTROL_TOKENS}
+        tower = {"model_type": "siglip_vision_model", "projection_dim": width, "vision_use_head": False}
         return {
             "architectures": ["PaliGemmaForConditionalGeneration"],
             "model_type": self.kind,
             "image_token_index": self.image_token_id,
             **ids,
-            "hidden_size": self.text.hidden_size,
-            "projection_dim": self.text.hidden_size,
+            "hidden_size": width,
+            "projection_dim": width,
             "tie_word_embeddings": True,
-            "vision_config": vision,
-            "text_config": self.text.to_dict() | {"num_image_tokens": self.vision.num_image_tokens} | ids,
+            "vision_config": self.vision.to_dict() | tower | tokens,
+            "text_config": self.text.to_dict() | tokens | ids,
         }
 
 
 _GEMMA2_OPTIONAL = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096}
-_GEMMA2_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
-_GEMMA2_SIZES += ["head_dim", "query_pre_attn_scalar"]
+_GEMMA2_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
 _GEMMA2 = {
-    name: dict(zip(_GEMMA2_SIZES, sizes, strict=True)) | _GEMMA2_OPTIONAL
+    name: dict(zip([*_GEMMA2_SIZES.split(), "query_pre_attn_scalar"], sizes, strict=True)) | _GEMMA2_OPTIONAL
     for name, sizes in {
         "3b": (2304, 9216, 26, 8, 4, 256, 256),
         "10b": (3584, 14336, 42, 16, 8, 256, 256),

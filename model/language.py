@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from model.attention import LayerCache
-from model.common import UserError
+from model.config import require
 from model.differential import graft
 from model.gemma import Adaptable, Gemma
 from model.paligemma import initialize, summed_loss
@@ -46,12 +46,10 @@ class LanguageModel(Adaptable):
         targets: torch.Tensor | None = None,
         **unused: torch.Tensor | None,
     ) -> torch.Tensor:
-        """float32 logits (B, S, V), or those of the positions asked for; with `targets`, the loss against them.
+        """float32 logits (B, S, V), or those to keep; with `targets`, the loss; as `PaliGemma.forward`.
 
-        attention_mask (B, Sk): 0 at padding, on either side; with a `cache` it covers the cached positions too. None
-        means no padding. positions_to_keep and targets as in `PaliGemma.forward`. documents (B, Sk): the number of each
-        token's document, where a row holds several; tokens see their own document only. unused: token_type_ids, and
-        what `generate` passes as None to a model without pictures.
+        documents (B, Sk): the number of each token's document, where a row holds several; tokens see their own document
+        only. unused: token_type_ids, and what `generate` passes as None to a model without pictures.
         """
         assert unused.get("pixel_values") is None, "a language model takes no pictures"
         hidden = self.decode(self.embed(input_ids), attention_mask, cache, positions_to_keep, documents)
@@ -94,8 +92,7 @@ def new_model(preset: str, differential: bool, seed: int = 0) -> TextModel:
 
     Raises UserError for an unknown preset.
     """
-    if preset not in TEXT_PRESETS:
-        raise UserError(f"unknown preset {preset!r}: choose one of {', '.join(TEXT_PRESETS)}")
+    require(preset in TEXT_PRESETS, f"unknown preset {preset!r}: choose one of {', '.join(TEXT_PRESETS)}")
     model = TextModel(TextModelConfig.of(TEXT_PRESETS[preset], differential), seed)
     initialize(model, seed)
     return model

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model import scan
 from model.attention import keep_positions
-from model.common import UserError
+from model.config import require
 from model.gemma import RMSNorm
 from model.linear import Linear, linear
 from model.scan import selective_scan
@@ -134,14 +134,11 @@ class Mamba(nn.Module):
         its last S columns are those of x. A single step is never padding. `types` are ignored: image and prefix are
         causal, too.
         """
-        order = None
-        if valid is not None and x.shape[1] > 1:
-            valid = valid[:, -x.shape[1] :].bool()
+        order, valid = None, None if valid is None or x.shape[1] == 1 else valid[:, -x.shape[1] :].bool()
+        if valid is not None:
             # padding is moved to the end of its row: in the recurrence and the convolution, tokens must be neighbours
             order = (~valid).long().argsort(dim=1, stable=True)
             x, valid = _take(x, order), valid.gather(1, order)
-        else:
-            valid = None
         for index, layer in enumerate(self.layers):
             if self.checkpointing and torch.is_grad_enabled() and cache is None:
                 x = checkpoint(layer, x, valid, use_reentrant=False)
@@ -161,7 +158,7 @@ class Mamba(nn.Module):
 
 
 class MambaLM(nn.Module):
-    """The language model for text alone. Parameter names are those of transformers, without the tied head."""
+    """The language model for text alone. Parameter names are those of transformers."""
 
     def __init__(self, config: MambaConfig):
         super().__init__()
@@ -192,12 +189,11 @@ class MambaLM(nn.Module):
 
 def choose_kernel(model: nn.Module, kernel: str | None, device: torch.device | str) -> None:
     """Scan with `kernel` from now on; None: with PyTorch alone. Raises UserError where it would never be used."""
-    if kernel is not None and not any(isinstance(module, MambaMixer) for module in model.modules()):
-        raise UserError(f"--kernel {kernel}: this model has no Mamba layers: leave it out")
-    if kernel is not None and torch.device(device).type != "cuda":
-        raise UserError(f"--kernel {kernel}: it computes on CUDA alone, not on {device}: leave it out")
-    if kernel is not None and importlib.util.find_spec(kernel) is None:
-        raise UserError(f"--kernel {kernel}: it is not installed: pip install mamba-ssm, or leave it out")
+    if kernel is not None:
+        is_mamba, use = any(isinstance(module, MambaMixer) for module in model.modules()), f"--kernel {kernel}"
+        require(is_mamba, f"{use}: this model has no Mamba layers: leave it out")
+        require(torch.device(device).type == "cuda", f"{use}: it computes on CUDA alone, not on {device}: leave it out")
+        require(importlib.util.find_spec(kernel), f"{use}: it is not installed: pip install mamba-ssm")
     scan.kernel_is_on = kernel is not None
 
 
@@ -210,7 +206,7 @@ def _take(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def initialize_mixer(mixer: MambaMixer, depth: int, generator: torch.Generator) -> None:
     """Fill a mixer in a stack of `depth` layers as the original code does (Gu and Dao 2023, §3.6).
 
-    A = −1 … −N in every channel, D = 1, and b_Δ such that the initial steps Δ are log-uniform between 0.001 and 0.1.
+    A = −1 … −N in every channel and D = 1, as in a new mixer; with b_Δ the first Δ are log-uniform from 0.001 to 0.1.
     """
     for layer in (mixer.in_proj, mixer.x_proj, mixer.out_proj, mixer.conv1d, mixer.dt_proj):
         uniform = torch.rand(layer.weight.shape, generator=generator) * 2 - 1

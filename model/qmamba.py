@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from model.attention import Attention
-from model.common import UserError
+from model.config import require
 from model.linear import Linear
 from model.mamba import Mamba, MambaMixer, initialize_mamba, initialize_mixer
 from model.paligemma import PaliGemma, Projector, initialize
@@ -73,9 +73,9 @@ class Connector(nn.Module):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         out = features
-        if self.order in ("bidirectional", "forward"):
+        if self.order != "backward":
             out = out + self.forward_mixer(features)
-        if self.order in ("bidirectional", "backward"):
+        if self.order != "forward":
             out = out + self.backward_mixer(features.flip(1)).flip(1)
         return out
 
@@ -157,17 +157,13 @@ class QMamba(PaliGemma):
 
     @staticmethod
     def build(config: QMambaConfig) -> tuple[nn.Module, Mamba]:
-        return build_projector(config), Mamba(config.text)
+        is_linear = config.projector.projector == "linear"
+        return Projector(config) if is_linear else QMambaProjector(config), Mamba(config.text)
 
     def set_checkpointing(self, on: bool) -> None:
         """For the blocks of the projector, too."""
         super().set_checkpointing(on)
         self.multi_modal_projector.checkpointing = on
-
-
-def build_projector(config: QMambaConfig) -> nn.Module:
-    """The projector of the kind that `config` names."""
-    return Projector(config) if config.projector.projector == "linear" else QMambaProjector(config)
 
 
 @torch.no_grad()
@@ -178,9 +174,8 @@ def fill_from_mamba(projector: QMambaProjector, source: Mamba) -> None:
     """
     for name in ("num_hidden_layers", "hidden_size", "state_size", "expand", "conv_kernel", "rank"):
         mine, theirs = getattr(projector.config.mixers, name), getattr(source.config, name)
-        if mine != theirs:
-            remedy = "take weights of its geometry, or size it after the weights"
-            raise UserError(f"the Mamba weights have {name} {theirs}, the projector {mine}: {remedy}")
+        remedy = "take weights of its geometry, or size it after the weights"
+        require(mine == theirs, f"the Mamba weights have {name} {theirs}, the projector {mine}: {remedy}")
     for block, layer in zip(projector.blocks, source.layers, strict=True):
         block.get_submodule("mixer").load_state_dict(layer.get_submodule("mixer").state_dict())
 
@@ -188,13 +183,13 @@ def fill_from_mamba(projector: QMambaProjector, source: Mamba) -> None:
 def fresh_projector(config: QMambaConfig, seed: int = 0) -> nn.Module:
     """A projector with random weights; kinds with a connector have the same weights in all the parts they share."""
     if config.projector.projector == "linear":
-        return initialize(build_projector(config), seed)
+        return initialize(Projector(config), seed)
     whole = QMambaProjector(replace(config, projector=replace(config.projector, projector="qmamba")))
     initialize_projector(whole, seed)
     if config.projector.projector == "qmamba":
         return whole
     plain = QMambaProjector(config)
-    plain.load_state_dict({name: whole.state_dict()[name] for name in plain.state_dict()})
+    plain.load_state_dict({name: whole.get_parameter(name) for name in plain.state_dict()})
     return plain
 
 
@@ -204,9 +199,8 @@ def initialize_projector(projector: QMambaProjector, seed: int = 0) -> None:
     initialize(projector, seed)
     generator = torch.Generator().manual_seed(seed)
     for part, depth in ((projector.blocks, len(projector.blocks)), (projector.connector, 1)):
-        for module in part.modules():
-            if isinstance(module, MambaMixer):
-                initialize_mixer(module, depth, generator)
+        for mixer in (module for module in part.modules() if isinstance(module, MambaMixer)):
+            initialize_mixer(mixer, depth, generator)
     # last, so that projectors with different numbers of queries have the same other weights
     projector.queries.copy_(torch.randn(projector.queries.shape, generator=generator) * 0.02)
 

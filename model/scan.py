@@ -58,10 +58,8 @@ def selective_scan(
     rows = batch if chunk else max(1, CACHE_SIZE // (min(BLOCK, length) * size * channels))
     split = zip(*(tensor.split(rows) for tensor in (x, delta, B, C, state)), strict=True)
     parts = [SelectiveScan.apply(x, delta, A, B, C, state, chunk) for x, delta, B, C, state in split]
-    if len(parts) == 1:
-        return parts[0]
     y, last = zip(*parts, strict=True)
-    return torch.cat(y), torch.cat(last)
+    return (y[0], last[0]) if len(y) == 1 else (torch.cat(y), torch.cat(last))
 
 
 def _kernel_scan(x, delta, A, B, C) -> tuple[torch.Tensor, torch.Tensor]:

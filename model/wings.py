@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.attention import Attention, LayerCache, Rope, keep_positions, tapped
-from model.common import UserError
+from model.config import require
 from model.gemma import Gemma
 from model.language import LanguageModel
 from model.linear import Linear
@@ -47,7 +47,7 @@ NEVER = 1 << 40  # as a column: after every query, so that no query sees it
 
 @dataclass(frozen=True)
 class LearnerInput:
-    """What one kind of learner reads, the same in every layer: embeddings of its kind, their positions and a mask."""
+    """The keys of one kind of learner, the same in every layer."""
 
     x: torch.Tensor  # (B, n, H), embeddings as they enter the decoder; the layer projects keys and values from them
     rope: Rope  # of their positions
@@ -66,7 +66,7 @@ class WingsRope(Rope):
 
 
 class LearnerCache(LayerCache):
-    """A learner's keys and values in one layer, and the columns (B, n) of the sequence that they come from."""
+    """A learner's keys and values in one layer, and their columns (B, n) in the sequence."""
 
     def __init__(self, capacity: int, columns: torch.Tensor):
         super().__init__(capacity)
@@ -152,13 +152,12 @@ class Learner(nn.Module):
 class Router(nn.Module):
     """The weight of each learner for each query: softmax(SiLU(W·a + b)), a the attention weights of the query.
 
-    `router` of the configuration says what a is, a row of the weights, summed over heads and within buckets of keys:
+    a is a row of the weights, summed over heads and within buckets of keys. `router` of the configuration names them:
 
     "octaves": a bucket is an octave of the distance, apart for keys of pictures and of text: 2·OCTAVES numbers, which
     mean the same at any place of a text of any length.
-    "row": a bucket is the position of a key, as in the paper's formula, which has the row itself as a: W depends on
-    absolute positions, knows `width` of them (a shorter row is filled with zeros, keys beyond them do not count), and
-    learns nothing of a position that no training text has reached.
+    "row": a bucket is the position of a key, as in the paper's formula. W depends on absolute positions: it knows
+    `width` of them (keys beyond do not count), and learns nothing of a position that no training text has reached.
 
     W and b start at zero, so that both learners have the weight ½.
     """
@@ -233,7 +232,7 @@ class TwoLayerProjector(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """As `nn.Linear` draws them: uniform, to the inverse root of the width of the input."""
+        """As `nn.Linear`: uniform, to the inverse root of the input's width."""
         for layer in (self.linear_1, self.linear_2):
             end = layer.in_features**-0.5
             for parameter in layer.parameters():  # drawn on the CPU, so that every device gets the same numbers
@@ -317,8 +316,8 @@ class Wings(PaliGemma):
 
     @staticmethod
     def build(config: WingsConfig) -> tuple[nn.Module, WingsGemma]:
-        is_language = isinstance(config, LanguageWingsConfig)
-        return TwoLayerProjector(config) if is_language else Projector(config), WingsGemma(config)
+        projector = TwoLayerProjector if isinstance(config, LanguageWingsConfig) else Projector
+        return projector(config), WingsGemma(config)
 
     def forward(self, input_ids, pixel_values, token_type_ids, attention_mask=None, **options) -> torch.Tensor:
         """As `PaliGemma.forward`; of token_type_ids only the number of columns is used. All pictures are in the first
@@ -334,8 +333,8 @@ def attach(base: PaliGemma, rank: int = 64, *, routed: bool = False, seed: int =
 
     options: fields of `WingsConfig`. Raises UserError for a base that is not a plain PaliGemma.
     """
-    if type(base) is not PaliGemma or base.grafts:
-        raise UserError("learners go beside the plain attention of a PaliGemma: take a base without other parts")
+    is_plain = type(base) is PaliGemma and not base.grafts
+    require(is_plain, "learners go beside the plain attention of a PaliGemma: take a base without other parts")
     config = WingsConfig.beside(base.config, rank=rank, routed=routed, **options)
     return _assemble(config, base.state_dict(), seed).train(base.training)
 
@@ -355,8 +354,8 @@ def route(model: Wings, seed: int = 0) -> Wings:
     The output weights of the visual learners are doubled, which the weight ½ makes up for. Doubling is exact in
     floating point, so the logits stay the same. Raises UserError for another model.
     """
-    if type(model) is not Wings or model.config.routed:
-        raise UserError("stage 2 of WINGS goes on from a model of stage 1, which has visual learners and no router")
+    is_first = type(model) is Wings and not model.config.routed
+    require(is_first, "stage 2 of WINGS goes on from a model of stage 1, which has visual learners and no router")
     state = {name: 2 * p if name.endswith("visual.o.B.weight") else p for name, p in model.state_dict().items()}
     return _assemble(replace(model.config, routed=True), state, seed).train(model.training)
 
@@ -366,8 +365,7 @@ def _assemble(config: WingsConfig, state: Mapping[str, torch.Tensor], seed: int)
     with torch.device("meta"):
         model = Wings(config)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    if unexpected:
-        raise UserError(f"{unexpected[0]} is no part of a plain PaliGemma: merge or leave out its adapter")
+    require(not unexpected, f"{unexpected[:1]} is no part of a plain PaliGemma: merge or leave out its adapter")
     weight, generator = model.language_model.embed_tokens.weight, torch.Generator().manual_seed(seed)
     for name, module in model.named_modules():
         is_fresh = any(parameter.startswith(f"{name}.") for parameter in missing)

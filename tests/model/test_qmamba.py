@@ -20,9 +20,7 @@ from model.system_configs import MambaConfig, ProjectorConfig, QMambaConfig
 from tests.reference import randomize, relative_error
 
 IMAGE = 59
-VISION = VisionConfig(
-    hidden_size=20, intermediate_size=28, num_hidden_layers=3, num_attention_heads=2, image_size=60, feature_layer=-2
-)
+VISION = VisionConfig(20, 28, 3, 2, image_size=60, feature_layer=-2)
 PROJECTOR = ProjectorConfig(queries=5, hidden_size=24, num_blocks=2, num_attention_heads=4, state_size=6)
 TEXT = MambaConfig(vocab_size=59, hidden_size=28, num_hidden_layers=3, state_size=5, eos_token_id=1, bos_token_id=2)
 CONFIG = QMambaConfig(VISION, PROJECTOR, TEXT, IMAGE)  # 16 features a picture, shared by 5 queries: 4, 3, 3, 3, 3
@@ -39,8 +37,8 @@ def projector(**changes) -> QMambaProjector:
     return randomized(QMambaProjector(replace(CONFIG, projector=replace(PROJECTOR, **changes))))
 
 
-def features(pictures: int = 2, keys: int = 16, seed: int = 1) -> torch.Tensor:
-    return torch.randn(pictures, keys, VISION.hidden_size, generator=torch.Generator().manual_seed(seed))
+def features() -> torch.Tensor:
+    return torch.randn(2, 16, VISION.hidden_size, generator=torch.Generator().manual_seed(1))
 
 
 # --- the mask ---------------------------------------------------------------------------------------------------------

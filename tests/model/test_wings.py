@@ -308,7 +308,7 @@ def test_rows_with_and_without_a_picture_are_learned_together(processor):
     ]
     micro = data.collate(records, processor)
     assert micro.names == ("0", "1", "2", "3") and "4: 1 <image> in the prompt for 0 picture" in micro.bad[0]
-    assert micro.image_index.tolist() == [0, 1, 0] and len(micro.batch.pixel_values) == 2
+    assert micro.batch.image_index.tolist() == [0, 1, 0] and len(micro.batch.pixel_values) == 2
     answers = [processor.decode(row[row != -100]) for row in micro.targets]
     assert answers == ["2", "3", "1", "no"]
     model = attach(load_model("embedded"), 4)
