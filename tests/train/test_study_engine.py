@@ -19,15 +19,16 @@ from train.flags import read_flags
 from train.loop import Diverged
 from train.settings import Settings
 from train.studies import attention, engine, paper, pool, report, rules, source_hash
-from train.studies.engine import MEAN, Measure, Study
+from train.studies.engine import MEAN, Study
 from train.studies.options import StudyOptions
 from train.studies.pool import Job
+from train.studies.rules import Measure
 
 GROUPS = [f"picture {number // 2}" for number in range(40)]
 MEASURES = {
     "first": Measure("the first", GROUPS, chance=25.0, rungs=["easy", "hard"] * 20),
     "perfect": Measure("right on validation", GROUPS),
-    "loss": Measure("loss", GROUPS, unit="nats", margin=0.06, less_is_better=True, in_mean=False),
+    "loss": Measure("loss, nats", GROUPS, is_share=False, margin=0.06, less_is_better=True, in_mean=False),
 }
 POOLED, SIZED = "the mean of all plain rows", "plain"
 
@@ -86,7 +87,7 @@ def test_the_tables_can_be_computed_from_the_csv(done):
                 of_row[line.row].append(line)
         mean = {row: 100 * sum(of.right for of in rungs) / sum(of.n for of in rungs) for row, rungs in of_row.items()}
         gaps.append(mean["better"] - (mean["plain"] + mean["plain too"]) / 2)
-    gap = done.table(done.study.beside[POOLED])["better", "first"]
+    gap = done.tables[POOLED]["better", "first"]
     assert gap["mean"] == pytest.approx(np.mean(gaps), abs=1e-12)
     scores = done.scores("better")["first"] - (done.scores("plain")["first"] + done.scores("plain too")["first"]) / 2
     assert (gap["low"], gap["high"]) == estimate(scores, GROUPS)[1:3]  # pictures are groups
@@ -212,13 +213,15 @@ def test_verdicts_are_computed():
     def gap(mean, error):
         return estimate(mean + error * 5**0.5 * np.array([[-1.2649], [-0.6325], [0], [0.6325], [1.2649]]))
 
-    def verdicts(gaps, inside=None, less=()):
-        judged = rules.judge(gaps, gaps if inside is None else inside, dict.fromkeys(gaps, 3.0), less)
-        return {name: one["verdict"] for name, one in judged.items()}
+    def verdicts(gaps, inside=None, less=False):
+        inside, columns = inside or gaps, {MEAN: Measure("", (), margin=3.0, less_is_better=less)}
+        gaps = {(name, MEAN): difference for name, difference in gaps.items()}
+        judged = rules.judge(gaps, {(name, MEAN) for name in inside}, columns)
+        return {name: difference["verdict"] for (name, _), difference in judged.items()}
 
     rows = {"up": gap(9, 1), "down": gap(-9, 1), "same": gap(0.5, 0.3), "open": gap(2, 2), "small": gap(1, 0.2)}
     expected = {"up": "better", "down": "worse", "same": "equivalent", "open": "undecided", "small": "equivalent"}
-    assert verdicts(rows) == expected and verdicts({"a": gap(9, 1)}, less="a") == {"a": "worse"}
+    assert verdicts(rows) == expected and verdicts({"a": gap(9, 1)}, less=True) == {"a": "worse"}
     four = {name: gap(4, 1.08) for name in "abcd"}  # p 0.02 alone, 0.08 among four
     assert set(verdicts(four).values()) == {"undecided"}
     assert verdicts(four, "a") == dict.fromkeys("bcd", "out of range") | {"a": "better"}
@@ -226,7 +229,7 @@ def test_verdicts_are_computed():
     assert [verdicts({"a": gap(1, error)})["a"] for error in (0.7, 0.95)] == ["equivalent", "undecided"]
     assert [rules.is_inside(score, 25) for score in (30, 37, 96, 97)] == [False, True, True, False]
     predictions = [rules.Prediction(name, MEAN, "equivalent", "") for name in ("same", "up", "open", "absent")]
-    checked = rules.check(predictions, {(name, MEAN): verdict for name, verdict in expected.items()})
+    checked = rules.check(predictions, {(n, MEAN): {"verdict": v} for n, v in expected.items()})
     assert [prediction["outcome"] for prediction in checked] == ["confirmed", "refuted", "open"]
 
 

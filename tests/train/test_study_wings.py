@@ -16,7 +16,8 @@ from train.embedded.text import make_text_base
 from train.optim import count, matching, trainable
 from train.settings import parse
 from train.studies import wings
-from train.studies.engine import Measure, Run, Study
+from train.studies.engine import Run, Study
+from train.studies.rules import Measure
 from train.studies.wings import DECODER, LEARNERS, PROJECTOR, ROWS, lora_rank, open_first, share_named
 from weights.load import load_model
 

@@ -20,9 +20,9 @@ from model.attention import Attention
 from model.differential import KINDS, options_of
 from train.optim import rate_factor
 from train.studies import report
-from train.studies.engine import Measure, Run, Study
+from train.studies.engine import Run, Study
 from train.studies.pool import Job
-from train.studies.rules import FEWEST_SEEDS, Prediction, check
+from train.studies.rules import FEWEST_SEEDS, Measure, Prediction
 
 CLASSES, OTHERS, WIDTH, RANK = 8, 63, 8, 4
 STEPS, ROWS, TESTS = 300, 64, 1000
@@ -88,16 +88,11 @@ def blocks(run: Run, predictions: tuple[Prediction, ...] = PREDICTIONS) -> list:
         beside={"softmax": beside},
         rates=(0.01, 0.02, 0.04),
         main="built",
+        predictions=predictions,
     )
     part = Run(study, run.out, run.jobs, FEWEST_SEEDS)
     part.compute()
     run.parts.append(part)
-    judged = part.table(beside)
-    verdicts = {place: difference["verdict"] for place, difference in judged.items()}
-    return [
-        "## Positive control: the built task (train/studies/built.py)",
-        f"The best that one bounded map can do is {best_of_one_map():.1f} %; two maps can reach 100 %.",
-        report.accuracy_table(part),
-        report.difference_table(part, beside, judged),
-        report.prediction_table(check(predictions, verdicts)),
-    ]
+    title = "## Positive control: the built task (train/studies/built.py)"
+    bound = f"The best that one bounded map can do is {best_of_one_map():.1f} %; two maps can reach 100 %."
+    return [title, bound, *report.sections(part, "###")]

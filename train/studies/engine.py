@@ -22,7 +22,7 @@ from model.common import UserError
 from train.run import Interrupted, lock_folder
 from train.studies.options import StudyOptions, digest
 from train.studies.pool import Job, compute_all
-from train.studies.rules import MARGIN, TIE, TUNING_SEEDS, Prediction, best_rate, is_inside, judge, wider
+from train.studies.rules import TIE, TUNING_SEEDS, Measure, Prediction, best_rate, is_inside, judge, wider
 from train.studies.source_hash import source_hash
 
 MEAN = "mean"  # a column of the tables: of the measures in range, each with the same weight
@@ -31,40 +31,6 @@ Scores = dict[str, np.ndarray]  # by measure (seeds, examples), in percent or in
 
 
 # What a study supplies
-
-
-@dataclass(frozen=True)
-class Measure:
-    """Examples of the test split that each cell is scored on.
-
-    groups: the picture or document of each example. chance: the score of guessing in percent, None if unknown. unit:
-    scores in "%" are from 0 to 1; others, such as "nats", are shown as they are. margin: the smallest difference of
-    interest, in points or the unit. rungs: the difficulty of each example, if they differ. view: what is judged in
-    place of paired differences (seeds, examples), such as their slope. failed: the score of a cell that diverged.
-    """
-
-    title: str
-    groups: Sequence
-    chance: float | None = None
-    unit: str = "%"
-    margin: float = MARGIN
-    less_is_better: bool = False
-    in_mean: bool = True
-    rungs: Sequence[str] = ()
-    view: Callable[[np.ndarray], np.ndarray] = lambda scores: scores
-    failed: float = 0.0  # in the unit of cells, before `scale`
-
-    @property
-    def scale(self) -> float:
-        return 100.0 if self.unit == "%" else 1.0
-
-    @property
-    def heading(self) -> str:
-        return self.title if self.unit == "%" else f"{self.title}, {self.unit}"
-
-    @property
-    def digits(self) -> int:
-        return 1 if self.unit == "%" else 3
 
 
 @dataclass(frozen=True)
@@ -102,11 +68,6 @@ class Study:
     more: Callable[["Run"], list] = lambda run: []
 
     @property
-    def plan(self) -> list[str]:
-        """What two reports in one folder share: the study, quick or not, its base, data and settings."""
-        return [self.name, digest(self.key)]
-
-    @property
     def averaged(self) -> list[str]:
         return [name for name, measure in self.measures.items() if measure.in_mean]
 
@@ -122,8 +83,12 @@ class Study:
 
 @dataclass
 class Run:
-    """A study while it runs. tried: validation scores by row and rate. validation: by row and measure, at the chosen
-    rates. cells: of the test split by row, seed by seed. used: all results behind the report. parts: studies within."""
+    """A study while it runs.
+
+    tried: validation scores by row and rate. rates: the best ones. validation: scores by row and measure at these.
+    cells: of the test split by row, seed by seed. tables: judged differences by title. used: all results behind the
+    report. parts: studies within.
+    """
 
     study: Study
     out: Path
@@ -134,6 +99,7 @@ class Run:
     rates: dict[str, float] = field(default_factory=dict)
     validation: dict[str, dict[str, float]] = field(default_factory=dict)
     cells: dict[str, list[dict]] = field(default_factory=dict)
+    tables: dict[str, dict[tuple[str, str], dict]] = field(default_factory=dict)
     used: dict[Job, dict] = field(default_factory=dict)
     parts: list["Run"] = field(default_factory=list)
 
@@ -158,9 +124,10 @@ class Run:
     def at_rates(self, rates: Mapping[str, float], seeds: Sequence[int], split: str = "test") -> dict[str, list[dict]]:
         """The cells of rows at their rates, seed by seed."""
         rows = self.study.rows
-        jobs = {row: [Job(row, rows[row], rate, seed, split) for seed in seeds] for row, rate in rates.items()}
-        self.get([job for of_row in jobs.values() for job in of_row])  # side by side
-        return {row: self.get(of_row) for row, of_row in jobs.items()}
+        cells = iter(
+            self.get([Job(row, rows[row], rate, seed, split) for row, rate in rates.items() for seed in seeds])
+        )
+        return {row: [next(cells) for _ in seeds] for row in rates}
 
     # Rates and cells
 
@@ -205,7 +172,7 @@ class Run:
         self.study = replace(self.study, rows=rows, beside={**self.study.beside, f"{title}, trained as long": beside})
 
     def compute(self) -> None:
-        """Choose the rates, then make the cells of all rows at them, and the means on the validation split."""
+        """Choose the rates, then make the cells of all rows at them, and judge their differences."""
         self.rates = dict.fromkeys(self.study.rows, 0.0)
         if self.study.rates:
             self.tune()
@@ -213,9 +180,9 @@ class Run:
             self.add_controls_by_time(self.study.lengthen)
         self.cells = self.at_rates(self.rates, range(self.seeds))
         if self.study.rates:
-            cells = self.at_rates(self.rates, self.tuning_seeds, "validation")
-            scores = {row: self.scores_of(of_row) for row, of_row in cells.items()}
-            self.validation = {row: {name: float(s.mean()) for name, s in scores[row].items()} for row in scores}
+            for row, cells in self.at_rates(self.rates, self.tuning_seeds, "validation").items():
+                self.validation[row] = {name: float(scores.mean()) for name, scores in self.scores_of(cells).items()}
+        self.tables = {title: self.table(beside) for title, beside in self.study.beside.items()}
 
     # Differences
 
@@ -225,26 +192,24 @@ class Run:
 
     def scores_of(self, cells: Sequence[Mapping]) -> Scores:
         """Of cells of one split, on the measures that it has."""
+        measures = self.study.measures
         sizes = {name: len(scores) for cell in cells for name, scores in cell["scores"].items()}
-        sizes = sizes or {name: len(measure.groups) for name, measure in self.study.measures.items()}  # all diverged
-        scores = {}
-        for name, measure in self.study.measures.items():
-            if name in sizes:
-                of_cells = [cell["scores"].get(name, [measure.failed] * sizes[name]) for cell in cells]
-                scores[name] = measure.scale * np.array(of_cells, dtype=float)
-        return scores
+        sizes = sizes or {name: len(measure.groups) for name, measure in measures.items()}  # all diverged
+        failed = {name: [measures[name].failed] * size for name, size in sizes.items()}
+        of_cells = {name: [cell["scores"].get(name, failed[name]) for cell in cells] for name in sizes}
+        return {name: measures[name].scale * np.array(scores, dtype=float) for name, scores in of_cells.items()}
 
     def facts(self, row: str) -> list[dict]:
         """Of the cells of a row that did not diverge."""
         return [cell["facts"] for cell in self.cells[row] if "diverged" not in cell["facts"]]
 
     def in_range(self, controls: Sequence[str]) -> list[str]:
-        """The columns that can show a difference, by the controls' mean on the validation split; a measure in another
-        unit than percent, or that this split does not have, always can."""
+        """The columns that can show a difference, by the controls' mean on the validation split; a measure that is no
+        share, or that this split does not have, always can."""
         usable = []
         for name, measure in self.study.measures.items():
             known = [self.validation[row][name] for row in controls if name in self.validation.get(row, ())]
-            if measure.unit != "%" or not known or is_inside(float(np.mean(known)), measure.chance):
+            if not measure.is_share or not known or is_inside(float(np.mean(known)), measure.chance):
                 usable.append(name)
         return usable + [MEAN] * any(name in usable for name in self.study.averaged)
 
@@ -267,12 +232,10 @@ class Run:
             gaps = {name: s - np.mean([of[name] for of in of_controls], axis=0) for name, s in self.scores(row).items()}
             differences |= {(row, name): self.difference(gaps, name, usable) for name in columns}
             inside |= {(row, name) for name in usable}
-        margins = {place: columns[place[1]].margin for place in differences}
-        less = {place for place in differences if columns[place[1]].less_is_better}
         table = {}
         for is_main in (True, False):
             family = {place: gap for place, gap in differences.items() if (place[1] == self.study.main) == is_main}
-            for place, judged in judge(family, inside, margins, less).items():
+            for place, judged in judge(family, inside, columns).items():
                 one_seed = {"verdict": "one seed"} if self.seeds == 1 else {}  # says nothing of other runs
                 table[place] = differences[place]._asdict() | judged | one_seed
         return table
@@ -288,7 +251,7 @@ def run(study: Study, options: StudyOptions) -> Run:
     out.mkdir(parents=True, exist_ok=True)
     made = Run(study, out, options.jobs, options.seeds, lock_folder(out))
     report = out / "comparison.json"
-    if report.exists() and json.loads(report.read_text())["plan"] != study.plan:
+    if report.exists() and json.loads(report.read_text())["plan"] != [study.name, digest(study.key)]:
         raise UserError(f"--out {out}: has the report of another study or plan: choose another folder")
     torch.set_num_threads(1)  # so that a result does not depend on the number of jobs
     try:

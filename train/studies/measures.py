@@ -26,9 +26,8 @@ from model.common import UserError
 from train.data.sources import read_records
 from train.origin import data_fingerprints
 from train.settings import Settings
-from train.studies.engine import Measure
 from train.studies.options import digest
-from train.studies.rules import TUNING_SEEDS
+from train.studies.rules import TUNING_SEEDS, Measure
 
 # eval/scenes.py names them: n4d7 is a 4×4 needle with 7 distractors, o1 and o2 are full pictures. e16: POPE's question
 # about one of 16 objects.

@@ -7,7 +7,7 @@ the study adds, and what limits it. Cells that diverged are in no line of the CS
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from eval.report import interval_text, markdown_table
 from eval.statistics import estimate
 from model.common import write_text
 from train.studies.engine import Run
+from train.studies.options import digest
 from train.studies.rules import FEWEST_SEEDS, check, share_of_range
 
 ABOUT = (
@@ -57,7 +58,20 @@ def accuracy_table(run: Run) -> list[str]:
         texts = [interval_text(estimate(scores[name], m.groups), m.digits) for name, m in measures.items()]
         known = [f"{parameters:,}" if parameters else "", f"{len(cells)}", f"{rate:g}" if rate else ""]
         body.append([row, *known, *texts])
-    return markdown_table(["row", "parameters", "seeds", "rate", *(m.heading for m in measures.values())], body)
+    return markdown_table(["row", "parameters", "seeds", "rate", *(m.title for m in measures.values())], body)
+
+
+def difference_table(run: Run, title: str) -> list[str]:
+    """Intervals, verdicts, and what an undecided difference would have seen."""
+    columns, body = run.study.columns, []
+    for row, controls in run.study.beside[title].items():
+        texts = []
+        for name, measure in columns.items():
+            gap, digits = run.tables[title][row, name], measure.digits
+            seen = f" (±{gap['visible']:.{digits}f} is visible)" if gap["verdict"] == "undecided" else ""
+            texts.append(f"{interval_text(gap, digits, signed=True)} {gap['verdict']}{seen}")
+        body.append([row, controls[0] if len(controls) == 1 else f"{len(controls)} rows", *texts])
+    return markdown_table(["row", "beside", *(measure.title for measure in columns.values())], body)
 
 
 def rung_table(run: Run, name: str) -> list[str]:
@@ -69,26 +83,13 @@ def rung_table(run: Run, name: str) -> list[str]:
     return markdown_table(["row", *dict.fromkeys(measure.rungs)], body)
 
 
-def difference_table(run: Run, beside: Mapping[str, tuple[str, ...]], judged: Mapping[tuple, Mapping]) -> list[str]:
-    """Those of `beside` that are judged: intervals, verdicts, and what an undecided one would have seen."""
-    columns, body = run.study.columns, []
-    for row in dict.fromkeys(row for row, _ in judged):
-        texts = []
-        for name, measure in columns.items():
-            gap, digits = judged[row, name], measure.digits
-            seen = f" (±{gap['visible']:.{digits}f} is visible)" if gap["verdict"] == "undecided" else ""
-            texts.append(f"{interval_text(gap, digits, signed=True)} {gap['verdict']}{seen}")
-        controls = beside[row]
-        body.append([row, controls[0] if len(controls) == 1 else f"{len(controls)} rows", *texts])
-    return markdown_table(["row", "beside", *(measure.heading for measure in columns.values())], body)
-
-
-def range_table(run: Run, beside: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """How far the controls are from guessing and from 100 % on the validation split."""
+def range_table(run: Run) -> list[str]:
+    """How far the controls of the first table are from guessing and from 100 % on the validation split."""
+    beside = next(iter(run.study.beside.values()), {})
     controls, body = list(dict.fromkeys(row for rows in beside.values() for row in rows)), []
     usable = run.in_range(controls)
     for name, measure in run.study.measures.items():
-        if controls and measure.unit == "%" and all(name in run.validation.get(row, ()) for row in controls):
+        if controls and measure.is_share and all(name in run.validation.get(row, ()) for row in controls):
             chance = measure.chance or 0.0
             shares = [100 * share_of_range(run.validation[row][name], chance) for row in controls]
             share = f"{min(shares):.0f} to {max(shares):.0f}"
@@ -106,49 +107,52 @@ def rate_table(run: Run) -> list[str]:
     return markdown_table(["row", "rate", "score by rate", ""], body)
 
 
-def prediction_table(checked: Sequence[Mapping]) -> list[str]:
-    """The predictions of `rules.check`."""
-    head = ["row", "measure", "predicted", "found", "outcome", "reason given before"]
-    keys = ["row", "measure", "verdict", "found", "outcome", "reason"]
-    return markdown_table(head, [[prediction[key] for key in keys] for prediction in checked])
-
-
-def limits(run: Run) -> list[str]:
-    """What else a reader has to know: too few seeds, and runs that diverged."""
-    few = f"- {run.seeds} seed(s): fewer than {FEWEST_SEEDS} decide nothing."
-    failed = [(row, cell) for row, cells in run.cells.items() for cell in cells if "diverged" in cell["facts"]]
-    texts = [f"- {row}, seed {cell['seed']}: {cell['facts']['diverged']}" for row, cell in failed]
-    return [few] * (run.seeds < FEWEST_SEEDS) + texts
+def predictions(run: Run) -> list[dict]:
+    """Each prediction beside the verdict of the first table."""
+    return check(run.study.predictions, next(iter(run.tables.values()), {}))
 
 
 # The whole
 
 
+def sections(run: Run, heading: str = "##") -> list:
+    """The tables that have lines, below their headings."""
+    tables = {"Scores": accuracy_table(run)}
+    tables |= {f"Minus {title}": difference_table(run, title) for title in run.tables}
+    tables |= {measure.title: rung_table(run, name) for name, measure in run.study.measures.items()}
+    tables |= {"Range": range_table(run), "Rates": rate_table(run)}
+    head = {"row": "row", "measure": "measure", "verdict": "predicted", "found": "found", "outcome": "outcome"}
+    head["reason"] = "reason given before"
+    tables["Predictions"] = markdown_table([*head.values()], [[p[key] for key in head] for p in predictions(run)])
+    return [block for title, lines in tables.items() if len(lines) > 2 for block in (f"{heading} {title}", lines)]
+
+
 def write(run: Run) -> str:
     """Write comparison.md, comparison.json and comparison.csv; returns the first."""
-    study, tables = run.study, {title: run.table(beside) for title, beside in run.study.beside.items()}
-    beside, judged = next(iter(study.beside.values()), {}), next(iter(tables.values()), {})
-    checked = check(study.predictions, {place: gap["verdict"] for place, gap in judged.items()})
-    sections = {"Scores": accuracy_table(run)}
-    sections |= {f"Minus {name}": difference_table(run, study.beside[name], tables[name]) for name in tables}
-    sections |= {measure.heading: rung_table(run, name) for name, measure in study.measures.items()}
-    sections |= {"Range": range_table(run, beside), "Rates": rate_table(run), "Predictions": prediction_table(checked)}
-    blocks = [f"# {study.title}", ABOUT]
-    blocks += [block for title, lines in sections.items() if len(lines) > 2 for block in (f"## {title}", lines)]
-    blocks += study.more(run)
-    if lines := limits(run):
-        blocks += ["## Limits", lines]
-    cells = [cell for part in (run, *run.parts) for cell in part.used.values()]
-    made_by = sorted({f"commit {cell['commit']}, {cell['processor']}, PyTorch {cell['torch']}" for cell in cells})
-    seconds = round(sum(cell["cpu_seconds"] for cell in cells))
+    study, blocks = run.study, [f"# {run.study.title}", ABOUT, *sections(run), *run.study.more(run)]
+    everything = [cell for part in (run, *run.parts) for cell in part.used.values()]
+    made_by = sorted({f"commit {cell['commit']}, {cell['processor']}, PyTorch {cell['torch']}" for cell in everything})
+    seconds = round(sum(cell["cpu_seconds"] for cell in everything))
+    limits = [f"- {run.seeds} seed(s): fewer than {FEWEST_SEEDS} decide nothing."] * (run.seeds < FEWEST_SEEDS)
+    cells = [cell for of_row in run.cells.values() for cell in of_row if "diverged" in cell["facts"]]
+    limits += [f"- {cell['row']}, seed {cell['seed']}: {cell['facts']['diverged']}" for cell in cells]
+    blocks += ["## Limits", limits] if limits else []
     blocks.append(f"Cells were made by {'; '.join(made_by)}: {seconds:,} CPU seconds, {run.seeds} seed(s).")
-    summary = {"plan": study.plan, "made_by": made_by, "cpu_seconds": seconds, "seeds": run.seeds}
-    summary["rates"] = {row: {"chosen": run.rates[row], "tried": run.tried.get(row, {})} for row in run.cells}
-    summary |= {"validation": run.validation, "predictions": checked, "tables": {}}
-    summary["rows"] = {row: {"facts": [cell["facts"] for cell in cells]} for row, cells in run.cells.items()}
-    for title, table in tables.items():
-        summary["tables"][title] = [{"row": row, "measure": name, **gap} for (row, name), gap in table.items()]
     text = "\n\n".join(block if isinstance(block, str) else "\n".join(block) for block in blocks) + "\n"
+    summary = {
+        "plan": [study.name, digest(study.key)],
+        "made_by": made_by,
+        "cpu_seconds": seconds,
+        "seeds": run.seeds,
+        "rates": {row: {"chosen": run.rates[row], "tried": run.tried.get(row, {})} for row in run.cells},
+        "validation": run.validation,
+        "predictions": predictions(run),
+        "rows": {row: {"facts": [cell["facts"] for cell in of_row]} for row, of_row in run.cells.items()},
+        "tables": {
+            title: [{"row": row, "measure": name, **gap} for (row, name), gap in table.items()]
+            for title, table in run.tables.items()
+        },
+    }
     csv.writer(table_of_cells := io.StringIO(), lineterminator="\n").writerows([COLUMNS, *lines_of(run)])
     write_text(run.out / "comparison.csv", table_of_cells.getvalue())
     write_text(run.out / "comparison.md", text)

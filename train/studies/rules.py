@@ -10,8 +10,11 @@
 The number of seeds is fixed before a study runs: seeds that are added until a difference is known would bias it.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
 
 from eval.statistics import Estimate, holm
 
@@ -21,6 +24,37 @@ FEWEST_SEEDS = 5  # below, a report says that nothing is decided
 MOST_RATES = 10
 TUNING_SEEDS = 3  # that choose the rates
 TIE = 1 / 6  # of the margin: rates whose scores differ by less are equally good
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Examples of the test split that each cell is scored on.
+
+    groups: the picture or document of each example. chance: the score of guessing in percent, None if unknown.
+    is_share: scores are from 0 to 1 and shown in percent; others are shown as they are, in the unit that the title
+    names. margin: the smallest difference of interest, in points or the unit. rungs: the difficulty of each example, if
+    they differ. view: what is judged in place of paired differences (seeds, examples), such as their slope. failed: the
+    score of a cell that diverged.
+    """
+
+    title: str
+    groups: Sequence
+    chance: float | None = None
+    is_share: bool = True
+    margin: float = MARGIN
+    less_is_better: bool = False
+    in_mean: bool = True
+    rungs: Sequence[str] = ()
+    view: Callable[[np.ndarray], np.ndarray] = lambda scores: scores
+    failed: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        return 100.0 if self.is_share else 1.0
+
+    @property
+    def digits(self) -> int:
+        return 1 if self.is_share else 3
 
 
 class Prediction(NamedTuple):
@@ -56,39 +90,34 @@ def wider(grid: Sequence[float], best: Collection[float]) -> list[float]:
 
 
 def judge(
-    differences: Mapping[tuple, Estimate],
-    inside: Collection[tuple],
-    margins: Mapping[tuple, float],
-    less_is_better: Collection[tuple] = (),
-) -> dict[tuple, dict]:
-    """{"p", "visible", "verdict"} of each difference of a table; p-values are Holm's over those that are `inside`.
+    differences: Mapping[tuple[str, str], Estimate], inside: Collection[tuple[str, str]], columns: Mapping[str, Measure]
+) -> dict[tuple[str, str], dict]:
+    """{"p", "visible", "verdict"} of each difference by (row, column); p-values are Holm's over those `inside`.
 
     A difference that is shown to be within its margin is "equivalent" also where it is not 0. visible: the true
     difference that 80 % of such studies would find.
     """
-    usable = [name for name in differences if name in inside]
-    unequal = dict(zip(usable, holm([differences[name].p for name in usable]), strict=True))
-    equal = dict(zip(usable, holm([differences[name].equivalence(margins[name]) for name in usable]), strict=True))
-    judged = {}
-    for name, difference in differences.items():
-        if name not in inside:
-            verdict = "out of range"
-        elif equal[name] < 0.05:
+    usable = {place: difference for place, difference in differences.items() if place in inside}
+    unequal = dict(zip(usable, holm([gap.p for gap in usable.values()]), strict=True))
+    outside = [gap.equivalence(columns[name].margin) for (_, name), gap in usable.items()]
+    equal, judged = dict(zip(usable, holm(outside), strict=True)), {}
+    for place, difference in differences.items():
+        verdict = "undecided" if place in inside else "out of range"
+        if equal.get(place, 1.0) < 0.05:
             verdict = "equivalent"
-        elif unequal[name] < 0.05:
-            verdict = "better" if (difference.mean > 0) != (name in less_is_better) else "worse"
-        else:
-            verdict = "undecided"
-        judged[name] = {"p": unequal.get(name), "visible": difference.visible(max(1, len(usable))), "verdict": verdict}
+        elif unequal.get(place, 1.0) < 0.05:
+            verdict = "better" if (difference.mean > 0) != columns[place[1]].less_is_better else "worse"
+        visible = difference.visible(max(1, len(usable)))
+        judged[place] = {"p": unequal.get(place), "visible": visible, "verdict": verdict}
     return judged
 
 
-def check(predictions: Sequence[Prediction], verdicts: Mapping[tuple[str, str], str]) -> list[dict]:
-    """Each prediction about a (row, measure) with its verdict, and whether that confirms it."""
+def check(predictions: Sequence[Prediction], judged: Mapping[tuple[str, str], Mapping]) -> list[dict]:
+    """Each prediction about a judged difference with its verdict, and whether that confirms it."""
     checked = []
     for predicted in predictions:
-        if found := verdicts.get((predicted.row, predicted.measure)):
-            is_open = found not in ("better", "worse", "equivalent")
-            outcome = "open" if is_open else "confirmed" if found == predicted.verdict else "refuted"
-            checked.append(predicted._asdict() | {"found": found, "outcome": outcome})
+        if difference := judged.get((predicted.row, predicted.measure)):
+            is_open = (verdict := difference["verdict"]) not in ("better", "worse", "equivalent")
+            outcome = "open" if is_open else "confirmed" if verdict == predicted.verdict else "refuted"
+            checked.append(predicted._asdict() | {"found": verdict, "outcome": outcome})
     return checked

@@ -40,10 +40,10 @@ from train.distributed import join_world
 from train.flags import flag, read_flags
 from train.optim import count
 from train.studies import built, engine, report
-from train.studies.engine import Measure, Run, Study
+from train.studies.engine import Run, Study
 from train.studies.options import StudyOptions, deciding
 from train.studies.pool import Job, once
-from train.studies.rules import Prediction
+from train.studies.rules import Measure, Prediction
 from train.systems.text import TextSettings, learn
 from weights.export import export_model
 from weights.load import load_model
@@ -145,7 +145,7 @@ def measures_of(corpus: Corpus, length: int, limit: int) -> dict[str, Measure]:
     tasks = {name: Measure(TITLES[name].format(most[name]), range(limit), chances[name]) for name in most}
     order = Measure("of them in any order: 100 less best minus worst", range(limit), in_mean=False)
     more = {"margin": 0.03, "less_is_better": True, "in_mean": False, "failed": math.log(corpus.tokenizer.vocab_size())}
-    loss = Measure("loss on text", documents, unit="nats", **more)
+    loss = Measure("loss on text, nats", documents, is_share=False, **more)
     return tasks | {"order": order, "loss": loss}
 
 

@@ -46,10 +46,10 @@ from train.optim import count, trainable
 from train.settings import Settings
 from train.studies import engine, report
 from train.studies.cells import StagedOptions, ask, key_of, learn, open_on_device, read_stages
-from train.studies.engine import Measure, Run, Study
+from train.studies.engine import Run, Study
 from train.studies.measures import Task, asking, training_records, vqa_task
 from train.studies.pool import Job, once
-from train.studies.rules import Prediction
+from train.studies.rules import Measure, Prediction
 from train.systems.open import open_processor
 from train.systems.wings import TEXT_BASE
 
@@ -197,7 +197,7 @@ def measures_of(settings: Settings, split: str, limit: int) -> dict[str, Measure
     measures: dict[str, Measure] = {**tasks_of(settings, split, limit)}
     if split == "test":
         shown, less = [record.key for record in looked_at(settings)], {"margin": 0.1, "less_is_better": True}
-        measures[SHIFT] = Measure("attention shift", shown, unit="0 to 2", in_mean=False, failed=1.0, **less)
+        measures[SHIFT] = Measure("attention shift, 0 to 2", shown, is_share=False, in_mean=False, failed=1.0, **less)
     return measures
 
 
