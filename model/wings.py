@@ -365,7 +365,9 @@ def _assemble(config: WingsConfig, state: Mapping[str, torch.Tensor], seed: int)
     with torch.device("meta"):
         model = Wings(config)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    require(not unexpected, f"{unexpected[:1]} is no part of a plain PaliGemma: merge or leave out its adapter")
+    require(
+        not unexpected, f"{', '.join(unexpected[:1])} is no part of a plain PaliGemma: merge or leave out its adapter"
+    )
     weight, generator = model.language_model.embed_tokens.weight, torch.Generator().manual_seed(seed)
     for name, module in model.named_modules():
         is_fresh = any(parameter.startswith(f"{name}.") for parameter in missing)
