@@ -12,14 +12,14 @@ Source: Li et al., "Evaluating Object Hallucination in Large Vision-Language Mod
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from eval import scenes
 from eval.bench import PROMPT_FLAG, Benchmark, limit_flag, means, run
-from eval.data import PROMPT, PopeQuestion, fill_prompt, find_images, read_pope
+from eval.data import PopeQuestion, fill_prompt, find_images, read_pope
 from eval.question import Question
 from model.common import UserError, run_command, shown, write_text
 
@@ -37,15 +37,18 @@ class Pope(Benchmark):
     def questions(self, args):
         if (args.questions is None) != (args.images is None):
             raise UserError("--questions and --images go together: give both, or neither for the embedded scenes")
-        questions, files = [], args.questions or []
-        for file in files:
+        sets = {} if args.questions else {kind: embedded(kind, args.limit or 600) for kind in scenes.STRATEGIES}
+        for file in args.questions or ():
             asked, kind = read_pope(file)[: args.limit], Path(file).stem
-            if kind in {question.kind for question in questions}:
+            if kind in sets:
                 raise UserError(f"{shown(file)}: results are named after their file, and this name is taken: rename it")
-            pictures = find_images((q.image for q in asked), args.images, file)
-            questions += questions_on(kind, asked, pictures, args.template, named=len(files) > 1)
-        for strategy in [] if files else scenes.STRATEGIES:
-            questions += embedded(strategy, args.limit or 600, args.template)
+            sets[kind] = asked, find_images((q.image for q in asked), args.images, file)
+        questions = []
+        for kind, (asked, pictures) in sets.items():
+            for q in asked:
+                name = f"{kind}/{q.question_id}" if len(sets) > 1 else q.question_id  # POPE's files share their ids
+                prompt = fill_prompt(args.template, q.question)
+                questions.append(Question(name, q.image, pictures[q.image], prompt, truth=q, kind=kind))
         likely = [replace(q, id=f"{q.id}, P(yes)", choices=("yes", "no"), scored=True) for q in questions]
         return questions + likely * args.probability
 
@@ -70,35 +73,21 @@ class Pope(Benchmark):
 
     def write(self, rows, out, subject):
         super().write(rows, out, subject)
-        said = [row for row in rows if row.answer is not None and not row.question.scored]
-        for kind in {row.question.kind for row in said}:  # as the published script writes them
-            of_kind = [(r.question.truth, r.answer) for r in said if r.question.kind == kind]
-            lines = [{"question_id": q.question_id, "question": q.question, "answer": text} for q, text in of_kind]
-            text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
+        files = {}  # as the published script writes them
+        for question, answer, _ in rows:
+            if answer is not None and not question.scored:
+                line = {"question_id": question.truth.question_id, "question": question.truth.question}
+                text = json.dumps(line | {"answer": answer}, ensure_ascii=False) + "\n"
+                files[question.kind] = files.get(question.kind, "") + text
+        for kind, text in files.items():
             write_text(out / f"answers-{kind}.jsonl", text)
 
 
-def questions_on(kind: str, asked: Iterable[PopeQuestion], pictures: Mapping, template: str, named: bool):
-    """What is asked. named: ids begin with the kind, since POPE's three files share theirs."""
-    return [
-        Question(
-            f"{kind}/{q.question_id}" if named else q.question_id,
-            q.image,
-            pictures[q.image],
-            fill_prompt(template, q.question),
-            truth=q,
-            kind=kind,
-        )
-        for q in asked
-    ]
-
-
-def embedded(strategy: str, limit: int = 600, template: str = PROMPT) -> list[Question]:
-    """The first `limit` questions of a strategy on the embedded test scenes."""
+def embedded(strategy: str, limit: int) -> tuple[list[PopeQuestion], dict]:
+    """The first `limit` questions of a strategy on the embedded test scenes, and their pictures by name."""
     samples = scenes.pope(strategy, images=-(-limit // 6))[:limit]
     asked = [PopeQuestion(s.question_id, f"pope/{s.image_id}", s.question, s.suffix) for s in samples]
-    pictures = {f"pope/{s.image_id}": s.scene.render for s in samples}
-    return questions_on(strategy, asked, pictures, template, named=True)
+    return asked, {f"pope/{s.image_id}": s.scene.render for s in samples}
 
 
 def parse_answer(text: str) -> str:
@@ -110,18 +99,15 @@ def parse_answer(text: str) -> str:
 def score_answers(labels: Sequence[str], answers: Sequence[str]) -> dict[str, float]:
     """Measures in percent of labels and answers, each yes or no; positive is yes, and 0/0 counts as 0."""
     pairs = list(zip(labels, answers, strict=True))
-    true_yes, said_yes, are_yes = pairs.count(("yes", "yes")), answers.count("yes"), labels.count("yes")
-
-    def percent(part: int, whole: int) -> float:
-        return 100 * part / whole if whole else 0.0
-
-    return {
-        "accuracy": percent(true_yes + pairs.count(("no", "no")), len(pairs)),
-        "precision": percent(true_yes, said_yes),
-        "recall": percent(true_yes, are_yes),
-        "F1": percent(2 * true_yes, said_yes + are_yes),  # the harmonic mean of the two above
-        "yes": percent(said_yes, len(pairs)),
+    hits, said, right = pairs.count(("yes", "yes")), answers.count("yes"), labels.count("yes")
+    shares = {
+        "accuracy": (hits + pairs.count(("no", "no")), len(pairs)),
+        "precision": (hits, said),
+        "recall": (hits, right),
+        "F1": (2 * hits, said + right),  # the harmonic mean of the two above
+        "yes": (said, len(pairs)),
     }
+    return {name: 100 * part / whole if whole else 0.0 for name, (part, whole) in shares.items()}
 
 
 main = partial(run, Pope())

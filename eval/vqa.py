@@ -20,27 +20,22 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
-from eval import scenes
+from eval import data, scenes
 from eval.bench import PROMPT_FLAG, Benchmark, limit_flag, means, run
-from eval.data import (
-    PROMPT,
-    Annotation,
-    annotations_of,
-    fill_prompt,
-    find_images,
-    holds_answers,
-    read_layout,
-    read_questions,
-)
+from eval.data import PROMPT, Annotation, fill_prompt
 from eval.question import Question, question_of
 from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record, groups_of, read_data, source_parts
-from eval.vqa_scoring import SCORERS, answerability, check_scoring, record_scores, summarize, truths_of
+from eval.vqa_scoring import SCORERS, answerability, check_scoring, official, record_scores, summarize, truths_of
 from model.common import UserError, run_command, shown, write_text
 
 NAMES = {"gqa": ("questionId", "prediction"), "vizwiz": ("image", "answer")}  # in their servers' files
 EMBEDDED = 1200  # questions on the embedded scenes, by default
 TRAIN_QUESTIONS = 12_000  # embedded ones that the text-only guess knows
 GUESS = "text-only guess"
+GUESS_HELP = (
+    "score the best guess from the text alone: from training QUESTIONS ANNOTATIONS, or without files the best constant "
+    "answer of each question type (default: on the embedded scenes, from their train split)"
+)
 
 
 class Vqa(Benchmark):
@@ -53,12 +48,7 @@ class Vqa(Benchmark):
         "--annotations": dict(help="annotations file (default: the questions file, if it has the answers too)"),
         "--images": dict(help="folder of the pictures (default: that of the file of --data)", metavar="DIR"),
         "--scoring": dict(help="scorer (default: the one that fits the annotations)", choices=SCORERS),
-        "--guess": dict(
-            help="score the best guess from the text alone: from training QUESTIONS ANNOTATIONS, or without files the "
-            "best constant answer of each question type (default: on the embedded scenes, from their train split)",
-            nargs="*",
-            metavar="FILE",
-        ),
+        "--guess": dict(help=GUESS_HELP, nargs="*", metavar="FILE"),
         "--answerability": dict(help="of VizWiz: also average precision and F1 of `unanswerable`", default=False),
         "--prompt": PROMPT_FLAG,
         "--limit": limit_flag(f"questions, the first N (default: all of files, {EMBEDDED} of the embedded scenes)"),
@@ -68,10 +58,12 @@ class Vqa(Benchmark):
         kind, folder = source_parts(args.data or "embedded")
         if args.data and (args.questions or args.annotations):
             raise UserError("--questions and --annotations are of published files: leave --data out")
-        if kind == "vqav2":
-            args = Namespace(**vars(args) | vqav2_files(folder, args.images))
+        if kind == "vqav2":  # those of val2014 if they are there, else of train2014
+            val = [folder / name.replace("train2014", "val2014") for name in (QUESTIONS_FILE, ANNOTATIONS_FILE)]
+            files = val if val[0].is_file() else [folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE]
+            return self.published(args, *files, args.images or folder)
         if args.questions and args.images:
-            return self.published(args)
+            return self.published(args, args.questions, args.annotations, args.images)
         if args.questions or args.annotations or args.answerability or args.images and kind == "embedded":
             raise UserError("--questions, --images, --annotations and --answerability go together: give all")
         if kind == "embedded":
@@ -85,16 +77,15 @@ class Vqa(Benchmark):
         groups = groups_of(records)
         return [question_of(record, truth=record, group=groups.get(record.name, "")) for record in records]
 
-    def published(self, args) -> list[Question]:
+    def published(self, args: Namespace, asked_in, answered_in, images) -> list[Question]:
         """The questions of published files."""
-        source = args.annotations or (args.questions if holds_answers(args.questions) else None)
-        questions, fitting = from_files(args.questions, source, args.images, args.template, args.limit)
-        self.scoring = args.scoring or fitting
-        if source is not None:
-            check_scoring(self.scoring, [question.truth for question in questions], source)
-        self.known = args.guess  # of one file, it holds the answers too
-        if args.guess:
-            self.known = from_files(args.guess[0], args.guess[-1], None, args.template)[0]
+        answered_in = answered_in or (asked_in if data.holds_answers(asked_in) else None)
+        questions, fitting = from_files(asked_in, answered_in, images, args.template, args.limit)
+        self.scoring, self.known = args.scoring or fitting, args.guess
+        if answered_in is not None:
+            check_scoring(self.scoring, [question.truth for question in questions], answered_in)
+        if args.guess:  # one file holds the answers too
+            self.known, _ = from_files(args.guess[0], args.guess[-1], None, args.template)
         if args.answerability:
             if any(q.truth is None or q.truth.answerable is None for q in questions):
                 raise UserError("--answerability: no annotation says which questions are answerable: give VizWiz's")
@@ -115,8 +106,7 @@ class Vqa(Benchmark):
         if scored and isinstance(scored[0].question.truth, Record):
             lines = {"overall": means(scored)}
         elif scored:
-            (measure,) = scored[0].scores
-            accuracies = {row.question.truth.question_id: row.scores[measure] for row in scored}
+            accuracies = {row.question.truth.question_id: sum(row.scores.values()) for row in scored}  # one measure
             values = summarize([row.question.truth for row in scored], accuracies)
             percents = {"overall": values["overall"], **values["per_answer_type"]}
             percents |= {f"  {name}": value for name, value in values["per_question_type"].items()}
@@ -130,20 +120,24 @@ class Vqa(Benchmark):
         asked = [question for question in questions if isinstance(question.truth, Annotation)]
         if self.known is None or not asked:
             return {}
-        guesses = dict(zip((q.id for q in asked), text_only_guesses(asked, self.known), strict=True))
-        return {GUESS: [None if q.scored else guesses.get(q.id) for q in questions]}
+        guesses = text_only_guesses(asked, self.known)
+        said = {q.id: None if q.scored else guess for q, guess in zip(asked, guesses, strict=True)}
+        return {GUESS: [said.get(question.id) for question in questions]}
 
     def write(self, rows, out, subject):
-        answered = [row for row in rows if row.answer is not None]
         id_, answer = NAMES.get(self.scoring, ("question_id", "answer"))
-        results = [{id_: row.question.id, answer: row.answer} for row in answered if not row.question.scored]
-        for result, row in zip(results, answered, strict=False):
-            if isinstance(row.question.truth, Record):
-                result |= {"question": row.question.prefix, "right": truths_of(row.question.truth), **row.scores}
-        write_text(out / "results.json", json.dumps(results, ensure_ascii=False, indent=0) + "\n")
-        if unsure := [row for row in answered if row.question.scored]:
-            results = [{id_: r.question.truth.question_id, "answerable": 1 - math.exp(*r.answer)} for r in unsure]
-            write_text(out / "answerability.json", json.dumps(results, ensure_ascii=False, indent=0) + "\n")
+        results, unsure = [], []
+        for question, said, scores in (row for row in rows if row.answer is not None):
+            truth = question.truth
+            if question.scored:
+                unsure.append({id_: truth.question_id, "answerable": 1 - math.exp(*said)})
+                continue
+            results.append({id_: question.id, answer: said})
+            if isinstance(truth, Record):
+                results[-1] |= {"question": question.prefix, "right": truths_of(truth), **scores}
+        for name, records in (("results.json", results), ("answerability.json", unsure)):
+            if records:
+                write_text(out / name, json.dumps(records, ensure_ascii=False, indent=0) + "\n")
 
 
 # Questions
@@ -180,22 +174,14 @@ def from_files(
 
     Raises UserError for malformed files, questions without annotation, and pictures that are not in `images`.
     """
-    asked = [q for q in read_questions(questions) if only is None or str(q.question_id) in only][:limit]
-    scoring, annotated = read_layout(annotations) if annotations else ("official", [])
-    truths = annotations_of(asked, annotated, questions, annotations) if annotations else [None] * len(asked)
-    pictures = find_images((q.image for q in asked), images, questions) if images else {}
+    asked = [q for q in data.read_questions(questions) if only is None or str(q.question_id) in only][:limit]
+    scoring, annotated = data.read_layout(annotations) if annotations else ("official", [])
+    truths = data.annotations_of(asked, annotated, questions, annotations) if annotations else [None] * len(asked)
+    pictures = data.find_images((q.image for q in asked), images, questions) if images else {}
     return [
         Question(q.question_id, q.image, pictures.get(q.image, ()), fill_prompt(template, q.question), truth=truth)
         for q, truth in zip(asked, truths, strict=True)
     ], scoring
-
-
-def vqav2_files(folder: Path, images: str | None) -> dict:
-    """The flags for VQAv2's files in `folder`: those of val2014 if they are there, else of train2014."""
-    names = {"questions": QUESTIONS_FILE, "annotations": ANNOTATIONS_FILE}
-    held_out = {flag: folder / name.replace("train2014", "val2014") for flag, name in names.items()}
-    files = held_out if held_out["questions"].is_file() else {flag: folder / name for flag, name in names.items()}
-    return {**files, "images": images or folder}
 
 
 # Guesses, and the accuracies of a training run
@@ -219,17 +205,6 @@ def text_only_guesses(test: Sequence[Question], train: Sequence[Question]) -> li
     return [next(best[key] for key in keys(question) if key in best) for question in test]
 
 
-def summary_of(questions: Sequence[Question], answers: Iterable[str | None], scoring: str = "official") -> dict:
-    """`summarize` over the questions that have an answer."""
-    pairs = [(q.truth, text) for q, text in zip(questions, answers, strict=True) if text is not None]
-    return summarize([truth for truth, _ in pairs], {t.question_id: SCORERS[scoring](t, text) for t, text in pairs})
-
-
-def evaluate_embedded(model, processor, limit: int, progress: str | None = None, *, ask_all: Callable) -> dict:
-    """{"overall", "per_answer_type", "per_question_type"} on `limit` questions of the embedded test split."""
-    return summary_of(embedded(limit), ask_all(model, processor, embedded(limit), progress=progress))
-
-
 def guess_accuracy(test: Sequence[Question], train: Sequence[Question]) -> dict[str, float]:
     """{"overall": percent, answer type: percent, …} of text-only guesses, by exact match."""
     hits = defaultdict(list)
@@ -242,6 +217,13 @@ def guess_accuracy(test: Sequence[Question], train: Sequence[Question]) -> dict[
 def guess_embedded(limit: int) -> dict[str, float]:
     """`guess_accuracy` on the embedded questions."""
     return guess_accuracy(embedded(limit), embedded(TRAIN_QUESTIONS, "train"))
+
+
+def evaluate_embedded(model, processor, limit: int, progress: str | None = None, *, ask_all: Callable) -> dict:
+    """{"overall", "per_answer_type", "per_question_type"} on `limit` questions of the embedded test split."""
+    asked = embedded(limit)
+    pairs = zip(asked, ask_all(model, processor, asked, progress=progress), strict=True)
+    return summarize([q.truth for q in asked], {q.id: official(q.truth, answer) for q, answer in pairs})
 
 
 main = partial(run, Vqa())

@@ -73,13 +73,13 @@ def test_a_run_is_asked_as_it_was_trained(settings, stored, prompt, workplace, a
         with pytest.raises(UserError, match="prompt"):
             vqa.main(flags)
         return
-    questions = vqa.embedded(1, template="{question}") + pope.embedded("random", 1, "{question}")
+    questions = vqa.embedded(1, template="{question}")[0].prefix, pope.embedded("random", 1)[0][0].question
     for command, question in zip((vqa, pope), questions, strict=True):
         command.main(flags)
-        assert fill_prompt(prompt, question.prefix) in asked
+        assert fill_prompt(prompt, question) in asked
         asked.clear()
         command.main([*flags, "--prompt", "{question}", "--out", "other"])
-        assert question.prefix in asked and fill_prompt(prompt, question.prefix) not in asked
+        assert question in asked and fill_prompt(prompt, question) not in asked
 
 
 @pytest.mark.long

@@ -236,23 +236,6 @@ def test_another_scorer(scores, scoring, overall):
     assert values(scores("--scoring", scoring))["overall"] == overall
 
 
-@pytest.mark.parametrize(
-    ("results", "expected"),
-    [
-        (RESULTS[:2], "R: 1 questions have no answer ('71')"),
-        ([*RESULTS, {"question_id": 99, "answer": "x"}], "R[3]: id 99 is unknown"),
-        ([*RESULTS, RESULTS[0]], "R[3]: id 80 occurs twice"),
-        ([*RESULTS[:2], {"question_id": 71, "answer": 2}], "R[2]: answer is 2"),
-        ([*RESULTS[:2], 71], "R[2]: expected an object"),
-    ],
-)
-def test_bad_results_are_named(scores, results, expected):
-    """A wrong file is scored, or its user is left without the file, the ids and the remedy."""
-    with pytest.raises(UserError) as caught:
-        scores(results=results)
-    assert str(caught.value).startswith(expected) and "\n" not in str(caught.value)
-
-
 def test_a_scoring_that_cannot_apply_says_so(scores, workplace):
     """Right answers to a file with one answer a question score 0.00 without a word; the fitting scoring is exact."""
     one = [annotated(id_, *rest[:2], rest[2][:1]) for id_, rest in SAID.items()]
