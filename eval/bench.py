@@ -118,6 +118,7 @@ def questions_for(benchmark: Benchmark, args: Namespace, default: str = PROMPT) 
 
 def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
     """The rows of all models that the flags name. Questions are read before the first model is. Raises UserError."""
+    # here, since scoring a file needs no model and starts without torch
     from eval.open import models_of, open_model, out_folder, stored_prompt
     from eval.text import reader
 

@@ -215,8 +215,10 @@ def save(model: Adaptable, folder: str | Path, base: str | None = None, prompt: 
     prompt: the template of the questions that it was trained on, for evaluation. Where FSDP2 has sharded the model,
     every process must call this; one of them with `write`. Raises UserError if the model has no adapter.
     """
-    whole = ((name, gathered(parameter)) for name, parameter in adapter_parameters(model).items())
-    tensors = {name: tensor.detach().cpu().contiguous() if write else None for name, tensor in whole}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in adapter_parameters(model).items():
+        whole = gathered(parameter).detach()  # one at a time, and kept only where it is written
+        tensors[name] = whole.cpu().contiguous() if write else torch.empty(0)
     metadata = {"format": "pt", "base_fingerprint": fingerprint(model)}
     if not tensors:
         raise UserError("the model has no adapter to save: inject LoRA, or graft a variant, first")

@@ -26,7 +26,7 @@ from torch import nn
 
 from model.attention import Attention, Rope, attention_modules, tapped
 from model.common import UserError
-from model.gemma import Adaptable
+from model.gemma import Adaptable, GemmaMLP
 from model.linear import Linear
 from model.lowrank import LowRank
 
@@ -72,9 +72,10 @@ class Reparametrised(Differential):
 
     def __init__(self, plain: Attention, layer: int, width: int, lambda_init: float | str, norm: bool):
         super().__init__(plain, layer)
-        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (layer - 1)) if lambda_init == "layer" else lambda_init
-        if isinstance(self.lambda_init, str) or not 0 <= self.lambda_init < 1:
+        start = 0.8 - 0.6 * math.exp(-0.3 * (layer - 1)) if lambda_init == "layer" else lambda_init
+        if isinstance(start, str) or not 0 <= start < 1:
             raise UserError(f"lambda_init is {lambda_init!r}, expected 'layer' or a number in [0, 1)")
+        self.lambda_init = start
         for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
             self.register_parameter(name, nn.Parameter(0.1 * torch.randn(width)))
         self.subln = nn.RMSNorm(self.head_dim, eps=1e-5) if norm else None
@@ -291,7 +292,7 @@ def default_options(kind: str, r: int, alpha: float, dropout: float = 0.0) -> di
     return {"r": r, "alpha": alpha, "dropout": dropout} if issubclass(KINDS[kind], Branched) else {}
 
 
-def base_layer(projection: nn.Module) -> nn.Linear:
+def base_layer(projection: Any) -> nn.Linear:
     """The linear layer under LoRA, or the projection itself."""
     return getattr(projection, "base_layer", projection)
 
@@ -366,8 +367,9 @@ def graft(
     for layer, name, module in new:
         layer.add_module(name, module.to(device).train(layer.training))
     if feed_forward == "swiglu":
-        for layer in model.language_model.layers:
-            layer.mlp.activation = "silu"
+        for module in model.language_model.modules():
+            if isinstance(module, GemmaMLP):
+                module.activation = "silu"
     model.grafts = (*model.grafts, Graft(kind, where, feed_forward, seed, defaults | options))
     return [name for name, _ in model.named_parameters() if name not in before]
 
@@ -451,7 +453,9 @@ def map_distance(model: nn.Module, **batch) -> dict[str, torch.Tensor]:
         valid = batch.get("attention_mask") if path.startswith("language_model.") else None
         distances[path] = (by_query if valid is None else by_query[valid.bool()]).mean()
 
-    taps = {module: partial(tap, path) for path, module in variants_of(model).items() if module.maps == 2}
+    taps: dict[Attention, Any] = {
+        module: partial(tap, path) for path, module in variants_of(model).items() if module.maps == 2
+    }
     if taps:
         with tapped(taps):
             model(**(batch | {"positions_to_keep": 1}))  # the head, the widest product, is not needed here

@@ -316,8 +316,8 @@ class Wings(PaliGemma):
 
     @staticmethod
     def build(config: WingsConfig) -> tuple[nn.Module, WingsGemma]:
-        projector = TwoLayerProjector if isinstance(config, LanguageWingsConfig) else Projector
-        return projector(config), WingsGemma(config)
+        is_language = isinstance(config, LanguageWingsConfig)
+        return TwoLayerProjector(config) if is_language else Projector(config), WingsGemma(config)
 
     def forward(self, input_ids, pixel_values, token_type_ids, attention_mask=None, **options) -> torch.Tensor:
         """As `PaliGemma.forward`; of token_type_ids only the number of columns is used. All pictures are in the first

@@ -55,7 +55,7 @@ def interleaved_rope(patch, model):
         half = x.shape[-1] // 2
         even, odd = x[..., ::2], x[..., 1::2]
         return torch.stack(
-            (even * cos[..., :half] - odd * sin[..., :half], odd * cos[..., :half] + even * sin[..., :half]), dim=-1
+            (even * cos[..., half:] - odd * sin[..., half:], odd * cos[..., half:] + even * sin[..., half:]), dim=-1
         ).flatten(-2)
 
     patch.setattr(attention.Rope, "__call__", call)
@@ -64,8 +64,7 @@ def interleaved_rope(patch, model):
 def rope_other_way_round(patch, model):
     def call(self, x):
         cos, sin = self._table(x.shape[-1], x.dtype)
-        first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((second, -first), dim=-1) * sin
+        return x * cos - x.roll(x.shape[-1] // 2, dims=-1) * sin
 
     patch.setattr(attention.Rope, "__call__", call)
 
@@ -79,8 +78,8 @@ def rope_frequencies_in_bf16(patch, model):
         even = torch.arange(0, width, 2, dtype=torch.float32)
         frequencies = (1.0 / self.theta ** (even / width)).bfloat16().float()
         angles = self.positions[:, None, :, None].float() * frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
     patch.setattr(attention.Rope, "_table", table)
 

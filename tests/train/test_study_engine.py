@@ -172,7 +172,7 @@ def test_a_killed_study_goes_on_in_other_processes(number, tmp_path, done):
         first.send_signal(number)
         first.communicate(timeout=30)  # until the last process that has its stderr is gone
     before = {file: file.read_text() for file in out.glob("cells/*/*.json")}
-    assert len(before) < 30
+    assert len(before) < len(list(done.out.glob("cells/*/*.json")))  # it was interrupted
     assert all(json.loads(text)["scores"] for text in before.values())
     subprocess.run(start, env=path, check=True)
     assert all(file.read_text() == text for file, text in before.items())
