@@ -6,6 +6,7 @@ In: tests (`eval/data.py`), or captioned pictures. Out: M stitched pictures for 
 
 import random
 from collections.abc import Mapping, Sequence
+from math import isqrt
 from pathlib import Path
 
 from PIL import Image
@@ -17,22 +18,17 @@ SUB_IMAGE = 256  # px along each side of a sub-image
 FIRST_ABSENT_ID = 5000  # MMNeedle's ids from here on have no needle in the haystack
 
 
-def stitch(images: Sequence[Image.Image], size: int = SUB_IMAGE) -> Image.Image:
-    """N² pictures, row-major, each resized to size×size px (aspect not kept), as one of N·size×N·size px."""
-    side = round(len(images) ** 0.5)
-    assert side * side == len(images), f"{len(images)} pictures do not fill a square"
-    canvas = Image.new("RGB", (side * size, side * size))
-    for at, image in enumerate(images):
-        row, col = divmod(at, side)
-        canvas.paste(image.convert("RGB").resize((size, size)), (col * size, row * size))
-    return canvas
+def stitch(pictures: Sequence[Path | Image.Image], size: int = SUB_IMAGE) -> Image.Image:
+    """N² pictures, row-major, each resized to size×size px (aspect not kept), as one of N·size×N·size px.
 
-
-def stitch_files(paths: Sequence[Path], size: int = SUB_IMAGE) -> Image.Image:
-    """The stitched picture of N² files. Raises UserError if one is unreadable."""
+    Raises UserError for an unreadable file."""
     from model.images import load_image  # imports torch, which scoring does not need
 
-    return stitch([load_image(path) for path in paths], size)
+    side = isqrt(len(pictures))
+    canvas = Image.new("RGB", (side * size, side * size))
+    for at, picture in enumerate(pictures):
+        canvas.paste(load_image(picture).resize((size, size)), (at % side * size, at // side * size))
+    return canvas
 
 
 def draw_tests(
@@ -51,27 +47,21 @@ def draw_tests(
     Raises UserError if pictures are few.
     """
     names, draw, tests = sorted(captions), random.Random(seed), []
-    size = pictures * side**2
+    cells, size = side**2, pictures * side**2
     if needles > size or len(names) < size + needles * absent:
-        raise UserError(
-            f"{len(names)} captioned pictures are too few for {pictures} picture(s) of {side} by {side} with {needles} "
-            f"needle(s) {'beside' if absent else 'among'} them: give more, or ask for less"
+        problem = (
+            f"{len(names)} captioned pictures are too few for {pictures} of {side} by {side} and {needles} needle(s)"
         )
+        raise UserError(f"{problem}: give more, or ask for less")
     for number in range(count):
-        names_drawn = draw.sample(names, size + needles * absent)
-        first = number % size
-        others = draw.sample([spot for spot in range(size) if spot != first], needles - 1)
-        spots = list(range(size, size + needles)) if absent else [first, *others]
-        targets = tuple(names_drawn[spot] for spot in spots)
-        tests.append(
-            NeedleTest(
-                id=number + FIRST_ABSENT_ID * absent,
-                haystack=tuple(tuple(names_drawn[at : at + side**2]) for at in range(0, size, side**2)),
-                places=tuple(ABSENT if absent else (s // side**2, s % side**2 // side, s % side) for s in spots),
-                targets=targets,
-                captions=tuple(captions[name] for name in targets),
-            )
-        )
+        drawn = draw.sample(names, size + needles * absent)
+        others = draw.sample([spot for spot in range(size) if spot != number % size], needles - 1)
+        spots = range(size, size + needles) if absent else [number % size, *others]
+        places = tuple(ABSENT if absent else (s // cells, s % cells // side, s % side) for s in spots)
+        haystack = tuple(tuple(drawn[at : at + cells]) for at in range(0, size, cells))
+        targets = tuple(drawn[spot] for spot in spots)
+        of_targets = tuple(captions[name] for name in targets)
+        tests.append(NeedleTest(number + FIRST_ABSENT_ID * absent, haystack, places, targets, of_targets))
     return tests
 
 
@@ -81,11 +71,12 @@ def choose(tests: Sequence[NeedleTest], count: int, seed: int) -> list[NeedleTes
     draw, places = random.Random(seed), {}
     for test in tests:
         places.setdefault(test.places, []).append(test)
-    balanced = all(len(place) == 1 for place in places) and (ABSENT,) not in places and count >= len(places) > 0
-    each, chosen = count // len(places) if balanced else count, []
-    for place, found in sorted(places.items()) if balanced else [("all", tests)]:
-        if len(found) < each:
-            where = f"have their needle at {place[0]}" if balanced else "are of this kind"
-            raise UserError(f"{each} tests are asked for, but {len(found)} {where}: lower --limit")
-        chosen += draw.sample(found, each)
+    is_balanced = all(len(place) == 1 for place in places) and (ABSENT,) not in places and count >= len(places) > 0
+    pools = [places[place] for place in sorted(places)] if is_balanced else [tests]
+    each, chosen = count // len(pools), []
+    for pool in pools:
+        if len(pool) < each:
+            where = f"have their needle at {pool[0].places[0]}" if is_balanced else "are of this kind"
+            raise UserError(f"{each} tests are asked for, but {len(pool)} {where}: lower --limit")
+        chosen += draw.sample(pool, each)
     return sorted(chosen, key=lambda test: test.id)

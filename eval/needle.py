@@ -25,9 +25,9 @@ from typing import NamedTuple
 from eval import scenes
 from eval.bench import Benchmark, limit_flag, run
 from eval.command import whole
-from eval.data import ABSENT, NeedleTest, find_image, find_images, problems_at, read_captions, read_needle_tests
+from eval.data import ABSENT, NeedleTest, find_image, find_images, read_captions, read_needle_tests
 from eval.figures import contact_sheet, draw_boxes, heatmaps, save
-from eval.haystacks import FIRST_ABSENT_ID, choose, draw_tests, stitch_files
+from eval.haystacks import FIRST_ABSENT_ID, choose, draw_tests, stitch
 from eval.needle_scoring import (
     accuracy_by_place,
     judge,
@@ -39,10 +39,20 @@ from eval.needle_scoring import (
 )
 from eval.question import Question
 from eval.report import Row
-from model.common import UserError, run_command, shown
+from model.common import UserError, run_command
 
 Place = tuple[int, int, int]  # (index, row, col), counted from 0, or ABSENT
 PROTOCOLS = ("paper", "constrained", "official")
+PROTOCOL_HELP = (
+    "paper: one-word answers, any other counts as absent; constrained: the likelier of the words; official: MMNeedle's "
+    "own prompt and parsing"
+)
+KINDS = "; ".join(f"{kind}: {title}" for kind, title in scenes.NEEDLE_TITLES.items())
+KIND_HELP = f"embedded tests, sub-images and the objects in them ({KINDS}; default: all)"
+METADATA_HELP = (
+    "with --coco: folder of MMNeedle's N_N.json and annotations_M_N_N.json (default: tests are drawn from all captioned "
+    "pictures that are there)"
+)
 LIMIT = 200  # tests of each kind, by default
 
 
@@ -61,32 +71,13 @@ class Needle(Benchmark):
     max_new_tokens = 64
     protocol = "paper"
     flags = {
-        "--protocol": dict(
-            help="paper: one-word answers, parsed strictly; constrained: the likelier of the words; official: "
-            "MMNeedle's own prompt and parsing",
-            default="paper",
-            choices=PROTOCOLS,
-        ),
-        "--kind": dict(
-            help="embedded tests, sub-images and the objects in them "
-            f"({'; '.join(f'{kind}: {title}' for kind, title in scenes.NEEDLE_TITLES.items())}; default: all)",
-            default=list(scenes.NEEDLES),
-            nargs="+",
-            choices=list(scenes.NEEDLES),
-        ),
+        "--protocol": dict(help=PROTOCOL_HELP, default="paper", choices=PROTOCOLS),
+        "--kind": dict(help=KIND_HELP, default=list(scenes.NEEDLES), nargs="+", choices=list(scenes.NEEDLES)),
         "--needles": dict(help="needles a test", default=1, type=whole(1, 16), metavar="K"),
-        "--negatives": dict(
-            help="add as many tests whose needles are absent; with `paper`, any answer that is not a place counts as "
-            "'absent'",
-            default=False,
-        ),
+        "--negatives": dict(help="add as many tests whose needles are absent", default=False),
         "--coco": dict(help="folder of COCO val2014 pictures (default: the embedded scenes)", metavar="DIR"),
         "--captions": dict(help="with --coco: MMNeedle's or COCO's caption file", metavar="FILE"),
-        "--metadata": dict(
-            help="with --coco: folder of MMNeedle's N_N.json and annotations_M_N_N.json (default: tests are drawn from "
-            "all captioned pictures that are there)",
-            metavar="DIR",
-        ),
+        "--metadata": dict(help=METADATA_HELP, metavar="DIR"),
         "--pictures": dict(help="with --coco: stitched pictures a test", default=1, type=whole(1, 100), metavar="M"),
         "--side": dict(help="with --coco: sub-images a side", default=2, type=whole(1, 64), metavar="N"),
         "--seed": dict(help="of drawn tests, with --coco", default=42, type=whole(0, 2**63 - 1)),
@@ -98,15 +89,15 @@ class Needle(Benchmark):
         if args.negatives and limit > FIRST_ABSENT_ID:
             raise UserError(f"--limit {limit} with --negatives, whose ids begin at {FIRST_ABSENT_ID}: lower it")
         if args.coco is not None:
-            cases = coco_trials(Namespace(**vars(args) | {"limit": limit}))
+            trials = coco_trials(args)
         elif args.captions or args.metadata or (args.pictures, args.side) != (1, 2):
             raise UserError("--captions, --metadata, --pictures and --side belong to --coco: give that too")
         else:
-            halves, cases = (False, True)[: 1 + args.negatives], {}
+            halves, trials = (False, True)[: 1 + args.negatives], {}
             for kind in args.kind:
-                drawn = [embedded_trials(kind, limit, args.needles, absent=absent) for absent in halves]
-                cases[kind] = [trial for half in drawn for trial in half]
-        return [question for kind, trials in cases.items() for question in asks_of(trials, args.protocol, kind)]
+                drawn = (embedded_trials(kind, limit, args.needles, absent=absent) for absent in halves)
+                trials[kind] = [trial for half in drawn for trial in half]
+        return [question for kind, of_kind in trials.items() for question in asks_of(of_kind, args.protocol, kind)]
 
     def rows(self, questions, answers):
         return [row_of(*response) for response in responses_of(questions, answers, self.protocol)]
@@ -120,40 +111,37 @@ class Needle(Benchmark):
     def summary(self, rows):
         lines = {}
         for kind, of_kind in by_kind(rows).items():
-            records = [row.answer for row in of_kind if row.answer]
-            test = of_kind[0].question.truth
+            records, test = [row.answer for row in of_kind if row.answer], of_kind[0].question.truth
             grid = accuracy_by_place(records, test and test.side)
             lines[kind] = score_responses(records) | {"exact, mean over places": mean_over_places(grid)}
             if test is not None:
                 lines[kind]["chance"] = chance(test)
             halves = [[r for r in records if r["ground_truth"].startswith("0, ") is absent] for absent in (False, True)]
-            for name, half in zip(("positives", "negatives"), halves, strict=True):
-                if all(halves):
-                    lines[f"  {name}, {kind}"] = score_responses(half)
-            for row, col in ((r, c) for r in range(len(grid)) for c in range(len(grid))):
-                if not math.isnan(grid[row][col]):
-                    lines[f"  {kind}, row {row + 1}, column {col + 1}"] = {"exact": grid[row][col]}
+            if all(halves):
+                names = f"  positives, {kind}", f"  negatives, {kind}"
+                lines |= zip(names, map(score_responses, halves), strict=True)
+            places = ((f"row {r}, column {c}", v) for r, row in enumerate(grid, 1) for c, v in enumerate(row, 1))
+            lines |= {f"  {kind}, {place}": {"exact": value} for place, value in places if not math.isnan(value)}
         return {
             line: {name: None if math.isnan(value) else 100 * value for name, value in values.items()}
             for line, values in lines.items()
         }
 
     def write(self, rows, out, subject):
-        grids, trained = {}, subject.trained_tasks()
+        grids, notes, trained = {}, {}, subject.trained_tasks()
         for kind, of_kind in by_kind(rows).items():
+            title = title_of(kind)
             records = [response_record(q.truth, said and said["response"]) for q, said, _ in of_kind]
             write_responses(out / f"responses-{kind}.json", records)
-            grids[kind] = accuracy_by_place(records, of_kind[0].question.truth.side)
+            grids[title] = accuracy_by_place(records, of_kind[0].question.truth.side)
+            if kind in scenes.NEEDLE_TITLES and trained is not None and kind not in trained:
+                notes[title] = "not trained on"
             if scored := [row for row in of_kind if row.answer]:
                 exact = 100 * score_responses([row.answer for row in scored])["exact"]
-                heading = f"{subject.title}, {words_of(kind)}: {exact:.1f} % exact (blue: the needle)"
+                heading = f"{subject.title}, {title}: {exact:.1f} % exact (blue: the needle)"
                 save(draw_sheet(scored, heading), out / f"sheet-{kind}.png")
-        strange = [
-            kind for kind in grids if kind in scenes.NEEDLE_TITLES and trained is not None and kind not in trained
-        ]
-        notes = {words_of(kind): "not trained on" for kind in strange}
         title = f"{subject.title}: needles found, {self.protocol} protocol"
-        save(heatmaps({words_of(kind): grid for kind, grid in grids.items()}, title, notes), out / "heatmap.png")
+        save(heatmaps(grids, title, notes), out / "heatmap.png")
 
 
 def row_of(question: Question, record: dict) -> Row:
@@ -201,31 +189,25 @@ def coco_trials(args: Namespace) -> dict[str, list[Trial]]:
     """
     if args.captions is None:
         raise UserError("--coco needs --captions: MMNeedle's caption file, or COCO's captions_val2014.json")
-    few = f"{args.needles}_" if args.needles > 1 else ""
+    few, limit = f"{args.needles}_" if args.needles > 1 else "", args.limit or LIMIT
     size, halves = f"{args.side}_{args.side}", (False, True)[: 1 + args.negatives]
     if args.metadata is None:
         listed = read_captions(args.captions)
         listed = {name if Path(name).name != name else f"val2014/{name}": text for name, text in listed.items()}
-        with problems_at(args.captions):
-            pictures = {name: find_image(args.coco, name) for name in listed}
-            captions = {name: text for name, text in listed.items() if pictures[name].is_file()}
-        if not captions:
-            problem = f"none of its {len(listed)} pictures is in {shown(args.coco)}, nor in val2014 there"
-            raise UserError(f"{shown(args.captions)}: {problem}: give the folder that holds them")
-        drawn = args.limit, args.pictures, args.side, args.needles
+        pictures = {name: find_image(args.coco, name) for name in listed}
+        captions = {name: text for name, text in listed.items() if pictures[name].is_file()}
+        drawn = limit, args.pictures, args.side, args.needles
         tests = [test for absent in halves for test in draw_tests(captions, *drawn, absent=absent, seed=args.seed)]
     else:
-        metadata, annotations = f"{size}.json", f"{few}annotations_{args.pictures}_{size}.json"
-        files = Path(args.metadata, metadata), Path(args.metadata, annotations), args.captions
-        listed = read_needle_tests(*files)
+        files = [Path(args.metadata, f"{name}{size}.json") for name in ("", f"{few}annotations_{args.pictures}_")]
+        listed = read_needle_tests(*files, args.captions)
         by_half = [[test for test in listed if (ABSENT in test.places) is absent] for absent in halves]
-        tests = [test for half in by_half for test in choose(half, args.limit, args.seed)]
-        names = (name for test in tests for grid in test.haystack for name in grid)
-        pictures = find_images(names, args.coco, files[0])
+        tests = [test for half in by_half for test in choose(half, limit, args.seed)]
+        pictures = find_images((name for test in tests for grid in test.haystack for name in grid), args.coco, files[0])
     trials = []
     for test in tests:
         grids = [[pictures[name] for name in grid] for grid in test.haystack]
-        trials.append(Trial(test, tuple(partial(stitch_files, grid) for grid in grids), sum(grids, [])))
+        trials.append(Trial(test, tuple(partial(stitch, grid) for grid in grids), sum(grids, [])))
     return {f"{few}{args.pictures}_{size}": trials}
 
 
@@ -234,24 +216,22 @@ def coco_trials(args: Namespace) -> dict[str, list[Trial]]:
 
 def official_prompt(captions: Sequence[str], pictures: int, side: int) -> str:
     """MMNeedle's own instruction for K captions, M `pictures` of `side`×`side` sub-images."""
-    prompt = (
+    count = len(captions)
+    head = (
         f"Given {pictures} image{'s' * (pictures > 1)} indexed from 1 to {pictures}, each divided into {side}*{side} "
         f"subimage{'s' * (side > 1)}, identify the "
     )
     example = "For example, '1, 2, 3' indicates the subimage in the first image, second row, and third column. "
-    if len(captions) == 1:
+    if count == 1:
         return (
-            f"{prompt}subimage that best matches the provided caption. Respond with 'index, row, column' and nothing "
+            f"{head}subimage that best matches the provided caption. Respond with 'index, row, column' and nothing "
             f"else. {example}If no match is found, respond only with '-1'.\nCaption: {captions[0]}"
         )
-    numbers = range(1, len(captions) + 1)
+    layout = "; ".join(f"index_{i}, row_{i}, column_{i}" for i in range(1, count + 1))
     return (
-        f"{prompt}subimages that best match the provided {len(captions)} captions. Respond in the format: "
-        + "; ".join(f"index_{i}, row_{i}, column_{i}" for i in numbers)
-        + f". Only provide this information. {example}If no subimage matches a caption, respond with '-1' for that "
-        + "caption."
-        + "".join(f"\nCaption_{i}: {caption}" for i, caption in zip(numbers, captions, strict=True))
-    )
+        f"{head}subimages that best match the provided {count} captions. Respond in the format: {layout}. Only provide "
+        f"this information. {example}If no subimage matches a caption, respond with '-1' for that caption."
+    ) + "".join(f"\nCaption_{i}: {caption}" for i, caption in enumerate(captions, 1))
 
 
 def parse_place(answers: Sequence[str], side: int) -> Place:
@@ -272,15 +252,9 @@ def prompts_of(test: NeedleTest, protocol: str) -> list[tuple[str, tuple[str, ..
     pictures = len(test.haystack)
     if protocol == "official":
         return [(official_prompt(test.captions, pictures, test.side), ())]
-    if pictures > 1 or test.side == 1:
-        raise UserError(
-            f"protocol {protocol!r} asks for a place in one picture of 2 by 2 or more, not in {pictures} of "
-            f"{test.side} by {test.side}: take official"
-        )
-    if protocol == "constrained" and ABSENT in test.places:
-        raise UserError(
-            "protocol 'constrained' compares places and has none for an absent needle: take another protocol"
-        )
+    if pictures > 1 or test.side == 1 or protocol == "constrained" and ABSENT in test.places:
+        lacks = "several pictures, or undivided ones" if pictures > 1 or test.side == 1 else "needles that are absent"
+        raise UserError(f"--protocol {protocol} has no answer for {lacks}: take official")
     asked = [question for caption in test.captions for question in scenes.place_questions(caption, test.side)]
     return asked if protocol == "constrained" else [(prompt, ()) for prompt, _ in asked]
 
@@ -350,14 +324,14 @@ def draw_sheet(rows: Sequence[Row], title: str):
     return contact_sheet(pictures, captions, [True] * len(hits) + [False] * len(misses), title=title)
 
 
-def words_of(kind: str) -> str:
+def title_of(kind: str) -> str:
     """A kind of test in words: `2×2, one object each` for n2o1; of COCO's K_M_N_N the numbers of needles, pictures and
     sub-images."""
     if kind in scenes.NEEDLE_TITLES:
         return scenes.NEEDLE_TITLES[kind]
-    *needles, pictures, side, _ = map(int, kind.split("_"))
-    of_them = f"{pictures} picture{'s' * (pictures > 1)} of {side}×{side}"
-    return ", ".join([*(f"{number} needles" for number in needles), of_them])
+    *needles, pictures, side, _ = kind.split("_")
+    of_pictures = f"{pictures} picture{'s' * (pictures != '1')} of {side}×{side}"
+    return f"{needles[0]} needles, {of_pictures}" if needles else of_pictures
 
 
 main = partial(run, Needle())

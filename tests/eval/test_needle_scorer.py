@@ -183,7 +183,7 @@ def test_haystack_is_built_from_files(tmp_path):
     paths = [tmp_path / f"{number}.png" for number in range(4)]
     for path, color in zip(paths, COLORS, strict=True):
         Image.new("RGB", (8, 8), color).save(path)
-    assert haystacks.stitch_files(paths, size=4).getpixel((0, 7)) == COLORS[2]
+    assert haystacks.stitch(paths, size=4).getpixel((0, 7)) == COLORS[2]
 
 
 def placed_at(places):
