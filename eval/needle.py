@@ -50,8 +50,8 @@ PROTOCOL_HELP = (
 KINDS = "; ".join(f"{kind}: {title}" for kind, title in scenes.NEEDLE_TITLES.items())
 KIND_HELP = f"embedded tests, sub-images and the objects in them ({KINDS}; default: all)"
 METADATA_HELP = (
-    "with --coco: folder of MMNeedle's N_N.json and annotations_M_N_N.json (default: tests are drawn from all captioned "
-    "pictures that are there)"
+    "with --coco: folder of MMNeedle's N_N.json and annotations_M_N_N.json (default: tests are drawn from all "
+    "captioned pictures that are there)"
 )
 LIMIT = 200  # tests of each kind, by default
 

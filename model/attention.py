@@ -259,7 +259,7 @@ def attention_modules(model: nn.Module) -> dict[str, Attention]:
 
 
 @contextlib.contextmanager
-def tapped(taps: Mapping[Attention, Callable[[torch.Tensor], None]]) -> Iterator[None]:
+def tapped(taps: Mapping[Any, Callable[[torch.Tensor], None]]) -> Iterator[None]:
     """Within the block, call each attention's function with its weights (B, N, Sq, Sk), once for each map.
 
     This is the one way to record maps. Attention takes the eager path within the block; taps set before are restored.

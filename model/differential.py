@@ -453,9 +453,7 @@ def map_distance(model: nn.Module, **batch) -> dict[str, torch.Tensor]:
         valid = batch.get("attention_mask") if path.startswith("language_model.") else None
         distances[path] = (by_query if valid is None else by_query[valid.bool()]).mean()
 
-    taps: dict[Attention, Any] = {
-        module: partial(tap, path) for path, module in variants_of(model).items() if module.maps == 2
-    }
+    taps = {module: partial(tap, path) for path, module in variants_of(model).items() if module.maps == 2}
     if taps:
         with tapped(taps):
             model(**(batch | {"positions_to_keep": 1}))  # the head, the widest product, is not needed here
