@@ -19,9 +19,11 @@ from model.common import UserError
 from model.config import TextConfig
 from model.language import LanguageModel
 from model.paligemma import initialize
+from model.source import BUNDLED_FOLDER
 from model.system_configs import LanguageConfig
 from tests.eval.conftest import TOKENIZER
-from tests.model.test_chat import gemma_tokenizer, qwen_tokenizer
+from tests.model.test_chat import qwen_tokenizer
+from tests.pieces import gemma_tokenizer
 from weights.export import export_model
 
 
@@ -62,7 +64,7 @@ def test_likelihoods_are_those_of_transformers(model, processor, source):
 def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
     """Breaks when a blank at the prompt's end is read with the prompt, the space before a choice is lost, the bos is
     missing, or a prompt that is too long is cut without a word, and scored."""
-    words = gemma_tokenizer() if kind == "gemma2" else qwen_tokenizer()
+    words = gemma_tokenizer(BUNDLED_FOLDER / "tokenizer.model") if kind == "gemma2" else qwen_tokenizer()
     sizes = {"head_dim": 8, "num_key_value_heads": 1, "num_attention_heads": 2, "num_hidden_layers": 2}
     sizes |= {"sliding_window": 6} if kind == "gemma2" else {"hidden_activation": "silu", "tie_word_embeddings": False}
     text = TextConfig(kind, len(words) + 4, 16, 32, **sizes)
