@@ -6,7 +6,7 @@ webdataset's layout: each picture once, as the file that it was, beside its ques
     python -m train.shard vqav2:DIR --out shards/vqa
     python -m train.finetune --data shards:'shards/vqa-{000..082}.tar' …
 
-A command that fails leaves none.
+Shards get their names when all are written: a command that fails or is killed leaves none.
 """
 
 import glob
@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tqdm import tqdm
 
 from eval.own_files import ROLES, Picture, Record, Refusal
 from eval.records import SOURCES, groups_of, read_data
-from model.common import UserError, file_errors, run_command, shown
-from train.data.shards import INDEX, PICTURES, index_of
+from model.common import UserError, file_errors, run_command, shown, sync_files, sync_folder
+from train.data.shards import PICTURES, index_of
 from train.flags import FlagParser, add_flags, flag, from_values
 from train.settings import Settings
 
@@ -57,21 +58,22 @@ def pack(records: Sequence[Record], prefix: Path, per_shard: int = 1000, max_bad
     if len(problems) > max_bad or not of_group:
         raise UserError(f"{len(problems)} of {len(records)} records cannot be used: see above, --images and --max-bad")
     samples = random.Random("shard/0").sample(list(of_group.values()), len(of_group))
-    starts, paths = range(0, len(samples), per_shard), []
+    starts = range(0, len(samples), per_shard)
+    paths = [prefix.with_name(f"{prefix.name}-{number:03}.tar") for number in range(len(starts))]
     with file_errors(prefix):
         prefix.parent.mkdir(parents=True, exist_ok=True)
         if list(prefix.parent.glob(f"{glob.escape(prefix.name)}-[0-9]*.tar")):
             raise UserError(f"--out {prefix}: there are shards of this name: delete them, or give another name")
-        try:
-            for number, start in enumerate(tqdm(starts, "shards")):
-                paths.append(prefix.with_name(f"{prefix.name}-{number:03}.tar"))
-                write_shard(paths[-1], samples[start : start + per_shard], start)
-                index_of(paths[-1])
-        except BaseException:
-            for path in paths:
-                path.unlink(missing_ok=True)
-                path.with_suffix(INDEX).unlink(missing_ok=True)
-            raise
+        # named when all are written: a part of them, left by a killed command, would be trained on as if it were all
+        with TemporaryDirectory(prefix=f".{prefix.name[:40]}-", dir=prefix.parent) as name:
+            folder = Path(name)
+            for path, start in zip(paths, tqdm(starts, "shards"), strict=True):
+                write_shard(folder / path.name, samples[start : start + per_shard], start)
+                index_of(folder / path.name)
+            sync_files(folder)
+            for file in folder.iterdir():
+                file.rename(prefix.with_name(file.name))
+            sync_folder(prefix.parent)
     return paths
 
 
