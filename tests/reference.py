@@ -98,20 +98,25 @@ def reload_hf(hf, backend: str, dtype: torch.dtype):
 
 
 def batch(hf, rows=((5, 4), (3, 6)), seed: int = 1) -> dict[str, torch.Tensor]:
-    """A left-padded batch; `rows` are (prefix, suffix) lengths after the image. Labels cover the suffix."""
-    generator = torch.Generator().manual_seed(seed)
+    """A left-padded batch of the model, as `left_padded` makes it."""
     vision = hf.config.vision_config
-    image = (vision.image_size // vision.patch_size) ** 2
-    width = image + max(prefix + suffix for prefix, suffix in rows)
+    return left_padded(rows, (vision.image_size // vision.patch_size) ** 2, vision.image_size, IMAGE_TOKEN, seed)
+
+
+def left_padded(rows, slots: int, side: int, image_token: int, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Rows of `slots` image tokens, then prefix and suffix of the lengths in `rows`, ids below `image_token`; pixels
+    (B, 3, side, side)."""
+    generator = torch.Generator().manual_seed(seed)
+    width = slots + max(map(sum, rows))
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     types, valid = torch.zeros_like(ids), torch.zeros_like(ids)
     for row, (prefix, suffix) in enumerate(rows):
-        start = width - image - prefix - suffix
-        ids[row, start : start + image] = IMAGE_TOKEN
-        ids[row, start + image :] = torch.randint(3, IMAGE_TOKEN, (prefix + suffix,), generator=generator)
+        start = width - slots - prefix - suffix
+        ids[row, start : start + slots] = image_token
+        ids[row, start + slots :] = torch.randint(3, image_token, (prefix + suffix,), generator=generator)
         types[row, width - suffix :] = 1
         valid[row, start:] = 1
-    pixels = torch.rand(len(rows), 3, vision.image_size, vision.image_size, generator=generator) * 2 - 1
+    pixels = torch.rand(len(rows), 3, side, side, generator=generator) * 2 - 1
     return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": types, "attention_mask": valid}
 
 

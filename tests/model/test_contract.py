@@ -23,7 +23,7 @@ from model.system_configs import (
     WingsConfig,
 )
 from model.wings import Wings
-from tests.reference import randomize, relative_error, right_padded
+from tests.reference import left_padded, randomize, relative_error, right_padded
 
 IMAGE, SLOTS = 63, 4  # a picture takes four tokens
 ROWS = ((5, 6), (2, 4), (1, 5))  # tokens of prefix and suffix; the longest passes the window
@@ -79,22 +79,9 @@ def model(request):
 
 def batch(model) -> dict[str, torch.Tensor | None]:
     """Left-padded rows: a picture's tokens if the model reads pictures, then prefix and suffix."""
-    vision = getattr(model.config, "vision", None)
-    generator = torch.Generator().manual_seed(1)
-    slot = SLOTS if vision else 0
-    width = slot + max(map(sum, ROWS))
-    ids = torch.zeros(len(ROWS), width, dtype=torch.long)
-    types, valid = torch.zeros_like(ids), torch.zeros_like(ids)
-    for row, (prefix, suffix) in enumerate(ROWS):
-        start = width - slot - prefix - suffix
-        ids[row, start : start + slot] = IMAGE
-        ids[row, start + slot :] = torch.randint(3, IMAGE, (prefix + suffix,), generator=generator)
-        types[row, width - suffix :] = 1
-        valid[row, start:] = 1
-    pixels = None
-    if vision:
-        pixels = torch.rand(len(ROWS), 3, vision.image_size, vision.image_size, generator=generator) * 2 - 1
-    return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": types, "attention_mask": valid}
+    if vision := getattr(model.config, "vision", None):
+        return left_padded(ROWS, SLOTS, vision.image_size, IMAGE)
+    return left_padded(ROWS, 0, 1, IMAGE) | {"pixel_values": None}
 
 
 def alone(inputs: dict, row: int) -> dict:
