@@ -199,6 +199,8 @@ def run(benchmark: Benchmark, argv: Sequence[str] | None = None) -> None:
     add_model_flags(parser, many=True)
     args = parser.parse_args(argv)
     if args.results:
+        if args.model or args.adapter or args.blind:
+            raise UserError("--results scores answers that are there: leave --model, --adapter and --blind out")
         args.template = getattr(args, "prompt", None) or PROMPT
         results = {file: benchmark.read(file, args) for file in dict.fromkeys(args.results)}
         results |= baselines_of(benchmark, results[args.results[0]])

@@ -44,7 +44,11 @@ def exam(args: Namespace, files: str, has_head: bool, head: str, ending: str, na
     with `has_head` a number comes first, and the first line names the columns. names: of the subjects, in `head`."""
 
     def rows_of(path: Path) -> list[tuple[str, str]]:
-        rows, shown_rows = read_table(path)[has_head:], []
+        rows, shown_rows = read_table(path), []
+        if has_head and rows and rows.pop(0)[1][-1] in tuple(LETTERS):
+            raise UserError(
+                f"{shown(path)}:1: is a question, expected the names of the columns: take the official file"
+            )
         for where, row in rows:
             if len(row) != 6 + has_head or row[-1] not in tuple(LETTERS):
                 raise UserError(f"{where}: expected a question, four options and the right letter: correct the file")

@@ -39,7 +39,7 @@ from eval.needle_scoring import (
 )
 from eval.question import Question
 from eval.report import Row
-from model.common import UserError, run_command
+from model.common import UserError, run_command, shown
 
 Place = tuple[int, int, int]  # (index, row, col), counted from 0, or ABSENT
 PROTOCOLS = ("paper", "constrained", "official")
@@ -196,6 +196,9 @@ def coco_trials(args: Namespace) -> dict[str, list[Trial]]:
         listed = {name if Path(name).name != name else f"val2014/{name}": text for name, text in listed.items()}
         pictures = {name: find_image(args.coco, name) for name in listed}
         captions = {name: text for name, text in listed.items() if pictures[name].is_file()}
+        if not captions:
+            problem = f"none of its {len(listed)} pictures is in {shown(args.coco)}, nor in val2014 there"
+            raise UserError(f"{shown(args.captions)}: {problem}: give the folder that holds them")
         drawn = limit, args.pictures, args.side, args.needles
         tests = [test for absent in halves for test in draw_tests(captions, *drawn, absent=absent, seed=args.seed)]
     else:

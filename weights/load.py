@@ -260,7 +260,7 @@ def load_text(source: str | Path, dtype=torch.float32, device="cpu", revision: s
 
 
 def load_mamba(source: str | Path, dtype=torch.float32, device="cpu", revision: str | None = None) -> MambaLM:
-    """The Mamba language model of `source`, under the names of transformers or of the original repository."""
+    """The Mamba language model of `source`, under the names of transformers."""
     return read_model(examine(source, revision, MambaConfig.from_file), dtype, device)
 
 

@@ -24,6 +24,7 @@ from model.system_configs import LanguageConfig
 from tests.eval.conftest import TOKENIZER
 from tests.model.test_chat import qwen_tokenizer
 from tests.pieces import gemma_tokenizer
+from tests.runs import refused
 from weights.export import export_model
 
 
@@ -191,6 +192,9 @@ def test_prompts_by_hand(files):
     assert (mmlu[0].choices, mmlu[0].truth, mmlu[0].pictures, mmlu[0].scored) == (tuple("ABCD"), 3, [], True)
     assert [q.kind for q in mmlu] == ["abstract_algebra"] * 2 + ["anatomy"] * 2
     assert asked("mmlu", "mmlu", "--shots", "0")[0].prefix == MMLU_HEAD + question
+    headless = files / "headless/test/college_law.csv"
+    write_csv(headless, [[0, "水是", "冰", "气", "液", "火", "C"]])
+    refused(lambda: asked("cmmlu", "headless", "--shots", "0"), "college_law.csv:1", "names of the columns")
     law = "水是\nA. 冰\nB. 气\nC. 液\nD. 火\n答案："
     cmmlu = asked("cmmlu", "cmmlu", "--shots", "1")[0]
     assert cmmlu.prefix == f"以下是关于大学法律的单项选择题，请直接给出正确答案的选项。\n\n{law} C\n\n{law}"

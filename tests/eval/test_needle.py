@@ -13,6 +13,7 @@ from eval.data import ABSENT, NeedleTest, read_needle_tests
 from model.common import UserError
 from model.processor import Processor
 from tests.files import write_mmneedle
+from tests.runs import refused
 
 FAST = ["--max-new-tokens", "3", "--batch-size", "8"]
 
@@ -147,7 +148,9 @@ def test_pictures_and_haystacks_are_counted_once(coco, monkeypatch):
         patch.setattr(needle, "draw_tests", lambda captions, *_, **options: drawn.extend(captions) or [])
         benchmark.questions(args)
     assert sorted(drawn) == sorted(f"val2014/{path.name}" for path in (coco / "val2014").iterdir())
-    args.metadata = str(coco)
+    args.coco = str(coco / "val2014" / "deeper")
+    refused(lambda: benchmark.questions(args), str(coco / "C"), "deeper", "give the folder")
+    args.coco, args.metadata = str(coco), str(coco)
     questions = benchmark.questions(args)
     rows = benchmark.rows(questions, ["top"] * len(questions))
     assert len(rows) == 8 and len({row.question.key for row in rows}) == 2

@@ -119,3 +119,5 @@ def test_the_embedded_scenes(source, workplace, capsys):
     assert len({tuple(q.question for q in pope.embedded(strategy, 18)[0]) for strategy in strategies}) == 3
     pope.main("--limit 18 --json --results runs/eval/random/pope/results.json".split())
     assert next(iter(json.loads(capsys.readouterr().out).values())) == printed
+    with pytest.raises(UserError, match="--results .* leave --model"):
+        pope.main("--results runs/eval/random/pope/results.json --blind".split())
