@@ -11,7 +11,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,7 @@ class PopeQuestion(Question):
 
 @dataclass(frozen=True)
 class Annotation:
-    """`answers` as published, one object per annotator, and `answer`, the most frequent one."""
+    """`answers` as published, one object per annotator, `answer`, the most frequent one, and their `question`."""
 
     question_id: int | str
     answers: tuple[dict, ...]
@@ -182,6 +182,7 @@ class Annotation:
     question_type: str | None = None
     balanced: bool = True  # GQA scores only its balanced questions
     answerable: int | None = None  # 0 or 1, of VizWiz
+    question: str = ""
 
 
 def read_questions(path: str | Path) -> list[Question]:
@@ -221,7 +222,7 @@ def annotations_of(
     if bare := [q.question_id for q in questions if q.question_id not in by_id]:
         problem = f"{len(bare)} question(s) of {shown(asked_in)} have no annotation ({some(bare)})"
         raise UserError(f"{shown(answered_in)}: {problem}: take the annotations of the same split")
-    return [by_id[q.question_id] for q in questions]
+    return [replace(by_id[q.question_id], question=q.question) for q in questions]
 
 
 def vqa_records(path: str | Path, key: str) -> tuple[str, str, Places]:

@@ -67,7 +67,7 @@ class Vqa(Benchmark):
         if args.questions or args.annotations or args.answerability or args.images and kind == "embedded":
             raise UserError("--questions, --images, --annotations and --answerability go together: give all")
         if kind == "embedded":
-            self.scoring, self.known = args.scoring or "official", embedded(TRAIN_QUESTIONS, "train", args.template)
+            self.scoring, self.known = args.scoring or "official", embedded(TRAIN_QUESTIONS, "train")
             return embedded(args.limit or EMBEDDED, "test", args.template)
         if args.prompt or args.scoring or args.guess is not None:
             raise UserError(f"{shown(args.data)} has complete prompts and answers: no --prompt, --scoring or --guess")
@@ -85,7 +85,7 @@ class Vqa(Benchmark):
         if answered_in is not None:
             check_scoring(self.scoring, [question.truth for question in questions], answered_in)
         if args.guess:  # one file holds the answers too
-            self.known, _ = from_files(args.guess[0], args.guess[-1], None, args.template)
+            self.known, _ = from_files(args.guess[0], args.guess[-1], None)
         if args.answerability:
             if any(q.truth is None or q.truth.answerable is None for q in questions):
                 raise UserError("--answerability: no annotation says which questions are answerable: give VizWiz's")
@@ -155,7 +155,7 @@ def of_samples(samples: Iterable[scenes.Sample], split: str, template: str = PRO
     questions = []
     for s in samples:
         answers = tuple({"answer": s.suffix, "answer_id": i} for i in range(1, 11))
-        truth = Annotation(s.question_id, answers, s.suffix, s.answer_type, s.question_type)
+        truth = Annotation(s.question_id, answers, s.suffix, s.answer_type, s.question_type, question=s.question)
         prompt = fill_prompt(template, s.question)
         questions.append(Question(s.question_id, f"{split}/{s.image_id}", s.scene.render, prompt, truth=truth))
     return questions
@@ -188,14 +188,14 @@ def from_files(
 
 
 def text_only_guesses(test: Sequence[Question], train: Sequence[Question]) -> list[str]:
-    """The best guess to each question from its text: the answer most frequent in `train` to the same prompt, else to
+    """The best guess to each question from its text: the answer most frequent in `train` to the same question, else to
     the same question type, else to any; of equally frequent ones the first in the alphabet.
 
     Without `train`, the most frequent answer of each question type in `test` itself: the upper bound of constant ones.
     """
 
     def keys(question: Question) -> list[tuple]:
-        return [("prompt", question.prefix)] * bool(train) + [("type", question.truth.question_type), ()]
+        return [("question", question.truth.question)] * bool(train) + [("type", question.truth.question_type), ()]
 
     counts: dict[tuple, Counter[str]] = defaultdict(Counter)
     for question in train or test:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -305,8 +306,8 @@ def test_text_only_guesses_by_hand(scores, workplace):
     """The baseline knows more than the training questions, or less than their words."""
 
     def questions(*rows):
-        truths = [Annotation(n, (), answer, "", kind) for n, (_, kind, answer) in enumerate(rows)]
-        return [Question(t.question_id, "", (), text, truth=t) for t, (text, *_) in zip(truths, rows, strict=True)]
+        truths = [Annotation(n, (), answer, "", kind, question=text) for n, (text, kind, answer) in enumerate(rows)]
+        return [Question(truth.question_id, "", (), "a prompt", truth=truth) for truth in truths]
 
     train = [("Is it?", "is", answer) for answer in ("yes", "yes", "no")] + 2 * [("Is he?", "is", "no")]
     train = questions(*train, ("How many?", "how", "2"), ("How many?", "how", "1"))
@@ -317,6 +318,12 @@ def test_text_only_guesses_by_hand(scores, workplace):
     assert vqa.text_only_guesses(train, []) == ["no"] * 5 + ["1"] * 2
     assert set(vqa.guess_embedded(600)) == {"overall", "yes/no", "number", "other"}
     assert 25 < vqa.guess_embedded(600)["overall"] < 45
+    # of models that are asked in other words it is the same
+    benchmark, flags = vqa.Vqa(), Namespace(data=None, questions=None, annotations=None, images=None, limit=300)
+    flags = Namespace(**vars(flags), answerability=False, scoring=None)
+    asked = [benchmark.questions(Namespace(**vars(flags), template=words)) for words in ("Q: {question}", vqa.PROMPT)]
+    first, second = (benchmark.baselines(questions)[vqa.GUESS] for questions in asked)
+    assert first == second and len(set(first)) > 10
     for files in ([], ["Q", "A"]):  # of one answer a question the most frequent is always guessed
         found = scores("--guess", *files)
         assert values(found, vqa.GUESS)["yes/no"] == 100 and values(found)["overall"] == 83.33
