@@ -55,6 +55,7 @@ class TextTokenizer:
         self.max_length = min(max_length or config.max_position_embeddings, config.max_position_embeddings)
         own = _SYSTEM.search(template) if self.format.system else None
         self.system = own[1] if own else self.format.system
+        self._is_foreign = bool(template and self.format.system and own is None)  # it would begin with another text
         self.begin = [config.bos_token_id] if self.format.begins and config.bos_token_id is not None else []
         unknown = tokenizer.unk_id()
         # a base model may have no turns
@@ -95,6 +96,8 @@ class TextTokenizer:
             raise UserError(f"the tokenizer has no {form.start} and {form.end}: ask this model without a chat's turns")
         if system is not None and form.system is None:
             raise UserError(f"a conversation of {self.config.text.model_type} has no system turn: put it in the prompt")
+        if system is None and self._is_foreign:
+            raise UserError("the model's chat template spells no system turn, as Qwen's: ask without turns")
         system = self.system if system is None else system
         start, end = self._marks[form.start], self._marks[form.end]
         ids = list(self.begin)

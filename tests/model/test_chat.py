@@ -21,6 +21,7 @@ from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.system_configs import LanguageConfig
 from tests.pieces import gemma_tokenizer, train_pieces
+from tests.runs import refused
 from weights.export import export_model
 from weights.load import load_text
 
@@ -149,6 +150,9 @@ def test_the_system_turn_is_the_models(folder, theirs, tmp_path, file):
         turns = [("a", "b"), ("c", None)]
         expected = rendered(theirs, turns, system, chat_template=QWEN_2_5)
         assert load_text_tokenizer(tmp_path).chat(turns, system) == expected
+    foreign = "{{ messages[0].content }}"
+    (tmp_path / file).write_text(foreign if file.endswith("jinja") else json.dumps({"chat_template": foreign}))
+    refused(lambda: load_text_tokenizer(tmp_path).chat(turns), "chat template")
 
 
 def test_what_cannot_be_asked_is_refused(kind, ours):
