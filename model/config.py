@@ -78,10 +78,6 @@ class Config:
         """
         given = raw.get("model_type")
         require(given == cls.kind or not cls.kind, f"model_type is {quoted(given)}, expected {cls.kind!r}")
-        held = raw.get("zero_order_hold")  # an option of B's discretization that left
-        require(
-            not held, f"zero_order_hold is {quoted(held)}: only Δ·B is computed here, this option at commit 531252b"
-        )
         values = {}
         for name, hint in get_type_hints(cls).items():
             if isinstance(hint, type) and issubclass(hint, Config):

@@ -156,6 +156,8 @@ class LanguageWingsConfig(WingsConfig):
 
 # Mamba and Q-Mamba
 
+HELD = "zero_order_hold: only Δ·B is computed here, this option of B's discretization at commit 531252b"
+
 
 @dataclass(frozen=True)
 class MambaConfig(Config):
@@ -188,6 +190,7 @@ class MambaConfig(Config):
     def from_dict(cls, raw: dict) -> "MambaConfig":
         activation = raw.get("hidden_act", "silu")
         require(activation == "silu", f"hidden_act is {quoted(activation)}, expected 'silu'")
+        require(not raw.get("zero_order_hold"), HELD)
         return super().from_dict(raw if raw.get("time_step_rank") != "auto" else raw | {"time_step_rank": None})
 
     def to_dict(self) -> dict:
@@ -217,6 +220,11 @@ class ProjectorConfig(Config):
     connector: bool = True
     scan_order: Literal["bidirectional", "forward", "backward"] = "bidirectional"  # of the connector
     feed_forward: bool = True
+
+    @classmethod
+    def from_dict(cls, raw: dict) -> "ProjectorConfig":
+        require(not raw.get("zero_order_hold"), HELD)
+        return super().from_dict(raw)
 
     def __post_init__(self):
         super().__post_init__()
