@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model import cpu
 from model.linear import Linear
 
 
@@ -30,8 +29,6 @@ class Rope:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, N, S, D) rotated by its positions; D may be any even width."""
         cos, sin = self._table(x.shape[-1], x.dtype)
-        if cpu.norms_are_faster(x):
-            return cpu.Rotation.apply(x, cos, sin)
         return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
     def _table(self, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,11 +93,9 @@ def keep_positions(x: torch.Tensor, positions: int | torch.Tensor | None, dim: i
         return x.narrow(dim, x.shape[dim] - positions, positions)
     if positions.dtype == torch.bool:
         return x[positions]
-    if positions.dim() == 1:
-        return x.index_select(dim, positions)
-    shape = [*x.shape[:dim], positions.shape[1], *x.shape[dim + 1 :]]
+    positions = positions.expand(len(x), -1)  # (B, T)
     index = positions.view(len(x), *[1] * (dim - 1), -1, *[1] * (x.dim() - dim - 1))
-    return x.gather(dim, index.expand(shape))
+    return x.gather(dim, index.expand(*x.shape[:dim], -1, *x.shape[dim + 1 :]))
 
 
 class LayerCache:
@@ -240,8 +235,6 @@ class Attention(nn.Module):
 def fused_attention(q, k, v, mask, scale: float) -> torch.Tensor:
     """softmax(qkᵀ·scale)·v (B, N, S, D) without tap or softcap, by the fastest function for the device."""
     groups = q.shape[1] // k.shape[1]
-    if cpu.rows_are_faster(q, k):
-        return cpu.row_attention(q, k, v, mask, scale)
     if q.shape[2] == 1:  # one query: the query heads of a key head are treated as its queries, which is faster
         by_key_head = q.reshape(*k.shape[:2], groups, -1)
         heads = F.scaled_dot_product_attention(by_key_head, k, v, mask, scale=scale)

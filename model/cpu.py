@@ -2,13 +2,11 @@
 
     products     fp32 by oneDNN: F.linear is Intel's MKL, which does not use the AVX-512 units of AMD's processors
     gelu         GELU inside oneDNN's product, where no gradient is needed
-    rows         attention of one key head after the other by these products; needs `products`
     reversed     a step of decoding as (W·xᵀ)ᵀ: MKL then reads W in order
-    norms        RMSNorm and RoPE in fp32 with their gradients written out
     bf16         products of many bf16 rows in fp32, a block of W at a time, where x86 cannot multiply in bf16
 
 The processor decides, by vendor and instruction set, never by timing: a resumed run must be equal to the bit. The
-environment variable DMT_CPU_PATH overrides it: "torch" takes none, "onednn" the first five, "gelu,norms" these two.
+environment variable DMT_CPU_PATH overrides it: "torch" takes none, "onednn" the first three, "gelu" that one.
 """
 
 import contextlib
@@ -24,12 +22,11 @@ from torch.autograd.function import once_differentiable
 
 from model.common import UserError, shown
 
-ONEDNN = ("products", "gelu", "rows", "reversed", "norms")
+ONEDNN = ("products", "gelu", "reversed")
 # Multiplications from which oneDNN is faster than MKL. Below, its set-up costs more than it saves, unless the weight
 # has at least an eighth of this number of elements and so has to be read from memory.
 MIN_OPERATIONS = 1 << 21
 MAX_DECODE_ROWS, MIN_WEIGHT_ELEMENTS = 4, 1 << 16  # rows of x, and elements of a weight, of a reversed product
-MAX_MAP_ELEMENTS = 1 << 18  # queries times keys of `row_attention`, which holds all maps
 MIN_WIDE_ROWS = 16  # rows of x from which bf16 products are faster in fp32
 # oneDNN's x·Wᵀ + b, with an optional activation. A private operator: PyTorch's compiler emits it too.
 onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
@@ -40,9 +37,8 @@ def choose(vendor: str, capability: str, lacks_bf16: bool, forced: str = "") -> 
     bf16 = ("bf16",) * lacks_bf16
     by_processor = (*ONEDNN * ((vendor, capability) == ("AuthenticAMD", "AVX512")), *bf16)
     names = {"": by_processor, "torch": (), "onednn": (*ONEDNN, *bf16)}.get(forced, forced.split(","))
-    if unknown := set(names) - {*ONEDNN, "bf16"}:
-        known = f"torch, onednn, or some of {', '.join(ONEDNN)}, bf16"
-        raise UserError(f"DMT_CPU_PATH={shown(forced)}: {shown(min(unknown))} is none of {known}")
+    if not set(names) <= {*ONEDNN, "bf16"}:
+        raise UserError(f"DMT_CPU_PATH={shown(forced)}: expected torch, onednn, or some of {','.join(ONEDNN)},bf16")
     return frozenset(names)
 
 
@@ -161,72 +157,3 @@ def fp32_is_faster(x: torch.Tensor) -> bool:
     """Whether x (…, in), in bf16, is multiplied faster with x and the weights in fp32, which costs a pass over both."""
     many = x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.numel() >= MIN_WIDE_ROWS * x.shape[-1]
     return many and uses("bf16") and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
-
-
-def rows_are_faster(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether `row_attention` is faster than the fused kernel, for queries (B, N, S, D) and keys (B, K, Sk, D)."""
-    if torch.compiler.is_compiling() or not (uses("rows") and uses("products")):
-        return False
-    fits = q.shape[2] > 1 and q.shape[2] * k.shape[2] <= MAX_MAP_ELEMENTS
-    return fits and onednn_can(q[0, : q.shape[1] // k.shape[1]], k[0, 0])
-
-
-def row_attention(q, k, v, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """softmax(qkᵀ·scale)·v (B, N, S, D) for q (B, N, S, D), k and v (B, K, Sk, D), mask (B or 1, 1, S, Sk)."""
-    heads, keys = [], k * scale  # the keys have fewer heads
-    bias = None if mask is None else torch.zeros_like(mask, dtype=v.dtype).masked_fill_(~mask, -torch.inf)
-    for row in range(len(q)):
-        for head, queries in enumerate(q[row].chunk(k.shape[1])):  # (N/K, S, D), which read this key head
-            logits = linear(queries, keys[row, head])
-            logits = logits if bias is None else logits + bias[row % len(bias)]
-            heads.append(linear(logits.softmax(-1), v[row, head].T))
-    return torch.cat(heads).view(*q.shape[:-1], -1)
-
-
-def norms_are_faster(x: torch.Tensor) -> bool:
-    """Whether to call the functions below, where autograd would keep and read more tensors than the equations need."""
-    return uses("norms") and needs_gradient(x) and is_fp32(x) and not torch.compiler.is_compiling()
-
-
-class RMSNorm(torch.autograd.Function):
-    """y = x·r·g with r = (mean(x²) + eps)^(-1/2), for x (…, H) and a gain g (H,).
-
-    dx = r·(d − x·r²·mean(d·x)) with d = dy·g;  dg = Σ dy·x·r over all rows.
-    """
-
-    @staticmethod
-    def forward(ctx, x, gain, eps):
-        r = torch.linalg.vecdot(x, x)[..., None].div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, gain, r)
-        return (x * r).mul_(gain)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        x, gain, r = ctx.saved_tensors
-        grad_gain = (grad * x).mul_(r).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        d = grad * gain
-        mean = torch.linalg.vecdot(d, x)[..., None].div_(x.shape[-1])
-        return d.addcmul_(x, mean.mul_(r * r), value=-1).mul_(r), grad_gain, None
-
-
-class Rotation(torch.autograd.Function):
-    """x·cos + x̃·sin, where x̃ has the halves of x (…, D) exchanged and `sin` the sign: the transpose turns back."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return Rotation.turn(x, cos, sin, 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return Rotation.turn(grad, *ctx.saved_tensors, -1), None, None
-
-    @staticmethod
-    def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
-        out = x * cos
-        halves = zip(out.chunk(2, dim=-1), reversed(x.chunk(2, dim=-1)), sin.chunk(2, dim=-1), strict=True)
-        for half, other, factor in halves:
-            half.addcmul_(other, factor, value=sign)
-        return out

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from model import cpu
 from model.attention import Attention, LayerCache, Rope, attention_mask, keep_positions
 from model.config import TextConfig
 from model.linear import Embedding, Linear, activated
@@ -33,10 +32,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.offset:
             return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
-        gain = 1.0 + self.weight.float()
-        if cpu.norms_are_faster(x):
-            return cpu.RMSNorm.apply(x, gain, self.eps)
-        return F.rms_norm(x.float(), self.weight.shape, gain, self.eps).to(x.dtype)
+        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
 def norm_of(config: TextConfig) -> RMSNorm:

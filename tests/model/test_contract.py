@@ -91,11 +91,14 @@ def alone(inputs: dict, row: int) -> dict:
     return {name: t if name == "pixel_values" else t[:, valid] for name, t in taken.items()}
 
 
-@torch.no_grad()
 def test_cached_is_uncached(model):
-    """Breaks when a token read with a cache sees other keys, positions, masks or states than in one pass over all."""
+    """Breaks when a token read with a cache sees other keys, positions, masks or states than in one pass over all.
+
+    Gradients and checkpointing, as of training, are on: a cache is read all the same.
+    """
     inputs = batch(model)
     logits, valid = model(**inputs), inputs["attention_mask"].bool()
+    checkpoint(model, True)
     ids, types, width = inputs["input_ids"], inputs["token_type_ids"], valid.shape[1]
     for parts in ((1, 1, 1, 1), (1, 3), (2, 2)):
         cache, at, read = model.new_cache(width), 0, []
@@ -130,15 +133,19 @@ def test_answers_alone_together_and_padded_on_the_right(model):
         assert generate(model, **alone(inputs, row), max_new_tokens=10)[0].tolist() == together[row]
 
 
+def checkpoint(model, on: bool) -> None:
+    if isinstance(model, MambaLM):
+        model.backbone.checkpointing = on
+    else:
+        model.set_checkpointing(on)
+
+
 @pytest.mark.long
 def test_checkpointed_gradients_are_the_same(model):
     """Breaks when recomputing activations changes what is learned."""
     inputs, gradients = batch(model), []
     for on in (False, True):
-        if isinstance(model, MambaLM):
-            model.backbone.checkpointing = on
-        else:
-            model.set_checkpointing(on)
+        checkpoint(model, on)
         model.zero_grad()
         model(**inputs).square().mean().backward()
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})

@@ -18,13 +18,6 @@ def prompt(hf, rows=PROMPTS, seed: int = 3):
     return batch(hf, rows, seed)
 
 
-def slice_rows(inputs, row, valid):
-    return {
-        name: value[row : row + 1] if name == "pixel_values" else value[row : row + 1, valid]
-        for name, value in inputs.items()
-    }
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("generation", [1, 2])
 @pytest.mark.parametrize("rows", [PROMPTS, PROMPTS[:1]], ids=["batched", "single"])
@@ -87,51 +80,6 @@ def test_right_padding_at_896_pixels():
 
         for row in (0, 1):
             assert relative_error(logits(right_padded(inputs), row), logits(inputs, row)) <= 1e-5
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("generation", [1, 2])
-def test_cached_equals_uncached(generation):
-    """Breaks when a step through the cache computes other logits than the whole sequence at once.
-
-    Measured: up to 3e-6 in fp32, the rounding of other matrix shapes under the sharp attention of these weights.
-    """
-    hf = hf_model(generation)
-    model, inputs = ours(hf), batch(hf, ((5, 12), (3, 12)))
-    whole = model(**inputs)
-    model.set_checkpointing(True)  # of training, and gradients are on: a cache is read all the same
-    cache = model.new_cache(whole.shape[1])
-    start = whole.shape[1] - 12
-    types, valid = inputs["token_type_ids"], inputs["attention_mask"]
-    prefill = model(
-        inputs["input_ids"][:, :start], inputs["pixel_values"], types[:, :start], valid[:, :start], cache=cache
-    )
-    real = valid[:, :start].bool()
-    assert relative_error(prefill[real], whole[:, :start][real]) <= 5e-6
-    for position in range(start, whole.shape[1]):
-        step = model(
-            inputs["input_ids"][:, position : position + 1],
-            None,
-            types[:, : position + 1],
-            valid[:, : position + 1],
-            cache=cache,
-        )
-        assert relative_error(step[:, 0], whole[:, position]) <= 5e-6
-
-
-def test_batched_equals_single_and_right_padding_equals_left():
-    """Breaks when a row's answer depends on the other prompts or on the side of its padding."""
-    hf = hf_model(1)
-    model, inputs = ours(hf), prompt(hf)
-    together = generate(model, **inputs, max_new_tokens=12)
-    for row, valid in enumerate(inputs["attention_mask"].bool()):
-        alone = slice_rows(inputs, row, valid)
-        assert generate(model, **alone, max_new_tokens=12)[0].tolist() == together[row].tolist()
-        right = {
-            name: value if name == "pixel_values" else torch.nn.functional.pad(value, (0, 5))
-            for name, value in alone.items()
-        }
-        assert generate(model, **right, max_new_tokens=12)[0].tolist() == together[row].tolist()
 
 
 def test_what_is_generated_can_be_trained_on():
@@ -215,19 +163,6 @@ def test_an_image_token_is_never_an_answer(temperature, monkeypatch):
             model.language_model, "head", lambda hidden: head(hidden).index_fill(-1, torch.tensor(image), -1e4)
         )
         assert [row.tolist() for row in generate(model, **inputs, max_new_tokens=12)] == [row.tolist() for row in rows]
-
-
-def test_sampling_is_reproducible():
-    """Breaks when a seeded generator does not fix the answer."""
-    hf = hf_model(1)
-    model, inputs = ours(hf), prompt(hf)
-
-    def sample(seed):
-        generator = torch.Generator().manual_seed(seed)
-        rows = generate(model, **inputs, max_new_tokens=8, temperature=1.0, top_p=0.9, generator=generator)
-        return [row.tolist() for row in rows]
-
-    assert sample(0) == sample(0) != sample(1)
 
 
 def test_a_question_with_a_mark_is_asked_as_it_is_learned(processor, monkeypatch):
