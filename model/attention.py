@@ -210,16 +210,11 @@ class Attention(nn.Module):
         """(B, S, n·D) to (B, n, S, D)."""
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
-    @property
-    def fused(self) -> bool:
-        """Whether a fused kernel may be used: nothing needs the logits or the weights themselves."""
-        return self.backend == "sdpa" and self.softcap is None and self.tap is None
-
     def softmax_attention(self, q, k, v, mask, scale: float | None = None) -> torch.Tensor:
         """softmax(qkᵀ·scale)·v for any number of query heads that is a multiple of the key heads."""
         scale, groups = self.scale if scale is None else scale, q.shape[1] // k.shape[1]
-        if self.fused:
-            return fused_attention(q, k, v, mask, scale)
+        if self.backend == "sdpa" and self.softcap is None and self.tap is None:
+            return fused_attention(q, k, v, mask, scale)  # nothing needs the logits or the weights themselves
         k, v = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (k, v))
         logits = torch.matmul(q, k.transpose(2, 3)) * scale
         if self.softcap is not None:
@@ -258,9 +253,9 @@ def tapped(taps: Mapping[Any, Callable[[torch.Tensor], None]]) -> Iterator[None]
     This is the one way to record maps. Attention takes the eager path within the block; taps set before are restored.
     """
     before = {module: module.tap for module in taps}
+    for module, tap in taps.items():
+        module.tap = tap
     try:
-        for module, tap in taps.items():
-            module.tap = tap
         yield
     finally:
         for module, tap in before.items():

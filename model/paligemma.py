@@ -89,10 +89,8 @@ class PaliGemma(Adaptable):
         """pixel_values (pictures, 3, R, R) in [-1, 1] to features (pictures, I, H) of the decoder's width."""
         side = self.config.vision.image_size
         if tuple(pixel_values.shape[1:]) != (3, side, side):
-            raise UserError(
-                f"pixel_values are {tuple(pixel_values.shape)}, expected (pictures, 3, {side}, {side}): prepare the "
-                "pictures with this model's own processor"
-            )
+            shapes = f"{tuple(pixel_values.shape)}, expected (pictures, 3, {side}, {side})"
+            raise UserError(f"pixel_values are {shapes}: prepare the pictures with this model's own processor")
         if len(pixel_values) == 0:
             # text alone: an unused picture keeps the parameters in the graph, as distributed training requires
             return self.encode_images(pixel_values.new_zeros(1, 3, side, side))[:0]
@@ -101,18 +99,15 @@ class PaliGemma(Adaptable):
     def merge(self, input_ids: torch.Tensor, image_features: torch.Tensor | None) -> torch.Tensor:
         """Embeddings (B, S, H): text scaled by √H, and at the image tokens, in order, the features unscaled.
 
-        The slots may be anywhere in a row; that PaliGemma's is before the text is decided by the processor. Raises
-        UserError, naming the row, for a slot without a picture and for pictures without a slot.
+        The slots may be anywhere in a row; the processor puts PaliGemma's before the text. Raises UserError for a slot
+        without a picture and for pictures without a slot.
         """
         is_image = input_ids == self.config.image_token_id
         # some checkpoints have no embedding row for the image token; its value is overwritten anyway
         embeddings = self.language_model.embed(input_ids.masked_fill(is_image, self.config.pad_token_id))
         if not input_ids.is_cuda and not torch.compiler.is_compiling():  # counting on a GPU would make the CPU wait
-            check_slots(
-                is_image.sum(1).tolist(),
-                0 if image_features is None else len(image_features),
-                self.config.num_image_tokens,
-            )
+            pictures = 0 if image_features is None else len(image_features)
+            check_slots(is_image.sum(1).tolist(), pictures, self.config.num_image_tokens)
         if image_features is None:
             return embeddings
         return embeddings.masked_scatter(is_image[..., None], image_features.to(embeddings.dtype))
@@ -121,14 +116,10 @@ class PaliGemma(Adaptable):
 def check_slots(tokens: Sequence[int], pictures: int, length: int) -> None:
     """Raise UserError unless the rows' counts of image `tokens` make whole slots of `length`, one for each picture."""
     remedy = f"give every row one picture for each block of {length} image tokens"
-    slots = 0
     for row, count in enumerate(tokens):
-        slots += count // length
         if count % length:
             raise UserError(f"row {row} has {count} image tokens, which make no whole number of slots: {remedy}")
-        if slots > pictures:
-            raise UserError(f"row {row} has an image slot that none of the {pictures} pictures is left for: {remedy}")
-    if slots < pictures:
+    if (slots := sum(tokens) // length) != pictures:
         raise UserError(f"rows 0 to {len(tokens) - 1} have {slots} image slots for {pictures} pictures: {remedy}")
 
 

@@ -280,13 +280,13 @@ def test_a_picture_stands_where_its_slot_is(processor):
     assert [token for token in two if token != image[0]] == [bos, *whole] and two.count(image[0]) == 32
 
 
-def test_batches_that_do_not_fit_name_the_row():
-    """Breaks when pictures are read at another row's slot, or the message does not say which row is wrong."""
+def test_batches_that_do_not_fit_are_refused():
+    """Breaks when pictures are read at another row's slot, or a slot is left over."""
     inputs = batch()
     pixels, more = inputs["pixel_values"], inputs["input_ids"].masked_fill(torch.arange(9) == 8, IMAGE)
     for change, message in (
-        ({"pixel_values": pixels[:1]}, "row 2"),
-        ({"pixel_values": None}, "row 0"),
+        ({"pixel_values": pixels[:1]}, "2 image slots for 1"),
+        ({"pixel_values": None}, "2 image slots for 0"),
         ({"pixel_values": pixels.repeat(2, 1, 1, 1)}, "2 image slots for 4"),
         ({"input_ids": more}, "row 0 has 5 image tokens"),
     ):
