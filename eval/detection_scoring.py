@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eval.records import Box
+from eval.own_files import Box
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)  # of the overlap (IoU)
 RECALLS = np.linspace(0, 1, 101)
@@ -48,7 +48,7 @@ def score_boxes(truths: Sequence[Sequence[Box]], found: Sequence[Sequence[Found]
     """
     pairs = {truth.label: [] for of_picture in truths for truth in of_picture}
     for of_picture, detections in zip(truths, found, strict=True):
-        for label in {one.label for one in (*of_picture, *detections)} & pairs.keys():
+        for label in {box.label for box in (*of_picture, *detections)} & pairs.keys():
             best = sorted((f for f in detections if f.label == label), key=lambda f: -f.score)[:MOST]
             pairs[label].append(([truth for truth in of_picture if truth.label == label], best))
     result, by_class = {}, {}
@@ -61,8 +61,8 @@ def score_boxes(truths: Sequence[Sequence[Box]], found: Sequence[Sequence[Found]
             result |= {"AP50": _mean(precision[:, 0]), "AP75": _mean(precision[:, 5])}
             by_class = dict(zip(pooled, precision.mean(axis=1).tolist(), strict=True))
         for most in (1, 10, MOST) if not size else (MOST,):
-            name = f"AR{size}" if size else f"AR{most}"
-            result[name] = _mean([recall(matches, most) for matches in pooled.values()])
+            hits = [(m.hit[:, m.rank < most].sum(axis=1).mean(), m.truths) for m in pooled.values()]
+            result[f"AR{size or most}"] = _mean([float(hit / truths) for hit, truths in hits])
     return result | {"classes": by_class}
 
 
@@ -70,46 +70,41 @@ def _mean(values) -> float | None:
     return float(np.mean(values)) if len(values) else None
 
 
-def overlaps(found: Sequence[Found], truths: Sequence[Box]) -> np.ndarray:
-    """IoU (found, truths); with a crowd, the share of the found box that lies in it."""
-    left, top, width, height = _sides(found)[..., None]
-    true_left, true_top, true_width, true_height = _sides(truths)
-    across = np.minimum(left + width, true_left + true_width) - np.maximum(left, true_left)
-    down = np.minimum(top + height, true_top + true_height) - np.maximum(top, true_top)
-    common = np.where((across > 0) & (down > 0), across * down, 0.0)
-    whole = np.where([t.is_crowd for t in truths], width * height, width * height + true_width * true_height - common)
-    return np.divide(common, whole, out=np.zeros_like(common), where=common > 0)
-
-
-def _sides(boxes: Sequence[Box | Found]) -> np.ndarray:
-    return np.array([(b.x, b.y, b.width, b.height) for b in boxes], np.float64).reshape(-1, 4).T
-
-
 def match(truths: Sequence[Box], found: Sequence[Found], limits: tuple[float, float] = SIZES[""]) -> Matches:
-    """Detections of one class in one picture, best first, each to the truth with the largest overlap that is free.
+    """Detections of one class in one picture, best first, each to the free truth with the largest overlap.
 
-    At equal overlap the later truth is taken, and a real one before one that is ignored: a crowd, which many may
-    match, or a truth of another size. A detection that matches such a one counts neither way, nor does one without
-    truth whose own size is another.
+    At equal overlap the later truth is taken, and a real one before one that is ignored: a crowd, which many may match,
+    or a truth of another size. Detections of ignored truths, and those of another size without a truth, are ignored.
     """
     low, high = limits
     crowd = np.array([truth.is_crowd for truth in truths], bool)
     ignored = crowd | np.array([not low <= truth.area <= high for truth in truths], bool)
     iou = overlaps(found, truths)
-    outside = np.array([not low <= f.width * f.height <= high for f in found], bool)
-    hit, neither = (np.zeros((len(THRESHOLDS), len(found)), bool) for _ in range(2))
+    hit = np.zeros((len(THRESHOLDS), len(found)), bool)
+    neither = hit | np.array([not low <= f.width * f.height <= high for f in found], bool)
     for at, threshold in enumerate(THRESHOLDS):
         free = np.ones(len(truths), bool)
         for number in range(len(found)):
             fits = (free | crowd) & (iou[number] >= threshold)
             fits = fits & ~ignored if (fits & ~ignored).any() else fits
-            neither[at, number] = outside[number]
             if fits.any():
                 best = np.flatnonzero(fits & (iou[number] == iou[number][fits].max()))[-1]
                 free[best] = False
                 hit[at, number], neither[at, number] = not ignored[best], ignored[best]
     scores = np.array([f.score for f in found], np.float64)
     return Matches(scores, np.arange(len(found)), hit, neither, int((~ignored).sum()))
+
+
+def overlaps(found: Sequence[Found], truths: Sequence[Box]) -> np.ndarray:
+    """IoU (found, truths); with a crowd, the share of the found box that lies in it."""
+    boxes = ([(b.x, b.y, b.width, b.height) for b in boxes] for boxes in (found, truths))
+    (left, top, width, height), true = (np.array(sides, np.float64).reshape(-1, 4).T[..., None] for sides in boxes)
+    true_left, true_top, true_width, true_height = true[..., 0]
+    across = np.minimum(left + width, true_left + true_width) - np.maximum(left, true_left)
+    down = np.minimum(top + height, true_top + true_height) - np.maximum(top, true_top)
+    common = np.where((across > 0) & (down > 0), across * down, 0.0)
+    whole = np.where([t.is_crowd for t in truths], width * height, width * height + true_width * true_height - common)
+    return np.divide(common, whole, out=np.zeros_like(common), where=common > 0)
 
 
 def pool(matches: Iterable[Matches]) -> Matches:
@@ -128,8 +123,3 @@ def average_precision(matches: Matches) -> np.ndarray:
     precision = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
     reached = [np.searchsorted(row / matches.truths, RECALLS) for row in hits]
     return np.array([np.append(row, 0.0)[at].mean() for row, at in zip(precision, reached, strict=True)])
-
-
-def recall(matches: Matches, most: int) -> float:
-    """Mean over thresholds of the share of truths found by the `most` best detections in each picture."""
-    return float(matches.hit[:, matches.rank < most].sum(axis=1).mean() / matches.truths)
