@@ -24,7 +24,7 @@ from train.distributed import World
 from train.metrics import MEASURED
 
 WORLD = World(0, 1, torch.device("cpu"))
-QUICK = "--base tiny --no-evaluate --batch-size 2 --samples 60 --dropout 0.1 --measure-every 5 --device cpu"
+QUICK = "--base tiny --no-evaluate --batch-size 2 --samples 60 --dropout 0.1 --device cpu"
 
 SERVER = get_context("forkserver")  # imports everything once, and starts no thread: its children start at once
 SERVER.set_forkserver_preload(["tests.runs", "torch._dynamo"])

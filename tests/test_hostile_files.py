@@ -35,8 +35,7 @@ from model.source import BUNDLED_FOLDER
 from model.system_configs import LanguageConfig
 from tests.files import write_vqav2
 from train.data import shards
-from train.flags import read_config
-from train.settings import Settings
+from train.settings import parse
 from weights.load import load_mamba, load_model
 
 resource = pytest.importorskip("resource")  # not on Windows
@@ -209,7 +208,7 @@ READERS = {
         part_of(update, "adapter_model.safetensors"), lambda path: adapter.load(load_model("tiny"), path.parent)
     ),
     "run's config.json": Reader(
-        json_file("config.json", RUN_CONFIG), lambda path: read_config(Settings, path.parent, "train.finetune")
+        json_file("config.json", RUN_CONFIG), lambda path: parse(["--resume", str(path.parent)])
     ),
     "VQAv2 questions": Reader(
         part_of(vqav2, records.QUESTIONS_FILE), lambda path: records.vqav2_records(path.parent, "answer {question}")

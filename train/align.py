@@ -26,12 +26,11 @@ from model.device import autocast_of
 from model.images import to_pixels
 from model.paligemma import PaliGemma
 from train.distributed import World
-from train.optim import MuonAdamW, Rule, count, make_adamw, matching, parameter_groups, rate_factor, set_rates
+from train.optim import MuonAdamW, Rule, make_adamw, matching, parameter_groups, rate_factor, set_rates
 from train.settings import Settings
 
 PICTURES = 64  # of a step
 COMMON = 1000  # questions, and answers, that have a number of their own
-LARGE = 50_000_000  # parameters of a vision tower that was trained on more than its own pictures
 MUON_LR, ADAMW_RATIO, HEAD_LR = 0.02, 0.05, 1e-2
 
 
@@ -52,29 +51,15 @@ class AnswerHead(nn.Module):
         return self.answer(read) + self.prior(questions)
 
 
-def check_align(model: PaliGemma, records: Sequence[Record]) -> None:
-    """Raise UserError for shards, data without a question on one picture, and a large vision tower."""
-    size, problem = count(model.vision_tower.parameters()), ""
-    if not isinstance(records, list):
-        problem = "it goes over single pictures, not over shards"
-    elif not examples(records):
-        problem = "no record has one picture and an answer"
-    elif size > LARGE:
-        problem = f"the vision tower has {size:,} parameters, and would forget what it knows"
-    if problem:
-        raise UserError(f"--align: {problem}: leave --align and --recipe own out")
-
-
 def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world: World) -> list[float]:
     """Train the vision tower for `settings.align` passes over the pictures of `records`, in place.
 
-    records: those that `check_align` has accepted. Returns the loss of each step. Records without exactly one picture,
-    and pictures that cannot be read, are left out: training itself reports them. Every process does the same work and
-    takes the tower of the first. Raises UserError for a loss that is not finite.
+    Returns the loss of each step. Records without exactly one picture, and pictures that cannot be read, are left out:
+    training itself reports them. Every process does the same work and takes the tower of the first. Raises UserError
+    for a loss that is not finite.
     """
     asked = examples(records)
     pictures = {record.key: record.pictures[0] for record in records if record.key in asked}
-    autocast = "none" if settings.autocast == "fp16" else settings.autocast  # no gradient is scaled here
     tower, device = model.vision_tower, next(model.parameters()).device
     torch.manual_seed(settings.seed)
     head = AnswerHead(model.config.text.hidden_size, COMMON + 1, COMMON).to(device)
@@ -96,7 +81,7 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
         rows = [(place, *pair) for place, key in enumerate(opened) for pair in asked[key]]
         place, question, answer = torch.tensor(rows, device=device).T
         pixels = torch.stack([shifted(image, rng) for image in opened.values()])
-        with autocast_of(autocast, device):
+        with autocast_of(settings.autocast, device):
             features = model.encode_images(pixels.to(device)).mean(1).float()
         loss = F.cross_entropy(head(features[place], question), answer)
         losses.append(loss.item())

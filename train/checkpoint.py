@@ -1,21 +1,21 @@
 """Checkpoints of a run: everything that the next step depends on, written atomically.
 
-In: the trained parameters, the optimizer, the gradient scaler, and the progress of the loop. Random numbers are seeded
-at every step, so they have no state to save. Out: `checkpoints/step-N/` with `trainable.safetensors`,
-`optimizer.safetensors` and `state.json`. Where FSDP2 has sharded the parameters, a `shard-R-….safetensors` of each
-process takes the place of the first two (torch.distributed.checkpoint), so that no process holds a whole tensor. Any
-number of processes, with or without FSDP2, resumes from either kind.
+In: the trained parameters, the optimizer, and the progress of the loop. Random numbers are seeded at every step. Out:
+`checkpoints/step-N/` with `trainable.safetensors`, `optimizer.safetensors` and `state.json`. Where FSDP2 has sharded
+the parameters, a `shard-R-….safetensors` of each process takes the place of the first two, so that no process holds a
+whole tensor. Any number of processes, with or without FSDP2, resumes from either kind.
 
 Atomic: a checkpoint is written under another name, flushed to disk and renamed; a crash leaves the previous one intact.
 `manifest.json` has a digest of each file: what is missing, changed or of another checkpoint is refused. No pickles:
 torch's usual `.metadata` file is one, so torch's safetensors writer puts the places of parts into their own headers.
 """
 
+import contextlib
 import hashlib
 import json
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -38,8 +38,8 @@ BLOCK = 1 << 18  # bytes of a file that are hashed at a time
 
 @dataclass
 class Result:
-    """An evaluation. losses, answers and matches (exact match, 0 or 1): of each held-out record, None where there is
-    none. scores: "loss", "exact_match" and "vqa_accuracy" of all. tests: other accuracies for summary.json."""
+    """An evaluation. losses, answers, matches (exact match, 0 or 1): by held-out record, None where there is none.
+    scores: "loss", "exact_match" and "vqa_accuracy" of all. tests: other accuracies for summary.json."""
 
     losses: list[float | None] = field(default_factory=list)
     answers: list[str | None] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Progress:
 
     processes: at the beginning of the run. step: updates so far. seconds: of training. bad: a line for each unusable
     record. empty_steps: steps without a usable record. stopped: the step of an early end. results: evaluations, by
-    column of the table. origin: see `train/origin.py`. scaler: the state of the gradient scaler.
+    column of the table. origin: see `train/run.py`.
     """
 
     processes: int = 1
@@ -77,7 +77,6 @@ class Progress:
     stopped: int | None = None
     results: dict[str, Result] = field(default_factory=dict)
     origin: dict | None = None
-    scaler: dict | None = None
 
 
 # Writing
@@ -86,10 +85,7 @@ class Progress:
 def save_checkpoint(
     run: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, world: World, keep: int = 2
 ) -> None:
-    """Write `run/checkpoints/step-N`, and delete all but the newest `keep`.
-
-    Every process must call it: each writes its part of what FSDP2 has sharded, the first one the rest.
-    """
+    """Write `run/checkpoints/step-N`, and delete all but the newest `keep`. Every process must call it."""
     weights = {name: parameter.detach() for name, parameter in trainable(model).items()}
     moments = {
         f"{name}/{key}": value
@@ -98,11 +94,11 @@ def save_checkpoint(
         for key, value in optimizer.state[parameter].items()
     }
 
-    def write(folder: Path) -> None:
+    with atomic_folder(run / "checkpoints" / f"step-{progress.step}", world) as folder:
         if world.is_first:
             folder.mkdir(parents=True)
+        world.barrier()  # the folder is there
         if is_sharded(model):
-            world.barrier()  # the folder is there
             try:
                 dcp.save(weights | moments, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
             except CheckpointException as error:  # the OSError of a full disk, in whichever process
@@ -114,16 +110,15 @@ def save_checkpoint(
             (folder / STATE).write_text(json.dumps(asdict(progress)))
             digests = {file.name: file_digest(file) for file in sorted(folder.iterdir())}
             (folder / MANIFEST).write_text(json.dumps(digests, indent=1))
-
-    write_folder(write, run / "checkpoints" / f"step-{progress.step}", world)
     for old in checkpoints(run)[:-keep] if world.is_first else ():
         _discard(old)
 
 
-def write_folder(write: Callable[[Path], None], folder: Path, world: World) -> None:
-    """Write `folder` by `write`, which every process calls; its former content stays until the new one is whole.
+@contextlib.contextmanager
+def atomic_folder(folder: Path, world: World) -> Iterator[Path]:
+    """A name for the block to write a folder to, in all processes; it becomes `folder` once it is whole.
 
-    `write` gets a temporary name, which does not exist. Raises UserError for a full disk, and then nothing is left.
+    The former content stays until then. Raises UserError for a full disk, and then nothing is left.
     """
     temporary = folder.with_name(f".{folder.name}.partial")
     for leftover in folder.parent.glob(".*.partial") if world.is_first else ():  # of a run that was killed
@@ -131,7 +126,7 @@ def write_folder(write: Callable[[Path], None], folder: Path, world: World) -> N
     world.barrier()
     try:
         with file_errors(folder):
-            write(temporary)
+            yield temporary
             if world.is_first:
                 sync_files(temporary)
     except BaseException:
@@ -163,18 +158,18 @@ def checkpoints(run: Path) -> list[Path]:
 def newest_progress(run: Path) -> Progress | None:
     """The progress of the newest checkpoint of `run`; None without any.
 
-    Raises UserError, naming the checkpoint before, if its files are not those that were written. Of other files in the
-    folder only tensors matter, since all of them are read.
+    Raises UserError, naming the checkpoint before, if its files are not those that were written.
     """
     if not (folders := checkpoints(run)):
         return None
     *before, folder = folders
-    remedy = f"delete this folder to go on from {before[-1].name}" if before else "there is none before: start anew"
-    digests = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {MANIFEST: "is missing"}
-    for name in sorted(digests.keys() | {STATE} | {file.name for file in folder.glob("*.safetensors")}):
-        file = folder / name
-        if not file.is_file() or file_digest(file) != digests.get(name):
-            raise UserError(f"{shown(folder)}: {shown(name)} is missing, changed, or of another checkpoint: {remedy}")
+    written = read_json(folder / MANIFEST)
+    files = [file for file in folder.iterdir() if file.suffix in (".json", ".safetensors") and file.name != MANIFEST]
+    present = {file.name: file_digest(file) for file in files}
+    names = sorted(name for name in written.keys() | present.keys() if written.get(name) != present.get(name))
+    if names:
+        remedy = f"delete this folder to go on from {before[-1].name}" if before else "there is none before: start anew"
+        raise UserError(f"{shown(folder)}: {', '.join(names)}: missing, changed, or of another checkpoint: {remedy}")
     progress = Progress(**read_json(folder / STATE))
     progress.best = progress.best and Best(**progress.best)
     progress.results = {name: Result(**result) for name, result in progress.results.items()}
@@ -182,9 +177,9 @@ def newest_progress(run: Path) -> Progress | None:
 
 
 def load_checkpoint(run: Path, progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
-    """Restore model and optimizer in place from the checkpoint of `progress`, see `newest_progress`.
+    """Restore model and optimizer in place from the checkpoint of `progress`; every process must call it.
 
-    Every process must call it, and reads its own part. Raises UserError if it belongs to other parameters.
+    Raises UserError if it belongs to other parameters.
     """
     folder, parameters = run / "checkpoints" / f"step-{progress.step}", trainable(model)
     reader = HuggingFaceStorageReader(str(folder))

@@ -17,12 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from eval.answer import ask_all
-from eval.question import Question
 from model.device import choose_device
-from model.mamba import MambaMixer
-from model.paligemma import PaliGemma
-from model.processor import Processor
 from weights.fingerprint import gathered
 from weights.load import empty_model
 
@@ -31,7 +26,7 @@ LAYERS = ("vision_tower.encoder.layers", "language_model.layers", "multi_modal_p
 
 @dataclass(frozen=True)
 class World:
-    """The rank of this process among `size` processes, and its device."""
+    """The rank of this process among `size` processes, and its device. The first one prints and writes."""
 
     rank: int
     size: int
@@ -39,7 +34,6 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process prints and writes."""
         return self.rank == 0
 
     def totals(self, *values: float) -> list[float]:
@@ -95,15 +89,13 @@ def spread(
 ) -> nn.Module:
     """The module to call in place of `model`: itself in one process; else DDP, or with `shard` FSDP2 layer by layer.
 
-    Both average gradients over processes, so the loss must be multiplied by `world.size`. A sharded model in fp32 that
-    is called under `autocast` to bf16 gathers its weights in bf16, and sums gradients in fp32.
+    Both average gradients, so the loss must be multiplied by `world.size`. An fp32 model that FSDP2 has sharded is
+    gathered in bf16 under `autocast` to bf16; gradients are summed in fp32.
     """
     if world.size == 1 or not shard:
-        if world.size > 1:
-            ids = [world.device.index] if world.device.type == "cuda" else None
-            model = DistributedDataParallel(model, device_ids=ids)
+        model = DistributedDataParallel(model) if world.size > 1 else model
         return torch.compile(model) if compiles else model
-    halves = autocast == torch.bfloat16 and computes_in_bf16(model)
+    halves = reads_bf16(model, autocast)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if halves else MixedPrecisionPolicy()
     for layer in layers_of(model):
         if compiles:  # the layers alone: FSDP2 does its work between them, where a graph of the whole would break
@@ -134,10 +126,11 @@ def whole_model(model: nn.Module, world: World) -> nn.Module:
     return whole
 
 
-def computes_in_bf16(model: nn.Module) -> bool:
-    """Whether all weights of an fp32 model may be read in bf16: λ and the decay rates of Mamba need fp32."""
-    needs_fp32 = model.grafts or any(isinstance(module, MambaMixer) for module in model.modules())
-    return not needs_fp32 and all(parameter.dtype == torch.float32 for parameter in model.parameters())
+def reads_bf16(model: nn.Module, autocast: torch.dtype | None) -> bool:
+    """Whether an fp32 model may gather its weights in bf16: λ and the decay rates of Mamba (A_log) need fp32."""
+    needs_fp32 = model.grafts or any(name.endswith("A_log") for name, _ in model.named_parameters())
+    is_fp32 = all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    return autocast == torch.bfloat16 and is_fp32 and not needs_fp32
 
 
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:
@@ -150,20 +143,19 @@ def set_gradient_sync(model: nn.Module, sync: bool) -> None:
         model.require_backward_grad_sync = sync
 
 
-def ask_together(
-    world: World, model: PaliGemma, processor: Processor, questions: Sequence[Question], *, left_out=None, **options
-) -> list[str | None]:
+def ask_together(world: World, model, processor, questions: Sequence, **options) -> list[str | None]:
     """`eval.answer.ask_all`, shared by all processes: each asks its copy of the model about its share of the pictures.
 
-    All get all answers, in order. Every process must call it with the same questions.
+    All get all answers, in order, None where a question cannot be asked. Every process must call it with the same
+    questions.
     """
+    from eval.answer import ask_all  # only where something is asked
+
     pictures = {key: number for number, key in enumerate(dict.fromkeys(question.key for question in questions))}
     places = [place for place, q in enumerate(questions) if pictures[q.key] % world.size == world.rank]
-    problems, title = None if left_out is None else {}, {} if world.is_first else {"progress": None}
-    answers = ask_all(model, processor, [questions[place] for place in places], left_out=problems, **options | title)
+    title = {} if world.is_first else {"progress": None}
+    answers = ask_all(model, processor, [questions[place] for place in places], left_out={}, **options | title)
     together: dict[int, str | None] = {}
-    for answers_of_process, problems_of_process in world.gather((dict(zip(places, answers, strict=True)), problems)):
-        together |= answers_of_process
-        if left_out is not None:
-            left_out |= problems_of_process
+    for of_process in world.gather(dict(zip(places, answers, strict=True))):
+        together |= of_process
     return [together[place] for place in range(len(questions))]

@@ -25,51 +25,44 @@ import torch
 from lora import adapter
 from model.common import run_command, shown, write_text
 from model.differential import KINDS
-from model.mamba import choose_kernel
 from model.paligemma import PaliGemma
-from train.checkpoint import Progress, newest_progress, write_folder
+from train.checkpoint import Progress, atomic_folder, newest_progress
 from train.data.sources import read_records
 from train.distributed import World, is_sharded, joined_world
 from train.metrics import draw_loss
 from train.optim import count, trainable
-from train.origin import check_resume, data_fingerprints, origin_of
-from train.run import check_empty, run_folder
+from train.run import check_resume, data_fingerprints, origin_of, run_folder
 from train.settings import Arguments, Settings, parse, run_stem
 from train.summary import can_export, evaluate, print_summary, summarize, write_answers
 from train.supervised import make_order, train_on
 from train.systems.open import load_start, open_model, open_processor, open_trained, weights_dtype, write_trained
 from train.validation import TrainingWatch, open_held_out
-from weights.fingerprint import tensor_fingerprint
 
 
 def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
     """The whole run: data, model, loop, summary."""
-    check_empty(arguments.out if world.is_first else None)  # which may have made it before another process looks
-    outline, _ = open_model(settings, torch.device("meta"))  # mistakes are reported before weights are read
-    choose_kernel(outline, settings.kernel, world.device)
-    records = read_records(settings)
-    processor, files = open_processor(settings, outline)
-    if settings.align:
-        from train.align import align, check_align
-
-        check_align(outline, records)
     with run_folder(arguments, settings, run_stem(settings), "train.finetune", world) as run:
-        progress = newest_progress(run) or Progress(world.size)
-        begins = progress.step == 0
+        outline, _ = open_model(settings, torch.device("meta"))  # mistakes are reported before weights are read
+        if settings.kernel:
+            from model.mamba import choose_kernel
+
+            choose_kernel(outline, settings.kernel, world.device)
+        records = read_records(settings)
+        processor, files = open_processor(settings, outline)
+        progress = world.gather(newest_progress(run))[0] or Progress(world.size)
+        begins, results = progress.step == 0, progress.results
         order = make_order(records, processor, settings, world, progress.processes)
         held_out = open_held_out(settings, processor, world) if settings.evaluate else None
 
-        model, results = load_start(settings, world.device), progress.results
+        model = load_start(settings, world.device)
         if world.is_first:
             print_start(outline, settings, world)
         if begins and settings.evaluate:
             results["before"] = evaluate(model, processor, settings, "before", world, held_out)
         model, optimizer = open_model(settings, world.device, model)
-        if not settings.writes_model:
-            model.base_fingerprint = adapter.fingerprint(model)  # which every saved adapter stores
+        model.base_fingerprint = adapter.fingerprint(model)  # which every saved adapter stores
         if world.is_first:
-            base = tensor_fingerprint(model.state_dict()) if settings.writes_model else model.base_fingerprint
-            fingerprints = {"base": base, **data_fingerprints(records)}
+            fingerprints = {"base": model.base_fingerprint, **data_fingerprints(records)}
             origin = origin_of(settings, fingerprints, world, weights_dtype(settings, world.device))
             if not begins:
                 check_resume(run, progress, origin, arguments.allow_changed)
@@ -77,14 +70,17 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
         if begins and settings.evaluate and settings.is_grafted:
             results["start"] = evaluate(model, processor, settings, "start", world, held_out)
         if begins and settings.align:
+            from train.align import align
+
             align(model, records, settings, world)
 
-        watch = TrainingWatch(model, held_out, settings, run, world, order.total, files)
+        watch = TrainingWatch(model, held_out, settings, run, world, order.total, files) if held_out else None
         progress = train_on(order, model, optimizer, settings, run, world, watch=watch, progress=progress)
 
         result = run / "model" if settings.writes_model else run
         if settings.writes_model:
-            write_folder(lambda folder: write_trained(model, folder, settings, world, files), result, world)
+            with atomic_folder(result, world) as folder:
+                write_trained(model, folder, settings, world, files)
         else:
             write_trained(model, result, settings, world, files)
         if settings.evaluate:

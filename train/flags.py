@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, TypeVar
 
 from model.common import UserError, quoted, read_json, shown
@@ -21,17 +21,12 @@ RUN_CONFIG = "config.json"
 FlagParser = partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def flag(
-    default: Any, help: str, *, least: float | None = None, most: float | None = None, share: bool = False, **argument
-) -> Any:
+def flag(default: Any, help: str, *, least: float = -MANY, most: float = MANY, **argument) -> Any:
     """A dataclass field that is also a flag of the same name.
 
-    least, most: the range of a number, both ends included. share: a number from 0 to 1. argument: more arguments of
-    `add_argument`, such as `choices`.
+    least, most: the range of a number, both ends included. argument: of `add_argument`, such as `choices`.
     """
-    least, most = (0, 1) if share else (least, most)
-    metadata = {"help": help, "least": least, "most": most, "argument": argument}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={"help": help, "range": (least, most), "argument": argument})
 
 
 def flag_name(name: str) -> str:
@@ -42,25 +37,25 @@ def flag_name(name: str) -> str:
 def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
     """Add a flag for each field of the dataclass `settings`; one that is not given is absent from the result."""
     for field in dataclasses.fields(settings):
-        kind, help = field_kind(settings, field), field.metadata["help"]
+        kind, help, argument = field_kind(settings, field), field.metadata["help"], field.metadata["argument"]
         if "default" not in help:
             help += f" (default: {field.default})"
         arguments = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%"), "dest": field.name}
         if kind is bool:
             arguments["action"] = argparse.BooleanOptionalAction
-        elif kind is list:
-            arguments |= {"type": str} if "nargs" in field.metadata["argument"] else {"action": "append"}
+        elif kind is tuple and not {"nargs", "type"} & argument.keys():
+            arguments["action"] = "append"
         else:
-            arguments["type"] = kind
-        parser.add_argument(flag_name(field.name), **arguments | field.metadata["argument"])
+            arguments["type"] = str if kind is tuple else kind
+        parser.add_argument(flag_name(field.name), **arguments | argument)
 
 
 def field_kind(settings: type, field: dataclasses.Field) -> type:
-    """The type of a field's value, None apart: int, float, bool, str, Path, or list for a tuple of texts."""
+    """The type of a field's value, None apart: int, float, bool, str, Path, or tuple for several texts."""
     hint = typing.get_type_hints(settings)[field.name]
-    if typing.get_origin(hint) is tuple:
-        return list
-    return next((kind for kind in typing.get_args(hint) if kind is not NoneType), hint)
+    if isinstance(hint, UnionType):
+        hint = next(kind for kind in typing.get_args(hint) if kind is not NoneType)
+    return typing.get_origin(hint) or hint
 
 
 def read_flags(
@@ -80,19 +75,17 @@ def from_values(settings: type[Settings], values: Mapping[str, object], where: s
     """
     made = settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
     for field in dataclasses.fields(settings):
-        value, kind, limits = getattr(made, field.name), field_kind(settings, field), field.metadata
-        if kind is Path or value is None and field.default is None or "type" in limits["argument"]:
+        value, kind, argument = getattr(made, field.name), field_kind(settings, field), field.metadata["argument"]
+        if kind is Path or value is None and field.default is None or "type" in argument:
             continue  # which its own reader has checked
-        least = -MANY if limits["least"] is None else limits["least"]
-        most = MANY if limits["most"] is None else limits["most"]
-        choices, expected = limits["argument"].get("choices"), f"a {kind.__name__}"
-        if kind is list:
-            fits = isinstance(value, tuple) and all(isinstance(text, str) for text in value)
-        elif kind in (int, float):
-            fits, expected = type(value) in (int, kind) and least <= value <= most, f"{expected} from {least} to {most}"
+        (least, most), choices = field.metadata["range"], argument.get("choices")
+        if kind in (int, float):
+            fits, expected = type(value) in (int, kind) and least <= value <= most, f"a number from {least} to {most}"
+        elif kind is tuple:
+            fits, expected = type(value) is tuple and all(isinstance(text, str) for text in value), "a list of texts"
         else:
             fits = type(value) is kind and (not choices or value in choices)
-            expected = " or ".join(map(repr, choices)) if choices else expected
+            expected = " or ".join(map(repr, choices or [kind.__name__]))
         if not fits:
             raise UserError(f"{where}{flag_name(field.name)} is {quoted(value)}, expected {expected}")
     return made
@@ -107,9 +100,7 @@ class RunArguments:
 
     out: Path | None = flag(None, "run folder to make (default: in runs/, with the next number)")
     resume: Path | None = flag(None, "go on with an interrupted run, with its own settings", metavar="RUN")
-    allow_changed: bool = flag(
-        False, "with --resume: go on although the base, the data or a setting is not what it was"
-    )
+    allow_changed: bool = flag(False, "with --resume: although the base, the data or a setting is not what it was")
 
 
 Arguments = TypeVar("Arguments", bound=RunArguments)
@@ -125,25 +116,18 @@ def read_run(
     """The settings of a run, from its flags or from the folder that is resumed, and its other flags.
 
     parser: of the command. defaults(flags): settings that take the place of the fields' defaults. Raises UserError for
-    flags that exclude each other, and values out of range.
+    flags that exclude each other, values out of range, and a folder that the command has not written.
     """
     for kind in (arguments, settings):
         add_flags(parser, kind)
     given = vars(parser.parse_args(argv))
     names = [field.name for field in dataclasses.fields(arguments) if field.name in given]
     chosen = from_values(arguments, {name: given.pop(name) for name in names})
-    if chosen.resume is not None and (chosen.out is not None or given):
+    if chosen.resume is None:
+        return from_values(settings, {**defaults(given), **given}), chosen
+    if chosen.out is not None or given:
         raise UserError("--resume goes on with the run's own settings: leave the other flags out")
-    if chosen.allow_changed and chosen.resume is None:
-        raise UserError("--allow-changed goes with --resume: leave it out")
-    if chosen.resume is not None:
-        return read_config(settings, chosen.resume, parser.prog), chosen
-    return from_values(settings, {**defaults(given), **given}), chosen
-
-
-def read_config(settings: type[Settings], run: Path, program: str) -> Settings:
-    """The settings in the config.json of a run folder. Raises UserError if `program` has not written it as it is."""
-    values, where = read_json(run / RUN_CONFIG), f"--resume {shown(run)}: {RUN_CONFIG}"
+    values, where = read_json(chosen.resume / RUN_CONFIG), f"--resume {shown(chosen.resume)}: {RUN_CONFIG}"
     if values.keys() != {field.name for field in dataclasses.fields(settings)}:
-        raise UserError(f"{where} is not of this version of `{program}`: give a folder that it has written")
-    return from_values(settings, values, f"{where}: ")
+        raise UserError(f"{where} is not of this version of `{parser.prog}`: give a folder that it has written")
+    return from_values(settings, values, f"{where}: "), chosen

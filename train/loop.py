@@ -2,17 +2,20 @@
 
 In: a model, its optimizer, the order of its micro-batches, and the loss of one. Out: the trained model, in place;
 metrics.jsonl and checkpoints in the run folder. It knows no command line and no data set.
+
+A micro-batch has `names` of its rows, `tokens` (how many are supervised), and `bad`, a line for each unusable record.
+An order has `total`, the number of steps, and `steps(first, workers, pin)`: this process's micro-batches of each.
 """
 
 import math
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +40,7 @@ class LoopSettings:
     clip: float = flag(1.0, "largest gradient norm; 0 does not clip", least=0, most=1e12)
     seed: int = flag(0, "of initialisation, order and dropout", least=0)
     device: str = flag("auto", "cuda, mps, cpu, … (default: cuda or mps if there is one)")
-    autocast: str = flag("auto", "default: bf16 on CUDA, else none", choices=["auto", "none", "bf16", "fp16"])
+    autocast: str = flag("auto", "default: bf16 on CUDA, else none", choices=["auto", "none", "bf16"])
     shard: bool = flag(False, "with torchrun: FSDP2 instead of DDP")
     compile: bool = flag(False, "torch.compile the model")
     checkpointing: bool = flag(False, "recompute activations of decoder and projector, for memory")
@@ -47,37 +50,6 @@ class LoopSettings:
     keep: int = flag(2, "checkpoints to keep", least=1)
 
 
-class Micro(Protocol):
-    """A micro-batch: the names of its rows, its supervised tokens, and a line for each unusable record."""
-
-    names: tuple[str, ...]
-    tokens: int
-    bad: tuple[str, ...]
-
-
-class StepOrder(Protocol):
-    """The micro-batches of this process in each of `total` steps."""
-
-    total: int
-
-    def steps(self, first: int, workers: int | None = 0, pin: bool = False) -> Iterator[Sequence[Micro]]: ...
-
-
-Loss = Callable[[nn.Module, Micro], torch.Tensor]
-
-
-class Watch:
-    """More metrics of every step; this base has none."""
-
-    def measure(self, step: int, micro: Micro) -> dict:
-        """Metrics of a step before its update."""
-        return {}
-
-    def validate(self, step: int, progress: Progress) -> dict:
-        """Metrics after `step` updates. `progress.stopped` ends training."""
-        return {}
-
-
 class Diverged(UserError):
     """The loss is no longer finite."""
 
@@ -85,29 +57,28 @@ class Diverged(UserError):
 def fit(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    order: StepOrder,
-    loss: Loss,
+    order: Any,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
     settings: LoopSettings,
     run: Path,
     world: World,
     *,
-    watch: Watch | None = None,
+    watch: Any = None,
     progress: Progress | None = None,
 ) -> Progress:
     """Train `model` in place, from the newest checkpoint in `run` if there is one; returns the run's progress.
 
-    loss(model, micro): moves the micro-batch to the device; the sum over its supervised tokens. progress: None reads
-    the newest. A step without a usable record changes nothing. Raises Diverged, UserError for too many unusable
-    records, Interrupted after a signal, once all is saved.
+    loss(model, micro): moves the micro-batch to the device; the sum over its supervised tokens. watch: has
+    `validate(step, progress)`, which returns metrics after so many updates, and may set `progress.stopped`. progress:
+    None reads the newest. A step without a usable record changes nothing. Raises Diverged, UserError for too many
+    unusable records, Interrupted after a signal, once all is saved.
     """
-    progress, watch = progress or newest_progress(run) or Progress(world.size), watch or Watch()
+    progress = progress or newest_progress(run) or Progress(world.size)
     autocast, dtype = autocast_of(settings.autocast, world.device), autocast_dtype(settings.autocast, world.device)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     called = spread(model, world, settings.shard, dtype, settings.compile)
     reconnect(optimizer, model)
     if progress.step:
         load_checkpoint(run, progress, model, optimizer)
-        scaler.load_state_dict(progress.scaler or scaler.state_dict())
     learned = trainable(model)
     scalars = [parameter for name, parameter in learned.items() if re.fullmatch(SCALARS, name)]
     with catch_signals() as received, closing(Log(run, order.total, progress, world)) as log:
@@ -117,26 +88,27 @@ def fit(
             model.train()
             torch.manual_seed((settings.seed * 1_000_003 + step) * 1_009 + world.rank)  # no random state is saved
             tokens = count_records(micros, progress, settings.max_bad, world)
-            losses = accumulate(called, micros if tokens else (), loss, world.size / max(1, tokens), autocast, scaler)
-            if tokens:
-                scaler.unscale_(optimizer)
+            losses = []
+            for number, micro in enumerate(micros if tokens else ()):
+                set_gradient_sync(called, number == len(micros) - 1)
+                with autocast:
+                    value = loss(called, micro)
+                (value * (world.size / tokens)).backward()  # DDP and FSDP2 average over the processes
+                losses.append(value.detach())
             losses, norms = clip_and_read([*learned.values()], scalars, losses, settings.clip)
             loss_sum, stopping = world.totals(sum(losses), float(bool(received)))
-            check_finite(loss_sum, losses, step, micros, world, 0.0 if scaler.is_enabled() else norms["gradient_norm"])
+            check_finite(loss_sum, losses, step, micros, world, norms["gradient_norm"])
             set_rates(optimizer, rate_factor(step, order.total, settings.warmup, settings.schedule))
             record = {"step": step} | ({"loss": loss_sum / tokens} if tokens else {})
             record |= {"lr": optimizer.param_groups[-1]["lr"], **norms}
             if tokens:  # else momentum and decay would move the weights all the same
-                record |= watch.measure(step, micros[-1])
-                scaler.step(optimizer)
-                scaler.update()
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             progress.step += 1
-            log.write(record | log.speed(tokens) | watch.validate(progress.step, progress))
+            log.write(record | log.speed(tokens) | (watch.validate(progress.step, progress) if watch else {}))
             is_last = stopping or progress.step == order.total or progress.stopped is not None
             if is_last or progress.step % settings.checkpoint_every == 0:
                 log.sync()
-                progress.scaler = scaler.state_dict()
                 save_checkpoint(run, progress, model, optimizer, world, settings.keep)
                 log.go_on()
             if stopping:
@@ -146,19 +118,7 @@ def fit(
     return progress
 
 
-def accumulate(called: nn.Module, micros: Sequence[Micro], loss: Loss, factor: float, autocast, scaler) -> list:
-    """Add up the gradients of `micros`, times `factor`, since DDP and FSDP2 average them; returns the losses."""
-    losses = []
-    for number, micro in enumerate(micros):
-        set_gradient_sync(called, number == len(micros) - 1)
-        with autocast:
-            value = loss(called, micro)
-        losses.append(value.detach())
-        scaler.scale(value * factor).backward()
-    return losses
-
-
-def count_records(micros: Sequence[Micro], progress: Progress, max_bad: int, world: World) -> int:
+def count_records(micros: Sequence, progress: Progress, max_bad: int, world: World) -> int:
     """Add the samples and unusable records of a step to `progress`; returns its supervised tokens, of all processes.
 
     Raises UserError for more than `max_bad` unusable records.
@@ -175,21 +135,17 @@ def count_records(micros: Sequence[Micro], progress: Progress, max_bad: int, wor
     return int(tokens)
 
 
-def check_finite(
-    total: float, losses: Sequence[float], step: int, micros: Sequence[Micro], world: World, norm: float
-) -> None:
+def check_finite(total: float, losses: Sequence[float], step: int, micros: Sequence, world: World, norm: float) -> None:
     """Raise Diverged in every process, naming the records, if the loss of a micro-batch of any is not finite.
 
-    norm: of the gradient that all processes have; if it is not finite, the step would leave no weight finite. A
-    gradient scaler leaves such steps out itself.
+    norm: of the gradient; if it is not finite, the step would leave no weight finite.
     """
-    if math.isfinite(total):
-        if not math.isfinite(norm):
-            raise Diverged(f"step {step}: the loss is finite, but the norm of its gradient is {norm}: lower --lr")
-        return
-    damaged = [(loss, *micro.names) for loss, micro in zip(losses, micros, strict=True) if not math.isfinite(loss)]
-    loss, *names = next(chain.from_iterable(world.gather(damaged)), (total, "all"))
-    raise Diverged(f"step {step}: the loss is {loss} on {', '.join(names)}: lower --lr, or look at these records")
+    if not math.isfinite(total):
+        damaged = [(loss, *micro.names) for loss, micro in zip(losses, micros, strict=True) if not math.isfinite(loss)]
+        loss, *names = next(chain.from_iterable(world.gather(damaged)), (total, "all"))
+        raise Diverged(f"step {step}: the loss is {loss} on {', '.join(names)}: lower --lr, or look at these records")
+    if not math.isfinite(norm):
+        raise Diverged(f"step {step}: the loss is finite, but the norm of its gradient is {norm}: lower --lr")
 
 
 def clip_and_read(

@@ -1,4 +1,4 @@
-"""The log of a run: metrics.jsonl, TensorBoard where installed, the progress bar, and the picture of its loss."""
+"""The log of a run: metrics.jsonl, the progress bar, and the picture of the loss."""
 
 import contextlib
 import json
@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from eval import figures
 from model.common import atomic_path, file_errors
 from train.checkpoint import Progress
 from train.distributed import World
@@ -24,30 +23,19 @@ MEASURED = ("seconds", "samples_per_second", "tokens_per_second", "peak_memory")
 class Log:
     """The metrics, the progress bar and the clock of a run; only the first process writes.
 
-    progress: of the run; `sync` updates its `seconds`. Steps that metrics.jsonl lacks are counted on stderr.
+    progress: of the run; `sync` updates its `seconds`. Lines of steps after its checkpoint are deleted.
     """
 
     def __init__(self, run: Path, total: int, progress: Progress, world: World):
         self.progress, self.samples, self.held_out, self.written = progress, progress.samples, "", time.perf_counter()
         self.started, self.device, self.writes = self.written - progress.seconds, world.device, world.is_first
         self.bar = tqdm(total=total, initial=progress.step, desc="training", unit="step", disable=not world.is_first)
-        self.path, self.file, self.board = run / "metrics.jsonl", None, None
-        if not self.writes:
-            return
-        lines: dict[int, bytes] = {}
-        for line in self.path.read_bytes().splitlines() if self.path.exists() else ():
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that was cut or edited
-                lines[int(json.loads(line)["step"])] = line + b"\n"
-        kept = [lines[step] for step in sorted(lines) if step < progress.step]  # none of after the checkpoint
-        with atomic_path(self.path) as temporary:
-            temporary.write_bytes(b"".join(kept))
-        if lost := progress.step - len(kept):
-            print(f"{self.path}: the lines of {lost} steps are missing or cannot be read", file=sys.stderr)
-        self.file = self.path.open("a", buffering=1)  # each line is the system's as soon as it is written
-        with contextlib.suppress(ImportError):
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(run / "tensorboard")
+        self.path = run / "metrics.jsonl"
+        if self.writes:
+            lines = self.path.read_bytes().splitlines(keepends=True) if progress.step else []
+            with atomic_path(self.path) as temporary:
+                temporary.write_bytes(b"".join(lines[: progress.step]))
+            self.file = self.path.open("a", buffering=1)  # each line is the system's as soon as it is written
 
     def seconds(self) -> float:
         """Seconds of training, those before the run was resumed included."""
@@ -55,8 +43,7 @@ class Log:
 
     def speed(self, tokens: int) -> dict[str, float]:
         """The fields MEASURED of a step with so many supervised tokens, which ends now."""
-        took = time.perf_counter() - self.written
-        samples = self.progress.samples - self.samples
+        took, samples = time.perf_counter() - self.written, self.progress.samples - self.samples
         values = self.seconds(), samples / took, tokens / took, peak_bytes(self.device) / 2**20
         return {name: round(value, 3) for name, value in zip(MEASURED, values, strict=True)}
 
@@ -71,9 +58,6 @@ class Log:
             loss = f"loss {record['loss']:.3f}" if "loss" in record else "no usable record"
             self.bar.set_postfix_str(f"{loss}, {self.held_out}{self.progress.samples / self.seconds():.0f} samples/s")
             self.bar.update()
-        for name, value in record.items() if self.board is not None else ():
-            if isinstance(value, float):
-                self.board.add_scalar(name, value, record["step"])
         self.samples = self.progress.samples
         self.go_on()
 
@@ -89,10 +73,10 @@ class Log:
                 os.fsync(self.file.fileno())
 
     def close(self) -> None:
-        """End the bar and the files."""
-        for part in (self.bar, self.file, self.board):
-            if part is not None:
-                part.close()
+        """End the bar and the file."""
+        self.bar.close()
+        if self.writes:
+            self.file.close()
 
 
 def peak_bytes(device: torch.device | str = "cpu") -> int:
@@ -107,6 +91,8 @@ def peak_bytes(device: torch.device | str = "cpu") -> int:
 
 def draw_loss(run: Path) -> None:
     """Write `loss.png`: the loss of every step, its running mean, and the loss on held-out examples."""
+    from eval import figures
+
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses, held_out = ([(r["step"], r[name]) for r in records if name in r] for name in ("loss", "held_out_loss"))
     width = max(1, len(losses) // 50)

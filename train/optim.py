@@ -28,7 +28,7 @@ class Rule:
 
 
 def matching(model: nn.Module, pattern: str) -> list[str]:
-    """The names of the parameters whose whole name matches `pattern` (re.fullmatch)."""
+    """The names of the parameters whose whole name matches `pattern` (re.fullmatch); there must be one."""
     names = [name for name, _ in model.named_parameters() if re.fullmatch(pattern, name)]
     assert names, f"no parameter matches {pattern!r}"
     return names
@@ -43,7 +43,6 @@ def parameter_groups(model: nn.Module, rules: Sequence[Rule]) -> list[dict]:
     groups, taken = [], set()
     for rule in rules:
         names = [name for name in rule.names if name not in taken]
-        assert names, f"the rules before have taken all of {', '.join(rule.names)}"
         taken.update(names)
         rates = {"lr": rule.lr, "base_lr": rule.lr, "weight_decay": rule.weight_decay}
         groups.append({**rates, "names": names, "params": [parameters[name] for name in names]})
@@ -58,9 +57,13 @@ def make_adamw(groups: list[dict], betas: tuple[float, float], kind: type = torc
     return kind(groups, betas=betas, fused=can)
 
 
-# Adam (Kingma & Ba 2015), whose decay is a part of the gradient; RAdam (Liu et al. 2020) with AdamW's decay
-OPTIMIZERS = {"adamw": make_adamw, "adam": partial(make_adamw, kind=torch.optim.Adam)}
-OPTIMIZERS["radam"] = lambda groups, betas: torch.optim.RAdam(groups, betas=betas, decoupled_weight_decay=True)
+def make_radam(groups: list[dict], betas: tuple[float, float]) -> torch.optim.Optimizer:
+    """RAdam (Liu et al. 2020) with AdamW's decay, a parameter at a time: all at once would copy every gradient."""
+    return torch.optim.RAdam(groups, betas=betas, decoupled_weight_decay=True, foreach=False)
+
+
+# The decay of Adam (Kingma & Ba 2015) is a part of the gradient.
+OPTIMIZERS = {"adamw": make_adamw, "adam": partial(make_adamw, kind=torch.optim.Adam), "radam": make_radam}
 
 
 def is_inner_matrix(name: str, parameter: torch.Tensor) -> bool:
@@ -84,7 +87,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 rates = {rate: group[rate] * (1 if is_matrix else ratio) for rate in ("lr", "base_lr")}
                 split[is_matrix].append({**group, **rates, "names": [*chosen], "params": [*chosen.values()]})
         super().__init__([*split[False], *split[True]], {})
-        self.parts: list[torch.optim.Optimizer] = [make_adamw(split[False], betas)] if split[False] else []
+        self.parts = [make_adamw(split[False], betas)] if split[False] else []
         self.parts += [torch.optim.Muon(split[True], momentum=0.95)] if split[True] else []
         for part in self.parts:
             part.state = self.state  # the parts share their groups and their state with this optimizer

@@ -28,10 +28,9 @@ from model.device import autocast_dtype, dtype_name, without_values
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.source import preset_of
-from train.align import check_align
 from train.data.batches import MicroBatch, Order
 from train.data.sources import read_records
-from train.distributed import World, computes_in_bf16, layers_of
+from train.distributed import World, layers_of, reads_bf16
 from train.optim import count, is_inner_matrix, trainable
 from train.recipes import GPUS
 from train.settings import Settings, run_stem, step_layout
@@ -48,7 +47,7 @@ class StepCost:
     """Bytes at the peak of a step, and the FLOPs of one micro-batch's matrix products.
 
     gradients: also their copies, where GPUs exchange them. moments: both of Adam or the one of Muon, in the parameters'
-    dtype. activations: whatever else is alive at the peak. update: what the optimizer's step takes, after them.
+    dtype. activations: whatever else is alive at the peak.
     """
 
     weights: float
@@ -56,11 +55,10 @@ class StepCost:
     moments: float
     activations: float
     flops: float
-    update: float = 0.0
 
     @property
     def memory(self) -> float:
-        return self.weights + self.gradients + self.moments + max(self.activations, self.update)
+        return self.weights + self.gradients + self.moments + self.activations
 
 
 @dataclass(frozen=True)
@@ -86,10 +84,6 @@ class PlanRow:
     flops: float
     left_out: tuple[str, ...]
 
-    def hours(self, gpu: str, share: float) -> float:
-        """Hours of the run at a share of the peak of each GPU."""
-        return self.flops / (share * GPUS[gpu][0] * self.gpus) / 3600
-
 
 def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
     """What the run of `settings` on `gpus` GPUs takes. Raises UserError for all that the run would refuse.
@@ -101,18 +95,15 @@ def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
     device = torch.device("cuda" if settings.device == "auto" else settings.device)
     dtype = dtype_name(weights_dtype(settings, device))
     model, _ = open_model(replace(settings, dtype=dtype), torch.device("meta"))
-    if settings.align:
-        check_align(model, records)
     learned, autocast = trainable(model), autocast_dtype(settings.autocast, device)
     result = sum(tensor.nbytes for tensor in (model.state_dict() if settings.writes_model else learned).values())
-    order = make_order(records, open_tokenizer(settings, model), settings, World(0, gpus, torch.device("cpu")))
+    order = make_order(records, processor_of(settings, model), settings, World(0, gpus, torch.device("cpu")))
     micros, left_out = open_sample(order, settings)
     widest = max(micros, key=lambda micro: micro.batch.input_ids.numel())
     trained = count(learned.values())
     costs = step_costs(model, widest, autocast, micro_batches > gpus, settings.optimizer)
-    checkpoint = 4 * trained + costs[0].moments
     # one checkpoint more than is kept while it is written
-    disk = checkpoint * (settings.keep + 1) + result * (2 if settings.keep_best else 1)
+    disk = (4 * trained + costs[0].moments) * (settings.keep + 1) + result * (2 if settings.keep_best else 1)
     if gpus > 1:
         costs = [spread_cost(cost, gpus, model, settings.shard, autocast) for cost in costs]
     samples = min(order.total * rows * micro_batches, settings.epochs * len(records))
@@ -122,7 +113,7 @@ def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
     return PlanRow(name or run_stem(settings), gpus, *sizes, *costs, disk, flops, left_out)
 
 
-def open_tokenizer(settings: Settings, model: PaliGemma) -> Processor:
+def processor_of(settings: Settings, model: PaliGemma) -> Processor:
     """The processor of the run; for a preset without a tokenizer with that of the embedded base, of smaller pieces."""
     source = settings.base if settings.stage is None else system_of(settings.arch).tokenizer_source(settings)
     if preset_of(source):
@@ -152,8 +143,8 @@ def spread_cost(cost: StepCost, gpus: int, model: PaliGemma, shard: bool, autoca
         return replace(cost, gradients=2 * cost.gradients)
     sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers_of(model)]
     outside = sum(parameter.nbytes for parameter in model.parameters()) - sum(sizes)
-    gathered = (2 * max(sizes) + outside) * (0.5 if autocast == torch.bfloat16 and computes_in_bf16(model) else 1)
-    parts = {name: getattr(cost, name) / gpus for name in ("gradients", "moments", "update")}
+    gathered = (2 * max(sizes) + outside) * (0.5 if reads_bf16(model, autocast) else 1)
+    parts = {"gradients": cost.gradients / gpus, "moments": cost.moments / gpus}
     return replace(cost, weights=cost.weights / gpus + gathered, **parts)
 
 
@@ -171,11 +162,7 @@ FLOPS = flop_registry | {
 
 
 def step_costs(
-    model: nn.Module,
-    micro: MicroBatch,
-    autocast: torch.dtype | None,
-    accumulates: bool = False,
-    optimizer: str = "adamw",
+    model: nn.Module, micro: MicroBatch, autocast: torch.dtype | None, accumulates: bool, optimizer: str
 ) -> list[StepCost]:
     """What a step of `model` costs, without and with checkpointing.
 
@@ -191,8 +178,6 @@ def step_costs(
     weights = sum(tensor.nbytes for tensor in tensors)
     gradients = sum(parameter.nbytes for parameter in learned.values())
     moments = sum(p.nbytes * (1 if by_muon and is_inner_matrix(name, p) else 2) for name, p in learned.items())
-    # RAdam has no fused kernel: on a GPU it updates all parameters at once, with a tensor of the size of each
-    update = gradients if optimizer == "radam" else 0
     model.train()
     for checkpointing in (False, True):
         model.set_checkpointing(checkpointing)
@@ -203,7 +188,7 @@ def step_costs(
                 value = supervised_loss(model, shapes)
             (value / micro.tokens).backward()
             del value
-        costs.append(StepCost(weights, gradients, moments, counter.peak - gradients, counter.flops, update))
+        costs.append(StepCost(weights, gradients, moments, counter.peak - gradients, counter.flops))
     return costs
 
 
@@ -243,7 +228,7 @@ def plan_table(rows: Sequence[PlanRow], gpu: str = "H100") -> str:
         counts = (f"{n:,}" for n in (row.trained, row.step_rows, row.samples, row.steps, row.tokens))
         sizes = [row.plain.memory, row.checkpointed.memory]
         memory = " / ".join(f"{size / 2**30:,.2f}" + "!" * (size > capacity * 1e9) for size in sizes)
-        hours = " – ".join(f"{row.hours(gpu, share):,.2f}" for share in SHARES)
+        hours = " – ".join(f"{row.flops / (share * peak * row.gpus) / 3600:,.2f}" for share in SHARES)
         cells.append((row.name, *counts, memory, f"{row.disk / 2**30:,.2f}", f"{row.flops:.2e}", hours))
     gpus, batches = (" or ".join(dict.fromkeys(str(getattr(row, name)) for row in rows)) for name in ("gpus", "rows"))
     about = (

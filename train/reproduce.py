@@ -13,18 +13,17 @@ import sys
 from collections.abc import Sequence
 
 from model.common import run_command
+from train.compare import STUDIES
 from train.flags import FlagParser
-from train.studies import paper, qmamba, text, wings
-
-PAPERS = {"paligemma": paper.main, "text": text.main, "wings": wings.main, "qmamba": qmamba.main}
+from train.studies import paper
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study of the paper that is named first, with all other flags."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv, papers = sys.argv[1:] if argv is None else argv, {"paligemma": paper.main, **STUDIES}
     parser = FlagParser(prog="python -m train.reproduce", description=__doc__)
-    parser.add_argument("paper", choices=list(PAPERS), help="its own flags: PAPER --help")
-    PAPERS[parser.parse_args(argv[:1]).paper](argv[1:])
+    parser.add_argument("paper", choices=list(papers), help="its own flags: PAPER --help")
+    papers[parser.parse_args(argv[:1]).paper](argv[1:])
 
 
 if __name__ == "__main__":

@@ -1,26 +1,39 @@
-"""The folder of a run: made when training starts, and locked while a process writes to it; and the end by a signal.
+"""The folder of a run, locked while a process writes to it; what the run is made from; and its end by a signal.
 
-SIGTERM or Ctrl-C during training: the running step is finished, a checkpoint is written, the program ends.
+SIGTERM or Ctrl-C during training: the running step is finished, a checkpoint is written, the program ends. Every
+checkpoint stores the origin of its run: settings, fingerprints of base and data, and the machine's arithmetic. A run
+that is resumed compares them.
 """
 
 import contextlib
-import dataclasses
 import fcntl
+import hashlib
 import itertools
 import json
 import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from model.common import UserError, file_errors, shown, write_text
-from train.checkpoint import checkpoints
+import numpy as np
+import torch
+
+from eval.records import Record
+from model.common import UserError, file_errors, quoted, shown, write_text
+from model.device import autocast_of, numerics, processor_name
+from train.checkpoint import Progress, file_digest
 from train.distributed import World
-from train.flags import RUN_CONFIG, RunArguments
+from train.flags import RUN_CONFIG, RunArguments, flag_name
 
 LOCK = ".lock"
+# settings that do not change what is learned
+FREE = {"workers", "device", "checkpoint_every", "keep", "evaluate", "eval_limit", "max_bad"}
+FREE |= {"eval_every", "keep_best", "kernel"}
+PICTURES = 2048  # whose content is read for a fingerprint
 
 
 class Interrupted(Exception):
@@ -52,10 +65,13 @@ def catch_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+# The folder
+
+
 def check_empty(out: Path | None) -> None:
-    """Raise UserError if `out` holds anything but hidden files, which a killed run may have left."""
+    """Raise UserError if `out` holds anything but a lock, which a killed run may have left."""
     with file_errors(out or "."):
-        if out is not None and out.exists() and not all(path.name.startswith(".") for path in out.iterdir()):
+        if out is not None and out.exists() and {path.name for path in out.iterdir()} - {LOCK}:
             raise UserError(f"--out {shown(out)}: not empty: choose another folder, or --resume it")
 
 
@@ -64,44 +80,34 @@ def run_folder(arguments: RunArguments, settings, stem: str, program: str, world
     """The folder of a run for the block, locked: the resumed one, or a new `--out` or runs/STEM-NUMBER.
 
     If the block raises UserError before anything is learned, the new folder is deleted. An interrupted block ends the
-    program, with advice. Raises UserError if another process writes to the folder, if it is not empty, or if the
-    processes do not share it.
+    program, with advice. Raises UserError if another process writes to the folder, or if it is not empty.
     """
-    run = lock = None
+    run = None
     if world.is_first:
-        run = arguments.resume or _new_folder(arguments.out, stem)
+        check_empty(arguments.out)
+        run = arguments.resume or arguments.out or _next_folder(stem)
+        with file_errors(run):
+            run.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(run)
         if not arguments.resume:
-            check_empty(run)
-            write_text(run / RUN_CONFIG, json.dumps(dataclasses.asdict(settings), indent=1) + "\n")
+            write_text(run / RUN_CONFIG, json.dumps(asdict(settings), indent=1) + "\n")
     run = world.gather(run)[0]
     try:
-        steps = world.gather([path.name for path in checkpoints(run)])
-        if any(names != steps[0] for names in steps):  # each would begin at another step
-            raise UserError(f"{shown(run)}: the processes see different checkpoints: give a folder that they share")
         yield run
     except Interrupted as interrupted:
         interrupted.end_program(f"go on with: python -m {program} --resume {run}")
     except UserError:
-        metrics = run / "metrics.jsonl"
-        if lock and not arguments.resume and not (metrics.exists() and '"loss"' in metrics.read_text()):
-            for path in [run / LOCK, *run.glob("[!.]*")]:  # hidden files of others stay
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                run.rmdir()
+        log = run / "metrics.jsonl"
+        if world.is_first and not arguments.resume and not (log.exists() and '"loss"' in log.read_text()):
+            lock.close()
+            shutil.rmtree(run, ignore_errors=True)
         raise
 
 
-def _new_folder(out: Path | None, stem: str) -> Path:
-    """`out`, or runs/STEM-NUMBER with the next number."""
-    with file_errors(out or "runs"):
-        if out:
-            out.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(1) if out is None else ():
-            with contextlib.suppress(FileExistsError):
-                (run := Path("runs", f"{stem}-{number}")).mkdir(parents=True)
-                break
-    return out or run
+def _next_folder(stem: str) -> Path:
+    """runs/STEM-NUMBER with the next number."""
+    names = (Path("runs", f"{stem}-{number}") for number in itertools.count(1))
+    return next(path for path in names if not path.exists())
 
 
 def lock_folder(run: Path) -> IO:
@@ -116,3 +122,84 @@ def lock_folder(run: Path) -> IO:
     except OSError:  # a file system without locks
         pass
     return lock
+
+
+# What a run is made from
+
+
+def origin_of(settings, fingerprints: Mapping[str, str], world: World, dtype: torch.dtype) -> dict:
+    """The settings, a dataclass; the fingerprints of what they name, such as {"base": …, "pictures": …}; and what this
+    machine makes of them: device, processor, threads, processes, autocast, and the dtype of the weights."""
+    with autocast_of(settings.autocast, world.device):
+        resolved = numerics(world.device) | {"dtype": str(dtype), "processes": f"{world.size} processes"}
+    return {"settings": asdict(settings), "fingerprints": dict(fingerprints), "numerics": resolved}
+
+
+def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
+    """Fingerprints of the records and of their pictures.
+
+    They cover all texts and the size of every picture's file; of up to 2,048 files, evenly spread, also the first and
+    the last 256 KiB. Pictures that are drawn have no file.
+    """
+    texts = hashlib.sha256()
+    if not isinstance(records, list):  # tar shards
+        texts.update(records.rows.tobytes())
+        return {"records": texts.hexdigest()[:16], "pictures": _files_fingerprint(records.paths)}
+    for r in records:
+        parts = (r.name, r.key, r.prefix, r.suffix, r.answers if r.sampled else (), *r.turns[:-1])
+        texts.update(repr(parts).encode("utf-8", "surrogatepass"))
+    paths = {picture for r in records for picture in r.pictures if isinstance(picture, Path)}
+    return {"records": f"{len(records)} {texts.hexdigest()[:16]}", "pictures": _files_fingerprint(sorted(paths))}
+
+
+def _files_fingerprint(paths: Sequence[Path]) -> str:
+    """A hash of the sizes of files, in order, and of the ends of some. A file that cannot be read counts as empty."""
+    digest = hashlib.sha256()
+    chosen = set(np.linspace(0, len(paths) - 1, min(PICTURES, len(paths))).astype(int).tolist())
+    for number, path in enumerate(paths):
+        try:
+            of_file = file_digest(path, 2) if number in chosen else path.stat().st_size
+        except OSError:
+            of_file = "none"
+        digest.update(f"{of_file}\n".encode())
+    return f"{len(paths)} {digest.hexdigest()[:16]}"
+
+
+def check_resume(run: Path, progress: Progress, origin: dict, allow_changed: bool) -> None:
+    """Raise UserError if the checkpoint of `progress` has another origin, naming what has changed.
+
+    With `allow_changed`, and for what changes the losses by rounding only, print the change on stderr instead.
+    """
+    before, now = progress.origin, json.loads(json.dumps(origin))  # tuples become lists, as in a checkpoint
+    for name, new in now["numerics"].items():
+        if (old := before["numerics"].get(name)) != new:
+            print(f"{run}: {name}: {old} before, {new} now: losses may differ by rounding", file=sys.stderr)
+    old, changes = before["settings"], []
+    for name, new in now["settings"].items():
+        if name not in FREE and old[name] != new:
+            changes.append(f"{flag_name(name)} is {quoted(new)}, was {quoted(old[name])}")
+    changes += [f"the {name}" for name, new in now["fingerprints"].items() if before["fingerprints"].get(name) != new]
+    message = f"changed since step {progress.step}: {'; '.join(changes)}"
+    if changes and not allow_changed:
+        raise UserError(f"--resume {shown(run)}: {message}: undo that, or add --allow-changed")
+    if changes:
+        print(f"{run}: allowed: {message}", file=sys.stderr)
+
+
+def provenance() -> dict[str, str]:
+    """The commit ("+" if files differ from it), the processor and the version of PyTorch that made a result."""
+    command = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--exclude=*",
+        "--abbrev=10",
+        "--dirty=+",
+    ]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = "no commit"
+    return {"commit": commit, "processor": processor_name(), "torch": torch.__version__}

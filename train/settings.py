@@ -15,10 +15,9 @@ from eval.data import PROMPT, check_prompt
 from eval.records import EMBEDDED_TASKS, SOURCES
 from lora.adapter import DECODER_TARGETS
 from lora.quantize import KINDS as QUANTIZED
-from model.common import UserError
+from model.common import UserError, shown
 from model.device import DTYPES
 from model.differential import FEED_FORWARDS, KINDS
-from model.mamba import KERNELS
 from train.flags import FlagParser, RunArguments, flag, flag_name, read_run
 from train.loop import LoopSettings
 from train.optim import OPTIMIZERS
@@ -68,27 +67,22 @@ class Settings(LoopSettings):
     steps: int | None = flag(None, "stop after so many steps (default: all epochs)", least=1)
     samples: int = flag(16000, "size of an epoch of the embedded data", least=1, most=10**8)
     tasks: str = flag(",".join(EMBEDDED_TASKS), "tasks of the embedded data, in turn, see eval/scenes.py")
-    fraction: float = flag(1.0, "share of the training pictures to use (the paper's Part 1: 0.4)", share=True)
-    validation: float = flag(0.02, "share of the pictures held out of data on disk, without --eval-data", share=True)
+    fraction: float = flag(1.0, "share of the training pictures (the paper's Part 1: 0.4)", least=0, most=1)
+    validation: float = flag(0.02, "share of the pictures held out, without --eval-data", least=0, most=1)
     prompt: str = flag("answer {question}", "prompt of a VQAv2 question")
     answers: str = flag("common", "VQAv2's answer, or one of ten, drawn each epoch", choices=["common", "sampled"])
     per_picture: int = flag(1, "questions of one picture that may share a batch, and its encoding", least=1)
     shuffle_buffer: int = flag(10000, "records of tar shards that are shuffled together", least=1)
     images: str | None = flag(None, "folder of the pictures (default: vqav2:DIR itself, or where the FILE is)")
     max_length: int = flag(8192, "tokens of an example, its picture's included; longer ones are left out", least=1)
-    dtype: str = flag(
-        "auto",
-        "of the base (default: bf16 on CUDA, else fp32; fp32 with --full and --stage)",
-        choices=["auto", *DTYPES],
-    )
+    dtype: str = flag("auto", "of the base (default: bf16 on CUDA if frozen, else fp32)", choices=["auto", *DTYPES])
     quantize: str | None = flag(None, "frozen weights in 8 or 4 bits (default: as --dtype)", choices=list(QUANTIZED))
-    kernel: str | None = flag(None, "of Mamba's scan, on CUDA (default: PyTorch alone)", choices=KERNELS)
+    kernel: str | None = flag(None, "of Mamba's scan, on CUDA (default: PyTorch alone)", choices=["mamba_ssm"])
     evaluate: bool = flag(True, "evaluate on held-out examples, before, during and after training")
     eval_limit: int = flag(400, "held-out examples of each evaluation", least=4)
     eval_every: int | None = flag(None, "steps between evaluations; 0 none (default: ten times a run)", least=0)
     keep_best: bool = flag(True, "keep the weights with the best held-out score in RUN/best")
     patience: int = flag(0, "stop after so many evaluations without a better score; 0 never", least=0)
-    measure_every: int = flag(50, "steps between measurements of the distance between the two maps; 0 never", least=0)
 
     @property
     def options(self) -> dict[str, object]:
@@ -106,10 +100,8 @@ class Settings(LoopSettings):
     def options_of(self, known: Mapping[str, object]) -> dict[str, object]:
         """`options`. Raises UserError for a name that is not `known`, or a value of another type than the known one."""
         for name, value in self.options.items():
-            if name not in known:
-                raise UserError(f"--option {name}: choose of {', '.join(known)}")
-            if type(value) is not type(known[name]):
-                raise UserError(f"--option {name}={value}: expected a value such as {known[name]!r}")
+            if name not in known or type(value) is not type(known[name]):
+                raise UserError(f"--option {name}={value}: expected one of {shown(dict(known), 400)}, of its type")
         return self.options
 
     @property

@@ -48,15 +48,15 @@ def pack(records: Sequence[Record], prefix: Path, per_shard: int = 1000, max_bad
     Raises UserError for more than `max_bad` records without their pictures, before anything is written, and where
     shards of this prefix are there.
     """
-    problems = {record.name: problem for record in records if (problem := problem_of(record))}
-    for name, problem in problems.items():
-        print(f"left out {shown(f'{name}: {problem}', 600)}")
-    groups, of_group = groups_of(records), defaultdict(list)
+    groups, of_group, bad = groups_of(records), defaultdict(list), 0
     for record in records:
-        if record.name not in problems:
+        if problem := problem_of(record):
+            bad += 1
+            print(f"left out {shown(f'{record.name}: {problem}', 600)}")
+        else:
             of_group[groups[record.name]].append(record)
-    if len(problems) > max_bad or not of_group:
-        raise UserError(f"{len(problems)} of {len(records)} records cannot be used: see above, --images and --max-bad")
+    if bad > max_bad or not of_group:
+        raise UserError(f"{bad} of {len(records)} records cannot be used: see above, --images and --max-bad")
     samples = random.Random("shard/0").sample(list(of_group.values()), len(of_group))
     starts = range(0, len(samples), per_shard)
     paths = [prefix.with_name(f"{prefix.name}-{number:03}.tar") for number in range(len(starts))]
@@ -79,10 +79,12 @@ def pack(records: Sequence[Record], prefix: Path, per_shard: int = 1000, max_bad
 
 def problem_of(record: Record) -> str:
     """Why a record cannot be packed, or nothing. Training finds out whether its pictures can be decoded."""
-    refusals = [picture.problem for picture in record.pictures if isinstance(picture, Refusal)]
-    files = [picture for picture in record.pictures if isinstance(picture, Path)]
-    unusable = [str(path) for path in files if path.suffix.lower() not in PICTURES or not path.is_file()]
-    return "; ".join(refusals + [f"{path}: not found, or ends in none of {', '.join(PICTURES)}" for path in unusable])
+    for picture in record.pictures:
+        if isinstance(picture, Refusal):
+            return picture.problem
+        if picture.suffix.lower() not in PICTURES or not picture.is_file():
+            return f"{picture}: not found, or ends in none of {', '.join(PICTURES)}"
+    return ""
 
 
 def write_shard(path: Path, samples: Sequence[Sequence[Record]], first: int) -> None:
@@ -102,11 +104,12 @@ def write_shard(path: Path, samples: Sequence[Sequence[Record]], first: int) -> 
 
 def question(record: Record, pictures: Sequence[Picture]) -> dict:
     """A record as a .json holds it; `pictures` are those of the sample."""
-    said = [{"from": role, "value": text} for turn in record.turns for role, text in zip(ROLES, turn, strict=True)]
-    is_single = len(record.turns) == 1
-    turns = {"prefix": record.prefix, "suffix": record.suffix} if is_single else {"conversations": said}
+    entry = {"name": record.name, "pictures": list(map(pictures.index, record.pictures))}
+    if len(record.turns) > 1:
+        said = [{"from": role, "value": text} for turn in record.turns for role, text in zip(ROLES, turn, strict=True)]
+        return entry | {"conversations": said}
     answers = {"answers": record.answers} if record.answers else {}
-    return {"name": record.name, "pictures": list(map(pictures.index, record.pictures)), **answers, **turns}
+    return entry | answers | {"prefix": record.prefix, "suffix": record.suffix}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -119,8 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = from_values(PackOptions, given)
     if data == "embedded":
         raise UserError("embedded: these pictures are drawn while training needs them: give data in files")
-    records = read_data(data, images=options.images, prompt=options.prompt)
-    paths = pack(records, out, options.per_shard, options.max_bad)
+    paths = pack(read_data(data, images=options.images, prompt=options.prompt), out, options.per_shard, options.max_bad)
     print(f"{len(paths)} shards: --data shards:'{out}-{{000..{len(paths) - 1:03}}}.tar'")
 
 

@@ -25,11 +25,11 @@ def show_batch(settings: Settings, sheet: Path) -> list[str]:
     """The lines to print: each row has ⟦ ⟧ around what is learned, ↵ for a newline, and no padding. The pictures are
     written to `sheet`. Raises UserError for what cannot be used."""
     figures.check_name(sheet)
-    records = read_records(settings)
     model, _ = open_model(settings, torch.device("meta"))  # shapes and the tokenizer are enough
     processor, _ = open_processor(settings, model)
     single = replace(settings, step_batch=None)  # a micro-batch is shown where data are too few for a step
-    micro = next(make_order(records, processor, single, World(0, 1, torch.device("cpu"))).steps(0))[0]
+    order = make_order(read_records(settings), processor, single, World(0, 1, torch.device("cpu")))
+    micro = next(order.steps(0))[0]
     batch, lines, slots = micro.batch, [], iter((micro.batch.image_index + 1).tolist())
     for number, name in enumerate(micro.names):
         valid, text = batch.attention_mask[number].bool(), ""
@@ -50,14 +50,12 @@ def show_batch(settings: Settings, sheet: Path) -> list[str]:
 
 def spell(ids: list[int], processor: Processor, slots: Iterator[int]) -> str:
     """Tokens as text; a picture's are one [picture n], control tokens have their names."""
-    config, text = processor.config, ""
+    config, tokenizer, text = processor.config, processor.tokenizer, ""
     control = {config.bos_token_id, config.eos_token_id, config.pad_token_id}
     for kind, group in groupby(ids, key=lambda i: "picture" if i == config.image_token_id else i in control):
         tokens = list(group)
         if kind == "picture":
             text += "".join(f"[picture {next(slots)}]" for _ in range(len(tokens) // config.num_image_tokens))
-        elif kind:
-            text += "".join(map(processor.tokenizer.id_to_piece, tokens))
         else:
-            text += processor.tokenizer.decode(tokens).replace("\n", "↵")
-    return text
+            text += "".join(map(tokenizer.id_to_piece, tokens)) if kind else tokenizer.decode(tokens)
+    return text.replace("\n", "↵")

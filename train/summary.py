@@ -8,19 +8,12 @@ and answers.png in the run folder, and the commands that go on from it. Results 
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from functools import partial, reduce
-from operator import getitem
+from functools import partial
 from pathlib import Path
 
-import numpy as np
-
-from eval import figures, needle, scenes, vqa
 from eval.data import PROMPT, fill_prompt
-from eval.question import Question
-from eval.statistics import estimate
 from model.common import write_text
 from model.differential import KINDS
-from model.images import load_image
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from train.checkpoint import Progress, Result
@@ -29,23 +22,25 @@ from train.settings import Settings, command_of
 from train.validation import HeldOut, choose
 
 NO_ACCURACY = {"vqa": None, "needle": None}
-SCORES = {"loss": "  loss, nats a token", "exact_match": "  exact match, %", "vqa_accuracy": "  VQA accuracy, %"}
+SCORES = {"loss": "loss, nats a token", "exact_match": "exact match, %", "vqa_accuracy": "VQA accuracy, %"}
 SHOWN = 12  # examples of answers.png
 Results = Mapping[str, Result]
+
+
+# Measuring
 
 
 def evaluate(
     model: PaliGemma, processor: Processor, settings: Settings, title: str, world: World, held_out: HeldOut | None
 ) -> Result:
     """The result on held-out examples, and as `tests` accuracies in percent: "vqa" and "needle", None where the data
-    has no such questions, and of the embedded scenes their details.
-
-    The processes of `world` share the questions; all of them get the result.
-    """
+    has no such questions, and of the embedded scenes their details. All processes share the questions."""
     result = Result() if held_out is None else held_out.evaluate(model, f"held-out, {title}")
     result.tests = NO_ACCURACY | {"vqa": result.scores.get("vqa_accuracy")}
     if not settings.is_embedded:
         return result
+    from eval import needle, scenes, vqa  # of the embedded scenes alone
+
     limit, ask_all = settings.eval_limit, partial(ask_together, world)
     details = vqa.evaluate_embedded(model.eval(), processor, limit, f"VQA, {title}", ask_all=ask_all)
     needles = {
@@ -62,12 +57,16 @@ def evaluate(
 
 def grade_text(model: PaliGemma, processor: Processor, limit: int, title: str, ask_all: Callable) -> dict[str, float]:
     """Percent right of `limit` sentences of each task of `eval/text/sentences.py`, which have no picture."""
-    from eval.text import sentences  # of WINGS alone
+    from eval.question import Question
+    from eval.text import sentences
 
     asked = [sentences.sentence(task, "test", number) for task in sentences.TASKS for number in range(limit)]
     asks = [Question(f"{number}", f"text {number}", (), s.prefix) for number, s in enumerate(asked)]
     right = [a == s.suffix for a, s in zip(ask_all(model, processor, asks, progress=title), asked, strict=True)]
-    return {task: 100 * float(np.mean(right[n * limit : (n + 1) * limit])) for n, task in enumerate(sentences.TASKS)}
+    return {task: 100 * sum(right[n * limit : (n + 1) * limit]) / limit for n, task in enumerate(sentences.TASKS)}
+
+
+# Files
 
 
 def summarize(
@@ -80,7 +79,9 @@ def summarize(
     summary |= {"seconds": round(progress.seconds, 1), "samples": progress.samples}
     summary |= {"left_out": progress.bad, "empty_steps": progress.empty_steps}
     if settings.evaluate and settings.is_embedded:
-        summary["text_only_guess"] = vqa.guess_embedded(settings.eval_limit)
+        from eval.vqa import guess_embedded
+
+        summary["text_only_guess"] = guess_embedded(settings.eval_limit)
     if held_out is not None:
         scores = {"examples": len(held_out.records)} | {name: result.scores for name, result in results.items()}
         scores |= {"best_step": progress.best and progress.best.step, "stopped": progress.stopped}
@@ -96,6 +97,8 @@ def trained(results: Results) -> Result:
 def gain_over_blind(held_out: HeldOut, results: Results) -> dict | None:
     """How much better the trained model is with pictures than with gray ones, paired, over pictures: "measure", "mean",
     "low" and "high". The measure is the loss where nothing is matched. None for data without pictures."""
+    from eval.statistics import estimate
+
     ours, blind, measure = trained(results), results["blind"], "% exact match"
     better, worse, factor = ours.matches, blind.matches, 100
     if not any([*better, *worse]):
@@ -107,8 +110,7 @@ def gain_over_blind(held_out: HeldOut, results: Results) -> dict | None:
     ]
     if not pairs:
         return None
-    differences, keys = zip(*pairs, strict=True)
-    gain = estimate(np.array(differences), keys)
+    gain = estimate(*zip(*pairs, strict=True))
     return {"measure": measure, "mean": gain.mean, "low": gain.low, "high": gain.high}
 
 
@@ -117,24 +119,29 @@ def write_answers(run: Path, held_out: HeldOut, results: Results) -> list[str]:
     if not held_out.asked:
         return []
     records, right, lines = held_out.records, trained(results).matches, ""
-    for number in held_out.asked:
-        record = records[number]
+    for n in held_out.asked:
+        record, is_right = records[n], None if right[n] is None else bool(right[n])
         line = {"name": record.name, "question": record.prefix, "truth": list(record.answers) or record.suffix}
-        line |= {name: result.answers[number] for name, result in results.items()}
-        line["right"] = None if right[number] is None else bool(right[number])
+        line |= {name: result.answers[n] for name, result in results.items()} | {"right": is_right}
         lines += json.dumps(line, ensure_ascii=False) + "\n"
     write_text(run / "answers.jsonl", lines)
-    asked = [number for number in held_out.asked if right[number] is not None and records[number].pictures]
-    if not (numbers := choose(asked, SHOWN)):
+    shown = choose([n for n in held_out.asked if right[n] is not None and records[n].pictures], SHOWN)
+    if not shown:
         return ["answers.jsonl"]
+    from eval import figures
+    from model.images import load_image
+
     captions = []
-    for n in numbers:
+    for n in shown:
         before, after = results["before"].answers[n], trained(results).answers[n]
         captions.append(f"{records[n].prefix}\ntruth: {records[n].suffix}\nbefore: {before}\nafter: {after}")
-    pictures, hits = [load_image(records[n].pictures[0]) for n in numbers], [bool(right[n]) for n in numbers]
+    pictures, hits = [load_image(records[n].pictures[0]) for n in shown], [bool(right[n]) for n in shown]
     sheet = figures.contact_sheet(pictures, captions, hits, title=f"{run.name}: held-out examples", lines=7)
     figures.save(sheet, run / "answers.png")
     return ["answers.jsonl", "answers.png"]
+
+
+# What is printed
 
 
 def print_summary(summary: dict, results: Results, settings: Settings, run: Path, files: list[str]) -> None:
@@ -163,65 +170,60 @@ def print_summary(summary: dict, results: Results, settings: Settings, run: Path
     print("next:", "\n      ".join(next_commands(settings, run, "best" in results)))
 
 
+def print_accuracies(summary: dict, results: Results, settings: Settings) -> None:
+    """The table of accuracies: of the base, of the grafted model that training starts from, after it, of the best step,
+    of the trained model on gray pictures, of guessing."""
+    columns = {name: lines_of(result.scores, result.tests) for name, result in results.items()}
+    if settings.is_embedded:
+        from eval.scenes import NEEDLES
+
+        guess, needles = summary["text_only_guess"], {kind: 100 / side**2 for kind, (side, *_) in NEEDLES.items()}
+        guessed = {"vqa": guess["overall"], "vqa_details": {"per_answer_type": guess}, "needle_details": needles}
+        columns["chance"] = lines_of({}, guessed)
+    print(f"\n{'':<34}" + "".join(f"{name:>9}" for name in columns))
+    if "held_out" in summary:
+        print(f"held-out, {summary['held_out']['examples']} examples")
+    for title in columns["after"]:
+        values, decimals = [lines.get(title) for lines in columns.values()], 3 if "loss" in title else 1
+        print(f"{title:<34}" + "".join(f"{'-' if v is None else f'{v:.{decimals}f}':>9}" for v in values))
+    if (before := summary["before"]["needle"]) is not None and before < 25:
+        print("A needle score below chance before training mostly means that its question was never seen.")
+
+
+def lines_of(scores: Mapping, tests: Mapping) -> dict[str, float]:
+    """The cells of a column by the titles of their lines: held-out scores, then accuracies on the embedded scenes."""
+    lines = {f"  {title}": scores[name] for name, title in SCORES.items() if scores.get(name) is not None}
+    if "vqa_details" not in tests:
+        return lines
+    from eval.scenes import NEEDLE_TITLES
+
+    if text := tests.get("text"):  # of WINGS
+        lines |= {"text alone, %": sum(text.values()) / len(text)} | {f"  {task}": text[task] for task in text}
+    lines["VQA, % (chance: without a picture)"] = tests["vqa"]
+    lines |= {f"  {kind}": value for kind, value in tests["vqa_details"]["per_answer_type"].items()}
+    return lines | {f"needle, {NEEDLE_TITLES[kind]}, %": value for kind, value in tests["needle_details"].items()}
+
+
 def next_commands(settings: Settings, run: Path, is_best_kept: bool) -> list[str]:
     """The commands that go on from a run. Of the embedded data they ask the last weights, as the table has done."""
     last = "model" if settings.writes_model else ""
     folder = shlex.quote(str(run / ("best" if is_best_kept and not settings.is_embedded else last)))
-    model, prompt = f"--{last or 'adapter'} {folder}", settings.question_prompt or PROMPT
+    model, prompt, commands = f"--{last or 'adapter'} {folder}", settings.question_prompt or PROMPT, []
     # an adapter stores its prompt, a model does not
-    asks = f"{model} --prompt {shlex.quote(prompt)}" if last and prompt != PROMPT else model
-    commands = []
+    vqa = f"{model} --prompt {shlex.quote(prompt)}" if last and prompt != PROMPT else model
     for source in settings.eval_data or settings.data:
         kind = source.partition(":")[0]
         data = shlex.quote(source if settings.eval_data else f"{kind}:TEST")  # not what was trained on
         if kind == "embedded":
-            commands += [f"eval.vqa {asks}", f"eval.needle {model}"]
-        elif kind in ("vqav2", "jsonl", "coco"):
+            commands += [f"eval.vqa {vqa}", f"eval.needle {model}"]
+        elif kind != "shards":
             command = "eval.detect" if kind == "coco" else "eval.vqa"
-            commands.append(f"{command} --data {data} {asks if kind == 'vqav2' else model}")
+            commands.append(f"{command} --data {data} {vqa if kind == 'vqav2' else model}")
     question = shlex.quote(fill_prompt(prompt, "Where is the dog?")) if settings.question_prompt else "PROMPT"
-    commands.append(f"eval.ask {model} --image FILE --prompt {question}")
+    commands += [f"eval.ask {model} --image FILE --prompt {question}"]
     return [f"python -m {command}" for command in commands + [f"weights.export {folder} FOLDER"] * can_export(settings)]
 
 
 def can_export(settings: Settings) -> bool:
     """Whether `weights.export` can make plain weights of a run."""
     return settings.stage is None and KINDS[settings.attention].foldable and settings.feed_forward != "swiglu-new"
-
-
-def print_accuracies(summary: dict, results: Results, settings: Settings) -> None:
-    """The table of accuracies: of the base, of the grafted model that training starts from, after it, of the best step,
-    of the trained model on gray pictures, of guessing."""
-    columns = [*results, *["chance"] * settings.is_embedded]
-    tests = {name: result.tests for name, result in results.items() if result.tests}
-
-    def row(title: str, values: Mapping[str, float | None], decimals: int = 1) -> None:
-        cells = ("-" if values.get(column) is None else f"{values[column]:.{decimals}f}" for column in columns)
-        print(f"{title:<34}" + "".join(f"{cell:>9}" for cell in cells))
-
-    def test_row(title: str, *path: str, chance: float | None = None) -> None:
-        """The value at `path` in the tests of each column."""
-        row(title, {name: reduce(getitem, path, values) for name, values in tests.items()} | {"chance": chance})
-
-    print(f"\n{'':<34}" + "".join(f"{name:>9}" for name in columns))
-    if "held_out" in summary:
-        print(f"held-out, {summary['held_out']['examples']} examples")
-        for score, title in SCORES.items():
-            values = {name: result.scores[score] for name, result in results.items()}
-            if any(value is not None for value in values.values()):
-                row(title, values, 3 if score == "loss" else 1)
-    if not settings.is_embedded:
-        return
-    guess, after = summary["text_only_guess"], summary["after"]
-    if "text" in after:  # of a run of WINGS
-        row("text alone, %", {name: float(np.mean([*values["text"].values()])) for name, values in tests.items()})
-        for task in after["text"]:
-            test_row(f"  {task}", "text", task)
-    test_row("VQA, % (chance: without a picture)", "vqa", chance=guess["overall"])
-    for kind in after["vqa_details"]["per_answer_type"]:
-        test_row(f"  {kind}", "vqa_details", "per_answer_type", kind, chance=guess.get(kind))
-    for kind in after["needle_details"]:
-        chance = 100 / scenes.NEEDLES[kind][0] ** 2
-        test_row(f"needle, {scenes.NEEDLE_TITLES[kind]}, %", "needle_details", kind, chance=chance)
-    if (before := summary["before"]["needle"]) is not None and before < 25:
-        print("A needle score below chance before training mostly means that its question was never seen.")

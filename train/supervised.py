@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from eval.records import Record
 from model.common import UserError
-from model.differential import lambdas, map_distance
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from train.checkpoint import Progress
@@ -30,10 +29,7 @@ def train_on(
     """Train `model` in place on `order`; returns the run's progress. options: `watch` and `progress` of `fit`."""
 
     def loss(called: nn.Module, micro: MicroBatch) -> torch.Tensor:
-        micro = ready(micro, order.processor, world.device)
-        if settings.compile:
-            free_sizes(micro)
-        return supervised_loss(called, micro)
+        return supervised_loss(called, ready(micro, order.processor, world.device))
 
     return fit(model, optimizer, order, loss, settings, run, world, **options)
 
@@ -61,18 +57,6 @@ def ready(micro: MicroBatch, processor: Processor, device: torch.device) -> Micr
     return (idle(processor) if micro.is_empty else micro).to(device)
 
 
-def free_sizes(micro: MicroBatch) -> None:
-    """Mark for torch.compile the sizes that change from batch to batch, so that it does not compile for every length.
-
-    It treats sizes of 1 apart: a batch of a single row or picture is compiled by itself.
-    """
-    batch = micro.batch
-    for tensor in (batch.input_ids, batch.token_type_ids, batch.attention_mask, micro.positions, micro.targets):
-        torch._dynamo.maybe_mark_dynamic(tensor, (0, 1))
-    for tensor in (batch.pixel_values, batch.image_index):
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
-
-
 def supervised_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
     """The sum of cross-entropies over the supervised tokens."""
     return forward(model, micro, targets=micro.targets)
@@ -86,15 +70,5 @@ def row_losses(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
 
 def forward(model: nn.Module, micro: MicroBatch, **options) -> torch.Tensor:
     """Logits (B, T, V) of the supervised positions, where alone the head runs; the loss with `targets`."""
-    return model(**inputs(micro), positions_to_keep=micro.positions, **options)
-
-
-def inputs(micro: MicroBatch) -> dict[str, torch.Tensor]:
-    """The arguments of the model that are the batch itself."""
-    return {name: tensor for name, tensor in vars(micro.batch).items() if name != "labels"}
-
-
-def distances(model: PaliGemma, micro: MicroBatch) -> dict:
-    """λ or μ, and the total variation distance between the two maps, by layer, on one micro-batch."""
-    record = {"lambda": lambdas(model), "map_distance": map_distance(model.eval(), **inputs(micro))}
-    return {name: {path: value.tolist() for path, value in layers.items()} for name, layers in record.items() if layers}
+    batch = {name: tensor for name, tensor in vars(micro.batch).items() if name != "labels"}
+    return model(**batch, positions_to_keep=micro.positions, **options)

@@ -17,25 +17,21 @@ from pathlib import Path
 
 import torch
 
-from eval.question import question_of
 from eval.records import Record, blind
-from eval.vqa_scoring import record_scores
-from model.common import UserError, write_text
+from model.common import UserError
 from model.device import autocast_of
 from model.paligemma import MAX_LOGITS, PaliGemma
 from model.processor import Processor
-from train.checkpoint import Best, Progress, Result, write_folder
-from train.data.batches import MicroBatch, MicroBatches, load
+from train.checkpoint import Best, Progress, Result, atomic_folder
+from train.data.batches import MicroBatches, load
 from train.data.sources import read_records
 from train.distributed import World, ask_together, is_sharded
-from train.loop import Watch
 from train.settings import Settings
-from train.supervised import distances, ready, row_losses
+from train.supervised import ready, row_losses
 from train.systems.open import write_trained
 
 ASKED = 200  # examples that a model answers at an evaluation during training; the loss is of all
-STEP_FILE = "step"  # of RUN/best
-LONGEST = 64  # tokens of an answer; where most answers are longer, none is generated
+LONGEST = 64  # tokens of an answer that is generated
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class HeldOut:
     """The held-out examples of a run, see `open_held_out`.
 
     lengths: tokens of each right answer, its end included. plan: the numbers of the records of each batch. asked: of
-    the records whose answer is generated; none where most answers are too long.
+    the records whose answer is generated: a single turn of at most LONGEST tokens.
     """
 
     records: list[Record]
@@ -62,24 +58,28 @@ class HeldOut:
 
         without_pictures: every picture is gray. Every process must call it. A model sharded by FSDP2 answers nothing.
         """
+        from eval.question import question_of
+        from eval.vqa_scoring import record_scores
+
         records = blind(self.records) if without_pictures else self.records
-        numbers = [] if is_sharded(model) else choose(self.asked, len(self.asked) if most is None else most)
-        said: dict[int, str | None] = {}
         losses, tokens = self._losses(model.eval(), records)
+        numbers, answers = (
+            [] if is_sharded(model) else choose(self.asked, most or len(self.asked)),
+            [None] * len(records),
+        )
         if numbers:
-            asks = [question_of(records[number]) for number in numbers]
-            longest = min(LONGEST, max(self.lengths[number] for number in numbers))
-            options = {"max_new_tokens": longest, "progress": title, "left_out": {}}
-            said = dict(zip(numbers, ask_together(self.world, model, self.processor, asks, **options), strict=True))
-        answers = [said.get(number) for number in range(len(records))]
-        measured: dict[str, dict[str, float]] = {"exact_match": {}, "vqa_accuracy": {}}
-        for record, answer in zip(self.records, answers, strict=True):
-            for measure, value in [] if answer is None else record_scores(record, answer).items():
-                measured[measure][record.name] = value
-        matches = [measured["exact_match"].get(record.name) for record in self.records]
+            longest = max(self.lengths[number] for number in numbers)
+            asks, options = [question_of(records[n]) for n in numbers], {"max_new_tokens": longest, "progress": title}
+            said = ask_together(self.world, model, self.processor, asks, **options)
+            for number, answer in zip(numbers, said, strict=True):
+                answers[number] = answer
+        pairs = zip(self.records, answers, strict=True)
+        of_record = [{} if answer is None else record_scores(record, answer) for record, answer in pairs]
         scores = {"loss": math.fsum(loss for loss in losses if loss is not None) / tokens if tokens else None}
-        scores |= {name: 100 * sum(by.values()) / len(by) if by else None for name, by in measured.items()}
-        return Result(losses, answers, matches, scores)
+        for measure in ("exact_match", "vqa_accuracy"):
+            values = [measured[measure] for measured in of_record if measure in measured]
+            scores[measure] = 100 * sum(values) / len(values) if values else None
+        return Result(losses, answers, [measured.get("exact_match") for measured in of_record], scores)
 
     def _losses(self, model: PaliGemma, records: Sequence[Record]) -> tuple[list[float | None], int]:
         """Nats by record, and all tokens. All processes call the model equally often, since FSDP2 computes in step."""
@@ -121,9 +121,8 @@ def open_held_out(settings: Settings, processor: Processor, world: World) -> Hel
     rows = min(settings.batch_size, max(1, MAX_LOGITS // (processor.config.text.vocab_size * longest)))
     order = sorted(range(len(records)), key=lambda number: sum(len("".join(turn)) for turn in records[number].turns))
     plan = [order[start : start + rows] for start in range(0, len(order), rows)]
-    asked = [number for number, r in enumerate(records) if len(r.turns) == 1]
-    generates = 2 * sum(lengths[number] <= LONGEST for number in asked) > len(records)
-    return HeldOut(records, lengths, plan, asked if generates else [], processor, settings, world)
+    asked = [number for number, r in enumerate(records) if len(r.turns) == 1 and lengths[number] <= LONGEST]
+    return HeldOut(records, lengths, plan, asked, processor, settings, world)
 
 
 def choose(items: Sequence[int], most: int) -> list[int]:
@@ -132,26 +131,16 @@ def choose(items: Sequence[int], most: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class TrainingWatch(Watch):
-    """Distances of the two maps, held-out scores, and the best weights of a run of `total` steps.
-
-    files: of the base, written beside a whole model. held_out: None evaluates nothing.
-    """
+class TrainingWatch:
+    """Held-out scores and the best weights of a run of `total` steps. files: of the base, beside a whole model."""
 
     model: PaliGemma
-    held_out: HeldOut | None
+    held_out: HeldOut
     settings: Settings
     run: Path
     world: World
     total: int
     files: Sequence[Path] = ()
-
-    def measure(self, step: int, micro: MicroBatch) -> dict:
-        """λ and the distance between the two maps, every --measure-every steps; of a sharded model nothing."""
-        every, is_first = self.settings.measure_every, self.world.is_first
-        if not every or step % every or micro.is_empty or not is_first or is_sharded(self.model):
-            return {}
-        return distances(self.model, micro.to(self.world.device))
 
     def validate(self, step: int, progress: Progress) -> dict[str, float]:
         """Evaluate the model every --eval-every steps and after the last; returns loss and exact match.
@@ -161,28 +150,18 @@ class TrainingWatch(Watch):
         step when --patience is used up.
         """
         settings, every = self.settings, self.settings.eval_every
-        if self.held_out is None or every == 0 or step % (every or -(-self.total // 10)) and step != self.total:
+        if every == 0 or step % (every or -(-self.total // 10)) and step != self.total:
             return {}
         scores, best = self.held_out.evaluate(self.model, most=ASKED).scores, progress.best
         loss, exact = scores["loss"], scores["exact_match"]
-        kept = self.run / "best" / STEP_FILE
-        if best and settings.keep_best and not (kept.exists() and int(kept.read_text()) == best.step):
-            best = None  # the run was resumed from a step before that of the folder: its weights are of another course
-        is_number = loss is not None and math.isfinite(loss)
-        if not is_number and best is None:  # no example could be used, or nothing would be better
+        if loss is None or not math.isfinite(loss):  # no example could be used
             return {}
-        if best is None or is_number and (exact or 0, -loss) > (best.exact_match or 0, -best.loss):
+        if best is None or (exact or 0, -loss) > (best.exact_match or 0, -best.loss):
             progress.best = Best(step, loss, exact)
             if settings.keep_best:
-
-                def write(folder: Path) -> None:
+                with atomic_folder(self.run / "best", self.world) as folder:
                     write_trained(self.model, folder, settings, self.world, self.files)
-                    if self.world.is_first:
-                        write_text(folder / STEP_FILE, f"{step}\n")
-
-                write_folder(write, kept.parent, self.world)
         else:
-            progress.best = replace(best, since=best.since + 1)
-        if settings.patience and progress.best.since >= settings.patience:
-            progress.stopped = step
-        return {"held_out_loss": loss} | ({} if exact is None else {"exact_match": exact}) if is_number else {}
+            best.since += 1
+            progress.stopped = step if 0 < settings.patience <= best.since else None
+        return {"held_out_loss": loss} | ({} if exact is None else {"exact_match": exact})

@@ -150,7 +150,7 @@ def test_pictures_are_padded_to_squares(parts):
 @pytest.mark.long
 def test_both_stages_are_trained_resumed_and_opened_elsewhere(parts, tmp_path):
     """Breaks when a stage trains another part, a run does not go on to the bit, or RUN/model needs other folders."""
-    small = "--steps 4 --step-batch 2 --batch-size 2 --checkpoint-every 2 --measure-every 0 --no-evaluate".split()
+    small = "--steps 4 --step-batch 2 --batch-size 2 --checkpoint-every 2 --no-evaluate".split()
     small += "--device cpu --lr 0.01".split()
     finetune.main([*flags(parts), *small, "--out", str(tmp_path / "1")])
     model = load_model(tmp_path / "1" / "model")

@@ -72,12 +72,8 @@ def test_rare_questions_share_a_number_and_rare_answers_are_left_out(monkeypatch
     assert asked == {"0": [(1, 0)], "1": [(1, 0)], "2": [(0, 0)]}
 
 
-def test_what_the_stage_cannot_learn_is_refused(monkeypatch):
-    """Breaks when the stage reads an endless stream, does nothing without a word, or spoils a large vision tower."""
+def test_a_loss_that_is_not_finite_is_refused():
+    """Breaks when the stage goes on with a tower that is lost."""
     model = load_model("tiny")
-    refused(lambda: alignment.check_align(model, iter(())), "shards")
-    refused(lambda: alignment.check_align(model, [Record("t", "t", (), (("p", "a"),))]), "no record")
     model.vision_tower.post_layernorm.weight.data.fill_(float("nan"))
     refused(lambda: alignment.align(model, records(4), parse(["--recipe", "own"])[0], WORLD), "alignment, step 0")
-    monkeypatch.setattr(alignment, "LARGE", 1000)
-    refused(lambda: alignment.check_align(model, records(2)), "--align", "would forget")

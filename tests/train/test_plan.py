@@ -18,9 +18,9 @@ from tests.files import write_vqav2
 from tests.runs import refused
 from train import finetune
 from train.data.sources import read_records
-from train.distributed import World, layers_of
+from train.distributed import World
 from train.optim import count, trainable
-from train.plan import StepCost, open_sample, open_tokenizer, plan, spread_cost, step_costs
+from train.plan import StepCost, open_sample, plan, processor_of, spread_cost, step_costs
 from train.settings import parse, step_layout
 from train.supervised import make_order, supervised_loss
 from train.systems.open import open_model
@@ -34,10 +34,12 @@ SMALL = replace(
     text=replace(PRESETS["tiny"].text, num_hidden_layers=2),
 )
 GEMMA2 = {"model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 12}
+MAMBA = MambaConfig(1728, 32, 1, 4, eos_token_id=1, bos_token_id=2)
+QMAMBA = QMambaConfig(SMALL.vision, replace(TINY, num_blocks=1, queries=4, connector=False), MAMBA, 1727)
 
 
 def first_batch(settings, model):
-    order = make_order(read_records(settings), open_tokenizer(settings, model), settings, World(0, 1, CPU))
+    order = make_order(read_records(settings), processor_of(settings, model), settings, World(0, 1, CPU))
     return max(open_sample(order, settings)[0], key=lambda micro: micro.batch.input_ids.numel())
 
 
@@ -56,25 +58,15 @@ def measured_peak(settings) -> int:
                 del loss
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-    return peak_of(profiled) + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-
-
-def peak_of(profiled: profile) -> int:
-    """The most bytes that were allocated at a time, beyond those at the beginning."""
-    events = profiled.profiler.kineto_results.events()
+    events, live, peak = profiled.profiler.kineto_results.events(), 0, 0
     # Within it oneDNN takes a workspace that grows with threads and differs between processors, and is no tensor.
     convolutions = [(e.start_ns(), e.end_ns()) for e in events if e.name() == "aten::convolution_backward"]
-    live = peak = 0
     for event in events:
         if event.name() == "[memory]":
             live += event.nbytes()
             if not any(start <= event.start_ns() <= end for start, end in convolutions):
                 peak = max(peak, live)
-    return peak
-
-
-FULL = "--attention softmax --full --autocast bf16 --checkpointing"
-NEW = "--attention shared --feed-forward swiglu-new --step-batch 16"
+    return peak + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 @pytest.mark.long
@@ -82,37 +74,29 @@ NEW = "--attention shared --feed-forward swiglu-new --step-batch 16"
     ("sizes", "flags"),
     [
         ({}, "--attention twin --dropout 0.1"),
-        ({"hidden_size": 512, "intermediate_size": 2048, **GEMMA2}, FULL),
-        ({"num_attention_heads": 6}, NEW),
+        (
+            {"hidden_size": 512, "intermediate_size": 2048, **GEMMA2},
+            "--attention softmax --full --autocast bf16 --checkpointing",
+        ),
+        ({"num_attention_heads": 6}, "--attention shared --feed-forward swiglu-new --step-batch 16"),
+        ({}, "--arch qmamba --stage 2 --base small --step-batch 8"),
+        ({}, "--arch qmamba --stage 2 --base small --step-batch 8 --checkpointing"),
     ],
-    ids=["twin", "full, bf16, checkpointing", "swiglu-new, accumulation"],
+    ids=["twin", "full, bf16, checkpointing", "swiglu-new, accumulation", "qmamba", "qmamba, checkpointing"],
 )
 def test_memory_is_what_steps_allocate(sizes, flags, monkeypatch):
-    """Breaks when the memory that a plan promises is not that of a step, or a part of it is counted twice."""
+    """Breaks when the memory that a plan promises is not that of a step, a part of it is counted twice, or a scan is
+    not planned as a GPU computes it."""
     monkeypatch.setitem(PRESETS, "tiny", replace(SMALL, text=replace(SMALL.text, **sizes)))
+    monkeypatch.setitem(QMAMBA_PRESETS, "small", QMAMBA)
     monkeypatch.setattr(cpu, "ways", frozenset())  # a plan is of PyTorch's functions; a CPU's own keep a few maps more
     settings = parse((QUICK + flags).split())[0]
     row = plan(settings)
     cost = row.checkpointed if settings.checkpointing else row.plain
+    monkeypatch.setattr(mamba, "selective_scan", partial(scan.selective_scan, chunk=scan.GPU_SIZE))
     assert cost.memory == pytest.approx(measured_peak(settings), rel=0.01)
     assert row.checkpointed.memory <= row.plain.memory and row.checkpointed.flops > row.plain.flops
     assert row.plain.gradients == 4 * row.trained and row.plain.moments == 8 * row.trained
-
-
-def test_a_plan_of_q_mamba_scans_as_a_gpu_does(monkeypatch):
-    """Breaks when the plan of a stage leaves out what its scan, or the projector's blocks, hold, or --shard leaves
-    the blocks whole."""
-    text = MambaConfig(1728, 32, 1, 4, eos_token_id=1, bos_token_id=2)
-    projector = replace(TINY, num_blocks=1, queries=4, connector=False)
-    monkeypatch.setitem(QMAMBA_PRESETS, "small", QMambaConfig(SMALL.vision, projector, text, 1727))
-    flags = "--arch qmamba --stage 2 --base small --device cpu --samples 8 --batch-size 8 --step-batch 8"
-    settings = parse(flags.split())[0]
-    row = plan(settings)
-    monkeypatch.setattr(mamba, "selective_scan", partial(scan.selective_scan, chunk=scan.GPU_SIZE))
-    for cost, checkpointing in ((row.plain, False), (row.checkpointed, True)):
-        assert cost.memory == pytest.approx(measured_peak(replace(settings, checkpointing=checkpointing)), rel=0.01)
-    model = open_model(settings, META)[0]
-    assert {id(layer) for layer in layers_of(model)} >= {id(block) for block in model.multi_modal_projector.blocks}
 
 
 @pytest.mark.long
@@ -123,7 +107,7 @@ def test_operations_are_those_that_pytorch_counts(monkeypatch):
     settings = parse(f"{QUICK} --attention softmax --autocast bf16".split())[0]
     model = open_model(settings, META)[0]
     micro = first_batch(settings, model)
-    flops = step_costs(model, micro, torch.bfloat16)[0].flops
+    flops = step_costs(model, micro, torch.bfloat16, False, "adamw")[0].flops
     model = open_model(settings, CPU)[0].train()
     set_attention_backend(model, "eager")
     with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16):
@@ -134,11 +118,10 @@ def test_operations_are_those_that_pytorch_counts(monkeypatch):
     assert flops == counter.get_total_flops() + 2 * rows * text.num_attention_heads * queries * length * text.head_dim
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "radam"])
-def test_moments_are_what_the_optimizer_keeps(optimizer, monkeypatch):
-    """Breaks when Muon, which keeps one buffer for a matrix, is counted as Adam, or RAdam's step is left out."""
+def test_moments_are_what_the_optimizer_keeps(monkeypatch):
+    """Breaks when Muon, which keeps one buffer for a matrix, is counted as Adam."""
     monkeypatch.setitem(PRESETS, "tiny", SMALL)
-    settings = parse(f"{QUICK} --attention softmax --full --optimizer {optimizer} --batch-size 1".split())[0]
+    settings = parse(f"{QUICK} --attention softmax --full --optimizer muon --batch-size 1".split())[0]
     model, kept = open_model(settings, CPU)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -146,11 +129,6 @@ def test_moments_are_what_the_optimizer_keeps(optimizer, monkeypatch):
     row, held = plan(settings), [value for state in kept.state.values() for value in state.values() if value.dim()]
     assert row.plain.moments == sum(tensor.nbytes for tensor in held)
     assert row.disk == (4 * row.trained + row.plain.moments) * (settings.keep + 1) + 2 * 4 * count(model.parameters())
-    if optimizer == "radam":
-        kept.param_groups[0]["foreach"] = True  # as on a GPU
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            kept.step()
-        assert row.checkpointed.update == pytest.approx(peak_of(profiled), rel=1e-3)
 
 
 def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(tmp_path, monkeypatch, capsys):
@@ -166,10 +144,7 @@ def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(tmp_path, monkeypa
     cells = [cell.strip() for cell in printed.splitlines()[2].strip("|").split("|")]
     assert cells[:5] == ["embedded-softmax", "344,064", "4", "60", "15"]
     assert "1 × A100" in printed and printed.count("left out: 3") == 3
-    row = plan(parse(flags.split())[0])
-    assert row.hours("A100", 0.5) == pytest.approx(row.flops / 156e12 / 3600) and row.tokens >= 60 * 16
     refused(lambda: plan(parse(f"{flags} --max-bad 2".split())[0]), "3 of the first")
-    refused(lambda: finetune.main([*flags.split(), "--plan", "--gpus", "8"]), "--step-batch 4")
 
 
 def test_the_paper_s_model_has_611_million_parameters_to_train():
@@ -179,10 +154,8 @@ def test_the_paper_s_model_has_611_million_parameters_to_train():
     model = open_model(settings, META)[0]
     assert count(trainable(model).values()) == 611_348_472
     layer = sum(p.nbytes for p in model.language_model.layers[0].parameters())
-    one = StepCost(80.0, 8.0, 16.0, 5.0, 1e12, 8.0)
-    cost = spread_cost(one, 8, model, True, torch.bfloat16)
-    gathered = cost.weights - 80 / 8
-    assert 2 * layer + 2 * 257216 * 2048 < gathered < 2.1 * layer + 2.1 * 257216 * 2048
-    assert one.memory == 80 + 8 + 16 + 8
-    assert cost == StepCost(cost.weights, 1.0, 2.0, 5.0, 1e12, 1.0)
-    assert spread_cost(one, 8, model, False, torch.bfloat16) == StepCost(80.0, 16.0, 16.0, 5.0, 1e12, 8.0)
+    alone = StepCost(80.0, 8.0, 16.0, 5.0, 1e12)
+    cost = spread_cost(alone, 8, model, True, torch.bfloat16)
+    assert 2 * layer + 2 * 257216 * 2048 < cost.weights - 80 / 8 < 2.1 * layer + 2.1 * 257216 * 2048
+    assert cost == StepCost(cost.weights, 1.0, 2.0, 5.0, 1e12)
+    assert spread_cost(alone, 8, model, False, torch.bfloat16) == StepCost(80.0, 16.0, 16.0, 5.0, 1e12)

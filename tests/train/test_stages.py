@@ -58,7 +58,7 @@ def test_a_stage_that_is_not_there_is_refused(argv):
 
 def test_a_stage_leaves_a_model_that_the_next_starts_from(tmp_path):
     """Fails if a stage's weights are not in the folder, or if what did not learn has changed."""
-    small = "--arch probe --steps 2 --batch-size 4 --samples 16 --no-evaluate --measure-every 0"
+    small = "--arch probe --steps 2 --batch-size 4 --samples 16 --no-evaluate"
     main(f"{small} --stage 1 --out {tmp_path}/1".split())
     before, after = load_model("embedded"), load_model(tmp_path / "1" / "model")
     pairs = zip(before.named_parameters(), after.parameters(), strict=True)

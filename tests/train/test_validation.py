@@ -19,7 +19,7 @@ from model.processor import Processor
 from tests.files import write_vqav2
 from tests.runs import WORLD, metrics, words
 from train import finetune, supervised, validation
-from train.checkpoint import Best, Progress, Result
+from train.checkpoint import Progress, Result
 from train.data.batches import collate
 from train.data.sources import read_records
 from train.settings import Settings, parse
@@ -45,7 +45,7 @@ def write_colors(folder: Path, count: int) -> str:
 def flags(tmp_path_factory) -> str:
     data = write_colors(tmp_path_factory.mktemp("colors"), 30)
     flags = "--base tiny --validation 0.4 --batch-size 3 --steps 8 --epochs 9 --dropout 0.1 --attention softmax"
-    return f"{data} {flags} --measure-every 0 --checkpoint-every 3 --device cpu"
+    return f"{data} {flags} --checkpoint-every 3 --device cpu"
 
 
 def train(*arguments) -> None:
@@ -99,44 +99,33 @@ def test_a_run_without_progress_stops_and_is_finished(flags, tmp_path, capsys):
     assert json.loads((tmp_path / "run/summary.json").read_text())["held_out"]["stopped"] == 4
 
 
-@pytest.fixture
-def watched(tmp_path, monkeypatch):
-    """`validate(step, loss, exact match)` of a watch whose scores are given; the step and age of the best, the stop."""
+def test_the_best_is_kept(tmp_path, monkeypatch):
+    """Breaks when worse weights take the place of better ones, a tie in exact match is not decided by the loss, or a
+    loss that is not a number counts."""
+    steps = [  # loss and exact match; then the step and age of the best, and the step of the stop
+        ((math.nan, 90.0), (None, None, None)),
+        ((3.0, 10.0), (2, 0, None)),
+        ((2.0, 10.0), (3, 0, None)),
+        ((9.0, 20.0), (4, 0, None)),
+        ((1.0, 10.0), (4, 1, None)),
+        ((8.0, 20.0), (6, 0, None)),
+        ((8.0, 20.0), (6, 1, None)),
+        ((7.0, None), (6, 2, 8)),
+    ]
     scores, progress = {}, Progress()
     held_out = SimpleNamespace(evaluate=lambda model, most: Result(scores=scores))
     monkeypatch.setattr(validation, "write_trained", lambda model, folder, *args: folder.mkdir())
     watch = TrainingWatch(None, held_out, Settings(eval_every=1, patience=2), tmp_path, WORLD, 100)
-
-    def validate(step: int, loss: float, exact: float | None) -> tuple:
+    for step, ((loss, exact), expected) in enumerate(steps, 1):
         scores.update(loss=loss, exact_match=exact)
         assert bool(watch.validate(step, progress)) == math.isfinite(loss)
-        return (progress.best and progress.best.step, progress.best and progress.best.since, progress.stopped)
-
-    return validate, progress
-
-
-def test_the_best_is_kept(watched, tmp_path):
-    """Breaks when worse weights take the place of better ones, or a tie in exact match is not decided by the loss."""
-    expected = [(1, 0, None), (2, 0, None), (3, 0, None), (3, 1, None), (5, 0, None), (5, 1, None), (5, 2, 7)]
-    scores = [(3.0, 10.0), (2.0, 10.0), (9.0, 20.0), (1.0, 10.0), (8.0, 20.0), (8.0, 20.0), (7.0, None)]
-    for step, ((loss, exact), best) in enumerate(zip(scores, expected, strict=True), 1):
-        assert watched[0](step, loss, exact) == best and int((tmp_path / "best/step").read_text()) == best[0]
+        best = progress.best
+        assert (best and best.step, best and best.since, progress.stopped) == expected
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
-def test_weights_of_another_course_are_not_the_best(watched, tmp_path):
-    """Breaks when a run that goes on from an older checkpoint takes the weights after it for those of its best step, or
-    when a loss that is not a number can never be beaten."""
-    validate, progress = watched
-    assert [validate(step, loss, 10.0)[0] for step, loss in ((1, float("nan")), (2, 3.0), (4, 1.0))] == [None, 2, 4]
-    progress.best = Best(2, 3.0, 10.0)  # of the checkpoint of step 2
-    assert validate(3, 3.5, 10.0)[0] == int((tmp_path / "best/step").read_text()) == 3
-    assert validate(4, float("nan"), 10.0)[:2] == (3, 1)
-
-
 def test_a_picture_whose_use_is_not_shown_is_reported(capsys):
-    """Breaks when a model that answers as well without the picture passes for one that sees it, or a difference that is
-    only not significant is called none."""
+    """Breaks when a model that answers as well without the picture passes for one that sees it."""
     records = [Record(f"{n}", f"{n // 2}", (Path("a.png"),), (("color?", "red"),)) for n in range(60)]
     held_out = HeldOut(records, [2] * 60, [], list(range(60)), None, Settings(), WORLD)
 

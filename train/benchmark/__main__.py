@@ -40,7 +40,7 @@ from lora.quantize import KINDS
 from model.common import UserError, run_command, write_text
 from model.device import DTYPES, choose_device, choose_dtype
 from train.flags import flag, read_flags
-from train.origin import provenance
+from train.run import provenance
 from weights.export import companions, export_model
 from weights.load import load_model
 from weights.processor_files import processor_files

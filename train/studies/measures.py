@@ -24,7 +24,7 @@ from eval.statistics import slope_scores
 from eval.vqa_scoring import ANNOTATORS, SCORERS, truths_of
 from model.common import UserError
 from train.data.sources import read_records
-from train.origin import data_fingerprints
+from train.run import data_fingerprints
 from train.settings import Settings
 from train.studies.options import digest
 from train.studies.rules import TUNING_SEEDS, Measure

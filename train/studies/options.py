@@ -10,7 +10,7 @@ import torch
 
 from model.common import UserError
 from train.flags import FlagParser, add_flags, flag, from_values
-from train.origin import FREE
+from train.run import FREE
 from train.settings import Settings, parse
 
 Options = TypeVar("Options", bound="StudyOptions")

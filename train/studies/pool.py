@@ -20,7 +20,7 @@ import torch
 
 from model.common import write_text
 from train.loop import Diverged
-from train.origin import provenance
+from train.run import provenance
 
 
 @dataclass(frozen=True)

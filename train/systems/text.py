@@ -25,15 +25,14 @@ from eval.text.tasks import MOST_ASKED, SYMBOLS, Tasks
 from model.common import UserError, run_command
 from model.language import TextModel, new_model
 from model.system_configs import TEXT_PRESETS
-from train.checkpoint import Progress, newest_progress, write_folder
+from train.checkpoint import Progress, atomic_folder, newest_progress
 from train.data.batches import Movable, load
 from train.distributed import World, joined_world, whole_model
 from train.flags import FlagParser, RunArguments, flag, read_run
-from train.loop import LoopSettings, Watch, fit
+from train.loop import LoopSettings, fit
 from train.metrics import draw_loss
 from train.optim import SCALARS, Rule, count, make_adamw, matching, parameter_groups
-from train.origin import check_resume, origin_of
-from train.run import check_empty, run_folder
+from train.run import check_resume, origin_of, run_folder
 from weights.export import export_model
 
 PROGRAM = "train.systems.text"
@@ -54,9 +53,9 @@ class TextSettings(LoopSettings):
     batch_size: int = flag(4, "rows of a micro-batch, at most", least=1)
     step_batch: int | None = flag(None, "rows of a step over all processes (default: --batch-size)", least=1)
     tokens: float = flag(2e6, "tokens to learn from", least=1, most=1e15)
-    needles: float = flag(0.4, "share of needle documents among those drawn", share=True)
-    examples: float = flag(0.35, "share of documents of records alone: recall and examples, half each", share=True)
-    curriculum: float = flag(0.35, "share of the rows, the first ones, that hold recall alone", share=True)
+    needles: float = flag(0.4, "share of needle documents among those drawn", least=0, most=1)
+    examples: float = flag(0.35, "share of documents of recall and examples, half each", least=0, most=1)
+    curriculum: float = flag(0.35, "share of the rows, the first ones, that hold recall alone", least=0, most=1)
     lr: float = flag(3e-3, "peak learning rate of AdamW", least=0, most=1e6)
     weight_decay: float = flag(0.1, "AdamW weight decay, on matrices", least=0, most=1e6)
     beta2: float = flag(0.95, "AdamW's second momentum", least=0, most=0.9999999)
@@ -180,7 +179,7 @@ def make_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.Opti
 
 
 @dataclass(frozen=True)
-class TextWatch(Watch):
+class TextWatch:
     """Logs "held_out_loss" after each of the steps `points`: nats per token on rows of the validation split, with the
     mixture of training, the same for all seeds."""
 
@@ -226,7 +225,6 @@ def learn(
 
 def train(settings: TextSettings, arguments: RunArguments, world: World) -> None:
     """The whole run: prepare the corpus, train, write the result."""
-    check_empty(arguments.out if world.is_first else None)
     with run_folder(arguments, settings, f"text-{settings.attention}", PROGRAM, world) as run:
         folder, saved = Path(settings.corpus or run / "corpus"), newest_progress(run)
         progress = saved or Progress(world.size)
@@ -241,12 +239,9 @@ def train(settings: TextSettings, arguments: RunArguments, world: World) -> None
         world.barrier()  # the first process has written the corpus
         model, progress = learn(settings, corpus or kept_corpus(folder), run, world, progress)
         model = whole_model(model, world)
-
-        def write(result: Path) -> None:
+        with atomic_folder(run / "model", world) as result:
             if world.is_first:
                 export_model(model, result, companions=[folder / "tokenizer.model"])
-
-        write_folder(write, run / "model", world)
         if world.is_first:
             draw_loss(run)
             size, tokens = count(model.parameters()), settings.steps * settings.rows * settings.length
