@@ -142,4 +142,4 @@ def test_wings_without_its_base_names_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"runs/embedded-text .* python -m train\.embedded\.text"):
         finetune.main(["--arch", "wings", "--stage", "1"])
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("runs/*"))
