@@ -231,9 +231,9 @@ def test_peak_memory(stored, wanted, kind, tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "checkpoint", "big", DTYPES[stored], shards=2)
     peak, size = in_own_process(load_peak, tmp_path / "checkpoint", DTYPES[wanted], kind)
     assert size > 90e6
-    # a matrix of 8 million values, mapped and in parts, and what the C library keeps of freed parts come on top: little
-    # beside the 3B of the published models, less than a second copy of these
-    assert peak <= (1.15 if kind else 1.05) * size + 90e6
+    # a matrix of 8 million values, mapped and in parts, and what the C library keeps of freed parts come on top (40 to
+    # 115 MB): little beside the 3B of the published models, less than a second copy of these
+    assert peak <= (1.15 if kind else 1.05) * size + 120e6
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])
