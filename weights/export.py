@@ -30,7 +30,7 @@ from model.differential import fold
 from model.paligemma import PaliGemma
 from model.source import EMBEDDED, local_path, preset_of, resolve
 from weights.card import model_card
-from weights.load import INDEX_FILE, KINDS, empty_model, examine, read_model
+from weights.load import INDEX_FILE, empty_model, examine, kind_of, read_model
 from weights.mapping import DIALECTS, STORED_DTYPES, dialect_names
 from weights.processor_files import processor_files
 
@@ -99,7 +99,7 @@ def export_model(
 
 def dialect_of(config: Any, dialect: str) -> str:
     """The names that a model is written under: `dialect` is a PaliGemma's, other models have one."""
-    known = KINDS[type(config)][1].dialects
+    known = kind_of(config)[1].dialects
     return dialect if dialect in known else known[0]
 
 

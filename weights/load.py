@@ -19,10 +19,7 @@ from torch.overrides import TorchFunctionMode
 from lora.quantize import pack, replaceable
 from model.common import UserError, file_errors, read_json, shown
 from model.config import PRESETS, PaliGemmaConfig, VisionConfig, config_errors
-from model.language import LanguageModel, TextModel
-from model.mamba import MambaLM
 from model.paligemma import PaliGemma, initialize
-from model.qmamba import QMamba, initialize_qmamba
 from model.siglip import Siglip
 from model.source import local_path, preset_of, resolve
 from model.system_configs import (
@@ -34,26 +31,31 @@ from model.system_configs import (
     WingsConfig,
     read_config,
 )
-from model.wings import Wings
 from weights import mapping
 from weights.mapping import STORED_DTYPES, Entry
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PATTERNS = ["config.json", "generation_config.json", "model*.safetensors", INDEX_FILE, "*.npz"]
 MAX_PADDING = 65  # rows of an embedding that a .npz lacks: transformers adds two, then rounds up to a multiple of 64
-# The class of each configuration and the names in its files. A new model is a line here and one in
-# `model/system_configs.py`.
-KINDS: dict[type, tuple[type[nn.Module], mapping.Names]] = {
-    PaliGemmaConfig: (PaliGemma, mapping.PALIGEMMA_NAMES),
-    QMambaConfig: (QMamba, mapping.OWN_NAMES),
-    TextModelConfig: (TextModel, mapping.OWN_NAMES),
-    LanguageConfig: (LanguageModel, mapping.LANGUAGE_NAMES),
-    WingsConfig: (Wings, mapping.OWN_NAMES),
-    LanguageWingsConfig: (Wings, mapping.OWN_NAMES),
-    # parts of models, which load_mamba and load_siglip open
-    MambaConfig: (MambaLM, mapping.MAMBA_NAMES),
-    VisionConfig: (Siglip, mapping.SIGLIP_NAMES),
-}
+
+
+def kind_of(config: Any) -> tuple[type[nn.Module], mapping.Names]:
+    """The class of a configuration, and the names in its files. A new model is a line here and one in
+    `model/system_configs.py`."""
+    if type(config) is PaliGemmaConfig:
+        return PaliGemma, mapping.PALIGEMMA_NAMES
+    if type(config) is VisionConfig:
+        return Siglip, mapping.SIGLIP_NAMES
+    from model import language, mamba, qmamba, wings  # of other models alone
+
+    return {
+        QMambaConfig: (qmamba.QMamba, mapping.OWN_NAMES),
+        TextModelConfig: (language.TextModel, mapping.OWN_NAMES),
+        LanguageConfig: (language.LanguageModel, mapping.LANGUAGE_NAMES),
+        WingsConfig: (wings.Wings, mapping.OWN_NAMES),
+        LanguageWingsConfig: (wings.Wings, mapping.OWN_NAMES),
+        MambaConfig: (mamba.MambaLM, mapping.MAMBA_NAMES),
+    }[type(config)]
 
 
 class _SkipInit(TorchFunctionMode):
@@ -68,7 +70,7 @@ class _SkipInit(TorchFunctionMode):
 def empty_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     """The model of a configuration on the meta device, in eval mode: names, shapes and dtype without memory."""
     with torch.device("meta"), _SkipInit():
-        return KINDS[type(config)][0](config).to(dtype).eval()
+        return kind_of(config)[0](config).to(dtype).eval()
 
 
 @dataclass
@@ -77,7 +79,7 @@ class Checkpoint:
 
     folder: Path
     entries: dict[str, Entry]  # by the name in the file
-    config: Any  # of KINDS
+    config: Any  # that `kind_of` knows
     model: Any  # of that configuration, on the meta device
     dialect: str  # of `weights.mapping`
     names: dict[str, str]  # {the file's name: ours}
@@ -151,7 +153,7 @@ def examine(source: str | Path, revision: str | None = None, read: Callable[[Pat
 def compare(folder: Path, entries: dict[str, Entry], config: Any) -> Checkpoint:
     """The checkpoint of these tensors, and what does not fit the model of this configuration."""
     try:
-        model, kind = empty_model(config), KINDS[type(config)][1]
+        model, kind = empty_model(config), kind_of(config)[1]
     except (RuntimeError, MemoryError, OverflowError) as error:
         raise UserError(f"{folder / 'config.json'}: impossible sizes ({error}): download it again") from None
     entries = {name: entry for name, entry in entries.items() if not name.startswith(kind.ignored)}
@@ -237,7 +239,7 @@ def load_model(
     revision: str | None = None,
     quantize: str | None = None,
 ) -> PaliGemma:
-    """The model of `source`, of the class that KINDS has for its config.json.
+    """The model of `source`, of the class that `kind_of` has for its config.json.
 
     source: a folder, a hub id at `revision`, "embedded", a preset's name (random weights; a folder of that name comes
     first), or a .npz file. On the device "meta" the headers are checked and no tensor is read. Needs no tokenizer.
@@ -246,7 +248,9 @@ def load_model(
     if preset := preset_of(source):
         model = empty_model(preset, dtype)
         if torch.device(device).type != "meta":
-            fill = initialize_qmamba if isinstance(model, QMamba) else initialize
+            fill = initialize
+            if type(preset) is QMambaConfig:
+                from model.qmamba import initialize_qmamba as fill
             model = fill(model.to_empty(device=device))
         if quantize:
             pack(model, quantize, replaceable(model, quantize, head=True))
@@ -254,12 +258,12 @@ def load_model(
     return read_model(examine(source, revision), dtype, device, quantize)
 
 
-def load_text(source: str | Path, dtype=torch.float32, device="cpu", revision: str | None = None) -> LanguageModel:
+def load_text(source: str | Path, dtype=torch.float32, device="cpu", revision: str | None = None) -> Any:
     """The published language model of `source`, Gemma, Gemma 2, Qwen1.5 or Qwen2, under the names of transformers."""
     return read_model(examine(source, revision, LanguageConfig.from_file), dtype, device)
 
 
-def load_mamba(source: str | Path, dtype=torch.float32, device="cpu", revision: str | None = None) -> MambaLM:
+def load_mamba(source: str | Path, dtype=torch.float32, device="cpu", revision: str | None = None) -> Any:
     """The Mamba language model of `source`, under the names of transformers."""
     return read_model(examine(source, revision, MambaConfig.from_file), dtype, device)
 
@@ -271,6 +275,6 @@ def load_siglip(source: str | Path, dtype: torch.dtype = torch.float32, device: 
         if raw.get("model_type") in ("siglip", "siglip_vision_model"):
             return read_model(examine(source, read=VisionConfig.from_file), dtype, device)
     model = load_model(source, dtype=dtype, device=device)
-    if isinstance(model, LanguageModel):
+    if not isinstance(model, PaliGemma):
         raise UserError(f"{source}: a language model for text alone has no vision tower: give a SigLIP, a PaliGemma")
     return model.vision_tower
