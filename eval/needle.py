@@ -5,55 +5,44 @@
     python -m eval.needle --results responses.json
 
 In: tests (`eval/data.py`) and a folder of COCO pictures, or a response file in MMNeedle's format. Out: such a file,
-accuracies (`eval/needle_scoring.py`) beside chance, a heatmap of accuracy by place, and a sheet of hits and misses; of
---results the heatmap, where --out is given.
+accuracies (`eval/needle_scoring.py`) beside chance, a heatmap of accuracy by place, and a sheet of hits and misses.
 
 Source: Wang et al., "Multimodal Needle in a Haystack: Benchmarking Long-Context Capability of Multimodal Large Language
 Models", NAACL 2025, arXiv 2406.11230 (its prompts, parsing and measures). The `paper` protocol is the adaptation of the
 differential PaliGemma paper: M = 1, N = 2, and two questions with one word to answer.
 """
 
+import json
 import math
+import random
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from PIL import Image
+
 from eval import scenes
-from eval.bench import Benchmark, limit_flag, run
+from eval.bench import Benchmark, run
 from eval.command import whole
 from eval.data import ABSENT, NeedleTest, find_image, find_images, read_captions, read_needle_tests
 from eval.figures import contact_sheet, draw_boxes, heatmaps, save
-from eval.haystacks import FIRST_ABSENT_ID, choose, draw_tests, stitch
-from eval.needle_scoring import (
-    accuracy_by_place,
-    judge,
-    mean_over_places,
-    read_responses,
-    response_record,
-    score_responses,
-    write_responses,
-)
+from eval.needle_scoring import accuracy_by_place, judge, read_responses, response_record, score_responses
 from eval.question import Question
 from eval.report import Row
-from model.common import UserError, run_command, shown
+from model.common import UserError, run_command, write_text
 
-Place = tuple[int, int, int]  # (index, row, col), counted from 0, or ABSENT
 PROTOCOLS = ("paper", "constrained", "official")
-PROTOCOL_HELP = (
-    "paper: one-word answers, any other counts as absent; constrained: the likelier of the words; official: MMNeedle's "
-    "own prompt and parsing"
-)
+PROTOCOL_HELP = "paper: one exact word; constrained: the likelier word; official: MMNeedle's own prompt and parsing"
 KINDS = "; ".join(f"{kind}: {title}" for kind, title in scenes.NEEDLE_TITLES.items())
-KIND_HELP = f"embedded tests, sub-images and the objects in them ({KINDS}; default: all)"
-METADATA_HELP = (
-    "with --coco: folder of MMNeedle's N_N.json and annotations_M_N_N.json (default: tests are drawn from all "
-    "captioned pictures that are there)"
-)
+METADATA_HELP = "folder of MMNeedle's N_N.json and annotations_M_N_N.json (default: tests are drawn from --captions)"
 LIMIT = 200  # tests of each kind, by default
+FIRST_ABSENT_ID = 5000  # MMNeedle's ids from here on have no needle in the haystack
+SUB_IMAGE = 256  # px along each side of a sub-image
 
 
 class Trial(NamedTuple):
@@ -72,112 +61,86 @@ class Needle(Benchmark):
     protocol = "paper"
     flags = {
         "--protocol": dict(help=PROTOCOL_HELP, default="paper", choices=PROTOCOLS),
-        "--kind": dict(help=KIND_HELP, default=list(scenes.NEEDLES), nargs="+", choices=list(scenes.NEEDLES)),
-        "--needles": dict(help="needles a test", default=1, type=whole(1, 16), metavar="K"),
-        "--negatives": dict(help="add as many tests whose needles are absent", default=False),
+        "--kind": dict(help=f"of embedded tests ({KINDS}; default: all)", nargs="+", choices=list(scenes.NEEDLES)),
         "--coco": dict(help="folder of COCO val2014 pictures (default: the embedded scenes)", metavar="DIR"),
         "--captions": dict(help="with --coco: MMNeedle's or COCO's caption file", metavar="FILE"),
-        "--metadata": dict(help=METADATA_HELP, metavar="DIR"),
+        "--metadata": dict(help=f"with --coco: {METADATA_HELP}", metavar="DIR"),
+        "--needles": dict(help="with --coco: needles a test", default=1, type=whole(1, 16), metavar="K"),
+        "--negatives": dict(help="with --coco: add as many tests whose needles are absent", default=False),
         "--pictures": dict(help="with --coco: stitched pictures a test", default=1, type=whole(1, 100), metavar="M"),
         "--side": dict(help="with --coco: sub-images a side", default=2, type=whole(1, 64), metavar="N"),
         "--seed": dict(help="of drawn tests, with --coco", default=42, type=whole(0, 2**63 - 1)),
-        "--limit": limit_flag(f"tests of each kind (default: {LIMIT})"),
+        "--limit": dict(help="tests of each kind", default=LIMIT, type=whole(1, FIRST_ABSENT_ID), metavar="N"),
     }
 
     def questions(self, args):
-        self.protocol, limit = args.protocol, args.limit or LIMIT
-        if args.negatives and limit > FIRST_ABSENT_ID:
-            raise UserError(f"--limit {limit} with --negatives, whose ids begin at {FIRST_ABSENT_ID}: lower it")
+        self.protocol, of_coco = args.protocol, (args.needles, args.pictures, args.side) != (1, 1, 2)
         if args.coco is not None:
             trials = coco_trials(args)
-        elif args.captions or args.metadata or (args.pictures, args.side) != (1, 2):
-            raise UserError("--captions, --metadata, --pictures and --side belong to --coco: give that too")
+        elif args.captions or args.metadata or args.negatives or of_coco:
+            raise UserError("--captions, --metadata, --needles, --negatives, --pictures and --side belong to --coco")
         else:
-            halves, trials = (False, True)[: 1 + args.negatives], {}
-            for kind in args.kind:
-                drawn = (embedded_trials(kind, limit, args.needles, absent=absent) for absent in halves)
-                trials[kind] = [trial for half in drawn for trial in half]
+            trials = {kind: embedded_trials(kind, args.limit or LIMIT) for kind in args.kind or scenes.NEEDLES}
         return [question for kind, of_kind in trials.items() for question in asks_of(of_kind, args.protocol, kind)]
 
     def rows(self, questions, answers):
-        return [row_of(*response) for response in responses_of(questions, answers, self.protocol)]
+        return rows_of(questions, answers, self.protocol)
 
     def read(self, file, args):
-        kind, records = Path(file).stem, read_responses(file)
-        if args.out:
-            save(heatmaps({kind: accuracy_by_place(records)}), args.out / f"heatmap-{kind}.png")
-        return [row_of(Question(r["id"], str(r["id"]), (), "", kind=kind), r) for r in records]
+        kind = Path(file).stem
+        return [row_of(Question(r["id"], str(r["id"]), (), "", kind=kind), r) for r in read_responses(file)]
 
     def summary(self, rows):
-        lines = {}
+        lines: dict[str, dict] = {}
         for kind, of_kind in by_kind(rows).items():
             records, test = [row.answer for row in of_kind if row.answer], of_kind[0].question.truth
             grid = accuracy_by_place(records, test and test.side)
-            lines[kind] = score_responses(records) | {"exact, mean over places": mean_over_places(grid)}
-            if test is not None:
-                lines[kind]["chance"] = chance(test)
+            cells = [(r, c, value) for r, row in enumerate(grid, 1) for c, value in enumerate(row, 1)]
+            places = {f"  {kind}, row {r}, column {c}": value for r, c, value in cells if not math.isnan(value)}
+            mean = sum(places.values()) / len(places) if places else None
+            lines[kind] = score_responses(records) | {"exact, mean over places": mean}
+            if test is not None:  # K distinct ones of the P = M·N² places there are
+                lines[kind]["chance"] = 1 / math.perm(len(test.haystack) * test.side**2, len(test.places))
             halves = [[r for r in records if r["ground_truth"].startswith("0, ") is absent] for absent in (False, True)]
             if all(halves):
                 names = f"  positives, {kind}", f"  negatives, {kind}"
                 lines |= zip(names, map(score_responses, halves), strict=True)
-            places = ((f"row {r}, column {c}", v) for r, row in enumerate(grid, 1) for c, v in enumerate(row, 1))
-            lines |= {f"  {kind}, {place}": {"exact": value} for place, value in places if not math.isnan(value)}
-        return {
-            line: {name: None if math.isnan(value) else 100 * value for name, value in values.items()}
-            for line, values in lines.items()
-        }
+            lines |= {place: {"exact": value} for place, value in places.items()}
+        return {line: {name: v if v is None else 100 * v for name, v in of.items()} for line, of in lines.items()}
 
     def write(self, rows, out, subject):
-        grids, notes, trained = {}, {}, subject.trained_tasks()
+        grids, trained = {}, subject.trained_tasks()
         for kind, of_kind in by_kind(rows).items():
-            title = title_of(kind)
+            test, is_embedded = of_kind[0].question.truth, kind in scenes.NEEDLE_TITLES
+            title = f"{len(test.places)} needle(s) in {len(test.haystack)} picture(s) of {test.side}×{test.side}"
+            title = scenes.NEEDLE_TITLES[kind] if is_embedded else title
+            is_new = is_embedded and trained is not None and kind not in trained
             records = [response_record(q.truth, said and said["response"]) for q, said, _ in of_kind]
-            write_responses(out / f"responses-{kind}.json", records)
-            grids[title] = accuracy_by_place(records, of_kind[0].question.truth.side)
-            if kind in scenes.NEEDLE_TITLES and trained is not None and kind not in trained:
-                notes[title] = "not trained on"
+            write_text(out / f"responses-{kind}.json", json.dumps(records, ensure_ascii=False, indent=1) + "\n")
+            grids[f"{title}{' (not trained on)' * is_new}"] = accuracy_by_place(records, test.side)
             if scored := [row for row in of_kind if row.answer]:
                 exact = 100 * score_responses([row.answer for row in scored])["exact"]
                 heading = f"{subject.title}, {title}: {exact:.1f} % exact (blue: the needle)"
                 save(draw_sheet(scored, heading), out / f"sheet-{kind}.png")
-        title = f"{subject.title}: needles found, {self.protocol} protocol"
-        save(heatmaps(grids, title, notes), out / "heatmap.png")
-
-
-def row_of(question: Question, record: dict) -> Row:
-    """The row of a test; without a response there is no answer."""
-    verdict = judge(record)
-    scores = {} if verdict is None else {f"exact, {question.kind}": float(verdict[2])}
-    return Row(question, record if scores else None, scores)
+        save(heatmaps(grids, f"{subject.title}: needles found, {self.protocol} protocol"), out / "heatmap.png")
 
 
 def by_kind(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    kinds: dict[str, list[Row]] = {}
-    for row in rows:
-        kinds.setdefault(row.question.kind, []).append(row)
-    return kinds
-
-
-def chance(test: NeedleTest) -> float:
-    """The probability to guess all K places: they are distinct, of the P = M·N² that there are."""
-    return 1 / math.perm(len(test.haystack) * test.side**2, len(test.places))
+    kinds = dict.fromkeys(row.question.kind for row in rows)
+    return {kind: [row for row in rows if row.question.kind == kind] for kind in kinds}
 
 
 # Tests
 
 
-def embedded_trials(
-    kind: str, count: int, needles: int = 1, *, absent: bool = False, split: str = "test"
-) -> list[Trial]:
-    """`count` tests on the embedded scenes, of a kind in `scenes.NEEDLES`; first needles take all places in turn."""
+def embedded_trials(kind: str, count: int, split: str = "test") -> list[Trial]:
+    """`count` tests on the embedded scenes, of a kind in `scenes.NEEDLES`; needles take all places in turn."""
     trials = []
     for number in range(count):
-        drawn = scenes.needle(kind, split, number, needles=needles, negative=absent)
-        name = f"{kind}-{needles}{'-absent' * absent}/{split}/{number}"
-        names = tuple(f"{name}/{row}_{col}" for row in range(drawn.n) for col in range(drawn.n))
-        places = tuple(ABSENT if row < 0 else (0, row, col) for row, col in drawn.targets)
-        targets = tuple(f"{name}/absent" if row < 0 else names[row * drawn.n + col] for row, col in drawn.targets)
-        test = NeedleTest(number + FIRST_ABSENT_ID * absent, (names,), places, targets, drawn.captions)
+        drawn = scenes.needle(kind, split, number)
+        names = tuple(f"{kind}-1/{split}/{number}/{at // drawn.n}_{at % drawn.n}" for at in range(drawn.n**2))
+        row, col = drawn.target
+        test = NeedleTest(number, (names,), ((0, row, col),), (names[row * drawn.n + col],), (drawn.caption,))
         trials.append(Trial(test, (drawn.scene.render,)))
     return trials
 
@@ -185,7 +148,7 @@ def embedded_trials(
 def coco_trials(args: Namespace) -> dict[str, list[Trial]]:
     """The tests on COCO's pictures that the flags ask for, under MMNeedle's name for their kind.
 
-    With --metadata MMNeedle's own tests; else drawn from all captioned pictures of the folder.
+    With --metadata MMNeedle's own tests; else drawn from all captioned pictures of the folder. Raises UserError.
     """
     if args.captions is None:
         raise UserError("--coco needs --captions: MMNeedle's caption file, or COCO's captions_val2014.json")
@@ -196,22 +159,67 @@ def coco_trials(args: Namespace) -> dict[str, list[Trial]]:
         listed = {name if Path(name).name != name else f"val2014/{name}": text for name, text in listed.items()}
         pictures = {name: find_image(args.coco, name) for name in listed}
         captions = {name: text for name, text in listed.items() if pictures[name].is_file()}
-        if not captions:
-            problem = f"none of its {len(listed)} pictures is in {shown(args.coco)}, nor in val2014 there"
-            raise UserError(f"{shown(args.captions)}: {problem}: give the folder that holds them")
-        drawn = limit, args.pictures, args.side, args.needles
-        tests = [test for absent in halves for test in draw_tests(captions, *drawn, absent=absent, seed=args.seed)]
+        drawn = limit, args.pictures, args.side, args.needles, args.seed
+        tests = [test for absent in halves for test in draw_tests(captions, *drawn, absent=absent)]
     else:
         files = [Path(args.metadata, f"{name}{size}.json") for name in ("", f"{few}annotations_{args.pictures}_")]
         listed = read_needle_tests(*files, args.captions)
         by_half = [[test for test in listed if (ABSENT in test.places) is absent] for absent in halves]
         tests = [test for half in by_half for test in choose(half, limit, args.seed)]
         pictures = find_images((name for test in tests for grid in test.haystack for name in grid), args.coco, files[0])
-    trials = []
-    for test in tests:
-        grids = [[pictures[name] for name in grid] for grid in test.haystack]
-        trials.append(Trial(test, tuple(partial(stitch, grid) for grid in grids), sum(grids, [])))
+    grids = [[[pictures[name] for name in grid] for grid in test.haystack] for test in tests]
+    trials = [Trial(t, tuple(partial(stitch, g) for g in of), sum(of, [])) for t, of in zip(tests, grids, strict=True)]
     return {f"{few}{args.pictures}_{size}": trials}
+
+
+def draw_tests(
+    captions: Mapping[str, str], count: int, pictures=1, side=2, needles=1, seed: int = 42, *, absent=False
+) -> list[NeedleTest]:
+    """`count` tests over captioned pictures (name to caption), of M `pictures` of `side`×`side` and K `needles`.
+
+    First needles take all places in turn. No picture occurs twice in a test; with `absent` the needles are not in it.
+    Raises UserError if pictures are few.
+    """
+    names, draw, tests = sorted(captions), random.Random(seed), []
+    cells, size = side**2, pictures * side**2
+    if needles > size or len(names) < size + needles * absent:
+        problem = f"--captions: {len(names)} of its pictures are in --coco, too few for {pictures} of {side} by {side}"
+        raise UserError(f"{problem} and {needles} needle(s): give the folder that holds them, or ask for less")
+    for number in range(count):
+        drawn = draw.sample(names, size + needles * absent)
+        others = draw.sample([spot for spot in range(size) if spot != number % size], needles - 1)
+        spots = range(size, size + needles) if absent else [number % size, *others]
+        places = tuple(ABSENT if absent else (s // cells, s % cells // side, s % side) for s in spots)
+        haystack = tuple(tuple(drawn[at : at + cells]) for at in range(0, size, cells))
+        targets = tuple(drawn[spot] for spot in spots)
+        of_targets = tuple(captions[name] for name in targets)
+        tests.append(NeedleTest(number + FIRST_ABSENT_ID * absent, haystack, places, targets, of_targets))
+    return tests
+
+
+def choose(tests: Sequence[NeedleTest], count: int, seed: int) -> list[NeedleTest]:
+    """`count` tests drawn at random, in the order of their ids; with one needle a test the same number for every place,
+    if there are as many. Raises UserError if there are too few."""
+    draw, pools = random.Random(seed), defaultdict(list)
+    for test in tests:
+        pools[test.places].append(test)
+    if not 0 < len(pools) <= count or any(len(places) > 1 for places in pools):
+        pools = {(): tests}
+    each = count // len(pools)
+    if (least := min(map(len, pools.values()))) < each:
+        raise UserError(f"--limit: {each} tests of a place are asked for, {least} are there: lower it")
+    return sorted((test for _, pool in sorted(pools.items()) for test in draw.sample(pool, each)), key=lambda t: t.id)
+
+
+def stitch(pictures: Sequence[Path | Image.Image], size: int = SUB_IMAGE) -> Image.Image:
+    """N² pictures, row-major, each resized to size×size px (aspect not kept), as one. Raises UserError."""
+    from model.images import load_image  # imports torch, which scoring does not need
+
+    side = math.isqrt(len(pictures))
+    canvas = Image.new("RGB", (side * size, side * size))
+    for at, picture in enumerate(pictures):
+        canvas.paste(load_image(picture).resize((size, size)), (at % side * size, at // side * size))
+    return canvas
 
 
 # Prompts and answers
@@ -237,63 +245,54 @@ def official_prompt(captions: Sequence[str], pictures: int, side: int) -> str:
     ) + "".join(f"\nCaption_{i}: {caption}" for i, caption in enumerate(captions, 1))
 
 
-def parse_place(answers: Sequence[str], side: int) -> Place:
-    """The place from the answers to `scenes.place_questions`, each exactly one of its words; else `ABSENT`."""
-    numbers = []
-    for said, (_, words) in zip(answers, scenes.place_questions("", side), strict=True):
-        if (word := said.strip().lower()) not in words:
-            return ABSENT
-        numbers.append(words.index(word))
-    return (0, *(numbers if side == 2 else divmod(numbers[0], side)))
-
-
-def prompts_of(test: NeedleTest, protocol: str) -> list[tuple[str, tuple[str, ...]]]:
-    """(prompt, choices) of all questions about a test, caption by caption; no choices: a free answer.
-
-    Raises UserError for a protocol that cannot ask them.
-    """
-    pictures = len(test.haystack)
-    if protocol == "official":
-        return [(official_prompt(test.captions, pictures, test.side), ())]
-    if pictures > 1 or test.side == 1 or protocol == "constrained" and ABSENT in test.places:
-        lacks = "several pictures, or undivided ones" if pictures > 1 or test.side == 1 else "needles that are absent"
-        raise UserError(f"--protocol {protocol} has no answer for {lacks}: take official")
-    asked = [question for caption in test.captions for question in scenes.place_questions(caption, test.side)]
-    return asked if protocol == "constrained" else [(prompt, ()) for prompt, _ in asked]
-
-
-def respond(test: NeedleTest, answers: Sequence[str | None], protocol: str) -> str | None:
-    """MMNeedle's response from the answers to `prompts_of`; None if one is missing."""
-    if None in answers:
-        return None
-    if protocol == "official":
-        return answers[0]
-    each = len(answers) // len(test.captions)
-    places = [parse_place(answers[at : at + each], test.side) for at in range(0, len(answers), each)]
-    return "; ".join("-1" if place == ABSENT else ", ".join(str(number + 1) for number in place) for place in places)
-
-
 def asks_of(trials: Sequence[Trial], protocol: str, kind: str = "") -> list[Question]:
-    """What is asked about the trials, one after the other. Raises UserError for a protocol that cannot ask them."""
+    """All questions about the trials, caption by caption; without choices the answer is free.
+
+    Raises UserError for a protocol that cannot ask them."""
     questions = []
     for test, pictures, files in trials:
+        asked = [question for caption in test.captions for question in scenes.place_questions(caption, test.side)]
+        if protocol == "official":
+            asked = [(official_prompt(test.captions, len(pictures), test.side), ())]
+        elif len(pictures) > 1 or test.side == 1 or protocol == "constrained" and ABSENT in test.places:
+            lacks = "several pictures, undivided ones, or (constrained) needles that are absent"
+            raise UserError(f"--protocol {protocol} has no answer for {lacks}: take official")
         key = sha256(repr(test.haystack).encode()).hexdigest()  # several tests may share a haystack
         picture = pictures[0] if len(pictures) == 1 else pictures
-        for number, (prompt, words) in enumerate(prompts_of(test, protocol)):
-            name = f"{kind}/{test.id}/{number}".removeprefix("/")
-            questions.append(Question(name, key, picture, prompt, words, files, truth=test, kind=kind))
+        for number, (prompt, words) in enumerate(asked):
+            name, choices = f"{kind}/{test.id}/{number}".removeprefix("/"), words if protocol == "constrained" else ()
+            questions.append(Question(name, key, picture, prompt, choices, files, truth=test, kind=kind))
     return questions
 
 
-def responses_of(questions: Sequence[Question], answers: Sequence[str | None], protocol: str) -> list:
-    """(first question, response record) of each test, from the answers to `asks_of`; the record has them as "said"."""
-    responses, pairs = [], zip(questions, answers, strict=True)
+def respond(test: NeedleTest, answers: Sequence[str | None], protocol: str) -> str | None:
+    """MMNeedle's response from the answers to `asks_of`; None if one is missing. An answer that is not exactly one of
+    its words says that the needle is absent."""
+    if protocol == "official" or None in answers:
+        return None if None in answers else answers[0]
+    words, places = [words for _, words in scenes.place_questions("", test.side)], []
+    for at in range(0, len(answers), len(words)):
+        said = [answer.strip().lower() for answer in answers[at : at + len(words)]]
+        numbers = [of.index(word) if word in of else -1 for word, of in zip(said, words, strict=True)]
+        place = numbers if test.side == 2 else divmod(numbers[0], test.side)
+        places.append("-1" if -1 in numbers else ", ".join(["1", *(str(number + 1) for number in place)]))
+    return "; ".join(places)
+
+
+def rows_of(questions: Sequence[Question], answers: Sequence[str | None], protocol: str) -> list[Row]:
+    """The row of each test, from the answers to `asks_of`; its record has them as "said"."""
+    rows, pairs = [], zip(questions, answers, strict=True)
     for _, group in groupby(pairs, key=lambda pair: id(pair[0].truth)):
-        of_test = list(group)
-        question, said = of_test[0][0], [answer for _, answer in of_test]
+        (question, *_), said = zip(*group, strict=True)
         record = response_record(question.truth, respond(question.truth, said, protocol))
-        responses.append((question, record | {"said": said}))
-    return responses
+        rows.append(row_of(question, record | {"said": said}))
+    return rows
+
+
+def row_of(question: Question, record: dict) -> Row:
+    """Without a response there is no answer."""
+    verdict = judge(record)
+    return Row(question, verdict and record, {f"exact, {question.kind}": float(verdict[2])} if verdict else {})
 
 
 def evaluate_embedded(
@@ -301,14 +300,11 @@ def evaluate_embedded(
 ) -> float:
     """Exact accuracy in percent on `count` tests of the embedded test split: all questions of a test must be right."""
     questions = asks_of(embedded_trials(kind, count), protocol)
-    answers = ask_all(model, processor, questions, progress=progress)
-    return 100 * score_responses(record for _, record in responses_of(questions, answers, protocol))["exact"]
+    rows = rows_of(questions, ask_all(model, processor, questions, progress=progress), protocol)
+    return 100 * score_responses(row.answer for row in rows if row.answer)["exact"]
 
 
-# Figures
-
-
-def draw_sheet(rows: Sequence[Row], title: str):
+def draw_sheet(rows: Sequence[Row], title: str) -> Image.Image:
     """A contact sheet of up to eight hits and eight misses: pictures with a frame around the needle, and answers."""
     hits, misses = ([row for row in rows if any(row.scores.values()) is right][:8] for right in (True, False))
     from model.images import load_image  # imports torch, which scoring does not need
@@ -325,16 +321,6 @@ def draw_sheet(rows: Sequence[Row], title: str):
         pictures.append(draw_boxes(picture, boxes, labels, width=4))
         captions.append(f"said {', '.join(record['said'])} | {' | '.join(test.captions)}")
     return contact_sheet(pictures, captions, [True] * len(hits) + [False] * len(misses), title=title)
-
-
-def title_of(kind: str) -> str:
-    """A kind of test in words: `2×2, one object each` for n2o1; of COCO's K_M_N_N the numbers of needles, pictures and
-    sub-images."""
-    if kind in scenes.NEEDLE_TITLES:
-        return scenes.NEEDLE_TITLES[kind]
-    *needles, pictures, side, _ = kind.split("_")
-    of_pictures = f"{pictures} picture{'s' * (pictures != '1')} of {side}×{side}"
-    return f"{needles[0]} needles, {of_pictures}" if needles else of_pictures
 
 
 main = partial(run, Needle())

@@ -6,15 +6,14 @@ Source: Wang et al., "Multimodal Needle in a Haystack: Benchmarking Long-Context
 Models", NAACL 2025, arXiv 2406.11230.
 """
 
-import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from math import isnan, nan
+from collections.abc import Iterable
+from math import nan
 from pathlib import Path
 
 from eval.data import NeedleTest, check, check_unique, read, text
-from model.common import quoted, write_text
+from model.common import quoted
 
 PLACE = r"(0, 0, 0|[1-9][0-9]?, [1-9][0-9]?, [1-9][0-9]?)"  # absent, or counted from 1
 TRUTH = re.compile(f"{PLACE}(; {PLACE})*")
@@ -24,16 +23,9 @@ def response_record(test: NeedleTest, response: str | None) -> dict:
     """One record of a response file: the response and the truth, places counted from 1, 0 for an absent needle."""
     truth = "; ".join(", ".join(str(number + 1) for number in place) for place in test.places)
     targets, captions = [Path(target).name for target in test.targets], list(test.captions)
-    record = {"id": test.id, "response": response, "ground_truth": truth}
-    return record | {
-        "target_path": targets if len(targets) > 1 else targets[0],
-        "caption": captions if len(captions) > 1 else captions[0],
-    }
-
-
-def write_responses(path: str | Path, records: Sequence[dict]) -> None:
-    """Write a response file, a JSON list of `response_record`s."""
-    write_text(path, json.dumps(records, ensure_ascii=False, indent=1) + "\n")
+    if len(captions) == 1:
+        (targets,), (captions,) = targets, captions
+    return {"id": test.id, "response": response, "ground_truth": truth, "target_path": targets, "caption": captions}
 
 
 def read_responses(path: str | Path) -> list[dict]:
@@ -44,8 +36,7 @@ def read_responses(path: str | Path) -> list[dict]:
         expected = "'index, row, column', each from 1 to 99, or '0, 0, 0', joined by '; '"
         check(bool(TRUTH.fullmatch(truth)), f"ground_truth is {quoted(truth)}, expected {expected}")
         check(isinstance(record["id"], int | str), f"id is {quoted(record['id'])}, expected a number or a text")
-        if record["response"] is not None:
-            text(record, "response")
+        check(isinstance(record["response"], str | None), "response is no text")
         return record
 
     records = read(path, response)
@@ -53,26 +44,21 @@ def read_responses(path: str | Path) -> list[dict]:
     return records
 
 
-def parse_response(text: str, needles: int = 1) -> tuple[str, ...]:
-    """The answers of a response: without newlines, without spaces and periods at its ends, split at ";".
-
-    With several needles, MMNeedle reads these as "none is there", here ("-1",) * needles: -1, -1; -1, -1, -1, -1-1,
-    and -1, -1, -1; -1, -1, -1.
-    """
-    text = text.replace("\n", "").strip().strip(".").strip()
-    if needles == 1:
-        return (text,)
-    parts = tuple(part.strip() for part in text.split("; "))
-    none = {"-1", "; ".join(["-1, -1, -1"] * needles), *(mark.join(["-1"] * needles) for mark in ("", ", ", "; "))}
-    return ("-1",) * needles if "; ".join(parts) in none else parts
-
-
 def answers_of(record: dict) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(true answers, given answers), one per needle; none for a record without response."""
+    """(true answers, given answers), one per needle, "-1" for an absent one; none for a record without response.
+
+    A response is read without newlines, without spaces and periods at its ends, and split at ";". Of several needles
+    MMNeedle reads these as "none is there": -1, -1; -1, -1, -1, -1-1, and -1, -1, -1; -1, -1, -1.
+    """
     if record["response"] is None:
         return (), ()
     truth = tuple("-1" if part.startswith("0, ") else part for part in record["ground_truth"].split("; "))
-    return truth, parse_response(record["response"], len(truth))
+    given, count = record["response"].replace("\n", "").strip().strip(".").strip(), len(truth)
+    if count == 1:
+        return truth, (given,)
+    parts = tuple(part.strip() for part in given.split("; "))
+    none = {"-1", "; ".join(["-1, -1, -1"] * count), *(mark.join(["-1"] * count) for mark in ("", ", ", "; "))}
+    return truth, ("-1",) * count if "; ".join(parts) in none else parts
 
 
 def judge(record: dict) -> tuple[bool, bool, bool] | None:
@@ -107,13 +93,7 @@ def accuracy_by_place(records: Iterable[dict], side: int | None = None) -> list[
         for at, part in enumerate(truth):
             if part != "-1":
                 _, row, col = map(int, part.split(", "))
-                hits[row - 1, col - 1].append(given[at : at + 1] == (part,))
-    side = side or max((max(place) + 1 for place in hits), default=1)
+                hits[row, col].append(given[at : at + 1] == (part,))
     means = {place: sum(of_place) / len(of_place) for place, of_place in hits.items()}
-    return [[means.get((row, col), nan) for col in range(side)] for row in range(side)]
-
-
-def mean_over_places(grid: list[list[float]]) -> float:
-    """Unweighted mean over the places that had a needle; NaN if none had."""
-    values = [value for row in grid for value in row if not isnan(value)]
-    return sum(values) / len(values) if values else nan
+    numbers = range(1, 1 + (side or max(map(max, hits), default=1)))
+    return [[means.get((row, col), nan) for col in numbers] for row in numbers]

@@ -4,9 +4,8 @@ In: seeded dice. Out: a composition (the name of the object in each of 16 square
 `eval/scenes.py` asks questions about them.
 
 A picture has 112×112 pixels in 4×4 squares of 28, one patch of the embedded base each; a square holds one object or
-none. Everything follows from (task, split, seed, index); there is no global random state. A composition belongs to
-exactly one split, by its hash (`split_of`), so that no composition of one split occurs in another. The splits share the
-sprites: new in the test split are composition, place, scale, mirroring, brightness and ground, not the objects.
+none. Everything follows from (task, split, seed, index). A composition belongs to exactly one split, by its hash. The
+splits share the sprites: new in the test split are composition, place, scale, mirroring, brightness and ground.
 
 The objects of an ordinary scene are skewed on purpose, as in photographs: the first names of a category are the most
 frequent, and an object often comes with its partner (dog and cat, tiger and horse, …) or with another of its kind.
@@ -33,11 +32,9 @@ CATEGORIES = {
     "thing": "ball book key clock guitar umbrella gift hat".split(),
 }
 NAMES = [name for names in CATEGORIES.values() for name in names]
-NONE = "none"  # an empty square; also the right answer about an absent needle
+NONE = "none"  # an empty square
 SPRITES = Path(__file__).parent / "sprites"
-
 SIDE, GRID, SQUARE = 112, 4, 28  # pixels of a picture's side, squares along a side, pixels of a square's side
-PLACES = ("top left", "top right", "bottom left", "bottom right")  # quadrants, row-major
 SPLITS = ("train", "validation", "test")
 
 # Compositions
@@ -70,8 +67,8 @@ def split_of(squares: Sequence[str]) -> str:
 _POPULARITY = list(accumulate(1 / (rank + 4) for names in CATEGORIES.values() for rank in range(len(names))))
 
 
-def ordinary(dice: Dice, most: int = 5) -> tuple[str, ...]:
-    """1 to `most` objects in random squares: popular ones, a second one of a name (for questions that count), and
+def ordinary(dice: Dice, most: int = 5) -> Iterable[tuple[int, str]]:
+    """(square, name) of 1 to `most` objects: popular ones, a second one of a name (for questions that count), and
     partners of those already there (co-occurrence, which POPE's adversarial questions exploit)."""
     names = []
     for _ in range(1 + dice.below(most)):
@@ -82,36 +79,21 @@ def ordinary(dice: Dice, most: int = 5) -> tuple[str, ...]:
             names.append(NAMES[NAMES.index(dice.pick(names)) ^ 1])
         else:
             names.append(NAMES[bisect(_POPULARITY, dice.random() * _POPULARITY[-1])])
-    return place_objects(zip(dice.draw(range(GRID**2), len(names)), names, strict=True))
-
-
-def crowd(dice: Dice, objects: int) -> tuple[str, ...]:
-    """So many different objects in random squares."""
-    return place_objects(zip(dice.draw(range(GRID**2), objects), dice.draw(NAMES, objects), strict=True))
-
-
-def place_objects(objects: Iterable[tuple[int, str]]) -> tuple[str, ...]:
-    """The composition of (square, name) pairs; other squares are empty."""
-    squares = [NONE] * GRID**2
-    for square, name in objects:
-        squares[square] = name
-    return tuple(squares)
+    return zip(dice.draw(range(GRID**2), len(names)), names, strict=True)
 
 
 def compose(
     task: str, split: str, seed: int, index: int, draw: Callable = ordinary, usable: Callable = lambda squares: True
 ) -> tuple[Dice, tuple[str, ...]]:
-    """The dice of one picture and the first composition they `draw` that is `usable` and belongs to `split`."""
-    assert split in SPLITS, f"split is {split!r}: expected one of {', '.join(SPLITS)}"
+    """The dice of one picture and the first composition they `draw`, as (square, name) of its objects, that is `usable`
+    and belongs to `split`."""
+    assert split in SPLITS
     dice = Dice(f"{task}/{split}/{seed}/{index}")
     while True:
-        squares = draw(dice)
+        names = dict(draw(dice))
+        squares = tuple(names.get(square, NONE) for square in range(GRID**2))
         if split_of(squares) == split and usable(squares):
             return dice, squares
-
-
-def quadrant(square: int) -> str:
-    return PLACES[square // (2 * GRID) * 2 + square % GRID // 2]
 
 
 def count(squares: Sequence[str]) -> Counter:
@@ -153,11 +135,7 @@ class Scene:
             color, transparency = _stamp(name, size, mirrored)
             top, left = square // GRID * SQUARE + y, square % GRID * SQUARE + x
             region = canvas[:, top : top + size, left : left + size]
-            mixed = region * transparency
-            mixed >>= 8
-            lit = color * np.uint16(brightness)
-            lit >>= 7
-            mixed += lit
+            mixed = (region * transparency >> 8) + (color * np.uint16(brightness) >> 7)
             np.minimum(mixed, 255, out=region)
         return canvas.astype(np.uint8).transpose(1, 2, 0)
 
@@ -192,13 +170,6 @@ def paint(dice: Dice, squares: tuple[str, ...]) -> Scene:
     return Scene(squares, tuple(objects), tint)
 
 
-# Samples, and names in text
-
-NUMBERS = ("two", "three", "four", "five")
-IRREGULAR = {"fish": "fish", "grapes": "grapes", "bus": "buses"}
-IRREGULAR |= {name: f"{name[:-1]}ies" for name in ("butterfly", "strawberry")}
-
-
 @dataclass(frozen=True)
 class Sample:
     """One picture, one prompt, one answer. Samples of one picture share their `scene` and `image_id`.
@@ -224,29 +195,3 @@ class Sample:
     def question(self) -> str:
         """The prefix without PaliGemma's `answer en`."""
         return self.prefix.removeprefix("answer en ")
-
-
-def box(square: int) -> str:
-    """The box of a square in PaliGemma's language: y1 x1 y2 x2 in 1/1024 of the picture's side.
-
-    It is the square's, not that of the object, which is placed at random inside it: a right answer is one exact string,
-    and each of the four numbers takes four values. Square 6 (row 1, column 2) is <loc0256><loc0512><loc0511><loc0767>.
-    """
-    step = 1024 // GRID
-    y, x = square // GRID * step, square % GRID * step
-    return "".join(f"<loc{value:04d}>" for value in (y, x, y + step - 1, x + step - 1))
-
-
-def plural(name: str) -> str:
-    return IRREGULAR.get(name, name + "s")
-
-
-def with_article(name: str) -> str:
-    """The article follows the first letter alone, as in POPE."""
-    return f"{'an' if name.startswith(tuple('aeiou')) else 'a'} {name}"
-
-
-def describe(squares: Sequence[str]) -> str:
-    """A caption: the objects in raster order ("two dogs, a cat and an apple")."""
-    parts = [with_article(name) if n == 1 else f"{NUMBERS[n - 2]} {plural(name)}" for name, n in count(squares).items()]
-    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))

@@ -7,77 +7,85 @@ them; `train/` learns from them. `eval/pictures.py` draws the pictures.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache, partial
-from itertools import combinations
+from typing import NamedTuple
 
-from eval.pictures import (
-    CATEGORIES,
-    GRID,
-    NAMES,
-    NONE,
-    NUMBERS,
-    PLACES,
-    Dice,
-    Sample,
-    Scene,
-    box,
-    compose,
-    count,
-    crowd,
-    describe,
-    ordinary,
-    paint,
-    place_objects,
-    plural,
-    quadrant,
-    with_article,
-)
+from eval.pictures import CATEGORIES, GRID, NAMES, NONE, Dice, Sample, Scene, compose, count, ordinary, paint
 from model.common import UserError
+
+PLACES = ("top left", "top right", "bottom left", "bottom right")  # quadrants, row-major
+NUMBERS = ("two", "three", "four", "five")
+IRREGULAR = {"fish": "fish", "grapes": "grapes", "bus": "buses"}
+IRREGULAR |= {f"{stem}y": f"{stem}ies" for stem in ("butterfl", "strawberr")}
+
+# Names in text
+
+
+def quadrant(square: int) -> str:
+    return PLACES[square // (2 * GRID) * 2 + square % GRID // 2]
+
+
+def box(square: int) -> str:
+    """The box of a square in PaliGemma's language: y1 x1 y2 x2 in 1/1024 of the picture's side.
+
+    It is the square's, not that of the object, which is placed at random inside it: a right answer is one exact string,
+    and each of the four numbers takes four values. Square 6 (row 1, column 2) is <loc0256><loc0512><loc0511><loc0767>.
+    """
+    step = 1024 // GRID
+    y, x = square // GRID * step, square % GRID * step
+    return "".join(f"<loc{value:04d}>" for value in (y, x, y + step - 1, x + step - 1))
+
+
+def plural(name: str) -> str:
+    return IRREGULAR.get(name, name + "s")
+
+
+def with_article(name: str) -> str:
+    """The article follows the first letter alone, as in POPE."""
+    return f"{'an' if name.startswith(tuple('aeiou')) else 'a'} {name}"
+
+
+def describe(squares: Sequence[str]) -> str:
+    """A caption: the objects in raster order ("two dogs, a cat and an apple")."""
+    parts = [with_article(name) if n == 1 else f"{NUMBERS[n - 2]} {plural(name)}" for name, n in count(squares).items()]
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+
 
 # Pretraining: dense answers, which teach where things are
 
 
-def scan(split: str, index: int, seed: int = 0) -> Sample:
-    """The names of all 16 squares, row-major. Up to 16 objects, since most squares of an ordinary scene are empty."""
-    dice, squares = compose("scan", split, seed, index, partial(ordinary, most=GRID**2))
-    return Sample("scan", paint(dice, squares), "scan", " ".join(squares), index, index)
+def dense(task: str, split: str, index: int, seed: int = 0) -> Sample:
+    """scan: the names of all 16 squares, row-major, of up to 16 objects. caption: "two dogs and a cat". detect:
+    PaliGemma's detection, `detect dog` → "<loc…> dog ; <loc…> dog", boxes in raster order.
 
-
-def detect_all(split: str, index: int, seed: int = 0) -> Sample:
-    """All objects with the top left corners of their boxes, "dog<locY1><locX1> cat<locY1><locX1>", in random order,
-    those of one name in raster order.
-
-    The name comes first and carries no loss: the order of names is random, and the noise of guessing it would outweigh
-    the rest, while the place follows from picture and name. Half a box keeps the answers, and so pretraining, short;
-    `detect` has PaliGemma's own format, whole boxes before names.
+    detect_all: all objects with the top left corners of their boxes, "dog<locY1><locX1> cat<locY1><locX1>", in random
+    order, those of one name in raster order. The name comes first and carries no loss: the order of names is random,
+    and the noise of guessing it would outweigh the rest. Half a box keeps the answers, and so pretraining, short.
     """
-    dice, squares = compose("detect_all", split, seed, index)
-    places, names = defaultdict(list), [name for name in squares if name != NONE]
-    for square, name in enumerate(squares):
-        places[name].append(square)
-    suffix, spans = "", []
-    for name in dice.draw(names, len(names)):
-        start = len(suffix)  # with the space before the word: one piece holds both
-        suffix += f"{' ' * bool(suffix)}{name}"
-        spans.append((start, len(suffix)))
-        suffix += box(places[name].pop(0))[: len("<loc0000>") * 2]
-    return Sample("detect_all", paint(dice, squares), "detect", suffix, index, index, unsupervised=tuple(spans))
+    dice, squares = compose(task, split, seed, index, partial(ordinary, most=GRID**2 if task == "scan" else 5))
+    places = {name: [square for square, other in enumerate(squares) if other == name] for name in count(squares)}
+    prefix, suffix, spans = task, "", []
+    if task == "scan":
+        suffix = " ".join(squares)
+    elif task == "caption":
+        prefix, suffix = "caption en", describe(squares)
+    elif task == "detect":
+        name = dice.pick(list(places))
+        prefix, suffix = f"detect {name}", " ; ".join(f"{box(square)} {name}" for square in places[name])
+    else:
+        prefix, names = "detect", [name for name in squares if name != NONE]
+        for name in dice.draw(names, len(names)):
+            start = len(suffix)  # with the space before the word: one piece holds both
+            suffix += f"{' ' * bool(suffix)}{name}"
+            spans.append((start, len(suffix)))
+            suffix += box(places[name].pop(0))[: len("<loc0000>") * 2]
+    return Sample(task, paint(dice, squares), prefix, suffix, index, index, unsupervised=tuple(spans))
 
 
-def detect(split: str, index: int, seed: int = 0) -> Sample:
-    """PaliGemma's detection: `detect dog` → "<loc…> dog ; <loc…> dog", boxes in raster order."""
-    dice, squares = compose("detect", split, seed, index)
-    name = dice.pick(list(count(squares)))
-    suffix = " ; ".join(f"{box(square)} {name}" for square, other in enumerate(squares) if other == name)
-    return Sample("detect", paint(dice, squares), f"detect {name}", suffix, index, index)
-
-
-def caption(split: str, index: int, seed: int = 0) -> Sample:
-    """`caption en` → "two dogs and a cat"."""
-    dice, squares = compose("caption", split, seed, index)
-    return Sample("caption", paint(dice, squares), "caption en", describe(squares), index, index)
+# task: (the kind of `facts`, the prompt before the thing)
+PROBES = {"locate": ("where", "locate"), "count": ("count", "count"), "exist": ("object", "exist")}
+PROBES |= {"vertical": ("top or bottom",) * 2, "horizontal": ("left or right",) * 2, "cell": ("row and column",) * 2}
 
 
 def probe(task: str, split: str, index: int, seed: int = 0) -> Sample:
@@ -85,14 +93,10 @@ def probe(task: str, split: str, index: int, seed: int = 0) -> Sample:
     "left" and `row and column dog` → "row 2 column 3" teach the answer words of the needle tests, whose questions are
     kept for fine-tuning: a word that was never an answer is hard to learn as one."""
     kind, wording = PROBES[task]
-    dice, squares = compose(task, split, seed, index, usable=lambda squares: any(facts(squares, kind)))
-    answer, thing, _ = _balanced(dice, facts(squares, kind))
+    dice, squares = compose(task, split, seed, index, usable=lambda squares: bool(facts(squares)[kind]))
+    answer, thing, _ = _balanced(dice, facts(squares)[kind])
     return Sample(task, paint(dice, squares), f"{wording} {thing}", answer, index, index)
 
-
-# task: (the kind of `facts`, the prompt before the thing)
-PROBES = {"locate": ("where", "locate"), "count": ("count", "count"), "exist": ("object", "exist")}
-PROBES |= {"vertical": ("top or bottom",) * 2, "horizontal": ("left or right",) * 2, "cell": ("row and column",) * 2}
 
 # Visual question answering
 
@@ -113,40 +117,30 @@ ASKED_CATEGORIES = ("animal", "food", "vehicle")  # "thing" as a category would 
 QUESTIONS = ("yes/no", "yes/no", "number", "other", "other", "other")
 
 
-def facts(squares: Sequence[str], kind: str) -> Iterator[tuple[str, str, str]]:
-    """All questions of one kind: (answer, thing, place). None is ambiguous: "where" needs an object that occurs once,
+@lru_cache(maxsize=16)
+def facts(squares: tuple[str, ...]) -> dict[str, list[tuple[str, str, str]]]:
+    """All questions by kind: (answer, thing, place). None is ambiguous: "where" needs an object that occurs once,
     "what" a quadrant with one object, "which" a category with one kind of object."""
-    there = count(squares)
-    if kind == "object":
-        yield from (("yes" if name in there else "no", name, "") for name in NAMES)
-    elif kind == "count":
-        yield from ((str(there[name]), name, "") for name in NAMES)
-    elif kind == "total":
-        yield str(sum(there.values())), "", ""
-    elif kind == "what":
-        for place in PLACES:
-            names = [name for square, name in enumerate(squares) if name != NONE and quadrant(square) == place]
-            if len(names) == 1:
-                yield names[0], "", place
-    elif "category" in kind or kind == "which":
-        for category in ASKED_CATEGORIES:
-            members = [name for name in there if name in CATEGORIES[category]]
-            if kind == "category":
-                yield "yes" if members else "no", category, ""
-            elif kind == "count category":
-                yield str(sum(there[name] for name in members)), category, ""
-            elif len(members) == 1:
-                yield members[0], category, ""
-    else:
-        for name in (name for name, number in there.items() if number == 1):
-            square = squares.index(name)
-            place, (row, column) = quadrant(square), divmod(square, GRID)
-            if kind == "position":
-                yield from (("yes" if other == place else "no", name, other) for other in PLACES)
-            else:
-                vertical, horizontal = place.split()
-                answers = {"where": place, "top or bottom": vertical, "left or right": horizontal}
-                yield (answers | {"row and column": f"row {row + 1} column {column + 1}"})[kind], name, ""
+    there, held = count(squares), {place: [] for place in PLACES}
+    for square, name in enumerate(squares):
+        held[quadrant(square)] += [name] * (name != NONE)
+    members = {category: [name for name in there if name in CATEGORIES[category]] for category in ASKED_CATEGORIES}
+    once = [(name, squares.index(name)) for name, number in there.items() if number == 1]
+    where = [(quadrant(square), name, "") for name, square in once]
+    return {
+        "object": [("yes" if name in there else "no", name, "") for name in NAMES],
+        "category": [("yes" if names else "no", category, "") for category, names in members.items()],
+        "position": [("yes" if other == place else "no", name, other) for place, name, _ in where for other in PLACES],
+        "count": [(str(there[name]), name, "") for name in NAMES],
+        "count category": [(str(sum(map(there.get, names))), category, "") for category, names in members.items()],
+        "total": [(str(sum(there.values())), "", "")],
+        "where": where,
+        "what": [(names[0], "", place) for place, names in held.items() if len(names) == 1],
+        "which": [(names[0], category, "") for category, names in members.items() if len(names) == 1],
+        "top or bottom": [(place.split()[0], name, "") for place, name, _ in where],
+        "left or right": [(place.split()[1], name, "") for place, name, _ in where],
+        "row and column": [(f"row {at // GRID + 1} column {at % GRID + 1}", name, "") for name, at in once],
+    }
 
 
 def _balanced(dice: Dice, candidates: Iterable[tuple[str, str, str]]) -> tuple[str, str, str]:
@@ -168,13 +162,13 @@ def vqa_picture(split: str, image_id: int, seed: int = 0) -> tuple[Sample, ...]:
     kinds = {name: [kind for kind, (answer_type, *_) in KINDS.items() if answer_type == name] for name in QUESTIONS}
 
     def usable(squares: Sequence[str]) -> bool:
-        return sum(1 for kind in kinds["other"] for _ in facts(squares, kind)) >= QUESTIONS.count("other")
+        return sum(len(facts(squares)[kind]) for kind in kinds["other"]) >= QUESTIONS.count("other")
 
     dice, squares = compose("vqa", split, seed, image_id, usable=usable)
     scene, samples = paint(dice, squares), {}
     for answer_type in QUESTIONS:
         for kind in dice.draw(kinds[answer_type], len(kinds[answer_type])):
-            left = [fact for fact in facts(squares, kind) if _question(kind, *fact[1:]) not in samples]
+            left = [fact for fact in facts(squares)[kind] if _question(kind, *fact[1:]) not in samples]
             if left:
                 answer, thing, place = _balanced(dice, left)
                 question, ids = _question(kind, thing, place), (image_id, image_id * 1000 + len(samples))
@@ -191,35 +185,19 @@ def vqa(split: str, index: int, seed: int = 0) -> Sample:
 
 # Needles in a haystack of sub-images
 
-NEEDLES = {"n2o1": (2, 1), "n2o2": (2, 2), "n4o1": (4, 1)}  # sub-images along a side, objects in each
+NEEDLES = {"n2o1": (2, 1, 3), "n2o2": (2, 2, 3), "n4o1": (4, 1, 15)}  # see `layout_of`
 NEEDLE_TITLES = {"n2o1": "2×2, one object each", "n2o2": "2×2, two objects each", "n4o1": "4×4, one object each"}
 
 
-@dataclass(frozen=True)
-class Needle:
-    """One stitched picture of N×N sub-images (MMNeedle with M = 1) and the captions to find in it.
+class Needle(NamedTuple):
+    """One stitched picture of n×n sub-images, the caption of that at `target` (row and column, from 0), and the
+    `place_questions` with their answers: MMNeedle with M = K = 1. Chance is 1/n²."""
 
-    `targets`: row and column of each caption's sub-image, from 0 as in MMNeedle's metadata; (-1, -1) for one that is
-    not there. Each needle is one of N² places, so chance is 1/N².
-    """
-
-    kind: str
     scene: Scene
     n: int
-    captions: tuple[str, ...]
-    targets: tuple[tuple[int, int], ...]
-    id: int
-
-    def samples(self) -> list[Sample]:
-        """The `place_questions` of each caption. About a needle that is not there: "none"."""
-        samples = []
-        for caption, (row, column) in zip(self.captions, self.targets, strict=True):
-            rights = (row, column) if self.n == 2 else (row * self.n + column,)
-            for (prefix, words), right in zip(place_questions(caption, self.n), rights, strict=True):
-                suffix, number = NONE if row < 0 else words[right], self.id * 1000 + len(samples)
-                question_type = prefix.rpartition("? ")[2].removesuffix("?")
-                samples.append(Sample(self.kind, self.scene, prefix, suffix, self.id, number, question_type))
-        return samples
+    caption: str
+    target: tuple[int, int]
+    samples: tuple[Sample, ...]
 
 
 def place_questions(caption: str, side: int) -> list[tuple[str, tuple[str, ...]]]:
@@ -233,46 +211,32 @@ def place_questions(caption: str, side: int) -> list[tuple[str, tuple[str, ...]]
 
 
 @lru_cache(maxsize=64)
-def needle(kind: str, split: str, index: int, seed: int = 0, *, needles: int = 1, negative: bool = False) -> Needle:
-    """Needle test `index`. Targets take turns: N² consecutive indices have their first needle in each place once.
-
-    `negative`: nothing that a caption says is there; of two objects, both are, but in different sub-images.
-    Raises UserError for more needles than places.
-    """
+def needle(kind: str, split: str, index: int, seed: int = 0) -> Needle:
+    """Needle test `index`. Targets take turns: N² consecutive indices have it in each place once."""
     n, objects, distractors = layout_of(kind)
-    most = n**2 if distractors == n**2 - 1 else 1
-    if not 1 <= needles <= most:
-        raise UserError(f"{needles} needles in {n}×{n} sub-images: expected 1 to {most}")
-    first = index % n**2
-    draw = partial(_stitched, n=n, objects=objects, first=first, filled=distractors + 1)
-    dice, squares = compose(f"{kind}/{needles}{'/negative' * negative}", split, seed, index, draw=draw)
-    parts = [_part(squares, n, place) for place in range(n**2)]
-    if not negative:
-        places = [first, *dice.draw((place for place in range(n**2) if place != first), needles - 1)]
-        targets, wanted = [divmod(place, n) for place in places], [parts[place] for place in places]
-    else:
-        targets, together = [(-1, -1)] * needles, [set(part) for part in parts]
-        absent = ((name,) for name in NAMES if name not in squares)
-        apart = (pair for pair in combinations(count(squares), 2) if set(pair) not in together)
-        wanted = dice.draw(absent if objects == 1 else apart, needles)
-    captions = tuple(describe(names) for names in wanted)
-    return Needle(kind, paint(dice, squares), n, captions, tuple(targets), index)
+    place, part, samples = index % n**2, GRID // n, []
+    draw = partial(_stitched, n=n, objects=objects, first=place, filled=distractors + 1)
+    dice, squares = compose(f"{kind}/1", split, seed, index, draw=draw)
+    target, scene = divmod(place, n), paint(dice, squares)
+    caption = describe([name for at, name in enumerate(squares) if (at // GRID // part, at % GRID // part) == target])
+    rights = target if n == 2 else [place]
+    for number, ((prefix, words), right) in enumerate(zip(place_questions(caption, n), rights, strict=True)):
+        question_type = prefix.rpartition("? ")[2].removesuffix("?")
+        samples.append(Sample(kind, scene, prefix, words[right], index, index * 1000 + number, question_type))
+    return Needle(scene, n, caption, target, tuple(samples))
 
 
 def layout_of(kind: str) -> tuple[int, int, int]:
     """Sub-images along a side, objects in each, and how many sub-images beside the needle's have any.
 
-    Besides NEEDLES: n4d7 is 4×4 with one object in the needle's and in 7 other sub-images; 3×3 fill the upper left of
-    the picture."""
+    Besides NEEDLES: n4d7 is 4×4 with one object in the needle's and in 7 others; 3×3 fill the picture's upper left."""
     if kind in NEEDLES:
-        n, objects = NEEDLES[kind]
-        return n, objects, n**2 - 1
-    match = re.fullmatch(r"n([234])d(\d{1,2})", kind)
-    assert match and int(match[2]) < int(match[1]) ** 2, f"needle kind is {kind!r}: expected {list(NEEDLES)}, or n4d7"
-    return int(match[1]), 1, int(match[2])
+        return NEEDLES[kind]
+    n, distractors = map(int, re.fullmatch(r"n([234])d(\d{1,2})", kind).groups())
+    return n, 1, distractors
 
 
-def _stitched(dice: Dice, n: int, objects: int, first: int, filled: int) -> tuple[str, ...]:
+def _stitched(dice: Dice, n: int, objects: int, first: int, filled: int) -> list[tuple[int, str]]:
     """N×N sub-images, so many of them `filled`, of `objects` each.
 
     With two, every sub-image shares one object with that at `first`, and each of its two is shared by some other: no
@@ -286,20 +250,12 @@ def _stitched(dice: Dice, n: int, objects: int, first: int, filled: int) -> tupl
         corner = place // n * part * GRID + place % n * part
         spots = dice.draw(range(part**2), objects)
         placed += [(corner + spot // part * GRID + spot % part, name) for spot, name in zip(spots, group, strict=True)]
-    return place_objects(placed)
-
-
-def _part(squares: Sequence[str], n: int, place: int) -> list[str]:
-    """The objects of one of N×N sub-images, in raster order."""
-    part = GRID // n
-    top, left = place // n * part, place % n * part
-    rows = (squares[row * GRID + left : row * GRID + left + part] for row in range(top, top + part))
-    return [name for row in rows for name in row if name != NONE]
+    return placed
 
 
 def _needle_question(kind: str, split: str, index: int, seed: int = 0) -> Sample:
     each = 2 if layout_of(kind)[0] == 2 else 1
-    return needle(kind, split, index // each, seed).samples()[index % each]
+    return needle(kind, split, index // each, seed).samples[index % each]
 
 
 # POPE
@@ -312,13 +268,10 @@ def pope(
 ) -> list[Sample]:
     """POPE's polling (arXiv 2305.10355): of each picture three present objects and three absent ones in turn.
 
-    objects: in each picture, all different (None: up to 5 in an ordinary one, 3 kinds at least).
-
     Absent ones are drawn at random; or are the most frequent objects; or those that most often accompany the present
     object asked about just before, as counted over train scenes. Pictures and "yes" questions are the same in all
-    three.
+    three. objects: in each picture, all different (None: up to 5 in an ordinary one, 3 kinds at least).
     """
-    assert strategy in STRATEGIES, f"strategy is {strategy!r}: expected one of {', '.join(STRATEGIES)}"
     frequency, company = (Counter(), defaultdict(Counter)) if strategy == "random" else object_statistics()
     samples, stream, draw = [], "pope", ordinary
     if objects:
@@ -337,6 +290,11 @@ def pope(
     return samples
 
 
+def crowd(dice: Dice, objects: int) -> Iterable[tuple[int, str]]:
+    """So many different objects in random squares."""
+    return zip(dice.draw(range(GRID**2), objects), dice.draw(NAMES, objects), strict=True)
+
+
 @cache
 def object_statistics(scenes: int = 4000) -> tuple[Counter, dict[str, Counter]]:
     """How many train scenes hold each object, and each pair of objects."""
@@ -351,9 +309,9 @@ def object_statistics(scenes: int = 4000) -> tuple[Counter, dict[str, Counter]]:
 
 # All tasks
 
-TASKS: dict[str, Callable[[str, int, int], Sample]] = {"scan": scan, "detect_all": detect_all, "detect": detect}
+TASKS: dict[str, Callable[..., Sample]] = {task: partial(dense, task) for task in ("scan", "detect_all", "detect")}
 TASKS |= {task: partial(probe, task) for task in PROBES}
-TASKS |= {"caption": caption, "vqa": vqa}
+TASKS |= {"caption": partial(dense, "caption"), "vqa": vqa}
 TASKS |= {kind: partial(_needle_question, kind) for kind in NEEDLES}
 
 

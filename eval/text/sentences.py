@@ -16,7 +16,8 @@ the same ones.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from eval.pictures import CATEGORIES, NAMES, SPLITS, Dice, split_of, with_article
+from eval.pictures import CATEGORIES, NAMES, SPLITS, Dice, split_of
+from eval.scenes import with_article
 from model.common import UserError
 
 

@@ -56,7 +56,7 @@ def describe_scene(index: int, split: str, processor: Processor) -> TokenRow:
     squares, dice = samples[0].scene.squares, scenes.Dice(f"tell/{split}/{index}")
     asked = [(sample.prefix, sample.suffix) for sample in samples]
     for kind, wording in (scenes.PROBES[probe] for probe in ("locate", "count", "exist")):
-        if facts := list(scenes.facts(squares, kind)):
+        if facts := list(scenes.facts(squares)[kind]):
             wanted = dice.pick(sorted({answer for answer, *_ in facts}))
             answer, thing, _ = dice.pick([fact for fact in facts if fact[0] == wanted])
             asked.append((f"{wording} {thing}", answer))

@@ -152,8 +152,7 @@ def trial_task(title: str, trials: Sequence[needle.Trial], protocol: str) -> Tas
     """Needle tests of one kind: a test is right if every needle in it is found."""
 
     def score(answers: Sequence[str | None]) -> list[float]:
-        records = needle.responses_of(asks, answers, protocol)
-        return [float((needle.judge(record) or (False,) * 3)[2]) for _, record in records]
+        return [float(sum(row.scores.values())) for row in needle.rows_of(asks, answers, protocol)]
 
     tests = [trial.test for trial in trials]
     labels, groups = [str(test.places[0][1:]) for test in tests], [str(test.haystack) for test in tests]
