@@ -16,7 +16,7 @@ from math import isqrt
 from pathlib import Path
 from typing import Any
 
-from model.common import UserError, file_errors, json_name, parse_json, quoted, read_json, read_text, shown
+from model.common import UserError, file_errors, parse_json, quoted, read_json, read_text, shown
 
 PROMPT = "answer en {question}"  # the prompt of PaliGemma's authors
 ABSENT = (-1, -1, -1)  # the place of a needle that is not in the haystack
@@ -54,7 +54,7 @@ def read(
     for place, record in records_in(path) if records is None else records:
         try:
             record = json.loads(record) if isinstance(record, bytes) else record
-            check(isinstance(record, dict), f"expected an object, found {json_name(record)}")
+            check(isinstance(record, dict), f"expected an object, found {type(record).__name__}")
             made.append(make(record))
         except WRONG as error:
             problems.append(f"{shown(path)}{place}: {problem_of(error)}")

@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from model import cpu, device
+from model import cpu
 from model.common import UserError, quoted
 from model.gemma import Adaptable, Gemma
 from model.linear import BLOCK_ROWS, Embedding, Linear, block_rows, by_blocks, linear
@@ -102,7 +103,7 @@ class _Product(torch.autograd.Function):
         ctx.unpack, ctx.shape = unpack, shape
         dtype = torch.float32 if cpu.fp32_is_faster(x) else x.dtype
         rows = partial(unpack, stored, shape, dtype)
-        if x.device.type != "cpu" or device.shapes_only or torch.compiler.is_compiling():
+        if x.device.type != "cpu" or isinstance(x, FakeTensor) or torch.compiler.is_compiling():
             return linear(x, rows(0, shape[0]))
         return by_blocks(x.to(dtype), shape, rows, x.dtype)
 

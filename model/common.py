@@ -19,9 +19,6 @@ class UserError(ValueError):
     """A mistake in the input, described in one line: what, where, and the remedy."""
 
 
-# Commands
-
-
 def run_command(main: Callable[[], None]) -> None:
     """Run a command's `main`: a mistake, also an OSError, is one line on stderr and exit code 2, Ctrl-C code 130."""
     keep_memory()
@@ -29,25 +26,17 @@ def run_command(main: Callable[[], None]) -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        main()
-        sys.stdout.flush()  # raises BrokenPipeError here instead of at the interpreter's exit
+        with file_errors():
+            main()
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # `python -m eval.ask … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
-    except (UserError, OSError) as error:
-        problem = error if isinstance(error, UserError) else _refused(error, error.filename or "the system")
-        print(f"error: {shown(str(problem), 4000)}", file=sys.stderr)
+    except UserError as error:
+        print(f"error: {shown(error, 4000)}", file=sys.stderr)
         sys.exit(2)
 
 
 def keep_memory() -> None:
-    """Let this process keep freed memory, where the C library is glibc.
-
-    By default it returns memory to the system and requests it again, page by page, in every step, which costs a tenth
-    of the time on a CPU.
-    """
+    """Let glibc keep freed memory: to request it again in every step costs a tenth of the time on a CPU."""
     mmap_threshold, trim_threshold = -3, -1  # <malloc.h>
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -56,13 +45,11 @@ def keep_memory() -> None:
 
 
 def shown(value: Any, width: int = 200) -> str:
-    """A text or path as one printable line of at most `width` characters; other values as `quoted`.
+    """A text or path as one printable line of at most `width` characters.
 
     Control characters become escapes such as \\x1b. A longer text loses its middle: the end of a path says most.
     """
-    if not isinstance(value, str | bytes | os.PathLike):
-        return quoted(value, width)
-    text = os.fsdecode(value)
+    text = str(value)
     if len(text) > width:
         text = f"{text[: width // 2]}…{text[-(width // 2 - 1) :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
@@ -70,52 +57,37 @@ def shown(value: Any, width: int = 200) -> str:
 
 def quoted(value: Any, width: int = 80) -> str:
     """The repr of a value as one printable line of at most `width` characters."""
-    try:
-        return shown(repr(value), width)
-    except RecursionError:
-        return f"<{type(value).__name__}>"
-
-
-# Files
-
-
-def _refused(error: Exception, path: str | os.PathLike) -> Exception:
-    """A UserError that names `path` for what the system refused, also a library in Rust; other errors as they are."""
-    if isinstance(error, UserError) or not (isinstance(error, OSError) or "(os error" in str(error)):
-        return error
-    reason = str(getattr(error, "strerror", None) or error)
-    reason = "not found" if isinstance(error, FileNotFoundError) else f"{reason[:1].lower()}{reason[1:]}"
-    return UserError(f"{shown(path)}: {shown(reason)}: check the path, its permissions and the disk")
+    return shown(repr(value), width)
 
 
 @contextlib.contextmanager
-def file_errors(path: str | os.PathLike) -> Iterator[None]:
-    """Turn what the system refuses within the block into a UserError that names the file of the error, or `path`."""
+def file_errors(path: str | os.PathLike | None = None) -> Iterator[None]:
+    """Turn what the system refuses within the block into a UserError that names `path`, or the error's own file."""
     try:
         yield
     except Exception as error:
-        raise _refused(error, getattr(error, "filename", None) or path) from None
+        if isinstance(error, UserError) or not (isinstance(error, OSError) or "(os error" in str(error)):  # or in Rust
+            raise
+        reason = str(getattr(error, "strerror", None) or error)
+        reason = "not found" if isinstance(error, FileNotFoundError) else reason[:1].lower() + reason[1:]
+        name = path or getattr(error, "filename", None) or "the system"
+        raise UserError(f"{shown(name)}: {shown(reason)}: check the path, its permissions and the disk") from None
 
 
 def read_text(path: str | os.PathLike) -> str:
     """The text of a UTF-8 file, with or without a byte order mark. Raises UserError."""
-    with file_errors(path):
-        return _decode(Path(path).read_bytes(), shown(path))
-
-
-def _decode(content: bytes, where: str) -> str:
     try:
-        return content.decode("utf-8-sig")
+        with file_errors(path):
+            return Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: is not UTF-8 text (byte {error.start}): check that this is the right file") from None
+        raise UserError(f"{shown(path)}: is not UTF-8 text ({error}): check that this is the right file") from None
 
 
 def read_json(path: str | os.PathLike, kind: type = dict) -> Any:
     """The value in a JSON file, which must be of `kind` (dict, list, or object for any). Raises UserError."""
     value = parse_json(read_text(path), shown(path))
     if not isinstance(value, kind):
-        expected = "object" if kind is dict else kind.__name__
-        problem = f"holds a JSON {json_name(value)}, expected a {expected}"
+        problem = f"holds a {type(value).__name__}, expected a {kind.__name__}"
         raise UserError(f"{shown(path)}: {problem}: check that this is the right file")
     return value
 
@@ -126,20 +98,9 @@ def parse_json(text: str | bytes, where: str) -> Any:
     NaN and Infinity are read as floats, as Python writes them.
     """
     try:
-        return json.loads(_decode(text, where) if isinstance(text, bytes) else text)
-    except json.JSONDecodeError as error:
-        problem = f" at line {error.lineno}, column {error.colno} ({error.msg})"
+        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        problem = f" ({error})"  # an integer of thousands of digits, or nested too deeply
-    raise UserError(f"{where}: not valid JSON{problem}: correct the file or download it again")
-
-
-def json_name(value: Any) -> str:
-    """The JSON name of a value's type, such as "object" or "list"."""
-    names = {dict: "object", str: "text", type(None): "null", int: "integer", float: "number"}
-    return names.get(type(value), type(value).__name__)
+        raise UserError(f"{where}: not valid JSON ({error}): correct the file or download it again") from None
 
 
 @contextlib.contextmanager
@@ -153,17 +114,16 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     # the suffix is kept: Pillow and others choose the format by it
     temporary = path.with_name(f".{path.stem[:40]}-{secrets.token_hex(4)}{path.suffix}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        sync_folder(temporary)
-        temporary.replace(path)
-        sync_folder(path.parent)
-    except Exception as error:
-        raise _refused(error, path) from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with file_errors(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            sync_folder(temporary)
+            temporary.replace(path)
+            sync_folder(path.parent)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -181,7 +141,5 @@ def sync_files(folder: Path) -> None:
 def sync_folder(path: Path) -> None:
     """Make a file, or the names in a folder, survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    os.fsync(handle)
+    os.close(handle)

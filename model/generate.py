@@ -200,7 +200,7 @@ def ask_text(
     **options,
 ) -> list[str]:
     """How the model goes on from each prompt or, with `chat`, answers it. options: those of `generate`. UserError."""
-    rows = [tokenizer.chat([(prompt, None)]) if chat else tokenizer.prompt(prompt) for prompt in prompts]
+    rows = [tokenizer.prompt(prompt, chat) for prompt in prompts]
     ids, valid = pad_left(rows, model.config.pad_token_id)
     device = next(model.parameters()).device
     ids, valid = ids.to(device), valid.to(device)

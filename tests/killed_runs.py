@@ -1,7 +1,6 @@
 """Kill a small fine-tuning run many times at random moments, half of them in a save, and look at what is left.
 
-Every child is a fork of this process, which imports everything but uses no threads: so a run starts in a fraction of a
-second.
+Every child is a fork of this process, which imports everything but uses no threads, and so starts at once.
 """
 
 import json
@@ -22,19 +21,14 @@ from tests.runs import QUICK, metrics, words
 from train import finetune, loop
 from train.checkpoint import checkpoints
 
-SMALL = replace(  # when files are written does not depend on the model
-    PRESETS["tiny"],
-    vision=replace(PRESETS["tiny"].vision, num_hidden_layers=1),
-    text=replace(PRESETS["tiny"].text, num_hidden_layers=2),
-)
+TINY = PRESETS["tiny"]  # when files are written does not depend on the model
+SMALL = replace(TINY, vision=replace(TINY.vision, num_hidden_layers=1), text=replace(TINY.text, num_hidden_layers=2))
 RUN = f"{QUICK} --steps 8 --checkpoint-every 1"
 
 
 def start(arguments: str, part: float | None = None) -> int:
-    """Fork a child that runs `python -m train.finetune ARGUMENTS`, silently; its process id.
-
-    With `part` it dies after this part of its second save, as the first one was timed.
-    """
+    """Fork a child that runs `python -m train.finetune ARGUMENTS`, silently; its process id. With `part` it dies after
+    this part of its second save, as the first one was timed."""
     child = os.fork()
     if child:
         return child
@@ -97,7 +91,6 @@ def kill_often(folder: Path, kills: int) -> tuple[set[int], bool]:
             killed += code != 0
             newest = newest_step(run)
             assert newest >= last, f"{run}: step {last} was reached, {newest} is left"
-            last = newest
-            steps.add(newest)
+            steps.add(last := newest)
         equal &= metrics(run) == metrics(folder / "whole")
     return steps, equal

@@ -1,9 +1,7 @@
 """RESULTS.md and README.md: every table and every interval is one that a study's command wrote."""
 
-import csv
 import json
 import re
-from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -54,26 +52,3 @@ def test_every_estimate_in_the_text_was_written_by_a_command():
     assert not [estimate for estimate in shown if not is_known(estimate, known)]
     mean, low, high = known[0]
     assert not is_known((f"{mean + 0.2:.1f}", f"{low:.1f}", f"{high:.1f}"), known[:1])
-
-
-def test_the_cells_of_the_study_from_nothing_have_its_means():
-    """Breaks when docs/results/scratch.csv holds other runs than the tables of RESULTS.md were made from."""
-    scores = defaultdict(list)
-    with (ROOT / "docs/results/scratch.csv").open(encoding="utf-8") as file:
-        for cell in csv.DictReader(file):
-            if cell["split"] == "test":
-                place = cell["row"], float(cell["rate"]), cell["measure"], cell["rung"]
-                scores[place].append(100 * float(cell["right"]) / int(cell["n"]))
-    accuracy, distractors = (tables_of(RESULTS.split("from nothing?")[1])[number] for number in (0, 3))
-    for line in accuracy[3:]:
-        row, _, seeds, rate, *columns = [part.strip() for part in line.strip("|").split("|")]
-        for measure, column in zip(("VQA", "n2o1", "n3d5", "n4d3", "e8"), columns, strict=True):
-            of_cells = scores[row, float(rate), measure, ""]
-            assert (len(of_cells), f"{sum(of_cells) / len(of_cells):.1f}") == (int(seeds), column.split()[0]), line
-    rates = {row: rate for row, rate, measure, _ in scores if measure == "VQA" and (row, rate) != ("split", 0.01)}
-    rungs = [part.strip() for part in distractors[0].strip("|").split("|")][1:7]
-    for line in distractors[2:]:
-        row, *columns = [part.strip() for part in line.strip("|").split("|")]
-        for rung, column in zip(rungs, columns[:6], strict=True):
-            of_cells = scores[row, rates[row], "dose", rung]
-            assert f"{sum(of_cells) / len(of_cells):.1f}" == column, line

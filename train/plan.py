@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from eval.report import markdown_table
 from model.common import UserError
-from model.device import autocast_dtype, dtype_name, without_values
+from model.device import DTYPES, autocast_dtype
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.source import preset_of
@@ -93,7 +93,7 @@ def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
     rows, micro_batches = step_layout(settings, gpus)
     records = read_records(settings)
     device = torch.device("cuda" if settings.device == "auto" else settings.device)
-    dtype = dtype_name(weights_dtype(settings, device))
+    dtype = next(name for name, kind in DTYPES.items() if kind == weights_dtype(settings, device))
     model, _ = open_model(replace(settings, dtype=dtype), torch.device("meta"))
     learned, autocast = trainable(model), autocast_dtype(settings.autocast, device)
     result = sum(tensor.nbytes for tensor in (model.state_dict() if settings.writes_model else learned).values())
@@ -181,7 +181,7 @@ def step_costs(
     model.train()
     for checkpointing in (False, True):
         model.set_checkpointing(checkpointing)
-        with _Counter(tensors) as counter, without_values():
+        with _Counter(tensors) as counter:
             for parameter in learned.values():
                 parameter.grad = parameter.detach().clone() if accumulates else None
             with torch.autocast("cpu", autocast, enabled=autocast is not None):  # its copies of weights end here

@@ -24,7 +24,7 @@ import torch
 
 from eval.records import Record
 from model.common import UserError, file_errors, quoted, shown, write_text
-from model.device import autocast_of, numerics, processor_name
+from model.device import numerics, processor_name
 from train.checkpoint import Progress, file_digest
 from train.distributed import World
 from train.flags import RUN_CONFIG, RunArguments, flag_name
@@ -129,9 +129,8 @@ def lock_folder(run: Path) -> IO:
 
 def origin_of(settings, fingerprints: Mapping[str, str], world: World, dtype: torch.dtype) -> dict:
     """The settings, a dataclass; the fingerprints of what they name, such as {"base": …, "pictures": …}; and what this
-    machine makes of them: device, processor, threads, processes, autocast, and the dtype of the weights."""
-    with autocast_of(settings.autocast, world.device):
-        resolved = numerics(world.device) | {"dtype": str(dtype), "processes": f"{world.size} processes"}
+    machine makes of them: processor, threads, processes, and the dtype of the weights."""
+    resolved = numerics(world.device) | {"dtype": str(dtype), "processes": f"{world.size} processes"}
     return {"settings": asdict(settings), "fingerprints": dict(fingerprints), "numerics": resolved}
 
 

@@ -154,8 +154,8 @@ def compare(folder: Path, entries: dict[str, Entry], config: Any) -> Checkpoint:
     """The checkpoint of these tensors, and what does not fit the model of this configuration."""
     try:
         model, kind = empty_model(config), kind_of(config)[1]
-    except (RuntimeError, MemoryError, OverflowError) as error:
-        raise UserError(f"{folder / 'config.json'}: impossible sizes ({error}): download it again") from None
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
+        raise UserError(f"{folder / 'config.json'}: impossible sizes ({shown(error)}): download it again") from None
     entries = {name: entry for name, entry in entries.items() if not name.startswith(kind.ignored)}
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     is_array = any(entry.path.suffix == ".npz" for entry in entries.values())

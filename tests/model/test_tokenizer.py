@@ -13,21 +13,17 @@ import torch
 from transformers import AddedToken, AutoTokenizer, GemmaTokenizer, PaliGemmaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from model.common import UserError
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
-from model.tokenizer import LOCATIONS, JsonTokenizer, find_tokenizer, load_tokenizer
+from model.tokenizer import LOCATIONS, find_tokenizer, load_tokenizer
 from tests.pieces import gemma_tokenizer, train_pieces
+from tests.runs import refused
 
 pytestmark = pytest.mark.long
 
-CORPUS = """answer en where is the cow standing?
-caption en the cow is standing in the green field beside two dogs
-detect cat ; dog
-the cat is on the mat, and the dog isn't; 12 34 567.
-<b>bold</b> <unused0> <table>
-日本語のテキスト と 絵
-un éléphant gris près de l'étang aaaa abab aabbaa""".splitlines()
+CORPUS = """caption en the cow is standing in the green field beside two dogs
+the cat is on the mat, and the dog isn't; 12 34 567. <b>bold</b> <unused0> <table>
+日本語のテキスト と 絵 un éléphant gris près de l'étang aaaa abab aabbaa""".splitlines()
 RESERVED = ["<mask>", "[multimodal]", *(f"<unused{i}>" for i in range(12)), "<b>", "</b>", "<table>", "<h1>"]
 RUNS = [character * length for character in "\n\t▁" for length in range(1 if character == "\n" else 2, 32)]
 ODD = ["<", "<<b>", "</", "<unused", "<unused1", "<0x41>", "<0x09>", "<loc00011>", "<seg>", "▁▁a▁", "\u200d", "\ufeff"]
@@ -73,14 +69,12 @@ def texts(count: int, pieces: list[str]) -> list[str]:
     """Random texts: words, pieces, runs of white space, any code point, fragments of reserved pieces."""
     draw = random.Random(0)
     kinds = [
-        lambda: draw.choice(CORPUS),
         lambda: draw.choice(draw.choice(CORPUS).split()) + draw.choice(" ,\n\t"),
         lambda: draw.choice(" \t\n▁") * draw.choice([1, 2, 3, 30, 31, 32, 33, 62, 63, 64, 100]),
         lambda: draw.choice(pieces).replace("▁", draw.choice("▁ ")),
         lambda: chr(draw.choice([draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)])),
         lambda: draw.choice(ODD),
         lambda: "".join(draw.choices("ab ", k=12)),
-        lambda: " ",
     ]
     return ["".join(draw.choice(kinds)() for _ in range(draw.randrange(1, 25))) for _ in range(count)]
 
@@ -88,7 +82,6 @@ def texts(count: int, pieces: list[str]) -> list[str]:
 def test_any_text_has_the_ids_of_transformers_and_any_ids_the_text(folder):
     """Breaks when a tab, an emoji, an added token, a run of spaces or a byte is read or written otherwise."""
     ours, theirs = load_tokenizer(folder / "tokenizer.json"), AutoTokenizer.from_pretrained(folder)
-    assert isinstance(ours, JsonTokenizer) and isinstance(theirs, GemmaTokenizer)
     theirs.add_bos_token = False
     for text in texts(3000, list(theirs.get_vocab())):
         assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"], repr(text)
@@ -100,15 +93,11 @@ def test_any_text_has_the_ids_of_transformers_and_any_ids_the_text(folder):
 
 def test_a_batch_equals_that_of_transformers(folder):
     """Breaks when a folder with tokenizer.json alone does not open, or its rows differ from PaliGemmaProcessor's."""
-    picture, theirs = np.zeros((28, 28, 3), np.uint8), PaliGemmaProcessor.from_pretrained(folder)
-    ours = Processor.from_source(folder)
+    pictures, theirs = [np.zeros((28, 28, 3), np.uint8)] * 3, PaliGemmaProcessor.from_pretrained(folder)
     prompts, answers = ["caption en", "two  lines\n", "<b> ▁▁ \t\t cow"], ["a cow", "dog\n\n", "日本語 🐮"]
     options = {"return_tensors": "pt", "padding": "longest", "padding_side": "left"}
-    expected = theirs(text=prompts, images=[picture] * 3, suffix=answers, **options)
-    batch = ours([picture] * 3, prompts, answers)
-    for name in ("input_ids", "token_type_ids", "attention_mask"):
-        assert torch.equal(getattr(batch, name), expected[name]), name
-    assert [ours.decode(batch.labels[i][batch.labels[i] >= 0]) for i in range(3)] == answers
+    expected = theirs(text=prompts, images=pictures, suffix=answers, **options)
+    assert torch.equal(Processor.from_source(folder)(pictures, prompts, answers).input_ids, expected["input_ids"])
 
 
 def test_tokenizer_model_comes_first_and_needs_no_package(tmp_path, monkeypatch):
@@ -116,10 +105,6 @@ def test_tokenizer_model_comes_first_and_needs_no_package(tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert Processor.from_source("embedded").encode("dog")
     shutil.copy(BUNDLED_FOLDER / "tokenizer.json", tmp_path)
-    with pytest.raises(UserError, match="pip install tokenizers"):
-        load_tokenizer(find_tokenizer(tmp_path))
+    refused(lambda: load_tokenizer(find_tokenizer(tmp_path)), "pip install tokenizers")
     shutil.copy(BUNDLED_FOLDER / "tokenizer.model", tmp_path)
     assert load_tokenizer(find_tokenizer(tmp_path)).encode("dog")
-    (tmp_path / "added_tokens.json").write_text('{"<image>": 1722, "<mine>": 1723}')
-    with pytest.raises(UserError, match="adds .*<mine>.*: remove tokenizer.model"):
-        load_tokenizer(find_tokenizer(tmp_path))

@@ -131,5 +131,5 @@ def test_the_processor_reads_with_either_tokenizer(neox_file, tmp_path):
     ids = {"eos_token_id": 1, "bos_token_id": 2}
     bundled = folder_of(tmp_path / "pieces", BUNDLED_FOLDER / "tokenizer.model", 1728, 1722, **ids)
     assert Processor.from_source(bundled).encode("dog") == Processor.from_source("embedded").encode("dog")
-    with pytest.raises(UserError, match="its eos id is 0, but config.json says 5"):
+    with pytest.raises(UserError, match="of another model"):
         Processor.from_source(folder_of(tmp_path / "other", neox_file, 304, 303, eos_token_id=5))

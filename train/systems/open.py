@@ -128,7 +128,7 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
 
 def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, list[Path]]:
     """The processor of `model`, and the files that belong beside it, such as the tokenizer's."""
-    options = {"draft": not settings.is_embedded, "max_length": settings.max_length}
+    options = {"max_length": settings.max_length}
     if settings.stage is None:
         return Processor.from_source(settings.base, **options), companions(settings.base)
     tokenizer = find_tokenizer(system_of(settings.arch).tokenizer_source(settings))
