@@ -33,7 +33,7 @@ from train.distributed import World, is_sharded
 from train.optim import trainable
 
 STATE, MANIFEST = "state.json", "manifest.json"
-BLOCK = 1 << 18  # bytes of a file that are hashed at a time
+BLOCK = 1 << 18  # bytes that are hashed at a time
 
 
 @dataclass
@@ -60,23 +60,18 @@ class Best:
 
 @dataclass
 class Progress:
-    """What a run knows of itself beside its weights; every checkpoint stores it.
+    """What a run knows of itself beside its weights; every checkpoint stores it."""
 
-    processes: at the beginning of the run. step: updates so far. seconds: of training. bad: a line for each unusable
-    record. empty_steps: steps without a usable record. stopped: the step of an early end. results: evaluations, by
-    column of the table. origin: see `train/run.py`.
-    """
-
-    processes: int = 1
-    step: int = 0
+    processes: int = 1  # at the beginning of the run
+    step: int = 0  # updates so far
     samples: int = 0
-    seconds: float = 0.0
-    bad: list[str] = field(default_factory=list)
-    empty_steps: int = 0
+    seconds: float = 0.0  # of training
+    bad: list[str] = field(default_factory=list)  # a line for each unusable record
+    empty_steps: int = 0  # without a usable record
     best: Best | None = None
-    stopped: int | None = None
-    results: dict[str, Result] = field(default_factory=dict)
-    origin: dict | None = None
+    stopped: int | None = None  # the step of an early end
+    results: dict[str, Result] = field(default_factory=dict)  # evaluations, by column of the table
+    origin: dict | None = None  # see `train/run.py`
 
 
 # Writing
@@ -86,13 +81,9 @@ def save_checkpoint(
     run: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, world: World, keep: int = 2
 ) -> None:
     """Write `run/checkpoints/step-N`, and delete all but the newest `keep`. Every process must call it."""
-    weights = {name: parameter.detach() for name, parameter in trainable(model).items()}
-    moments = {
-        f"{name}/{key}": value
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["names"], group["params"], strict=True)
-        for key, value in optimizer.state[parameter].items()
-    }
+    weights, moments = {name: parameter.detach() for name, parameter in trainable(model).items()}, {}
+    for name, parameter in trainable(model).items():
+        moments |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
 
     with atomic_folder(run / "checkpoints" / f"step-{progress.step}", world) as folder:
         if world.is_first:

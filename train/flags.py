@@ -78,14 +78,13 @@ def from_values(settings: type[Settings], values: Mapping[str, object], where: s
         value, kind, argument = getattr(made, field.name), field_kind(settings, field), field.metadata["argument"]
         if kind is Path or value is None and field.default is None or "type" in argument:
             continue  # which its own reader has checked
-        (least, most), choices = field.metadata["range"], argument.get("choices")
+        (least, most), expected = field.metadata["range"], argument.get("choices") or kind.__name__
         if kind in (int, float):
-            fits, expected = type(value) in (int, kind) and least <= value <= most, f"a number from {least} to {most}"
+            fits, expected = type(value) in (int, kind) and least <= value <= most, f"{expected} from {least} to {most}"
         elif kind is tuple:
-            fits, expected = type(value) is tuple and all(isinstance(text, str) for text in value), "a list of texts"
+            fits = type(value) is tuple and all(isinstance(text, str) for text in value)
         else:
-            fits = type(value) is kind and (not choices or value in choices)
-            expected = " or ".join(map(repr, choices or [kind.__name__]))
+            fits = type(value) is kind and value in argument.get("choices", (value,))
         if not fits:
             raise UserError(f"{where}{flag_name(field.name)} is {quoted(value)}, expected {expected}")
     return made

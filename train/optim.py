@@ -7,9 +7,9 @@ rate at every step.
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,8 +18,7 @@ from torch import nn
 SCALARS = r".*\.(lambda_\w+|lambda_proj\.\w+|mu|subln\.weight)"
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """Parameters, by name, that are trained at `lr` with `weight_decay`."""
 
     names: Sequence[str]
@@ -36,9 +35,7 @@ def matching(model: nn.Module, pattern: str) -> list[str]:
 
 def parameter_groups(model: nn.Module, rules: Sequence[Rule]) -> list[dict]:
     """Optimizer groups with their "names", one for each rule; a parameter belongs to the first rule that names it.
-
-    All other parameters are frozen: `requires_grad` is set accordingly.
-    """
+    All other parameters are frozen."""
     parameters = dict(model.named_parameters())
     groups, taken = [], set()
     for rule in rules:
@@ -74,8 +71,8 @@ def is_inner_matrix(name: str, parameter: torch.Tensor) -> bool:
 class MuonAdamW(torch.optim.Optimizer):
     """Muon (Jordan 2024) for the matrices in `groups`, AdamW for embeddings, norms, biases and convolutions.
 
-    groups: as `parameter_groups` makes them; each is split in two. AdamW has `ratio` times the rate of the group.
-    Muon moves a matrix by its rate in every direction, whatever its gradient's size. Checkpoints see one optimizer.
+    groups: of `parameter_groups`; each is split in two. AdamW has `ratio` times the rate of the group. Muon moves a
+    matrix by its rate in every direction, whatever its gradient's size. Checkpoints see one optimizer.
     """
 
     def __init__(self, groups: Sequence[dict], betas: tuple[float, float], ratio: float):

@@ -1,8 +1,8 @@
 """The folder of a run, locked while a process writes to it; what the run is made from; and its end by a signal.
 
 SIGTERM or Ctrl-C during training: the running step is finished, a checkpoint is written, the program ends. Every
-checkpoint stores the origin of its run: settings, fingerprints of base and data, and the machine's arithmetic. A run
-that is resumed compares them.
+checkpoint stores the origin of its run, which is compared when the run is resumed: settings, fingerprints of base and
+data, and what decides how numbers are rounded.
 """
 
 import contextlib
@@ -31,8 +31,7 @@ from train.flags import RUN_CONFIG, RunArguments, flag_name
 
 LOCK = ".lock"
 # settings that do not change what is learned
-FREE = {"workers", "device", "checkpoint_every", "keep", "evaluate", "eval_limit", "max_bad"}
-FREE |= {"eval_every", "keep_best", "kernel"}
+FREE = "workers device checkpoint_every keep evaluate eval_limit max_bad eval_every keep_best kernel".split()
 PICTURES = 2048  # whose content is read for a fingerprint
 
 
@@ -85,7 +84,8 @@ def run_folder(arguments: RunArguments, settings, stem: str, program: str, world
     run = None
     if world.is_first:
         check_empty(arguments.out)
-        run = arguments.resume or arguments.out or _next_folder(stem)
+        numbered = (Path("runs", f"{stem}-{number}") for number in itertools.count(1))
+        run = arguments.resume or arguments.out or next(path for path in numbered if not path.exists())
         with file_errors(run):
             run.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(run)
@@ -104,12 +104,6 @@ def run_folder(arguments: RunArguments, settings, stem: str, program: str, world
         raise
 
 
-def _next_folder(stem: str) -> Path:
-    """runs/STEM-NUMBER with the next number."""
-    names = (Path("runs", f"{stem}-{number}") for number in itertools.count(1))
-    return next(path for path in names if not path.exists())
-
-
 def lock_folder(run: Path) -> IO:
     """An open file that holds the lock of `run`. A killed process loses its lock, and workers do not inherit it."""
     with file_errors(run):
@@ -117,7 +111,6 @@ def lock_folder(run: Path) -> IO:
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        lock.close()
         raise UserError(f"{shown(run)}: another process writes to this folder: wait, or choose another one") from None
     except OSError:  # a file system without locks
         pass
@@ -141,27 +134,24 @@ def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
     the last 256 KiB. Pictures that are drawn have no file.
     """
     texts = hashlib.sha256()
-    if not isinstance(records, list):  # tar shards
+    if isinstance(records, list):
+        for r in records:
+            parts = (r.name, r.key, r.prefix, r.suffix, r.answers if r.sampled else (), *r.turns[:-1])
+            texts.update(repr(parts).encode("utf-8", "surrogatepass"))
+        paths = sorted({picture for r in records for picture in r.pictures if isinstance(picture, Path)})
+    else:  # tar shards
         texts.update(records.rows.tobytes())
-        return {"records": texts.hexdigest()[:16], "pictures": _files_fingerprint(records.paths)}
-    for r in records:
-        parts = (r.name, r.key, r.prefix, r.suffix, r.answers if r.sampled else (), *r.turns[:-1])
-        texts.update(repr(parts).encode("utf-8", "surrogatepass"))
-    paths = {picture for r in records for picture in r.pictures if isinstance(picture, Path)}
-    return {"records": f"{len(records)} {texts.hexdigest()[:16]}", "pictures": _files_fingerprint(sorted(paths))}
-
-
-def _files_fingerprint(paths: Sequence[Path]) -> str:
-    """A hash of the sizes of files, in order, and of the ends of some. A file that cannot be read counts as empty."""
-    digest = hashlib.sha256()
+        paths = records.paths
+    pictures = hashlib.sha256()
     chosen = set(np.linspace(0, len(paths) - 1, min(PICTURES, len(paths))).astype(int).tolist())
     for number, path in enumerate(paths):
         try:
             of_file = file_digest(path, 2) if number in chosen else path.stat().st_size
         except OSError:
             of_file = "none"
-        digest.update(f"{of_file}\n".encode())
-    return f"{len(paths)} {digest.hexdigest()[:16]}"
+        pictures.update(f"{of_file}\n".encode())
+    sums = {"records": (len(records), texts), "pictures": (len(paths), pictures)}
+    return {name: f"{count} {digest.hexdigest()[:16]}" for name, (count, digest) in sums.items()}
 
 
 def check_resume(run: Path, progress: Progress, origin: dict, allow_changed: bool) -> None:
@@ -170,14 +160,15 @@ def check_resume(run: Path, progress: Progress, origin: dict, allow_changed: boo
     With `allow_changed`, and for what changes the losses by rounding only, print the change on stderr instead.
     """
     before, now = progress.origin, json.loads(json.dumps(origin))  # tuples become lists, as in a checkpoint
-    for name, new in now["numerics"].items():
-        if (old := before["numerics"].get(name)) != new:
-            print(f"{run}: {name}: {old} before, {new} now: losses may differ by rounding", file=sys.stderr)
-    old, changes = before["settings"], []
-    for name, new in now["settings"].items():
-        if name not in FREE and old[name] != new:
-            changes.append(f"{flag_name(name)} is {quoted(new)}, was {quoted(old[name])}")
-    changes += [f"the {name}" for name, new in now["fingerprints"].items() if before["fingerprints"].get(name) != new]
+
+    def differences(part: str) -> dict[str, tuple]:
+        return {name: (before[part].get(name), new) for name, new in now[part].items() if before[part].get(name) != new}
+
+    for name, (old, new) in differences("numerics").items():
+        print(f"{run}: {name}: {old} before, {new} now: losses may differ by rounding", file=sys.stderr)
+    settings = {name: pair for name, pair in differences("settings").items() if name not in FREE}
+    changes = [f"{flag_name(name)} is {quoted(new)}, was {quoted(old)}" for name, (old, new) in settings.items()]
+    changes += [f"the {name}" for name in differences("fingerprints")]
     message = f"changed since step {progress.step}: {'; '.join(changes)}"
     if changes and not allow_changed:
         raise UserError(f"--resume {shown(run)}: {message}: undo that, or add --allow-changed")
@@ -187,18 +178,10 @@ def check_resume(run: Path, progress: Progress, origin: dict, allow_changed: boo
 
 def provenance() -> dict[str, str]:
     """The commit ("+" if files differ from it), the processor and the version of PyTorch that made a result."""
-    command = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--exclude=*",
-        "--abbrev=10",
-        "--dirty=+",
-    ]
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+"]
     try:
-        commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        commit = done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         commit = "no commit"
     return {"commit": commit, "processor": processor_name(), "torch": torch.__version__}

@@ -7,7 +7,7 @@ and answers.png in the run folder, and the commands that go on from it. Results 
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -27,9 +27,6 @@ SHOWN = 12  # examples of answers.png
 Results = Mapping[str, Result]
 
 
-# Measuring
-
-
 def evaluate(
     model: PaliGemma, processor: Processor, settings: Settings, title: str, world: World, held_out: HeldOut | None
 ) -> Result:
@@ -37,45 +34,34 @@ def evaluate(
     has no such questions, and of the embedded scenes their details. All processes share the questions."""
     result = Result() if held_out is None else held_out.evaluate(model, f"held-out, {title}")
     result.tests = NO_ACCURACY | {"vqa": result.scores.get("vqa_accuracy")}
-    if not settings.is_embedded:
-        return result
-    from eval import needle, scenes, vqa  # of the embedded scenes alone
+    if settings.is_embedded:
+        from eval import needle, scenes, vqa
 
-    limit, ask_all = settings.eval_limit, partial(ask_together, world)
-    details = vqa.evaluate_embedded(model.eval(), processor, limit, f"VQA, {title}", ask_all=ask_all)
-    needles = {
-        kind: needle.evaluate_embedded(model, processor, kind, limit // 2, f"{kind}, {title}", ask_all=ask_all)
-        for kind in dict.fromkeys(settings.tasks.split(","))
-        if kind in scenes.NEEDLES
-    }
-    if settings.arch == "wings":
-        result.tests["text"] = grade_text(model, processor, limit // 4, f"text, {title}", ask_all)
-    result.tests |= {"vqa": details["overall"], "needle": needles.get("n2o1")}
-    result.tests |= {"vqa_details": details, "needle_details": needles}
+        limit, ask_all = settings.eval_limit, partial(ask_together, world)
+        details = vqa.evaluate_embedded(model.eval(), processor, limit, f"VQA, {title}", ask_all=ask_all)
+        needles = {
+            kind: needle.evaluate_embedded(model, processor, kind, limit // 2, f"{kind}, {title}", ask_all=ask_all)
+            for kind in dict.fromkeys(settings.tasks.split(","))
+            if kind in scenes.NEEDLES
+        }
+        result.tests = {"vqa": details["overall"], "needle": needles.get("n2o1")}
+        result.tests |= {"vqa_details": details, "needle_details": needles}
     return result
 
 
-def grade_text(model: PaliGemma, processor: Processor, limit: int, title: str, ask_all: Callable) -> dict[str, float]:
-    """Percent right of `limit` sentences of each task of `eval/text/sentences.py`, which have no picture."""
-    from eval.question import Question
-    from eval.text import sentences
-
-    asked = [sentences.sentence(task, "test", number) for task in sentences.TASKS for number in range(limit)]
-    asks = [Question(f"{number}", f"text {number}", (), s.prefix) for number, s in enumerate(asked)]
-    right = [a == s.suffix for a, s in zip(ask_all(model, processor, asks, progress=title), asked, strict=True)]
-    return {task: 100 * sum(right[n * limit : (n + 1) * limit]) / limit for n, task in enumerate(sentences.TASKS)}
+def trained(results: Results) -> Result:
+    """Of the weights that the run ends with: the best, or the last."""
+    return results.get("best", results["after"])
 
 
 # Files
 
 
-def summarize(
-    settings: Settings, progress: Progress, results: Results, trainable: int, held_out: HeldOut | None
-) -> dict:
-    """The content of summary.json."""
+def summarize(settings: Settings, progress: Progress, results: Results, size: int, held_out: HeldOut | None) -> dict:
+    """The content of summary.json. size: the number of trained parameters."""
     summary = {"before": NO_ACCURACY, "after": NO_ACCURACY}
     summary |= {name: result.tests for name, result in results.items() if result.tests}
-    summary |= {"command": command_of(settings), "trainable_parameters": trainable}
+    summary |= {"command": command_of(settings), "trainable_parameters": size}
     summary |= {"seconds": round(progress.seconds, 1), "samples": progress.samples}
     summary |= {"left_out": progress.bad, "empty_steps": progress.empty_steps}
     if settings.evaluate and settings.is_embedded:
@@ -89,25 +75,17 @@ def summarize(
     return summary
 
 
-def trained(results: Results) -> Result:
-    """Of the weights that the run ends with: the best, or the last."""
-    return results.get("best", results["after"])
-
-
 def gain_over_blind(held_out: HeldOut, results: Results) -> dict | None:
     """How much better the trained model is with pictures than with gray ones, paired, over pictures: "measure", "mean",
     "low" and "high". The measure is the loss where nothing is matched. None for data without pictures."""
     from eval.statistics import estimate
 
-    ours, blind, measure = trained(results), results["blind"], "% exact match"
-    better, worse, factor = ours.matches, blind.matches, 100
+    ours, blind = trained(results), results["blind"]
+    better, worse, factor, measure = ours.matches, blind.matches, 100, "% exact match"
     if not any([*better, *worse]):
         better, worse, factor, measure = blind.losses, ours.losses, 1, "nats an answer"
-    pairs = [
-        (factor * (a - b), record.key)
-        for a, b, record in zip(better, worse, held_out.records, strict=True)
-        if a is not None and b is not None and record.pictures
-    ]
+    triples = zip(better, worse, held_out.records, strict=True)
+    pairs = [(factor * (a - b), r.key) for a, b, r in triples if r.pictures and None not in (a, b)]
     if not pairs:
         return None
     gain = estimate(*zip(*pairs, strict=True))
@@ -197,8 +175,6 @@ def lines_of(scores: Mapping, tests: Mapping) -> dict[str, float]:
         return lines
     from eval.scenes import NEEDLE_TITLES
 
-    if text := tests.get("text"):  # of WINGS
-        lines |= {"text alone, %": sum(text.values()) / len(text)} | {f"  {task}": text[task] for task in text}
     lines["VQA, % (chance: without a picture)"] = tests["vqa"]
     lines |= {f"  {kind}": value for kind, value in tests["vqa_details"]["per_answer_type"].items()}
     return lines | {f"needle, {NEEDLE_TITLES[kind]}, %": value for kind, value in tests["needle_details"].items()}
