@@ -54,9 +54,8 @@ class AnswerHead(nn.Module):
 def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world: World) -> list[float]:
     """Train the vision tower for `settings.align` passes over the pictures of `records`, in place.
 
-    Returns the loss of each step. Records without exactly one picture, and pictures that cannot be read, are left out:
-    training itself reports them. Every process does the same work and takes the tower of the first. Raises UserError
-    for a loss that is not finite.
+    Returns the loss of each step. Records without exactly one picture, and pictures that cannot be read, are left out.
+    Every process does the same work and takes the tower of the first. Raises UserError for a loss that is not finite.
     """
     asked = examples(records)
     pictures = {record.key: record.pictures[0] for record in records if record.key in asked}

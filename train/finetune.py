@@ -31,11 +31,11 @@ from train.data.sources import read_records
 from train.distributed import World, is_sharded, joined_world
 from train.metrics import draw_loss
 from train.optim import count, trainable
-from train.run import check_resume, data_fingerprints, origin_of, run_folder
+from train.run import data_fingerprints, run_folder, set_origin
 from train.settings import Arguments, Settings, parse, run_stem
 from train.summary import can_export, evaluate, print_summary, summarize, write_answers
 from train.supervised import make_order, train_on
-from train.systems.open import load_start, open_model, open_processor, open_trained, weights_dtype, write_trained
+from train.systems.open import load_start, open_model, open_processor, open_trained, write_trained
 from train.validation import TrainingWatch, open_held_out
 
 
@@ -63,10 +63,7 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
         model.base_fingerprint = adapter.fingerprint(model)  # which every saved adapter stores
         if world.is_first:
             fingerprints = {"base": model.base_fingerprint, **data_fingerprints(records)}
-            origin = origin_of(settings, fingerprints, world, weights_dtype(settings, world.device))
-            if not begins:
-                check_resume(run, progress, origin, arguments.allow_changed)
-            progress.origin = origin
+            set_origin(run, progress, settings, fingerprints, arguments.allow_changed)
         if begins and settings.evaluate and settings.is_grafted:
             results["start"] = evaluate(model, processor, settings, "start", world, held_out)
         if begins and settings.align:

@@ -10,7 +10,7 @@ CUDA adds about 1 GiB of its own, and copies of keys and values for all heads wh
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -44,16 +44,12 @@ SAMPLE = 128  # rows that are opened
 
 @dataclass(frozen=True)
 class StepCost:
-    """Bytes at the peak of a step, and the FLOPs of one micro-batch's matrix products.
-
-    gradients: also their copies, where GPUs exchange them. moments: both of Adam or the one of Muon, in the parameters'
-    dtype. activations: whatever else is alive at the peak.
-    """
+    """Bytes at the peak of a step, and the FLOPs of one micro-batch's matrix products."""
 
     weights: float
-    gradients: float
-    moments: float
-    activations: float
+    gradients: float  # also their copies, where GPUs exchange them
+    moments: float  # both of Adam or the one of Muon, in the parameters' dtype
+    activations: float  # whatever else is alive at the peak
     flops: float
 
     @property
@@ -63,26 +59,20 @@ class StepCost:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One run. samples, steps, tokens and flops are those of the whole run on all GPUs, without evaluation.
-
-    trained: parameters. rows, step_rows: of a micro-batch, of a step. tokens: with padding, and those of pictures.
-    plain and checkpointed: a step on one GPU, without and with `--checkpointing`. disk: bytes. left_out: a line for
-    each record that was opened and cannot be used.
-    """
+    """One run. samples, steps, tokens and flops are those of the whole run on all GPUs, without evaluation."""
 
     name: str
     gpus: int
-    trained: int
-    rows: int
+    trained: int  # parameters
+    rows: int  # of a micro-batch
     step_rows: int
     samples: int
     steps: int
-    tokens: int
-    plain: StepCost
-    checkpointed: StepCost
-    disk: int
+    tokens: int  # with padding, and those of pictures
+    plain: StepCost  # of a step on one GPU
+    checkpointed: StepCost  # the same with `--checkpointing`
+    disk: int  # bytes
     flops: float
-    left_out: tuple[str, ...]
 
 
 def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
@@ -96,9 +86,9 @@ def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
     dtype = next(name for name, kind in DTYPES.items() if kind == weights_dtype(settings, device))
     model, _ = open_model(replace(settings, dtype=dtype), torch.device("meta"))
     learned, autocast = trainable(model), autocast_dtype(settings.autocast, device)
-    result = sum(tensor.nbytes for tensor in (model.state_dict() if settings.writes_model else learned).values())
+    result = bytes_of((model.state_dict() if settings.writes_model else learned).values())
     order = make_order(records, processor_of(settings, model), settings, World(0, gpus, torch.device("cpu")))
-    micros, left_out = open_sample(order, settings)
+    micros = open_sample(order, settings)
     widest = max(micros, key=lambda micro: micro.batch.input_ids.numel())
     trained = count(learned.values())
     costs = step_costs(model, widest, autocast, micro_batches > gpus, settings.optimizer)
@@ -110,7 +100,7 @@ def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
     tokens = samples * sum(m.batch.input_ids.numel() for m in micros) / sum(len(m.names) for m in micros)
     flops = costs[settings.checkpointing].flops * tokens / widest.batch.input_ids.numel()
     sizes = (trained, rows, rows * micro_batches, samples, order.total, round(tokens))
-    return PlanRow(name or run_stem(settings), gpus, *sizes, *costs, disk, flops, left_out)
+    return PlanRow(name or run_stem(settings), gpus, *sizes, *costs, disk, flops)
 
 
 def processor_of(settings: Settings, model: PaliGemma) -> Processor:
@@ -121,11 +111,8 @@ def processor_of(settings: Settings, model: PaliGemma) -> Processor:
     return open_processor(settings, model)[0]
 
 
-def open_sample(order: Order, settings: Settings) -> tuple[list[MicroBatch], tuple[str, ...]]:
-    """The first micro-batches of a run, of about SAMPLE rows, and a line for each record that cannot be used.
-
-    Raises UserError where the run would: for too many unusable records, or no others.
-    """
+def open_sample(order: Order, settings: Settings) -> list[MicroBatch]:
+    """The first micro-batches of a run, of about SAMPLE rows. Raises UserError for too many unusable records."""
     micros, rows, bad = [], 0, []
     for micro in chain.from_iterable(order.steps(0, settings.workers)):
         micros += [] if micro.is_empty else [micro]
@@ -134,18 +121,21 @@ def open_sample(order: Order, settings: Settings) -> tuple[list[MicroBatch], tup
             break
     if len(bad) > settings.max_bad or not micros:
         raise UserError(f"{len(bad)} of the first {rows + len(bad)} records are unusable; the last: {bad[-1]}")
-    return micros, tuple(bad)
+    return micros
 
 
 def spread_cost(cost: StepCost, gpus: int, model: PaliGemma, shard: bool, autocast: torch.dtype | None) -> StepCost:
     """The cost of one of `gpus` GPUs: DDP exchanges copies of the gradients, FSDP2 gathers two layers at a time."""
     if not shard:
         return replace(cost, gradients=2 * cost.gradients)
-    sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers_of(model)]
-    outside = sum(parameter.nbytes for parameter in model.parameters()) - sum(sizes)
-    gathered = (2 * max(sizes) + outside) * (0.5 if reads_bf16(model, autocast) else 1)
-    parts = {"gradients": cost.gradients / gpus, "moments": cost.moments / gpus}
-    return replace(cost, weights=cost.weights / gpus + gathered, **parts)
+    sizes = [bytes_of(layer.parameters()) for layer in layers_of(model)]
+    outside = bytes_of(model.parameters()) - sum(sizes)
+    weights = cost.weights / gpus + (2 * max(sizes) + outside) * (0.5 if reads_bf16(model, autocast) else 1)
+    return replace(cost, weights=weights, gradients=cost.gradients / gpus, moments=cost.moments / gpus)
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 # A step, traced
@@ -175,8 +165,7 @@ def step_costs(
     # A model reads the values of integers, for example to count image slots: these stay.
     shapes = replace(micro, batch=replace(micro.batch, pixel_values=fake.from_tensor(micro.batch.pixel_values)))
     learned, tensors, by_muon = trainable(model), [*model.parameters(), *model.buffers()], optimizer == "muon"
-    weights = sum(tensor.nbytes for tensor in tensors)
-    gradients = sum(parameter.nbytes for parameter in learned.values())
+    weights, gradients = bytes_of(tensors), bytes_of(learned.values())
     moments = sum(p.nbytes * (1 if by_muon and is_inner_matrix(name, p) else 2) for name, p in learned.items())
     model.train()
     for checkpointing in (False, True):
@@ -220,7 +209,7 @@ class _Counter(TorchDispatchMode):
 
 
 def plan_table(rows: Sequence[PlanRow], gpu: str = "H100") -> str:
-    """The runs as a Markdown table; below it what the numbers mean, and the records that are left out."""
+    """The runs as a Markdown table; below it what the numbers mean."""
     peak, capacity = GPUS[gpu]
     head = ("run", "trained", "rows a step", "samples", "steps", "tokens", "GPU memory", "disk", "FLOPs", "hours")
     cells = []
@@ -236,5 +225,4 @@ def plan_table(rows: Sequence[PlanRow], gpu: str = "H100") -> str:
         f"`--checkpointing`; CUDA takes about 1 GiB more; ! is more than {capacity} GB. Hours: at {SHARES[0]:.0%} to "
         f"{SHARES[1]:.0%} of the {peak / 1e12:.0f} TFLOP/s (bf16) of {gpus} × {gpu}, without evaluation."
     )
-    left_out = dict.fromkeys(f"left out: {line}" for row in rows for line in row.left_out)
-    return "\n".join([*markdown_table(head, cells), "", about, *left_out])
+    return "\n".join([*markdown_table(head, cells), "", about])

@@ -1,8 +1,7 @@
 """The folder of a run, locked while a process writes to it; what the run is made from; and its end by a signal.
 
 SIGTERM or Ctrl-C during training: the running step is finished, a checkpoint is written, the program ends. Every
-checkpoint stores the origin of its run, which is compared when the run is resumed: settings, fingerprints of base and
-data, and what decides how numbers are rounded.
+checkpoint stores the origin of its run, settings and fingerprints of base and data; a resumed run compares them.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ import torch
 
 from eval.records import Record
 from model.common import UserError, file_errors, quoted, shown, write_text
-from model.device import numerics, processor_name
+from model.device import processor_name
 from train.checkpoint import Progress, file_digest
 from train.distributed import World
 from train.flags import RUN_CONFIG, RunArguments, flag_name
@@ -120,13 +119,6 @@ def lock_folder(run: Path) -> IO:
 # What a run is made from
 
 
-def origin_of(settings, fingerprints: Mapping[str, str], world: World, dtype: torch.dtype) -> dict:
-    """The settings, a dataclass; the fingerprints of what they name, such as {"base": …, "pictures": …}; and what this
-    machine makes of them: processor, threads, processes, and the dtype of the weights."""
-    resolved = numerics(world.device) | {"dtype": str(dtype), "processes": f"{world.size} processes"}
-    return {"settings": asdict(settings), "fingerprints": dict(fingerprints), "numerics": resolved}
-
-
 def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
     """Fingerprints of the records and of their pictures.
 
@@ -154,26 +146,24 @@ def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
     return {name: f"{count} {digest.hexdigest()[:16]}" for name, (count, digest) in sums.items()}
 
 
-def check_resume(run: Path, progress: Progress, origin: dict, allow_changed: bool) -> None:
-    """Raise UserError if the checkpoint of `progress` has another origin, naming what has changed.
+def set_origin(run: Path, progress: Progress, settings, fingerprints: Mapping[str, str], allow_changed: bool) -> None:
+    """Store in `progress` what the run is made from: its settings, and fingerprints such as {"base": …}.
 
-    With `allow_changed`, and for what changes the losses by rounding only, print the change on stderr instead.
+    Raises UserError if its checkpoint has another origin, naming what has changed; with `allow_changed` it is printed.
     """
-    before, now = progress.origin, json.loads(json.dumps(origin))  # tuples become lists, as in a checkpoint
-
-    def differences(part: str) -> dict[str, tuple]:
-        return {name: (before[part].get(name), new) for name, new in now[part].items() if before[part].get(name) != new}
-
-    for name, (old, new) in differences("numerics").items():
-        print(f"{run}: {name}: {old} before, {new} now: losses may differ by rounding", file=sys.stderr)
-    settings = {name: pair for name, pair in differences("settings").items() if name not in FREE}
-    changes = [f"{flag_name(name)} is {quoted(new)}, was {quoted(old)}" for name, (old, new) in settings.items()]
-    changes += [f"the {name}" for name in differences("fingerprints")]
-    message = f"changed since step {progress.step}: {'; '.join(changes)}"
+    before, changes = progress.origin, []
+    progress.origin = {"settings": json.loads(json.dumps(asdict(settings))), "fingerprints": dict(fingerprints)}
+    if before is None:
+        return
+    for name, new in progress.origin["settings"].items():
+        if name not in FREE and (old := before["settings"][name]) != new:
+            changes.append(f"{flag_name(name)} is {quoted(new)}, was {quoted(old)}")
+    changes += [f"the {name}" for name, new in fingerprints.items() if before["fingerprints"].get(name) != new]
+    message = f"{shown(run)}: changed since step {progress.step}: {'; '.join(changes)}"
     if changes and not allow_changed:
-        raise UserError(f"--resume {shown(run)}: {message}: undo that, or add --allow-changed")
+        raise UserError(f"--resume {message}: undo that, or add --allow-changed")
     if changes:
-        print(f"{run}: allowed: {message}", file=sys.stderr)
+        print(f"{message}: allowed", file=sys.stderr)
 
 
 def provenance() -> dict[str, str]:

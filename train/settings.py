@@ -86,12 +86,9 @@ class Settings(LoopSettings):
 
     @property
     def options(self) -> dict[str, object]:
-        """The values of `option`, which are JSON or else texts, by name. Raises UserError for what has no name."""
+        """The values of `option`, which are JSON or else texts, by name."""
         options: dict[str, object] = {}
-        for text in self.option:
-            name, equals, value = text.partition("=")
-            if not equals:
-                raise UserError(f"--option {text}: expected NAME=VALUE")
+        for name, _, value in (text.partition("=") for text in self.option):
             options[name] = value
             with contextlib.suppress(json.JSONDecodeError):
                 options[name] = json.loads(value)
@@ -157,7 +154,10 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
 
 def command_of(settings: Settings) -> str:
     """The command that gives `settings`: the flags that differ from their defaults, or that a stage has its own for."""
-    words, of_stage = [], stage_defaults(settings.arch, settings.stage, settings.is_embedded)
+    words, of_stage = (
+        ["python", "-m", "train.finetune"],
+        stage_defaults(settings.arch, settings.stage, settings.is_embedded),
+    )
     for field in fields(settings):
         value, name = getattr(settings, field.name), flag_name(field.name)
         if value is None or value == field.default and field.name not in of_stage:
@@ -166,7 +166,7 @@ def command_of(settings: Settings) -> str:
             words.append(name if value else name.replace("--", "--no-", 1))
         else:
             words += [word for part in (value if isinstance(value, tuple) else (value,)) for word in (name, str(part))]
-    return shlex.join(["python", "-m", "train.finetune", *words])
+    return shlex.join(words)
 
 
 def check(settings: Settings) -> None:

@@ -15,7 +15,6 @@ import random
 import tarfile
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
@@ -23,30 +22,19 @@ from tempfile import TemporaryDirectory
 
 from tqdm import tqdm
 
+from eval.command import add_flag, command_parser, positive, whole
 from eval.own_files import ROLES, Picture, Record, Refusal
 from eval.records import SOURCES, groups_of, read_data
 from model.common import UserError, file_errors, run_command, shown, sync_files, sync_folder
 from train.data.shards import PICTURES, index_of
-from train.flags import FlagParser, add_flags, flag, from_values
 from train.settings import Settings
-
-
-@dataclass(frozen=True)
-class PackOptions:
-    """The flags of this command, beside the data and --out."""
-
-    per_shard: int = flag(1000, "samples of a shard: pictures with their questions", least=1, metavar="N")
-    max_bad: int = flag(Settings.max_bad, "records without their pictures to leave out, at most", least=0, metavar="N")
-    prompt: str = flag(Settings.prompt, "prompt of a VQAv2 question")
-    images: str | None = flag(None, "folder of the pictures (default: vqav2:DIR itself, or where the FILE is)")
 
 
 def pack(records: Sequence[Record], prefix: Path, per_shard: int = 1000, max_bad: int = 0) -> list[Path]:
     """Write the shards of `records` and their indices; returns the shards. Records that are left out are printed.
 
-    Pictures are shuffled, so that every shard is a random mixture; all records of a picture are in one sample.
-    Raises UserError for more than `max_bad` records without their pictures, before anything is written, and where
-    shards of this prefix are there.
+    Pictures are shuffled; all records of a picture are in one sample. Raises UserError, before anything is written, for
+    more than `max_bad` records without their pictures, and where shards of this prefix are there.
     """
     groups, of_group, bad = groups_of(records), defaultdict(list), 0
     for record in records:
@@ -113,17 +101,18 @@ def question(record: Record, pictures: Sequence[Picture]) -> dict:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = FlagParser(prog="python -m train.shard", description=__doc__)
+    parser = command_parser("train.shard", __doc__)
     parser.add_argument("data", help=SOURCES)
     parser.add_argument("--out", type=Path, required=True, metavar="PREFIX", help="shards are PREFIX-000.tar, …")
-    add_flags(parser, PackOptions)
-    given = vars(parser.parse_args(argv))
-    data, out = given.pop("data"), given.pop("out")
-    options = from_values(PackOptions, given)
-    if data == "embedded":
+    add_flag(parser, "--per-shard", "samples of a shard: pictures with their questions", 1000, type=positive)
+    add_flag(parser, "--max-bad", "records without pictures to leave out, at most", Settings.max_bad, type=whole(0))
+    add_flag(parser, "--prompt", "prompt of a VQAv2 question", Settings.prompt)
+    add_flag(parser, "--images", "folder of the pictures (default: vqav2:DIR itself, or where the FILE is)")
+    args = parser.parse_args(argv)
+    if args.data == "embedded":
         raise UserError("embedded: these pictures are drawn while training needs them: give data in files")
-    paths = pack(read_data(data, images=options.images, prompt=options.prompt), out, options.per_shard, options.max_bad)
-    print(f"{len(paths)} shards: --data shards:'{out}-{{000..{len(paths) - 1:03}}}.tar'")
+    paths = pack(read_data(args.data, images=args.images, prompt=args.prompt), args.out, args.per_shard, args.max_bad)
+    print(f"{len(paths)} shards: --data shards:'{args.out}-{{000..{len(paths) - 1:03}}}.tar'")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from train.systems.open import open_model, open_processor
 
 
 def show_batch(settings: Settings, sheet: Path) -> list[str]:
-    """The lines to print: each row has ⟦ ⟧ around what is learned, ↵ for a newline, and no padding. The pictures are
-    written to `sheet`. Raises UserError for what cannot be used."""
+    """The lines to print, with ↵ for a newline and no padding; `sheet` gets the pictures. Raises UserError."""
     figures.check_name(sheet)
     model, _ = open_model(settings, torch.device("meta"))  # shapes and the tokenizer are enough
     processor, _ = open_processor(settings, model)
@@ -33,12 +32,11 @@ def show_batch(settings: Settings, sheet: Path) -> list[str]:
     batch, lines, slots = micro.batch, [], iter((micro.batch.image_index + 1).tolist())
     for number, name in enumerate(micro.names):
         valid, text = batch.attention_mask[number].bool(), ""
-        ids, labels = (tensor[number][valid].tolist() for tensor in (batch.input_ids, batch.labels))
-        for is_learned, group in groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] != -100):
+        ids, learned = batch.input_ids[number][valid].tolist(), (batch.labels[number][valid] != -100).tolist()
+        for is_learned, group in groupby(zip(ids, learned, strict=True), key=lambda pair: pair[1]):
             part = spell([token for token, _ in group], processor, slots)
             text += f"⟦{part}⟧" if is_learned else part
-        learned = sum(label != -100 for label in labels)
-        lines += [f"{number + 1}  {shown(name)}: {len(ids)} tokens, {learned} of them learned", f"   {text}"]
+        lines += [f"{number + 1}  {shown(name)}: {len(ids)} tokens, {sum(learned)} of them learned", f"   {text}"]
     lines += [f"left out {line}" for line in micro.bad]
     pixels = ((batch.pixel_values + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
     if images := [Image.fromarray(picture) for picture in pixels]:

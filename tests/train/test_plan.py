@@ -40,7 +40,7 @@ QMAMBA = QMambaConfig(SMALL.vision, replace(TINY, num_blocks=1, queries=4, conne
 
 def first_batch(settings, model):
     order = make_order(read_records(settings), processor_of(settings, model), settings, World(0, 1, CPU))
-    return max(open_sample(order, settings)[0], key=lambda micro: micro.batch.input_ids.numel())
+    return max(open_sample(order, settings), key=lambda micro: micro.batch.input_ids.numel())
 
 
 def measured_peak(settings) -> int:
@@ -143,7 +143,7 @@ def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(tmp_path, monkeypa
     assert {path.name for path in Path().iterdir()} == {"vqav2"}
     cells = [cell.strip() for cell in printed.splitlines()[2].strip("|").split("|")]
     assert cells[:5] == ["embedded-softmax", "344,064", "4", "60", "15"]
-    assert "1 × A100" in printed and printed.count("left out: 3") == 3
+    assert "1 × A100" in printed
     refused(lambda: plan(parse(f"{flags} --max-bad 2".split())[0]), "3 of the first")
 
 

@@ -32,7 +32,7 @@ from train.flags import FlagParser, RunArguments, flag, read_run
 from train.loop import LoopSettings, fit
 from train.metrics import draw_loss
 from train.optim import SCALARS, Rule, count, make_adamw, matching, parameter_groups
-from train.run import check_resume, origin_of, run_folder
+from train.run import run_folder, set_origin
 from weights.export import export_model
 
 PROGRAM = "train.systems.text"
@@ -232,10 +232,7 @@ def train(settings: TextSettings, arguments: RunArguments, world: World) -> None
         if world.is_first:
             corpus = corpus or open_corpus(folder, settings.text, settings.vocab_size, SYMBOLS)
             print(f"{len(corpus.ids['train']):,} tokens of text to learn from", flush=True)
-            origin = origin_of(settings, {"corpus": corpus.digest}, world, torch.float32)
-            if saved:
-                check_resume(run, saved, origin, arguments.allow_changed)
-            progress.origin = origin
+            set_origin(run, progress, settings, {"corpus": corpus.digest}, arguments.allow_changed)
         world.barrier()  # the first process has written the corpus
         model, progress = learn(settings, corpus or kept_corpus(folder), run, world, progress)
         model = whole_model(model, world)
