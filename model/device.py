@@ -48,10 +48,3 @@ def processor_name() -> str:
     file = Path("/proc/cpuinfo")
     name = re.search(r"^model name\s*:\s*(\S.*)", file.read_text(), re.M) if file.exists() else None
     return name[1] if name else platform.processor() or platform.machine()
-
-
-def numerics(device: torch.device) -> dict[str, str]:
-    """What decides how results are rounded, besides the settings."""
-    names, threads = (processor_name(), *sorted(cpu.ways)), f"{torch.get_num_threads()} threads"
-    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else ", ".join(names)
-    return {"torch": torch.__version__, "processor": processor, "threads": threads}
