@@ -1,9 +1,9 @@
 """Checkpoints of a run: everything that the next step depends on, written atomically.
 
-In: the trained parameters, the optimizer, and the progress of the loop. Random numbers are seeded at every step. Out:
-`checkpoints/step-N/` with `trainable.safetensors`, `optimizer.safetensors` and `state.json`. Where FSDP2 has sharded
-the parameters, a `shard-R-….safetensors` of each process takes the place of the first two, so that no process holds a
-whole tensor. Any number of processes, with or without FSDP2, resumes from either kind.
+In: the trained parameters, the optimizer, the gradient scaler, and the progress of the loop; random numbers are seeded
+at every step. Out: `checkpoints/step-N/` with `trainable.safetensors`, `optimizer.safetensors` and `state.json`. Where
+FSDP2 has sharded the parameters, a `shard-R-….safetensors` of each process takes the place of the first two, so that no
+process holds a whole tensor. Any number of processes, with or without FSDP2, resumes from either kind.
 
 Atomic: a checkpoint is written under another name, flushed to disk and renamed; a crash leaves the previous one intact.
 `manifest.json` has a digest of each file: what is missing, changed or of another checkpoint is refused. No pickles:
@@ -72,6 +72,7 @@ class Progress:
     stopped: int | None = None  # the step of an early end
     results: dict[str, Result] = field(default_factory=dict)  # evaluations, by column of the table
     origin: dict | None = None  # see `train/run.py`
+    scaler: dict | None = None  # the gradient scaler's state
 
 
 # Writing

@@ -40,7 +40,7 @@ class LoopSettings:
     clip: float = flag(1.0, "largest gradient norm; 0 does not clip", least=0, most=1e12)
     seed: int = flag(0, "of initialisation, order and dropout", least=0)
     device: str = flag("auto", "cuda, mps, cpu, … (default: cuda or mps if there is one)")
-    autocast: str = flag("auto", "default: bf16 on CUDA, else none", choices=["auto", "none", "bf16"])
+    autocast: str = flag("auto", "default: bf16 on CUDA, else none", choices=["auto", "none", "bf16", "fp16"])
     shard: bool = flag(False, "with torchrun: FSDP2 instead of DDP")
     compile: bool = flag(False, "torch.compile the model")
     checkpointing: bool = flag(False, "recompute activations of decoder and projector, for memory")
@@ -75,10 +75,12 @@ def fit(
     """
     progress = progress or newest_progress(run) or Progress(world.size)
     autocast, dtype = autocast_of(settings.autocast, world.device), autocast_dtype(settings.autocast, world.device)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     called = spread(model, world, settings.shard, dtype, settings.compile)
     reconnect(optimizer, model)
     if progress.step:
         load_checkpoint(run, progress, model, optimizer)
+        scaler.load_state_dict(progress.scaler or scaler.state_dict())
     learned = trainable(model)
     scalars = [parameter for name, parameter in learned.items() if re.fullmatch(SCALARS, name)]
     with catch_signals() as received, closing(Log(run, order.total, progress, world)) as log:
@@ -93,22 +95,27 @@ def fit(
                 set_gradient_sync(called, number == len(micros) - 1)
                 with autocast:
                     value = loss(called, micro)
-                (value * (world.size / tokens)).backward()  # DDP and FSDP2 average over the processes
+                scaler.scale(value * (world.size / tokens)).backward()  # DDP and FSDP2 average over the processes
                 losses.append(value.detach())
+            if tokens:
+                scaler.unscale_(optimizer)
             losses, norms = clip_and_read([*learned.values()], scalars, losses, settings.clip)
             loss_sum, stopping = world.totals(sum(losses), float(bool(received)))
-            check_finite(loss_sum, losses, step, micros, world, norms["gradient_norm"])
+            norm = 0.0 if scaler.is_enabled() else norms["gradient_norm"]  # a scaler leaves infinite steps out
+            check_finite(loss_sum, losses, step, micros, world, norm)
             set_rates(optimizer, rate_factor(step, order.total, settings.warmup, settings.schedule))
             record = {"step": step} | ({"loss": loss_sum / tokens} if tokens else {})
             record |= {"lr": optimizer.param_groups[-1]["lr"], **norms}
             if tokens:  # else momentum and decay would move the weights all the same
-                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
             optimizer.zero_grad(set_to_none=True)
             progress.step += 1
             log.write(record | log.speed(tokens) | (watch.validate(progress.step, progress) if watch else {}))
             is_last = stopping or progress.step == order.total or progress.stopped is not None
             if is_last or progress.step % settings.checkpoint_every == 0:
                 log.sync()
+                progress.scaler = scaler.state_dict()
                 save_checkpoint(run, progress, model, optimizer, world, settings.keep)
                 log.go_on()
             if stopping:

@@ -70,5 +70,9 @@ def row_losses(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
 
 def forward(model: nn.Module, micro: MicroBatch, **options) -> torch.Tensor:
     """Logits (B, T, V) of the supervised positions, where alone the head runs; the loss with `targets`."""
-    batch = {name: tensor for name, tensor in vars(micro.batch).items() if name != "labels"}
-    return model(**batch, positions_to_keep=micro.positions, **options)
+    return model(**inputs(micro), positions_to_keep=micro.positions, **options)
+
+
+def inputs(micro: MicroBatch) -> dict[str, torch.Tensor]:
+    """The arguments of the model that are the batch itself."""
+    return {name: tensor for name, tensor in vars(micro.batch).items() if name != "labels"}

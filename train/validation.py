@@ -14,12 +14,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from eval.records import Record, blind
 from model.common import UserError
 from model.device import autocast_of
+from model.differential import lambdas, map_distance, variants_of
 from model.paligemma import MAX_LOGITS, PaliGemma
 from model.processor import Processor
 from train.checkpoint import Best, Progress, Result, atomic_folder
@@ -27,7 +29,7 @@ from train.data.batches import MicroBatches, load
 from train.data.sources import read_records
 from train.distributed import World, ask_together, is_sharded
 from train.settings import Settings
-from train.supervised import ready, row_losses
+from train.supervised import inputs, ready, row_losses
 from train.systems.open import write_trained
 
 ASKED = 200  # examples that a model answers at an evaluation during training; the loss is of all
@@ -142,8 +144,8 @@ class TrainingWatch:
     total: int
     files: Sequence[Path] = ()
 
-    def validate(self, step: int, progress: Progress) -> dict[str, float]:
-        """Evaluate the model every --eval-every steps and after the last; returns loss and exact match.
+    def validate(self, step: int, progress: Progress) -> dict[str, Any]:
+        """Evaluate the model every --eval-every steps and after the last; returns loss, exact match and `maps`.
 
         `progress.best` becomes this step if its exact match is the highest so far, or equal and its loss the lowest
         (where no answer is generated, by the loss alone), and then RUN/best is written. `progress.stopped` becomes this
@@ -164,4 +166,17 @@ class TrainingWatch:
         else:
             best.since += 1
             progress.stopped = step if 0 < settings.patience <= best.since else None
-        return {"held_out_loss": loss} | ({} if exact is None else {"exact_match": exact})
+        return {"held_out_loss": loss} | ({} if exact is None else {"exact_match": exact}) | self.maps()
+
+    def maps(self) -> dict[str, dict]:
+        """λ or μ, and the distance between the two maps, by layer, on the first held-out batch."""
+        held_out = self.held_out
+        if not self.world.is_first or is_sharded(self.model) or not variants_of(self.model):
+            return {}
+        micro = ready(
+            MicroBatches(held_out.records, held_out.processor)[held_out.plan[0]], held_out.processor, self.world.device
+        )
+        values = {"lambda": lambdas(self.model), "map_distance": map_distance(self.model.eval(), **inputs(micro))}
+        return {
+            name: {path: v.tolist() for path, v in by_layer.items()} for name, by_layer in values.items() if by_layer
+        }

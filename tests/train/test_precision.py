@@ -73,18 +73,37 @@ def test_a_sharded_model_reads_bf16_and_keeps_fp32(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=5e-3)
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path):
-    """Breaks when a step with a finite loss leaves no weight finite, and a checkpoint of them is written."""
-    row = SimpleNamespace(names=("row",), tokens=1, bad=())
-    order = SimpleNamespace(total=2, steps=lambda *args, **options: iter([[row]] * 2))
+def fit_small(run, steps: int, loss, **settings) -> None:
+    """Train a small model in `run`, from its newest checkpoint on, by one row a step, which is its number."""
+    torch.manual_seed(0)
+    rows = [[SimpleNamespace(names=("row",), tokens=1, bad=(), number=n)] for n in range(steps)]
+    order = SimpleNamespace(total=steps, steps=lambda first, *args, **options: iter(rows[first:]))
     model = nn.Linear(4, 8)
     optimizer = make_adamw(parameter_groups(model, [Rule(["weight", "bias"], 1e-3)]), (0.9, 0.98))
+    run.mkdir(exist_ok=True)
+    fit(model, optimizer, order, loss, LoopSettings(schedule="constant", **settings), run, WORLD)
+
+
+def test_the_gradient_scaler_is_restored(tmp_path):
+    """Breaks when a resumed fp16 run starts again at the first scale, which would overflow anew."""
+
+    def loss(model, row):  # the second overflows when it is scaled, so that the scaler backs off
+        return model(torch.ones(1, 4)).float().square().sum() * (1e36 if row.number == 1 else 1.0)
+
+    for name, steps in (("cut", 3), ("cut", 4), ("whole", 4)):
+        fit_small(tmp_path / name, steps, loss, autocast="fp16")
+    cut, whole = (newest_progress(tmp_path / name).scaler for name in ("cut", "whole"))
+    assert whole["scale"] < torch.amp.GradScaler("cpu").state_dict()["scale"] and whole["_growth_tracker"] == 2
+    assert cut == whole
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path):
+    """Breaks when a step with a finite loss leaves no weight finite, and a checkpoint of them is written."""
 
     def loss(model, row):
         return model(torch.ones(1, 4)).square().sum() + (0 * model.weight).sum().sqrt()
 
-    settings = LoopSettings(checkpoint_every=1)
-    refused(lambda: fit(model, optimizer, order, loss, settings, tmp_path, WORLD), "step 0: ", "gradient", "nan")
+    refused(lambda: fit_small(tmp_path, 2, loss, checkpoint_every=1), "step 0: ", "gradient", "nan")
     assert newest_progress(tmp_path) is None
 
 

@@ -44,7 +44,7 @@ def write_colors(folder: Path, count: int) -> str:
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory) -> str:
     data = write_colors(tmp_path_factory.mktemp("colors"), 30)
-    flags = "--base tiny --validation 0.4 --batch-size 3 --steps 8 --epochs 9 --dropout 0.1 --attention softmax"
+    flags = "--base tiny --validation 0.4 --batch-size 3 --steps 8 --epochs 9 --dropout 0.1 --attention twin"
     return f"{data} {flags} --checkpoint-every 3 --device cpu"
 
 
@@ -60,6 +60,7 @@ def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
     closed, whole = metrics(tmp_path / "closed"), metrics(tmp_path / "open")
     assert [record["step"] for record in whole if "held_out_loss" in record and "exact_match" in record] == [1, 3, 5, 7]
     assert [{name: record[name] for name in closed[0]} for record in whole] == closed
+    assert all(value > 0 for value in whole[1]["map_distance"].values()) and len(whole[1]["lambda"]) > 1
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         # the sixth call comes after the evaluation of step 4 and the checkpoint of step 3
         losses = [supervised.supervised_loss] * 5 + [Mock(side_effect=KeyboardInterrupt)]
@@ -115,7 +116,7 @@ def test_the_best_is_kept(tmp_path, monkeypatch):
     scores, progress = {}, Progress()
     held_out = SimpleNamespace(evaluate=lambda model, most: Result(scores=scores))
     monkeypatch.setattr(validation, "write_trained", lambda model, folder, *args: folder.mkdir())
-    watch = TrainingWatch(None, held_out, Settings(eval_every=1, patience=2), tmp_path, WORLD, 100)
+    watch = TrainingWatch(torch.nn.Module(), held_out, Settings(eval_every=1, patience=2), tmp_path, WORLD, 100)
     for step, ((loss, exact), expected) in enumerate(steps, 1):
         scores.update(loss=loss, exact_match=exact)
         assert bool(watch.validate(step, progress)) == math.isfinite(loss)
