@@ -1,11 +1,10 @@
 """Intervals of a mean over examples, pictures and training runs, and tests of differences.
 
-In: a score for each example, of one run or of several. Out: the mean with its interval. Two models are compared on the
-*difference* of their scores on the same examples (paired), which is what `bootstrap(a - b)` and `estimate(a - b)` give.
+In: a score for each example, of one run or of several. Out: the mean with its interval; `bootstrap(a - b)` and
+`estimate(a - b)` compare two models on the same examples (paired).
 
-`bootstrap` resamples runs and examples. Of five runs its intervals cover the truth in about 85 % of all cases, not in
-95 %, since it cannot know how little five runs say of all runs. `estimate`, which the studies use for differences of
-runs, takes the components of variance and Student's t instead; both agree where runs are many.
+`bootstrap` resamples runs and examples; of five runs its intervals cover the truth in about 85 % of cases, not 95 %.
+`estimate`, for differences of runs, takes the components of variance and Student's t; both agree where runs are many.
 
 Sources: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993 (percentile intervals). Howe 1974, Graybill and
 Wang 1980 (intervals of a sum of components). Holm 1979. Schuirmann 1987 (two one-sided tests).
@@ -31,43 +30,32 @@ class Interval(NamedTuple):
         return not self.low <= 0 <= self.high
 
 
-def bootstrap(
-    scores,
-    groups: Sequence[int | str] | None = None,
-    *,
-    confidence: float = 0.95,
-    resamples: int = 10_000,
-    seed: int = 0,
-) -> Interval:
-    """Mean of `scores`, (examples,) or (runs, examples), with its percentile interval.
+def bootstrap(scores, groups: Sequence[int | str] | None = None) -> Interval:
+    """Mean of `scores`, (examples,) or (runs, examples), with its 95 % percentile interval.
 
     Runs, if there are several, and `groups` of examples are drawn anew with replacement: examples of one group, such as
-    the questions on one picture, are not independent and stay together. By default each example is its own group.
+    the questions on one picture, stay together. By default each example is its own group.
     """
     scores = np.atleast_2d(np.asarray(scores, dtype=np.float64))
     runs, examples = scores.shape
     group = np.arange(examples) if groups is None else np.unique(groups, return_inverse=True)[1]
     sizes = np.bincount(group)
     sums = np.stack([np.bincount(group, weights=run) for run in scores])  # (runs, groups)
-    draw, means = np.random.default_rng(seed), []
+    draw, means = np.random.default_rng(0), []
     batch = max(1, 200_000 // len(sizes))  # rows at a time, to stay in the processor's cache
-    for start in range(0, resamples, batch):
-        rows = min(batch, resamples - start)
+    for start in range(0, 10_000, batch):
+        rows = min(batch, 10_000 - start)
         picked = draw.integers(len(sizes), size=(rows, len(sizes)))
         run_mean = sums[draw.integers(runs, size=(rows, runs))].mean(axis=1)  # (rows, groups)
         means.append(np.take_along_axis(run_mean, picked, axis=1).sum(axis=1) / sizes[picked].sum(axis=1))
-    low, high = np.quantile(np.concatenate(means), ((1 - confidence) / 2, (1 + confidence) / 2))
+    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
     return Interval(float(scores.mean()), float(low), float(high))
 
 
 class Estimate(NamedTuple):
-    """A mean, the ends of its 95 % interval, its standard error as far as runs vary, with the degrees of freedom of
-    that, and the same as far as examples do that all runs share. Of one run, examples are in the place of runs.
-
-    Quantiles of both parts are added as the sides of a right angle. One number of degrees of freedom for their sum
-    (Satterthwaite) is large where few runs are alike by chance, just where the error is too small: of five runs whose
-    levels vary most, p-values below 0.002 then are three times as frequent as they should be, and Holm's rests on them.
-    """
+    """A mean, its 95 % interval, and the standard errors of runs and of the examples that all runs share, with their
+    degrees of freedom. Of one run, examples are in the place of runs. Half-widths combine as sqrt(a² + b²):
+    Satterthwaite's degrees for the sum make p-values below 0.002 of five runs three times too frequent."""
 
     mean: float
     low: float
@@ -82,19 +70,11 @@ class Estimate(NamedTuple):
     @property
     def p(self) -> float:
         """The two-sided p of "the mean is 0"."""
-        return min(1.0, 2 * self.above(0.0) if self.mean > 0 else 2 * self.below(0.0))
-
-    def above(self, bound: float) -> float:
-        """The one-sided p of "the mean is at most `bound`": small where it is above."""
-        return self._tail(self.mean - bound)
-
-    def below(self, bound: float) -> float:
-        """The one-sided p of "the mean is at least `bound`": small where it is below."""
-        return self._tail(bound - self.mean)
+        return min(1.0, 2 * self._tail(abs(self.mean)))
 
     def equivalence(self, margin: float) -> float:
         """The p of "the mean is outside ±margin", by two one-sided tests."""
-        return max(self.above(-margin), self.below(margin))
+        return max(self._tail(self.mean + margin), self._tail(margin - self.mean))
 
     def visible(self, tests: int = 1, power: float = 0.8) -> float:
         """The smallest true difference that is found with this `power`, tested at 5 % shared among so many `tests`."""
@@ -102,10 +82,8 @@ class Estimate(NamedTuple):
 
     def reach(self, p: float) -> float:
         """What the mean is above the truth by, or more, with a probability of p ≤ 0.5."""
-        return math.hypot(
-            self.error * t_point(p, self.freedom),
-            self.shared_error and self.shared_error * t_point(p, self.shared_freedom),
-        )
+        shared = self.shared_error and self.shared_error * t_point(p, self.shared_freedom)
+        return math.hypot(self.error * t_point(p, self.freedom), shared)
 
     def _tail(self, distance: float) -> float:
         """The p with `reach(p)` = distance, by halving the range of its logarithm."""
@@ -123,10 +101,10 @@ class Estimate(NamedTuple):
 
 
 def estimate(scores, groups: Sequence[int | str] | None = None) -> Estimate:
-    """Mean of `scores`, (examples,) or (runs, examples), for any run of its kind on any example of its kind.
+    """Mean of `scores`, (examples,) or (runs, examples), for any run on any example of their kinds.
 
-    Runs and `groups` of examples (default: each example) are crossed random effects: every run has the same examples.
-    Their components of variance give the standard error. One run: nothing is known of others, and examples alone vary.
+    Runs and `groups` of examples (default: each example) are crossed random effects, whose components of variance give
+    the standard error. Of one run, examples alone vary.
     """
     scores = np.atleast_2d(np.asarray(scores, dtype=np.float64))
     runs, examples = scores.shape
@@ -143,9 +121,9 @@ def estimate(scores, groups: Sequence[int | str] | None = None) -> Estimate:
     squares /= np.maximum(degrees, 1)
     parts = [(squares[0], runs - 1), (max(squares[1] - squares[2], 0.0), number - 1)]
     parts = [(math.sqrt(part / (runs * number)), freedom) for part, freedom in parts if part > 1e-24 * max(1, mean**2)]
-    found = Estimate(mean, mean, mean, *sum(parts, ()) or (0.0, math.inf))
-    half = found.reach(0.025)
-    return found._replace(low=mean - half, high=mean + half)
+    result = Estimate(mean, mean, mean, *sum(parts, ()) or (0.0, math.inf))
+    half = result.reach(0.025)
+    return result._replace(low=mean - half, high=mean + half)
 
 
 def slope_scores(x, scores) -> np.ndarray:
@@ -174,8 +152,8 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(100)
 def t_tail(t: float, freedom: float) -> float:
     """P(T > t) of Student's t.
 
-    With t = √f·tan θ the density is c·cos^(f − 1) θ, which is smooth on a finite range: Gauss-Legendre integrates it.
-    Beyond 1 the tail itself, or the digits would cancel, to where the integrand has fallen to e⁻⁵⁰ of its first value.
+    With t = √f·tan θ the density is c·cos^(f − 1) θ, which Gauss-Legendre integrates: up to t = 1 from 0; beyond it,
+    where digits would cancel, the tail, to where the integrand has fallen to e⁻⁵⁰ of its first value.
     """
     if math.isinf(freedom):
         return 0.5 * math.erfc(t / math.sqrt(2))
@@ -189,23 +167,18 @@ def t_tail(t: float, freedom: float) -> float:
     return above if t >= 0 else 1 - above
 
 
-def t_density(t: float, freedom: float) -> float:
-    """The density of Student's t."""
-    if math.isinf(freedom):
-        return math.exp(-t * t / 2) / math.sqrt(2 * math.pi)
-    return _t_scale(freedom) / math.sqrt(freedom) * (1 + t * t / freedom) ** (-(freedom + 1) / 2)
-
-
 def _t_scale(freedom: float) -> float:
     """The density of θ at 0."""
     return math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
 
 
 def t_point(p: float, freedom: float) -> float:
-    """The t with P(T > t) = p ≤ 0.5, by Newton's method: from 0 on the tail is convex, so that t only grows, and a step
-    back is one of rounding."""
+    """The t with P(T > t) = p ≤ 0.5, by Newton's method: the tail is convex from 0 on, so a step back is rounding."""
     t, step = 0.0, 1.0
     while step > 1e-12 * (1 + t):
-        step = (t_tail(t, freedom) - p) / t_density(t, freedom)
+        density = math.exp(-t * t / 2) / math.sqrt(2 * math.pi)
+        if not math.isinf(freedom):
+            density = _t_scale(freedom) / math.sqrt(freedom) * (1 + t * t / freedom) ** (-(freedom + 1) / 2)
+        step = (t_tail(t, freedom) - p) / density
         t += step
     return t
