@@ -6,10 +6,9 @@ from which an interrupted call goes on. `--results FILE` scores answers instead 
 pictures too. A new benchmark is one file like `eval/pope.py`.
 """
 
-import argparse
 import json
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +35,10 @@ class Benchmark:
     flags: Mapping[str, Mapping] = {}
     max_new_tokens = 32
     reads_text = False
+
+    def __init__(self, **prompts: str):
+        """prompts: by kind of model (`eval.open.kind_of`), for those whose training tells none."""
+        self.prompts = {"text": "Question: {question}\nAnswer:"} | prompts
 
     def questions(self, args: Namespace) -> list[Question]:
         """From the flags; args.template is the prompt of a model. Raises UserError."""
@@ -82,86 +85,85 @@ class Benchmark:
 
 def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer]:
     """The answer to each question, from {"question_id", "answer"} objects, or GQA's {"questionId", "prediction"} or
-    VizWiz's {"image", "answer"}; without ids, as in POPE's files, in the order of the questions.
-
-    Raises UserError for another question than was asked, and for missing, extra and double ids.
-    """
-    known, in_order, said = {str(question.id): question for question in questions}, iter(questions), {}
+    VizWiz's {"image", "answer"}; without ids, as in POPE's files, in the order of the questions. Raises UserError."""
+    known, answers = {str(question.id): question for question in questions}, {}
+    in_order = iter(known)
 
     def add(record: dict) -> None:
         names = [name for name in ("question_id", "questionId", "image") if name in record]
-        id_ = str(record[names[0]] if names else getattr(next(in_order, None), "id", "one more"))
+        id_ = str(record[names[0]]) if names else next(in_order, "one more")
         answer = next((record[name] for name in ("answer", "prediction", "text") if name in record), None)
-        check(id_ in known and id_ not in said, f"id {shown(id_)} " + ("occurs twice" if id_ in said else "is unknown"))
+        check(id_ in known and id_ not in answers, f"id {shown(id_)} is unknown, or occurs twice")
         check(isinstance(answer, list if known[id_].scored else str), f"answer is {quoted(answer)}")
         asked, text = known[id_].prefix, str(record.get("question", ""))
         check(text.strip().lower() in asked.lower(), f"answers {quoted(text)}, not {quoted(asked)}")
-        said[id_] = answer
+        answers[id_] = answer
 
     read(file, add)
-    if lost := [id_ for id_ in known if id_ not in said]:
+    if lost := [id_ for id_ in known if id_ not in answers]:
         raise UserError(f"{shown(file)}: {len(lost)} questions have no answer ({some(lost)}): give an answer to each")
-    return [said[id_] for id_ in known]
+    return [answers[id_] for id_ in known]
 
 
 # Asking
 
 
-def questions_for(benchmark: Benchmark, args: Namespace, default: str = PROMPT) -> list[Question]:
-    """The questions in the prompt --prompt, or else in `default`. Raises UserError."""
-    template = check_prompt(getattr(args, "prompt", None) or default)
-    questions = benchmark.questions(Namespace(**vars(args) | {"template": template}))
-    if not questions:
-        raise UserError(f"{benchmark.name}: there are no questions: check the data and --limit")
-    return questions
+def flags_for(benchmark: Benchmark, args: Namespace, subject) -> Namespace:
+    """The flags, with a model's wording, and its prompt: --prompt, or else that of its training, or of its kind."""
+    from eval.open import kind_of, stored_prompt  # here, since scoring a file starts without torch
+
+    given = getattr(args, "wording", None)
+    default = benchmark.prompts.get(given or kind_of(subject.source), PROMPT)
+    prompt = getattr(args, "prompt", None) or (default if given else stored_prompt(subject, default))
+    return Namespace(**vars(args) | {"template": check_prompt(prompt), "wording": given or kind_of(subject.source)})
+
+
+def questions_for(benchmark: Benchmark, args: Namespace) -> list[Question]:
+    """The questions that the flags of `flags_for` name. Raises UserError."""
+    if questions := benchmark.questions(args):
+        return questions
+    raise UserError(f"{benchmark.name}: there are no questions: check the data and --limit")
 
 
 def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
-    """The rows of all models that the flags name. Questions are read before the first model is. Raises UserError."""
-    # here, since scoring a file needs no model and starts without torch
-    from eval.open import models_of, open_model, out_folder, stored_prompt
-    from eval.text import reader
+    """The rows of all models that the flags name. Raises UserError."""
+    from eval.open import models_of, open_model, out_folder
 
-    subjects, results = models_of(args), {}
-    texts = [benchmark.reads_text and reader.config_of(subject.source) is not None for subject in subjects]
-    prompts = [stored_prompt(s, reader.PROMPT if t else PROMPT) for s, t in zip(subjects, texts, strict=True)]
-    questions = {prompt: questions_for(benchmark, args, prompt) for prompt in dict.fromkeys(prompts)}
-    newest = " (the newest run in ./runs; --adapter takes another)" if not args.model and not args.adapter else ""
+    subjects, questions, results = models_of(args), {}, {}
     for subject in subjects:
-        tell(f"{benchmark.name}: {subject.name}{newest * (subject.run is not None)}", args)
-    for subject, prompt in zip(subjects, prompts, strict=True):
+        tell(f"{benchmark.name}: {subject.introduction}", args)
+    for subject in subjects:
+        own = flags_for(benchmark, args, subject)
+        key = own.template, own.wording  # models that are asked alike share their questions
+        questions[key] = questions.get(key) or questions_for(benchmark, own)
         folder = args.out / subject.title if args.out and len(subjects) > 1 else args.out
         out = out_folder(folder, subject.title, benchmark.name)
         opened = open_model(args, subject, text=benchmark.reads_text)
-        results |= ask(benchmark, questions[prompt], opened, subject, out, args)
+        results |= ask_model(benchmark, questions[key], opened, subject, out, args)
         tell(f"files: {out}", args)
         del opened  # before the next model is read
     return results
 
 
-def ask(benchmark: Benchmark, questions: Sequence[Question], opened: tuple, subject, out: Path, args) -> Results:
+def ask_model(benchmark: Benchmark, questions: list[Question], opened: tuple, subject, out: Path, args) -> Results:
     """The rows of an opened model, of the same model on gray pictures, and of the baselines; writes its files."""
     from eval.answer import ask_all, open_log
     from model.generate import CompiledStep
 
-    sets = {subject.title: list(questions)}
-    if args.blind:
-        sets[f"{subject.title}, blind"] = [benchmark.blind(question) for question in questions]
     log, compiled = out / "answers.jsonl", CompiledStep(opened[0]) if args.compile else None
     if not args.resume:
         with open_log(log) as file:
             file.truncate(0)
     options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "log": log, "compiled": compiled}
-    results: Results = {}
-    left_out: dict[Any, str] = {}
+    sets, results, left_out = {subject.title: questions}, {}, {}
+    if args.blind:
+        sets[f"{subject.title}, blind"] = [benchmark.blind(question) for question in questions]
     for title, asked in sets.items():
-        problems: dict[Any, str] = {}
-        answers = ask_all(*opened, asked, **options, left_out=problems, progress=f"{benchmark.name}, {title}")
-        if len(problems) == len(asked):
-            reason = next(iter(problems.values()))
+        answers = ask_all(*opened, asked, **options, left_out=left_out, progress=f"{benchmark.name}, {title}")
+        if answers.count(None) == len(asked):
+            reason = next(iter(left_out.values()))
             raise UserError(f"{benchmark.name}: none of {len(asked)} questions could be asked: {reason}")
         results[title] = benchmark.rows(questions, benchmark.refine(*opened, asked, answers, args))
-        left_out = problems | left_out
     for reason, count in Counter(left_out.values()).most_common(5):
         print(f"left out {count} of {len(questions)} questions: {shown(reason, 500)}", file=sys.stderr)
     benchmark.write(results[subject.title], out, subject)
@@ -188,16 +190,7 @@ def baselines_of(benchmark: Benchmark, rows: Sequence[Row]) -> Results:
 
 def run(benchmark: Benchmark, argv: Sequence[str] | None = None) -> None:
     """`python -m eval.NAME`: ask the models, or read --results; print, and write. Raises UserError."""
-    from eval.open import add_model_flags
-
-    parser = command_parser(f"eval.{benchmark.name}", sys.modules[type(benchmark).__module__].__doc__ or "")
-    for name, options in benchmark.flags.items():
-        add_flag(parser, name, **options)
-    files = "score this file of answers instead of asking; give it again to compare"
-    add_flag(parser, "--results", files, action="append", metavar="FILE")
-    add_ask_flags(parser, benchmark.max_new_tokens)
-    add_model_flags(parser, many=True)
-    args = parser.parse_args(argv)
+    args = parser_of(benchmark).parse_args(argv)
     if args.results:
         if args.model or args.adapter or args.blind:
             raise UserError("--results scores answers that are there: leave --model, --adapter and --blind out")
@@ -220,15 +213,25 @@ def tell(line: str, args: Namespace) -> None:
     print(shown(line, 10_000), file=sys.stderr if args.json else sys.stdout)
 
 
-def add_ask_flags(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """How questions are asked, and where the answers go."""
+def parser_of(benchmark: Benchmark) -> ArgumentParser:
+    """The parser of a benchmark's command: its own flags, how questions are asked, where answers go, and the models."""
+    from eval.open import add_model_flags
+
+    parser = command_parser(f"eval.{benchmark.name}", sys.modules[type(benchmark).__module__].__doc__ or "")
+    for name, options in benchmark.flags.items():
+        add_flag(parser, name, **options)
+    files = "score this file of answers instead of asking; give it again to compare"
+    add_flag(parser, "--results", files, action="append", metavar="FILE")
     add_flag(parser, "--blind", "ask the same model about gray pictures too", False)
     out = "folder of the files, of each model in it where there are several (default: runs/eval/MODEL/COMMAND)"
     add_flag(parser, "--out", out, type=Path, metavar="DIR")
     resume = "keep earlier answers in answers.jsonl of --out, as far as model, picture and prompt are the same"
     add_flag(parser, "--resume", resume, True)
     add_flag(parser, "--batch-size", "prompts at a time", 64, type=positive, metavar="N")
-    add_flag(parser, "--max-new-tokens", "limit of an answer's tokens", max_new_tokens, type=positive, metavar="N")
+    tokens = dict(type=positive, metavar="N")
+    add_flag(parser, "--max-new-tokens", "limit of an answer's tokens", benchmark.max_new_tokens, **tokens)
     compiled = "decode full batches with torch.compile, on CUDA as a CUDA graph; the first batch takes up to a minute"
     add_flag(parser, "--compile", compiled, False)
     add_flag(parser, "--json", "print JSON only (default: tables)", False)
+    add_model_flags(parser, many=True)
+    return parser

@@ -17,12 +17,11 @@ Answer = str | list[float]  # a text; or, of a question whose choices are `score
 class Question:
     """A prompt about a picture or several, and what is known about the right answer.
 
-    id: unique, as in the data. key: names the pictures; questions with one key share them, and their encoding.
-    prefix: the prompt. choices: if given, the answer is the likeliest of them, each with its end token; if also
-    `scored`, the list of their log-probabilities without it. Without choices the answer is decoded greedily.
-    files: those that a function among the pictures reads; if one is replaced, the question is asked anew.
-    before: earlier turns, prompts with their answers. truth: what the benchmark's `score` compares with.
-    kind: a line of the benchmark's table. group: questions of one group are not independent (default: key).
+    id: unique, as in the data. key: questions with one key share their pictures, and the encoding. prefix: the prompt.
+    choices: if given, the answer is the likeliest of them, each with its end token; if also `scored`, the list of their
+    log-probabilities without it. Without choices the answer is decoded greedily. files: those that a function among the
+    pictures reads. before: earlier turns, prompts with their answers. truth: what the benchmark's `score` needs. kind:
+    a line of the benchmark's table. group: questions of one group are not independent (default: key).
     """
 
     id: int | str
@@ -42,15 +41,8 @@ class Question:
         return list(self.picture) if isinstance(self.picture, list | tuple) else [self.picture]
 
     def images(self) -> list:
-        """The opened pictures: files, images, or arrays of pixels. A lone function may return a list of them."""
-        opened = [picture() if callable(picture) else picture for picture in self.pictures]
-        return opened[0] if len(opened) == 1 and isinstance(opened[0], list | tuple) else opened
-
-    def versions(self) -> list[tuple[str, int, int]]:
-        """Path, size and time of the files of the pictures: a replaced file is another picture."""
-        files = [*self.files, *(picture for picture in self.pictures if isinstance(picture, Path))]
-        stats = [(str(path.absolute()), path.stat()) for path in files if path.is_file()]
-        return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        """The pictures: files, images, or arrays of pixels."""
+        return [picture() if callable(picture) else picture for picture in self.pictures]
 
     def blind(self) -> "Question":
         """The same question with every picture gray; all of them share one encoding."""
