@@ -36,8 +36,7 @@ def explorer(browser, folder: Path, run: str) -> None:
 
 def local_page(browser, folder: Path) -> None:
     processor = Processor.from_source("embedded")
-    opened = demo.Opened(load_model("embedded"), processor, Subject("embedded", None, "embedded"), 32)
-    blocks = demo.serve(opened, folder)
+    blocks = demo.serve(Subject("embedded", None, "embedded"), load_model("embedded"), processor, folder)
     page = browser.new_page(viewport={"width": 1180, "height": 760})
     page.goto(blocks.local_url)
     page.get_by_text("detect dog").first.click()

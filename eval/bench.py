@@ -2,8 +2,7 @@
 
 In: a `Benchmark` and the command line. Out: a table of all models that the flags name, their measures with 95 %
 intervals over pictures, and paired differences; of each model a folder with results.json, scores.json, and the log
-from which an interrupted call goes on. `--results FILE` scores answers instead of asking, `--blind` asks about gray
-pictures too. A new benchmark is one file like `eval/pope.py`.
+from which an interrupted call goes on. A new benchmark is one file like `eval/pope.py`.
 """
 
 import json
@@ -21,6 +20,15 @@ from eval.report import Results, Row, Summary, compare, comparison_table, means,
 from model.common import UserError, quoted, shown, write_text
 
 PROMPT_FLAG = dict(help=f"prompt with {{question}} in it (default: that of the run's training, else {PROMPT!r})")
+FLAGS = {
+    "--results": dict(help="score this file instead of asking; again to compare", action="append", metavar="FILE"),
+    "--blind": dict(help="ask the same model about gray pictures too", default=False),
+    "--out": dict(help="folder of the files (default: runs/eval/MODEL/COMMAND)", type=Path, metavar="DIR"),
+    "--resume": dict(help="keep earlier answers of the same model to the same questions", default=True),
+    "--batch-size": dict(help="prompts at a time", default=64, type=positive, metavar="N"),
+    "--compile": dict(help="decode full batches with torch.compile, on CUDA as a CUDA graph", default=False),
+    "--json": dict(help="print JSON only (default: tables)", default=False),
+}
 
 
 def limit_flag(help: str) -> dict:
@@ -64,8 +72,8 @@ class Benchmark:
             kinds[row.question.kind].append(row)
         return {"overall": means(rows)} | {kind: means(of_kind) for kind, of_kind in kinds.items() if kind}
 
-    def baselines(self, questions: Sequence[Question]) -> dict[str, list[Answer | None]]:
-        """Answers that need no model, by title."""
+    def baselines(self, rows: Sequence[Row]) -> Results:
+        """The rows of answers that need no model, by title, to the questions of `rows`."""
         return {}
 
     def refine(self, model, processor, questions: Sequence[Question], answers: list, args: Namespace) -> list:
@@ -109,67 +117,58 @@ def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer
 
 
 def flags_for(benchmark: Benchmark, args: Namespace, subject) -> Namespace:
-    """The flags, with a model's wording, and its prompt: --prompt, or else that of its training, or of its kind."""
+    """The flags with the wording and the prompt of a model: that of the flags, of its training, or of its kind."""
     from eval.open import kind_of, stored_prompt  # here, since scoring a file starts without torch
 
-    given = getattr(args, "wording", None)
-    default = benchmark.prompts.get(given or kind_of(subject.source), PROMPT)
-    prompt = getattr(args, "prompt", None) or (default if given else stored_prompt(subject, default))
-    return Namespace(**vars(args) | {"template": check_prompt(prompt), "wording": given or kind_of(subject.source)})
-
-
-def questions_for(benchmark: Benchmark, args: Namespace) -> list[Question]:
-    """The questions that the flags of `flags_for` name. Raises UserError."""
-    if questions := benchmark.questions(args):
-        return questions
-    raise UserError(f"{benchmark.name}: there are no questions: check the data and --limit")
+    wording, kind = getattr(args, "wording", None), kind_of(subject.source)
+    prompt = benchmark.prompts.get(wording or kind, PROMPT)
+    prompt = getattr(args, "prompt", None) or (prompt if wording else stored_prompt(subject, prompt))
+    return Namespace(**vars(args) | {"template": check_prompt(prompt), "wording": wording or kind})
 
 
 def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
-    """The rows of all models that the flags name. Raises UserError."""
+    """The rows of the models that the flags name, on gray pictures too with --blind, and of the baselines; writes the
+    files of each model. Raises UserError."""
+    from eval.answer import ask_all, open_log
     from eval.open import models_of, open_model, out_folder
+    from model.generate import CompiledStep
+    from model.source import EMBEDDED
 
     subjects, questions, results = models_of(args), {}, {}
+    talk = sys.stderr if args.json else sys.stdout
     for subject in subjects:
-        tell(f"{benchmark.name}: {subject.introduction}", args)
+        is_newest = not args.model and not args.adapter and subject.name != EMBEDDED
+        newest = " (the newest run in ./runs; --adapter takes another)" * is_newest
+        print(f"{benchmark.name}: {shown(subject.name, 10_000)}{newest}", file=talk)
     for subject in subjects:
-        own = flags_for(benchmark, args, subject)
-        key = own.template, own.wording  # models that are asked alike share their questions
-        questions[key] = questions.get(key) or questions_for(benchmark, own)
-        folder = args.out / subject.title if args.out and len(subjects) > 1 else args.out
-        out = out_folder(folder, subject.title, benchmark.name)
+        flags, title = flags_for(benchmark, args, subject), subject.title
+        key = flags.template, flags.wording  # models that are asked alike share their questions
+        questions[key] = asked = questions.get(key) or benchmark.questions(flags)
+        folder = args.out / title if args.out and len(subjects) > 1 else args.out
+        out = out_folder(folder, title, benchmark.name)
         opened = open_model(args, subject, text=benchmark.reads_text)
-        results |= ask_model(benchmark, questions[key], opened, subject, out, args)
-        tell(f"files: {out}", args)
+        if not args.resume:
+            with open_log(out / "answers.jsonl") as file:
+                file.truncate(0)
+        options = {"batch_size": args.batch_size, "compiled": CompiledStep(opened[0]) if args.compile else None}
+        options |= {"max_new_tokens": args.max_new_tokens, "log": out / "answers.jsonl", "left_out": {}}
+        rows: Results = {}
+        for name in (title, f"{title}, blind")[: 1 + args.blind]:
+            shown_to = asked if name == title else [benchmark.blind(question) for question in asked]
+            answers = ask_all(*opened, shown_to, progress=f"{benchmark.name}, {name}", **options)
+            if answers.count(None) == len(asked):
+                reason = next(iter(options["left_out"].values()), "there are none")
+                raise UserError(f"{benchmark.name}: none of {len(asked)} questions could be asked: {reason}")
+            rows[name] = benchmark.rows(asked, benchmark.refine(*opened, shown_to, answers, args))
         del opened  # before the next model is read
-    return results
-
-
-def ask_model(benchmark: Benchmark, questions: list[Question], opened: tuple, subject, out: Path, args) -> Results:
-    """The rows of an opened model, of the same model on gray pictures, and of the baselines; writes its files."""
-    from eval.answer import ask_all, open_log
-    from model.generate import CompiledStep
-
-    log, compiled = out / "answers.jsonl", CompiledStep(opened[0]) if args.compile else None
-    if not args.resume:
-        with open_log(log) as file:
-            file.truncate(0)
-    options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "log": log, "compiled": compiled}
-    sets, results, left_out = {subject.title: questions}, {}, {}
-    if args.blind:
-        sets[f"{subject.title}, blind"] = [benchmark.blind(question) for question in questions]
-    for title, asked in sets.items():
-        answers = ask_all(*opened, asked, **options, left_out=left_out, progress=f"{benchmark.name}, {title}")
-        if answers.count(None) == len(asked):
-            reason = next(iter(left_out.values()))
-            raise UserError(f"{benchmark.name}: none of {len(asked)} questions could be asked: {reason}")
-        results[title] = benchmark.rows(questions, benchmark.refine(*opened, asked, answers, args))
-    for reason, count in Counter(left_out.values()).most_common(5):
-        print(f"left out {count} of {len(questions)} questions: {shown(reason, 500)}", file=sys.stderr)
-    benchmark.write(results[subject.title], out, subject)
-    results |= baselines_of(benchmark, results[subject.title])
-    scores = {"model": subject.name, "left_out": left_out, "results": values_of(benchmark, results)}
-    write_text(out / "scores.json", json.dumps(scores, indent=1, ensure_ascii=False) + "\n")
+        for reason, count in Counter(options["left_out"].values()).most_common(5):
+            print(f"left out {count} of {len(asked)} questions: {shown(reason, 500)}", file=sys.stderr)
+        benchmark.write(rows[title], out, subject)
+        rows |= benchmark.baselines(rows[title])
+        scores = {"model": subject.name, "left_out": options["left_out"], "results": values_of(benchmark, rows)}
+        write_text(out / "scores.json", json.dumps(scores, indent=1, ensure_ascii=False) + "\n")
+        print(f"files: {shown(out)}", file=talk)
+        results |= rows
     return results
 
 
@@ -179,59 +178,38 @@ def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
     return {title: {"summary": benchmark.summary(rows), "measures": compared[title]} for title, rows in results.items()}
 
 
-def baselines_of(benchmark: Benchmark, rows: Sequence[Row]) -> Results:
-    """The baselines on the questions that have an answer."""
-    questions = [row.question for row in rows if row.answer is not None]
-    return {title: benchmark.rows(questions, answers) for title, answers in benchmark.baselines(questions).items()}
-
-
 # The command
+
+
+def parser_of(benchmark: Benchmark) -> ArgumentParser:
+    """The parser of a benchmark's command."""
+    from eval.open import add_model_flags
+
+    parser = command_parser(f"eval.{benchmark.name}", sys.modules[type(benchmark).__module__].__doc__ or "")
+    tokens = dict(help="limit of an answer's tokens", default=benchmark.max_new_tokens, type=positive, metavar="N")
+    for name, options in {**benchmark.flags, **FLAGS, "--max-new-tokens": tokens}.items():
+        add_flag(parser, name, **options)
+    add_model_flags(parser, many=True)
+    return parser
 
 
 def run(benchmark: Benchmark, argv: Sequence[str] | None = None) -> None:
     """`python -m eval.NAME`: ask the models, or read --results; print, and write. Raises UserError."""
     args = parser_of(benchmark).parse_args(argv)
-    if args.results:
-        if args.model or args.adapter or args.blind:
-            raise UserError("--results scores answers that are there: leave --model, --adapter and --blind out")
+    if not args.results:
+        results = ask_models(benchmark, args)
+    elif args.model or args.adapter or args.blind:
+        raise UserError("--results scores answers that are there: leave --model, --adapter and --blind out")
+    else:
         args.template = getattr(args, "prompt", None) or PROMPT
         results = {file: benchmark.read(file, args) for file in dict.fromkeys(args.results)}
-        results |= baselines_of(benchmark, results[args.results[0]])
-    else:
-        results = ask_models(benchmark, args)
-    summaries = {title: benchmark.summary(rows) for title, rows in results.items()}
+        results |= benchmark.baselines(results[args.results[0]])
+    values = values_of(benchmark, results)
+    summaries = {title: of["summary"] for title, of in values.items()}
     if args.json:
-        print(json.dumps(values_of(benchmark, results), ensure_ascii=False))
+        print(json.dumps(values, ensure_ascii=False))
     elif any(summaries.values()):
-        print("\n".join(["", *summary_table(summaries), "", *comparison_table(compare(results))]))
+        compared = {title: of["measures"] for title, of in values.items()}
+        print("\n".join(["", *summary_table(summaries), "", *comparison_table(compared)]))
     else:
         print("no right answers are known: nothing is scored")
-
-
-def tell(line: str, args: Namespace) -> None:
-    """Print a line that is no result: with --json on stderr."""
-    print(shown(line, 10_000), file=sys.stderr if args.json else sys.stdout)
-
-
-def parser_of(benchmark: Benchmark) -> ArgumentParser:
-    """The parser of a benchmark's command: its own flags, how questions are asked, where answers go, and the models."""
-    from eval.open import add_model_flags
-
-    parser = command_parser(f"eval.{benchmark.name}", sys.modules[type(benchmark).__module__].__doc__ or "")
-    for name, options in benchmark.flags.items():
-        add_flag(parser, name, **options)
-    files = "score this file of answers instead of asking; give it again to compare"
-    add_flag(parser, "--results", files, action="append", metavar="FILE")
-    add_flag(parser, "--blind", "ask the same model about gray pictures too", False)
-    out = "folder of the files, of each model in it where there are several (default: runs/eval/MODEL/COMMAND)"
-    add_flag(parser, "--out", out, type=Path, metavar="DIR")
-    resume = "keep earlier answers in answers.jsonl of --out, as far as model, picture and prompt are the same"
-    add_flag(parser, "--resume", resume, True)
-    add_flag(parser, "--batch-size", "prompts at a time", 64, type=positive, metavar="N")
-    tokens = dict(type=positive, metavar="N")
-    add_flag(parser, "--max-new-tokens", "limit of an answer's tokens", benchmark.max_new_tokens, **tokens)
-    compiled = "decode full batches with torch.compile, on CUDA as a CUDA graph; the first batch takes up to a minute"
-    add_flag(parser, "--compile", compiled, False)
-    add_flag(parser, "--json", "print JSON only (default: tables)", False)
-    add_model_flags(parser, many=True)
-    return parser

@@ -109,15 +109,14 @@ class Needle(Benchmark):
         return {line: {name: v if v is None else 100 * v for name, v in of.items()} for line, of in lines.items()}
 
     def write(self, rows, out, subject):
-        grids, trained = {}, subject.trained_tasks()
+        grids = {}
         for kind, of_kind in by_kind(rows).items():
-            test, is_embedded = of_kind[0].question.truth, kind in scenes.NEEDLE_TITLES
+            test = of_kind[0].question.truth
             title = f"{len(test.places)} needle(s) in {len(test.haystack)} picture(s) of {test.side}×{test.side}"
-            title = scenes.NEEDLE_TITLES[kind] if is_embedded else title
-            is_new = is_embedded and trained is not None and kind not in trained
+            title = scenes.NEEDLE_TITLES.get(kind, title)
             records = [response_record(q.truth, said and said["response"]) for q, said, _ in of_kind]
             write_text(out / f"responses-{kind}.json", json.dumps(records, ensure_ascii=False, indent=1) + "\n")
-            grids[f"{title}{' (not trained on)' * is_new}"] = accuracy_by_place(records, test.side)
+            grids[title] = accuracy_by_place(records, test.side)
             if scored := [row for row in of_kind if row.answer]:
                 exact = 100 * score_responses([row.answer for row in scored])["exact"]
                 heading = f"{subject.title}, {title}: {exact:.1f} % exact (blue: the needle)"

@@ -7,13 +7,10 @@ In: a model, and prompts with a picture each. Out: LAWS by layer for the text be
 text after it; the attention shift with its 95 % interval; shift.json, and shift.png with the three curves.
 
 LAWS (Zhang et al., "Wings: Learning Multimodal LLMs without Text-only Forgetting", NeurIPS 2024): the attention weights
-of a layer, mean over heads, summed over all queries and over the keys of a group. Each query's weights sum to 1, so the
-three add up to the number of queries; bos is text. The shift is 1 − E[ρ(before, after)], ρ Pearson's correlation of two
-LAWS over the layers: 0 where the same layers attend to both texts, 2 where opposite ones do. The paper finds it larger
-in models that lose more of their text-only ability.
-
-PaliGemma puts the picture first: nothing stands before it, and the shift is not defined. `--slot inside` puts the
-picture into the middle of the prompt's words, where models of WINGS are asked by default.
+of a layer, mean over heads, summed over all queries and over the keys of a group; bos is text. The shift is
+1 − E[ρ(before, after)], ρ Pearson's correlation of two LAWS over the layers: 0 where the same layers attend to both
+texts, 2 where opposite ones do. PaliGemma puts the picture first, and has no shift; `--slot inside` puts the picture
+into the middle of the prompt's words, where models of WINGS are asked by default.
 """
 
 import json
@@ -68,27 +65,18 @@ class Shift:
 
 
 def put_slot(prompt: str, share: float = 0.5) -> str:
-    """`prompt` with a picture's slot after that share of its words, but never before the first nor after the last.
-
-    It stands before the space, so that the words around it have the same tokens as without it. A prompt of one word
-    gets it after the word; one that has a slot is unchanged.
-    """
+    """`prompt` with a picture's slot after that share of its words, never before the first nor after the last of
+    several. It stands before the space, so that the words keep their tokens. A prompt that has a slot is unchanged."""
     words = prompt.split(" ")
-    if SLOT in prompt:
-        return prompt
     place = min(max(1, round(share * len(words))), max(1, len(words) - 1))
-    return " ".join(words[:place]) + SLOT + "".join(f" {word}" for word in words[place:])
+    return prompt if SLOT in prompt else " ".join(words[:place]) + SLOT + "".join(f" {word}" for word in words[place:])
 
 
 def measure(
     model: PaliGemma, processor: Processor, examples: Sequence[tuple[Callable | Path | Image.Image, str]]
 ) -> Shift:
-    """LAWS of (picture, prompt) pairs, one picture each; `model` must be in eval mode.
-
-    Attention within PaliGemma's prompt is bidirectional, that of WINGS is causal. Of a differential attention it is the
-    first map's: the rows of both maps sum to 1, those of their difference do not. Raises UserError for a prompt that
-    the processor refuses and for a decoder without attention, NonFiniteError for logits that are not finite.
-    """
+    """LAWS of (picture, prompt) pairs; `model` must be in eval mode. Of a differential attention it is the first map's,
+    whose rows sum to 1. Raises UserError for a decoder without attention, and NonFiniteError."""
     laws, queries = [], []
     for number, (picture, prompt) in enumerate(examples, start=1):
         # the slot stays where it is: a PaliGemma that is asked reads its picture first
@@ -111,14 +99,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.shift", __doc__)
     add_model_flags(parser)
     add_flag(parser, "--data", "embedded, or a JSONL file of image, prefix, suffix", "embedded", metavar="SRC")
-    slot = f"where the picture stands in prompts that have no {SLOT}: before them, or in the middle of their words"
-    add_flag(parser, "--slot", f"{slot} (default: inside for WINGS, else first)", choices=("first", "inside"))
+    slot = f"of the picture in prompts without {SLOT} (default: inside for WINGS, else first)"
+    add_flag(parser, "--slot", slot, choices=("first", "inside"))
     add_flag(parser, "--limit", "prompts", 100, type=positive, metavar="N")
     add_flag(parser, "--out", "folder of the files (default: runs/eval/MODEL/shift)", type=Path, metavar="DIR")
-    add_flag(parser, "--json", "print JSON only (default: a table)", False)
     args = parser.parse_args(argv)
     subject = model_of(args)
-    title, out = subject.title, out_folder(args.out, subject.title, "shift")
+    out = out_folder(args.out, subject.title, "shift")
     if args.data == "embedded":
         samples = [scenes.vqa_picture("test", n)[n % len(scenes.QUESTIONS)] for n in range(args.limit)]
         examples = [(sample.scene.render, sample.prefix) for sample in samples]
@@ -132,28 +119,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     if slot == "inside":
         examples = [(picture, put_slot(prompt)) for picture, prompt in examples]
     shift = measure(model, processor, examples)
-
-    shares, undefined = shift.shares, int(np.isnan(shift.each).sum())
-    result = {"model": title, "data": args.data, "slot": slot, "prompts": len(examples)}
-    result["laws_percent"] = [dict(zip(GROUPS, layer, strict=True)) for layer in shares.tolist()]
-    result |= {"attention_shift": shift.interval and shift.interval._asdict(), "undefined": undefined}
+    interval, undefined = shift.interval, int(np.isnan(shift.each).sum())
+    result = {"model": subject.title, "data": args.data, "slot": slot, "prompts": len(examples)}
+    result["laws_percent"] = [dict(zip(GROUPS, layer, strict=True)) for layer in shift.shares.tolist()]
+    result |= {"attention_shift": interval and interval._asdict(), "undefined": undefined}
     write_text(out / "shift.json", json.dumps(result, indent=1) + "\n")
-    curves = zip(GROUPS, shares.T, strict=True)
-    curves = {name: list(enumerate(curve, start=1)) for name, curve in curves if curve.any()}
-    chart = figures.line_chart(curves, f"{title}: LAWS", "layer", "% of the attention of all queries")
+    curves = {name: list(enumerate(of, 1)) for name, of in zip(GROUPS, shift.shares.T, strict=True) if of.any()}
+    chart = figures.line_chart(curves, f"{subject.title}: LAWS", "layer", "% of the attention of all queries")
     figures.save(chart, out / "shift.png")
-    if args.json:
-        print(json.dumps(result))
-        return
-    print(f"LAWS of {shown(title)}, % of the attention of all queries, mean of {len(examples)} prompts, picture {slot}")
-    print("layer" + "".join(f"{name:>13}" for name in GROUPS))
-    for number, layer in enumerate(shares, start=1):
+    about = f"% of the attention of all queries, mean of {len(examples)} prompts, picture {slot}"
+    print(f"LAWS of {shown(subject.title)}, {about}\nlayer" + "".join(f"{name:>13}" for name in GROUPS))
+    for number, layer in enumerate(shift.shares, start=1):
         print(f"{number:5}" + "".join(f"{share:13.2f}" for share in layer))
-    if shift.interval is None:
+    if interval is None:
         print("attention shift: not defined, since nothing stands before the picture; --slot inside puts text there")
     else:
         left_out = f", {undefined} prompts without one left out" if undefined else ""
-        print(f"attention shift: {interval_text(shift.interval, 3)}, from 0 to 2{left_out}")
+        print(f"attention shift: {interval_text(interval, 3)}, from 0 to 2{left_out}")
     print(f"in {shown(out)}: shift.json, shift.png")
 
 

@@ -116,13 +116,14 @@ class Vqa(Benchmark):
             lines["answerability"] = answerability(cannot, [math.exp(*row.answer) for row in unsure])
         return lines
 
-    def baselines(self, questions):
+    def baselines(self, rows):
+        questions = [row.question for row in rows if row.answer is not None]
         asked = [question for question in questions if isinstance(question.truth, Annotation)]
         if self.known is None or not asked:
             return {}
         guesses = text_only_guesses(asked, self.known)
         said = {q.id: None if q.scored else guess for q, guess in zip(asked, guesses, strict=True)}
-        return {GUESS: [said.get(question.id) for question in questions]}
+        return {GUESS: self.rows(questions, [said.get(question.id) for question in questions])}
 
     def write(self, rows, out, subject):
         id_, answer = NAMES.get(self.scoring, ("question_id", "answer"))

@@ -17,7 +17,7 @@ from eval import scenes
 from eval.command import add_flag, command_parser, positive
 from eval.explore.page import page
 from eval.explore.record import Case
-from eval.open import add_model_flags, models_of, open_model, open_plain, out_folder
+from eval.open import add_model_flags, load, models_of, open_model, out_folder
 from eval.records import read_data, sample_record
 from model.common import UserError, shown, write_text
 from model.images import load_image
@@ -61,10 +61,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         model, processor = open_model(args, subject)
         for case in cases:
             case.ask(subject.title, model, processor, args.max_new_tokens)
-        weight = next(model.parameters())
         del model
         if subject.run is not None:  # the base of an adapter reads the same tokens
-            plain = open_plain(subject, weight)
+            plain = load(args, subject._replace(run=None))
             for case in cases:
                 case.add_plain(subject.title, plain)
     title = f"hits and misses · {args.data}" if args.data else f"{args.prompt} · {', '.join(cases[0].answers)}"

@@ -21,8 +21,6 @@ from model.source import local_path, preset_of, resolve
 from model.system_configs import LanguageConfig, TextModelConfig, read_config
 from model.tokenizer import find_tokenizer, load_tokenizer
 
-PROMPT = "Question: {question}\nAnswer:"
-
 
 class TextReader:
     """Rows of texts, and what may follow each."""
