@@ -84,7 +84,7 @@ def ask_window(model, processor, window, left_out, max_new_tokens, batch_size, c
         except UserError as error:
             if left_out is None:
                 raise UserError(f"question {question.id}: {error}") from None
-            left_out[question.id] = str(error)
+            left_out.setdefault(question.id, str(error))
     ready.sort(key=lambda item: (item[0], len(item[1][0])))
     for choices, group in groupby(ready, key=lambda item: item[0]):
         ordered, size = list(group), max(1, batch_size // max(1, choices))

@@ -11,6 +11,7 @@ Out: the answer to every prompt for every picture; for detections, boxes in the 
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"{shown(subject.name)} reads text alone: leave out --image, --question, --draw and --adapter")
     if not is_text and (args.chat or not args.image):
         raise UserError(f"{shown(subject.name)} answers about pictures: give --image FILE, and leave out --chat")
+    print(f"{shown(subject.name)} answers", file=sys.stderr)
     if is_text:
         model, tokenizer = load(args, subject), load_text_tokenizer(subject.source, max_length=args.max_length)
         texts = ask_text(model, tokenizer, prompts, args.max_new_tokens, args.chat)
@@ -63,7 +65,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.json:
         print(json.dumps(answers, ensure_ascii=False, indent=1))
         return
-    print(f"{shown(subject.name)} answers:")
     for answer in answers:
         print(" | ".join(shown(answer[name], 10_000) for name in ("image", "prompt", "answer") if name in answer))
         for box in answer.get("boxes", ()):

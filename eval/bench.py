@@ -36,17 +36,16 @@ def limit_flag(help: str) -> dict:
 
 
 class Benchmark:
-    """name: of the command. flags: by name, the arguments of `add_flag`. reads_text: language models for text alone can
-    be asked, since all questions have choices that are `scored`."""
+    """name: of the command. flags: by name, the arguments of `add_flag`."""
 
     name = ""
     flags: Mapping[str, Mapping] = {}
     max_new_tokens = 32
-    reads_text = False
 
     def __init__(self, **prompts: str):
-        """prompts: by kind of model (`eval.open.kind_of`), for those whose training tells none."""
-        self.prompts = {"text": "Question: {question}\nAnswer:"} | prompts
+        """prompts: by kind of model (`eval.open.kind_of`), for those whose training tells none. With one for `text`,
+        language models for text alone can be asked: all questions have choices that are `scored`."""
+        self.prompts = prompts
 
     def questions(self, args: Namespace) -> list[Question]:
         """From the flags; args.template is the prompt of a model. Raises UserError."""
@@ -120,10 +119,11 @@ def flags_for(benchmark: Benchmark, args: Namespace, subject) -> Namespace:
     """The flags with the wording and the prompt of a model: that of the flags, of its training, or of its kind."""
     from eval.open import kind_of, stored_prompt  # here, since scoring a file starts without torch
 
-    wording, kind = getattr(args, "wording", None), kind_of(subject.source)
-    prompt = benchmark.prompts.get(wording or kind, PROMPT)
+    wording = getattr(args, "wording", None)
+    kind = wording or (kind_of(subject.source) if benchmark.prompts or "wording" in args else "paligemma")
+    prompt = benchmark.prompts.get(kind, PROMPT)
     prompt = getattr(args, "prompt", None) or (prompt if wording else stored_prompt(subject, prompt))
-    return Namespace(**vars(args) | {"template": check_prompt(prompt), "wording": wording or kind})
+    return Namespace(**vars(args) | {"template": check_prompt(prompt), "wording": kind})
 
 
 def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
@@ -146,7 +146,7 @@ def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
         questions[key] = asked = questions.get(key) or benchmark.questions(flags)
         folder = args.out / title if args.out and len(subjects) > 1 else args.out
         out = out_folder(folder, title, benchmark.name)
-        opened = open_model(args, subject, text=benchmark.reads_text)
+        opened = open_model(args, subject, text="text" in benchmark.prompts)
         if not args.resume:
             with open_log(out / "answers.jsonl") as file:
                 file.truncate(0)

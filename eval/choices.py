@@ -33,7 +33,6 @@ from model.common import UserError, run_command, write_text
 
 class Choices(Benchmark):
     name = "choices"
-    reads_text = True
     flags = {
         "--task": dict(help="scenes and sentences are embedded", default="scenes", choices=TASKS),
         "--data": dict(help="folder of mmlu, cmmlu or race, file of arc or jsonl (default: none)", metavar="PATH"),
@@ -103,7 +102,7 @@ def hits(question: Question, likelihoods: Sequence[float]) -> Mapping[str, float
     return {name: float(values.index(max(values)) == question.truth) for name, values in measures.items()}
 
 
-main = partial(run, Choices())
+main = partial(run, Choices(text="Question: {question}\nAnswer:"))
 
 if __name__ == "__main__":
     run_command(main)
