@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -52,7 +52,8 @@ def ask_all(
     """
     answers: list[Answer | None] = [None] * len(questions)
     with contextlib.nullcontext() if log is None else open_log(log) as file:
-        if log is not None:
+        marks = [""]
+        if file is not None and log is not None:
             marks, logged = marks_of(model, processor, questions, max_new_tokens), read_log(file, log)
             answers = [logged.get(mark) for mark in marks]
         # questions of one picture stay together
@@ -64,7 +65,7 @@ def ask_all(
                 for number, answer in ask_window(model, processor, window, left_out, *options):
                     answers[number] = answer
                     bar.update()
-                    if log is not None:
+                    if file is not None:
                         record = {"id": questions[number].id, "answer": answer, "mark": marks[number]}
                         file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
                         file.flush()
@@ -113,7 +114,7 @@ def layout(processor: Processor, question: Question, n_images: int) -> TokenRow:
     return processor.row_of(n_images, [*question.before, (question.prefix, None)])
 
 
-def encode(model, processor, questions: list[Question], batch_size: int) -> dict[str, torch.Tensor | UserError | None]:
+def encode(model, processor, questions: list[Question], batch_size: int) -> dict[str, Any]:
     """The features (pictures, I, H) of each key; None without pictures, or why these cannot be read."""
     first, features = {question.key: question for question in reversed(questions)}, {}
     keys, device = list(first), next(model.parameters()).device

@@ -185,7 +185,7 @@ def parser_of(benchmark: Benchmark) -> ArgumentParser:
     """The parser of a benchmark's command."""
     from eval.open import add_model_flags
 
-    parser = command_parser(f"eval.{benchmark.name}", sys.modules[type(benchmark).__module__].__doc__ or "")
+    parser = command_parser(f"eval.{benchmark.name}", sys.modules[type(benchmark).__module__].__doc__)
     tokens = dict(help="limit of an answer's tokens", default=benchmark.max_new_tokens, type=positive, metavar="N")
     for name, options in {**benchmark.flags, **FLAGS, "--max-new-tokens": tokens}.items():
         add_flag(parser, name, **options)

@@ -19,7 +19,7 @@ def whole(low: int, high: int = 10**9) -> Callable[[str], int]:
 positive = whole(1)
 
 
-def command_parser(name: str, doc: str) -> ArgumentParser:
+def command_parser(name: str, doc: str | None) -> ArgumentParser:
     """The parser of `python -m name`, with the module's docstring as its help."""
     return ArgumentParser(f"python -m {name}", description=doc, formatter_class=RawDescriptionHelpFormatter)
 

@@ -57,7 +57,7 @@ def model_of(args: Namespace) -> Subject:
     title += f"-{kind}" if kind else ""
     if run is None or not Path(run, "model").is_dir():
         source = source or (run and adapter.base_of(run)) or EMBEDDED
-        return Subject(source, run and Path(run), title, kind)
+        return Subject(source, Path(run) if run else None, title, kind)
     if source is not None:
         raise UserError(f"--adapter {shown(run)} is a whole model, written by --full: leave --model out")
     return Subject(f"{run}/model", None, title, kind)

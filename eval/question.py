@@ -37,7 +37,7 @@ class Question:
     group: str = ""
 
     @property
-    def pictures(self) -> list[Picture]:
+    def pictures(self) -> list[Any]:
         return list(self.picture) if isinstance(self.picture, list | tuple) else [self.picture]
 
     def images(self) -> list:

@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     plan, values, comparisons = [], defaultdict(dict), []
     for name in tasks:
         benchmark, flags = BENCHMARKS[name], parser_of(BENCHMARKS[name]).parse_args([*words[name], *others])
-        flags.prompt, flags.wording, out = args.prompt, args.wording, flags.out or Path("runs/eval/suite")
-        flags.out = out / name
+        flags.prompt, flags.wording = args.prompt, args.wording
+        flags.out = (flags.out or Path("runs/eval/suite")) / name
         if args.plan:
             for subject in models_of(flags):
                 asked = benchmark.questions(flags_for(benchmark, flags, subject))
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.plan:
         print("\n".join(markdown_table(["model", "benchmark", "questions", "pictures", "the first prompt"], plan)))
         return
-    write_text(out / "suite.json", json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+    write_text(flags.out.parent / "suite.json", json.dumps(values, indent=1, ensure_ascii=False) + "\n")
     columns = list(dict.fromkeys(column for row in values.values() for column in row))
     lines = markdown_table(["%", *columns], [[name, *map(cell, map(row.get, columns))] for name, row in values.items()])
     print(json.dumps(values, ensure_ascii=False) if flags.json else "\n".join([*lines, *comparisons]))

@@ -4,22 +4,24 @@ import json
 
 import pytest
 
-from eval import ask, scenes
+from eval import answer, ask, scenes
 
 pytestmark = pytest.mark.long
 
 
 def test_many_pictures_are_asked_in_batches(workplace, monkeypatch, capsys):
     """Breaks when `--image *.jpg` fills the memory, or an answer stands at another picture."""
-    rows, whole = [], ask.ask
-    monkeypatch.setattr(ask, "ask", lambda *args, **options: rows.append(len(args[3])) or whole(*args, **options))
+    rows, whole = [], answer.generate
+    monkeypatch.setattr(
+        answer, "generate", lambda *args, **options: rows.append(len(args[1])) or whole(*args, **options)
+    )
     names = [f"{number}.png" for number in range(9)]
     for number, name in enumerate(names):
         scenes.sample("vqa", "test", 6 * number).image.save(name)
     prompts, flags = ["count dog", "exist cat"], ["--model", "embedded", "--json", "--draw", "drawn.png"]
     ask.main([*flags, "--image", *names, "--prompt", *prompts])
     answers = json.loads(capsys.readouterr().out)
-    assert rows == [ask.BATCH, 2] and ask.BATCH == 16
+    assert rows == [16, 2]
     assert [(a["image"], a["prompt"]) for a in answers] == [(name, prompt) for name in names for prompt in prompts]
     ask.main([*flags, "--image", names[4], "--prompt", *prompts])
     assert json.loads(capsys.readouterr().out) == answers[8:10]

@@ -15,7 +15,6 @@ from torch._dynamo.testing import CompileCounter
 from eval import answer, open, pope, scenes, vqa
 from eval.question import Question
 from lora import adapter
-from model.common import UserError
 from model.differential import graft
 from model.generate import CompiledStep, generate
 from tests.eval.conftest import random_model
@@ -247,7 +246,7 @@ def test_bad_input_is_one_line(command, flags, parts, source, workplace):
 
 
 def test_a_question_that_cannot_be_asked_is_left_out(source, workplace, capsys):
-    """A broken picture ends the whole evaluation, or counts as wrong without a word; or none is asked and all is 0 %."""
+    """A broken picture ends the evaluation, or counts as wrong without a word; or none is asked, and all is 0 %."""
     Image.new("RGB", (9, 9)).save("good.png")
     (workplace / "bad.png").write_bytes(b"no picture")
     rows = [{"image": f"{name}.png", "prefix": f"what {name}", "suffix": "top"} for name in ("good", "bad")]
