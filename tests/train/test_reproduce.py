@@ -10,9 +10,8 @@ import pytest
 from model.common import UserError
 from tests.files import write_captions, write_mmneedle, write_vqav2
 from train.recipes import RECIPES
-from train.settings import Settings
 from train.studies.measures import coco_needles
-from train.studies.paper import PART_2, VQA_SCORES, main, on_share, read_arguments
+from train.studies.paper import PART_2, VQA_SCORES, main, on_share, read_models
 
 SMALL = "--samples 20 --vqa-limit 12 --needle-limit 6 --device cpu --jobs 1".split()
 
@@ -20,12 +19,12 @@ SMALL = "--samples 20 --vqa-limit 12 --needle-limit 6 --device cpu --jobs 1".spl
 def run(out: Path, *flags: str) -> dict[str, tuple[Path, dict]]:
     """The cells by row, with their folders."""
     main([*flags, "--out", str(out)])
-    cells = {file.parent: json.loads(file.read_text()) for file in out.glob("cells/*/test.json")}
+    cells = {file.parent: json.loads(file.read_text()) for file in out.glob("cells/*/cell.json")}
     return {cell["row"]: (folder, cell) for folder, cell in cells.items()}
 
 
 def vqa(cell: dict) -> float:
-    return 100 * float(np.mean(cell["scores"]["VQA"]))
+    return 100 * float(np.mean(cell["scores"]["test"]["VQA"]))
 
 
 def steps(folder: Path) -> int:
@@ -49,7 +48,7 @@ def test_the_plan_in_miniature(tmp_path):
         next(line.split() for line in report.splitlines() if text in line) for text in ("53.21", "28.75")
     )
     assert table_1[-4:-1] == ["53.21", "|", f"{vqa(cells['paper-1'][1]):.2f}"]
-    assert f"{100 * np.mean(cells['baseline'][1]['scores']['needle']):.2f}" in table_2
+    assert f"{100 * np.mean(cells['baseline'][1]['scores']['test']['needle']):.2f}" in table_2
     times = {file: file.stat().st_mtime for file in tmp_path.glob("cells/*/*")}
     run(tmp_path, *SMALL)
     assert times == {file: file.stat().st_mtime for file in tmp_path.glob("cells/*/*")}
@@ -71,7 +70,7 @@ def test_official_files_and_finished_runs(tmp_path, capsys):
     cells = run(tmp_path / "a", *flags)
     taken = {row: steps(folder) for row, (folder, _) in cells.items() if row != "baseline"}
     assert taken == dict.fromkeys(("paper-1", "paper-4"), 2) | dict.fromkeys(PART_2, 5)  # 2 of 6 pictures, 3 questions
-    assert [len(scores) for scores in cells["baseline"][1]["scores"].values()] == [4, 4]
+    assert [len(scores) for scores in cells["baseline"][1]["scores"]["test"].values()] == [4, 4]
     finished = [f"{row}={cells[row][0]}" for row in ("paper-1", "part-2-with")]
     again = run(tmp_path / "b", *flags, "--from", *finished)
     assert not (again["paper-1"][0] / "metrics.jsonl").exists() and steps(again["paper-4"][0]) == 2
@@ -82,8 +81,8 @@ def test_official_files_and_finished_runs(tmp_path, capsys):
 
 def test_a_flag_overrides_a_recipe(tmp_path):
     """Breaks when a model of Table 1 has other settings than its recipe, but for what the command line says."""
-    options, models = read_arguments(["--diff-in", "decoder", "--samples", "50"])
-    assert list(models) == [*VQA_SCORES] and options.seeds == 1
+    models = read_models("--diff-in decoder --samples 50".split())
+    assert list(models) == [*VQA_SCORES] and models["paper-1"].seeds == 1
     for name, own in models.items():
         recipe = RECIPES[name] | {"diff_in": "decoder", "fraction": 1.0}
         assert {field: getattr(own, field) for field in recipe} == recipe
@@ -96,7 +95,7 @@ def test_needles_are_drawn_from_cocos_own_captions(tmp_path):
     coco = write_mmneedle(tmp_path / "coco")
     names = sorted(path.name for path in (coco / "val2014").iterdir())
     captions = write_captions(coco / "captions_val2014.json", [*names[:10], "COCO_val2014_000000000099.jpg"])
-    tests = [trial.test for trial in coco_needles(Settings(), 8, str(coco), str(captions))[1]]
+    tests = [trial.test for trial in coco_needles(8, str(coco), str(captions))[1]]
     assert Counter(test.places[0][1:] for test in tests) == dict.fromkeys(((0, 0), (0, 1), (1, 0), (1, 1)), 2)
     for test in tests:
         (row, column), (target,), (grid,) = test.places[0][1:], test.targets, test.haystack

@@ -10,7 +10,7 @@ from model.qmamba import QMamba
 from tests.files import write_vqav2
 from train.settings import parse
 from train.studies import qmamba
-from train.studies.pool import Job
+from train.studies.cells import Job
 from train.studies.qmamba import ROWS, needs, open_row
 from weights.export import export_model
 from weights.load import load_model
@@ -55,8 +55,8 @@ def test_a_trained_connector_is_the_one_that_was_trained(tmp_path):
 
 def test_rows_need_the_models_that_they_start_from():
     """Breaks when a connector is another seed's, or a scan in one direction is of a model with another rate."""
-    job = Job("global", ROWS["global"], 0.5, 3, "validation")
-    assert needs(job) == [Job("connector", ROWS["connector"], 1.0, 3, "validation")]
+    job = Job("global", ROWS["global"], 0.5, 3)
+    assert needs(job) == [Job("connector", ROWS["connector"], 1.0, 3)]
     forward = Job("all queries, forward", ROWS["all queries, forward"], 0.5, 3)
     assert needs(forward) == [Job("all queries", ROWS["all queries"], 0.5, 3)]
     assert not needs(Job("linear", ROWS["linear"], 1.0, 3))
@@ -66,7 +66,7 @@ def study_folder(out: Path, *flags: str) -> dict[str, Path]:
     """Run a study of one seed; the folders of its cells by row."""
     small = ["--steps", "1", "--batch-size", "4", "--step-batch", "4", "--seeds", "1", "--rates", "1", "--jobs", "1"]
     qmamba.main([*SMALL, *small, "--limit", "4", "--out", str(out), *flags])
-    return {json.loads(file.read_text())["row"]: file.parent for file in out.glob("cells/*/test.json")}
+    return {json.loads(file.read_text())["row"]: file.parent for file in out.glob("cells/*/cell.json")}
 
 
 @pytest.mark.long
@@ -100,4 +100,4 @@ def test_a_table_is_made_of_data_on_disk(tmp_path):
     flags = ["--data", f"vqav2:{tmp_path / 'data'}", "--validation", "0.5", "--tables", "2"]
     cells = study_folder(tmp_path / "study", *flags)
     assert set(cells) == {"local", "global", "connector"}  # whose connector the others start from
-    assert set(json.loads((cells["global"] / "test.json").read_text())["scores"]) == {"VQA"}
+    assert set(json.loads((cells["global"] / "cell.json").read_text())["scores"]["test"]) == {"VQA"}

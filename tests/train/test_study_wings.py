@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,10 +15,10 @@ from train.embedded.text import make_text_base
 from train.optim import count, matching, trainable
 from train.settings import parse
 from train.studies import wings
-from train.studies.engine import Run, Study
-from train.studies.rules import Measure
 from train.studies.wings import DECODER, LEARNERS, PROJECTOR, ROWS, lora_rank, open_first, share_named
 from weights.load import load_model
+
+SMALL = "--device cpu --steps 1 --batch-size 4 --step-batch 4 --seeds 1 --rates 1 --limit 8 --jobs 1"
 
 
 def read(task: str, prefix: str) -> str:
@@ -51,9 +50,9 @@ def test_sentences_have_one_right_answer(task, processor):
 def test_the_share_of_named_objects():
     """Breaks when an empty square counts, an object counts in another place, or more words than squares help."""
     squares = "dog none cat none key"
-    assert share_named("dog none cat none key", squares) == 1
-    assert share_named("dog dog dog dog dog key", squares) == pytest.approx(1 / 3)
-    assert share_named("none none none", squares) == share_named("", squares) == 0
+    assert share_named(squares, "dog none cat none key") == 1
+    assert share_named(squares, "dog dog dog dog dog key") == pytest.approx(1 / 3)
+    assert share_named(squares, "none none none") == share_named(squares, "") == 0
 
 
 def test_rows_train_what_they_say():
@@ -70,25 +69,11 @@ def test_rows_train_what_they_say():
     assert {*parts[1]} == {*matching(base, r"language_model\..*")}
 
 
-def test_a_rate_at_which_a_seed_does_not_read_is_not_chosen(tmp_path):
-    """Breaks when the mean of three seeds makes up for one that never reads: (100 + 100 + 0) / 3 is more than 60."""
-
-    def make(job, folder):
-        reads = job.rate == 1 or job.seed != 1
-        return {"scores": {"text": [0.6 if job.rate == 1 else 1.0], "pictures": [0.95 if reads else 0.2]}, "facts": {}}
-
-    measures = {name: Measure(name, ["0"]) for name in ("text", "pictures")}
-    study = Study("", "", {"wings": ()}, make, "", measures, {}, rates=(1.0, 2.0), main="text")
-    for usable, is_first in ((wings.has_read, True), (study.usable, False)):
-        run = Run(replace(study, usable=usable), tmp_path, jobs=1, seeds=3)
-        run.tune()
-        assert (run.rates["wings"] == 1) == is_first
-
-
 def test_the_miniature_starts_from_the_text_base_of_its_seed(tmp_path):
     """Breaks when stage 1 has another decoder, or learners that change what it says."""
     text = make_text_base(3, tmp_path / "model", steps=1)
-    model, processor = open_first(parse(["--arch", "wings", "--stage", "1", "--device", "cpu"])[0], 3, tmp_path)
+    settings = parse("--arch wings --stage 1 --device cpu --seed 3".split())[0]
+    model, processor = open_first(settings, tmp_path)
     assert torch.equal(model.language_model.embed_tokens.weight, text.language_model.embed_tokens.weight)
     batch = processor.pad([processor.layout(0, "What is a tiger?")])
     logits = [m(batch.input_ids, None, torch.ones_like(batch.input_ids)) for m in (model, text.eval())]
@@ -98,10 +83,7 @@ def test_the_miniature_starts_from_the_text_base_of_its_seed(tmp_path):
 @pytest.mark.long
 def test_the_study_from_end_to_end_and_again(tmp_path):
     """Breaks when a small study fails, trains another number of parameters, or computes finished cells again."""
-    flags = (
-        "--base embedded --device cpu --steps 1 --batch-size 4 --step-batch 4 --seeds 1 --rates 1 --limit 8 --jobs 1"
-    )
-    command = [*flags.split(), "--out", str(tmp_path)]
+    command = f"--base embedded {SMALL} --out {tmp_path}".split()
     wings.main(command)
     made = {file: file.stat().st_mtime_ns for file in tmp_path.glob("cells/*/*.json")}
     summary, text = json.loads((tmp_path / "comparison.json").read_text()), (tmp_path / "comparison.md").read_text()
@@ -112,6 +94,7 @@ def test_the_study_from_end_to_end_and_again(tmp_path):
     assert sizes["full"] == projector + decoder < sizes["visual"] < sizes["wings"]
     assert sizes["wings"] - sizes["full"] == sizes["learners"] - projector <= sizes["lora"] - projector
     assert all(sum(layer) == pytest.approx(100, abs=0.1) for of_row in facts.values() for layer in of_row["laws"])
+    assert all(cell["facts"][0]["unusable"] for cell in summary["rows"].values())  # one step teaches nobody to read
     assert "\n| before" not in text and all(f"\n| {row} " in text for row in ROWS)
     assert all(f" {task} " in text for task in sentences.TASKS)
     wings.main(command)

@@ -20,18 +20,18 @@ from model.attention import Attention
 from model.differential import KINDS, options_of
 from train.optim import rate_factor
 from train.studies import report
+from train.studies.cells import Job
 from train.studies.engine import Run, Study
-from train.studies.pool import Job
-from train.studies.rules import FEWEST_SEEDS, Measure, Prediction
+from train.studies.rules import FEWEST_SEEDS, Measure
 
 CLASSES, OTHERS, WIDTH, RANK = 8, 63, 8, 4
 STEPS, ROWS, TESTS = 300, 64, 1000
 PREDICTIONS = (
-    Prediction("twin", "built", "better", "the second map removes what both have in common: 100 % against 84.7 %"),
-    Prediction("v2", "built", "better", "the same"),
-    Prediction("dex", "built", "equivalent", "one map, and a linear change of what it reads"),
+    ("twin", "built", "better", "the second map removes what both have in common: 100 % against 84.7 %"),
+    ("v2", "built", "better", "the same"),
+    ("dex", "built", "equivalent", "one map, and a linear change of what it reads"),
 )
-ORIGINAL = (Prediction("split", "built", "better", "the second map removes what both have in common"),)
+ORIGINAL = (("split", "built", "better", "the second map removes what both have in common"),)
 
 
 def best_of_one_map(draws: int = 200_000) -> float:
@@ -70,14 +70,16 @@ def make(job: Job, folder: Path) -> dict:
         F.cross_entropy(answer(x), right).backward()
         optimizer.step()
         optimizer.zero_grad()
-    with torch.no_grad():
-        x, right = draw(TESTS, 1 if job.split == "validation" else 2)
-        return {"scores": {"built": (answer(x).argmax(-1) == right).tolist()}, "facts": {}}
+    scores = {}
+    for seed, split in ((1, "validation"), (2, "test")):
+        x, right = draw(TESTS, seed)
+        scores[split] = {"built": (answer(x).argmax(-1) == right).tolist()}
+    return {"scores": scores, "facts": {}}
 
 
-def blocks(run: Run, predictions: tuple[Prediction, ...] = PREDICTIONS) -> list:
+def blocks(run: Run, predictions: tuple[tuple, ...] = PREDICTIONS) -> list:
     """Blocks of the report of another study, which the cells of this one belong to."""
-    beside = {prediction.row: ("softmax",) for prediction in predictions}
+    beside = {row: ("softmax",) for row, *_ in predictions}
     study = Study(
         name="built",
         title="The built task",

@@ -1,146 +1,123 @@
-"""How a cell is trained and asked: the adapter of a base, or the stages of WINGS and Q-Mamba, and their flags.
+"""The cells of a study on disk: their names, and the processes that compute them side by side.
 
-In: settings, tasks (`train/studies/measures.py`) and a folder. Out: the cell's scores and facts, for the engine.
+A result is in its file, or it is not: a call that was killed goes on with what is missing. Each cell has one thread, so
+that no result depends on the number of processes.
 """
 
+import ast
+import inspect
+import json
+import multiprocessing
+import os
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
-from eval.answer import ask_all
-from eval.records import Record
-from lora import adapter
-from model.common import UserError, shown
-from model.device import choose_device
-from model.mamba import choose_kernel
-from model.paligemma import PaliGemma
-from model.processor import Processor
-from model.source import EMBEDDED
-from train.distributed import World, join_world
-from train.flags import flag
-from train.optim import count, trainable
-from train.settings import Settings
-from train.studies.measures import Task, data_mark, training_records
-from train.studies.options import StudyOptions, deciding, read_with_settings
-from train.studies.pool import once
-from train.supervised import make_order, train_on
-from train.systems import open as systems
-from train.systems.wings import TEXT_BASE
-from weights.fingerprint import exact_fingerprint
+from model.common import write_text
+from train.loop import Diverged
+from train.run import provenance
 
-
-@cache
-def open_once(base: Settings) -> tuple[Processor, World]:
-    """In each process."""
-    world = join_world(base.device)
-    return systems.open_processor(base, systems.load_base(base, torch.device("meta")))[0], world
-
-
-def fine_tune(base: Settings, settings: Settings, tasks: Mapping[str, Task], folder: Path) -> dict:
-    """Train the adapter of a cell in its folder, unless it is there, and ask it. base: what all cells share."""
-    processor, world = open_once(base)
-
-    def train() -> dict:
-        model, optimizer = systems.open_model(settings, world.device)
-        order = make_order(training_records(settings, base.seed), processor, settings, world)
-        started = time.process_time()
-        train_on(order, model, optimizer, settings, folder, world)
-        adapter.save(model, folder, settings.base, settings.question_prompt)
-        return {"parameters": count(trainable(model).values()), "seconds": time.process_time() - started}
-
-    facts, model = once(folder / "facts.json", train), systems.load_base(settings, world.device)
-    adapter.load(model, folder)
-    return {"scores": ask(model, processor, settings, tasks, folder), "facts": facts}
-
-
-def ask(
-    model: PaliGemma, processor: Processor, settings: Settings, tasks: Mapping[str, Task], folder: Path
-) -> dict[str, list[float]]:
-    """The score of each question, by task. On disk, where it may take hours, with a progress bar and a log.
-
-    Names on stderr the first question that could not be asked; raises UserError if none of a task's could be.
-    """
-    scores = {}
-    for name, task in tasks.items():
-        left_out: dict[str, str] = {}
-        long = {} if settings.is_embedded else {"progress": task.title, "log": folder / f"answers-{name}.jsonl"}
-        answers = ask_all(model.eval(), processor, task.asks, left_out=left_out, **long)
-        first = shown(next(iter(left_out.values()), ""))
-        if len(left_out) == len(task.asks):
-            raise UserError(f"none of the {len(task.asks)} questions can be asked: {first}")
-        if left_out:
-            print(f"{len(left_out)} questions count as wrong: {first} …", file=sys.stderr)
-        scores[name] = task.score(answers)
-    return scores
-
-
-# Stages
+ROOT = Path(__file__).parents[2]
+JUDGING = {Path(__file__).with_name(f"{name}.py") for name in ("engine", "rules", "report", "cells")}
 
 
 @dataclass(frozen=True)
-class StagedOptions(StudyOptions):
-    """The flags of these studies, besides those of `train.finetune`, which hold for both stages."""
+class Job:
+    """A cell: a row with its changes, (name, value) pairs, at a rate and a seed. All of them name it."""
 
-    limit: int = flag(400, "questions of each measure", least=1)
-    stage_1_data: str | None = flag(None, "data of stage 1 (default: that of --data)", metavar="SOURCE")
-
-
-Options = TypeVar("Options", bound=StagedOptions)
-
-
-def read_stages(
-    kind: type[Options], arch: str, argv: Sequence[str] | None, description: str | None, quick: Mapping[str, object]
-) -> tuple[Options, dict[int, Settings]]:
-    """The flags of a study, and the settings of both stages of `arch`. Raises UserError."""
-    stages, given = {}, (kind, argv, f"train.reproduce {arch}", description, quick)
-    for stage in (1, 2):
-        defaults = f"--arch {arch} --stage {stage}"
-        options, stages[stage] = read_with_settings(*given, decided="recipe seed", defaults=defaults)
-    if options.stage_1_data:
-        stages[1] = replace(stages[1], data=(options.stage_1_data,))
-    stages[2] = replace(stages[2], option=())  # stage 1 decides the parts
-    return options, stages
+    row: str
+    changes: tuple
+    rate: float
+    seed: int
 
 
-def key_of(stages: Mapping[int, Settings], limit: int) -> str:
-    """What decides all cells beside their source: settings, data, and the weights that stage 1 starts from."""
-    settings = [(deciding(of_stage), data_mark(of_stage)) for of_stage in stages.values()]
-    first = replace(stages[1], base=EMBEDDED) if stages[1].base == TEXT_BASE else stages[1]  # the cells train it
-    return repr((settings, exact_fingerprint(systems.open_stage(first, torch.float32, torch.device("cpu"))), limit))
+# Names
 
 
-def open_on_device(settings: Settings) -> PaliGemma:
-    """The model of a stage, on its device, with its kernel of the scan."""
-    device = choose_device(settings.device)
-    model = systems.open_stage(settings, systems.weights_dtype(settings, device), device).eval()
-    choose_kernel(model, settings.kernel, device)
-    return model
+def digest(*parts) -> str:
+    """16 hexadecimal digits of what `parts` print as."""
+    return sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def learn(
-    model: PaliGemma,
-    processor: Processor,
-    records: Sequence[Record],
-    settings: Settings,
-    factors: Mapping[str, float],
-    folder: Path,
-) -> float:
-    """Train a stage in place, from the newest checkpoint in folder/stages if there is one. Returns seconds.
+@cache
+def source_hash(make: Callable) -> str:
+    """A hash of the source that decides a cell, so that changed code never meets old cells.
 
-    factors: by pattern of parameter names, of the rate in `settings`.
+    The file of `make` counts, and so do the project's files that it imports, and that those import in turn: all but
+    comments, docstrings, and files that only judge. What a `partial` binds is no source.
     """
-    run = folder / "stages" / f"{settings.stage}"
-    run.mkdir(parents=True, exist_ok=True)
-    model.set_checkpointing(settings.checkpointing)
-    optimizer = systems.make_optimizer(model, systems.rules_of(model, settings, factors), settings)
-    world = World(0, 1, choose_device(settings.device))
-    order = make_order(records, processor, settings, world)
-    progress = train_on(order, model, optimizer, settings, run, world)
-    model.eval()
-    return progress.seconds
+    waiting, texts = {Path(inspect.getfile(make.func if isinstance(make, partial) else make))}, {}
+    while waiting:
+        tree = ast.parse((file := waiting.pop()).read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                node.value = ast.Constant(None)  # a docstring
+            elif isinstance(node, ast.ImportFrom):  # of a module, or of names in one
+                package = ROOT.joinpath(*f"{node.module}".split("."))
+                files = {package.with_suffix(".py"), *(package / f"{alias.name}.py" for alias in node.names)}
+                waiting |= {file for file in files - JUDGING if file.is_file()}
+        texts[file] = ast.dump(tree)
+        waiting -= texts.keys()
+    return digest(*(texts[file] for file in sorted(texts)))
+
+
+# Computing
+
+
+def compute_all(calls: Sequence[tuple], processes: int) -> None:
+    """`compute` with the arguments of each call, in so many processes; each result is a line on stderr."""
+    run = map if processes == 1 else pool_of(processes).map
+    try:
+        for number, line in enumerate(run(compute, calls), 1):
+            print(f"{number} of {len(calls)}: {line}", file=sys.stderr, flush=True)
+    except BaseException:  # Ctrl-C, or a cell that failed; the others would compute to the end
+        for process in multiprocessing.active_children() if processes > 1 else ():
+            process.kill()
+        raise
+
+
+def compute(call: tuple[Callable[..., dict], Job, Path, Sequence[Path]]) -> str:
+    """Make a cell and write its result, with what it was made by; returns its row and CPU seconds in words.
+
+    A run whose loss is no longer finite has no scores; the study goes on.
+    """
+    make, job, file, needed = call
+    file.parent.mkdir(parents=True, exist_ok=True)
+    started = time.process_time()
+    try:
+        result = make(job, file.parent, *needed)
+    except Diverged as error:
+        result = {"scores": {}, "facts": {"diverged": str(error)}}
+    spent = time.process_time() - started
+    write_text(file, json.dumps(asdict(job) | result | {"cpu_seconds": round(spent, 2)} | provenance()) + "\n")
+    rate = f", rate {job.rate:g}" if job.rate else ""
+    return f"{job.row}{rate}, seed {job.seed}: {spent:.0f} CPU seconds"
+
+
+@cache
+def pool_of(processes: int) -> ProcessPoolExecutor:
+    """Processes that compute cells."""
+    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=prepare_process)
+
+
+def prepare_process() -> None:
+    torch.set_num_threads(1)
+    os.setpgrp()  # Ctrl-C on a terminal reaches the first process alone, which ends the others
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115  its progress bars would overwrite those of the others
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """A killed parent can tell its processes nothing: they would compute on, in a folder whose lock is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

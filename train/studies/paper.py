@@ -21,7 +21,7 @@ and a flag: --optimizer, --step-batch, --beta2, --schedule, --warmup, --clip, --
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,17 +31,16 @@ from eval.report import markdown_table
 from lora import adapter
 from model.common import UserError, shown
 from train.checkpoint import file_digest
-from train.flags import flag
+from train.distributed import join_world
+from train.flags import flag, from_values
 from train.plan import plan, plan_table
-from train.recipes import GPUS
-from train.settings import Settings
+from train.recipes import GPUS, RECIPES
 from train.studies import engine, report
-from train.studies.cells import ask, fine_tune, open_once
+from train.studies.cells import Job, digest
 from train.studies.engine import Run, Study
-from train.studies.measures import VAL_FILES, Task, coco_needles, data_mark, needle_task, trial_task, vqa_task
-from train.studies.options import StudyOptions, deciding, read_with_settings
-from train.studies.pool import Job
-from train.systems.open import load_base
+from train.studies.measures import VAL_FILES, Task, coco_needles, scene_needles, trial_task, vqa_task
+from train.studies.training import Tasks, TuningOptions, ask, deciding, fine_tune, key_of, read_given
+from train.systems.open import load_base, open_processor
 
 VQA_SCORES = {"paper-1": 53.21, "paper-2": 51.91, "paper-3": 35.72, "paper-4": 33.91, "paper-5": 41.32}  # Table 1, %
 WITHOUT, WITH = "part-2-without", "part-2-with"  # differential attention
@@ -49,11 +48,11 @@ NEEDLE_SCORES = {"baseline": 28.75, WITHOUT: 30.42, WITH: 34.72}  # Table 2: ind
 PART_2 = {WITHOUT: ("paper-1", "paper-3"), WITH: ("paper-2", "paper-4", "paper-5")}  # chosen of these
 SHARE = 0.4  # of the pictures, in Part 1
 # half of the miniature's samples ask for needles, since the embedded base has never seen their words
-MINIATURE = "--samples 4000 --tasks vqa,n2o1"
+MINIATURE, QUICK = {"samples": 4000, "tasks": "vqa,n2o1"}, {"samples": 400}
 
 
 @dataclass(frozen=True)
-class Options(StudyOptions):
+class Options(TuningOptions):
     """The flags of this study, besides those of `train.finetune`."""
 
     seeds: int = flag(1, "runs of each row", least=1, metavar="N")
@@ -70,101 +69,95 @@ class Options(StudyOptions):
     gpu: str = flag("H100", "GPU of --plan", choices=list(GPUS))
     gpus: int = flag(1, "number of them", least=1)
 
+    @property
+    def finished(self) -> dict[str, Path]:
+        """The runs of --from by row. Raises UserError."""
+        runs = {row: Path(run) for row, _, run in (text.partition("=") for text in self.from_)}
+        for row, run in runs.items():
+            if row not in (*self.rows, *PART_2) or not (run / adapter.CONFIG_FILE).is_file():
+                raise UserError(f"--from {shown(f'{row}={run}')}: expected ROW=RUN, a run with an adapter, for a row")
+        return runs
 
-def read_arguments(argv: Sequence[str]) -> tuple[Options, dict[str, Settings]]:
-    """The study's flags, and the settings of each model on all pictures; flags override recipes. Raises UserError."""
-    settings: dict[str, Settings] = {}
-    about = {"decided": "fraction full", "defaults": MINIATURE, "quick_defaults": "--samples 400"}
-    for name in VQA_SCORES:
-        given = Options, [*argv, "--recipe", name], "train.reproduce paligemma", __doc__, {}
-        options, settings[name] = read_with_settings(*given, **about)
-    base = settings["paper-1"]
-    if options.coco and base.is_embedded:
+
+def read_models(argv: Sequence[str]) -> dict[str, Options]:
+    """The flags, and the settings of each model on all pictures; flags override recipes. Raises UserError."""
+    given = read_given(Options, argv, "train.reproduce paligemma", __doc__, QUICK, ("fraction",))
+    models = {name: from_values(Options, MINIATURE | RECIPES[name] | {"fraction": 1.0} | given) for name in VQA_SCORES}
+    base = models["paper-1"]
+    if base.coco and base.is_embedded:
         raise UserError("--coco goes with --data on disk: the embedded scenes have needle tests of their own")
     kind, _, folder = base.data[0].partition(":")
-    held_out = base.validation
-    if kind == "vqav2" and held_out == Settings.validation and Path(folder, VAL_FILES[0]).exists():
-        held_out = 0.0  # val2014 is asked about
-    return options, {name: replace(settings[name], fraction=1.0, validation=held_out) for name in VQA_SCORES}
+    if kind == "vqav2" and "validation" not in given and Path(folder, VAL_FILES[0]).exists():
+        models = {name: replace(model, validation=0.0) for name, model in models.items()}  # val2014 is asked about
+    return models
 
 
-def on_share(settings: Settings) -> Settings:
+def on_share(settings: Options) -> Options:
     """The settings of Part 1; an embedded sample has a picture of its own."""
     samples = max(1, round(SHARE * settings.samples)) if settings.is_embedded else settings.samples
     return replace(settings, fraction=SHARE, samples=samples)
 
 
-def finished_runs(options: Options) -> dict[str, Path]:
-    """The runs of --from by row. Raises UserError."""
-    runs = {row: Path(run) for row, _, run in (text.partition("=") for text in options.from_)}
-    for row, run in runs.items():
-        if row not in (*options.rows, *PART_2) or not (run / adapter.CONFIG_FILE).is_file():
-            raise UserError(f"--from {shown(f'{row}={run}')}: expected ROW=RUN, a run with an adapter, for a row")
-    return runs
-
-
 # Cells
 
 
-@cache
-def tasks_of(options: Options, base: Settings) -> dict[str, Task]:
+def tasks_of(options: Options) -> dict[str, Task]:
     """VQA, and needles where there are pictures for them."""
-    limit = options.vqa_limit or (600 if base.is_embedded else None)
-    tasks = {"VQA": vqa_task(base, "test", limit, options.scoring)}
-    if base.is_embedded:
-        tasks["needle"] = needle_task("n2o1", options.needle_limit, "paper")
+    limit = options.vqa_limit or (600 if options.is_embedded else None)
+    tasks = {"VQA": vqa_task(options, "test", limit, options.scoring)}
+    title, trials = "n2o1", []
+    if options.is_embedded:
+        trials = scene_needles("n2o1", options.needle_limit)
     elif options.coco:
-        title, trials = coco_needles(base, options.needle_limit, options.coco, options.captions)
-        tasks["needle"] = trial_task(title, trials, "paper")
-    if needle := tasks.get("needle"):
-        tasks["needle"] = replace(needle, in_mean=False, rungs=needle.labels)  # Figure 2: by place
+        title, trials = coco_needles(options.needle_limit, options.coco, options.captions)
+    if trials:
+        places = [str(trial.test.places[0][1:]) for trial in trials]  # Figure 2: by place
+        tasks["needle"] = trial_task(title, trials, "paper", in_mean=False, rungs=places)
     return tasks
 
 
-def make(options: Options, models: Mapping[str, Settings], job: Job, folder: Path, *part_1: Path) -> dict:
-    """Train the adapter of a cell in its folder, unless it is there, and ask it VQA and needles.
+def make(models: Mapping[str, Options], tasks: Tasks, job: Job, folder: Path, *part_1: Path) -> dict:
+    """Train the adapter of a cell in its folder, and ask it VQA and needles.
 
     part_1: the cells of which Part 2 trains the best on all pictures.
     """
-    base, run = models["paper-1"], finished_runs(options).get(job.row)
-    tasks = tasks_of(options, base)
-    if job.row == "baseline" or run:
-        processor, world = open_once(base)
-        model = load_base(base, world.device)
+    base, name = models["paper-1"], job.row
+    run = base.finished.get(name)
+    if name == "baseline" or run:
+        model = load_base(base, join_world(base.device).device)
         if run:
             adapter.load(model, run)
-        return {"scores": ask(model, processor, base, tasks, folder), "facts": {"chosen": str(run or "")}}
-    name = job.row
+        scores = ask(model, open_processor(base, model)[0], base, tasks, folder)
+        return {"scores": scores, "facts": {"chosen": str(run or "")}}
     if part_1:
-        cells = [json.loads((earlier / "test.json").read_text()) for earlier in part_1]
-        name = max(cells, key=lambda cell: np.mean(cell["scores"].get("VQA", 0.0)))["row"]
+        cells = [json.loads((earlier / "cell.json").read_text()) for earlier in part_1]
+        scores = {cell["row"]: np.mean(cell["scores"].get("test", {}).get("VQA", 0.0)) for cell in cells}
+        name = max(scores, key=scores.__getitem__)
     settings = models[name] if part_1 else on_share(models[name])
-    result = fine_tune(base, replace(settings, seed=base.seed + job.seed), tasks, folder)
+    result = fine_tune(replace(settings, seed=job.seed), tasks, folder)
     return result | {"facts": result["facts"] | {"chosen": name}}
 
 
-def study_of(options: Options, models: Mapping[str, Settings]) -> Study:
-    base, finished = models["paper-1"], finished_runs(options)
-    marks = {row: (file_digest(run / adapter.TENSOR_FILE),) for row, run in finished.items()}
-    rows: dict[str, tuple] = {row: marks.get(row, ()) for row in ("baseline", *options.rows)}
+def study_of(models: Mapping[str, Options]) -> Study:
+    base = models["paper-1"]
+    marks = {row: (file_digest(run / adapter.TENSOR_FILE),) for row, run in base.finished.items()}
+    rows: dict[str, tuple] = {row: marks.get(row, ()) for row in ("baseline", *base.rows)}
     for row, names in PART_2.items():
         if part_1 := tuple((name, *rows[name]) for name in names if name in rows):
             rows[row] = marks.get(row, part_1)
-    tasks = tasks_of(options, base)
+    tasks, settings = {"test": tasks_of(base)}, [deciding(of_model) for of_model in models.values()]
 
     def needs(job: Job) -> list[Job]:
-        names = [] if job.row in finished else PART_2.get(job.row, ())
+        names = [] if job.row in base.finished else PART_2.get(job.row, ())
         return [replace(job, row=name, changes=rows[name]) for name in names if name in rows]
 
-    fingerprint = adapter.fingerprint(load_base(base, torch.device("cpu")))
-    settings = [deciding(of_model) for of_model in models.values()]
     return Study(
         name="reproduce-paligemma",
         title=f"The differential PaliGemma experiment: base {base.base}, data {' '.join(base.data)}",
         rows=rows,
-        make=partial(make, options, models),
-        key=repr((fingerprint, data_mark(base), [task.mark for task in tasks.values()], settings)),
-        measures=tasks,
+        make=partial(make, models, tasks),
+        key=digest(key_of([base], load_base(base, torch.device("cpu")), tasks), settings, base.scoring),
+        measures=tasks["test"],
         beside={"without differential attention": {WITH: (WITHOUT,)}} if rows.keys() >= PART_2.keys() else {},
         main="VQA",
         needs=needs,
@@ -175,7 +168,7 @@ def study_of(options: Options, models: Mapping[str, Settings]) -> Study:
 # The report
 
 
-def blocks(models: Mapping[str, Settings], run: Run) -> list:
+def blocks(models: Mapping[str, Options], run: Run) -> list:
     """The paper's tables beside ours, and what agrees."""
     models = {name: models[name] for name in models if name in run.cells}
     scores = {row: {name: f"{each.mean():.2f}" for name, each in run.scores(row).items()} for row in run.cells}
@@ -201,8 +194,9 @@ def blocks(models: Mapping[str, Settings], run: Run) -> list:
     ]
 
 
-def print_plan(options: Options, models: Mapping[str, Settings]) -> None:
+def print_plan(models: Mapping[str, Options]) -> None:
     """What the runs take, those of Part 2 for the models that the paper chose."""
+    options = models["paper-1"]
     rows = [plan(on_share(models[name]), name, gpus=options.gpus) for name in options.rows]
     whole = [name for name in ("paper-1", "paper-2") if name in options.rows]
     rows += [plan(models[name], f"{name}, all pictures", gpus=options.gpus) for name in whole]
@@ -210,8 +204,8 @@ def print_plan(options: Options, models: Mapping[str, Settings]) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    options, models = read_arguments(argv)
-    if options.plan:
-        print_plan(options, models)
+    models = read_models(argv)
+    if models["paper-1"].plan:
+        print_plan(models)
     else:
-        print(report.write(engine.run(study_of(options, models), options)))
+        print(report.write(engine.run(study_of(models), models["paper-1"])))

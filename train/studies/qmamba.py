@@ -5,21 +5,20 @@
         --stage-1-data jsonl:FILE --data jsonl:FILE --tables 2 3 4       on models and data as the paper's
 
 "Query-based Cross-Modal Projector Bolstering Mamba Multimodal LLM" (anonymous ACL submission). Rows are those of its
-Table 1 (the number of queries, and projectors without any), Table 2 (local or global attention), Table 3 (the weights
-of the connector) and Table 4 (the order in which a trained connector scans). Each is trained in the two stages of
-`train/recipes.py`: its projector alone, then language model and projector. All rows of a seed learn the same pictures
-in the same order and answer the same questions. Each model is in cells/…/model, for other benchmarks.
+tables: the number of queries and projectors without any (1), local or global attention (2), the weights of the
+connector (3), and the order in which a trained connector scans (4). Each is trained in the two stages of
+`train/recipes.py`. All rows of a seed learn the same pictures in the same order. Each model is in cells/…/model.
 
-The trained connector is that of row `connector`, which has no queries: connector and linear projector before Mamba, as
-in VL-Mamba, of the same seed. Table 4 trains nothing: models that were trained in both directions scan in one. --rates
-are factors of --lr in both stages. Every other flag is one of `train.finetune` and holds for both stages of all rows.
+The trained connector is that of row `connector`, as in VL-Mamba, of the same seed. Table 4 trains nothing: models that
+were trained in both directions scan in one. --rates are factors of --lr in both stages. Every other flag is one of
+`train.finetune` and holds for both stages of all rows.
 """
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,11 +34,10 @@ from train.optim import count, trainable
 from train.recipes import STAGES
 from train.settings import Settings
 from train.studies import engine, report
-from train.studies.cells import StagedOptions, ask, key_of, learn, open_on_device, read_stages
+from train.studies.cells import Job
 from train.studies.engine import MEAN, Study
 from train.studies.measures import Task, asking, training_records, vqa_task
-from train.studies.pool import Job, once
-from train.studies.rules import Prediction
+from train.studies.training import StagedOptions, Tasks, ask, key_of, learn, open_on_device, read_stages
 from train.systems.open import open_processor, open_stage
 from weights.export import export_model
 
@@ -72,11 +70,11 @@ ROWS = {
     "all queries, backward": Row(4, "all queries", order="backward"),
 }
 PREDICTIONS = (
-    Prediction("global", MEAN, "worse", "the paper's Table 2"),
-    Prediction("half the queries", MEAN, "worse", "the paper's Table 1: more queries do better"),
-    Prediction("all queries", MEAN, "better", "the paper's Table 1"),
-    Prediction("local", MEAN, "better", "the paper's Table 3"),
-    Prediction("all queries, forward", MEAN, "equivalent", "the paper's Table 4: no harm"),
+    ("global", MEAN, "worse", "the paper's Table 2"),
+    ("half the queries", MEAN, "worse", "the paper's Table 1: more queries do better"),
+    ("all queries", MEAN, "better", "the paper's Table 1"),
+    ("local", MEAN, "better", "the paper's Table 3"),
+    ("all queries, forward", MEAN, "equivalent", "the paper's Table 4: no harm"),
 )
 PUBLISHED = (
     ("Table 1: 128, 256, 512 and 729 queries", "half the queries, local, all queries: more do better"),
@@ -107,33 +105,30 @@ def needs(job: Job) -> list[Job]:
     return [replace(job, row="connector", changes=ROWS["connector"], rate=1.0)] if row.trained else []
 
 
-def make(stages: Mapping[int, Settings], limit: int, job: Job, folder: Path, *needed: Path) -> dict:
-    """Train a row in both stages, unless its model is there, and ask it the questions of a split."""
-    row, tasks = ROWS[job.row], tasks_of(stages[2], job.split, limit)
+def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *needed: Path) -> dict:
+    """Train a row in both stages and leave the model in folder/model, or open a trained one to scan in one direction.
+
+    Both are asked.
+    """
+    row = ROWS[job.row]
     if needed and not (needed[0] / "model").exists():
         raise Diverged("the row that it starts from diverged")
-    trained = needed[0] if row.order else folder
-    facts = once(trained / "facts.json", lambda: train(stages, job, folder, *needed))
-    settings = replace(stages[2], base=str(trained / "model"))
-    model = open_on_device(settings)
     if row.order:
+        settings = replace(stages[1], base=str(needed[0] / "model"))
+        model, facts = open_on_device(settings), json.loads((needed[0] / "cell.json").read_text())["facts"]
         model.multi_modal_projector.connector.order = row.order
-    processor = open_processor(settings, model)[0]
-    return {"scores": ask(model, processor, settings, tasks, folder), "facts": facts}
-
-
-def train(stages: Mapping[int, Settings], job: Job, folder: Path, *donor: Path) -> dict:
-    """Both stages, which leave the model in folder/model; returns facts."""
-    seconds, model = 0.0, open_row(stages[1], ROWS[job.row], job.seed, *donor)
-    processor, files = open_processor(stages[1], model)
-    for stage, settings in stages.items():
-        settings = replace(settings, seed=job.seed, lr=settings.lr * job.rate)
-        records, factors = training_records(settings, Settings.seed), STAGES["qmamba"][stage].rates
+        return {"scores": ask(model, open_processor(settings, model)[0], settings, tasks, folder), "facts": facts}
+    seconds, model = 0.0, open_row(stages[0], row, job.seed, *needed)
+    processor, files = open_processor(stages[0], model)
+    for number, stage in enumerate(stages, 1):
+        settings = replace(stage, seed=job.seed, lr=stage.lr * job.rate)
+        records, factors = training_records(settings), STAGES["qmamba"][number].rates
         seconds += learn(model, processor, records, settings, factors, folder)
+    scores = ask(model, processor, stages[1], tasks, folder)
     shutil.rmtree(folder / "model", ignore_errors=True)  # of a study that was killed here
     export_model(model, folder / "model", companions=files)
     shutil.rmtree(folder / "stages")
-    return {"parameters": count(trainable(model).values()), "seconds": seconds}
+    return {"scores": scores, "facts": {"parameters": count(trainable(model).values()), "seconds": seconds}}
 
 
 def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> PaliGemma:
@@ -148,10 +143,9 @@ def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> PaliGemma
     return open_on_device(replace(settings, seed=seed, option=option))
 
 
-# Measures
+# The study
 
 
-@cache
 def tasks_of(settings: Settings, split: str, limit: int) -> dict[str, Task]:
     """Held-out questions: of data on disk, or of each task of the embedded scenes."""
     if not settings.is_embedded:
@@ -162,38 +156,34 @@ def tasks_of(settings: Settings, split: str, limit: int) -> dict[str, Task]:
 def scene_task(name: str, split: str, limit: int) -> Task:
     """One task of the embedded scenes. Guessing: the likeliest answer of training to the same words."""
     samples = [scenes.sample(name, split, number) for number in range(limit)]
-    asks = [Question(str(n), str(s.image_id), s.scene.render, s.prefix) for n, s in enumerate(samples)]
+    asks = [Question(n, str(s.image_id), s.scene.render, s.prefix, truth=s.suffix) for n, s in enumerate(samples)]
     seen = [scenes.sample(name, "train", number) for number in range(2_000)]
     chance = vqa.guess_accuracy(vqa.of_samples(samples, "test"), vqa.of_samples(seen, "train"))["overall"]
-    return asking(name, asks, [sample.suffix for sample in samples], chance=chance)
+    return asking(name, asks, chance=chance)
 
 
-# The study
-
-
-def study_of(stages: Mapping[int, Settings], options: Options) -> Study:
+def study_of(stages: Sequence[Options]) -> Study:
+    first, options = stages
     beside = {name: (row.beside,) for name, row in ROWS.items() if str(row.table) in options.tables and row.beside}
     names = [name for name in ROWS if name in {*beside, *(control for (control,) in beside.values())}]
-    is_embedded = stages[2].is_embedded
+    tasks = {split: tasks_of(options, split, options.limit) for split in ("validation", "test")}
+    table = markdown_table(["published", "figures, and rows here"], PUBLISHED)
     return Study(
         name="qmamba",
-        title=f"Q-Mamba: base {stages[1].base}, data {' '.join(stages[2].data)}",
+        title=f"Q-Mamba: base {first.base}, data {' '.join(options.data)}",
         rows={name: ROWS[name] for name in names},
-        make=partial(make, stages, options.limit),
-        key=key_of(stages, options.limit),
-        measures=tasks_of(stages[2], "test", options.limit),
+        make=partial(make, stages, tasks),
+        key=key_of(stages, open_stage(first, torch.float32, torch.device("cpu")), tasks),
+        measures=tasks["test"],
         beside={"the row that the paper compares with": beside},
-        rates=options.rates or ((0.5, 1.0, 2.0) if is_embedded else (1.0,)),
+        rates=options.rates or ((0.5, 1.0, 2.0) if options.is_embedded else (1.0,)),
         plain=tuple(name for name in names if name.startswith("all queries")),  # one model, in three orders
         needs=needs,
-        predictions=PREDICTIONS if is_embedded else (),
-        more=lambda run: [
-            "## The paper's experiments",
-            markdown_table(["published", "figures, and rows here"], PUBLISHED),
-        ],
+        predictions=PREDICTIONS if options.is_embedded else (),
+        more=lambda run: ["## The paper's experiments", table],
     )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options, stages = read_stages(Options, "qmamba", argv, __doc__, QUICK)
-    print(report.write(engine.run(study_of(stages, options), options)))
+    stages = read_stages(Options, "qmamba", argv, __doc__, QUICK)
+    print(report.write(engine.run(study_of(stages), stages[1])))

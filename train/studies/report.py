@@ -15,8 +15,7 @@ from eval.report import interval_text, markdown_table
 from eval.statistics import estimate
 from model.common import write_text
 from train.studies.engine import Run
-from train.studies.options import digest
-from train.studies.rules import FEWEST_SEEDS, check, share_of_range
+from train.studies.rules import FEWEST_SEEDS, TUNING_SEEDS, share_of_range
 
 ABOUT = (
     "Scores in % where no other unit is named, differences in points, paired by seed and example, with 95 % intervals "
@@ -31,12 +30,12 @@ def lines_of(run: Run) -> list[list]:
     """All results that the report rests on. Seconds are those of the cell, on each of its lines."""
     lines = []
     for job in sorted(run.used, key=str):
-        cell = run.used[job]
-        for name, scores in cell["scores"].items():
-            rungs = run.study.measures[name].rungs if job.split == "test" else ()
+        cell, place = run.used[job], [run.study.name, job.row, job.seed, job.rate]
+        for split, name in [(split, name) for split, of_split in cell["scores"].items() for name in of_split]:
+            scores, rungs = cell["scores"][split][name], run.study.measures[name].rungs if split == "test" else ()
             for rung, right in by_rung(scores, rungs or [""] * len(scores)).items():
-                place = [run.study.name, job.row, job.seed, job.rate, job.split, name, rung]
-                lines.append([*place, len(right), float(np.sum(right)), *(cell[name] for name in COLUMNS[-4:])])
+                numbers = [len(right), float(np.sum(right)), *(cell[column] for column in COLUMNS[-4:])]
+                lines.append([*place, split, name, rung, *numbers])
     return lines + [line for part in run.parts for line in lines_of(part)]
 
 
@@ -85,15 +84,14 @@ def rung_table(run: Run, name: str) -> list[str]:
 
 def range_table(run: Run) -> list[str]:
     """How far the controls of the first table are from guessing and from 100 % on the validation split."""
-    beside = next(iter(run.study.beside.values()), {})
-    controls, body = list(dict.fromkeys(row for rows in beside.values() for row in rows)), []
-    usable = run.in_range(controls)
+    beside, body = next(iter(run.study.beside.values()), {}), []
+    controls = list(dict.fromkeys(row for rows in beside.values() for row in rows))
+    usable, validation = run.in_range(controls), [run.validation(run.cells[row][:TUNING_SEEDS]) for row in controls]
     for name, measure in run.study.measures.items():
-        if controls and measure.is_share and all(name in run.validation.get(row, ()) for row in controls):
-            chance = measure.chance or 0.0
-            shares = [100 * share_of_range(run.validation[row][name], chance) for row in controls]
+        if controls and measure.is_share and name in validation[0]:
+            shares = [100 * share_of_range(scores[name], measure.chance) for scores in validation]
             share = f"{min(shares):.0f} to {max(shares):.0f}"
-            body.append([measure.title, f"{chance:.1f}", share, "yes" if name in usable else "no"])
+            body.append([measure.title, f"{measure.chance or 0.0:.1f}", share, "yes" if name in usable else "no"])
     return markdown_table(["measure", "guessing, %", "controls, % of the way to 100", "counts"], body)
 
 
@@ -107,9 +105,13 @@ def rate_table(run: Run) -> list[str]:
     return markdown_table(["row", "rate", "score by rate", ""], body)
 
 
-def predictions(run: Run) -> list[dict]:
-    """Each prediction beside the verdict of the first table."""
-    return check(run.study.predictions, next(iter(run.tables.values()), {}))
+def prediction_table(run: Run) -> list[str]:
+    """What was predicted beside the verdicts of the first table."""
+    judged, body = next(iter(run.tables.values()), {}), []
+    for row, measure, verdict, reason in run.study.predictions:
+        if (row, measure) in judged:
+            body.append([row, measure, verdict, judged[row, measure]["verdict"], reason])
+    return markdown_table(["row", "measure", "predicted", "found", "reason given before"], body)
 
 
 # The whole
@@ -120,16 +122,13 @@ def sections(run: Run, heading: str = "##") -> list:
     tables = {"Scores": accuracy_table(run)}
     tables |= {f"Minus {title}": difference_table(run, title) for title in run.tables}
     tables |= {measure.title: rung_table(run, name) for name, measure in run.study.measures.items()}
-    tables |= {"Range": range_table(run), "Rates": rate_table(run)}
-    head = {"row": "row", "measure": "measure", "verdict": "predicted", "found": "found", "outcome": "outcome"}
-    head["reason"] = "reason given before"
-    tables["Predictions"] = markdown_table([*head.values()], [[p[key] for key in head] for p in predictions(run)])
+    tables |= {"Range": range_table(run), "Rates": rate_table(run), "Predictions": prediction_table(run)}
     return [block for title, lines in tables.items() if len(lines) > 2 for block in (f"{heading} {title}", lines)]
 
 
 def write(run: Run) -> str:
     """Write comparison.md, comparison.json and comparison.csv; returns the first."""
-    study, blocks = run.study, [f"# {run.study.title}", ABOUT, *sections(run), *run.study.more(run)]
+    blocks = [f"# {run.study.title}", ABOUT, *sections(run), *run.study.more(run)]
     everything = [cell for part in (run, *run.parts) for cell in part.used.values()]
     made_by = sorted({f"commit {cell['commit']}, {cell['processor']}, PyTorch {cell['torch']}" for cell in everything})
     seconds = round(sum(cell["cpu_seconds"] for cell in everything))
@@ -140,13 +139,11 @@ def write(run: Run) -> str:
     blocks.append(f"Cells were made by {'; '.join(made_by)}: {seconds:,} CPU seconds, {run.seeds} seed(s).")
     text = "\n\n".join(block if isinstance(block, str) else "\n".join(block) for block in blocks) + "\n"
     summary = {
-        "plan": [study.name, digest(study.key)],
+        "study": run.study.name,
         "made_by": made_by,
         "cpu_seconds": seconds,
         "seeds": run.seeds,
         "rates": {row: {"chosen": run.rates[row], "tried": run.tried.get(row, {})} for row in run.cells},
-        "validation": run.validation,
-        "predictions": predictions(run),
         "rows": {row: {"facts": [cell["facts"] for cell in of_row]} for row, of_row in run.cells.items()},
         "tables": {
             title: [{"row": row, "measure": name, **gap} for (row, name), gap in table.items()]

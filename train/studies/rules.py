@@ -1,18 +1,13 @@
-"""The rules of every study: which measures count, how a rate is chosen, and the verdicts.
+"""The rules of every study: which measures count, and the verdicts.
 
-1. `is_inside`: a measure counts where its control is from 15 to 95 % of the way from guessing to 100 %, on the
-   validation split.
-2. `wider`: a rate is chosen on the validation split, from a grid that is the same for all rows and grows by factors
-   of 2 until every row's best is inside.
-3. `judge`: better, worse, equivalent within a margin, or undecided; p-values are Holm's over a table.
-4. `check`: each prediction beside the verdict.
+A measure counts where its control is from 15 to 95 % of the way from guessing to 100 %, on the validation split. A row
+is better, worse, equivalent within a margin, or undecided; p-values are Holm's over a table.
 
 The number of seeds is fixed before a study runs: seeds that are added until a difference is known would bias it.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,10 +26,9 @@ class Measure:
     """Examples of the test split that each cell is scored on.
 
     groups: the picture or document of each example. chance: the score of guessing in percent, None if unknown.
-    is_share: scores are from 0 to 1 and shown in percent; others are shown as they are, in the unit that the title
-    names. margin: the smallest difference of interest, in points or the unit. rungs: the difficulty of each example, if
-    they differ. view: what is judged in place of paired differences (seeds, examples), such as their slope. failed: the
-    score of a cell that diverged.
+    is_share: scores are from 0 to 1, shown in percent; others are in the unit that the title names, as is the margin,
+    the smallest difference of interest. rungs: the difficulty of each example, if they differ. view: what is judged in
+    place of paired differences (seeds, examples), such as their slope. failed: the score of a cell that diverged.
     """
 
     title: str
@@ -45,7 +39,7 @@ class Measure:
     less_is_better: bool = False
     in_mean: bool = True
     rungs: Sequence[str] = ()
-    view: Callable[[np.ndarray], np.ndarray] = lambda scores: scores
+    view: Callable[[np.ndarray], np.ndarray] = np.asarray
     failed: float = 0.0
 
     @property
@@ -57,36 +51,14 @@ class Measure:
         return 1 if self.is_share else 3
 
 
-class Prediction(NamedTuple):
-    """The verdict that is expected of a row on a measure, beside the first of its controls, before the study runs."""
-
-    row: str
-    measure: str
-    verdict: str
-    reason: str
-
-
-def share_of_range(score: float, chance: float) -> float:
+def share_of_range(score: float, chance: float | None) -> float:
     """How far a score in percent is from guessing (0) to 100 % (1)."""
-    return (score - chance) / (100 - chance)
+    return (score - (chance or 0.0)) / (100 - (chance or 0.0))
 
 
 def is_inside(score: float, chance: float | None) -> bool:
     """Whether a measure with this score of the control can show a difference in either direction; both in percent."""
-    return INSIDE[0] <= share_of_range(score, chance or 0.0) <= INSIDE[1]
-
-
-def best_rate(validation: Mapping[float, float], tie: float) -> float:
-    """The lowest rate whose score is within `tie` of the best, in the unit of the score."""
-    best = max(validation.values())
-    return min(rate for rate, score in validation.items() if score >= best - tie)
-
-
-def wider(grid: Sequence[float], best: Collection[float]) -> list[float]:
-    """The rates to try next, so that the `best` of every row is inside the sorted grid: half the lowest, twice the
-    highest. None beyond MOST_RATES; a single rate is not searched for."""
-    more = [grid[0] / 2] * (grid[0] in best) + [grid[-1] * 2] * (grid[-1] in best)
-    return [] if len(grid) == 1 or len(grid) + len(more) > MOST_RATES else more
+    return INSIDE[0] <= share_of_range(score, chance) <= INSIDE[1]
 
 
 def judge(
@@ -110,14 +82,3 @@ def judge(
         visible = difference.visible(max(1, len(usable)))
         judged[place] = {"p": unequal.get(place), "visible": visible, "verdict": verdict}
     return judged
-
-
-def check(predictions: Sequence[Prediction], judged: Mapping[tuple[str, str], Mapping]) -> list[dict]:
-    """Each prediction about a judged difference with its verdict, and whether that confirms it."""
-    checked = []
-    for predicted in predictions:
-        if difference := judged.get((predicted.row, predicted.measure)):
-            is_open = (verdict := difference["verdict"]) not in ("better", "worse", "equivalent")
-            outcome = "open" if is_open else "confirmed" if verdict == predicted.verdict else "refuted"
-            checked.append(predicted._asdict() | {"found": verdict, "outcome": outcome})
-    return checked

@@ -4,16 +4,13 @@
     python -m train.compare --rows text --quick                  two sizes, shorter runs
     python -m train.reproduce text --sizes small --tokens 2e9 --batch-size 64 --device cuda --text DIR
 
-In: text, by default the source of Python's standard library, and the tasks of `eval/text/tasks.py`. Out: the report of
-`train/studies/report.py`, with λ, the loss over tokens, and the figures of Ye et al. (2024) beside ours.
+In: text, by default the source of Python's standard library, and the tasks of `eval/text/tasks.py`, each at its largest
+number of records, needles or examples. Out: the report, with λ, and the figures of Ye et al. (2024) beside ours.
 
 Runs of one size and seed are a pair: both kinds have equal parameters to within 1 %, the same rows in the same order,
-and, but for λ and the norm by head, the same initial weights to the bit. The loss on validation text, after all tokens,
-chooses a rate for each kind and size. Each task is asked at its largest number of records, needles or examples. A cell
-is a run folder, which `python -m eval.text all RUN…` measures by depth, number and length of context.
-
-Of the paper's experiments, scaling by size and by tokens is in miniature; examples in context are of an invented task;
-missing are downstream tasks, hallucination, outliers and attention in few bits, and the ablations.
+and, but for λ and the norm by head, the same initial weights to the bit. The loss on validation text chooses the rates.
+Of the paper's experiments are missing: scaling beyond a miniature, downstream tasks, hallucination, outliers and
+attention in few bits, and the ablations.
 """
 
 import json
@@ -21,13 +18,12 @@ import math
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from eval import figures
 from eval.report import markdown_table
 from eval.statistics import estimate
 from eval.text import measures
@@ -37,21 +33,18 @@ from model.common import write_text
 from model.differential import lambdas
 from model.system_configs import TEXT_PRESETS
 from train.distributed import join_world
-from train.flags import flag, read_flags
+from train.flags import flag, from_values
 from train.optim import count
 from train.studies import built, engine, report
-from train.studies.engine import Run, Study
-from train.studies.options import StudyOptions, deciding
-from train.studies.pool import Job, once
-from train.studies.rules import Measure, Prediction
+from train.studies.cells import Job, digest
+from train.studies.engine import Run, Study, StudyOptions
+from train.studies.rules import Measure
+from train.studies.training import deciding, read_given
 from train.systems.text import TextSettings, learn
 from weights.export import export_model
-from weights.load import load_model
 
 KINDS = ("plain", "differential")
-CURVE = 8  # points of the loss over tokens in a run
 SIZES, RATES = ("0.6m", "0.3m", "0.2m"), (3e-3, 6e-3, 1.2e-2)  # the main size first; rates to try first
-DEFAULTS = TextSettings(tokens=3e5, checkpoint_every=250)
 QUICK = {"sizes": ("0.3m", "0.1m"), "tokens": 1.5e5, "limit": 50, "seeds": 5, "positive": False}
 QUICK |= {"rates": (1.2e-2, 2.4e-2, 4.8e-2)}
 PREDICTED = (  # from a run of three seeds in which nothing was retrieved, and from Ye et al. 2024
@@ -67,57 +60,42 @@ TITLES = {"recall": "one of {} records", "needle": "one of {} needles in a text"
 
 
 @dataclass(frozen=True)
-class Options(StudyOptions):
-    """The flags of this study."""
+class Options(StudyOptions, TextSettings):
+    """The flags of this study, besides those of `train.systems.text`."""
 
     sizes: tuple[str, ...] = flag(SIZES, "the main one first", choices=list(TEXT_PRESETS), nargs="+", metavar="PRESET")
     limit: int = flag(100, "windows of text, and tests of each task", least=5, metavar="N")
     positive: bool = flag(True, "the positive control, a minute")
-    text: tuple[str, ...] = flag((), "files, folders (default: Python's standard library)", nargs="*", metavar="PATH")
-    tokens: float = flag(DEFAULTS.tokens, "tokens of a run", least=1, most=1e15)
-    length: int = flag(DEFAULTS.length, "positions of a row", least=max(measures.EXAMPLES) + 4, most=2**20)
-    batch_size: int = flag(DEFAULTS.batch_size, "rows of a step", least=1)
-    device: str = flag(DEFAULTS.device, "cuda, cpu, … (default: cuda if there is one)")
-
-
-def read_arguments(argv: Sequence[str] | None) -> tuple[Options, TextSettings]:
-    """The study's flags, and the settings of its runs. Raises UserError."""
-    options = read_flags(Options, "train.compare --rows text", __doc__, argv, QUICK)
-    options = replace(options, out=options.out or Path("runs/compare-text" + "-quick" * options.quick))
-    given = {name: getattr(options, name) for name in ("text", "tokens", "length", "batch_size", "device")}
-    return options, replace(DEFAULTS, **given, preset=options.sizes[0], corpus=f"{options.out}/corpus")
+    tokens: float = flag(3e5, "tokens of a run", least=1, most=1e15)
+    length: int = flag(256, "positions of a row", least=max(measures.EXAMPLES) + 4, most=2**20)
+    checkpoint_every: int = flag(250, "steps between checkpoints", least=1)
 
 
 # Cells
 
 
-def make(settings: TextSettings, limit: int, job: Job, folder: Path) -> dict:
-    """Train the model of a cell in its folder, unless it is there, and measure it on a split."""
-    settings = replace(settings, **dict(job.changes), lr=job.rate, seed=job.seed)
+def make(options: Options, job: Job, folder: Path) -> dict:
+    """Train the model of a cell in its folder, a run folder that `eval.text` reads, and measure it."""
+    settings = replace(options, **dict(job.changes), lr=job.rate, seed=job.seed)
     corpus, world = kept_corpus(Path(settings.corpus)), join_world(settings.device)
-
-    def train() -> dict:
-        write_text(folder / "config.json", json.dumps(asdict(settings), indent=1) + "\n")
-        points = {round(settings.steps * (number + 1) / CURVE) for number in range(CURVE)}
-        model, progress = learn(settings, corpus, folder, world, points=points)
-        export_model(model, folder / "model")
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        facts = {"parameters": count(model.parameters()), "seconds": progress.seconds}
-        logged = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        done = [(line["step"] + 1, line["held_out_loss"]) for line in logged if "held_out_loss" in line]
-        facts["curve"] = [(steps * settings.rows * settings.length, loss) for steps, loss in done]  # tokens, nats
-        return facts | {"lambda": [value.item() for value in lambdas(model).values()]}
-
-    facts, panels = once(folder / "facts.json", train), {}
-    model = load_model(folder / "model", device=world.device)
-    for name in ("nll", "recall", "needle", "examples"):
-        panels |= measures.MEASURES[name](model, corpus, settings.length, limit, job.split)
-    if job.split == "test":
-        panels |= measures.MEASURES["attention"](model, corpus, settings.length, limit)
-        facts |= {name: float(np.mean(panels[name].values)) for name in SHARES}
-    scores = {name: hardest(panels[name]) for name in ("recall", "needle", "examples")}
-    scores["order"] = [1 - margin for margin in hardest(panels["examples-margin"])]
-    return {"scores": scores | {"loss": window_losses(panels["nll"])}, "facts": facts}
+    model, progress = learn(settings, corpus, folder, world)
+    facts = {"parameters": count(model.parameters()), "seconds": progress.seconds}
+    facts["lambda"] = [value.item() for value in lambdas(model).values()]
+    asked, scores = (model, corpus, settings.length, options.limit), {}
+    for split in ("validation", "test"):
+        panels = {}
+        for name in ("nll", "recall", "needle", "examples"):
+            panels |= measures.MEASURES[name](*asked, split)
+        scores[split] = {name: hardest(panels[name]) for name in TITLES}
+        scores[split]["order"] = [1 - margin for margin in hardest(panels["examples-margin"])]
+        scores[split]["loss"] = window_losses(panels["nll"])
+    shares = measures.MEASURES["attention"](*asked)
+    facts |= {name: float(np.mean(shares[name].values)) for name in SHARES}
+    write_text(folder / "config.json", json.dumps(deciding(settings, TextSettings), indent=1) + "\n")
+    shutil.rmtree(folder / "model", ignore_errors=True)  # of a study that was killed here
+    export_model(model, folder / "model")
+    shutil.rmtree(folder / "checkpoints")
+    return {"scores": scores, "facts": facts}
 
 
 def hardest(panel: measures.Scores) -> list[float]:
@@ -140,55 +118,48 @@ def measures_of(corpus: Corpus, length: int, limit: int) -> dict[str, Measure]:
     most = {"recall": max(number for number in measures.RECALL if number + 4 < length)}
     most |= {"needle": max(number for number in measures.NEEDLES if 3 * number < length)}
     most |= {"examples": max(measures.EXAMPLES)}
+    tasks = {}
+    for name, number in most.items():
+        chance = 100 * measures.chance(name, [number])[number]
+        tasks[name] = Measure(TITLES[name].format(number), range(limit), chance)
+    tasks["order"] = Measure("of them in any order: 100 less best minus worst", range(limit), in_mean=False)
     documents = [str(document) for _, document in measures.windows(corpus, length, limit)]
-    chances = {name: 100 * measures.chance(name, [number])[number] for name, number in most.items()}
-    tasks = {name: Measure(TITLES[name].format(most[name]), range(limit), chances[name]) for name in most}
-    order = Measure("of them in any order: 100 less best minus worst", range(limit), in_mean=False)
     more = {"margin": 0.03, "less_is_better": True, "in_mean": False, "failed": math.log(corpus.tokenizer.vocab_size())}
-    loss = Measure("loss on text, nats", documents, is_share=False, **more)
-    return tasks | {"order": order, "loss": loss}
+    return tasks | {"loss": Measure("loss on text, nats", documents, is_share=False, **more)}
 
 
-def study_of(settings: TextSettings, options: Options, corpus: Corpus) -> Study:
+def study_of(options: Options, corpus: Corpus) -> Study:
     pairs = {f"differential, {size}": (f"plain, {size}",) for size in options.sizes}
-    decides = deciding(replace(settings, corpus=corpus.digest, text=())), options.limit
     return Study(
         name="compare-text",
         title="Differential against plain language models, from nothing",
         rows={f"{kind}, {size}": (("attention", kind), ("preset", size)) for size in options.sizes for kind in KINDS},
-        make=partial(make, settings, options.limit),
-        key=repr(decides),
-        measures=measures_of(corpus, settings.length, options.limit),
+        make=partial(make, options),
+        key=digest(deciding(replace(options, corpus=corpus.digest, text=()), TextSettings), options.limit),
+        measures=measures_of(corpus, options.length, options.limit),
         beside={"plain attention of the same size": pairs},
         rates=options.rates or RATES,
         main="loss",
-        lengthen=None if options.quick else lambda changes, ratio: (*changes, ("tokens", settings.tokens * ratio)),
-        predictions=tuple(Prediction(f"differential, {settings.preset}", *prediction) for prediction in PREDICTED),
+        lengthen=None if options.quick else ("tokens", options.tokens),
+        predictions=tuple((f"differential, {options.preset}", *prediction) for prediction in PREDICTED),
         more=partial(blocks, options),
     )
 
 
 def blocks(options: Options, run: Run) -> list:
-    """λ, the loss over tokens, the paper's figures, and the command that measures the runs by depth and number."""
-    first = options.sizes[0]
-    if not all(map(run.facts, run.cells)):
-        return ["All runs of a row diverged."]
+    """λ, the paper's figures, and the command that measures the runs by depth and number."""
+    first, shares = options.sizes[0], []
     facts = {kind: run.facts(f"{kind}, {first}") for kind in KINDS}
     weights = np.mean([cell["lambda"] for cell in facts["differential"]], axis=0)
-    shares = []
     for name, (title, *published) in SHARES.items():
         means = [np.mean([cell[name] for cell in facts[kind]]) for kind in KINDS]
         shares.append([f"attention {title}", *published, *(f"{mean:.3f}" for mean in means)])
-    curves = {kind: np.mean([cell["curve"] for cell in facts[kind]], axis=0).tolist() for kind in KINDS}
-    title = f"loss over tokens, {first}, validation rows"
-    figures.save(figures.line_chart(curves, title, "tokens", "nats a token"), run.out / "curve.png")
     parameters = [run.facts(f"plain, {size}")[0]["parameters"] for size in options.sizes]
     losses = np.array([[run.scores(f"{kind}, {size}")["loss"] for kind in KINDS] for size in options.sizes])
-    jobs = [job for job in run.used if job.row in (f"{kind}, {first}" for kind in KINDS) and job.split == "test"]
-    folders = [str(run.file(job).parent) for job in jobs]
+    rows = {f"{kind}, {first}": run.rates[f"{kind}, {first}"] for kind in KINDS}
+    folders = [str(run.file(job).parent) for job in run.used if rows.get(job.row) == job.rate]
     return [
         f"λ of {first} by layer, mean over seeds: {', '.join(f'{weight:.2f}' for weight in weights)}.",
-        f"![{title}](curve.png)",
         "## Published (Ye et al. 2024, 3B) and here",
         markdown_table(["share of", *KINDS, *(f"{kind}, here" for kind in KINDS)], shares),
         equal_loss(parameters, losses, run.study.measures["loss"].groups),
@@ -216,7 +187,10 @@ def equal_loss(parameters: Sequence[float], losses: np.ndarray, documents: Seque
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options, settings = read_arguments(argv)
-    corpus = open_corpus(Path(settings.corpus), settings.text, settings.vocab_size, SYMBOLS)
+    decided = ("attention", "preset", "corpus", "lr")
+    options = from_values(Options, read_given(Options, argv, "train.compare --rows text", __doc__, QUICK, decided))
+    out = options.out or Path(f"runs/compare-text{'-quick' * options.quick}")
+    options = replace(options, out=out, corpus=f"{out}/corpus", preset=options.sizes[0])
+    corpus = open_corpus(Path(options.corpus), options.text, options.vocab_size, SYMBOLS)
     print(f"{len(corpus.ids['train']):,} tokens of text to learn from", file=sys.stderr)
-    print(report.write(engine.run(study_of(settings, options, corpus), options)))
+    print(report.write(engine.run(study_of(options, corpus), options)))

@@ -4,11 +4,11 @@
     python -m train.reproduce wings --base google/siglip-so400m-patch14-384 --option language_model=Qwen/Qwen1.5-7B \\
         --stage-1-data jsonl:FILE --data jsonl:FILE      on models and data as the paper's
 
-Zhang et al., "Wings: Learning Multimodal LLMs without Text-only Forgetting", NeurIPS 2024. Every row starts from one
-language model and vision tower. Stage 1 trains the projector, and the visual learners of a row that has learners;
-stage 2 what `ROWS` says. All rows of a seed learn the same pictures in the same order. Measures: text alone
-(`eval/text/sentences.py`), pictures, and the attention shift (`eval/shift.py`). The first table is the paper's claim:
-text that is kept with learners and without. In the second the decoder is frozen: learners, or LoRA of their size.
+Zhang et al., "Wings: Learning Multimodal LLMs without Text-only Forgetting", NeurIPS 2024. Stage 1 trains the
+projector, and the visual learners of a row that has learners; stage 2 what `ROWS` says. All rows of a seed learn the
+same pictures in the same order. Measures: text alone (`eval/text/sentences.py`), pictures, and the attention shift
+(`eval/shift.py`). The first table is the paper's claim: text that is kept with learners and without. In the second the
+decoder is frozen: learners, or LoRA of their size.
 
 In miniature each seed has a decoder of its own (`train/embedded/text.py`), and an answer names what is in each of the
 16 squares. --rates are factors of --lr in stage 2. One at which a tuning seed does not learn to read is not chosen.
@@ -19,9 +19,9 @@ which need a large language model; interleaved pictures and text (IIT), whose qu
 import random
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -36,8 +36,8 @@ from eval.shift import GROUPS, measure, put_slot
 from eval.statistics import estimate
 from eval.text.sentences import TASKS, sentence
 from lora import adapter
-from model.paligemma import PaliGemma
 from model.processor import Processor
+from model.source import EMBEDDED
 from model.wings import Wings, route
 from train.data.sources import read_records
 from train.embedded.text import make_text_base
@@ -45,12 +45,12 @@ from train.flags import flag
 from train.optim import count, trainable
 from train.settings import Settings
 from train.studies import engine, report
-from train.studies.cells import StagedOptions, ask, key_of, learn, open_on_device, read_stages
+from train.studies.cells import Job
 from train.studies.engine import Run, Study
 from train.studies.measures import Task, asking, training_records, vqa_task
-from train.studies.pool import Job, once
-from train.studies.rules import Measure, Prediction
-from train.systems.open import open_processor
+from train.studies.rules import Measure
+from train.studies.training import StagedOptions, Tasks, ask, key_of, learn, open_on_device, read_stages
+from train.systems.open import open_processor, open_stage
 from train.systems.wings import TEXT_BASE
 
 PROJECTOR, LORA, VISUAL = r"multi_modal_projector\..*", r".*\.lora_[AB]\..*", r".*\.visual\..*"
@@ -64,7 +64,7 @@ ROWS = {
     "learners": {PROJECTOR: 10.0, LEARNERS: 10.0},
 }
 BEFORE = "before"  # as the row of a job: the language model before it sees a picture
-TEXT, PICTURES, SHIFT, SPLITS = "text", "pictures", "shift", ("validation", "test")
+TEXT, PICTURES, SHIFT = "text", "pictures", "shift"
 QUESTION = "What is in the image?"  # of the miniature
 READ = 0.9  # of the objects: a run that names fewer has not learned to read pictures
 LOOKED_AT = 100  # pictures whose attention is measured
@@ -73,8 +73,8 @@ BESIDE = {
     "LoRA of as many parameters": {"learners": "lora"},
 }
 PREDICTIONS = (
-    Prediction("wings", TEXT, "better", "the paper's claim; an earlier run of this miniature could not tell"),
-    Prediction("visual", TEXT, "worse", "the paper's reason for textual learners"),
+    ("wings", TEXT, "better", "the paper's claim; an earlier run of this miniature could not tell"),
+    ("visual", TEXT, "worse", "the paper's reason for textual learners"),
 )
 QUICK = {"rows": ("full", "wings"), "seeds": 3, "limit": 200, "rates": (1.0,)}
 
@@ -94,33 +94,17 @@ def needs(job: Job) -> list[Job]:
     return [] if job.row == BEFORE else [Job(BEFORE, (), 0.0, job.seed)]
 
 
-def make(stages: Mapping[int, Settings], limit: int, job: Job, folder: Path, *before: Path) -> dict:
-    """Train a row in both stages, unless that is done, and give its scores on a split.
+def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *before: Path) -> dict:
+    """Train a row in both stages, and ask it. Learners that are not trained add exactly 0.
 
     The cell of the language model has no scores of a row; what it knows of text is in its facts.
     """
+    first, second = (replace(settings, seed=job.seed) for settings in stages)
     if job.row == BEFORE:
-        tasks = {TEXT: text_task("test", limit)}
-        return {"scores": {}, "facts": ask(*open_first(stages[1], job.seed, folder), stages[1], tasks, folder)}
-    cell = once(folder / "cell.json", lambda: train(stages, limit, job, folder, before[0]))
-    return {"scores": cell["scores"][job.split], "facts": cell["facts"]}
-
-
-def open_first(settings: Settings, seed: int, before: Path) -> tuple[PaliGemma, Processor]:
-    """The model of stage 1. The decoder of the miniature is trained in the folder `before`, unless it is there."""
-    settings = replace(settings, seed=seed)
-    if settings.base == TEXT_BASE and "language_model" not in settings.options:
-        make_text_base(seed, before / "model")
-        settings = replace(settings, base=str(before / "model"))
-    model = open_on_device(settings)
-    return model, open_processor(settings, model)[0]
-
-
-def train(stages: Mapping[int, Settings], limit: int, job: Job, folder: Path, before: Path) -> dict:
-    """Both stages: the "scores" of each split, and "facts". Learners that are not trained add exactly 0."""
-    first, second = (replace(settings, seed=job.seed) for settings in stages.values())
+        text = {"test": {TEXT: tasks["test"][TEXT]}}
+        return {"scores": {}, "facts": ask(*open_first(first, folder), first, text, folder)["test"]}
     factors = dict(job.changes)
-    model, processor = open_first(first, job.seed, before)
+    model, processor = open_first(first, before[0])
     visual = {VISUAL: 1.0} if factors.keys() & {VISUAL, LEARNERS} else {}
     seconds = learn(model, processor, pictures_to_learn(first), first, {PROJECTOR: 1.0} | visual, folder)
     if LEARNERS in factors:
@@ -131,12 +115,23 @@ def train(stages: Mapping[int, Settings], limit: int, job: Job, folder: Path, be
         adapter.inject(model, adapter.DECODER_TARGETS, rank, 2.0 * rank)
     second = replace(second, lr=second.lr * job.rate)
     seconds += learn(model, processor, pictures_to_learn(second), second, factors, folder)
-    scores = {split: ask(model, processor, second, tasks_of(stages[2], split, limit), folder) for split in SPLITS}
+    scores = ask(model, processor, second, tasks, folder)
     shift = measure(model, processor, [(r.pictures[0], put_slot(r.prefix)) for r in looked_at(second)])
     scores["test"][SHIFT] = np.nan_to_num(shift.each, nan=1.0).tolist()  # a flat curve has no correlation
     shutil.rmtree(folder / "stages")
     facts = {"parameters": count(trainable(model).values()), "seconds": seconds, "laws": shift.shares.tolist()}
+    if second.is_embedded and np.mean(scores["validation"][PICTURES]) < READ:
+        facts["unusable"] = "it has not learned to read pictures"
     return {"scores": scores, "facts": facts}
+
+
+def open_first(settings: Settings, before: Path) -> tuple[Wings, Processor]:
+    """The model of stage 1. The decoder of the miniature is trained in the folder `before`, unless it is there."""
+    if settings.base == TEXT_BASE and "language_model" not in settings.options:
+        make_text_base(settings.seed, before / "model")
+        settings = replace(settings, base=str(before / "model"))
+    model = open_on_device(settings)
+    return model, open_processor(settings, model)[0]
 
 
 def lora_rank(model: Wings) -> int:
@@ -154,7 +149,7 @@ def lora_rank(model: Wings) -> int:
 def pictures_to_learn(settings: Settings) -> Sequence[Record]:
     """Data on disk as it is; scenes with the picture at a random place in the question."""
     if not settings.is_embedded:
-        return training_records(settings, Settings.seed)
+        return training_records(settings)
     dice, first = random.Random(f"places/{settings.seed}/{settings.stage}"), 10_000_000 * (settings.stage or 0)
     return [scene("train", first + n, dice.random(), settings.seed) for n in range(settings.samples)]
 
@@ -173,65 +168,49 @@ def looked_at(settings: Settings) -> list[Record]:
     return list(islice((r for r in read_records(settings, "validation") if len(r.pictures) == 1), LOOKED_AT))
 
 
-def text_task(split: str, limit: int) -> Task:
-    """Sentences without a picture, the text tasks in turn."""
-    texts = [sentence([*TASKS][n % len(TASKS)], split, n // len(TASKS)) for n in range(limit)]
-    asks = [Question(f"{number}", f"{number}", (), text.prefix) for number, text in enumerate(texts)]
-    return asking("text alone", asks, [text.suffix for text in texts], rungs=[text.task for text in texts])
-
-
-@cache
 def tasks_of(settings: Settings, split: str, limit: int) -> dict[str, Task]:
     """Text, and held-out questions about pictures; of scenes the share of the objects that the answer names."""
+    texts = [sentence([*TASKS][n % len(TASKS)], split, n // len(TASKS)) for n in range(limit)]
+    asks = [Question(number, f"{number}", (), text.prefix, truth=text.suffix) for number, text in enumerate(texts)]
+    text = asking("text alone", asks, rungs=[text.task for text in texts])
     if settings.is_embedded:
         records = [scene(split, number) for number in range(limit)]
-        truths = [record.suffix for record in records]
-        pictures = asking("pictures", [question_of(record) for record in records], truths, share_named)
+        pictures = asking("pictures", [question_of(r, truth=r.suffix) for r in records], share_named)
     else:
         pictures = vqa_task(settings, split, limit)
-    return {TEXT: text_task(split, limit), PICTURES: replace(pictures, in_mean=False)}
+    return {TEXT: text, PICTURES: replace(pictures, in_mean=False)}
 
 
-def measures_of(settings: Settings, split: str, limit: int) -> dict[str, Measure]:
-    """The tasks, and in the test split the attention shift."""
-    measures: dict[str, Measure] = {**tasks_of(settings, split, limit)}
-    if split == "test":
-        shown, less = [record.key for record in looked_at(settings)], {"margin": 0.1, "less_is_better": True}
-        measures[SHIFT] = Measure("attention shift, 0 to 2", shown, is_share=False, in_mean=False, failed=1.0, **less)
-    return measures
-
-
-def share_named(answer: str, squares: str) -> float:
+def share_named(squares: str, answer: str) -> float:
     """The share of the objects in `squares` that `answer` has in the same place; empty squares do not count."""
     words = answer.split()
     right = [words[n : n + 1] == [name] for n, name in enumerate(squares.split()) if name != scenes.NONE]
     return sum(right) / len(right)
 
 
-def has_read(cell: Mapping) -> bool:
-    return float(np.mean(cell["scores"][PICTURES])) >= READ
-
-
 # The study
 
 
-def study_of(stages: Mapping[int, Settings], options: Options) -> Study:
-    is_embedded, beside = stages[2].is_embedded, {}
+def study_of(stages: Sequence[Options]) -> Study:
+    (first, options), beside = stages, {}
     for title, table in BESIDE.items():
         if pairs := {row: (control,) for row, control in table.items() if {row, control} <= {*options.rows}}:
             beside[title] = pairs
+    tasks = {split: tasks_of(options, split, options.limit) for split in ("validation", "test")}
+    start = replace(first, base=EMBEDDED) if first.base == TEXT_BASE else first  # the cells train it
+    shift = {"groups": [record.key for record in looked_at(options)], "margin": 0.1, "failed": 1.0}
+    shift |= {"is_share": False, "in_mean": False, "less_is_better": True}
     return Study(
         name="wings",
-        title=f"WINGS: base {stages[1].base}, data {' '.join(stages[2].data)}",
+        title=f"WINGS: base {first.base}, data {' '.join(options.data)}",
         rows={name: tuple(ROWS[name].items()) for name in options.rows},
-        make=partial(make, stages, options.limit),
-        key=key_of(stages, options.limit),
-        measures=measures_of(stages[2], "test", options.limit),
+        make=partial(make, stages, tasks),
+        key=key_of(stages, open_stage(start, torch.float32, torch.device("cpu")), tasks),
+        measures={**tasks["test"], SHIFT: Measure("attention shift, 0 to 2", **shift)},
         main=TEXT,
         beside=beside,
-        rates=options.rates or ((0.5, 1.0, 2.0) if is_embedded else (1.0,)),
+        rates=options.rates or ((0.5, 1.0, 2.0) if options.is_embedded else (1.0,)),
         needs=needs,
-        usable=has_read if is_embedded else lambda cell: True,
         predictions=PREDICTIONS,
         more=blocks,
     )
@@ -255,5 +234,5 @@ def blocks(run: Run) -> list:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options, stages = read_stages(Options, "wings", argv, __doc__, QUICK)
-    print(report.write(engine.run(study_of(stages, options), options)))
+    stages = read_stages(Options, "wings", argv, __doc__, QUICK)
+    print(report.write(engine.run(study_of(stages), stages[1])))

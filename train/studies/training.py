@@ -1,0 +1,159 @@
+"""How a cell is trained and asked: the adapter of a base, or the stages of WINGS and Q-Mamba.
+
+In: settings, tasks (`train/studies/measures.py`) and a folder. Out: the cell's scores and facts, for the engine. A cell
+that was interrupted after its training reads the last checkpoint, and is asked.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from eval.answer import ask_all
+from eval.records import Record
+from lora import adapter
+from model.common import UserError
+from model.device import choose_device
+from model.mamba import choose_kernel
+from model.paligemma import PaliGemma
+from model.processor import Processor
+from train.distributed import World
+from train.flags import FlagParser, add_flags, flag, flag_name, from_values
+from train.loop import LoopSettings
+from train.optim import count, trainable
+from train.recipes import stage_defaults
+from train.run import FREE, data_fingerprints
+from train.settings import EMBEDDED, Settings, check
+from train.studies.cells import digest
+from train.studies.engine import StudyOptions
+from train.studies.measures import Task, training_records
+from train.supervised import make_order, train_on
+from train.systems import open as systems
+from weights.fingerprint import exact_fingerprint
+
+DECIDED = ("arch", "stage", "full", "seed", "evaluate", "eval_limit", "eval_data")  # by every study
+Tasks = Mapping[str, Mapping[str, Task]]  # by split and name
+
+
+@dataclass(frozen=True)
+class TuningOptions(StudyOptions, Settings):
+    """The flags of a study that fine-tunes: the settings that all its rows start from."""
+
+    def __post_init__(self):
+        check(self)
+
+
+def read_given(
+    kind: type[StudyOptions],
+    argv: Sequence[str] | None,
+    program: str,
+    description: str | None,
+    quick: Mapping[str, object],
+    decided: Collection[str] = (),
+) -> dict:
+    """The flags on the command line, and with --quick the values of `quick` where they have none.
+
+    Raises UserError for a setting that the study decides: one of DECIDED or `decided`.
+    """
+    parser = FlagParser(prog=f"python -m {program}", description=description, allow_abbrev=False)
+    add_flags(parser, kind)
+    given = vars(parser.parse_args(argv))
+    if refused := given.keys() & {*DECIDED, *decided}:
+        raise UserError(f"{flag_name(min(refused))}: the study decides that itself: leave it out")
+    return {**quick, **given} if given.get("quick") else given
+
+
+def deciding(settings: LoopSettings, kind: type[LoopSettings] = Settings) -> dict:
+    """The settings of `kind` that change what is learned."""
+    return {field.name: getattr(settings, field.name) for field in fields(kind) if field.name not in FREE}
+
+
+def fine_tune(settings: Settings, tasks: Tasks, folder: Path) -> dict:
+    """Train the adapter of a cell in its folder, and ask it."""
+    world = World(0, 1, choose_device(settings.device))
+    model, optimizer = systems.open_model(settings, world.device)
+    processor, _ = systems.open_processor(settings, model)
+    order = make_order(training_records(settings), processor, settings, world)
+    progress = train_on(order, model, optimizer, settings, folder, world)
+    adapter.save(model, folder, settings.base, settings.question_prompt)
+    facts = {"parameters": count(trainable(model).values()), "seconds": progress.seconds}
+    return {"scores": ask(model, processor, settings, tasks, folder), "facts": facts}
+
+
+def ask(model: PaliGemma, processor: Processor, settings: Settings, tasks: Tasks, folder: Path) -> dict[str, dict]:
+    """The score of each example, by split and task. On disk, where it may take hours, with a progress bar and a log.
+
+    Raises UserError for a question that cannot be asked, such as one whose picture cannot be read.
+    """
+    scores: dict[str, dict] = {split: {} for split in tasks}
+    for split, of_split in tasks.items():
+        for name, task in of_split.items():
+            title = f"{task.title}, {split}"
+            long = {} if settings.is_embedded else {"progress": title, "log": folder / f"{split}-{name}.jsonl"}
+            scores[split][name] = task.score(task.asks, ask_all(model.eval(), processor, task.asks, **long))
+    return scores
+
+
+def key_of(stages: Sequence[Settings], start: PaliGemma, tasks: Tasks) -> str:
+    """What decides all cells beside their source: settings, data, questions, and the weights that training starts
+    from."""
+    data = [data_fingerprints(training_records(settings)) for settings in stages]
+    asks = [(split, name, ask) for split in tasks for name, task in tasks[split].items() for ask in task.asks]
+    questions = [(*place, q.id, q.prefix, q.choices, q.before, q.truth) for *place, q in asks]
+    return digest([deciding(settings) for settings in stages], exact_fingerprint(start), data, questions)
+
+
+# Stages
+
+
+@dataclass(frozen=True)
+class StagedOptions(TuningOptions):
+    """The flags of these studies; those of `train.finetune` hold for both stages."""
+
+    limit: int = flag(400, "questions of each measure", least=1)
+    stage_1_data: str | None = flag(None, "data of stage 1 (default: that of --data)", metavar="SOURCE")
+
+
+Options = TypeVar("Options", bound=StagedOptions)
+
+
+def read_stages(
+    kind: type[Options], arch: str, argv: Sequence[str] | None, description: str | None, quick: Mapping[str, object]
+) -> list[Options]:
+    """The flags of a study, as the settings of both stages of `arch`. Raises UserError."""
+    given, stages = read_given(kind, argv, f"train.reproduce {arch}", description, quick), []
+    is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
+    for stage in (1, 2):
+        defaults = stage_defaults(arch, stage, is_embedded) | {"arch": arch, "stage": stage}
+        stages.append(from_values(kind, defaults | given))
+    first, second = stages
+    data = (first.stage_1_data,) if first.stage_1_data else first.data
+    return [replace(first, data=data), replace(second, option=())]  # stage 1 decides the parts
+
+
+def open_on_device(settings: Settings) -> Any:
+    """The PaliGemma of a stage, on its device, with its kernel of the scan."""
+    device = choose_device(settings.device)
+    model = systems.open_stage(settings, systems.weights_dtype(settings, device), device).eval()
+    choose_kernel(model, settings.kernel, device)
+    return model
+
+
+def learn(
+    model: PaliGemma,
+    processor: Processor,
+    records: Sequence[Record],
+    settings: Settings,
+    factors: Mapping[str, float],
+    folder: Path,
+) -> float:
+    """Train a stage in place, from the newest checkpoint in folder/stages if there is one. Returns seconds.
+
+    factors: by pattern of parameter names, of the rate in `settings`.
+    """
+    run = folder / "stages" / f"{settings.stage}"
+    run.mkdir(parents=True, exist_ok=True)
+    model.set_checkpointing(settings.checkpointing)
+    optimizer = systems.make_optimizer(model, systems.rules_of(model, settings, factors), settings)
+    world = World(0, 1, choose_device(settings.device))
+    return train_on(make_order(records, processor, settings, world), model, optimizer, settings, run, world).seconds
