@@ -13,7 +13,7 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 from eval import demo, scenes
-from eval.explore import command
+from eval.explore.__main__ import main as explore
 from eval.open import Subject
 from model.processor import Processor
 from weights.load import load_model
@@ -25,7 +25,7 @@ MOST_BYTES = 300_000
 def explorer(browser, folder: Path, run: str) -> None:
     scenes.sample("vqa", "test", 192).image.save(folder / "scene.png")
     file, prompt = folder / "explore.html", "answer en Where is the dog?"
-    command.main(["--adapter", run, "--image", f"{folder}/scene.png", "--prompt", prompt, "--out", str(file)])
+    explore(["--adapter", run, "--image", f"{folder}/scene.png", "--prompt", prompt, "--out", str(file)])
     page = browser.new_page(viewport={"width": 1400, "height": 1000})
     page.goto(file.as_uri())
     page.wait_for_selector("body[data-ready]")

@@ -1,15 +1,14 @@
 """Figures, drawn with Pillow alone: heatmaps, charts with intervals, contact sheets, boxes.
 
 In: numbers and pictures. Out: `PIL.Image` in RGB, which `save` writes; on white, so that one file is legible on light
-and on dark pages.
-
-Lengths are in points. A canvas has `DENSITY` pixels per point. It is drawn `SMOOTH` times finer and then reduced, since
-Pillow does not smooth the edges of shapes.
+and on dark pages. Lengths are in points. A canvas has `DENSITY` pixels per point; it is drawn `SMOOTH` times finer and
+then reduced, since Pillow does not smooth the edges of shapes.
 """
 
 import math
+import textwrap
 import unicodedata
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -19,13 +18,11 @@ from PIL import Image, ImageDraw, ImageFont
 from model.common import UserError, atomic_path, shown
 
 DENSITY, SMOOTH = 2, 2
-
 WIDTH, HEIGHT = 680, 400  # of a chart
 INK, SOFT, GRID, PAPER = (34, 34, 34), (110, 110, 110), (226, 226, 226), (255, 255, 255)
 # Okabe and Ito's palette, which color-blind readers can distinguish
 SERIES = ((0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167), (86, 180, 233), (230, 159, 0), (90, 90, 90))
 HIT, MISS = SERIES[2], SERIES[1]
-TICK, CROSS = [[(-4, 0), (-1, 3.5), (4.5, -4)]], [[(-4, -4), (4, 4)], [(-4, 4), (4, -4)]]
 ACCURACIES = ((255, 247, 200), (102, 190, 186), (18, 78, 138))  # 0, 1/2 and 1: ever darker, also without color
 
 Color = tuple[int, int, int]
@@ -110,17 +107,11 @@ def text_width(text: str, size: float) -> float:
 
 def wrap(text: str, width: float, size: float, lines: int) -> list[str]:
     """`text` broken into at most `lines` lines of `width` points, "..." where it is cut."""
-    result, words = [""], printable(text).split()
-    for word in words:
-        longer = f"{result[-1]} {word}".strip()
-        if text_width(longer, size) > width and result[-1] and len(result) < lines:
-            result, longer = [*result, ""], word
-        if text_width(longer, size) > width:  # the last line is full, or a word is wider than a line
-            while longer and text_width(f"{longer}...", size) > width:
-                longer = longer[:-1]
-            return [*result[:-1], f"{longer.rstrip()}..."]
-        result[-1] = longer
-    return result
+    for letters in range(max(4, int(4 * width / size)), 3, -1):
+        broken = textwrap.wrap(printable(text), letters, max_lines=lines, placeholder="...") or [""]
+        if max(text_width(line, size) for line in broken) <= width:
+            break
+    return broken
 
 
 # Heatmaps
@@ -133,47 +124,41 @@ def accuracy_color(accuracy: float) -> Color:
     return tuple(round(a + (b - a) * part) for a, b in zip(low, high, strict=True))
 
 
+def _ink_on(color: Color) -> Color:
+    luminance = 0.299 * color[0] + 0.587 * color[1] + 0.114 * color[2]
+    return INK if luminance > 140 else PAPER
+
+
 def heatmaps(
     grids: Mapping[str, Sequence[Sequence[float]]],
-    title: str = "",
-    notes: Mapping[str, str] | None = None,
-    *,
-    axes: tuple[str, str] = ("row of the needle", "column of the needle"),
-    marks: tuple[Sequence[str], Sequence[str]] | None = None,
+    title="",
+    axes=("row of the needle", "column of the needle"),
+    marks=(),
 ) -> Image.Image:
     """Accuracy (0..1) by row and column of grids, side by side, the percentage in each cell (NaN: no data); each grid
-    with its name and its mean over cells. A grid that has one of the `notes`, such as "not trained on", is grey under
-    it. axes, marks: names of the rows and the columns together, and of each; by default they are numbered."""
-    side, gap, left, bottom = 236, 56, 66 if marks else 54, 50
-    top = 84 if title else 56
-    width = left + len(grids) * (side + gap) + 66
-    sheet = Canvas(width, top + side + bottom, title)
+    with its name and its mean over cells. axes: what rows and columns are. marks: names of all rows, and of all columns
+    (default: their numbers)."""
+    side, gap, left, bottom, top = 236, 56, 66 if marks else 54, 50, 84 if title else 56
+    sheet = Canvas(left + len(grids) * (side + gap), top + side + bottom, title)
     for number, (name, grid) in enumerate(grids.items()):
-        x0, size, note = left + number * (side + gap), side / len(grid), (notes or {}).get(name, "")
-        wide, names = side / len(grid[0]), marks or (range(1, len(grid) + 1), range(1, len(grid[0]) + 1))
-        cells = [value for row in grid for value in row if not math.isnan(value)]
+        x0, high, wide = left + number * (side + gap), side / len(grid), side / len(grid[0])
+        rows, columns = marks or (range(1, len(grid) + 1), range(1, len(grid[0]) + 1))
         sheet.text(x0 + side / 2, top - 34, wrap(name, side + gap - 8, 15, 1)[0], 15, anchor="mm")
-        mean = [f"mean {100 * sum(cells) / len(cells):.2f} %"] if cells else []
-        sheet.text(x0 + side / 2, top - 14, ", ".join([*mean, *filter(None, [note])]), 12, SOFT, "mm")
+        cells = [value for row in grid for value in row if not math.isnan(value)]
+        mean = f"mean accuracy {100 * sum(cells) / len(cells):.2f} %" if cells else ""
+        sheet.text(x0 + side / 2, top - 14, mean, 12, SOFT, "mm")
         for row, values in enumerate(grid):
-            sheet.text(x0 - 8, top + (row + 0.5) * size, str(names[0][row]), 11, SOFT, "rm")
+            sheet.text(x0 - 8, top + (row + 0.5) * high, str(rows[row]), 11, SOFT, "rm")
             for col, value in enumerate(values):
-                color = GRID if math.isnan(value) or note else accuracy_color(value)
-                x, y = x0 + col * wide, top + row * size
-                sheet.box(x, y, x + wide, y + size, fill=color, outline=PAPER)
+                color = GRID if math.isnan(value) else accuracy_color(value)
+                x, y = x0 + col * wide, top + row * high
+                sheet.box(x, y, x + wide, y + high, fill=color, outline=PAPER)
                 label = "-" if math.isnan(value) else f"{100 * value:.1f}"
-                ink = SOFT if note else _ink_on(color)
-                sheet.text(x + wide / 2, y + size / 2, label, min(22, 0.3 * size + 3), ink, "mm")
-        for col, mark in enumerate(names[1]):
+                sheet.text(x + wide / 2, y + high / 2, label, min(22, 0.3 * high + 3), _ink_on(color), "mm")
+        for col, mark in enumerate(columns):
             sheet.text(x0 + (col + 0.5) * wide, top + side + 12, str(mark), 11, SOFT, "mm")
         sheet.text(x0 + side / 2, top + side + 32, axes[1], 12, anchor="mm")
     sheet.upright(20, top + side / 2, axes[0])
-    bar = left + len(grids) * (side + gap) - gap + 24
-    for step in range(side):
-        sheet.box(bar, top + step, bar + 14, top + step + 1, fill=accuracy_color(1 - (step + 0.5) / side))
-    for percent in (0, 25, 50, 75, 100):
-        sheet.text(bar + 19, top + side * (1 - percent / 100), f"{percent} %", 11, SOFT)
-    sheet.upright(bar + 62, top + side / 2, "accuracy", 11)
     return sheet.finish()
 
 
@@ -189,41 +174,29 @@ def linear_marks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def spell_number(value: float) -> str:
-    """The shortest exact text of an axis mark: 0.3, 4e-4, 1500, 20k, 1.5M."""
-    value = float(f"{value:.6g}")  # 3 × 0.1 is 0.30000000000000004
+    """The text of an axis mark: 0.3, 1e-5, 1500, 20k, 1.5M."""
     for unit, sign in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= max(unit, 1e4):
             return f"{value / unit:g}{sign}"
-    return f"{value:g}" if value == 0 or abs(value) >= 1e-3 else f"{value:g}".replace("e-0", "e-")
+    return f"{value:g}".replace("e-0", "e-")
 
 
-def axis(
-    values: Sequence[float], start: float, end: float, log: bool = False
-) -> tuple[list[float], Callable[[float], float]]:
+def axis(values: Sequence[float], start: float, end: float, log=False) -> tuple[list[float], Callable[[float], float]]:
     """The marks to print, and from data to points. A linear axis begins and ends at a mark; a log axis has its marks at
     the values."""
     low, high = min(values), max(values)
     if low == high:
         low, high = (low / 2, high * 2) if log else (low - 0.5, high + 0.5)
-    marks = sorted({*values}) if log else linear_marks(low, high)
-    scale = math.log if log else float
+    marks, scale = (sorted({*values}), math.log) if log else (linear_marks(low, high), float)
     first, last = map(scale, (low, high) if log else (marks[0], marks[-1]))
     return marks, lambda value: start + (scale(value) - first) / (last - first) * (end - start)
 
 
 def line_chart(
-    series: Mapping[str, Iterable[Point]],
-    title: str = "",
-    x_label: str = "",
-    y_label: str = "",
-    *,
-    pale: Collection[str] = (),
-    marked: Collection[str] = (),
-    log_x: bool = False,
-    intervals: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
+    series: Mapping[str, Iterable[Point]], title="", x_label="", y_label="", *, pale=(), marked=(), log_x=False, bars=()
 ) -> Image.Image:
-    """Named series of (x, y) as lines, a single point as a dot; those in `pale`, such as raw values, are thin, those in
-    `marked` have a dot at each point. `intervals`: for a series, (x, low, high) to draw as upright bars.
+    """Named series of (x, y) as lines, a single point as a dot; those named in `pale` are thin, those in `marked` have
+    a dot at each point. bars: by name of a series, the intervals (x, low, high) to draw upright.
 
     Points that are not finite, or not positive on a log axis, break the line. Raises UserError if no point is left.
     """
@@ -231,20 +204,20 @@ def line_chart(
     def visible(point: Point) -> bool:
         return all(map(math.isfinite, point)) and (point[0] > 0 or not log_x)
 
-    series, bars = {name: list(points) for name, points in series.items()}, intervals or {}
-    shown = [point for points in series.values() for point in points if visible(point)]
-    if not shown:
+    series, bars = {name: list(points) for name, points in series.items()}, dict(bars)
+    drawn = [point for points in series.values() for point in points if visible(point)]
+    if not drawn:
         raise UserError(f"nothing to draw in {title or 'the chart'!r}: no series has a finite point")
     legend = max(text_width(name, 12) for name in series) + 34 if len(series) > 1 else 0
     left, right, top, bottom = 66, WIDTH - 22 - legend, 46 if title else 18, HEIGHT - 52
     sheet = Canvas(WIDTH, HEIGHT)
     ends = [end for of_series in bars.values() for _, *both in of_series for end in both]
-    x_marks, to_x = axis([x for x, _ in shown], left, right, log_x)
-    y_marks, to_y = axis([y for _, y in shown] + ends, bottom, top)
+    x_marks, to_x = axis([x for x, _ in drawn], left, right, log_x)
+    y_marks, to_y = axis([y for _, y in drawn] + ends, bottom, top)
     for mark in y_marks:
         sheet.line([(left, to_y(mark)), (right, to_y(mark))], GRID)
         sheet.text(left - 8, to_y(mark), spell_number(mark), 12, anchor="rm")
-    whole = all(float(x).is_integer() for x, _ in shown)  # such as layers or steps: no mark between
+    whole = all(float(x).is_integer() for x, _ in drawn)  # such as layers or steps: no mark between
     for mark in x_marks:
         if not whole or abs(mark - round(mark)) <= 1e-9:
             sheet.line([(to_x(mark), bottom), (to_x(mark), bottom + 5)])
@@ -278,56 +251,36 @@ def line_chart(
 
 
 def contact_sheet(
-    images: Sequence[Image.Image],
-    captions: Sequence[str] | None = None,
-    hits: Sequence[bool | None] | None = None,
-    *,
-    title: str = "",
-    columns: int = 4,
-    size: float = 180,
-    lines: int = 3,
+    images: Sequence[Image.Image], captions: Sequence[str], hits: Sequence | None = None, *, title="", size=180, lines=3
 ) -> Image.Image:
-    """Pictures in rows of `columns`, their longer side `size` points, their captions below in at most `lines` lines.
+    """Pictures in rows of four, their longer side `size` points, their captions below in at most `lines` lines.
 
-    A green frame with a tick marks a hit, an orange one with a cross a miss; None has no frame.
+    A green frame marks a hit, an orange one a miss; None has no frame.
     """
-    assert images, "nothing to draw"
-    captions, hits = captions or [""] * len(images), hits or [None] * len(images)
-    columns, gap, text = min(columns, len(images)), 14, 11.5
+    columns, gap, text = min(4, len(images)), 14, 11.5
     broken = [[line for part in c.splitlines() for line in wrap(part, size, text, lines)][:lines] for c in captions]
     sizes = [(image.width * size / max(image.size), image.height * size / max(image.size)) for image in images]
     tall, below = max(high for _, high in sizes), max(map(len, broken)) * (text + 4) + 6
     top, rows = 42 if title else gap, math.ceil(len(images) / columns)
     sheet = Canvas(gap + columns * (size + gap), top + rows * (tall + below + gap), title)
-    for number, (image, (wide, high), caption, hit) in enumerate(zip(images, sizes, broken, hits, strict=True)):
+    cells = zip(images, sizes, broken, hits or [None] * len(images), strict=True)
+    for number, (image, (wide, high), caption, hit) in enumerate(cells):
         row, col = divmod(number, columns)
         y = top + row * (tall + below + gap)
         left, upper = gap + col * (size + gap) + (size - wide) / 2, y + (tall - high) / 2
         if hit is not None:
             sheet.box(left - 4, upper - 4, left + wide + 4, upper + high + 4, fill=HIT if hit else MISS)
         sheet.picture(left, upper, left + wide, upper + high, image)
-        if hit is not None:  # a tick or a cross: what the color of the frame says, without color
-            sheet.dot(left + wide - 8, upper + 8, 9, HIT if hit else MISS)
-            for stroke in TICK if hit else CROSS:
-                sheet.line([(left + wide - 8 + dx, upper + 8 + dy) for dx, dy in stroke], PAPER, 1.8)
+        if hit is not None:  # what the color of the frame says, without color
+            sheet.box(left + wide - 30, upper - 4, left + wide + 4, upper + 14, fill=HIT if hit else MISS)
+            sheet.text(left + wide - 13, upper + 4, "hit" if hit else "miss", text, PAPER, "mm")
         for line, words in enumerate(caption):
             sheet.text(left + wide / 2, y + tall + 12 + line * (text + 4), words, text, anchor="mm")
     return sheet.finish()
 
 
-def _ink_on(color: Color) -> Color:
-    luminance = 0.299 * color[0] + 0.587 * color[1] + 0.114 * color[2]
-    return INK if luminance > 140 else PAPER
-
-
 def draw_boxes(
-    image: Image.Image,
-    boxes: Sequence[tuple[float, float, float, float]],
-    labels: Sequence[str] | None = None,
-    *,
-    colors: Sequence[Color] = SERIES,
-    width: float = 1.5,
-    least: int = 1,
+    image: Image.Image, boxes: Sequence[tuple], labels: Sequence[str] = (), *, colors=SERIES, width=1.5, least=1
 ) -> Image.Image:
     """A copy of `image` with boxes (left, top, right, bottom), in its own pixels, and their labels.
 

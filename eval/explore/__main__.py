@@ -1,7 +1,77 @@
-"""A page that shows where a model looks."""
+"""Where a model looks: one page with every map of an answer, by token, layer and head, to open in a browser.
 
-from eval.explore.command import main
-from model.common import run_command
+    python -m eval.explore --image photo.jpg --prompt "answer en What is on the table?"
+    python -m eval.explore --image photo.jpg --prompt "…" --adapter RUN --adapter OTHER        # side by side, linked
+    python -m eval.explore --data jsonl:test.jsonl --limit 20                                  # hits and misses
+
+In: a picture and a prompt, or examples with their answers. Out: one HTML file of less than 5 MB that needs neither a
+server nor the network: the picture and the words under the attention that decides each token of the answer; of a
+differential model both maps and what is left of them, beside the base model's.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from eval import scenes
+from eval.command import add_flag, command_parser, positive
+from eval.explore.page import page
+from eval.explore.record import Case
+from eval.open import add_model_flags, load, models_of, open_model, out_folder
+from eval.records import read_data, sample_record
+from model.common import UserError, run_command, shown, write_text
+from model.images import load_image
+
+
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    """The questions that the flags name, not yet asked. Raises UserError."""
+    if (args.data is None) == (args.image is None or args.prompt is None):
+        raise UserError("give --image and --prompt, or --data with examples and their answers")
+    if args.data is None:
+        return [Case(load_image(args.image), args.prompt)]
+    if args.data == "embedded":
+        samples = [scenes.vqa_picture("test", n)[n % len(scenes.QUESTIONS)] for n in range(args.limit)]
+        records = [sample_record(sample, "test") for sample in samples]
+    else:
+        records = [r for r in read_data(args.data, images=args.images) if len(r.pictures) == len(r.turns) == 1]
+    if not records:
+        raise UserError(f"--data {args.data}: no example has one picture and one prompt: maps are drawn over it")
+    truths = [() if r.detection else (*r.answers, r.suffix) for r in records]  # boxes are not judged
+    pairs = list(zip(records, truths, strict=True))[: args.limit]
+    return [Case(load_image(record.pictures[0]), record.prefix, truth) for record, truth in pairs]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command_parser("eval.explore", __doc__)
+    add_model_flags(parser, many=True)
+    add_flag(parser, "--image", "a picture", metavar="FILE")
+    add_flag(parser, "--prompt", "such as 'answer en Where is the dog?'", metavar="TEXT")
+    data = "instead of --image and --prompt: embedded, jsonl:FILE, vqav2:DIR or coco:FILE; shows hits and misses"
+    add_flag(parser, "--data", data, metavar="SRC")
+    add_flag(parser, "--images", "folder of the pictures of --data (default: that of its file)", metavar="DIR")
+    add_flag(parser, "--limit", "examples of --data, the first N", 12, type=positive, metavar="N")
+    add_flag(parser, "--max-new-tokens", "limit of an answer's tokens", 32, type=positive, metavar="N")
+    add_flag(parser, "--out", "the page (default: runs/eval/MODEL/explore.html)", type=Path, metavar="FILE.html")
+    args = parser.parse_args(argv)
+    subjects, cases = models_of(args), cases_of(args)
+    out = args.out or out_folder(None, subjects[0].title) / "explore.html"
+    out_folder(out.parent)
+    for subject in subjects:  # one model is in memory at a time
+        model, processor = open_model(args, subject)
+        for case in cases:
+            case.ask(subject.title, model, processor, args.max_new_tokens)
+        del model
+        if subject.run is not None:  # the base of an adapter reads the same tokens
+            plain = load(args, subject._replace(run=None))
+            for case in cases:
+                case.add_plain(subject.title, plain)
+    title = f"hits and misses · {args.data}" if args.data else f"{args.prompt} · {', '.join(cases[0].answers)}"
+    write_text(out, page(cases, title))
+    for case in cases:
+        for name, (said, _) in case.answers.items():
+            print(" | ".join(shown(text, 10_000) for text in (name, case.prompt, said.text)))
+    print(f"{out}: {out.stat().st_size / 1e3:,.0f} kB; open it in a browser")
+
 
 if __name__ == "__main__":
     run_command(main)

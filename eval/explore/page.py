@@ -1,8 +1,8 @@
 """One self-contained page: template, style, script, pictures and maps in a file that needs no server and no network.
 
-In: `Case`s. Out: HTML. The maps are quantized to 8 bits; a token's maps are one gzipped block for the
-means over heads and one for the single heads. What does not fit into the bound of the file is left out, and the page
-says so: first single heads of the last tokens, then their means.
+In: `Case`s. Out: HTML. The maps are quantized to 8 bits; a token's maps are one gzipped block for the means over heads
+and one for the single heads. What does not fit into the bound of the file is left out, and the page says so: first
+single heads of the last tokens, then their means.
 """
 
 import base64
@@ -24,7 +24,7 @@ TEMPLATE = Path(__file__).parent
 
 
 def quantized(maps: np.ndarray, slots: np.ndarray, prompt: int, signed: bool) -> tuple[bytes, bytes]:
-    """Maps (…, S) as HEADER float32 numbers and S bytes each: byte q is the weight scale·q/255, scale·q/127 if signed.
+    """Maps (…, S) as 6 float32 numbers and S bytes each: byte q is the weight scale·q/255, scale·q/127 if signed.
 
     The numbers: the scale of the picture's keys, that of the others, which a sink among them would make coarse; and,
     since small weights are rounded to nothing, the exact sums over picture, prompt (its first `prompt` keys) and
@@ -39,26 +39,29 @@ def quantized(maps: np.ndarray, slots: np.ndarray, prompt: int, signed: bool) ->
     return header.tobytes(), levels.astype(np.int8 if signed else np.uint8).tobytes()
 
 
-def block(kinds: dict[str, np.ndarray], slots: np.ndarray, prompt: int) -> str:
+def block(kinds: dict[str, np.ndarray], said: Said) -> str:
     """Maps (…, S) by name, in the order of their names: all numbers, then all weights; gzip, then base64."""
-    parts = [quantized(kinds[name], slots, prompt, name == "mix") for name in sorted(kinds)]
-    raw = b"".join(header for header, _ in parts) + b"".join(weights for _, weights in parts)
+    parts = [quantized(kinds[name], said.slots, said.batch.input_ids.shape[1], name == "mix") for name in sorted(kinds)]
+    raw = b"".join(b"".join(of_parts) for of_parts in zip(*parts, strict=True))
     return base64.b64encode(gzip.compress(raw, 6, mtime=0)).decode()
 
 
 def picture_url(image: Image.Image) -> str:
     """The picture as a data URL: small ones exact, larger ones scaled down."""
-    file, small = BytesIO(), max(image.size) <= 256
+    file, kind, options = BytesIO(), "jpeg", {"quality": 85}
+    if max(image.size) <= 256:
+        kind, options = "png", {}
     image = image.convert("RGB")
     image.thumbnail((SIDE, SIDE))
-    image.save(file, *(["PNG"] if small else ["JPEG"]), **({} if small else {"quality": 85}))
-    return f"data:image/{'png' if small else 'jpeg'};base64,{base64.b64encode(file.getvalue()).decode()}"
+    image.save(file, kind, **options)
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def model_entry(name: str, said: Said, maps: Maps) -> dict:
     """What the page knows of a model's answer, but for the maps."""
     prompt = said.batch.input_ids.shape[1]
     _, *shape, keys = next(iter(maps.kinds.values())).shape
+    chances = [round(float(chance), 4) for chance in maps.probabilities]
     return {
         "name": name,
         "text": said.text,
@@ -70,15 +73,15 @@ def model_entry(name: str, said: Said, maps: Maps) -> dict:
         "factor": None if maps.factor is None else np.round(maps.factor, 4).tolist(),
         "formula": maps.formula,
         "tokens": [
-            {"text": said.words[prompt + n], "p": round(float(p), 4), "mean": None, "heads": None}
-            for n, p in enumerate(maps.probabilities)
+            {"text": said.words[prompt + n], "p": p, "mean": None, "heads": None} for n, p in enumerate(chances)
         ],
     }
 
 
-def case_entry(case: Case, models: list[dict]) -> dict:
-    """What the page knows of a question."""
+def case_entry(case: Case) -> dict:
+    """What the page knows of a question and its answers, but for the maps."""
     slots = next(iter(case.answers.values()))[0].slots
+    models = [model_entry(name, *given) for name, given in case.answers.items()]
     entry = {"prompt": case.prompt, "truth": " / ".join(dict.fromkeys(case.truths)), "hit": case.hit, "models": models}
     entry |= {"image": picture_url(case.image), "size": case.image.size, "boxes": case.boxes}
     return entry | {"picture": [int(slots.argmax()), int(slots.sum())]}
@@ -96,19 +99,15 @@ def fill(title: str, entries: Sequence[dict]) -> str:
 
 def page(cases: Sequence[Case], title: str, most_bytes: int = MOST_BYTES) -> str:
     """The HTML of the cases. Single heads, then means, are left out where the file would be larger than the bound."""
-    entries, means, heads = [], [], []
-    for case in cases:
-        entries.append(case_entry(case, [model_entry(name, *given) for name, given in case.answers.items()]))
-        for entry, (said, maps) in zip(entries[-1]["models"], case.answers.values(), strict=True):
-            for number, token in enumerate(entry["tokens"]):
-                kinds = {kind: values[number] for kind, values in maps.kinds.items()}
-                where = said.slots, entry["prompt"]
-                means.append((number, "mean", token, {kind: values.mean(1) for kind, values in kinds.items()}, where))
-                heads.append((number, "heads", token, kinds, where))
+    entries = [case_entry(case) for case in cases]
+    answers = [answer for case in cases for answer in case.answers.values()]
+    models = zip((model for entry in entries for model in entry["models"]), answers, strict=True)
+    tokens = [(n, token, *answer) for model, answer in models for n, token in enumerate(model["tokens"])]
     room = most_bytes - len(fill(title, entries).encode())
-    for parts in (means, heads):  # the first tokens of all cases first
-        for _, part, token, kinds, where in sorted(parts, key=lambda part: part[0]):
-            coded = block(kinds, *where)
+    for part in ("mean", "heads"):
+        for n, token, said, maps in sorted(tokens, key=lambda token: token[0]):  # the first tokens of all cases first
+            rows = {kind: values[n].mean(1) if part == "mean" else values[n] for kind, values in maps.kinds.items()}
+            coded = block(rows, said)
             room -= len(coded)
             if room < 0:
                 break

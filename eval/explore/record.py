@@ -7,7 +7,6 @@ of the positions that decide its tokens, recorded in one forward pass over promp
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from eval.vqa_scoring import exact_match
 from model.attention import Attention, attention_modules, tapped
 from model.common import UserError, quoted
 from model.differential import Differential
-from model.generate import NonFiniteError, check_finite, generate
+from model.generate import check_finite, generate
 from model.language import LanguageModel
 from model.paligemma import PaliGemma
 from model.processor import Batch, Processor, parse_boxes
@@ -35,14 +34,6 @@ class Said:
     text: str
     words: dict[int, str]
     slots: np.ndarray
-
-    @property
-    def inputs(self) -> dict[str, torch.Tensor]:
-        """The model's arguments, up to the position that decides the last token: the one before it."""
-        before = self.new[:-1].to(self.batch.input_ids.device)
-        types = torch.cat((self.batch.token_type_ids[0], torch.ones_like(before)))
-        ids = torch.cat((self.batch.input_ids[0], before))
-        return {"input_ids": ids[None], "pixel_values": self.batch.pixel_values, "token_type_ids": types[None]}
 
 
 @dataclass(frozen=True)
@@ -89,12 +80,8 @@ class Case:
 def answer(model: PaliGemma, processor: Processor, image: Image.Image, prompt: str, limit: int) -> Said:
     """The greedy answer of up to `limit` tokens. Raises UserError."""
     batch = processor([image], [prompt]).to(next(model.parameters()).device)
-    inputs = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
-    try:
-        new = generate(model, *inputs, limit)[0].cpu()
-    except NonFiniteError as error:
-        raise NonFiniteError(error.rows, quoted(prompt)) from None
-    ids = torch.cat((batch.input_ids[0].cpu(), new)).tolist()
+    new = generate(model, batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask, limit)[0]
+    ids = torch.cat((batch.input_ids[0], new)).tolist()
     slots = np.array(ids) == processor.config.image_token_id
     words = {int(number): spell_token(processor, ids[number]) for number in np.flatnonzero(~slots)}
     return Said(batch, new, processor.decode(new), words, slots[:-1])
@@ -126,11 +113,8 @@ def decoder_maps(
     if not layers:
         raise UserError(f"{name}: the model has no attention in its decoder, and no maps: take a PaliGemma or a WINGS")
     maps: dict[Attention, list] = {layer: [] for layer in layers}
-
-    def tap(layer: Attention, weights: torch.Tensor) -> None:
-        maps[layer].append(reduce(weights))
-
-    with tapped({layer: partial(tap, layer) for layer in layers}):
+    taps = {layer: lambda weights, kept=kept: kept.append(reduce(weights)) for layer, kept in maps.items()}
+    with tapped(taps):
         logits = model(**batch, positions_to_keep=keep)
     check_finite(logits, name)
     return maps, logits
@@ -138,8 +122,7 @@ def decoder_maps(
 
 def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
     """The maps of all tokens of `said`. Raises UserError; NonFiniteError names `name`."""
-    count, slots = len(said.new), torch.from_numpy(said.slots)
-    factors: dict[Attention, np.ndarray] = {}
+    count, slots, factors = len(said.new), torch.from_numpy(said.slots), {}
 
     def reduce(weights: torch.Tensor) -> tuple[np.ndarray, float]:
         weights = weights[0].float()  # (N, S, S)
@@ -150,24 +133,27 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
         factor = layer.factor(args[0]).expand(1, layer.num_heads, args[0].shape[1], 1)
         factors[layer] = factor[0, :, -count:, 0].T.cpu().numpy()
 
+    before, batch = said.new[None, :-1], said.batch  # up to the position that decides the last token
+    ids = torch.cat((batch.input_ids, before), dim=1)
+    types = torch.cat((batch.token_type_ids, torch.ones_like(before)), dim=1)
+    inputs = {"input_ids": ids, "pixel_values": batch.pixel_values, "token_type_ids": types}
     double = [m for m in decoder_layers(model) if isinstance(m, Differential) and m.maps == 2]
-    with torch.no_grad(), ExitStack() as hooks:
+    with ExitStack() as hooks:
         for layer in double:
             hooks.enter_context(layer.register_forward_pre_hook(watch))
-        maps, logits = decoder_maps(model, reduce, name, keep=count, **said.inputs)
-    chosen = logits[0].float().softmax(-1).gather(-1, said.new[:, None].to(logits.device))[:, 0].cpu().numpy()
-
-    def of_map(number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and shares of the first or second map; a layer without a second one has the first twice."""
-        rows, shares = zip(*(of_layer[min(number, len(of_layer) - 1)] for of_layer in maps.values()), strict=True)
-        return np.stack(rows, axis=1), np.array(shares)
-
-    (first, share), (second, other) = of_map(0), of_map(1)
+        maps, logits = decoder_maps(model, reduce, name, keep=count, **inputs)
+    chosen = logits[0].float().softmax(-1).gather(-1, said.new[:, None])[:, 0].cpu().numpy()
+    # rows and shares of the first and of the last map; a layer without a second one has the first twice
+    (first, share), (second, other) = (
+        zip(*(of_layer[at] for of_layer in maps.values()), strict=True) for at in (0, -1)
+    )
+    first, second = (np.stack(rows, axis=1) for rows in (first, second))
     if not factors:
-        return Maps({"A": first}, {"A": share}, chosen)
+        return Maps({"A": first}, {"A": np.array(share)}, chosen)
     none = np.zeros((count, first.shape[2]), np.float32)
     factor = np.stack([factors.get(layer, none) for layer in maps], axis=1)
-    weight, extrapolates = factor[..., None], double[-1].extrapolates
-    mixed = first + weight * (first - second) if extrapolates else first - weight * second
+    weight, kinds = factor[..., None], {"A1": first, "A2": second}
+    extrapolates = double[-1].extrapolates
+    kinds["mix"] = first + weight * (first - second) if extrapolates else first - weight * second
     formula = "A₁ + μ(A₁ − A₂)" if extrapolates else "A₁ − λA₂"
-    return Maps({"A1": first, "A2": second, "mix": mixed}, {"A1": share, "A2": other}, chosen, factor, formula)
+    return Maps(kinds, {"A1": np.array(share), "A2": np.array(other)}, chosen, factor, formula)

@@ -266,7 +266,7 @@ def chart(panel: Scores, rows: Mapping) -> Image.Image:
     lines = {kind: [(label, rows[label][kind].mean) for label in labels] for kind in kinds}
     bars = {kind: [(label, *rows[label][kind][1:]) for label in labels] for kind in kinds}
     log = all(isinstance(label, int) for label in labels)
-    return figures.line_chart(lines, panel.title, panel.x_label, panel.y_label, log_x=log, intervals=bars)
+    return figures.line_chart(lines, panel.title, panel.x_label, panel.y_label, log_x=log, bars=bars)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -17,30 +17,23 @@ def count(image, color) -> int:
     return int((np.asarray(image) == color).all(axis=-1).sum())
 
 
-def where(image, color) -> list[tuple[float, float]]:
+def where(image, color=figures.SERIES[0]) -> list[tuple[float, float]]:
     """(x, y) in points of the pixels of `color`, sorted by x."""
     y, x = np.nonzero((np.asarray(image) == color).all(axis=-1))
     return sorted(zip(x / figures.DENSITY, y / figures.DENSITY, strict=True))
 
 
-def cell_colors(image, side: int) -> list:
-    """The most frequent color of each cell of the first heatmap of `image`, whose first cell is at (54, 56)."""
-    size = 236 / side * figures.DENSITY
-    corners = [(108 + col * size, 112 + row * size) for row in range(side) for col in range(side)]
-    cells = [image.crop([round(v) for v in (x + 4, y + 4, x + size - 4, y + size - 4)]) for x, y in corners]
-    return [max(cell.getcolors(maxcolors=1 << 20))[1] for cell in cells]
-
-
 def test_heatmap_cells():
-    """Breaks when a cell has the color of another place, one without data looks like 0 %, or one that was never trained
-    like a failure."""
-    grid = [[(row * 4 + col) / 16 for col in range(4)] for row in range(4)]
-    colors = [figures.accuracy_color(value) for row in grid for value in row]
-    assert cell_colors(figures.heatmaps({"x": grid, "y": grid}), 4) == colors
-    light = [0.299 * r + 0.587 * g + 0.114 * b for r, g, b in colors]
+    """Breaks when a cell has the color of another place, or one without data looks like 0 %."""
+    grid = [[(row * 4 + col) / 15 for col in range(4)] for row in range(4)]
+    grid[2][1] = math.nan
+    sheet = figures.heatmaps({"x": grid, "y": grid})
+    colors = [figures.GRID if math.isnan(v) else figures.accuracy_color(v) for row in grid for v in row]
+    for number, color in enumerate(colors):  # the first cell is at (54, 56), each is 59 points wide
+        x, y = 108 + 118 * (number % 4), 112 + 118 * (number // 4)
+        assert max(sheet.crop((x + 4, y + 4, x + 114, y + 114)).getcolors(1 << 20))[1] == color
+    light = [0.299 * r + 0.587 * g + 0.114 * b for r, g, b in colors if (r, g, b) != figures.GRID]
     assert light == sorted(light, reverse=True)  # ever darker, also without color
-    assert cell_colors(figures.heatmaps({"": [[math.nan]]}), 1) == [figures.GRID]
-    assert cell_colors(figures.heatmaps({"x": grid}, notes={"x": "not trained on"}), 4) == [figures.GRID] * 16
 
 
 @pytest.mark.parametrize(
@@ -57,16 +50,15 @@ def test_marks_are_round_numbers_that_enclose_the_data(low, high, marks):
 def test_chart_puts_points_and_intervals_where_the_axes_say():
     """Breaks when the y axis is upside down, a log axis is none, a bar is another than its interval, or a NaN is
     drawn."""
-    found = where(figures.line_chart({"loss": [(0, 0), (10, 5)]}), figures.SERIES[0])
-    (x0, y0), (x1, y1) = found[0], found[-1]
-    assert (x0, y0) == pytest.approx((66, 348), abs=2) and (x1, y1) == pytest.approx((658, 18), abs=2)
-    curve = figures.line_chart({"a": [(2**n, n) for n in range(8)]}, log_x=True)
-    middle = [y for x, y in where(curve, figures.SERIES[0]) if abs(x - (66 + 658) / 2) < 1]
+    points = where(figures.line_chart({"loss": [(0, 0), (10, 5)]}))
+    assert points[0] == pytest.approx((66, 348), abs=2) and points[-1] == pytest.approx((658, 18), abs=2)
+    curve = where(figures.line_chart({"a": [(2**n, n) for n in range(8)]}, log_x=True))
+    middle = [y for x, y in curve if abs(x - (66 + 658) / 2) < 1]
     assert np.mean(middle) == pytest.approx(348 - 330 * 3.5 / 8, abs=2)  # straight on it
-    bar = where(figures.line_chart({"a": [(0, 5), (10, 5)]}, intervals={"a": [(5, 0, 10)]}), figures.SERIES[0])
+    bar = where(figures.line_chart({"a": [(0, 5), (10, 5)]}, bars={"a": [(5, 0, 10)]}))
     assert {round(y) for x, y in bar if abs(x - 362) < 1} >= {*range(20, 347)}
     whole, gap = ([(0, 1), (1, y), (2, y), (3, 3)] for y in (2, math.nan))
-    drawn = [count(figures.line_chart({"a": points}), figures.SERIES[0]) for points in (whole, gap)]
+    drawn = [len(where(figures.line_chart({"a": points}))) for points in (whole, gap)]
     assert 0 < drawn[1] < drawn[0] / 3
     with pytest.raises(UserError, match="'Loss'"):
         figures.line_chart({"a": [(0, math.nan)]}, "Loss")
@@ -74,9 +66,9 @@ def test_chart_puts_points_and_intervals_where_the_axes_say():
 
 def test_contact_sheet_frames_hits_and_misses():
     """Breaks when a hit is framed as a miss, or a picture is lost."""
-    sheet = figures.contact_sheet([GREY] * 3, ["one", "two", "three"], [True, False, None], columns=2)
-    assert count(sheet, (128, 128, 128)) == pytest.approx(3 * 360 * 180, rel=0.02)  # 180 points wide, half as high
-    left, right = (sheet.crop((x, 0, x + sheet.width // 2, sheet.height // 2)) for x in (0, sheet.width // 2))
+    sheet = figures.contact_sheet([GREY] * 2, ["one", "two"], [True, False])
+    assert count(sheet, (128, 128, 128)) == pytest.approx(2 * 360 * 180, rel=0.05)  # 180 points wide, half as high
+    left, right = (sheet.crop((x, 0, x + sheet.width // 2, sheet.height)) for x in (0, sheet.width // 2))
     assert count(left, figures.HIT) > 500 and not count(left, figures.MISS)
     assert count(right, figures.MISS) > 500 and not count(right, figures.HIT)
 
@@ -96,14 +88,6 @@ def test_text_is_printable_and_cut_where_it_does_not_fit():
     assert text == "cafe - naive - 4x4, lambda >= 1⁄2 °, ? “x”... A-1·±"
     assert not any(bytes(font.getmask(letter)) == bytes(font.getmask("\ufff0")) for letter in text if letter != " ")
     assert figures.wrap("", 100, 12, 3) == [""] and figures.wrap("a short one", 500, 12, 3) == ["a short one"]
-    for text in ("a caption that is much too long for the lines that it is given", "Donaudampfschifffahrt"):
+    for text in ("a caption that is much too long for the lines that it is given", "Donaudampfschifffahrt" * 2):
         broken = figures.wrap(text, 80, 12, 2)
         assert broken[-1].endswith("...") and all(figures.text_width(line, 12) <= 80 for line in broken)
-
-
-def test_save(tmp_path):
-    """Breaks when an ending that Pillow does not know ends in a traceback."""
-    figures.save(GREY, tmp_path / "deep/a.png")
-    assert Image.open(tmp_path / "deep/a.png").size == GREY.size
-    with pytest.raises(UserError, match=r"a.txt"):
-        figures.save(GREY, tmp_path / "a.txt")
