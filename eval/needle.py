@@ -65,8 +65,8 @@ class Needle(Benchmark):
         "--coco": dict(help="folder of COCO val2014 pictures (default: the embedded scenes)", metavar="DIR"),
         "--captions": dict(help="with --coco: MMNeedle's or COCO's caption file", metavar="FILE"),
         "--metadata": dict(help=f"with --coco: {METADATA_HELP}", metavar="DIR"),
-        "--needles": dict(help="with --coco: needles a test", default=1, type=whole(1, 16), metavar="K"),
-        "--negatives": dict(help="with --coco: add as many tests whose needles are absent", default=False),
+        "--needles": dict(help="needles a test", default=1, type=whole(1, 16), metavar="K"),
+        "--negatives": dict(help="add as many tests whose needles are absent", default=False),
         "--pictures": dict(help="with --coco: stitched pictures a test", default=1, type=whole(1, 100), metavar="M"),
         "--side": dict(help="with --coco: sub-images a side", default=2, type=whole(1, 64), metavar="N"),
         "--seed": dict(help="of drawn tests, with --coco", default=42, type=whole(0, 2**63 - 1)),
@@ -74,13 +74,18 @@ class Needle(Benchmark):
     }
 
     def questions(self, args):
-        self.protocol, of_coco = args.protocol, (args.needles, args.pictures, args.side) != (1, 1, 2)
+        self.protocol = args.protocol
         if args.coco is not None:
             trials = coco_trials(args)
-        elif args.captions or args.metadata or args.negatives or of_coco:
-            raise UserError("--captions, --metadata, --needles, --negatives, --pictures and --side belong to --coco")
+        elif args.captions or args.metadata or (args.pictures, args.side) != (1, 2):
+            raise UserError("--captions, --metadata, --pictures and --side belong to --coco: give that too")
         else:
-            trials = {kind: embedded_trials(kind, args.limit or LIMIT) for kind in args.kind or scenes.NEEDLES}
+            halves, trials = (False, True)[: 1 + args.negatives], {}
+            for kind in args.kind or scenes.NEEDLES:
+                drawn = (
+                    embedded_trials(kind, args.limit or LIMIT, needles=args.needles, absent=half) for half in halves
+                )
+                trials[kind] = [trial for half in drawn for trial in half]
         return [question for kind, of_kind in trials.items() for question in asks_of(of_kind, args.protocol, kind)]
 
     def rows(self, questions, answers):
@@ -132,14 +137,22 @@ def by_kind(rows: Sequence[Row]) -> dict[str, list[Row]]:
 # Tests
 
 
-def embedded_trials(kind: str, count: int, split: str = "test") -> list[Trial]:
-    """`count` tests on the embedded scenes, of a kind in `scenes.NEEDLES`; needles take all places in turn."""
+def embedded_trials(
+    kind: str, count: int, split: str = "test", *, needles: int = 1, absent: bool = False
+) -> list[Trial]:
+    """`count` tests on the embedded scenes, of a kind in `scenes.NEEDLES`; first needles take all places in turn.
+
+    Raises UserError for more needles than places."""
+    if needles > (places := scenes.layout_of(kind)[0] ** 2):
+        raise UserError(f"--needles {needles}: {kind} has {places} places")
     trials = []
     for number in range(count):
-        drawn = scenes.needle(kind, split, number)
-        names = tuple(f"{kind}-1/{split}/{number}/{at // drawn.n}_{at % drawn.n}" for at in range(drawn.n**2))
-        row, col = drawn.target
-        test = NeedleTest(number, (names,), ((0, row, col),), (names[row * drawn.n + col],), (drawn.caption,))
+        drawn = scenes.needle(kind, split, number, needles=needles, negative=absent)
+        name = f"{kind}-{needles}{'-absent' * absent}/{split}/{number}"
+        names = tuple(f"{name}/{at // drawn.n}_{at % drawn.n}" for at in range(drawn.n**2))
+        places = tuple(ABSENT if absent else (0, row, col) for row, col in drawn.targets)
+        targets = tuple(f"{name}/absent" if absent else names[row * drawn.n + col] for row, col in drawn.targets)
+        test = NeedleTest(number + FIRST_ABSENT_ID * absent, (names,), places, targets, drawn.captions)
         trials.append(Trial(test, (drawn.scene.render,)))
     return trials
 

@@ -9,6 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache, partial
+from itertools import combinations
 from typing import NamedTuple
 
 from eval.pictures import CATEGORIES, GRID, NAMES, NONE, Dice, Sample, Scene, compose, count, ordinary, paint
@@ -190,13 +191,13 @@ NEEDLE_TITLES = {"n2o1": "2×2, one object each", "n2o2": "2×2, two objects eac
 
 
 class Needle(NamedTuple):
-    """One stitched picture of n×n sub-images, the caption of that at `target` (row and column, from 0), and the
-    `place_questions` with their answers: MMNeedle with M = K = 1. Chance is 1/n²."""
+    """One stitched picture of n×n sub-images, MMNeedle with M = 1. `targets` are the rows and columns of the captions'
+    sub-images, from 0; (-1, -1) is not there. `samples` are the `place_questions` of each. Chance of one is 1/n²."""
 
     scene: Scene
     n: int
-    caption: str
-    target: tuple[int, int]
+    captions: tuple[str, ...]
+    targets: tuple[tuple[int, int], ...]
     samples: tuple[Sample, ...]
 
 
@@ -211,19 +212,34 @@ def place_questions(caption: str, side: int) -> list[tuple[str, tuple[str, ...]]
 
 
 @lru_cache(maxsize=64)
-def needle(kind: str, split: str, index: int, seed: int = 0) -> Needle:
-    """Needle test `index`. Targets take turns: N² consecutive indices have it in each place once."""
+def needle(kind: str, split: str, index: int, seed: int = 0, *, needles: int = 1, negative: bool = False) -> Needle:
+    """Needle test `index`. First needles take turns: N² consecutive indices have them in each place once.
+
+    negative: no caption is there; of two objects both are, in different sub-images. The answer is "none" then.
+    """
     n, objects, distractors = layout_of(kind)
-    place, part, samples = index % n**2, GRID // n, []
-    draw = partial(_stitched, n=n, objects=objects, first=place, filled=distractors + 1)
-    dice, squares = compose(f"{kind}/1", split, seed, index, draw=draw)
-    target, scene = divmod(place, n), paint(dice, squares)
-    caption = describe([name for at, name in enumerate(squares) if (at // GRID // part, at % GRID // part) == target])
-    rights = target if n == 2 else [place]
-    for number, ((prefix, words), right) in enumerate(zip(place_questions(caption, n), rights, strict=True)):
-        question_type = prefix.rpartition("? ")[2].removesuffix("?")
-        samples.append(Sample(kind, scene, prefix, words[right], index, index * 1000 + number, question_type))
-    return Needle(scene, n, caption, target, tuple(samples))
+    first, part, samples = index % n**2, GRID // n, []
+    draw = partial(_stitched, n=n, objects=objects, first=first, filled=distractors + 1)
+    dice, squares = compose(f"{kind}/{needles}{'/negative' * negative}", split, seed, index, draw=draw)
+    inside = defaultdict(list)
+    for at, name in enumerate(squares):
+        inside[at // GRID // part, at % GRID // part] += [name] * (name != NONE)
+    if negative:
+        absent = ((name,) for name in NAMES if name not in squares)
+        apart = (pair for pair in combinations(count(squares), 2) if set(pair) not in map(set, inside.values()))
+        targets, wanted = [(-1, -1)] * needles, dice.draw(absent if objects == 1 else apart, needles)
+    else:
+        others = dice.draw((place for place in range(n**2) if place != first), needles - 1)
+        targets = [divmod(place, n) for place in (first, *others)]
+        wanted = [inside[target] for target in targets]
+    scene, captions = paint(dice, squares), tuple(map(describe, wanted))
+    for caption, (row, col) in zip(captions, targets, strict=True):
+        rights = (row, col) if n == 2 else [row * n + col]
+        for (prefix, words), right in zip(place_questions(caption, n), rights, strict=True):
+            question_type, number = prefix.rpartition("? ")[2].removesuffix("?"), index * 1000 + len(samples)
+            suffix = NONE if row < 0 else words[right]
+            samples.append(Sample(kind, scene, prefix, suffix, index, number, question_type))
+    return Needle(scene, n, captions, tuple(targets), tuple(samples))
 
 
 def layout_of(kind: str) -> tuple[int, int, int]:

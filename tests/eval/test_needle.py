@@ -19,21 +19,23 @@ FAST = ["--max-new-tokens", "3", "--batch-size", "8", "--json"]
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", scenes.NEEDLES)
-def test_embedded_trials_ask_what_is_trained(kind):
+@pytest.mark.parametrize(("needles", "absent"), [(1, False), (2, False), (2, True)])
+def test_embedded_trials_ask_what_is_trained(kind, needles, absent):
     """A model is asked in other words than it was trained on, right answers do not count as right, or half a place
     counts as a hit."""
-    for number, trial in enumerate(needle.embedded_trials(kind, 20)):
-        samples = scenes.needle(kind, "test", number).samples
-        free, chosen = (needle.asks_of([trial], protocol) for protocol in ("paper", "constrained"))
-        assert [q.prefix for q in free] == [q.prefix for q in chosen] == [s.prefix for s in samples]
-        assert all(s.suffix in q.choices for s, q in zip(samples, chosen, strict=True)) and not free[0].choices
+    for number, trial in enumerate(needle.embedded_trials(kind, 20, needles=needles, absent=absent)):
+        samples = scenes.needle(kind, "test", number, needles=needles, negative=absent).samples
+        free, said = needle.asks_of([trial], "paper"), [s.suffix for s in samples]
+        assert [q.prefix for q in free] == [s.prefix for s in samples] and not free[0].choices
         assert np.array_equal(free[0].images()[0], samples[0].scene.render())
-        right = needle_scoring.response_record(
-            trial.test, needle.respond(trial.test, [s.suffix for s in samples], "paper")
-        )
-        assert needle_scoring.judge(right) == (True, True, True)
-        (row,) = needle.rows_of(free, [samples[0].suffix] * (len(samples) - 1) + ["here"], "paper")
-        assert [*row.scores.values()] == [0]
+        assert needle_scoring.judge(
+            needle_scoring.response_record(trial.test, needle.respond(trial.test, said, "paper"))
+        )[2]
+        if not absent:
+            chosen = needle.asks_of([trial], "constrained")
+            assert all(s.prefix == q.prefix and s.suffix in q.choices for s, q in zip(samples, chosen, strict=True))
+            (row,) = needle.rows_of(free, [*said[:-1], "here"], "paper")
+            assert [*row.scores.values()] == [0]
 
 
 @pytest.mark.long

@@ -174,6 +174,18 @@ def test_dense_detection_lists_everything_and_masks_the_names(pieces):
         assert not objects and kept == [f"<loc{at}>" for _, *both in told for at in both]
 
 
+def parts_of(needle) -> dict[tuple[int, int], list[str]]:
+    """The objects of each sub-image, in raster order."""
+    parts = {(row, column): [] for row in range(needle.n) for column in range(needle.n)}
+    for name, x, y in seen(needle.scene):
+        parts[int(y * needle.n / 112), int(x * needle.n / 112)].append(name)
+    return parts
+
+
+def nouns(caption: str) -> list[str]:
+    return [part.split()[1] for part in caption.split(" and ")]
+
+
 @pytest.mark.parametrize("kind", scenes.NEEDLES)
 def test_needles_are_in_one_place_and_take_turns(kind):
     """Breaks when a caption fits no or two sub-images, one of its two objects tells the place, the answers are wrong,
@@ -182,11 +194,8 @@ def test_needles_are_in_one_place_and_take_turns(kind):
     turns = Counter()
     for index in range(4 * n**2):
         needle = scenes.needle(kind, "test", index)
-        parts = {(row, column): [] for row in range(n) for column in range(n)}
-        for name, x, y in seen(needle.scene):
-            parts[int(y * n / 112), int(x * n / 112)].append(name)
-        row, column = target = needle.target
-        wanted = [part.split()[1] for part in needle.caption.split(" and ")]
+        parts, (target,), (caption,) = parts_of(needle), needle.targets, needle.captions
+        (row, column), wanted = target, nouns(caption)
         assert all(len(names) == objects for names in parts.values()) and parts.pop(target) == wanted
         assert all(len({*wanted} & {*names}) == objects - 1 for names in parts.values())
         assert objects == 1 or {*wanted} <= {name for names in parts.values() for name in names}
@@ -194,11 +203,25 @@ def test_needles_are_in_one_place_and_take_turns(kind):
         told = {"Row and Column?": f"row {row + 1} column {column + 1}"}
         if n == 2:
             told = {"Top or Bottom?": ["top", "bottom"][row], "Left or Right?": ["left", "right"][column]}
-        told = {f"Caption: {needle.caption}. Where is the caption? {text}": word for text, word in told.items()}
+        told = {f"Caption: {caption}. Where is the caption? {text}": word for text, word in told.items()}
         assert {s.prefix: s.suffix for s in needle.samples} == told
     assert set(turns.values()) == {4} and len(turns) == n**2
     streamed = [s for index in range(8) for s in scenes.needle(kind, "train", index).samples]
     assert streamed == stream(kind, "train", len(streamed))
+
+
+@pytest.mark.parametrize("kind", scenes.NEEDLES)
+def test_absent_and_several_needles(kind):
+    """Breaks when an absent needle can be found, or the second needle is not where it is said to be."""
+    for index in range(20):
+        absent = scenes.needle(kind, "test", index, needles=2, negative=True)
+        wanted, parts = {frozenset(nouns(caption)) for caption in absent.captions}, parts_of(absent).values()
+        assert absent.targets == ((-1, -1),) * 2 and {s.suffix for s in absent.samples} == {"none"}
+        assert len(wanted) == 2 and not any(w <= set(names) for w in wanted for names in parts)
+        assert kind != "n2o2" or set().union(*wanted) <= set().union(*parts)  # both objects are there, apart
+        there = scenes.needle(kind, "test", index, needles=2)
+        assert len(set(there.targets)) == 2 and len({s.question_id for s in there.samples}) == len(there.samples)
+        assert [parts_of(there)[target] for target in there.targets] == [nouns(caption) for caption in there.captions]
 
 
 def test_pope_asks_about_present_and_absent_objects_in_turn():
