@@ -1,8 +1,8 @@
-"""Readers of published files: VQAv2, GQA, TextVQA, VizWiz, POPE and MMNeedle.
+"""Readers of published files: VQAv2, GQA, TextVQA, VizWiz and MMNeedle.
 
 In: files exactly as their authors publish them. Out: small frozen records; pictures stay paths until they are opened.
 `read` calls the constructor of a format for each record. What that raises about a value becomes a `UserError` with the
-place in the file. `eval/records.py` reads your own examples in the same way.
+place in the file. POPE, MMBench, choices and your own examples are read in the same way, in files of their own.
 """
 
 import contextlib
@@ -39,12 +39,7 @@ def fill_prompt(template: str, question: str) -> str:
 # Files and records
 
 
-def read(
-    path: str | Path,
-    make: Callable[[dict], Any],
-    records: Places | None = None,
-    refuse: Callable[[str], Any] | None = None,
-) -> list:
+def read(path: str | Path, make: Callable, records: Places | None = None, refuse: Callable | None = None) -> list:
     """make(record) for each object of a JSON list or of JSON lines, or for `records` of the file.
 
     What `make` raises is a UserError with the place; with `refuse`, refuse(problem) stands in for the record.
@@ -53,9 +48,7 @@ def read(
     made, problems = [], []
     for place, record in records_in(path) if records is None else records:
         try:
-            record = json.loads(record) if isinstance(record, bytes) else record
-            check(isinstance(record, dict), f"expected an object, found {type(record).__name__}")
-            made.append(make(record))
+            made.append(make(json.loads(record) if isinstance(record, bytes) else record))
         except WRONG as error:
             problems.append(f"{shown(path)}{place}: {problem_of(error)}")
             if refuse is None:
@@ -70,18 +63,18 @@ def read(
 def records_in(path: str | Path) -> Places:
     """The records of a JSON list, or else the lines of a file that are not blank, as bytes. Raises UserError."""
     with file_errors(path):
-        content = Path(path).read_bytes()
-    if content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        content = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
+    if content.lstrip().startswith(b"["):
         return [(f"[{number}]", record) for number, record in enumerate(parse_json(content, shown(path)))]
     return [(f":{number}", line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
 
 
-def read_table(path: str | Path, delimiter: str = ",") -> list[tuple[str, list[str]]]:
-    """The rows of a CSV or TSV file, each with its place. Raises UserError."""
+def rows_in(path: str | Path, delimiter: str = ",") -> Places:
+    """The rows of a CSV or TSV file, as lists of texts. Raises UserError."""
     csv.field_size_limit(1 << 26)  # characters: MMBench's tables hold pictures
     lines = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=delimiter)
     with problems_at(path):
-        return [(f"{shown(path)}:{lines.line_num}", row) for row in lines if row]
+        return [(f":{lines.line_num}", row) for row in lines if row]
 
 
 @contextlib.contextmanager
@@ -104,35 +97,26 @@ def check(is_right: bool, problem: str) -> None:
 
 def text(record: Mapping, name: str) -> str:
     """record[name]. Raises KeyError, and ValueError for another type."""
-    value = record[name]
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is {quoted(value)}, expected a text")
-    return value
+    check(isinstance(record[name], str), f"{name} is {quoted(record[name])}, expected a text")
+    return record[name]
 
 
 def id_of(record: Mapping) -> int | str:
     """The id of a question. VizWiz has one question per picture and no other id."""
-    name = "image" if "image" in record and "question_id" not in record else "question_id"
-    value = record[name]
-    if not isinstance(value, int | str):
-        raise ValueError(f"{name} is {quoted(value)}, expected a number or a text")
+    value = record["image" if "image" in record and "question_id" not in record else "question_id"]
+    check(isinstance(value, int | str), f"the id is {quoted(value)}, expected a number or a text")
     return value
 
 
 def check_unique(ids: Iterable[int | str], where: str | Path) -> None:
     """Raise UserError that names the ids which occur more than once; 1 and "1" are the same id in a log or a result."""
-    ids = list(ids)
-    counts = Counter(map(str, ids))
-    if repeated := list({str(id_): id_ for id_ in ids if counts[str(id_)] > 1}.values()):
+    if repeated := [id_ for id_, count in Counter(map(str, ids)).items() if count > 1]:
         raise UserError(f"{shown(where)}: {len(repeated)} duplicate id(s) ({some(repeated)}): keep one record of each")
 
 
 def some(ids: Sequence) -> str:
     """The first few of `ids`, for a message."""
     return ", ".join(map(quoted, ids[:5])) + (", …" if len(ids) > 5 else "")
-
-
-# Pictures
 
 
 def find_image(folder: str | Path, name: str) -> Path:
@@ -142,90 +126,61 @@ def find_image(folder: str | Path, name: str) -> Path:
     return Path(folder, path.name) if is_flat else path
 
 
-def find_images(names: Iterable[str], folder: str | Path, source: str | Path) -> dict[str, Path]:
-    """The path of each picture of the file `source`. Raises UserError that names the first few not in `folder`."""
-    with problems_at(source):
-        paths = {name: find_image(folder, name) for name in dict.fromkeys(names)}
-        if absent := [name for name, path in paths.items() if not path.is_file()]:
-            problem = f"{len(absent)} of its {len(paths)} pictures are not in {shown(folder)} ({some(absent)})"
-            raise FileNotFoundError(f"{problem}, give the folder that holds them (--images DIR)")
-    return paths
+def find_picture(folder: str | Path, name: str) -> Path:
+    """The path of a picture. Raises UserError if it is absent."""
+    if not (path := find_image(folder, name)).is_file():
+        raise UserError(f"picture {quoted(name)} is not in {shown(folder)}: give its folder (--images DIR)")
+    return path
 
 
 # VQAv2 and its relatives
 
 
 @dataclass(frozen=True)
-class Question:
-    """One question on one picture; `image` is relative to the folder of pictures."""
-
-    question_id: int | str
-    image: str
-    question: str
-
-
-@dataclass(frozen=True)
-class PopeQuestion(Question):
-    """Is the object in the picture? `label` is "yes" or "no"."""
-
-    label: str
-
-
-@dataclass(frozen=True)
 class Annotation:
-    """`answers` as published, one object per annotator, `answer`, the most frequent one, and their `question`."""
+    """A question and its answers as published: an object for each annotator, of a test split none.
+
+    answer: the most frequent one. image: the name of the picture in its folder.
+    """
 
     question_id: int | str
-    answers: tuple[dict, ...]
-    answer: str
+    answers: tuple[dict, ...] = ()
+    answer: str = ""
     answer_type: str | None = None
     question_type: str | None = None
     balanced: bool = True  # GQA scores only its balanced questions
     answerable: int | None = None  # 0 or 1, of VizWiz
     question: str = ""
+    image: str = ""
 
 
-def read_questions(path: str | Path) -> list[Question]:
-    """Questions of VQAv2, GQA, TextVQA or VizWiz. Raises UserError, also for an id that occurs twice."""
-    _, subset, records = vqa_records(path, "questions")
-    questions = read(path, lambda r: Question(id_of(r), image_of(r, subset), text(r, "question")), records)
-    check_unique((q.question_id for q in questions), path)
-    return questions
+def read_vqa(questions: str | Path, annotations: str | Path | None = None) -> tuple[str, list[Annotation]]:
+    """Questions of VQAv2, GQA, TextVQA or VizWiz, and the scoring that fits: official, textvqa, vizwiz or gqa.
 
-
-def read_layout(path: str | Path) -> tuple[str, list[Annotation]]:
-    """The scoring that belongs to a file of answers (official, textvqa, vizwiz or gqa), and its annotations.
-
-    A file with one answer per question can only be scored by exact match, as GQA is; one whose answers have no ids only
-    by position, as TextVQA is. Raises UserError, also for an id that occurs twice.
+    annotations: by default the same file; if it holds no answers, there are none. A file with one answer per question
+    can only be scored by exact match, as GQA is; one whose answers have no ids only by position, as TextVQA is.
+    Raises UserError, also for an id that occurs twice and for a question without its annotation.
     """
-    layout, _, records = vqa_records(path, "annotations")
-    annotations = read(path, annotation, records)
-    check_unique((a.question_id for a in annotations), path)
-    if all(len(a.answers) == 1 for a in annotations):
+    source = annotations or questions
+    (_, subset, asked), (layout, _, answered) = records_of(questions, "questions"), records_of(source, "annotations")
+    truths = {truth.question_id: truth for truth in read(source, annotation, answered)}
+
+    def question(record: dict) -> Annotation:
+        truth = truths.get(id_of(record), Annotation(id_of(record)))
+        check(truth.answers or not annotations, f"question {quoted(truth.question_id)} has no answers in {source}")
+        return replace(truth, question=text(record, "question"), image=image_of(record, subset))
+
+    made = read(questions, question, asked)
+    for path, records in ((questions, asked), (source, answered)):
+        check_unique((id_of(record) for _, record in records), path)
+    if all(len(a.answers) == 1 for a in made):
         layout = "gqa"
-    elif layout == "official" and not any("answer_id" in answer for a in annotations for answer in a.answers):
+    elif layout == "official" and not any("answer_id" in answer for a in made for answer in a.answers):
         layout = "textvqa"
-    return layout, annotations
+    return layout, made
 
 
-def holds_answers(path: str | Path) -> bool:
-    """Whether a file of questions has their answers too, as GQA's, TextVQA's and VizWiz's. Raises UserError."""
-    return any({"answers", "answer"} & set(record) for _, record in vqa_records(path, "questions")[2])
-
-
-def annotations_of(
-    questions: Sequence[Question], annotations: Iterable[Annotation], asked_in: str | Path, answered_in: str | Path
-) -> list[Annotation]:
-    """The annotation of each question, in their order. Raises UserError that names the questions without one."""
-    by_id = {a.question_id: a for a in annotations}
-    if bare := [q.question_id for q in questions if q.question_id not in by_id]:
-        problem = f"{len(bare)} question(s) of {shown(asked_in)} have no annotation ({some(bare)})"
-        raise UserError(f"{shown(answered_in)}: {problem}: take the annotations of the same split")
-    return [replace(by_id[q.question_id], question=q.question) for q in questions]
-
-
-def vqa_records(path: str | Path, key: str) -> tuple[str, str, Places]:
+def records_of(path: str | Path, key: str) -> tuple[str, str, Places]:
     """Scoring, COCO's subset, and records of {key: […]}, TextVQA's {"data": […]}, VizWiz's […] or GQA's {id: {…}}."""
     value = read_json(path, object)
     with problems_at(path):
@@ -235,7 +190,6 @@ def vqa_records(path: str | Path, key: str) -> tuple[str, str, Places]:
         for part, layout in ((key, "official"), ("questions", "official"), ("data", "textvqa")):
             if part in value:
                 return layout, subset, [(f": {part}[{number}]", record) for number, record in enumerate(value[part])]
-        check(all("question" in record for record in value.values()), "expected VQAv2's, GQA's, TextVQA's or VizWiz's")
         return "gqa", "", [(f": {shown(id_)}", record | {"question_id": id_}) for id_, record in value.items()]
 
 
@@ -244,8 +198,6 @@ def image_of(record: Mapping, subset: str) -> str:
     if "image" in record:  # VizWiz, or a user's file with the name
         return text(record, "image")
     image_id = record["imageId" if "imageId" in record else "image_id"]  # GQA, or the others
-    if isinstance(image_id, str) and Path(image_id).suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"):
-        return image_id  # VizWiz in VQAv2's layout
     if isinstance(image_id, str) or not subset:  # TextVQA, GQA
         return f"{image_id}.jpg"
     subset = subset.replace("test-dev", "test")  # two sets of questions on the same pictures
@@ -253,29 +205,17 @@ def image_of(record: Mapping, subset: str) -> str:
 
 
 def annotation(record: Mapping) -> Annotation:
-    if "types" in record:  # GQA's own evaluation splits structural types into open (query) and binary (the others)
+    if "answer" in record:  # GQA's own evaluation splits structural types into open (query) and binary (the others)
         answer, structural = text(record, "answer"), text(record["types"], "structural")
         kinds = "open" if structural == "query" else "binary", structural
         return Annotation(id_of(record), ({"answer": answer},), answer, *kinds, record.get("isBalanced", True))
+    if "answers" not in record:
+        return Annotation(id_of(record))
     answers = tuple({"answer": a} if isinstance(a, str) else a for a in record["answers"])  # TextVQA: bare texts
-    check(bool(answers), "answers is empty")
     most = Counter(text(answer, "answer") for answer in answers).most_common(1)[0][0]
     answer = text({"multiple_choice_answer": most} | record, "multiple_choice_answer")
     kinds = [text(record, name) if name in record else None for name in ("answer_type", "question_type")]
-    check(record.get("answerable") in (0, 1, None), "answerable is neither 0 nor 1")
     return Annotation(id_of(record), answers, answer, *kinds, answerable=record.get("answerable"))
-
-
-def read_pope(path: str | Path) -> list[PopeQuestion]:
-    """POPE's JSONL of {"question_id", "image", "text", "label"}, LF or CRLF. Raises UserError with the line number."""
-
-    def question(record: dict) -> PopeQuestion:
-        check(record["label"] in ("yes", "no"), f"label is {quoted(record['label'])}, expected yes or no")
-        return PopeQuestion(id_of(record), text(record, "image"), text(record, "text"), record["label"])
-
-    questions = read(path, question)
-    check_unique((q.question_id for q in questions), path)
-    return questions
 
 
 # MMNeedle
@@ -316,31 +256,33 @@ def read_needle_tests(metadata: str | Path, annotations: str | Path, captions: s
 
     Raises UserError, also where the files contradict each other.
     """
-    described, grids = read_captions(captions), {}
-    stitched = read_json(metadata)
+    described, stitched, grids = read_captions(captions), read_json(metadata), {}
     with problems_at(metadata):
         for name, images in stitched.items():
-            order = [f"{row}_{col}" for row in range(isqrt(len(images))) for col in range(isqrt(len(images)))]
-            check(set(order) == set(images) != set(), f"{quoted(name)} is no square of sub-images")
-            grids[name] = tuple(text(images, place) for place in order)
+            side = range(isqrt(len(images)))
+            grids[name] = tuple(text(images, f"{row}_{col}") for row in side for col in side)
+            check(len(images) == len(side) ** 2, f"{quoted(name)} is no square of sub-images")
 
     def listed(value: Any) -> list:
         return value if isinstance(value, list) else [value]
 
     def test(record: dict) -> NeedleTest:
-        names, targets = ([Path(name).name for name in listed(record[key])] for key in ("image_ids", "target"))
-        check(bool(names) and grids.keys() >= {*names}, f"image_ids {some(names)} are not all in {shown(metadata)}")
-        check(described.keys() >= {*targets}, f"{shown(captions)} lacks a caption of {some(targets)}")
-        haystack, places = tuple(grids[name] for name in names), {}
+        haystack, targets = (
+            tuple(grids[Path(name).name] for name in listed(record["image_ids"])),
+            listed(record["target"]),
+        )
+        side, names = isqrt(len(haystack[0])), {}
         for index, grid in enumerate(haystack):
-            places |= {(index, *divmod(at, isqrt(len(grid)))): name for at, name in enumerate(grid)}
-        needles = list(zip(*(listed(record[key]) for key in ("index", "row", "col", "target")), strict=True))
-        for *place, target in needles:
-            is_there = target not in places.values() if tuple(place) == ABSENT else places.get(tuple(place)) == target
+            names |= {(index, *divmod(at, side)): name for at, name in enumerate(grid)}
+        places = tuple(zip(*(listed(record[key]) for key in ("index", "row", "col")), strict=True))
+        for place, target in zip(places, targets, strict=True):
+            is_there = target not in names.values() if place == ABSENT else names.get(place) == target
             check(is_there, f"{quoted(target)} is not at {place}, take metadata and annotations of one release")
+        lost = [target for target in targets if Path(target).name not in described]
+        check(not lost, f"{shown(captions)} lacks a caption of {some(lost)}")
         check(isinstance(record["id"], int), f"id is {quoted(record['id'])}, expected a number")
-        spots, paths = tuple(needle[:3] for needle in needles), tuple(needle[3] for needle in needles)
-        return NeedleTest(record["id"], haystack, spots, paths, tuple(described[name] for name in targets))
+        texts = tuple(described[Path(target).name] for target in targets)
+        return NeedleTest(record["id"], haystack, places, tuple(targets), texts)
 
     tests = read(annotations, test)
     check_unique((test.id for test in tests), annotations)

@@ -24,9 +24,8 @@ from eval import figures
 from eval.bench import Benchmark, limit_flag, run
 from eval.data import check, read, text
 from eval.detection_scoring import Found, match, score_boxes
-from eval.own_files import Box, Detection
 from eval.question import Question, question_of
-from eval.records import embedded_records, read_data
+from eval.records import Box, Detection, embedded_records, read_data
 from eval.report import Row
 from model.common import UserError, run_command, shown, write_text
 from model.generate import check_finite
@@ -53,7 +52,7 @@ class Detect(Benchmark):
         if args.data in (None, "embedded"):
             records = embedded_records(("detect",), "test", args.limit or EMBEDDED)
         else:
-            records = read_data(args.data, images=args.images)[: args.limit]
+            records = read_data(args.data, args.images)[: args.limit]
         if bare := [record.name for record in records if record.turns and record.detection is None]:
             raise UserError(f"{shown(args.data)}: {shown(bare[0])} has no boxes: give coco:ANNOTATIONS.json")
         return [question_of(record, truth=record.detection) for record in records]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eval.own_files import Box
+from eval.records import Box
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)  # of the overlap (IoU)
 RECALLS = np.linspace(0, 1, 101)

@@ -29,7 +29,7 @@ from PIL import Image
 from eval import scenes
 from eval.bench import Benchmark, run
 from eval.command import whole
-from eval.data import ABSENT, NeedleTest, find_image, find_images, read_captions, read_needle_tests
+from eval.data import ABSENT, NeedleTest, find_image, find_picture, read_captions, read_needle_tests
 from eval.figures import contact_sheet, draw_boxes, heatmaps, save
 from eval.needle_scoring import accuracy_by_place, judge, read_responses, response_record, score_responses
 from eval.question import Question
@@ -178,7 +178,8 @@ def coco_trials(args: Namespace) -> dict[str, list[Trial]]:
         listed = read_needle_tests(*files, args.captions)
         by_half = [[test for test in listed if (ABSENT in test.places) is absent] for absent in halves]
         tests = [test for half in by_half for test in choose(half, limit, args.seed)]
-        pictures = find_images((name for test in tests for grid in test.haystack for name in grid), args.coco, files[0])
+        names = {name for test in tests for grid in test.haystack for name in grid}
+        pictures = {name: find_picture(args.coco, name) for name in names}
     grids = [[[pictures[name] for name in grid] for grid in test.haystack] for test in tests]
     trials = [Trial(t, tuple(partial(stitch, g) for g in of), sum(of, [])) for t, of in zip(tests, grids, strict=True)]
     return {f"{few}{args.pictures}_{size}": trials}

@@ -1,84 +1,133 @@
 """Records: pictures, prompts and right answers, as training learns from them and evaluation asks them.
 
-In: a source, such as `jsonl:FILE`, and which share of it to use. Out: a list of `Record`. Pictures are not opened here.
-Tar shards of records are read by `train/data/shards.py`.
+In: the embedded scenes, VQAv2's files, or your own: examples and LLaVA's conversations as JSON, and COCO's boxes. Out:
+a list of `Record`. Pictures are not opened here. An entry that cannot be used becomes a record that says why when it is
+opened. Tar shards of records are read by `train/data/shards.py`.
 """
 
 import random
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from os.path import realpath
 from pathlib import Path
+from typing import Any, NoReturn
 
-from PIL import Image
+from PIL import ExifTags, Image
 
-from eval import scenes
-from eval.data import PROMPT, annotations_of, check_prompt, fill_prompt, find_image, read_layout, read_questions
-from eval.own_files import Box, Detection, Record, read_coco, read_examples, refused
+from eval import data, scenes
+from eval.data import PROMPT, check, find_picture, text
 from eval.pictures import GRID, SIDE
-from model.common import UserError, quoted
+from model.common import UserError, quoted, read_json, shown
+from model.turns import SLOT, check_turns
 
 QUESTIONS_FILE = "v2_OpenEnded_mscoco_train2014_questions.json"
 ANNOTATIONS_FILE = "v2_mscoco_train2014_annotations.json"
-# Tasks of the embedded data, taken in turn. Half are questions, or the model forgets how to answer them.
-EMBEDDED_TASKS = ("vqa", "n2o1", "vqa", "n2o2")
-gray_picture = partial(Image.new, "RGB", (64, 64), (127, 127, 127))  # of whatever size, a model sees the same
-
-KINDS = ("vqav2", "jsonl", "coco", "shards")
+EMBEDDED_TASKS = ("vqa", "n2o1", "vqa", "n2o2")  # in turn; without questions the model forgets how to answer them
+ROLES = ("human", "gpt")  # of LLaVA's conversations, in turn
 SOURCES = (
     "embedded, vqav2:DIR (official files), jsonl:FILE (image with prefix and suffix, or LLaVA's conversations; lines "
     "or a list), coco:FILE (boxes to detect)"
 )
+Picture = Path | Callable[[], Any]  # a file, or a function that draws or opens one
+gray_picture = partial(Image.new, "RGB", (64, 64), (127, 127, 127))  # of whatever size, a model sees the same
 
 
-def read_data(
-    source: str,
-    split: str = "all",
-    *,
-    images: str | Path | None = None,
-    prompt: str = PROMPT,
-    sampled: bool = False,
-    fraction: float = 1.0,
-    validation: float = 0.0,
-    seed: int = 0,
-    tasks: Sequence[str] = EMBEDDED_TASKS,
-    samples: int = 12000,
-) -> list[Record]:
+@dataclass(frozen=True)
+class Box:
+    """An object in a picture: x and y of its upper left corner, in pixels. A crowd is not one object."""
+
+    label: str
+    x: float
+    y: float
+    width: float
+    height: float
+    area: float  # as annotated: of the object's outline, not of the box
+    is_crowd: bool = False
+
+
+@dataclass(frozen=True)
+class Detection:
+    """The objects of a picture of width × height pixels, those that are asked for."""
+
+    width: int
+    height: int
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One example: pictures, then one or several turns of a prompt and its answer.
+
+    name: unique, for messages. key: names the pictures; records with the same key share them, and their encoding.
+    pictures: in the order in which they are shown; none for text alone. turns: (prompt, answer) pairs; `<image>` in a
+    prompt marks the place of a picture. A record without turns stands for data that cannot be used: its picture raises
+    the UserError that says why. answers: of the last turn where the data give several, one by each annotator.
+    sampled: each epoch learns one of `answers`, drawn anew. detection: the objects to be found.
+    """
+
+    name: str
+    key: str
+    pictures: tuple[Picture, ...]
+    turns: tuple[tuple[str, str], ...]
+    answers: tuple[str, ...] = ()
+    sampled: bool = False
+    detection: Detection | None = None
+
+    @property
+    def prefix(self) -> str:
+        """The prompt of the last turn."""
+        return self.turns[-1][0] if self.turns else ""
+
+    @property
+    def suffix(self) -> str:
+        """The answer of the last turn."""
+        return self.turns[-1][1] if self.turns else ""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A picture that cannot be used: opening it raises UserError."""
+
+    problem: str
+
+    def __call__(self) -> NoReturn:
+        raise UserError(self.problem)
+
+
+def read_data(source: str, images: str | Path | None = None, prompt: str = PROMPT) -> list[Record]:
     """The records of `embedded`, `vqav2:DIR`, `jsonl:FILE` or `coco:FILE`.
 
-    split: "train", "validation", or "all" of them. images: the folder of the pictures. prompt: of VQAv2. sampled: each
-    epoch learns one of several answers, drawn anew. fraction, validation, seed: see `split_records`. tasks, samples: of
-    the embedded scenes. Raises UserError, also for a file without any record that can be used.
+    images: the folder of the pictures. prompt: of VQAv2. Raises UserError, also for a file without any usable record.
     """
     kind, path = source_parts(source)
     if kind == "shards":
         raise UserError(f"{source}: tar shards can be trained on, not asked: give what they were made of")
     if kind == "embedded":
-        return embedded_records(tasks, "train" if split == "all" else split, samples, seed)
-    if kind == "vqav2":
-        records = vqav2_records(path, prompt, sampled, images)
-    else:
-        records = own_records(path, sampled, images, read_coco if kind == "coco" else read_examples)
-    return records if split == "all" else split_records(records, split, fraction, validation, seed)
+        return embedded_records()
+    read = {"vqav2": partial(vqav2_records, prompt=prompt), "jsonl": read_examples, "coco": read_coco}[kind]
+    return read(path, images)
 
 
 def source_parts(source: str) -> tuple[str, Path]:
     """The kind of a source and its path. Raises UserError."""
     kind, _, path = source.partition(":")
-    if source != "embedded" and not (kind in KINDS and path):
+    if source != "embedded" and not (kind in ("vqav2", "jsonl", "coco", "shards") and path):
         raise UserError(f"{quoted(source)} does not say what kind of data it is: give {SOURCES}")
     return kind, Path(path)
+
+
+# Embedded scenes, and VQAv2
 
 
 def embedded_records(
     tasks: Sequence[str] = EMBEDDED_TASKS, split: str = "train", count: int = 12000, seed: int = 0
 ) -> list[Record]:
     """`count` records of the embedded scenes, the tasks in turn; a task that is listed twice comes twice as often."""
-    drawn: dict[str, int] = defaultdict(int)
-    records = []
+    records, drawn = [], Counter()
     for number in range(count):
         task = tasks[number % len(tasks)]
         records.append(sample_record(scenes.sample(task, split, drawn[task], seed), split))
@@ -101,31 +150,139 @@ def squares(suffix: str) -> Iterator[Box]:
         yield Box(part.rpartition("> ")[2], x, y, side, side, side * side)
 
 
-def vqav2_records(folder: Path, prompt: str, sampled: bool = False, images: str | Path | None = None) -> list[Record]:
+def vqav2_records(folder: Path, images: str | Path | None = None, prompt: str = PROMPT) -> list[Record]:
     """Questions of VQAv2's train2014, in their official layout under `folder`; pictures there or under `images`.
 
-    prompt: a template with {question}. The suffix is multiple_choice_answer; with `sampled`, one of the ten answers,
-    drawn anew in each epoch. Raises UserError for files that are absent, and for a question without an annotation.
+    prompt: a template with {question}. The suffix is multiple_choice_answer. Raises UserError.
     """
-    check_prompt(prompt)
-    files = folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE
-    questions, records = read_questions(files[0]), []
-    pictures = {name: find_image(images or folder, name) for name in {q.image for q in questions}}
-    for q, truth in zip(questions, annotations_of(questions, read_layout(files[1])[1], *files), strict=True):
-        turn, answers = (fill_prompt(prompt, q.question), truth.answer), tuple(a["answer"] for a in truth.answers)
-        records.append(Record(str(q.question_id), q.image, (pictures[q.image],), (turn,), answers, sampled))
+    records, find = [], cache(partial(data.find_image, images or folder))
+    data.check_prompt(prompt)
+    for q in data.read_vqa(folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE)[1]:
+        turn, answers = (data.fill_prompt(prompt, q.question), q.answer), tuple(a["answer"] for a in q.answers)
+        records.append(Record(str(q.question_id), q.image, (find(q.image),), (turn,), answers))
     return records
 
 
-def own_records(
-    path: Path,
-    sampled: bool = False,
-    images: str | Path | None = None,
-    read: Callable[..., list[Record]] = read_examples,
-) -> list[Record]:
-    """The records of a user's own file; one that cannot be used says so when it is opened. Raises UserError for a file
-    without any that can."""
-    return [replace(record, sampled=sampled) for record in read(path, images, refused)]
+# Your own: examples and conversations
+
+
+def read_records(path: str | Path, make: Callable[[dict], Record], places: data.Places) -> list[Record]:
+    """The records of a file, with names by their places and keys by their pictures, also of what cannot be used."""
+    records = data.read(path, make, places, lambda problem: Record("", "", (Refusal(problem),), ()))
+    named = []
+    for record, (place, _) in zip(records, places, strict=True):
+        key = "\n".join(map(str, record.pictures)) or f"{path}{place}"
+        named.append(replace(record, name=f"{Path(path).name}{place}", key=key))
+    return named
+
+
+def read_examples(path: str | Path, images: str | Path | None = None) -> list[Record]:
+    """{"image", "prefix", "suffix"} or LLaVA's {"image", "conversations"}, line by line or from a JSON list.
+
+    "image" may be absent, for text alone, or a list of names, relative to `images`, by default the file's folder.
+    "answers", a list, may stand beside or instead of "suffix", which then is the most frequent of them.
+    Raises UserError for a file without any usable entry.
+    """
+    folder = Path(images or Path(path).parent)
+
+    def example(record: dict) -> Record:
+        names, (turns, answers) = picture_names(record), read_turns(record)
+        check_turns(len(names), turns)
+        return Record("", "", tuple(find_picture(folder, name) for name in names), turns, answers)
+
+    return read_records(path, example, data.records_in(path))
+
+
+def picture_names(record: Mapping) -> list[str]:
+    """The names of a record's pictures under "image": one, a list, or none. Raises ValueError.
+
+    A key of nearly this name is a mistake: the record would be asked without its picture.
+    """
+    similar = [key for key in record if re.match("image|img|picture|photo", key, re.IGNORECASE)]
+    check("image" in record or not similar, f"has {data.some(similar)}, but no 'image', which names the pictures")
+    names = record.get("image") or []
+    return [text({"image": name}, "image") for name in (names if isinstance(names, list) else [names])]
+
+
+def read_turns(record: Mapping) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """The turns of a record, and all right answers of the last one where it gives several.
+
+    Of LLaVA's conversations a first turn that is not from a human is left out, as there. Raises LookupError, TypeError
+    and ValueError for another layout.
+    """
+    if "conversations" in record:
+        said = record["conversations"]
+        said = said[said[0]["from"] != ROLES[0] :]
+        speakers, texts = [turn["from"] for turn in said], [text(turn, "value") for turn in said]
+        takes_turns = len(said) > 1 and speakers == list(ROLES) * (len(said) // 2)
+        check(takes_turns, "conversations: human and gpt take turns, and the last one is gpt's")
+        check(SLOT not in "".join(texts[1::2]), f"{SLOT} in an answer: it marks the place of a picture in a prompt")
+        return tuple(zip(texts[::2], texts[1::2], strict=True)), ()
+    answers = tuple(text({"answers": answer}, "answers") for answer in record.get("answers", ()))
+    most = {"suffix": Counter(answers).most_common(1)[0][0]} if answers else {}
+    return ((text(record, "prefix"), text(most | record, "suffix")),), answers
+
+
+# COCO's boxes
+
+
+def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record]:
+    """COCO's detection annotations: one record for each picture with an object, `detect a ; b` and its boxes.
+
+    Crowds are not part of the answer, but of `detection`. Pictures are in the order of their ids, which in COCO's
+    scorer decides between boxes of one score. Raises UserError.
+    """
+    value, folder, objects = read_json(path), Path(images or Path(path).parent), defaultdict(list)
+    with data.problems_at(path):
+        labels = {entry["id"]: " ".join(text(entry, "name").split()) for entry in value["categories"]}
+        strange = [label for label in labels.values() if not label or set(";<>") & set(label)]
+        check(not strange, f"names {data.some(strange)}: ; < > stand between the names of an answer")
+        data.check_unique((entry["id"] for entry in value["images"]), path)
+        for entry in value["annotations"]:
+            objects[entry["image_id"]].append(entry)
+        places = [(f":images[{number}]", entry) for number, entry in enumerate(value["images"])]
+        places = [pair for pair in places if not all(entry.get("iscrowd") for entry in objects[pair[1]["id"]])]
+        places.sort(key=lambda pair: pair[1]["id"])
+
+    def detection(entry: dict) -> Record:
+        size, boxes = (entry["width"], entry["height"]), []
+        for annotated in objects[entry["id"]]:
+            category, (x, y, width, height) = annotated["category_id"], annotated["bbox"]
+            check(category in labels, f"category_id {quoted(category)} is not among the categories")
+            is_within = min(width, height, x + width, y + height) >= 0 and x <= size[0] and y <= size[1]
+            check(is_within, f"bbox {quoted(annotated['bbox'])} is outside of the picture, {size[0]}×{size[1]} pixels")
+            area, is_crowd = annotated.get("area", width * height), bool(annotated.get("iscrowd", 0))
+            boxes.append(Box(labels[category], x, y, width, height, area, is_crowd))
+        truth, path = Detection(*size, tuple(boxes)), find_picture(folder, text(entry, "file_name"))
+        with suppress(OSError, SyntaxError, Image.DecompressionBombError), Image.open(path) as image:  # says so later
+            is_turned = image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) > 4  # by 90°
+            check(not is_turned or image.size != size or size == size[::-1], f"{path} is turned by EXIF, its boxes not")
+        return Record("", "", (path,), (detection_turn(truth, list(labels.values())),), detection=truth)
+
+    records = read_records(path, detection, places)
+    boxes = [(box, record.detection) for record in records if record.detection for box in record.detection.boxes]
+    are_shares = all(max(box.x, box.y, box.width, box.height) <= 1 for box, _ in boxes)
+    reach_out = any(box.x + box.width > of.width + 1 or box.y + box.height > of.height + 1 for box, of in boxes)
+    if are_shares or reach_out and all(box.width >= box.x and box.height >= box.y for box, _ in boxes):
+        unit = "shares of the sides" if are_shares else "[x1, y1, x2, y2]"
+        raise UserError(f"{shown(path)}: boxes are {unit}: give [x, y, width, height] in pixels")
+    return records
+
+
+def detection_turn(detection: Detection, order: list[str]) -> tuple[str, str]:
+    """PaliGemma's prompt and answer: `detect a ; b`, and `<locY1><locX1><locY2><locX2> a ; …`.
+
+    Boxes go by class in this `order`, then from top to bottom and left to right. A coordinate v, a share of the side,
+    is the bin round(1023·v), within 0 … 1023 (big_vision, pp/proj/paligemma/segmentation.py).
+    """
+    boxes = sorted((b for b in detection.boxes if not b.is_crowd), key=lambda b: (order.index(b.label), b.y, b.x))
+    parts = []
+    for box in boxes:
+        y1, y2 = (v / detection.height for v in (box.y, box.y + box.height))
+        x1, x2 = (v / detection.width for v in (box.x, box.x + box.width))
+        places = (min(max(round(1023 * v), 0), 1023) for v in (y1, x1, y2, x2))
+        parts.append("".join(f"<loc{place:04d}>" for place in places) + f" {box.label}")
+    return "detect " + " ; ".join(dict.fromkeys(box.label for box in boxes)), " ; ".join(parts)
 
 
 # Splits, and pictures in gray
@@ -151,31 +308,23 @@ def split_records(
 
 def groups_of(records: Sequence[Record]) -> dict[str, str]:
     """The group of each record that can be used, by name: the smallest key of records with pictures in common."""
-    leader: dict[str, str] = {}  # of each key and picture, one that stands for its group, or leads to it
-
-    def find(name: str) -> str:
-        while leader.setdefault(name, name) != name:
-            leader[name] = name = leader[leader[name]]
-        return name
-
-    usable, smallest = [record for record in records if record.turns], {}
-    files = {picture for record in usable for picture in record.pictures if isinstance(picture, Path)}
-    files = {picture: f"file {realpath(picture)}" for picture in files}  # a picture may have several names
+    usable = [record for record in records if record.turns]
+    resolve = cache(realpath)  # a picture may have several names
+    groups: dict[tuple, set] = {}  # of each key and each file, all keys and files of its group
     for record in usable:
-        for picture in record.pictures:
-            if picture in files:
-                leader[find(files[picture])] = find(f"key {record.key}")
-    for record in usable:
-        group = find(f"key {record.key}")
-        smallest[group] = min(smallest.get(group, record.key), record.key)
-    return {record.name: smallest[find(f"key {record.key}")] for record in usable}
+        links = {("", record.key), *(("file", resolve(file)) for file in record.pictures if isinstance(file, Path))}
+        parts = [links, *(groups[link] for link in links if link in groups)]
+        group = max(parts, key=len)
+        for part in parts:
+            if part is links or part is not group:
+                group |= part
+                groups |= dict.fromkeys(part, group)
+    smallest = {id_: min(group)[1] for id_, group in {id(group): group for group in groups.values()}.items()}
+    return {record.name: smallest[id(groups["", record.key])] for record in usable}
 
 
 def blind(records: Sequence[Record]) -> list[Record]:
     """The records with every picture gray, one for all: a model that answers them as well does not use the pictures."""
-    return [
-        replace(record, key=f"gray {len(record.pictures)}", pictures=(gray_picture,) * len(record.pictures))
-        if record.turns and record.pictures
-        else record
-        for record in records
-    ]
+    counts = [len(record.pictures) if record.turns else 0 for record in records]
+    gray = [replace(r, key=f"gray {n}", pictures=(gray_picture,) * n) for r, n in zip(records, counts, strict=True)]
+    return [new if count else record for record, new, count in zip(records, gray, counts, strict=True)]

@@ -5,27 +5,24 @@
     python -m eval.vqa --data jsonl:test.jsonl --adapter RUN --adapter OTHER --blind
     python -m eval.vqa --questions Q --annotations A --images DIR --results R
 
-In: questions and annotations (`eval/data.py`) or your own examples (`eval/records.py`), and a model, or its
-answers. Out: results.json, and accuracy in percent, overall and by type, beside that of the best guess from the text
-alone. Your own examples are scored by exact match, and by VQA accuracy where people differ; of a conversation the last
-answer is asked. The scorers: `eval/vqa_scoring.py`.
+In: questions and annotations (`eval/data.py`) or your own examples (`eval/records.py`), and a model, or its answers.
+Out: results.json, and accuracy in percent, overall and by type, beside the best guess from the text alone. Your own
+examples are scored by exact match, and by VQA accuracy where people differ; of a conversation the last answer is asked.
 """
 
 import json
 import math
-from argparse import Namespace
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 
-from eval import data, scenes
+from eval import scenes
 from eval.bench import PROMPT_FLAG, Benchmark, limit_flag, means, run
-from eval.data import PROMPT, Annotation, fill_prompt
+from eval.data import PROMPT, Annotation, fill_prompt, find_picture, read_vqa
 from eval.question import Question, question_of
 from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record, groups_of, read_data, source_parts
-from eval.vqa_scoring import SCORERS, answerability, check_scoring, official, record_scores, summarize, truths_of
+from eval.vqa_scoring import SCORERS, answerability, official, record_scores, summarize, truths_of
 from model.common import UserError, run_command, shown, write_text
 
 NAMES = {"gqa": ("questionId", "prediction"), "vizwiz": ("image", "answer")}  # in their servers' files
@@ -55,39 +52,30 @@ class Vqa(Benchmark):
     }
 
     def questions(self, args):
-        kind, folder = source_parts(args.data or "embedded")
-        if args.data and (args.questions or args.annotations):
-            raise UserError("--questions and --annotations are of published files: leave --data out")
-        if kind == "vqav2":  # those of val2014 if they are there, else of train2014
-            val = [folder / name.replace("train2014", "val2014") for name in (QUESTIONS_FILE, ANNOTATIONS_FILE)]
-            files = val if val[0].is_file() else [folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE]
-            return self.published(args, *files, args.images or folder)
-        if args.questions and args.images:
-            return self.published(args, args.questions, args.annotations, args.images)
-        if args.questions or args.annotations or args.answerability or args.images and kind == "embedded":
-            raise UserError("--questions, --images, --annotations and --answerability go together: give all")
-        if kind == "embedded":
+        (kind, folder), self.known = source_parts(args.data or "embedded"), None
+        is_paired = bool(args.questions) == bool(args.images and not args.data)
+        if not is_paired or (args.annotations or args.answerability) and not args.questions:
+            raise UserError("--questions, --images, --annotations and --answerability go together: leave --data out")
+        if kind in ("jsonl", "coco"):
+            if args.prompt or args.scoring or args.guess is not None:
+                raise UserError(f"{shown(args.data)} has complete prompts: no --prompt, --scoring or --guess")
+            records = read_data(args.data, args.images)[: args.limit]
+            groups = groups_of(records)
+            return [question_of(record, truth=record, group=groups.get(record.name, "")) for record in records]
+        if kind == "embedded" and not args.questions:
             self.scoring, self.known = args.scoring or "official", embedded(TRAIN_QUESTIONS, "train")
             return embedded(args.limit or EMBEDDED, "test", args.template)
-        if args.prompt or args.scoring or args.guess is not None:
-            raise UserError(f"{shown(args.data)} has complete prompts and answers: no --prompt, --scoring or --guess")
-        records = read_data(args.data, images=args.images)[: args.limit]
-        if any(record.detection for record in records):
-            raise UserError(f"{shown(args.data)}: boxes are scored by python -m eval.detect --data {shown(args.data)}")
-        groups = groups_of(records)
-        return [question_of(record, truth=record, group=groups.get(record.name, "")) for record in records]
-
-    def published(self, args: Namespace, asked_in, answered_in, images) -> list[Question]:
-        """The questions of published files."""
-        answered_in = answered_in or (asked_in if data.holds_answers(asked_in) else None)
-        questions, fitting = from_files(asked_in, answered_in, images, args.template, args.limit)
+        files = [args.questions, args.annotations]
+        if kind == "vqav2":  # those of val2014 if they are there, else of train2014
+            files = [folder / name.replace("train2014", "val2014") for name in (QUESTIONS_FILE, ANNOTATIONS_FILE)]
+            files = files if files[0].is_file() else [folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE]
+        fitting, asked = read_vqa(*files)
+        questions = questions_of(asked[: args.limit], args.images or folder, args.template)
         self.scoring, self.known = args.scoring or fitting, args.guess
-        if answered_in is not None:
-            check_scoring(self.scoring, [question.truth for question in questions], answered_in)
-        if args.guess:  # one file holds the answers too
-            self.known, _ = from_files(args.guess[0], args.guess[-1], None)
+        if args.guess:
+            self.known = questions_of(read_vqa(*args.guess)[1])
         if args.answerability:
-            if any(q.truth is None or q.truth.answerable is None for q in questions):
+            if any(q.truth.answerable is None for q in questions):
                 raise UserError("--answerability: no annotation says which questions are answerable: give VizWiz's")
             word = "Unanswerable" if "'Unanswerable'" in args.template else "unanswerable"  # as it is asked for
             questions += [replace(q, id=f"{q.id}, {word}", choices=(word,), scored=True) for q in questions]
@@ -97,7 +85,7 @@ class Vqa(Benchmark):
         truth = question.truth
         if isinstance(truth, Record):
             return record_scores(truth, answer)
-        if truth is None or question.scored or self.scoring == "gqa" and not truth.balanced:
+        if question.scored or not truth.answers or self.scoring == "gqa" and not truth.balanced:
             return {}
         return {f"VQA accuracy, {self.scoring} scoring": SCORERS[self.scoring](truth, answer)}
 
@@ -106,8 +94,7 @@ class Vqa(Benchmark):
         if scored and isinstance(scored[0].question.truth, Record):
             lines = {"overall": means(scored)}
         elif scored:
-            accuracies = {row.question.truth.question_id: sum(row.scores.values()) for row in scored}  # one measure
-            values = summarize([row.question.truth for row in scored], accuracies)
+            values = summarize((row.question.truth, *row.scores.values()) for row in scored)
             percents = {"overall": values["overall"], **values["per_answer_type"]}
             percents |= {f"  {name}": value for name, value in values["per_question_type"].items()}
             lines = {name: {"VQA accuracy": value} for name, value in percents.items()}
@@ -118,12 +105,11 @@ class Vqa(Benchmark):
 
     def baselines(self, rows):
         questions = [row.question for row in rows if row.answer is not None]
-        asked = [question for question in questions if isinstance(question.truth, Annotation)]
-        if self.known is None or not asked:
+        if self.known is None or not questions:
             return {}
-        guesses = text_only_guesses(asked, self.known)
-        said = {q.id: None if q.scored else guess for q, guess in zip(asked, guesses, strict=True)}
-        return {GUESS: self.rows(questions, [said.get(question.id) for question in questions])}
+        guesses = text_only_guesses(questions, self.known)
+        pairs = zip(questions, guesses, strict=True)
+        return {GUESS: self.rows(questions, [None if q.scored else guess for q, guess in pairs])}
 
     def write(self, rows, out, subject):
         id_, answer = NAMES.get(self.scoring, ("question_id", "answer"))
@@ -162,27 +148,10 @@ def of_samples(samples: Iterable[scenes.Sample], split: str, template: str = PRO
     return questions
 
 
-def from_files(
-    questions: str | Path,
-    annotations: str | Path | None,
-    images: str | Path | None,
-    template: str = PROMPT,
-    limit: int | None = None,
-    only: Collection[str] | None = None,
-) -> tuple[list[Question], str]:
-    """The questions of published files, and the scoring that fits: those with an id (as text) in `only`, and of them
-    the first `limit`. Their truth is an `Annotation`, or None without annotations; images None: they have no pictures.
-
-    Raises UserError for malformed files, questions without annotation, and pictures that are not in `images`.
-    """
-    asked = [q for q in data.read_questions(questions) if only is None or str(q.question_id) in only][:limit]
-    scoring, annotated = data.read_layout(annotations) if annotations else ("official", [])
-    truths = data.annotations_of(asked, annotated, questions, annotations) if annotations else [None] * len(asked)
-    pictures = data.find_images((q.image for q in asked), images, questions) if images else {}
-    return [
-        Question(q.question_id, q.image, pictures.get(q.image, ()), fill_prompt(template, q.question), truth=truth)
-        for q, truth in zip(asked, truths, strict=True)
-    ], scoring
+def questions_of(asked: Iterable[Annotation], images=None, template: str = PROMPT) -> list[Question]:
+    """Questions of published files on pictures in the folder `images`. Raises UserError for a picture not in it."""
+    pairs = [(a, find_picture(images, a.image) if images else ()) for a in asked]
+    return [Question(a.question_id, a.image, path, fill_prompt(template, a.question), truth=a) for a, path in pairs]
 
 
 # Guesses, and the accuracies of a training run
@@ -206,25 +175,18 @@ def text_only_guesses(test: Sequence[Question], train: Sequence[Question]) -> li
     return [next(best[key] for key in keys(question) if key in best) for question in test]
 
 
-def guess_accuracy(test: Sequence[Question], train: Sequence[Question]) -> dict[str, float]:
-    """{"overall": percent, answer type: percent, …} of text-only guesses, by exact match."""
-    hits = defaultdict(list)
-    for question, guess in zip(test, text_only_guesses(test, train), strict=True):
-        for line in ("overall", question.truth.answer_type):
-            hits[line].append(guess == question.truth.answer)
-    return {line: round(100 * sum(right) / len(right), 2) for line, right in hits.items() if line is not None}
-
-
-def guess_embedded(limit: int) -> dict[str, float]:
-    """`guess_accuracy` on the embedded questions."""
-    return guess_accuracy(embedded(limit), embedded(TRAIN_QUESTIONS, "train"))
+def guess_accuracy(test: Sequence[Question], train: Sequence[Question] | None = None) -> dict[str, float]:
+    """{"overall": percent, answer type: percent, …} of text-only guesses by exact match; train: default embedded."""
+    guesses = text_only_guesses(test, train or embedded(TRAIN_QUESTIONS, "train"))
+    values = summarize((q.truth, guess == q.truth.answer) for q, guess in zip(test, guesses, strict=True))
+    return {"overall": values["overall"]} | values["per_answer_type"]
 
 
 def evaluate_embedded(model, processor, limit: int, progress: str | None = None, *, ask_all: Callable) -> dict:
     """{"overall", "per_answer_type", "per_question_type"} on `limit` questions of the embedded test split."""
     asked = embedded(limit)
-    pairs = zip(asked, ask_all(model, processor, asked, progress=progress), strict=True)
-    return summarize([q.truth for q in asked], {q.id: official(q.truth, answer) for q, answer in pairs})
+    answers = ask_all(model, processor, asked, progress=progress)
+    return summarize((q.truth, official(q.truth, answer)) for q, answer in zip(asked, answers, strict=True))
 
 
 main = partial(run, Vqa())

@@ -2,30 +2,30 @@
 
 In: annotations and answers. Out: the accuracy of each question, and its mean overall and by type.
 
-The VQAv2 scorer follows the official one, its oddities included, since they are part of all published numbers
+VQAv2's follows the official scorer with its oddities, which are part of all published numbers
 (https://visualqa.org/evaluation.html; Antol et al., "VQA: Visual Question Answering", ICCV 2015).
 """
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import groupby
-from pathlib import Path
+from operator import attrgetter
 
 from eval.data import Annotation
 from eval.records import Record
-from model.common import UserError, shown
 
 # Normalisation of answers
 
 PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'  # kept by the official scorer: ' : & % $ # *
 DIGIT_COMMA_DIGIT = re.compile(r"\d,\d")
 LONE_PERIOD = re.compile(r"\.(?!\d)")
-NUMBERS = {"none": "0"} | {
-    word: str(number) for number, word in enumerate("zero one two three four five six seven eight nine ten".split())
-}
+WORDS = "zero one two three four five six seven eight nine ten".split()
+NUMBERS = {"none": "0"} | {word: str(number) for number, word in enumerate(WORDS)}
 ARTICLES = {"a", "an", "the"}
+ANNOTATORS = 4  # with fewer answers, or mere spellings of one, no answer could reach 1
 _CONTRACTED = """
     'ow's'at 'twas ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't
     he'd he'd've he's how'd how'll how's isn't it'd it'd've it'll ma'am might've mightn't mightn't've must've mustn't
@@ -45,35 +45,24 @@ def clean_space(text: str) -> str:
     return text.replace("\n", " ").replace("\t", " ").strip()
 
 
-def clean_punctuation(text: str) -> str:
-    """Punctuation deleted, or replaced by a space between two words; periods deleted unless a digit follows."""
+@lru_cache(maxsize=1 << 18)  # a few thousand answers make up most of VQAv2
+def clean(text: str) -> str:
+    """Punctuation deleted, or replaced by a space between two words; periods deleted unless a digit follows. Then lower
+    case; numbers up to ten as digits; no articles; contractions with their apostrophe."""
     result, number = text, DIGIT_COMMA_DIGIT.search(text)
     for mark in PUNCTUATION:
         # decided on the original text: "1,000 (approx)" loses its comma, "red/blue" becomes two words
         apart = mark + " " in text or " " + mark in text
         result = result.replace(mark, "" if apart or number else " ")
-    return LONE_PERIOD.sub("", result, count=32)  # the official call passes re.UNICODE, 32, where the count goes
-
-
-def clean_words(text: str) -> str:
-    """Lower case; numbers up to ten as digits; no articles; contractions with their apostrophe."""
-    words = (NUMBERS.get(word, word) for word in text.lower().split())
+    result = LONE_PERIOD.sub("", result, count=32)  # the official call passes re.UNICODE, 32, where the count goes
+    words = (NUMBERS.get(word, word) for word in result.lower().split())
     return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in ARTICLES)
-
-
-@lru_cache(maxsize=1 << 18)  # a few thousand answers make up most of VQAv2
-def clean(text: str) -> str:
-    """Punctuation, then words."""
-    return clean_words(clean_punctuation(text))
 
 
 def clean_textvqa(text: str) -> str:
     """The normaliser of TextVQA's scorer (EvalAI): case, commas and possessives, then `clean`."""
-    text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's")
-    return clean(clean_space(text))
+    return clean(clean_space(text.lower().replace(",", "").replace("?", "").replace("'s", " 's")))
 
-
-ANNOTATORS = 4  # with fewer answers, or mere spellings of one, no answer could reach 1
 
 # Scorers: from an annotation and a prediction to an accuracy in 0..1
 
@@ -86,6 +75,11 @@ def leave_one_out(records: list, prediction: str) -> float:
     matching = [record for record in records if record["answer"] == prediction]
     accuracies = [min(1, (len(matching) - matching.count(record)) / 3) for record in records]
     return sum(accuracies) / len(accuracies)
+
+
+def by_position(annotation: Annotation, normalize: Callable[[str], str]) -> list[dict]:
+    """The records of annotators who differ by their place alone."""
+    return [{"answer": normalize(given["answer"]), "at": at} for at, given in enumerate(annotation.answers)]
 
 
 def official(annotation: Annotation, prediction: str) -> float:
@@ -105,12 +99,12 @@ def paper(annotation: Annotation, prediction: str) -> float:
 
 def textvqa(annotation: Annotation, prediction: str) -> float:
     """TextVQA's scorer: its own normaliser on both sides, annotators left out by position."""
-    return leave_one_out(_by_position(annotation, clean_textvqa), clean_textvqa(prediction))
+    return leave_one_out(by_position(annotation, clean_textvqa), clean_textvqa(prediction))
 
 
 def vizwiz(annotation: Annotation, prediction: str) -> float:
     """VizWiz's scorer: only the prediction is normalised, annotators left out by position."""
-    return leave_one_out(_by_position(annotation, str), clean(clean_space(prediction)))
+    return leave_one_out(by_position(annotation, str), clean(clean_space(prediction)))
 
 
 def gqa(annotation: Annotation, prediction: str) -> float:
@@ -125,14 +119,6 @@ def exact_match(answer: str, truths: Iterable[str]) -> bool:
     return said in right
 
 
-def vqa_accuracy(answer: str, answers: Sequence[str]) -> float | None:
-    """VQAv2's accuracy, 0 to 1, by the answers of ANNOTATORS or more people; None where they are fewer."""
-    if len(answers) < ANNOTATORS:
-        return None
-    given = tuple({"answer": text, "answer_id": number} for number, text in enumerate(answers))
-    return official(Annotation(0, given, answers[0]), answer)
-
-
 def answerability(is_unanswerable: Sequence[bool], scores: Sequence[float]) -> dict[str, float]:
     """VizWiz's second task, in percent: average precision and F1 of the questions that cannot be answered.
 
@@ -145,19 +131,18 @@ def answerability(is_unanswerable: Sequence[bool], scores: Sequence[float]) -> d
         hits = [hit for _, hit in group]
         found, seen = found + sum(hits), seen + len(hits)
         precision += sum(hits) * found / seen
-    called = [score > 0.5 for score in scores]
-    both = sum(one and other for one, other in zip(called, is_unanswerable, strict=True))
-    return {
-        "AP": round(100 * precision / found, 2) if found else 0.0,
-        "F1": round(200 * both / (sum(called) + found), 2) if found + sum(called) else 0.0,
-    }
+    called = [is_so for score, is_so in zip(scores, is_unanswerable, strict=True) if score > 0.5]
+    f1 = 200 * sum(called) / max(1, len(called) + found)
+    return {"AP": round(100 * precision / max(1, found), 2), "F1": round(f1, 2)}
 
 
 def record_scores(record: Record, answer: str) -> dict[str, float]:
-    """Exact match of an own example, and VQA accuracy where enough people have answered."""
+    """Exact match of an own example, and VQAv2's accuracy, 0 to 1, where ANNOTATORS or more people have answered."""
     scores = {"exact_match": float(exact_match(answer, truths_of(record)))}
-    accuracy = vqa_accuracy(answer, record.answers)
-    return scores if accuracy is None else scores | {"vqa_accuracy": accuracy}
+    if len(record.answers) >= ANNOTATORS:
+        given = tuple({"answer": text, "answer_id": number} for number, text in enumerate(record.answers))
+        scores["vqa_accuracy"] = official(Annotation(record.name, given), answer)
+    return scores
 
 
 def truths_of(record: Record) -> list[str]:
@@ -166,39 +151,18 @@ def truths_of(record: Record) -> list[str]:
     return [text for text in given if text.strip()]
 
 
-def _by_position(annotation: Annotation, normalize: Callable[[str], str]) -> list[dict]:
-    return [{"answer": normalize(given["answer"]), "at": at} for at, given in enumerate(annotation.answers)]
-
-
 SCORERS = {"official": official, "paper": paper, "textvqa": textvqa, "vizwiz": vizwiz, "gqa": gqa}
 
 
-def check_scoring(scoring: str, annotations: Sequence[Annotation], source: str | Path) -> None:
-    """Raise UserError for a scoring by which no answer can be right.
-
-    Leave-one-out counts what other annotators said: with one answer a question there are none; official scoring leaves
-    equal records out together, which without an answer_id are all equal answers.
-    """
-    scored = [a for a in annotations if a.balanced or scoring != "gqa"][:1000]
-    if not any(SCORERS[scoring](a, given["answer"]) for a in scored for given in a.answers):
-        raise UserError(
-            f"{shown(source)}: {scoring} scoring cannot apply: it needs several answers a question, and an answer_id "
-            "each if they are equal: take --scoring gqa, which is exact match, or leave it out"
-        )
-
-
-def summarize(annotations: Iterable[Annotation], accuracies: Mapping) -> dict:
+def summarize(scores: Iterable[tuple[Annotation, float]]) -> dict:
     """{"overall", "per_answer_type", "per_question_type"} in percent, rounded to two decimals as upstream."""
-    scored = [a for a in annotations if a.question_id in accuracies]
+    scores = list(scores)
 
-    def percent(group: list[Annotation]) -> float:
-        return round(100 * sum(accuracies[a.question_id] for a in group) / len(group), 2)
+    def percents(kind: Callable[[Annotation], str | None]) -> dict[str, float]:
+        groups = defaultdict(list)
+        for annotation, accuracy in scores:
+            groups[kind(annotation)].append(accuracy)
+        return {name: round(100 * sum(of) / len(of), 2) for name, of in groups.items() if name is not None}
 
-    def by(kind: str) -> dict[str, float]:
-        groups: dict[str, list[Annotation]] = {}
-        for annotation in scored:
-            if getattr(annotation, kind) is not None:
-                groups.setdefault(getattr(annotation, kind), []).append(annotation)
-        return {name: percent(group) for name, group in groups.items()}
-
-    return {"overall": percent(scored), "per_answer_type": by("answer_type"), "per_question_type": by("question_type")}
+    types = {f"per_{name}": percents(attrgetter(name)) for name in ("answer_type", "question_type")}
+    return percents(lambda annotation: "overall") | types

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import tarfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
-from eval import answer, bench, data, needle_scoring, own_files, records
+from eval import answer, bench, data, needle_scoring, pope, records
 from eval.open import last_run
 from eval.question import Question
 from lora import adapter
@@ -132,6 +133,12 @@ def read_log(path: Path) -> None:
         answer.read_log(file, path)
 
 
+def read_pope(path: Path) -> None:
+    (path.parent / "a.jpg").touch()  # looked for, not opened
+    flags = Namespace(questions=[path], images=path.parent, template="{question}", limit=None, probability=False)
+    pope.Pope().questions(flags)
+
+
 LORA = "lora/adapter_config.json", "lora/adapter_model.safetensors"
 VQAV2 = f"vqav2/{records.QUESTIONS_FILE}", f"vqav2/{records.ANNOTATIONS_FILE}"
 QUESTIONS = [Question(n, "a.jpg", (), "Is there a dog?") for n in (1, 2)]
@@ -145,15 +152,15 @@ READERS: dict[str, Callable[[Path], object]] = {  # each opens its file as the c
     "language/config.json": LanguageConfig.from_file,
     **dict.fromkeys(LORA, lambda path: adapter.load(load_model("tiny"), path.parent)),
     "run/config.json": lambda path: parse(["--resume", str(path.parent)]),
-    **dict.fromkeys(VQAV2, lambda path: records.vqav2_records(path.parent, "answer {question}")),
+    **dict.fromkeys(VQAV2, lambda path: records.vqav2_records(path.parent)),
     "vqa/results.json": lambda path: bench.read_answers(path, QUESTIONS),
-    "examples/data.jsonl": records.own_records,
-    "llava/data.json": records.own_records,
-    "coco/boxes.json": lambda path: records.own_records(path, read=own_files.read_coco),
-    "pope/questions.jsonl": data.read_pope,
+    "examples/data.jsonl": records.read_examples,
+    "llava/data.json": records.read_examples,
+    "coco/boxes.json": records.read_coco,
+    "pope/questions.jsonl": read_pope,
     "captions/captions.json": data.read_captions,
-    "gqa/gqa.json": data.read_layout,
-    "textvqa/textvqa.json": data.read_layout,
+    "gqa/gqa.json": data.read_vqa,
+    "textvqa/textvqa.json": data.read_vqa,
     "needle/a.json": lambda path: data.read_needle_tests(path.with_name("2_2.json"), path, path.with_name("c.json")),
     "needle/responses.json": needle_scoring.read_responses,
     "log/answers.jsonl": read_log,

@@ -23,8 +23,7 @@ from tempfile import TemporaryDirectory
 from tqdm import tqdm
 
 from eval.command import add_flag, command_parser, positive, whole
-from eval.own_files import ROLES, Picture, Record, Refusal
-from eval.records import SOURCES, groups_of, read_data
+from eval.records import ROLES, SOURCES, Picture, Record, Refusal, groups_of, read_data
 from model.common import UserError, file_errors, run_command, shown, sync_files, sync_folder
 from train.data.shards import PICTURES, index_of
 from train.settings import Settings
@@ -111,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.data == "embedded":
         raise UserError("embedded: these pictures are drawn while training needs them: give data in files")
-    paths = pack(read_data(args.data, images=args.images, prompt=args.prompt), args.out, args.per_shard, args.max_bad)
+    paths = pack(read_data(args.data, args.images, args.prompt), args.out, args.per_shard, args.max_bad)
     print(f"{len(paths)} shards: --data shards:'{args.out}-{{000..{len(paths) - 1:03}}}.tar'")
 
 

@@ -65,9 +65,9 @@ def summarize(settings: Settings, progress: Progress, results: Results, size: in
     summary |= {"seconds": round(progress.seconds, 1), "samples": progress.samples}
     summary |= {"left_out": progress.bad, "empty_steps": progress.empty_steps}
     if settings.evaluate and settings.is_embedded:
-        from eval.vqa import guess_embedded
+        from eval.vqa import embedded, guess_accuracy
 
-        summary["text_only_guess"] = guess_embedded(settings.eval_limit)
+        summary["text_only_guess"] = guess_accuracy(embedded(settings.eval_limit))
     if held_out is not None:
         scores = {"examples": len(held_out.records)} | {name: result.scores for name, result in results.items()}
         scores |= {"best_step": progress.best and progress.best.step, "stopped": progress.stopped}

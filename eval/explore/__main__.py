@@ -33,7 +33,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
         samples = [scenes.vqa_picture("test", n)[n % len(scenes.QUESTIONS)] for n in range(args.limit)]
         records = [sample_record(sample, "test") for sample in samples]
     else:
-        records = [r for r in read_data(args.data, images=args.images) if len(r.pictures) == len(r.turns) == 1]
+        records = [r for r in read_data(args.data, args.images) if len(r.pictures) == len(r.turns) == 1]
     if not records:
         raise UserError(f"--data {args.data}: no example has one picture and one prompt: maps are drawn over it")
     truths = [() if r.detection else (*r.answers, r.suffix) for r in records]  # boxes are not judged

@@ -53,7 +53,7 @@ def test_several_models_are_one_table(source, twin, workplace, monkeypatch, caps
         measure = values["measures"]["accuracy, random"]
         assert measure["mean"] == values["summary"]["random"]["accuracy"] and measure["questions"] == 6
         assert ("difference" in measure) == (title != "random")
-        assert (workplace / "out" / title / "answers-popular.jsonl").is_file()
+        assert (workplace / "out" / title / "results.json").is_file()
     files = [flag for title in printed for flag in ("--results", f"out/{title}/results.json")]
     pope.main(["--limit", "6", "--json", *files])
     assert list(json.loads(capsys.readouterr().out).values()) == list(printed.values())

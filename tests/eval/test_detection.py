@@ -12,9 +12,8 @@ from pycocotools.cocoeval import COCOeval
 
 from eval import detect, detection_scoring
 from eval.detection_scoring import Found
-from eval.own_files import Box, Detection
 from eval.question import Question, question_of
-from eval.records import embedded_records
+from eval.records import Box, Detection, embedded_records
 from eval.report import Row
 from tests.runs import refused
 

@@ -228,12 +228,12 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
     ("command", "flags", "parts"),
     [
         (vqa, "--questions Q", ["go together"]),
-        (vqa, "--questions Q --images .", ["Q: 1 of its 1 pictures are not in ."]),
+        (vqa, "--questions Q --images .", ["'gone.jpg' is not in ."]),
         (vqa, "--prompt answer --limit 1", ["'answer'"]),
         (vqa, "--device nowhere", ["--device nowhere"]),
         (vqa, "--adapter gone", ["adapter_config.json: not found"]),
         (vqa, "--out Q", ["Q: "]),
-        (pope, "--questions L --images .", ["L:2: label is 'maybe'"]),
+        (pope, "--questions L --images .", ["L:1: picture 'gone.jpg' is not in"]),
     ],
 )
 def test_bad_input_is_one_line(command, flags, parts, source, workplace):

@@ -55,7 +55,7 @@ def test_a_run_is_asked_as_it_was_trained(settings, stored, prompt, workplace, m
     vqa.main([*flags, *FAST])
     assert asked == {fill_prompt(prompt, question)}
     pope.main([*flags, *FAST, "--prompt", "{question}"])
-    assert pope.embedded("random", 1)[0][0].question in asked
+    assert "Is there a lion in the image?" in asked
     Image.new("RGB", (112, 112), (10, 200, 90)).save("p.png")
     ask.main([*flags, *"--image p.png --max-new-tokens 1 --question Really?".split(), "--prompt", "caption en"])
     assert asked >= {"caption en", fill_prompt(prompt, "Really?")}

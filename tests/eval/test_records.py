@@ -8,13 +8,12 @@ import torch
 from PIL import Image
 
 from eval.answer import layout
-from eval.own_files import Box, read_coco, read_examples
 from eval.question import question_of
-from eval.records import blind, own_records, read_data, split_records
-from model.common import UserError
+from eval.records import Box, blind, embedded_records, read_coco, read_data, read_examples, split_records
 from model.images import load_image
 from model.processor import Processor
 from model.system_configs import MambaConfig, ProjectorConfig, QMambaConfig, WingsConfig
+from tests.runs import refused
 from train.data.batches import collate
 
 
@@ -40,15 +39,13 @@ def shown(processor, record):
     """What the model reads of a record: (piece, whether it is learned, its type); P is a whole picture."""
     micro = collate([record], processor)
     assert not micro.bad, micro.bad
-    ids, labels, types = (
-        t[0].tolist() for t in (micro.batch.input_ids, micro.batch.labels, micro.batch.token_type_ids)
-    )
-    assert all(label in (-100, i) for i, label in zip(ids, labels, strict=True))
+    rows = micro.batch.input_ids, micro.batch.labels, micro.batch.token_type_ids
+    ids, labels, types = (row[0].tolist() for row in rows)
     targets = [label for label in labels if label != -100]
     assert micro.targets[0][micro.targets[0] != -100].tolist() == targets and micro.tokens == len(targets)
     image, pieces, per_picture = processor.config.image_token_id, processor.tokenizer, processor.config.num_image_tokens
     names = ["P" if i == image else pieces.id_to_piece(i) for i in ids]
-    run, out = [(n, label != -100, kind) for n, label, kind in zip(names, labels, types, strict=True)], []
+    run, out = [(n, label == i, kind) for n, i, label, kind in zip(names, ids, labels, types, strict=True)], []
     while run:
         length = per_picture if run[0][0] == "P" else 1
         assert run[:length] == [run[0]] * length
@@ -68,19 +65,13 @@ def marked(text):
 def processors(processor):
     """One of each system, on the vocabulary of the embedded base."""
     config = processor.config
+    ids = {"pad_token_id": config.pad_token_id, "eos_token_id": config.eos_token_id, "bos_token_id": 2}
     mamba = MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=config.text.vocab_size + 1)
-    mamba = replace(mamba, pad_token_id=config.pad_token_id, eos_token_id=config.eos_token_id, bos_token_id=2)
-    qmamba = replace(
-        QMambaConfig(),
-        vision=config.vision,
-        projector=ProjectorConfig(queries=8),
-        text=mamba,
-        image_token_id=config.image_token_id,
-    )
-    return {
-        "paligemma": processor,
-        "wings": Processor(WingsConfig.beside(config, rank=4), processor.tokenizer),
-        "qmamba": Processor(qmamba, processor.tokenizer),
+    parts = {"vision": config.vision, "projector": ProjectorConfig(queries=8), "text": replace(mamba, **ids)}
+    qmamba = replace(QMambaConfig(), image_token_id=config.image_token_id, **parts)
+    wings = WingsConfig.beside(config, rank=4)
+    return {"paligemma": processor} | {
+        name: Processor(of, processor.tokenizer) for name, of in (("wings", wings), ("qmamba", qmamba))
     }
 
 
@@ -95,18 +86,16 @@ def test_every_answer_and_its_end_are_learned_and_nothing_else(processors, tmp_p
     """Breaks when a prompt, a picture or a bos carries loss, the end of an answer does not, or a picture is elsewhere
     than the system takes it."""
     draw(tmp_path, "a.png", "b.png")
+    system = {"from": "system", "value": "Be brief."}
     rows = [
         {"id": "1", "image": "a.png", "conversations": CONVERSATION},
         {"id": "2", "conversations": says("count cat", "2")},
         {"id": "3", "image": ["a.png", "b.png"], "conversations": says("<image>\n<image>\ncount dog", "1")},
         {"image": ["a.png", "b.png"], "prefix": "count dog", "suffix": "1"},
-        {
-            "image": "a.png",
-            "conversations": [{"from": "system", "value": "Be brief."}, *says("<image>\ncount dog", "1")],
-        },
+        {"image": "a.png", "conversations": [system, *says("<image>\ncount dog", "1")]},
         {"image": "b.png", "conversations": says("count dog", "1", "<image>count cat", "2")},
     ]
-    made = own_records(write(tmp_path, "own.json", rows))
+    made = read_examples(write(tmp_path, "own.json", rows))
     assert [record.name for record in made] == [f"own.json[{number}]" for number in range(6)]
     plain = "0:P 0:P 0:<bos> 0:count 0:▁dog 0:\\n 1:*1 1:*<eos>"
     one, two = plain.replace("0:P 0:P", "0:P"), "0:<bos> 0:count 0:▁cat 0:\\n 1:*2 1:*<eos>"
@@ -114,14 +103,8 @@ def test_every_answer_and_its_end_are_learned_and_nothing_else(processors, tmp_p
     expected = [FRONT + LATER, two, plain, plain, one, one + more]
     assert [shown(processors["paligemma"], record) for record in made] == [marked(text) for text in expected]
     newline = "0:P 0:<bos> 0:\\n 0:count 0:▁dog 0:\\n 1:*1 1:*<eos>"
-    expected = [
-        INSIDE + LATER,
-        two,
-        newline.replace("0:P 0:<bos> 0:\\n", "0:P 0:<bos> 0:\\n 0:P 0:\\n"),
-        plain,
-        newline,
-        "0:<bos> 0:count 0:▁dog 0:\\n 1:*1 1:*<eos> 1:P" + more,
-    ]
+    third, last = newline.replace("0:\\n", "0:\\n 0:P 0:\\n", 1), "0:<bos> 0:count 0:▁dog 0:\\n 1:*1 1:*<eos> 1:P"
+    expected = [INSIDE + LATER, two, third, plain, newline, last + more]
     for system in ("wings", "qmamba"):
         assert [shown(processors[system], record) for record in made] == [marked(text) for text in expected], system
 
@@ -129,7 +112,7 @@ def test_every_answer_and_its_end_are_learned_and_nothing_else(processors, tmp_p
 def test_a_later_question_is_asked_as_it_is_learned(processors, tmp_path):
     """Breaks when a conversation is scored without its earlier turns, or its picture is elsewhere than in training."""
     draw(tmp_path, "a.png")
-    (record,) = own_records(write(tmp_path, "own.jsonl", [{"image": "a.png", "conversations": CONVERSATION}]))
+    (record,) = read_examples(write(tmp_path, "own.jsonl", [{"image": "a.png", "conversations": CONVERSATION}]))
     for processor in processors.values():
         learned = collate([record], processor).batch
         ids, types, _ = layout(processor, question_of(record), 1)
@@ -160,35 +143,29 @@ def test_a_later_turn_is_causal(processor):
 @pytest.mark.parametrize(
     "record",
     [
-        {"conversations": []},
         {"conversations": says("a", "b", "c")},
-        {"conversations": [*says("a"), *says("a")]},
         {"conversations": says("<image>", "a")},
         {"image": "a.png", "conversations": says("a", "<image>")},
-        {"image": ["a.png", "c.png"], "conversations": says("a", "b")},
-        {"image": ["a.png", 3], "prefix": "a", "suffix": "b"},
+        {"image": ["a.png", "c.png"], "prefix": "a", "suffix": "b"},
         {"images": "a.png", "prefix": "a", "suffix": "b"},
         {"prefix": "a", "answers": ["b", 2]},
         {"prefix": "a"},
-        ["a"],
     ],
 )
 def test_a_malformed_record_is_named_left_out_and_counted(record, processor, tmp_path):
     """Breaks when a conversation that cannot be learned is learned in part, or ends the run, or goes unnoticed."""
     draw(tmp_path, "a.png")
     good = {"prefix": "count dog", "suffix": "2"}
-    micro = collate(own_records(write(tmp_path, "own.json", [good, record])), processor)
+    micro = collate(read_examples(write(tmp_path, "own.json", [good, record])), processor)
     assert micro.names == ("own.json[0]",)
     assert len(micro.bad) == 1 and micro.bad[0].startswith("own.json[1]: ")
-    with pytest.raises(UserError, match="own.json.1.: "):
-        read_examples(tmp_path / "own.json")
 
 
 def test_several_answers(tmp_path):
     """Breaks when the answer to learn is not the most frequent one, or one that is given beside them is not taken."""
     rows = [{"answers": ["two", "2", "2"]}, {"suffix": "two", "answers": ["2", "2"]}, {"suffix": "two"}]
     rows = [{"prefix": "q"} | row for row in rows]
-    made = read_data(f"jsonl:{write(tmp_path, 'own.jsonl', rows)}", sampled=True)
+    made = read_data(f"jsonl:{write(tmp_path, 'own.jsonl', rows)}")
     expected = [("2", ("two", "2", "2")), ("two", ("2", "2")), ("two", ())]
     assert [(r.suffix, r.answers) for r in made] == expected
     assert [r.name for r in made] == ["own.jsonl:1", "own.jsonl:2", "own.jsonl:3"]
@@ -231,11 +208,10 @@ def test_coco_s_boxes_are_paligemma_s(tmp_path, processor):
     value = coco(tmp_path)
     value["annotations"][4]["category_id"] = 5
     value["annotations"][4]["iscrowd"] = 0
-    (bad,) = collate(read_data(f"coco:{write(tmp_path, 'instances.json', value)}"), processor).bad
+    (bad,) = collate(read_coco(write(tmp_path, "instances.json", value)), processor).bad
     assert bad.startswith("instances.json:images[1]: category_id 5 is not")
     value["annotations"][0]["bbox"] = [641, 0, 9, 9]
-    with pytest.raises(UserError, match=r"images\[0\]: bbox \[641, 0, 9, 9\] is outside of the picture, 640×480"):
-        read_data(f"coco:{write(tmp_path, 'instances.json', value)}")
+    refused(lambda: read_coco(write(tmp_path, "instances.json", value)), "images[0]: bbox [641, 0, 9, 9]", "640×480")
 
 
 def test_boxes_in_other_units_are_refused(tmp_path):
@@ -248,31 +224,27 @@ def test_boxes_in_other_units_are_refused(tmp_path):
 
     assert read(lambda *box: list(box)) and read(lambda x, y, w, h: [x, y, w + 0.9, h])  # as COCO's own rounding
     assert read(lambda x, y, w, h: [x, y, w + 300, h])  # objects that reach out of the picture, as some data have them
-    with pytest.raises(UserError, match="boxes are shares"):
-        read(lambda x, y, w, h: [x / 640, y / 480, w / 640, h / 480])
-    with pytest.raises(UserError, match=r"boxes are \[x1, y1, x2, y2\]"):
-        read(lambda x, y, w, h: [x, y, x + w, y + h])
+    refused(lambda: read(lambda x, y, w, h: [x / 640, y / 480, w / 640, h / 480]), "boxes are shares")
+    refused(lambda: read(lambda x, y, w, h: [x, y, x + w, y + h]), "boxes are [x1, y1, x2, y2]")
 
 
 @pytest.mark.parametrize(
     ("key", "entry"),
     [
         ("images", {"id": 1, "file_name": "b.png", "width": 640, "height": 480}),
-        ("categories", {"id": 18, "name": "cat"}),
         ("categories", {"id": 5, "name": "<dog>"}),
     ],
 )
 def test_coco_s_ids_and_names_are_sound(key, entry, tmp_path):
-    """Breaks when a picture is counted twice, a category has another's name, or an answer's name cannot be read."""
+    """Breaks when a picture is counted twice, or an answer's name cannot be read."""
     value = coco(tmp_path)
     value[key].append(entry)
-    with pytest.raises(UserError, match="instances.json: "):
-        read_data(f"coco:{write(tmp_path, 'instances.json', value)}")
+    refused(lambda: read_coco(write(tmp_path, "instances.json", value)), "instances.json: ")
 
 
 def test_embedded_boxes_are_the_squares_of_the_answer():
     """Breaks when the truth that eval.detect scores is not what the answer says."""
-    for record in read_data("embedded", tasks=("detect",), samples=5):
+    for record in embedded_records(("detect",), count=5):
         boxes = record.detection.boxes
         assert len(boxes) == record.suffix.count(";") + 1 and record.prefix == f"detect {boxes[0].label}"
         y, x = (int(part[:4]) / 1024 * 112 for part in record.suffix.split("<loc")[1:3])
@@ -289,7 +261,7 @@ def test_no_picture_is_on_both_sides(tmp_path):
     rows += [{"image": name, "prefix": "a", "suffix": "b"} for name in ("link.png", "./x/../0.png")]
     rows += [{"prefix": f"text {number}", "suffix": "b"} for number in range(10)]
     (tmp_path / "x").mkdir()
-    made = own_records(write(tmp_path, "own.jsonl", rows))
+    made = read_examples(write(tmp_path, "own.jsonl", rows))
     assert len(made) == len(rows)
     sides = [split_records(made, split, 1.0, 0.4, seed) for seed in range(4) for split in ("train", "validation")]
     for train, held_out in zip(sides[::2], sides[1::2], strict=True):
@@ -305,7 +277,7 @@ def test_blind_records_have_a_gray_picture(tmp_path):
     """Breaks when the blind model sees a picture, or is asked something else."""
     draw(tmp_path, "a.png")
     rows = [{"image": "a.png", "prefix": "a", "suffix": "b"}, {"prefix": "c", "suffix": "d"}, {"image": "gone.png"}]
-    made = own_records(write(tmp_path, "own.jsonl", rows))
+    made = read_examples(write(tmp_path, "own.jsonl", rows))
     one, text, bad = blind(made)
     assert load_image(one.pictures[0]()).getcolors() == [(64 * 64, (127, 127, 127))] and one.key != made[0].key
     assert (one.turns, text, bad) == (made[0].turns, made[1], made[2])
@@ -314,5 +286,4 @@ def test_blind_records_have_a_gray_picture(tmp_path):
 def test_a_source_without_its_kind_is_refused(tmp_path):
     """Breaks when a user who gives a file is not told how to name it."""
     for source in ("own.jsonl", "jsonl:", "csv:a", "shards:a.tar"):
-        with pytest.raises(UserError, match=source):
-            read_data(source)
+        refused(lambda source=source: read_data(source), source)

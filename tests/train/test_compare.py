@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from eval import scenes
-from eval.records import own_records
+from eval.records import read_examples
 from model.common import UserError
 from tests.files import write_vqav2
 from tests.runs import read_cells
@@ -150,7 +150,7 @@ def test_own_examples_are_asked_and_scored_in_full(tmp_path):
     questions = [q for split in ("validation", "test") for q in vqa_task(own, split, None).asks]
     asked = {question.prefix: (len(question.images()), question.before) for question in questions}
     assert asked == {"which": (2, ()), "text": (0, ()), "c": (1, (("a", "b"),)), "colour": (1, ()), "shade": (1, ())}
-    records = own_records(tmp_path / "own.jsonl")[:5]
+    records = read_examples(tmp_path / "own.jsonl")[:5]
     for said, scores in (("one alone d red light", [1, 1, 1, 1, 1]), ("two ALONE c blue black", [0, 1, 0, 0.3, 0])):
         assert [accuracy("official", *pair) for pair in zip(records, said.split(), strict=True)] == pytest.approx(
             scores

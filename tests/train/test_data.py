@@ -1,13 +1,14 @@
 """The order of training data, its batches, and records that cannot be used."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from PIL import Image
 
-from eval.records import Record, embedded_records, own_records, split_records, vqav2_records
+from eval.records import Record, embedded_records, read_examples, split_records, vqav2_records
 from tests.files import write_vqav2
 from tests.runs import refused
 from train.data.batches import MicroBatches, Order, collate, plan_epoch, supervised
@@ -112,7 +113,7 @@ def test_embedded_records_take_the_tasks_in_turn():
 def test_vqav2_is_read_and_split_by_picture(tmp_path):
     """Breaks when a picture is in training and validation, or the prompt or answer is not the published one."""
     write_vqav2(tmp_path)
-    made = vqav2_records(tmp_path, "{ {0} {question}")  # filled literally, not as a format string
+    made = vqav2_records(tmp_path, prompt="{ {0} {question}")  # filled literally, not as a format string
     shares = [("train", 1.0), ("validation", 1.0), ("train", 0.5)]
     train, held_out, half = (split_records(made, split, share, 0.2) for split, share in shares)
     assert (len(train), len(held_out)) == (48, 12) and not {r.key for r in train} & {r.key for r in held_out}
@@ -123,7 +124,7 @@ def test_vqav2_is_read_and_split_by_picture(tmp_path):
 def test_sampled_answers_follow_the_annotators_and_the_seed(tmp_path, processor):
     """Breaks when `--answers sampled` always says the common answer, or resumes with other draws."""
     write_vqav2(tmp_path)
-    made = vqav2_records(tmp_path, "{question}", sampled=True)
+    made = [replace(record, sampled=True) for record in vqav2_records(tmp_path, prompt="{question}")]
 
     def answers(epoch):
         micro = MicroBatches(made, processor, f"0/{epoch}")[range(len(made))]
@@ -137,7 +138,7 @@ def test_a_users_own_lines(tmp_path, processor):
     """Breaks when a user's JSONL cannot be trained on, or a bad line is not named."""
     Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
     (tmp_path / "own.jsonl").write_text('{"image": "a.png", "prefix": "caption en", "suffix": "a cat"}\n{\n')
-    made = own_records(tmp_path / "own.jsonl")
+    made = read_examples(tmp_path / "own.jsonl")
     micro = collate(made, processor)
     assert (made[0].prefix, made[0].suffix) == ("caption en", "a cat") and len(micro.names) == 1
     assert problems(micro) == ["own.jsonl:2"]

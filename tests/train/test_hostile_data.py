@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from eval.records import own_records, split_records
+from eval.records import read_examples, split_records
 from model.common import UserError
 from model.processor import Processor
 from tests.files import write_vqav2
@@ -46,17 +46,17 @@ def test_one_bad_line_is_named_and_left_out(name, tmp_path):
     """Breaks when one line of a user's file ends the run, or disappears without a word."""
     file = write_lines(tmp_path, b"\xef\xbb\xbf" + line(), BAD_LINES[name], b"", line(suffix="a dog"))
     processor = Processor.from_source("embedded", max_length=8192)
-    (micro,) = next(Order(own_records(file), processor, batch_size=8).steps(0))
+    (micro,) = next(Order(read_examples(file), processor, batch_size=8).steps(0))
     assert sorted(micro.names) == ["own.jsonl:1", "own.jsonl:4"]
     (bad,) = micro.bad
     assert bad.startswith("own.jsonl:2: ") and bad.isprintable() and len(bad) < 700
-    assert not split_records(own_records(file), "validation", 1.0, 0.0)
+    assert not split_records(read_examples(file), "validation", 1.0, 0.0)
 
 
 def test_a_file_of_bad_lines_only_is_refused(tmp_path):
     """Breaks when a run begins that can learn nothing."""
     with pytest.raises(UserError, match="own.jsonl: none of its 2 records .*own.jsonl:1: "):
-        own_records(write_lines(tmp_path, b"{", b"[]"))
+        read_examples(write_lines(tmp_path, b"{", b"[]"))
 
 
 def test_pictures_in_another_folder(tmp_path):

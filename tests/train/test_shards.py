@@ -7,6 +7,7 @@ import os
 import tarfile
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-from eval.records import own_records, vqav2_records
+from eval.records import read_examples, vqav2_records
 from model.images import load_image
 from tests.files import write_vqav2
 from tests.runs import refused
@@ -284,7 +285,7 @@ def test_rows_with_more_pictures_are_longer(tmp_path, processor):
     images = [["0.png"] * count for count in (1, 4) for _ in range(60)]
     lines = [json.dumps({"image": names, "prefix": "caption en", "suffix": "a dog"}) for names in images]
     (tmp_path / "own.jsonl").write_text("\n".join(lines))
-    for given in (Shards(str(path)), own_records(tmp_path / "own.jsonl")):
+    for given in (Shards(str(path)), read_examples(tmp_path / "own.jsonl")):
         plan = Order(given, processor, batch_size=8).plan(epoch=0, first=0)
         counts = [{len(given[i].pictures) for i in batch} for batch in plan]
         assert len(counts) == len(given) // 8 and sum(len(count) > 1 for count in counts) <= 1
@@ -306,7 +307,7 @@ def test_shards_hold_what_their_source_holds(tmp_path):
     assert sorted(os.listdir(tmp_path / "out")) == files
     assert names_in(tmp_path / "out/v-001.tar")[:2] == ["000000007.jpg", "000000007.json"]
     made = read_all(f"{tmp_path}/out/v-{{000..002}}.tar", sampled=True)
-    expected = vqav2_records(tmp_path / "vqav2", "answer {question}", True)
+    expected = [replace(r, sampled=True) for r in vqav2_records(tmp_path / "vqav2", prompt="answer {question}")]
     assert len(made) == len(expected) == 60
     for record in expected:
         packed = made[record.name]
@@ -330,7 +331,7 @@ def write_own(folder: Path) -> Path:
 def test_shards_hold_conversations_and_any_number_of_pictures(tmp_path, processor):
     """Breaks when a turn, an answer, or the order of several pictures is lost in a shard, or a picture is written twice
     or learned while it is held out."""
-    given = own_records(write_own(tmp_path), True)
+    given = [replace(record, sampled=True) for record in read_examples(write_own(tmp_path))]
     paths = shard_command.pack(given, tmp_path / "s", per_shard=4)
     assert len(paths) == 4 and sum(name.endswith(".png") for path in paths for name in names_in(path)) == 12
     made = read_all(f"{tmp_path}/s-{{000..003}}.tar", sampled=True)
@@ -350,7 +351,7 @@ def test_shards_hold_conversations_and_any_number_of_pictures(tmp_path, processo
 
 def test_a_failed_packing_leaves_nothing_and_refuses_nothing(tmp_path, monkeypatch, capsys):
     """Breaks when what a failure leaves refuses the corrected data, or missing pictures are missing in silence."""
-    given = own_records(write_own(tmp_path))
+    given = read_examples(write_own(tmp_path))
     gone = (tmp_path / "4.png").rename(tmp_path / "gone")
     refused(lambda: shard_command.pack(given, tmp_path / "out/s", 4), "1 of 15 records", "--max-bad")
     assert "left out own.json[4]: " in capsys.readouterr().out and not (tmp_path / "out").exists()

@@ -1,7 +1,7 @@
 """Records in tar shards, as in webdataset: `name.jpg` beside `name.json`, which holds {"prefix", "suffix"}.
 
 In: tar files. A .json may hold a list, for several questions on one picture, and conversations, as a user's own file
-(`eval/own_files.py`). A sample with other than one picture, name.0.jpg, name.1.jpg, …, says in each entry which of them
+(`eval/records.py`). A sample with other than one picture, name.0.jpg, name.1.jpg, …, says in each entry which of them
 it shows: "pictures": [0, 1]. Out: `Shards`, a sequence of records that `train/data/batches.py` accepts as a list.
 
 An index beside each shard says where each picture and text begins: a record is read by its number, so that processes
@@ -26,7 +26,7 @@ from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
 from eval.data import WRONG, problems_at, some
-from eval.own_files import Record, read_turns
+from eval.records import Record, read_turns
 from model.common import UserError, atomic_path, parse_json, shown
 from train.data.batches import CHARACTERS, plan_epoch
 

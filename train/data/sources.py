@@ -14,7 +14,7 @@ from os.path import realpath
 from pathlib import Path
 
 from eval.data import some
-from eval.records import Record, read_data, source_parts, split_records
+from eval.records import Record, embedded_records, read_data, source_parts, split_records
 from model.common import UserError
 from train.data.batches import Weighted
 from train.data.shards import Shards
@@ -57,12 +57,13 @@ def read_sources(
         patterns = [str(source_parts(source)[1]) for source in sources]
         records = Shards(*patterns, split=split, sampled=sampled, buffer=settings.shuffle_buffer, **share)
     else:
-        options = {name: getattr(settings, name) for name in ("images", "prompt", "seed", "samples")}
-        options |= {"tasks": settings.tasks.split(","), "sampled": sampled}
         parts = []
         for source, kind in zip(sources, kinds, strict=True):
-            side = "validation" if flag == "--eval-data" else split
-            part = read_data(source, side if kind == "embedded" else "all", **options)
+            if kind == "embedded":
+                side = "validation" if flag == "--eval-data" else split
+                part = embedded_records(settings.tasks.split(","), side, settings.samples, settings.seed)
+            else:
+                part = [replace(r, sampled=sampled) for r in read_data(source, settings.images, settings.prompt)]
             if len(sources) > 1:  # which may use one name or key for different things
                 part = [replace(r, name=f"{source}: {r.name}", key=f"{source}: {r.key}") for r in part]
             parts.append(part)

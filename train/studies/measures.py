@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eval import needle, scenes, vqa
-from eval.data import Annotation
+from eval.data import Annotation, read_vqa
 from eval.question import Question, question_of
 from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record
 from eval.vqa_scoring import SCORERS, record_scores
@@ -82,7 +82,7 @@ def vqa_task(settings: Settings, split: str, limit: int | None, scoring: str = "
     """VQA on the embedded scenes or on disk. Raises UserError if no pictures are held out."""
     if settings.is_embedded:
         assert limit is not None
-        chance = vqa.guess_embedded(limit)["overall"] if split == "test" else None
+        chance = vqa.guess_accuracy(vqa.embedded(limit))["overall"] if split == "test" else None
         return asking("VQA", vqa.embedded(limit, split), SCORERS[scoring], chance=chance)
     return asking("VQA", held_out_vqa(settings, split, limit), partial(accuracy, scoring))
 
@@ -112,8 +112,9 @@ def held_out_vqa(settings: Settings, split: str, limit: int | None) -> list[Ques
         records = [record for record in records if record.key in half]
         only = {record.name for record in records}
     if is_vqav2:
-        paths, images = [folder / name for name in files], settings.images or folder
-        questions = vqa.from_files(*paths, images, settings.prompt, only=only)[0]
+        asked = read_vqa(*(folder / name for name in files))[1]
+        asked = [a for a in asked if only is None or str(a.question_id) in only]
+        questions = vqa.questions_of(asked, settings.images or folder, settings.prompt)
     else:
         questions = [question_of(record, truth=replace(record, pictures=())) for record in records]
     if not questions:
