@@ -1,7 +1,5 @@
-"""One process or several: sums over them, DDP and FSDP2, and evaluation questions that they share.
-
-In: the environment that `torchrun` sets. Out: a `World`; a model wrapped by DDP or sharded by FSDP2; the answers to
-questions that all processes share.
+"""One process or several: a `World` from what `torchrun` sets, a model wrapped by DDP or sharded by FSDP2, and the
+answers to questions that all processes share.
 """
 
 import contextlib
@@ -37,15 +35,11 @@ class World:
         return self.rank == 0
 
     def totals(self, *values: float) -> list[float]:
-        """The sum of each value over all processes: on the CPU, so that no process waits for its GPU."""
-        if self.size == 1:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor)
-        return tensor.tolist()
+        """The sum of each value over all processes."""
+        return [sum(column) for column in zip(*self.gather(values), strict=True)]
 
     def gather(self, value) -> list:
-        """The `value` of every process, by rank; all processes get the list."""
+        """The `value` of every process, by rank, on the CPU, so that no process waits for its GPU."""
         if self.size == 1:
             return [value]
         values = [None] * self.size

@@ -8,9 +8,8 @@ An order has `total`, the number of steps, and `steps(first, workers, pin)`: thi
 """
 
 import math
-import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, takewhile
@@ -26,7 +25,7 @@ from train.checkpoint import Progress, load_checkpoint, newest_progress, save_ch
 from train.distributed import World, set_gradient_sync, spread
 from train.flags import flag
 from train.metrics import Log
-from train.optim import SCALARS, rate_factor, reconnect, set_rates, trainable
+from train.optim import rate_factor, reconnect, set_rates, trainable
 from train.run import Interrupted, catch_signals
 from weights.fingerprint import gathered
 
@@ -81,8 +80,6 @@ def fit(
     if progress.step:
         load_checkpoint(run, progress, model, optimizer)
         scaler.load_state_dict(progress.scaler or scaler.state_dict())
-    learned = trainable(model)
-    scalars = [parameter for name, parameter in learned.items() if re.fullmatch(SCALARS, name)]
     with catch_signals() as received, closing(Log(run, order.total, progress, world)) as log:
         steps = order.steps(progress.step, settings.workers, pin=world.device.type == "cuda")
         for micros in takewhile(lambda _: progress.stopped is None, steps):
@@ -99,13 +96,12 @@ def fit(
                 losses.append(value.detach())
             if tokens:
                 scaler.unscale_(optimizer)
-            losses, norms = clip_and_read([*learned.values()], scalars, losses, settings.clip)
+            *losses, norm = clip_and_read(trainable(model).values(), losses, settings.clip)
             loss_sum, stopping = world.totals(sum(losses), float(bool(received)))
-            norm = 0.0 if scaler.is_enabled() else norms["gradient_norm"]  # a scaler leaves infinite steps out
-            check_finite(loss_sum, losses, step, micros, world, norm)
+            check_finite(loss_sum, losses, step, micros, world, norm, scaler.is_enabled())
             set_rates(optimizer, rate_factor(step, order.total, settings.warmup, settings.schedule))
             record = {"step": step} | ({"loss": loss_sum / tokens} if tokens else {})
-            record |= {"lr": optimizer.param_groups[-1]["lr"], **norms}
+            record |= {"lr": optimizer.param_groups[-1]["lr"], "gradient_norm": norm}
             if tokens:  # else momentum and decay would move the weights all the same
                 scaler.step(optimizer)
                 scaler.update()
@@ -142,30 +138,34 @@ def count_records(micros: Sequence, progress: Progress, max_bad: int, world: Wor
     return int(tokens)
 
 
-def check_finite(total: float, losses: Sequence[float], step: int, micros: Sequence, world: World, norm: float) -> None:
+def check_finite(
+    total: float,
+    losses: Sequence[float],
+    step: int,
+    micros: Sequence,
+    world: World,
+    norm: float,
+    is_scaled: bool = False,
+) -> None:
     """Raise Diverged in every process, naming the records, if the loss of a micro-batch of any is not finite.
 
-    norm: of the gradient; if it is not finite, the step would leave no weight finite.
+    norm: of the gradient; if it is not finite, the step would leave no weight finite. A scaler leaves it out itself.
     """
     if not math.isfinite(total):
         damaged = [(loss, *micro.names) for loss, micro in zip(losses, micros, strict=True) if not math.isfinite(loss)]
         loss, *names = next(chain.from_iterable(world.gather(damaged)), (total, "all"))
         raise Diverged(f"step {step}: the loss is {loss} on {', '.join(names)}: lower --lr, or look at these records")
-    if not math.isfinite(norm):
+    if not math.isfinite(norm) and not is_scaled:
         raise Diverged(f"step {step}: the loss is finite, but the norm of its gradient is {norm}: lower --lr")
 
 
-def clip_and_read(
-    parameters: Sequence[nn.Parameter], scalars: Sequence[nn.Parameter], losses: Sequence[torch.Tensor], largest: float
-) -> tuple[list[float], dict[str, float]]:
-    """Clip the gradients to the norm `largest` (0: leave them); returns the losses, and the norms before that.
+def clip_and_read(learned: Iterable[nn.Parameter], losses: Sequence[torch.Tensor], largest: float) -> list[float]:
+    """Clip the gradients to the norm `largest` (0: leave them); returns the losses, and the norm before that.
 
-    All numbers are read from the device at once. FSDP2 may have sharded a norm.
+    All numbers are read from the device at once. FSDP2 may have sharded the norm.
     """
-    groups = {"gradient_norm": parameters} | ({"scalar_gradient_norm": scalars} if scalars else {})
-    gradients = {name: [p.grad for p in group if p.grad is not None] for name, group in groups.items()}
-    norms = {name: nn.utils.get_total_norm(tensors) for name, tensors in gradients.items()}
+    with_gradient = [parameter for parameter in learned if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in with_gradient])
     if largest:
-        nn.utils.clip_grads_with_norm_(parameters, largest, norms["gradient_norm"])
-    numbers = torch.stack([value.float() for value in (*losses, *map(gathered, norms.values()))]).tolist()
-    return numbers[: len(losses)], dict(zip(norms, numbers[len(losses) :], strict=True))
+        nn.utils.clip_grads_with_norm_(with_gradient, largest, norm)
+    return torch.stack([value.float() for value in (*losses, gathered(norm))]).tolist()

@@ -18,20 +18,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-import numpy as np
 import torch
 
 from eval.records import Record
 from model.common import UserError, file_errors, quoted, shown, write_text
 from model.device import processor_name
-from train.checkpoint import Progress, file_digest
+from train.checkpoint import Progress
 from train.distributed import World
 from train.flags import RUN_CONFIG, RunArguments, flag_name
 
 LOCK = ".lock"
 # settings that do not change what is learned
 FREE = "workers device checkpoint_every keep evaluate eval_limit max_bad eval_every keep_best kernel".split()
-PICTURES = 2048  # whose content is read for a fingerprint
 
 
 class Interrupted(Exception):
@@ -120,30 +118,18 @@ def lock_folder(run: Path) -> IO:
 
 
 def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
-    """Fingerprints of the records and of their pictures.
-
-    They cover all texts and the size of every picture's file; of up to 2,048 files, evenly spread, also the first and
-    the last 256 KiB. Pictures that are drawn have no file.
-    """
-    texts = hashlib.sha256()
+    """Fingerprints of all texts, and of the sizes of all files of pictures or tar shards."""
     if isinstance(records, list):
-        for r in records:
-            parts = (r.name, r.key, r.prefix, r.suffix, r.answers if r.sampled else (), *r.turns[:-1])
-            texts.update(repr(parts).encode("utf-8", "surrogatepass"))
+        texts = (repr((r.name, r.key, r.turns, r.answers if r.sampled else ())) for r in records)
         paths = sorted({picture for r in records for picture in r.pictures if isinstance(picture, Path)})
-    else:  # tar shards
-        texts.update(records.rows.tobytes())
-        paths = records.paths
-    pictures = hashlib.sha256()
-    chosen = set(np.linspace(0, len(paths) - 1, min(PICTURES, len(paths))).astype(int).tolist())
-    for number, path in enumerate(paths):
-        try:
-            of_file = file_digest(path, 2) if number in chosen else path.stat().st_size
-        except OSError:
-            of_file = "none"
-        pictures.update(f"{of_file}\n".encode())
-    sums = {"records": (len(records), texts), "pictures": (len(paths), pictures)}
-    return {name: f"{count} {digest.hexdigest()[:16]}" for name, (count, digest) in sums.items()}
+    else:
+        texts, paths = (records.rows.tobytes().hex(),), records.paths
+    sizes = (f"{path.stat().st_size if path.is_file() else 'none'}\n" for path in paths)
+    digests = {name: hashlib.sha256() for name in ("records", "pictures")}
+    for digest, parts in zip(digests.values(), (texts, sizes), strict=True):
+        for part in parts:
+            digest.update(part.encode("utf-8", "surrogatepass"))
+    return {name: digest.hexdigest()[:16] for name, digest in digests.items()}
 
 
 def set_origin(run: Path, progress: Progress, settings, fingerprints: Mapping[str, str], allow_changed: bool) -> None:

@@ -6,9 +6,8 @@ In: a command line. Out: `Settings`, frozen, and the run's folder.
 import argparse
 import contextlib
 import json
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from eval.data import PROMPT, check_prompt
@@ -18,7 +17,7 @@ from lora.quantize import KINDS as QUANTIZED
 from model.common import UserError, shown
 from model.device import DTYPES
 from model.differential import FEED_FORWARDS, KINDS
-from train.flags import FlagParser, RunArguments, flag, flag_name, read_run
+from train.flags import FlagParser, RunArguments, flag, read_run
 from train.loop import LoopSettings
 from train.optim import OPTIMIZERS
 from train.recipes import GPUS, RECIPES, STAGES, stage_defaults
@@ -150,23 +149,6 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
     if arguments.resume is None:
         check(settings)
     return settings, arguments
-
-
-def command_of(settings: Settings) -> str:
-    """The command that gives `settings`: the flags that differ from their defaults, or that a stage has its own for."""
-    words, of_stage = (
-        ["python", "-m", "train.finetune"],
-        stage_defaults(settings.arch, settings.stage, settings.is_embedded),
-    )
-    for field in fields(settings):
-        value, name = getattr(settings, field.name), flag_name(field.name)
-        if value is None or value == field.default and field.name not in of_stage:
-            continue
-        if isinstance(value, bool):
-            words.append(name if value else name.replace("--", "--no-", 1))
-        else:
-            words += [word for part in (value if isinstance(value, tuple) else (value,)) for word in (name, str(part))]
-    return shlex.join(words)
 
 
 def check(settings: Settings) -> None:

@@ -18,7 +18,7 @@ from model.paligemma import PaliGemma
 from model.processor import Processor
 from train.checkpoint import Progress, Result
 from train.distributed import World, ask_together
-from train.settings import Settings, command_of
+from train.settings import Settings
 from train.validation import HeldOut, choose
 
 NO_ACCURACY = {"vqa": None, "needle": None}
@@ -61,8 +61,7 @@ def summarize(settings: Settings, progress: Progress, results: Results, size: in
     """The content of summary.json. size: the number of trained parameters."""
     summary = {"before": NO_ACCURACY, "after": NO_ACCURACY}
     summary |= {name: result.tests for name, result in results.items() if result.tests}
-    summary |= {"command": command_of(settings), "trainable_parameters": size}
-    summary |= {"seconds": round(progress.seconds, 1), "samples": progress.samples}
+    summary |= {"trainable_parameters": size, "seconds": round(progress.seconds, 1), "samples": progress.samples}
     summary |= {"left_out": progress.bad, "empty_steps": progress.empty_steps}
     if settings.evaluate and settings.is_embedded:
         from eval.vqa import embedded, guess_accuracy

@@ -3,7 +3,6 @@
 In: an opened model, its processor, and records. Out: the trained model, in place, see `train/loop.py`.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,8 +44,6 @@ def make_order(
     if micro_batches % world.size:
         problem = f"{world.size} processes cannot share {micro_batches} micro-batches"
         raise UserError(f"{problem}: start a number that divides them")
-    if world.is_first and settings.step_batch and settings.batch_size > settings.step_batch:
-        print(f"--batch-size {settings.batch_size}: a step has {settings.step_batch} rows", file=sys.stderr)
     chosen = {name: getattr(settings, name) for name in ("epochs", "steps", "seed", "per_picture")}
     chosen |= {"batch_size": rows, "accumulate": micro_batches // world.size}
     return Order(records, processor, rank=world.rank, world_size=world.size, **chosen)

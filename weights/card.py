@@ -1,7 +1,7 @@
 """The model card, README.md, of an exported folder: what the hub shows of it.
 
 In: the model's configuration, its base, and the run folder that trained it. Out: Markdown with the hub's front matter:
-base, data, settings, scores and command, as far as the run's config.json and summary.json have them.
+base, data, settings and scores, as far as the run's config.json and summary.json have them.
 """
 
 import json
@@ -43,8 +43,6 @@ def model_card(config: PaliGemmaConfig, count: int, title: str, base: str, run: 
     lines += ["---", "", f"# {title}", ""]
     lines.append(f"PaliGemma {generation}, {count:,} parameters, pictures of {side} × {side} pixels.")
     lines.append(f"Trained from `{base}` on `{_cell(settings.get('data'))}`." if run else f"Base: `{base}`.")
-    if "command" in summary:
-        lines += ["", "```bash", str(summary["command"]), "```"]
     held_out, scores = summary.get("held_out", {}), []
     for name in ("before", "start", "after", "best", "blind"):
         measures = summary.get(name, {}) | {f"held-out {key}": v for key, v in (held_out.get(name) or {}).items()}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shlex
 
 import pytest
 
@@ -10,7 +9,7 @@ from tests.runs import refused, words
 from train import finetune
 from train.flags import flag_name, from_values
 from train.loop import LoopSettings
-from train.settings import Settings, command_of, parse
+from train.settings import Settings, parse
 from train.systems.text import TextSettings
 
 
@@ -28,21 +27,6 @@ def test_the_loop_reads_the_flags_of_every_trainer(settings):
     """Breaks when a renamed setting of the loop silently takes its default."""
     fields = {field.name for field in dataclasses.fields(settings)}
     assert {field.name for field in dataclasses.fields(LoopSettings)} <= fields
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--recipe paper-2 --data 'vqav2:a dir' --step-batch 8",
-        """--data "jsonl:it's.jsonl" --data embedded --no-evaluate --full --attention softmax""",
-        "--arch qmamba --stage 1 --option queries=8 --option text=true",
-        "--attention dex --option 'heads=[0, 1]' --seed 3 --checkpointing",
-    ],
-)
-def test_the_command_of_a_run_gives_its_settings(flags):
-    """Breaks when the command in a summary or model card trains something else."""
-    settings = parse(shlex.split(flags))[0]
-    assert parse(shlex.split(command_of(settings))[3:])[0] == settings
 
 
 def test_patience_needs_evaluations():

@@ -26,7 +26,6 @@ from weights.load import load_model
 
 PROMPTS = ["answer en Where is the dog?", "detect dog", "caption en  \tétang 日本 🐮"]
 SUMMARY = {
-    "command": "python -m train.finetune --lr 0.1",
     "before": {"vqa": 12.5, "needle": None, "vqa_details": {"overall": 12.5}},
     "held_out": {"examples": 40, "before": {"loss": 2.25}, "best": {"loss": 0.5}, "over_blind": None},
 }
@@ -143,7 +142,7 @@ def test_the_best_step_of_whole_weights_has_its_run(tmp_path):
 
 
 def test_the_card_says_what_it_was_made_of(tmp_path):
-    """Breaks when a card loses base, data, settings, scores or command, or a merge rounds twice."""
+    """Breaks when a card loses base, data, settings or scores, or a merge rounds twice."""
     model = load_model("embedded")
     learned(model, tmp_path / "run", "softmax")
     (tmp_path / "run" / "best").mkdir()
@@ -153,7 +152,6 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     for line in (
         "license: apache-2.0",
-        SUMMARY["command"],
         "| before | vqa | 12.5 |",
         "| best | held-out loss | 0.5 |",
         "| data | jsonl:a\\|b.jsonl |",
