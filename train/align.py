@@ -60,6 +60,7 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
     asked = examples(records)
     pictures = {record.key: record.pictures[0] for record in records if record.key in asked}
     tower, device = model.vision_tower, next(model.parameters()).device
+    autocast = "none" if settings.autocast == "fp16" else settings.autocast  # no gradient is scaled here
     torch.manual_seed(settings.seed)
     head = AnswerHead(model.config.text.hidden_size, COMMON + 1, COMMON).to(device)
     optimizers = [
@@ -80,7 +81,7 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
         rows = [(place, *pair) for place, key in enumerate(opened) for pair in asked[key]]
         place, question, answer = torch.tensor(rows, device=device).T
         pixels = torch.stack([shifted(image, rng) for image in opened.values()])
-        with autocast_of(settings.autocast, device):
+        with autocast_of(autocast, device):
             features = model.encode_images(pixels.to(device)).mean(1).float()
         loss = F.cross_entropy(head(features[place], question), answer)
         losses.append(loss.item())

@@ -19,6 +19,7 @@ if not __package__:  # `python train/finetune.py`: the project's other packages 
 
 import json
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -36,7 +37,7 @@ from train.settings import Arguments, Settings, parse, run_stem
 from train.summary import can_export, evaluate, print_summary, summarize, write_answers
 from train.supervised import make_order, train_on
 from train.systems.open import load_start, open_model, open_processor, open_trained, write_trained
-from train.validation import TrainingWatch, open_held_out
+from train.validation import open_held_out
 
 
 def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
@@ -71,8 +72,8 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
 
             align(model, records, settings, world)
 
-        watch = TrainingWatch(model, held_out, settings, run, world, order.total, files) if held_out else None
-        progress = train_on(order, model, optimizer, settings, run, world, watch=watch, progress=progress)
+        validate = held_out and partial(held_out.validate, model, run, order.total, files)
+        progress = train_on(order, model, optimizer, settings, run, world, validate=validate, progress=progress)
 
         result = run / "model" if settings.writes_model else run
         if settings.writes_model:
@@ -82,12 +83,12 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
             write_trained(model, result, settings, world, files)
         if settings.evaluate:
             if is_sharded(model):
-                del model, optimizer, watch
+                del model, optimizer, validate
                 model = open_trained(settings, result, world.device)
             results["after"] = evaluate(model, processor, settings, "after", world, held_out)
         if held_out:
             if settings.keep_best and progress.best and progress.best.since:
-                model = optimizer = watch = None  # one model at a time: it may be as large as the memory
+                model = optimizer = validate = None  # one model at a time: it may be as large as the memory
                 model = open_trained(settings, run / "best", world.device)
                 results["best"] = held_out.evaluate(model, "held-out, best")
             results["blind"] = held_out.evaluate(model, "held-out, blind", without_pictures=True)

@@ -62,15 +62,15 @@ def fit(
     run: Path,
     world: World,
     *,
-    watch: Any = None,
+    validate: Callable[[int, Progress], dict] | None = None,
     progress: Progress | None = None,
 ) -> Progress:
     """Train `model` in place, from the newest checkpoint in `run` if there is one; returns the run's progress.
 
-    loss(model, micro): moves the micro-batch to the device; the sum over its supervised tokens. watch: has
-    `validate(step, progress)`, which returns metrics after so many updates, and may set `progress.stopped`. progress:
-    None reads the newest. A step without a usable record changes nothing. Raises Diverged, UserError for too many
-    unusable records, Interrupted after a signal, once all is saved.
+    loss(model, micro): moves the micro-batch to the device; the sum over its supervised tokens. validate(step,
+    progress): metrics after so many updates; it may set `progress.stopped`. progress: None reads the newest. A step
+    without a usable record changes nothing. Raises Diverged, UserError for too many unusable records, Interrupted after
+    a signal, once all is saved.
     """
     progress = progress or newest_progress(run) or Progress(world.size)
     autocast, dtype = autocast_of(settings.autocast, world.device), autocast_dtype(settings.autocast, world.device)
@@ -98,7 +98,8 @@ def fit(
                 scaler.unscale_(optimizer)
             *losses, norm = clip_and_read(trainable(model).values(), losses, settings.clip)
             loss_sum, stopping = world.totals(sum(losses), float(bool(received)))
-            check_finite(loss_sum, losses, step, micros, world, norm, scaler.is_enabled())
+            # a scaler leaves infinite steps out itself
+            check_finite(loss_sum, losses, step, micros, world, 0.0 if scaler.is_enabled() else norm)
             set_rates(optimizer, rate_factor(step, order.total, settings.warmup, settings.schedule))
             record = {"step": step} | ({"loss": loss_sum / tokens} if tokens else {})
             record |= {"lr": optimizer.param_groups[-1]["lr"], "gradient_norm": norm}
@@ -107,7 +108,7 @@ def fit(
                 scaler.update()
             optimizer.zero_grad(set_to_none=True)
             progress.step += 1
-            log.write(record | log.speed(tokens) | (watch.validate(progress.step, progress) if watch else {}))
+            log.write(record | log.speed(tokens) | (validate(progress.step, progress) if validate else {}))
             is_last = stopping or progress.step == order.total or progress.stopped is not None
             if is_last or progress.step % settings.checkpoint_every == 0:
                 log.sync()
@@ -138,24 +139,16 @@ def count_records(micros: Sequence, progress: Progress, max_bad: int, world: Wor
     return int(tokens)
 
 
-def check_finite(
-    total: float,
-    losses: Sequence[float],
-    step: int,
-    micros: Sequence,
-    world: World,
-    norm: float,
-    is_scaled: bool = False,
-) -> None:
+def check_finite(total: float, losses: Sequence[float], step: int, micros: Sequence, world: World, norm: float) -> None:
     """Raise Diverged in every process, naming the records, if the loss of a micro-batch of any is not finite.
 
-    norm: of the gradient; if it is not finite, the step would leave no weight finite. A scaler leaves it out itself.
+    norm: of the gradient; if it is not finite, the step would leave no weight finite.
     """
     if not math.isfinite(total):
         damaged = [(loss, *micro.names) for loss, micro in zip(losses, micros, strict=True) if not math.isfinite(loss)]
         loss, *names = next(chain.from_iterable(world.gather(damaged)), (total, "all"))
         raise Diverged(f"step {step}: the loss is {loss} on {', '.join(names)}: lower --lr, or look at these records")
-    if not math.isfinite(norm) and not is_scaled:
+    if not math.isfinite(norm):
         raise Diverged(f"step {step}: the loss is finite, but the norm of its gradient is {norm}: lower --lr")
 
 

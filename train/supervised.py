@@ -25,7 +25,7 @@ from train.settings import Settings, step_layout
 def train_on(
     order: Order, model: PaliGemma, optimizer: Optimizer, settings: Settings, run: Path, world: World, **options
 ) -> Progress:
-    """Train `model` in place on `order`; returns the run's progress. options: `watch` and `progress` of `fit`."""
+    """Train `model` in place on `order`; returns the run's progress. options: `validate` and `progress` of `fit`."""
 
     def loss(called: nn.Module, micro: MicroBatch) -> torch.Tensor:
         return supervised_loss(called, ready(micro, order.processor, world.device))

@@ -1,10 +1,9 @@
 """Held-out examples: the loss of their answers, and what a model answers, before, during and after training.
 
 In: records that are not trained on, and a model. Out: loss, exact match and VQA accuracy; for the loop the metrics of
-an evaluation, the best weights in RUN/best, and whether to stop early. `train/summary.py` prints the tables.
+an evaluation, the best weights in RUN/best, and whether to stop early. All processes share the examples.
 
 An evaluation changes nothing in training: every step of the loop sets the model's mode and the random seed.
-The processes of a run share the examples, and all get the whole result.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ from model.differential import lambdas, map_distance, variants_of
 from model.paligemma import MAX_LOGITS, PaliGemma
 from model.processor import Processor
 from train.checkpoint import Best, Progress, Result, atomic_folder
-from train.data.batches import MicroBatches, load
+from train.data.batches import MicroBatch, MicroBatches, load
 from train.data.sources import read_records
 from train.distributed import World, ask_together, is_sharded
 from train.settings import Settings
@@ -96,6 +95,36 @@ class HeldOut:
         losses = [known[record.name][0] if record.name in known else None for record in records]
         return losses, sum(tokens for _, tokens in known.values())
 
+    def validate(
+        self, model: PaliGemma, run: Path, total: int, files: Sequence[Path], step: int, progress: Progress
+    ) -> dict[str, Any]:
+        """Evaluate every --eval-every of `total` steps and after the last; returns loss, exact match and `maps_of`.
+
+        `progress.best` becomes this step if its exact match is the highest so far, or equal and its loss the lowest
+        (where no answer is generated, by the loss alone), and then RUN/best is written, with the `files` of the base.
+        `progress.stopped` becomes this step when --patience is used up.
+        """
+        settings, every = self.settings, self.settings.eval_every
+        if every == 0 or step % (every or -(-total // 10)) and step != total:
+            return {}
+        scores, best = self.evaluate(model, most=ASKED).scores, progress.best
+        loss, exact = scores["loss"], scores["exact_match"]
+        if loss is None or not math.isfinite(loss):  # no example could be used
+            return {}
+        if best is None or (exact or 0, -loss) > (best.exact_match or 0, -best.loss):
+            progress.best = Best(step, loss, exact)
+            if settings.keep_best:
+                with atomic_folder(run / "best", self.world) as folder:
+                    write_trained(model, folder, settings, self.world, files)
+        else:
+            best.since += 1
+            progress.stopped = step if 0 < settings.patience <= best.since else None
+        record = {"held_out_loss": loss} | ({} if exact is None else {"exact_match": exact})
+        if self.world.is_first and not is_sharded(model) and variants_of(model):
+            micro = MicroBatches(self.records, self.processor)[self.plan[0]]
+            record |= maps_of(model, ready(micro, self.processor, self.world.device))
+        return record
+
 
 def open_held_out(settings: Settings, processor: Processor, world: World) -> HeldOut | None:
     """Up to --eval-limit held-out examples, drawn from all, of the embedded scenes a quarter of that; None without any.
@@ -132,51 +161,7 @@ def choose(items: Sequence[int], most: int) -> list[int]:
     return list(items) if len(items) <= most else sorted(random.Random(0).sample(items, most))
 
 
-@dataclass(frozen=True)
-class TrainingWatch:
-    """Held-out scores and the best weights of a run of `total` steps. files: of the base, beside a whole model."""
-
-    model: PaliGemma
-    held_out: HeldOut
-    settings: Settings
-    run: Path
-    world: World
-    total: int
-    files: Sequence[Path] = ()
-
-    def validate(self, step: int, progress: Progress) -> dict[str, Any]:
-        """Evaluate the model every --eval-every steps and after the last; returns loss, exact match and `maps`.
-
-        `progress.best` becomes this step if its exact match is the highest so far, or equal and its loss the lowest
-        (where no answer is generated, by the loss alone), and then RUN/best is written. `progress.stopped` becomes this
-        step when --patience is used up.
-        """
-        settings, every = self.settings, self.settings.eval_every
-        if every == 0 or step % (every or -(-self.total // 10)) and step != self.total:
-            return {}
-        scores, best = self.held_out.evaluate(self.model, most=ASKED).scores, progress.best
-        loss, exact = scores["loss"], scores["exact_match"]
-        if loss is None or not math.isfinite(loss):  # no example could be used
-            return {}
-        if best is None or (exact or 0, -loss) > (best.exact_match or 0, -best.loss):
-            progress.best = Best(step, loss, exact)
-            if settings.keep_best:
-                with atomic_folder(self.run / "best", self.world) as folder:
-                    write_trained(self.model, folder, settings, self.world, self.files)
-        else:
-            best.since += 1
-            progress.stopped = step if 0 < settings.patience <= best.since else None
-        return {"held_out_loss": loss} | ({} if exact is None else {"exact_match": exact}) | self.maps()
-
-    def maps(self) -> dict[str, dict]:
-        """λ or μ, and the distance between the two maps, by layer, on the first held-out batch."""
-        held_out = self.held_out
-        if not self.world.is_first or is_sharded(self.model) or not variants_of(self.model):
-            return {}
-        micro = ready(
-            MicroBatches(held_out.records, held_out.processor)[held_out.plan[0]], held_out.processor, self.world.device
-        )
-        values = {"lambda": lambdas(self.model), "map_distance": map_distance(self.model.eval(), **inputs(micro))}
-        return {
-            name: {path: v.tolist() for path, v in by_layer.items()} for name, by_layer in values.items() if by_layer
-        }
+def maps_of(model: PaliGemma, micro: MicroBatch) -> dict[str, dict]:
+    """λ or μ, and the distance between the two maps, by layer, on a batch."""
+    values = {"lambda": lambdas(model), "map_distance": map_distance(model.eval(), **inputs(micro))}
+    return {name: {path: v.tolist() for path, v in layers.items()} for name, layers in values.items() if layers}

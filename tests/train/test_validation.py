@@ -5,7 +5,6 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -24,7 +23,7 @@ from train.data.batches import collate
 from train.data.sources import read_records
 from train.settings import Settings, parse
 from train.summary import gain_over_blind, print_summary
-from train.validation import HeldOut, TrainingWatch, choose, open_held_out
+from train.validation import HeldOut, choose, open_held_out
 from weights.load import load_model
 
 COLORS = {"red": (220, 30, 30), "green": (30, 160, 40), "blue": (40, 60, 220), "yellow": (230, 210, 40)}
@@ -114,12 +113,13 @@ def test_the_best_is_kept(tmp_path, monkeypatch):
         ((7.0, None), (6, 2, 8)),
     ]
     scores, progress = {}, Progress()
-    held_out = SimpleNamespace(evaluate=lambda model, most: Result(scores=scores))
+    monkeypatch.setattr(HeldOut, "evaluate", lambda *args, **options: Result(scores=scores))
+    held_out = HeldOut([], [], [], [], None, Settings(eval_every=1, patience=2), WORLD)
+    run = torch.nn.Module(), tmp_path, 100, ()
     monkeypatch.setattr(validation, "write_trained", lambda model, folder, *args: folder.mkdir())
-    watch = TrainingWatch(torch.nn.Module(), held_out, Settings(eval_every=1, patience=2), tmp_path, WORLD, 100)
     for step, ((loss, exact), expected) in enumerate(steps, 1):
         scores.update(loss=loss, exact_match=exact)
-        assert bool(watch.validate(step, progress)) == math.isfinite(loss)
+        assert bool(held_out.validate(*run, step, progress)) == math.isfinite(loss)
         best = progress.best
         assert (best and best.step, best and best.since, progress.stopped) == expected
     assert [path.name for path in tmp_path.iterdir()] == ["best"]

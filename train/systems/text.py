@@ -216,7 +216,7 @@ def learn(
     model.set_checkpointing(settings.checkpointing)
     optimizer, order = make_optimizer(model, settings), TextOrder(corpus, settings, "train", world.rank, world.size)
     watch = TextWatch(model, corpus, settings, points)
-    progress = fit(model, optimizer, order, text_loss, settings, run, world, watch=watch, progress=progress)
+    progress = fit(model, optimizer, order, text_loss, settings, run, world, validate=watch.validate, progress=progress)
     return model.eval(), progress
 
 
