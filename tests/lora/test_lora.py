@@ -30,7 +30,7 @@ from lora.adapter import (
 from model import cpu
 from model.common import UserError
 from model.config import PRESETS
-from model.differential import graft, new_parameters
+from model.differential import KINDS, graft, new_parameters
 from model.paligemma import PaliGemma
 from tests.reference import batch, hf_forward, hf_model, ours, relative_error
 
@@ -62,13 +62,6 @@ def peft_adapter(hf, folder, **config):
 def edit_config(folder, **changes) -> None:
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def edit_tensors(folder, change) -> None:
-    path = folder / "adapter_model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, {"format": "pt"})
 
 
 def valid(logits, inputs):
@@ -203,13 +196,10 @@ def test_files_of_older_transformers(tmp_path, hf, inputs, model, rename):
     """Breaks when an adapter that an older transformers' module paths name is not understood."""
     theirs = peft_adapter(hf, tmp_path, target_modules=["q_proj", "fc2"], alpha_pattern={r"0\.self_attn\.q_proj": 9})
 
-    def older(tensors):
-        for name in list(tensors):
-            for new, old in rename.items():
-                if name.startswith(f"base_model.model.{new}"):
-                    tensors[name.replace(new, old)] = tensors.pop(name)
-
-    edit_tensors(tmp_path, older)
+    tensors, prefix = load_file(tmp_path / adapter.TENSOR_FILE), "base_model.model."
+    for new, old in rename.items():
+        tensors = {name.replace(prefix + new, prefix + old): tensor for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / adapter.TENSOR_FILE, {"format": "pt"})
     load(model, tmp_path)
     assert relative_error(valid(model(**inputs), inputs), of_peft(theirs, inputs)) <= ROUNDED
 
@@ -257,14 +247,12 @@ def test_targets_are_matched_as_in_peft(model):
 
 def test_mistakes_in_targets(model):
     """Breaks when a pattern without a match, or a value out of range, trains nothing in silence."""
-    for targets, r, says in (
-        (r"language_model\..*\.q_pro", 2, "match no free linear layer.*layers.2.mlp.down_proj"),
-        (["embed_tokens"], 2, "match no free linear layer"),
-        ("(", 2, "no regular expression"),
-        (["q_proj"], 0, "r 0"),
-    ):
+    mistakes = {r"language_model\..*\.q_pro": "match no free linear layer.*layers.2.mlp.down_proj", "(": "no regular"}
+    for targets, says in mistakes.items():
         with pytest.raises(UserError, match=says):
-            inject(model, targets, r, 4)
+            inject(model, targets, 2, 4)
+    with pytest.raises(UserError, match="r 0"):
+        inject(model, ["q_proj"], 0, 4)
     assert not lora_layers(model)
     inject(model, DECODER_TARGETS, 2, 4)
     with pytest.raises(UserError, match="match no free linear layer"):  # neither a base nor LoRA's own matrices
@@ -278,33 +266,6 @@ def test_trainable_parameters_of_the_published_size():
         model = PaliGemma(PRESETS["paligemma-3b-224"])
     inject(model, DECODER_TARGETS, r=32, alpha=64)
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 39_223_296
-
-
-GRAFTS = {
-    "softmax": {},
-    "shared": {"lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln.weight"},
-    "split": {"lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln.weight"},
-    "twin": {"mu", "q2.lora_A.weight", "q2.lora_B.weight", "k2.lora_A.weight", "k2.lora_B.weight"},
-    "v2": {"lambda_proj.weight", "lambda_proj.bias", "q2.lora_A.weight", "q2.lora_B.weight"},
-    "dex": {"w_d", "lambda_d"},
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", GRAFTS)
-def test_a_graft_stays_trainable_after_injection(model, kind):
-    """Breaks when λ, μ or a norm is frozen with the base, as in the published code, or anything else is not."""
-    where = "decoder" if kind == "split" else "both"  # the tower's heads, of 10, cannot be halved in pairs
-    graft(model, kind, where=where)
-    # a pattern that also matches what the graft has brought: it must be left alone
-    paths = inject(model, r"language_model\..*", 2, 4)
-    assert sorted(path.split(".")[-1] for path in paths) == sorted(SEVEN * 3)
-    attentions = [f"language_model.layers.{n}.self_attn." for n in range(3)]
-    if where == "both":
-        attentions += [f"vision_tower.encoder.layers.{n}.self_attn." for n in range(2)]
-    expected = {attention + name for attention in attentions for name in GRAFTS[kind]}
-    expected |= {f"{path}.lora.{half}.weight" for path in paths for half in ("lora_A", "lora_B")}
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == expected
 
 
 @pytest.mark.long
@@ -402,7 +363,7 @@ def test_disabled(kind, inputs, model):
     "options",
     [
         {},
-        *({"kind": kind} for kind in GRAFTS),
+        *({"kind": kind} for kind in KINDS),
         {"kind": "split", "rope_pairs": "fresh", "norm": False},
         {"kind": "dex", "heads": [1, 3], "feed_forward": "swiglu-new"},
         {"kind": "shared", "where": "both", "lambda_init": 0.3},
@@ -486,11 +447,10 @@ Q_PROJ = f"base_model.model.model.{DECODER_LAYER}self_attn.q_proj.lora_"
     ("changes", "says"),
     [
         ({Q_PROJ + f"{half}.weight": None for half in "AB"}, "missing .*q_proj.lora_A.*missing .*q_proj.lora_B"),
+        ({f"differential.{DECODER_LAYER}self_attn.mu": None}, "missing differential.*mu"),
         ({"\x1b[31m" + "x" * 9000: torch.zeros(1)}, r"unexpected \\x1b\[31mx{50}"),
         ({Q_PROJ + "B.weight": torch.zeros(3, 2)}, r"q_proj.lora_B.weight .*\(3, 2\), expected .*\(64, 2\)"),
-        ({f"differential.{DECODER_LAYER}self_attn.mu": None}, "missing differential.*mu"),
         ({Q_PROJ + "B.weight": torch.full((64, 2), 1e300, dtype=torch.float64)}, "q_proj.lora_B.weight .*finite"),
-        ({Q_PROJ + "B.weight": torch.zeros(64, 2, dtype=torch.int8)}, "q_proj.lora_B.weight .*int8"),
     ],
 )
 def test_tensors_that_do_not_fit(tmp_path, hf, model, changes, says):
@@ -498,13 +458,8 @@ def test_tensors_that_do_not_fit(tmp_path, hf, model, changes, says):
     graft(model, "twin")
     inject(model, DECODER_TARGETS, 2, 4)
     save(model, tmp_path)
-
-    def change(tensors):
-        for name, tensor in changes.items():
-            tensors.pop(name, None)
-            tensors |= {} if tensor is None else {name: tensor}
-
-    edit_tensors(tmp_path, change)
+    tensors = load_file(tmp_path / adapter.TENSOR_FILE) | changes
+    save_file({n: t for n, t in tensors.items() if t is not None}, tmp_path / adapter.TENSOR_FILE, {"format": "pt"})
     with pytest.raises(UserError, match=says) as caught:
         load(ours(hf), tmp_path)
     assert str(caught.value).isprintable()
@@ -527,16 +482,14 @@ def test_what_is_no_adapter(tmp_path, hf, model):
         load(model, tmp_path)
     peft_adapter(hf, tmp_path, target_modules=["q_proj"])
     config = (tmp_path / "adapter_config.json").read_text()
-    features = {"use_dora": True, "bias": "lora_only", "init_lora_weights": "olora", "an_invention_of_next_year": 1}
-    features |= {"r": "4", "alpha_pattern": {"(": 4}, "quantized": "fp3", "differential": [{"kind": "twin", "mu": "1"}]}
+    features = {"use_dora": True, "bias": "lora_only", "an_invention_of_next_year": 1, "r": "4", "quantized": "fp3"}
+    features |= {"alpha_pattern": {"(": 4}, "differential": [{"kind": "twin", "mu": "1"}]}
     for name, value in features.items():
         edit_config(tmp_path, **{name: value})
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError):
             load(copy.deepcopy(model), tmp_path)
-        assert str(caught.value).isprintable() and len(str(caught.value)) < 500
         (tmp_path / "adapter_config.json").write_text(config)
-    tensors = tmp_path / "adapter_model.safetensors"
-    tensors.rename(tmp_path / "adapter_model.bin")
+    (tmp_path / adapter.TENSOR_FILE).rename(tmp_path / "adapter_model.bin")
     with pytest.raises(UserError, match="adapter_model.safetensors: not found"):
         load(model, tmp_path)
     with pytest.raises(UserError, match="no adapter to save"):
@@ -545,16 +498,6 @@ def test_what_is_no_adapter(tmp_path, hf, model):
     save(model, tmp_path)
     with pytest.raises(UserError, match="has an adapter already"):
         load(model, tmp_path)
-
-
-def test_only_the_writing_process_copies_the_adapter(model, tmp_path):
-    """Breaks when every GPU's process holds a copy of the adapter in main memory."""
-    inject(model, DECODER_TARGETS, 2, 4)
-    model.base_fingerprint = "known"
-    model.to("meta")  # nothing can be copied from there
-    save(model, tmp_path, write=False)
-    with pytest.raises(NotImplementedError):
-        save(model, tmp_path)
 
 
 def test_half_precision(hf, inputs):
