@@ -4,25 +4,24 @@
     python -m eval.shift --model embedded --slot inside --data examples.jsonl
 
 In: a model, and prompts with a picture each. Out: LAWS by layer for the text before the picture, the picture and the
-text after it; the attention shift with its 95 % interval; shift.json, and shift.png with the three curves.
+text after it; the attention shift with its 95 % interval; shift.json.
 
 LAWS (Zhang et al., "Wings: Learning Multimodal LLMs without Text-only Forgetting", NeurIPS 2024): the attention weights
 of a layer, mean over heads, summed over all queries and over the keys of a group; bos is text. The shift is
-1 − E[ρ(before, after)], ρ Pearson's correlation of two LAWS over the layers: 0 where the same layers attend to both
-texts, 2 where opposite ones do. PaliGemma puts the picture first, and has no shift; `--slot inside` puts the picture
-into the middle of the prompt's words, where models of WINGS are asked by default.
+1 − E[ρ(before, after)], ρ Pearson's correlation of two LAWS over the layers: from 0, the same layers attend to both
+texts, to 2. PaliGemma puts the picture first and has none; `--slot inside` puts it between the words, as for WINGS.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
-from eval import figures, scenes
+from eval import scenes
 from eval.command import add_flag, command_parser, positive
 from eval.explore.record import decoder_maps
 from eval.open import add_model_flags, model_of, open_model, out_folder
@@ -72,9 +71,7 @@ def put_slot(prompt: str, share: float = 0.5) -> str:
     return prompt if SLOT in prompt else " ".join(words[:place]) + SLOT + "".join(f" {word}" for word in words[place:])
 
 
-def measure(
-    model: PaliGemma, processor: Processor, examples: Sequence[tuple[Callable | Path | Image.Image, str]]
-) -> Shift:
+def measure(model: PaliGemma, processor: Processor, examples: Sequence[tuple[Any, str]]) -> Shift:
     """LAWS of (picture, prompt) pairs; `model` must be in eval mode. Of a differential attention it is the first map's,
     whose rows sum to 1. Raises UserError for a decoder without attention, and NonFiniteError."""
     laws, queries = [], []
@@ -84,13 +81,9 @@ def measure(
         is_picture = batch.input_ids[0] == model.config.image_token_id
         after = is_picture.cumsum(0) > 0
         groups = torch.stack((~after, is_picture, after & ~is_picture), dim=1).float()  # (S, 3)
-
-        def reduce(weights: torch.Tensor, groups: torch.Tensor = groups) -> torch.Tensor:
-            return weights[0].float().mean(0).sum(0) @ groups  # (N, S, S) to (3,)
-
         inputs = {name: getattr(batch, name) for name in ("input_ids", "pixel_values", "token_type_ids")}
-        maps, _ = decoder_maps(model, reduce, f"prompt {number}", **inputs)
-        laws.append(torch.stack([first for first, *_ in maps.values()]).cpu().numpy())
+        maps, _ = decoder_maps(model, lambda weights: weights[0].float().mean(0).sum(0), f"prompt {number}", **inputs)
+        laws.append((torch.stack([first for first, *_ in maps.values()]) @ groups).cpu().numpy())
         queries.append(batch.input_ids.shape[1])
     return Shift(np.array(laws), np.array(queries))
 
@@ -99,17 +92,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.shift", __doc__)
     add_model_flags(parser)
     add_flag(parser, "--data", "embedded, or a JSONL file of image, prefix, suffix", "embedded", metavar="SRC")
-    slot = f"of the picture in prompts without {SLOT} (default: inside for WINGS, else first)"
-    add_flag(parser, "--slot", slot, choices=("first", "inside"))
+    add_flag(parser, "--slot", "of the picture (default: inside for WINGS, else first)", choices=("first", "inside"))
     add_flag(parser, "--limit", "prompts", 100, type=positive, metavar="N")
     add_flag(parser, "--out", "folder of the files (default: runs/eval/MODEL/shift)", type=Path, metavar="DIR")
     args = parser.parse_args(argv)
     subject = model_of(args)
     out = out_folder(args.out, subject.title, "shift")
-    if args.data == "embedded":
-        samples = [scenes.vqa_picture("test", n)[n % len(scenes.QUESTIONS)] for n in range(args.limit)]
-        examples = [(sample.scene.render, sample.prefix) for sample in samples]
-    else:
+    samples = [scenes.vqa_picture("test", n)[n % len(scenes.QUESTIONS)] for n in range(args.limit)]
+    examples = [(sample.scene.render, sample.prefix) for sample in samples]
+    if args.data != "embedded":
         records = [r for r in read_data(f"jsonl:{args.data}") if len(r.pictures) == 1]
         examples = [(r.pictures[0], r.turns[0][0]) for r in records[: args.limit]]
     if not examples:
@@ -119,24 +110,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     if slot == "inside":
         examples = [(picture, put_slot(prompt)) for picture, prompt in examples]
     shift = measure(model, processor, examples)
-    interval, undefined = shift.interval, int(np.isnan(shift.each).sum())
-    result = {"model": subject.title, "data": args.data, "slot": slot, "prompts": len(examples)}
-    result["laws_percent"] = [dict(zip(GROUPS, layer, strict=True)) for layer in shift.shares.tolist()]
-    result |= {"attention_shift": interval and interval._asdict(), "undefined": undefined}
+    interval, laws = shift.interval, [dict(zip(GROUPS, layer, strict=True)) for layer in shift.shares.tolist()]
+    result = {"model": subject.title, "data": args.data, "slot": slot, "prompts": len(examples), "laws_percent": laws}
+    result |= {"attention_shift": interval and interval._asdict(), "undefined": int(np.isnan(shift.each).sum())}
     write_text(out / "shift.json", json.dumps(result, indent=1) + "\n")
-    curves = {name: list(enumerate(of, 1)) for name, of in zip(GROUPS, shift.shares.T, strict=True) if of.any()}
-    chart = figures.line_chart(curves, f"{subject.title}: LAWS", "layer", "% of the attention of all queries")
-    figures.save(chart, out / "shift.png")
     about = f"% of the attention of all queries, mean of {len(examples)} prompts, picture {slot}"
     print(f"LAWS of {shown(subject.title)}, {about}\nlayer" + "".join(f"{name:>13}" for name in GROUPS))
     for number, layer in enumerate(shift.shares, start=1):
         print(f"{number:5}" + "".join(f"{share:13.2f}" for share in layer))
-    if interval is None:
-        print("attention shift: not defined, since nothing stands before the picture; --slot inside puts text there")
-    else:
-        left_out = f", {undefined} prompts without one left out" if undefined else ""
-        print(f"attention shift: {interval_text(interval, 3)}, from 0 to 2{left_out}")
-    print(f"in {shown(out)}: shift.json, shift.png")
+    text = interval_text(interval, 3) if interval else "not defined, since nothing stands before the picture"
+    print(f"attention shift: {text}\nin {shown(out)}: shift.json")
 
 
 if __name__ == "__main__":

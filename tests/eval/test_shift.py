@@ -74,5 +74,5 @@ def test_the_command(workplace, capsys):
     shift.main("--model wings --data own.jsonl --out w".split())
     result = json.loads((workplace / "w" / "shift.json").read_text())
     assert (result["slot"], result["undefined"], result["prompts"]) == ("inside", 0, 1)
-    assert list(result["laws_percent"][0]) == [*GROUPS] and Image.open("w/shift.png").width > 100
+    assert list(result["laws_percent"][0]) == [*GROUPS]
     assert 0 <= result["attention_shift"]["low"] <= result["attention_shift"]["high"] <= 2
