@@ -13,7 +13,6 @@ from lora import adapter
 from lora.quantize import BF16_KINDS, KINDS
 from model.common import UserError, file_errors, read_json, shown
 from model.device import DTYPES, choose_device, choose_dtype
-from model.mamba import KERNELS, choose_kernel
 from model.processor import Processor
 from model.source import EMBEDDED, local_path, preset_of, resolve
 from model.system_configs import LanguageConfig, QMambaConfig, TextModelConfig, WingsConfig, read_config
@@ -44,7 +43,6 @@ def add_model_flags(parser: ArgumentParser, many: bool = False) -> None:
     add_flag(parser, "--quantize", f"hold the weights in 8 or 4 bits{again}", choices=["none", *KINDS], **repeated)
     add_flag(parser, "--dtype", "of the weights (default: bf16 on CUDA or in few bits, else fp32)", choices=[*DTYPES])
     add_flag(parser, "--device", "cpu, cuda, mps, … (default: cuda or mps if there is one)", "auto")
-    add_flag(parser, "--kernel", "for the scan of Mamba, on CUDA (default: PyTorch alone)", choices=KERNELS)
     add_flag(parser, "--max-length", "limit of a prompt's tokens, pictures too", 8192, type=positive, metavar="N")
 
 
@@ -120,7 +118,6 @@ def load(args: Namespace, subject: Subject) -> Any:
     device = choose_device(args.device)
     dtype = args.dtype or ("bf16" if device.type == "cpu" and subject.quantize in BF16_KINDS else None)
     model = load_model(subject.source, dtype=choose_dtype(dtype, device), device=device, quantize=subject.quantize)
-    choose_kernel(model, args.kernel, device)
     if subject.run is not None:
         adapter.load(model, subject.run)
     return model.eval()

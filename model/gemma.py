@@ -74,7 +74,7 @@ class GemmaLayer(nn.Module):
             config.num_attention_heads,
             config.num_key_value_heads,
             config.head_dim,
-            scale=config.attention_scale,
+            scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
             softcap=config.attn_logit_softcapping,
             bias=config.is_qwen,
             output_bias=False,

@@ -1,13 +1,10 @@
 """Mamba (Gu and Dao 2023): a language model whose memory is a state of constant size instead of a key/value cache.
 
 In: token ids (B, S), or embeddings that text and pictures share. Out: float32 logits (B, S, V). `MambaMixer` is the
-layer around the selective scan of `model/scan.py`, `Mamba` the decoder that `model/qmamba.py` uses, `MambaLM` the
-language model for text alone.
-
+layer around `model/scan.py`, `Mamba` the decoder that `model/qmamba.py` uses, `MambaLM` the model for text alone.
 Letters beyond those of `model/config.py`: E = 2H channels of the mixer, N state size (not heads), R rank of the step.
 """
 
-import importlib.util
 import math
 
 import torch
@@ -15,23 +12,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from model import scan
 from model.attention import keep_positions
-from model.config import require
 from model.gemma import RMSNorm
 from model.linear import Linear, linear
 from model.scan import selective_scan
 from model.system_configs import MambaConfig
 
-KERNELS = ("mamba_ssm",)  # that `choose_kernel` takes
-
 
 class MambaState:
     """A layer's memory of the tokens so far, of the same size for any number of them."""
 
-    def __init__(self):
-        self.conv: torch.Tensor | None = None  # (B, conv_kernel − 1, E), the convolution's last inputs
-        self.ssm: torch.Tensor | None = None  # (B, N, E) in fp32
+    conv: torch.Tensor | None = None  # (B, conv_kernel − 1, E), the convolution's last inputs
+    ssm: torch.Tensor | None = None  # (B, N, E) in fp32
 
 
 class MambaMixer(nn.Module):
@@ -43,48 +35,41 @@ class MambaMixer(nn.Module):
 
     def __init__(self, config: MambaConfig):
         super().__init__()
-        channels, size = config.intermediate_size, config.state_size
+        channels, size = config.expand * config.hidden_size, config.state_size
         self.splits = [config.rank, size, size]
         self.in_proj = Linear(config.hidden_size, 2 * channels, bias=False)
         self.conv1d = nn.Conv1d(channels, channels, config.conv_kernel, groups=channels)
         self.x_proj = Linear(channels, sum(self.splits), bias=False)
         self.dt_proj = Linear(config.rank, channels)
-        self.A_log = nn.Parameter(torch.arange(1.0, size + 1).log().repeat(channels, 1))
-        self.D = nn.Parameter(torch.ones(channels))
+        self.A_log = nn.Parameter(torch.empty(channels, size))
+        self.D = nn.Parameter(torch.empty(channels))
         self.out_proj = Linear(channels, config.hidden_size, bias=False)
 
-    def forward(
-        self, h: torch.Tensor, valid: torch.Tensor | None = None, state: MambaState | None = None
-    ) -> torch.Tensor:
-        """h (B, S, H) to (B, S, H), continuing from `state`, which is updated in place.
-
-        valid (B, S) is False at padding, which must come last in a row.
-        """
+    def forward(self, h, valid: torch.Tensor | None = None, state: MambaState | None = None) -> torch.Tensor:
+        """h (B, S, H) to (B, S, H), from `state` on, which is updated. valid (B, S): False at padding, a row's end."""
         x, z = self.in_proj(h).chunk(2, dim=-1)
+        state = state or MambaState()
         x = self.convolve(x, valid, state)
         delta, B, C = self.x_proj(x).split(self.splits, dim=-1)
         # the bias, −7 to −2, is added in fp32: rounded to bf16 it would shift Δ by up to 2 %
         delta = F.softplus(linear(delta, self.dt_proj.weight).float() + self.dt_proj.bias.float())
         if valid is not None:
             delta = delta.masked_fill(~valid[..., None], 0.0)  # a step with Δ = 0 leaves the state as it is
-        first = None if state is None else state.ssm
-        y, last = selective_scan(x, delta, -self.A_log.float().exp(), B, C, first)
-        if state is not None:
-            state.ssm = last
+        y, state.ssm = selective_scan(x, delta, -self.A_log.float().exp(), B, C, state.ssm)
         y = (y + self.D.float() * x) * F.silu(z)
         return self.out_proj(y.to(h.dtype))
 
-    def convolve(self, x: torch.Tensor, valid: torch.Tensor | None, state: MambaState | None) -> torch.Tensor:
+    def convolve(self, x: torch.Tensor, valid: torch.Tensor | None, state: MambaState) -> torch.Tensor:
         """SiLU of the causal depthwise convolution of x (B, S, E), with the inputs in `state` before it.
 
         A sum of shifted products in fp32: without the transposes of nn.Conv1d it is three times as fast on a CPU.
         """
         steps, past = x.shape[1], self.conv1d.kernel_size[0] - 1
-        inputs = F.pad(x, (0, 0, past, 0)) if state is None or state.conv is None else torch.cat((state.conv, x), dim=1)
-        if state is not None and valid is not None:  # the last inputs before the padding
-            state.conv = _take(inputs, valid.sum(1)[:, None] + torch.arange(past, device=x.device))
-        elif state is not None:
+        inputs = F.pad(x, (0, 0, past, 0)) if state.conv is None else torch.cat((state.conv, x), dim=1)
+        if valid is None:
             state.conv = inputs[:, steps:].clone()
+        else:  # the last inputs before the padding
+            state.conv = _take(inputs, valid.sum(1)[:, None] + torch.arange(past, device=x.device))
         out = self.conv1d.get_parameter("bias").float()
         for shift, weight in enumerate(self.conv1d.weight[:, 0].unbind(1)):
             out = torch.addcmul(out, inputs[:, shift : shift + steps], weight)
@@ -99,9 +84,7 @@ class MambaBlock(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon, offset=0)
         self.mixer = MambaMixer(config)
 
-    def forward(
-        self, h: torch.Tensor, valid: torch.Tensor | None = None, state: MambaState | None = None
-    ) -> torch.Tensor:
+    def forward(self, h, valid: torch.Tensor | None = None, state: MambaState | None = None) -> torch.Tensor:
         return h.float() + self.mixer(self.norm(h.to(self.norm.weight.dtype)), valid, state)
 
 
@@ -120,19 +103,12 @@ class Mamba(nn.Module):
         """ids (B, S) to embeddings (B, S, H), unscaled."""
         return self.embeddings(input_ids)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        valid: torch.Tensor | None = None,
-        types: torch.Tensor | None = None,
-        cache: list[MambaState] | None = None,
-        positions_to_keep: int | torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """x (B, S, H) to hidden states (B, S, H) after the final norm, or those of the positions asked for.
+    def forward(self, x, valid=None, types=None, cache=None, positions_to_keep=None) -> torch.Tensor:
+        """x (B, S, H) to hidden states (B, S, H) after the final norm, or those of `positions_to_keep`.
 
-        With a `cache`, x continues the sequence that it has read. valid (B, Sk) is False at padding, on either side;
-        its last S columns are those of x. A single step is never padding. `types` are ignored: image and prefix are
-        causal, too.
+        With a `cache` of `new_cache`, x continues the sequence that it has read. valid (B, Sk) is False at padding, on
+        either side; its last S columns are those of x. A single step is never padding. `types` are ignored: image and
+        prefix are causal, too.
         """
         order, valid = None, None if valid is None or x.shape[1] == 1 else valid[:, -x.shape[1] :].bool()
         if valid is not None:
@@ -165,19 +141,10 @@ class MambaLM(nn.Module):
         self.config = config
         self.backbone = Mamba(config)
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        *,
-        positions_to_keep: int | torch.Tensor | None = None,
-        cache: list[MambaState] | None = None,
-        **unused: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """float32 logits (B, S, V), or those of the positions asked for, as in `PaliGemma.forward`.
+    def forward(self, input_ids, attention_mask=None, *, positions_to_keep=None, cache=None, **unused) -> torch.Tensor:
+        """float32 logits (B, S, V), or those to keep, as `PaliGemma.forward`; None as attention_mask: no padding.
 
-        attention_mask (B, S): 0 at padding, on either side; None means no padding. unused: token_type_ids, and what
-        `generate` passes as None to a model without pictures.
+        unused: token_type_ids, and what `generate` passes as None to a model without pictures.
         """
         assert unused.get("pixel_values") is None, "a language model takes no pictures"
         x = self.backbone.embed(input_ids)
@@ -185,16 +152,6 @@ class MambaLM(nn.Module):
 
     def new_cache(self, capacity: int | None = None) -> list[MambaState]:
         return self.backbone.new_cache()
-
-
-def choose_kernel(model: nn.Module, kernel: str | None, device: torch.device | str) -> None:
-    """Scan with `kernel` from now on; None: with PyTorch alone. Raises UserError where it would never be used."""
-    if kernel is not None:
-        is_mamba, use = any(isinstance(module, MambaMixer) for module in model.modules()), f"--kernel {kernel}"
-        require(is_mamba, f"{use}: this model has no Mamba layers: leave it out")
-        require(torch.device(device).type == "cuda", f"{use}: it computes on CUDA alone, not on {device}: leave it out")
-        require(importlib.util.find_spec(kernel), f"{use}: it is not installed: pip install mamba-ssm")
-    scan.kernel_is_on = kernel is not None
 
 
 def _take(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -206,7 +163,7 @@ def _take(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def initialize_mixer(mixer: MambaMixer, depth: int, generator: torch.Generator) -> None:
     """Fill a mixer in a stack of `depth` layers as the original code does (Gu and Dao 2023, §3.6).
 
-    A = −1 … −N in every channel and D = 1, as in a new mixer; with b_Δ the first Δ are log-uniform from 0.001 to 0.1.
+    A = −1 … −N in every channel and D = 1; with b_Δ the first Δ are log-uniform from 0.001 to 0.1.
     """
     for layer in (mixer.in_proj, mixer.x_proj, mixer.out_proj, mixer.conv1d, mixer.dt_proj):
         uniform = torch.rand(layer.weight.shape, generator=generator) * 2 - 1

@@ -41,14 +41,9 @@ class SiglipLayer(nn.Module):
     def __init__(self, config: VisionConfig):
         super().__init__()
         self.layer_norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        width, heads = config.hidden_size, config.num_attention_heads
         self.self_attn = Attention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_attention_heads,
-            config.head_dim,
-            scale=config.head_dim**-0.5,
-            bias=True,
-            output_name="out_proj",
+            width, heads, heads, width // heads, scale=(width // heads) ** -0.5, bias=True, output_name="out_proj"
         )
         self.layer_norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = SiglipMLP(config)

@@ -1,21 +1,15 @@
-"""Configurations of the models other than PaliGemma, and the reader that picks one by config.json's model_type.
-
-In: the dictionary of a config.json, or a preset's name. Out: a frozen dataclass with `from_dict` and `to_dict`.
-"""
+"""Configurations of the models other than PaliGemma, and the reader that picks one by config.json's model_type."""
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from model.common import quoted, read_json
 from model.config import CONTROL_TOKENS, Config, PaliGemmaConfig, TextConfig, VisionConfig, config_errors, require
 
-# Language models for text alone
-
-# transformers' classes, by model_type
+# transformers' classes of language models, by model_type
 CLASSES = {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-_NOT_COMPUTED = ("use_sliding_window", "use_bidirectional_attention", "quantization_config")
 
 
 @dataclass(frozen=True)
@@ -38,92 +32,60 @@ class LanguageConfig(Config):
 
     @classmethod
     def from_dict(cls, raw: dict) -> "LanguageConfig":
-        kind, is_qwen = raw.get("model_type"), raw.get("model_type") == "qwen2"
-        require(str(kind) in CLASSES, f"model_type is {quoted(kind)}, expected a text model's: {', '.join(CLASSES)}")
-        pad, end, bos = (raw.get(name, None if is_qwen else default) for name, default in CONTROL_TOKENS.items())
+        kind = raw.get("model_type")
+        require(kind in list(CLASSES), f"model_type is {quoted(kind)}, expected a text model's: {', '.join(CLASSES)}")
+        require(not raw.get("use_bidirectional_attention"), "use_bidirectional_attention is not computed here")
+        defaults = CONTROL_TOKENS if kind != "qwen2" else {}
+        pad, end, bos = (raw.get(name, defaults.get(name)) for name in CONTROL_TOKENS)
         ends = tuple(end) if isinstance(end, list) else () if end is None else (end,)
         require(all(type(id_) is int for id_ in ends), f"eos_token_id is {quoted(end)}, expected token ids or null")
-        for name in _NOT_COMPUTED:
-            require(not raw.get(name), f"{name} is {quoted(raw.get(name))}: this is not computed here")
-        if is_qwen:
-            given = {name: value for name, value in raw.items() if value is not None}
-            layers, activation = {*map(str, given.pop("layer_types", ()))}, given.pop("hidden_act", "silu")
-            require(activation == "silu", f"hidden_act is {quoted(activation)}: this is not computed here")
-            require(layers <= {"full_attention"}, f"layer_types is {quoted(layers)}: this is not computed here")
-            heads = given["num_attention_heads"]
-            filled = {"num_key_value_heads": heads, "head_dim": given["hidden_size"] // heads}
-            raw = filled | {"tie_word_embeddings": False, "hidden_activation": "silu"} | given
         length = raw.get("max_position_embeddings", cls.max_position_embeddings)
         return cls(TextConfig.from_dict(raw), ends, ends[0] if pad is None and ends else pad, bos, length)
 
     def to_dict(self) -> dict:
-        return self.text.to_dict() | {
-            "architectures": [CLASSES[self.text.model_type]],
-            "eos_token_id": self.eos_token_id[0] if len(self.eos_token_id) == 1 else list(self.eos_token_id) or None,
-            "pad_token_id": self.pad_token_id,
-            "bos_token_id": self.bos_token_id,
-            "max_position_embeddings": self.max_position_embeddings,
-        }
+        ends = list(self.eos_token_id)
+        values = vars(self) | {"architectures": [CLASSES[self.text.model_type]]}
+        values["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
+        return self.text.to_dict() | {name: value for name, value in values.items() if name != "text"}
 
 
 @dataclass(frozen=True)
 class TextModelConfig(Config):
     """Sizes of a decoder that is trained from nothing, as it is built, and whether its attention is differential."""
 
-    kind: ClassVar[str] = "diff-transformer"
+    kind = "diff-transformer"
     text: TextConfig
     differential: bool = False
 
     @classmethod
     def of(cls, plain: TextConfig, differential: bool) -> "TextModelConfig":
         """The plain model, or the differential one: half as many heads, each twice as wide (Ye et al. 2024, 2.2)."""
-        if not differential:
-            return cls(plain)
-        heads, key_heads = plain.num_attention_heads, plain.num_key_value_heads
-        assert heads % 2 == key_heads % 2 == 0, f"{heads} heads on {key_heads} key heads cannot be paired"
-        pairs = {"num_attention_heads": heads // 2, "num_key_value_heads": key_heads // 2}
-        return cls(replace(plain, **pairs, head_dim=2 * plain.head_dim), True)
+        maps = 2 if differential else 1
+        heads, key_heads = plain.num_attention_heads // maps, plain.num_key_value_heads // maps
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "head_dim": maps * plain.head_dim}
+        return cls(replace(plain, **sizes), differential)
 
 
 # The plain model by name: a few thousand parameters for tests, up to two million for two cores, 90 million for a GPU,
 # and the sizes that Ye et al. 2024 train, 3b for its figures, the others to see how the loss falls with size.
 _TEXT_SIZES = {"nano": (1024, 48, 2, 4), "0.1m": (2048, 32, 3, 4), "0.2m": (2048, 48, 3, 4), "0.3m": (2048, 64, 3, 4)}
 _TEXT_SIZES |= {"0.6m": (2048, 96, 4, 6), "tiny": (2048, 192, 4, 6), "small": (8192, 768, 12, 12)}
-_PAPER_SIZES = {"830m": (1536, 24, 16), "1.4b": (2048, 24, 16), "2.8b": (2560, 32, 20), "3b": (3072, 28, 24)}
-_PAPER_SIZES |= {"6.8b": (4096, 32, 32), "13.1b": (5120, 40, 40)}
-_TEXT_SIZES |= {name: (100_288, *sizes) for name, sizes in _PAPER_SIZES.items()}
+_TEXT_SIZES |= {"830m": (100288, 1536, 24, 16), "1.4b": (100288, 2048, 24, 16), "2.8b": (100288, 2560, 32, 20)}
+_TEXT_SIZES |= {"3b": (100288, 3072, 28, 24), "6.8b": (100288, 4096, 32, 32), "13.1b": (100288, 5120, 40, 40)}
 TEXT_PRESETS = {  # vocabulary, width, layers, heads
     name: TextConfig("gemma", V, H, H * 8 // 3, layers, N, N, H // N, rms_norm_eps=1e-5, hidden_activation="silu")
     for name, (V, H, layers, N) in _TEXT_SIZES.items()
 }
 
-# WINGS
-
 
 @dataclass(frozen=True)
 class WingsConfig(PaliGemmaConfig):
-    """PaliGemma's sizes, and those of the learners and routers, see `model.wings`.
+    """PaliGemma's sizes, and those of the learners. routed: with textual learners and routers, from stage 2 on."""
 
-    routed: with textual learners and routers, from stage 2 on. router: what a router reads. router_width: the positions
-    that a router of "row" knows. rotary: learners rotate queries and keys.
-    """
-
-    kind: ClassVar[str] = "wings"
+    kind = "wings"
+    fixed = {"router": "octaves", "rotary": True}  # options of earlier commits
     rank: int = 64
     routed: bool = True
-    router: Literal["octaves", "row"] = "octaves"
-    router_width: int = 2048  # of the paper's training texts
-    rotary: bool = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        width, heads = self.text.hidden_size, self.text.num_attention_heads
-        require(width % (2 * heads) == 0, f"a learner cannot cut {width} channels into {heads} heads of an even width")
-
-    @classmethod
-    def beside(cls, base: PaliGemmaConfig, **learners) -> "WingsConfig":
-        """The sizes of `base` with those of the learners."""
-        return cls(**{field.name: getattr(base, field.name) for field in fields(PaliGemmaConfig)}, **learners)
 
     @classmethod
     def from_dict(cls, raw: dict) -> "WingsConfig":
@@ -133,18 +95,11 @@ class WingsConfig(PaliGemmaConfig):
         return super(PaliGemmaConfig, self).to_dict()
 
 
-# what `WingsConfig` adds, and the defaults
-LEARNER_FIELDS = {f.name: f.default for f in fields(WingsConfig) if f.name not in PaliGemmaConfig.__dataclass_fields__}
-
-
 @dataclass(frozen=True)
 class LanguageWingsConfig(WingsConfig):
-    """WINGS on a published language model, beside a SigLIP and a projector of two layers.
+    """WINGS on a published language model. chat: it is asked in turns of its family, see `model/chat.py`."""
 
-    eos_token_id ends an answer. chat: prompts and answers are turns of the family's conversation, see `model/chat.py`.
-    """
-
-    kind: ClassVar[str] = "wings-language"
+    kind = "wings-language"
     bos_token_id: int | None = None
     chat: bool = False
 
@@ -154,84 +109,51 @@ class LanguageWingsConfig(WingsConfig):
         return LanguageConfig(self.text, (self.eos_token_id,), self.pad_token_id, self.bos_token_id)
 
 
-# Mamba and Q-Mamba
-
-HELD = "zero_order_hold: only Δ·B is computed here, this option of B's discretization at commit 531252b"
-
-
 @dataclass(frozen=True)
 class MambaConfig(Config):
     """Sizes of a Mamba 1 language model with a tied head. Defaults: mamba-130m."""
 
-    kind: ClassVar[str] = "mamba"
+    kind = "mamba"
+    fixed = {"hidden_act": "silu", "zero_order_hold": False}
     vocab_size: int = 50280  # 50277 tokens of GPT-NeoX, padded to a multiple of 8
     hidden_size: int = 768
     num_hidden_layers: int = 24
     state_size: int = 16
     expand: int = 2
     conv_kernel: int = 4
-    time_step_rank: int | None = None  # None: ⌈H / 16⌉
+    time_step_rank: int | str = "auto"  # ⌈H / 16⌉
     layer_norm_epsilon: float = 1e-5
     pad_token_id: int = 0
     eos_token_id: int = 0
     bos_token_id: int = 0
 
     @property
-    def intermediate_size(self) -> int:
-        """E."""
-        return self.expand * self.hidden_size
-
-    @property
     def rank(self) -> int:
         """R."""
-        return self.time_step_rank or math.ceil(self.hidden_size / 16)
-
-    @classmethod
-    def from_dict(cls, raw: dict) -> "MambaConfig":
-        activation = raw.get("hidden_act", "silu")
-        require(activation == "silu", f"hidden_act is {quoted(activation)}, expected 'silu'")
-        require(not raw.get("zero_order_hold"), HELD)
-        return super().from_dict(raw if raw.get("time_step_rank") != "auto" else raw | {"time_step_rank": None})
+        return self.time_step_rank if isinstance(self.time_step_rank, int) else math.ceil(self.hidden_size / 16)
 
     def to_dict(self) -> dict:
-        return super().to_dict() | {
-            "architectures": ["MambaForCausalLM"],
-            "tie_word_embeddings": True,
-            "intermediate_size": self.intermediate_size,
-            "time_step_rank": self.time_step_rank or "auto",
-        }
-
-
-MAMBA_2_8B = MambaConfig(hidden_size=2560, num_hidden_layers=64)
+        beside = {"architectures": ["MambaForCausalLM"], "tie_word_embeddings": True}
+        return super().to_dict() | beside | {"intermediate_size": self.expand * self.hidden_size}
 
 
 @dataclass(frozen=True)
 class ProjectorConfig(Config):
-    """Sizes of the Q-Mamba projector. Defaults: the paper's, with 256 queries (it reports 128, 256, 512 and 729)."""
+    """Sizes of the Q-Mamba projector. Defaults: the paper's, with 256 queries (it reports 128, 256, 512 and 729).
 
-    # with learned queries; without them, each feature a vector, as in VL-Mamba; one linear map, as in LLaVA
+    projector: with learned queries; without them, each feature a vector, as in VL-Mamba; one linear map, as in LLaVA.
+    local_attention: each query attends to its own span of features, else to all of them.
+    """
+
+    fixed = {"zero_order_hold": False, "connector": True, "feed_forward": True}  # options of earlier commits
     projector: Literal["qmamba", "connector", "linear"] = "qmamba"
     queries: int = 256
     hidden_size: int = 768
     num_blocks: int = 24
     num_attention_heads: int = 16
     state_size: int = 16
-    local_attention: bool = True  # each query attends to its own span of features; False: to all of them
-    connector: bool = True
+    local_attention: bool = True
     scan_order: Literal["bidirectional", "forward", "backward"] = "bidirectional"  # of the connector
-    feed_forward: bool = True
-
-    @classmethod
-    def from_dict(cls, raw: dict) -> "ProjectorConfig":
-        require(not raw.get("zero_order_hold"), HELD)
-        return super().from_dict(raw)
-
-    def __post_init__(self):
-        super().__post_init__()
-        width, heads = self.hidden_size, self.num_attention_heads
-        require(width % heads == 0, f"projector width {width} is no multiple of {heads} heads")
-        is_plain = self.projector == "connector" and not self.connector
-        require(not is_plain, "projector is 'connector', but connector is false: take one of them back")
 
     @property
     def mixers(self) -> MambaConfig:
@@ -243,16 +165,18 @@ class ProjectorConfig(Config):
 class QMambaConfig(Config):
     """The whole model. Defaults: SigLIP So400m at 384 px without its last layer, and mamba-2.8b."""
 
-    kind: ClassVar[str] = "qmamba"
+    kind = "qmamba"
     vision: VisionConfig = VisionConfig(image_size=384, feature_layer=-2)
     projector: ProjectorConfig = ProjectorConfig()
-    text: MambaConfig = MAMBA_2_8B
+    text: MambaConfig = MambaConfig(50280, 2560, 64)
     image_token_id: int = 50279  # a row of the embedding's padding, which no text uses
 
     def __post_init__(self):
         super().__post_init__()
         queries, features = self.num_image_tokens, self.vision.num_image_tokens
         require(queries <= features, f"{queries} queries are more than the picture's {features} features")
+        width, heads = self.projector.hidden_size, self.projector.num_attention_heads
+        require(width % heads == 0, f"projector width {width} is no multiple of {heads} heads")
 
     @property
     def num_image_tokens(self) -> int:
@@ -265,14 +189,12 @@ class QMambaConfig(Config):
 
 
 # The paper's model by name, with the control tokens of the embedded tokenizer, which presets are read with.
-QMAMBA_PRESETS = {"qmamba-2.8b": QMambaConfig(text=replace(MAMBA_2_8B, eos_token_id=1, bos_token_id=2))}
+QMAMBA_PRESETS = {"qmamba-2.8b": QMambaConfig(text=MambaConfig(50280, 2560, 64, eos_token_id=1, bos_token_id=2))}
 
-CONFIGS: dict[str, type[Config]] = dict.fromkeys(CLASSES, LanguageConfig)
-for _config in (PaliGemmaConfig, TextModelConfig, WingsConfig, LanguageWingsConfig, QMambaConfig):
-    CONFIGS[_config.kind] = _config
+_MODELS: tuple[type[Config], ...] = PaliGemmaConfig, TextModelConfig, WingsConfig, LanguageWingsConfig, QMambaConfig
+CONFIGS = dict.fromkeys(CLASSES, LanguageConfig) | {model.kind: model for model in _MODELS}
 
 
 def read_config(path: str | Path) -> Any:
     """The configuration in the config.json at `path`. Raises UserError for a file that is no model of this project."""
-    # PaliGemma's reader has the best message for a type that is not in the table
     return CONFIGS.get(str(read_json(path).get("model_type")), PaliGemmaConfig).from_file(path)

@@ -2,8 +2,6 @@
 
 In: a batch of `model/processor.py`, as for PaliGemma, with `<image>` anywhere in the text or not at all. Out: float32
 logits (B, S, V). Everything is causal: token_type_ids only mark what is trained, they do not change the mask.
-`eval/shift.py` measures the shift of attention that the learners are to prevent.
-
 Source: "Wings: Learning Multimodal LLMs without Text-only Forgetting" (Zhang et al., NeurIPS 2024).
 
     h ──┬── main attention ────────────── + ── …          w = Router(the main attention's weights), w₁ + w₂ = 1
@@ -16,10 +14,8 @@ Stage 1 of training has no routers and no textual learners (`routed` False): the
 - A key is visible if it does not come after the query. The code compares indices that leave out the system's tokens
   with positions that include them, so that its textual learner sees later tokens.
 - Padding is hidden as a key, not as a query. Routed learners are added once, not twice. Both learners are cached.
-- The router reads sums of attention weights by distance, not weights at absolute positions, unless `router` of the
-  configuration is "row" (`Router`). Learners rotate queries and keys by their positions, as the code does; the formula
-  has no rotation, nor have learners with `rotary` False.
-
+- The router reads sums of attention weights by distance. In code and paper it reads weights at absolute positions, and
+  learns nothing of a position that no training text has reached. As in the code, learners have RoPE.
 The router needs the attention weights, so a routed model computes its main attention without a fused kernel.
 """
 
@@ -42,8 +38,6 @@ from model.system_configs import LanguageWingsConfig, WingsConfig
 OCTAVES = 16  # buckets of distance in a router: 0, 1–2, 3–6, 7–14, …, from 32767 on
 NEVER = 1 << 40  # as a column: after every query, so that no query sees it
 
-# Inputs and caches of the learners
-
 
 @dataclass(frozen=True)
 class LearnerInput:
@@ -55,64 +49,37 @@ class LearnerInput:
 
 
 class WingsRope(Rope):
-    """The rope of a batch, which every layer receives, and with it the inputs of its learners and router.
-
-    buckets (B, S or 1, Sk): the bucket of a router in which a query counts a key, see `Router`; None without routers.
-    """
+    """The rope of a batch, which every layer receives, and with it the inputs of its learners and router."""
 
     visual: LearnerInput
     textual: LearnerInput
-    buckets: torch.Tensor | None = None
+    buckets: torch.Tensor | None = None  # (B, S, Sk): where a router counts each key; None without routers
 
 
 class LearnerCache(LayerCache):
     """A learner's keys and values in one layer, and their columns (B, n) in the sequence."""
 
-    def __init__(self, capacity: int, columns: torch.Tensor):
-        super().__init__(capacity)
-        self.columns = columns
+    columns: torch.Tensor
 
 
 class WingsCache:
     """Keys and values of one layer: those of the main attention, and those of each learner from the first call on."""
 
     position = None  # single steps are not compiled
+    visual: LearnerCache | None = None
+    textual: LearnerCache | None = None
 
     def __init__(self, capacity: int):
         self.main = LayerCache(capacity)
-        self.visual: LearnerCache | None = None
-        self.textual: LearnerCache | None = None
-
-
-def chosen_first(chosen: torch.Tensor, width: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices (B, width) of the True entries of chosen (B, S) in order, padded; and which indices are padding.
-
-    width None: as many as the row with the most True entries has, but at least 1. A learner without keys then computes
-    all the same, because processes that train together must have the same gradients. On a GPU it is S: counting would
-    make the CPU wait, and the masked keys more cost little beside the layer.
-    """
-    if width is None:
-        width = chosen.shape[1] if chosen.is_cuda else max(1, int(chosen.sum(1).max()))
-    index = (~chosen).long().argsort(dim=1, stable=True)[:, :width]
-    return index, ~chosen.gather(1, index)
-
-
-# The learners
 
 
 class Update(nn.Module):
-    """x·A·B of low rank: A from a truncated normal distribution, B zero."""
+    """x·A·B of low rank; A starts from a truncated normal distribution, B at zero."""
 
     def __init__(self, width: int, rank: int):
         super().__init__()
         self.A = Linear(width, rank, bias=False)
         self.B = Linear(rank, width, bias=False)
-
-    @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        drawn = torch.empty(self.A.weight.shape)  # on the CPU, so that every device gets the same numbers
-        self.A.weight.copy_(nn.init.trunc_normal_(drawn, std=0.02, generator=generator))
-        self.B.weight.zero_()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.B(self.A(x))
@@ -121,26 +88,23 @@ class Update(nn.Module):
 class Learner(nn.Module):
     """LoRRA, low-rank residual attention, from the hidden states h to embeddings x of one kind.
 
-        q = h·(1 + W_q)    k = x·(1 + W_k)    v = x·(1 + W_v)    out = softmax(RoPE(q)·RoPE(k)ᵀ/√d + mask)·v·W_o
+        q = h·(1 + W_q)    k = x·(1 + W_k)    v = x·(1 + W_v)        out = softmax(RoPE(q)·RoPE(k)ᵀ/√d + mask)·v·W_o
 
     Each W is a product A·B of low rank. W_o has no 1 beside it, so the output starts at zero. Heads are H/N wide, and
-    there are as many key heads as query heads, because the residual path needs all H channels. Without `rotary` there
-    is no RoPE, as in the paper's formula: an output then depends on which keys are visible, not on where they are.
+    there are as many key heads as query heads, because the residual path needs all H channels.
     """
 
-    def __init__(self, width: int, num_heads: int, rank: int, rotary: bool = True):
+    def __init__(self, width: int, num_heads: int, rank: int):
         super().__init__()
-        self.num_heads, self.rotary = num_heads, rotary
+        assert width % (2 * num_heads) == 0, f"{width} channels cannot be cut into {num_heads} heads of an even width"
+        self.num_heads = num_heads
         self.q, self.k, self.v, self.o = (Update(width, rank) for _ in range(4))
 
-    def forward(
-        self, h: torch.Tensor, rope: Rope, given: LearnerInput, cache: LearnerCache | None = None
-    ) -> torch.Tensor:
+    def forward(self, h, rope: Rope, given: LearnerInput, cache: LearnerCache | None = None) -> torch.Tensor:
         """h (B, S, H) to (B, S, H); exactly zero where a query sees no key."""
         parts = (h, self.q), (given.x, self.k), (given.x, self.v)
         q, k, v = ((x + w(x)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x, w in parts)  # (B, N, ·, H/N)
-        if self.rotary:
-            q, k = rope(q), given.rope(k)
+        q, k = rope(q), given.rope(k)
         if cache is not None:
             k, v = cache.extend(k, v)
         # a query with no visible key attends to all keys and its output is zeroed: an empty softmax row is NaN
@@ -152,32 +116,18 @@ class Learner(nn.Module):
 class Router(nn.Module):
     """The weight of each learner for each query: softmax(SiLU(W·a + b)), a the attention weights of the query.
 
-    a is a row of the weights, summed over heads and within buckets of keys. `router` of the configuration names them:
-
-    "octaves": a bucket is an octave of the distance, apart for keys of pictures and of text: 2·OCTAVES numbers, which
-    mean the same at any place of a text of any length.
-    "row": a bucket is the position of a key, as in the paper's formula. W depends on absolute positions: it knows
-    `width` of them (keys beyond do not count), and learns nothing of a position that no training text has reached.
-
-    W and b start at zero, so that both learners have the weight ½.
+    They are summed over heads, and over the keys in each octave of the distance, apart for pictures and text: 2·OCTAVES
+    numbers, which mean the same at any place of a text of any length. W and b start at zero, both learners at ½.
     """
 
-    def __init__(self, width: int = 2 * OCTAVES):
+    def __init__(self):
         super().__init__()
-        self.width = width
-        self.linear = Linear(width, 2)
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
+        self.linear = Linear(2 * OCTAVES, 2)
 
     def forward(self, weights: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
-        """Attention weights (B, N, S, Sk) and buckets (B, S or 1, Sk) to (B, S, 2): visual, textual.
-
-        A bucket of the number `width` does not count.
-        """
+        """Attention weights (B, N, S, Sk) and buckets (B, S, Sk) to (B, S, 2): visual, textual."""
         row = weights.float().sum(1)
-        sums = row.new_zeros(*row.shape[:2], self.width + 1).scatter_add(-1, buckets.expand_as(row), row)[..., :-1]
+        sums = row.new_zeros(*row.shape[:2], 2 * OCTAVES).scatter_add(-1, buckets, row)
         return F.silu(self.linear(sums.to(self.linear.weight.dtype))).float().softmax(-1)
 
 
@@ -188,20 +138,13 @@ class WingsAttention(Attention):
         with torch.device("meta"):
             super().__init__(**plain.sizes())
         self.adopt(plain)
-        learner = config.text.hidden_size, config.text.num_attention_heads, config.rank, config.rotary
-        self.visual = Learner(*learner)
+        sizes = config.text.hidden_size, config.text.num_attention_heads, config.rank
+        self.visual = Learner(*sizes)
         if config.routed:
-            self.textual = Learner(*learner)
-            self.router = Router(config.router_width if config.router == "row" else 2 * OCTAVES)
+            self.textual = Learner(*sizes)
+            self.router = Router()
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        rope: WingsRope,
-        mask: torch.Tensor | None = None,
-        cache: WingsCache | None = None,
-        positions: int | torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, x, rope: WingsRope, mask=None, cache: WingsCache | None = None, positions=None) -> torch.Tensor:
         main, of_visual, of_textual = (cache.main, cache.visual, cache.textual) if cache is not None else (None,) * 3
         visual = self.visual(x, rope, rope.visual, of_visual)
         if rope.buckets is None:
@@ -219,9 +162,6 @@ class WingsAttention(Attention):
         return keep_positions(attended + visual_share * visual + textual_share * textual, positions)
 
 
-# The model
-
-
 class TwoLayerProjector(nn.Module):
     """The projector beside a language model: two layers with GELU between them (LLaVA's mlp2x_gelu)."""
 
@@ -229,14 +169,6 @@ class TwoLayerProjector(nn.Module):
         super().__init__()
         self.linear_1 = Linear(config.vision.hidden_size, config.text.hidden_size)
         self.linear_2 = Linear(config.text.hidden_size, config.text.hidden_size)
-
-    @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """As `nn.Linear`: uniform, to the inverse root of the input's width."""
-        for layer in (self.linear_1, self.linear_2):
-            end = layer.in_features**-0.5
-            for parameter in layer.parameters():  # drawn on the CPU, so that every device gets the same numbers
-                parameter.copy_(torch.empty(parameter.shape).uniform_(-end, end, generator=generator))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         return self.linear_2(F.gelu(self.linear_1(features)))
@@ -249,8 +181,7 @@ class WingsGemma(Gemma):
         super().__init__(config.text, 0 if isinstance(config, LanguageWingsConfig) else 1)
         for layer in self.layers:
             layer.add_module("self_attn", WingsAttention(layer.get_submodule("self_attn"), config))  # pyright: ignore
-        self.router = config.router if config.routed else None
-        self.router_width = config.router_width
+        self.routed = config.routed
 
     def new_cache(self, capacity: int) -> list:
         return [WingsCache(capacity) for _ in self.layers]
@@ -267,35 +198,34 @@ class WingsGemma(Gemma):
             C_κ    = the columns of the cached keys, then J_κ; each layer's cache keeps them for the next call
             mask_κ[i, j] = C_κ[j] ≤ F + i: query i sees the keys of its own and of earlier columns, and never ∞
 
-        All pictures come with the first call (F = 0), which counts n for both kinds. In later calls n is 0 for visual
-        and S for textual, without a look at the values, for which the CPU would have to wait on a GPU.
+        In the first call (F = 0) n is the most that a row has, but at least 1, because processes that train together
+        must have the same gradients. Counting would make the CPU wait for a GPU: there n is S. All pictures come with
+        that call, so that in later ones n is 0 for visual and S for textual keys.
 
-        The bucket of query i and key column c is min(⌊log₂(p_i − p_c + 1)⌋, OCTAVES − 1), plus OCTAVES if c ∈ C_visual;
-        for routers of "row" it is p_c − 1, at most their width.
+        The bucket of query i and key column c is min(⌊log₂(p_i − p_c + 1)⌋, OCTAVES − 1), plus OCTAVES if c ∈ C_visual.
         """
         assert documents is None, "learners do not separate the documents of a row"
         plain, full, sliding = super().geometry(x, valid, torch.ones_like(types), cache)
         rope = WingsRope(plain.positions, plain.theta)
         steps, first = x.shape[1], valid.shape[1] - x.shape[1]
         query, columns = torch.arange(first, first + steps, device=x.device), {}
-        for name, kind, later_width in (("visual", 0, 0), ("textual", 1, steps)):
-            index, is_padding = chosen_first(((types == kind) & valid)[:, first:], later_width if first else None)
-            columns[name] = first + index.masked_fill(is_padding, NEVER)
+        for name, kind in (("visual", 0), ("textual", 1)):
+            chosen = ((types == kind) & valid)[:, first:]
+            n = kind * steps if first else steps if x.is_cuda else max(1, int(chosen.sum(1).max()))
+            index = (~chosen).long().argsort(dim=1, stable=True)[:, :n]
+            columns[name] = first + index.masked_fill(~chosen.gather(1, index), NEVER)
             if cache and first:
                 columns[name] = torch.cat((getattr(cache[0], name).columns, columns[name]), dim=1)
             for layer in cache or ():
                 if first == 0:  # there is room for new text, and pictures are complete
-                    capacity = index.shape[1] + kind * (layer.main.capacity - steps)
-                    setattr(layer, name, LearnerCache(capacity, columns[name]))
+                    setattr(layer, name, LearnerCache(n + kind * (layer.main.capacity - steps)))
                 getattr(layer, name).columns = columns[name]
             keys = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
             mask = columns[name][:, None, None] <= query[:, None]
             setattr(rope, name, LearnerInput(keys, Rope(rope.positions.gather(1, index), rope.theta), mask))
-        place = valid.long().cumsum(-1)  # of the keys
-        if self.router == "row":
-            rope.buckets = (place - 1).clamp(0, self.router_width)[:, None]
-        elif self.router is not None:
-            rope.buckets = self.bucket(rope.positions, place + (self.first_position - 1), columns["visual"])
+        if self.routed:
+            place = valid.long().cumsum(-1) + (self.first_position - 1)  # of the keys
+            rope.buckets = self.bucket(rope.positions, place, columns["visual"])
         return rope, full, sliding
 
     @staticmethod
@@ -309,10 +239,7 @@ class WingsGemma(Gemma):
 
 
 class Wings(PaliGemma):
-    """PaliGemma with one or two learners in every decoder layer: the same parts, names and `forward`.
-
-    The decoder is PaliGemma's, or with a `LanguageWingsConfig` a published language model (`model/language.py`).
-    """
+    """PaliGemma, or with a `LanguageWingsConfig` a published language model, with learners in every decoder layer."""
 
     @staticmethod
     def build(config: WingsConfig) -> tuple[nn.Module, WingsGemma]:
@@ -328,22 +255,16 @@ class Wings(PaliGemma):
         return super().forward(input_ids, pixel_values, F.pad(is_text, (first, 0)), attention_mask, **options)
 
 
-def attach(base: PaliGemma, rank: int = 64, *, routed: bool = False, seed: int = 0, **options) -> Wings:
-    """`base` with learners, sharing its weights. Its outputs are those of `base` with all tokens causal.
-
-    options: fields of `WingsConfig`. Raises UserError for a base that is not a plain PaliGemma.
-    """
+def attach(base: PaliGemma, rank: int = 64, *, routed: bool = False, seed: int = 0) -> Wings:
+    """A plain PaliGemma with learners, sharing its weights; until they learn, it is `base` with all tokens causal."""
     is_plain = type(base) is PaliGemma and not base.grafts
     require(is_plain, "learners go beside the plain attention of a PaliGemma: take a base without other parts")
-    config = WingsConfig.beside(base.config, rank=rank, routed=routed, **options)
+    config = WingsConfig(**vars(base.config), rank=rank, routed=routed)
     return _assemble(config, base.state_dict(), seed).train(base.training)
 
 
 def join(config: LanguageWingsConfig, tower: Siglip, text: LanguageModel, seed: int = 0) -> Wings:
-    """A language model beside a vision tower, sharing their weights, with a fresh projector and learners.
-
-    config: of the same sizes. On text alone the logits are those of `text`.
-    """
+    """A language model with fresh learners and a vision tower, sharing their weights; on text alone it is `text`."""
     state = {f"vision_tower.{name}": tensor for name, tensor in tower.state_dict().items()}
     return _assemble(config, state | text.state_dict(), seed).eval()
 
@@ -361,17 +282,19 @@ def route(model: Wings, seed: int = 0) -> Wings:
 
 
 def _assemble(config: WingsConfig, state: Mapping[str, torch.Tensor], seed: int) -> Wings:
-    """A model of `config` with the tensors of `state`; parts that are not in it are initialised."""
+    """A model of `config` with the tensors of `state`; parameters that are not in it are initialised."""
     with torch.device("meta"):
         model = Wings(config)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    require(
-        not unexpected, f"{', '.join(unexpected[:1])} is no part of a plain PaliGemma: merge or leave out its adapter"
-    )
-    weight, generator = model.language_model.embed_tokens.weight, torch.Generator().manual_seed(seed)
-    for name, module in model.named_modules():
-        is_fresh = any(parameter.startswith(f"{name}.") for parameter in missing)
-        if isinstance(module, Update | Router | TwoLayerProjector) and is_fresh:
-            module.to(weight.dtype).to_empty(device=weight.device)
-            module.reset_parameters(generator)
+    require(not unexpected, f"{unexpected[:1]} is no part of a plain PaliGemma: merge or leave out its adapter")
+    generator, fresh = torch.Generator().manual_seed(seed), {}
+    for name in missing:
+        tensor = torch.zeros(model.get_parameter(name).shape)  # on the CPU, so that every device gets the same numbers
+        if name.endswith(".A.weight"):
+            nn.init.trunc_normal_(tensor, std=0.02, generator=generator)
+        elif name.startswith("multi_modal_projector."):  # as in nn.Linear
+            end = getattr(model.multi_modal_projector, name.split(".")[1]).in_features ** -0.5
+            tensor.uniform_(-end, end, generator=generator)
+        fresh[name] = tensor.to(model.language_model.embed_tokens.weight)
+    model.load_state_dict(fresh, strict=False, assign=True)
     return model

@@ -44,10 +44,6 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
     """The whole run: data, model, loop, summary."""
     with run_folder(arguments, settings, run_stem(settings), "train.finetune", world) as run:
         outline, _ = open_model(settings, torch.device("meta"))  # mistakes are reported before weights are read
-        if settings.kernel:
-            from model.mamba import choose_kernel
-
-            choose_kernel(outline, settings.kernel, world.device)
         records = read_records(settings)
         processor, files = open_processor(settings, outline)
         progress = world.gather(newest_progress(run))[0] or Progress(world.size)

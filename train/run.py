@@ -29,7 +29,7 @@ from train.flags import RUN_CONFIG, RunArguments, flag_name
 
 LOCK = ".lock"
 # settings that do not change what is learned
-FREE = "workers device checkpoint_every keep evaluate eval_limit max_bad eval_every keep_best kernel".split()
+FREE = "workers device checkpoint_every keep evaluate eval_limit max_bad eval_every keep_best".split()
 
 
 class Interrupted(Exception):

@@ -76,7 +76,6 @@ class Settings(LoopSettings):
     max_length: int = flag(8192, "tokens of an example, its picture's included; longer ones are left out", least=1)
     dtype: str = flag("auto", "of the base (default: bf16 on CUDA if frozen, else fp32)", choices=["auto", *DTYPES])
     quantize: str | None = flag(None, "frozen weights in 8 or 4 bits (default: as --dtype)", choices=list(QUANTIZED))
-    kernel: str | None = flag(None, "of Mamba's scan, on CUDA (default: PyTorch alone)", choices=["mamba_ssm"])
     evaluate: bool = flag(True, "evaluate on held-out examples, before, during and after training")
     eval_limit: int = flag(400, "held-out examples of each evaluation", least=4)
     eval_every: int | None = flag(None, "steps between evaluations; 0 none (default: ten times a run)", least=0)

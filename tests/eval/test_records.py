@@ -69,7 +69,7 @@ def processors(processor):
     mamba = MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=config.text.vocab_size + 1)
     parts = {"vision": config.vision, "projector": ProjectorConfig(queries=8), "text": replace(mamba, **ids)}
     qmamba = replace(QMambaConfig(), image_token_id=config.image_token_id, **parts)
-    wings = WingsConfig.beside(config, rank=4)
+    wings = WingsConfig(**vars(config), rank=4)
     return {"paligemma": processor} | {
         name: Processor(of, processor.tokenizer) for name, of in (("wings", wings), ("qmamba", qmamba))
     }

@@ -75,7 +75,7 @@ def test_prompts_of_the_families_and_the_plan(root, source, capsys, monkeypatch,
     """Breaks when a model is asked in another's words, or a plan opens a model."""
     monkeypatch.setattr("eval.open.load_model", None)
     (workplace / "wings").mkdir()
-    (workplace / "wings/config.json").write_text(json.dumps(WingsConfig.beside(PRESETS["tiny"]).to_dict()))
+    (workplace / "wings/config.json").write_text(json.dumps(WingsConfig(**vars(PRESETS["tiny"])).to_dict()))
     short = "Answer the question using a single word or phrase."
     unsure = "When the provided information is insufficient, respond with 'Unanswerable'."
     llava = (f"Who 0?\n{short}", f"Who?\n{unsure}\n{short}", f"Is it random?\n{short}", "what, 0?\nA.")

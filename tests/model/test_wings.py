@@ -18,22 +18,18 @@ from model.config import PaliGemmaConfig, TextConfig, VisionConfig
 from model.differential import graft
 from model.generate import CompiledStep, generate
 from model.paligemma import PaliGemma, initialize
-from model.system_configs import WingsConfig, read_config
+from model.system_configs import WingsConfig
 from model.wings import OCTAVES, Learner, LearnerInput, Router, Wings, attach, route
 from train import supervised
 from train.data import batches as data
-from train.optim import trainable
-from train.settings import Settings, parse
+from train.settings import parse
 from train.systems.open import open_model, open_stage
 from weights.export import export_model
 from weights.load import load_model
 
 IMAGE, SLOTS, HIDDEN, HEADS = 59, 4, 24, 2  # a picture takes four tokens
-BASE = PaliGemmaConfig(
-    VisionConfig(20, 28, 2, 2, patch_size=14, image_size=28),
-    TextConfig("gemma", 64, HIDDEN, 40, 3, HEADS, 1, head_dim=16),
-    image_token_id=IMAGE,
-)
+TEXT = TextConfig("gemma", 64, HIDDEN, 40, 3, HEADS, 1, head_dim=16)
+BASE = PaliGemmaConfig(VisionConfig(20, 28, 2, 2, patch_size=14, image_size=28), TEXT, IMAGE)
 
 
 def base(seed: int = 0) -> PaliGemma:
@@ -45,46 +41,35 @@ def randomized(model, seed: int = 1):
     """Every learner and router with weights that matter."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if re.search(r"(visual|textual)\.", name) or re.search(r"^[qkvo]\.", name):
+        if re.search(r"(visual|textual)\.|^[qkvo]\.", name):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
         elif "router" in name or name.startswith("linear."):
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     return model
 
 
-# stage 1, stage 2, and the paper's formula: a router on the row of weights (shorter than some), learners without RoPE
-KINDS = {"1": {"routed": False}, "2": {"routed": True}, "row": {"routed": True, "router": "row", "router_width": 8}}
-KINDS["row"] |= {"rotary": False}
-
-
-def wings(routed: bool = True, rank: int = 5, **options) -> Wings:
-    return randomized(attach(base(), rank, routed=routed, **options))
+def wings(routed: bool = True) -> Wings:
+    return randomized(attach(base(), 5, routed=routed))
 
 
 def batch(rows=((2, 1, 3), (0, 0, 4), (0, 1, 2))) -> dict[str, torch.Tensor]:
     """Left-padded rows of (text before, pictures, text after) in tokens."""
-    generator = torch.Generator().manual_seed(2)
-    texts = []
-    for before, pictures, after in rows:
-        words = torch.randint(3, IMAGE, (before + after,), generator=generator).tolist()
-        texts.append(words[:before] + [IMAGE] * (SLOTS * pictures) + words[before:])
-    width = max(map(len, texts))
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    generator, width = torch.Generator().manual_seed(2), max(a + SLOTS * n + b for a, n, b in rows)
+    ids = torch.randint(3, IMAGE, (len(rows), width), generator=generator)
     valid = torch.zeros_like(ids)
-    for row, text in enumerate(texts):
-        ids[row, width - len(text) :], valid[row, width - len(text) :] = torch.tensor(text), 1
+    for row, (before, pictures, after) in enumerate(rows):
+        start = width - before - SLOTS * pictures - after
+        ids[row, :start], valid[row, start:] = 0, 1
+        ids[row, start + before : width - after] = IMAGE
     pixels = torch.rand(sum(pictures for _, pictures, _ in rows), 3, 28, 28, generator=generator) * 2 - 1
     return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": torch.zeros_like(ids), "attention_mask": valid}
 
 
-# --- who sees whom ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_query_has_a_gradient_from_what_comes_after_it(kind):
+@pytest.mark.parametrize("routed", [False, True])
+def test_no_query_has_a_gradient_from_what_comes_after_it(routed):
     """Breaks when a learner, the router or the mask lets a token see a later one, or padding."""
-    model, inputs = wings(**KINDS[kind]), batch()
+    model, inputs = wings(routed), batch()
     decoder, valid = model.language_model, inputs["attention_mask"].bool()
     types = (inputs["input_ids"] != IMAGE).long()
     x = torch.randn(*valid.shape, HIDDEN, generator=torch.Generator().manual_seed(3))
@@ -108,9 +93,6 @@ def test_text_alone_has_no_visual_part():
     for output in outputs:
         assert (output[before] == 0).all()
         assert (output[~before & inputs["attention_mask"].bool()].abs().sum(-1) > 0).all()
-
-
-# --- what is computed -------------------------------------------------------------------------------------------------
 
 
 def rotated(vectors, positions):
@@ -140,29 +122,22 @@ def test_a_learner_equals_the_formula_written_out():
     assert (result[0] == 0).all()
 
 
-def test_a_learner_is_8dr_parameters_and_starts_at_zero():
-    """Breaks when a learner has a bias or a norm, another rank, or changes the model before it has learned."""
-    model = attach(initialize(PaliGemma(BASE)), 5, routed=True)
-    learner = model.language_model.layers[0].self_attn.textual
-    assert sum(p.numel() for p in learner.parameters()) == 8 * HIDDEN * 5
-    a = torch.cat([m.weight.flatten() for n, m in model.named_modules() if re.search(r"(visual|textual)\..\.A$", n)])
-    assert abs(a.mean()) < 2e-3 and abs(a.std() - 0.02) < 1e-3
-    assert not any(m.weight.any() for n, m in model.named_modules() if re.search(r"(visual|textual)\..\.B$", n))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_start_is_the_base(kind):
-    """Breaks when learners or routers move a logit before they have learned anything, in either stage."""
+@pytest.mark.parametrize("routed", [False, True])
+def test_the_start_is_the_base(routed):
+    """Breaks when a learner has a bias or another rank, or learners or routers move a logit before they learn."""
     plain, inputs = base(), batch()
-    model = attach(plain, 5, **KINDS[kind])
-    for either in (plain, model):  # a router needs the weights: its main attention is never fused
-        set_attention_backend(either, "sdpa" if kind == "1" else "eager")
+    model = attach(plain, 5, routed=routed)
+    assert sum(p.numel() for p in model.language_model.layers[0].self_attn.visual.parameters()) == 8 * HIDDEN * 5
+    a = torch.cat([p.flatten() for name, p in model.named_parameters() if name.endswith(".A.weight")])
+    assert abs(a.mean()) < 2e-3 and abs(a.std() - 0.02) < 1e-3
+    for each in (plain, model):  # a router needs the weights: its main attention is never fused
+        set_attention_backend(each, "eager" if routed else "sdpa")
     causal, valid = torch.ones_like(inputs["token_type_ids"]), inputs["attention_mask"].bool()
     assert torch.equal(model(**inputs)[valid], plain(**inputs | {"token_type_ids": causal})[valid])
 
 
-def test_stage_2_starts_where_stage_1_ended():
-    """Breaks when routing halves what the visual learners learned, or reaches into the first stage's model."""
+def test_stage_2_starts_where_stage_1_ended(tmp_path):
+    """Breaks when routing halves what the visual learners learned, or a folder forgets a learner, router or size."""
     first, inputs = wings(routed=False), batch()
     set_attention_backend(first, "eager")
     logits, valid = first(**inputs), inputs["attention_mask"].bool()
@@ -170,6 +145,10 @@ def test_stage_2_starts_where_stage_1_ended():
     set_attention_backend(second, "eager")
     assert torch.equal(second(**inputs)[valid], logits[valid]) and torch.equal(first(**inputs), logits)
     assert second.config.routed and {n for n, _ in second.named_parameters()} > {n for n, _ in first.named_parameters()}
+    export_model(randomized(second, seed=7), tmp_path / "model")
+    again = load_model(tmp_path / "model")
+    assert again.config == second.config == WingsConfig(**vars(BASE), rank=5)
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in second.state_dict().items())
 
 
 def test_what_a_layer_adds_is_the_routed_sum():
@@ -207,31 +186,12 @@ def test_a_router_reads_octaves_of_distance():
     assert decoder.bucket(torch.tensor([[1 << 20]]), at, columns)[0, 0, 0] == OCTAVES - 1  # far away is one group
 
 
-@torch.no_grad()
-def test_a_router_of_the_paper_reads_the_row_itself():
-    """Breaks when a weight is read at another place than its key's position, or padding shifts or cuts the row."""
-    model, seen = wings(**KINDS["row"]), []
-    router = model.language_model.layers[1].self_attn.router
-    router.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
-    inputs = batch(((2, 1, 3), (0, 0, 5)))  # nine tokens, one more than the router knows; five behind padding
-    model(**inputs)
-    weights, shares = seen[0]
-    for row, length in ((0, 9), (1, 5)):
-        own = weights[row, :, -length:, -length:].sum(0)  # (S, S) of the tokens, padding cut off
-        a = F.pad(own, (0, 3))[:, :8]
-        torch.testing.assert_close(shares[row, -length:], F.silu(router.linear(a)).softmax(-1), atol=1e-5, rtol=1e-5)
-    assert router.linear.weight.shape == (2, 8)
-
-
 def test_a_batch_of_text_alone_gives_every_parameter_a_gradient():
     """Breaks when processes that train together wait for gradients that one of them does not have."""
     model = wings()
     model(**batch(((0, 0, 4), (0, 0, 2)))).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert not model.language_model.layers[0].self_attn.visual.o.B.weight.grad.any()
-
-
-# --- answers, slots and batches --------------------------------------------------------------------------------------
 
 
 def test_what_a_cache_keeps():
@@ -264,10 +224,6 @@ def test_choices_are_weighed_as_if_each_were_read_alone():
             torch.testing.assert_close(likelihood, log_p[range(len(choice)), choice].sum(), atol=1e-4, rtol=1e-4)
 
 
-def picture(color=(200, 30, 90)) -> Image.Image:
-    return Image.new("RGB", (112, 112), color)
-
-
 def test_a_picture_stands_where_its_slot_is(processor):
     """Breaks when the slot is elsewhere, the words around it are cut differently, or bos does not begin the text."""
     bos, image = processor.config.bos_token_id, [processor.config.image_token_id] * 16
@@ -280,100 +236,43 @@ def test_a_picture_stands_where_its_slot_is(processor):
     assert [token for token in two if token != image[0]] == [bos, *whole] and two.count(image[0]) == 32
 
 
-def test_batches_that_do_not_fit_are_refused():
-    """Breaks when pictures are read at another row's slot, or a slot is left over."""
-    inputs = batch()
-    pixels, more = inputs["pixel_values"], inputs["input_ids"].masked_fill(torch.arange(9) == 8, IMAGE)
-    for change, message in (
-        ({"pixel_values": pixels[:1]}, "2 image slots for 1"),
-        ({"pixel_values": None}, "2 image slots for 0"),
-        ({"pixel_values": pixels.repeat(2, 1, 1, 1)}, "2 image slots for 4"),
-        ({"input_ids": more}, "row 0 has 5 image tokens"),
-    ):
-        with pytest.raises(UserError, match=message):
-            wings()(**inputs | change)
-
-
 def test_rows_with_and_without_a_picture_are_learned_together(processor):
     """Breaks when a text-only record takes another's picture, or anything but the answer is learned."""
-    red, blue = picture((255, 0, 0)), picture((0, 0, 255))
+    red, blue = (Image.new("RGB", (112, 112), color) for color in ("red", "blue"))
     records = [
         Record("0", "red", (lambda: red,), (("count<image> the dog", "2"),)),
         Record("1", "red", (), (("How many are 1 and 2?", "3"),)),  # the same key: still no picture
         Record("2", "blue", (lambda: blue,), (("count dog", "1"),)),
         Record("3", "red", (lambda: red,), (("exist<image> dog", "no"),)),
-        Record("4", "text", (), (("a<image> dog", "no"),)),
     ]
-    micro = data.collate(records, processor)
-    assert micro.names == ("0", "1", "2", "3") and "4: 1 <image> in the prompt for 0 picture" in micro.bad[0]
+    micro, model = data.collate(records, processor), attach(load_model("embedded"), 4)
     assert micro.batch.image_index.tolist() == [0, 1, 0] and len(micro.batch.pixel_values) == 2
-    answers = [processor.decode(row[row != -100]) for row in micro.targets]
-    assert answers == ["2", "3", "1", "no"]
-    model = attach(load_model("embedded"), 4)
-    loss = supervised.supervised_loss(model, micro)
-    each = [supervised.supervised_loss(model, data.collate([record], processor)) for record in records[:4]]
-    torch.testing.assert_close(loss, sum(each), atol=1e-4, rtol=1e-5)
-
-
-# --- training in stages, and folders ----------------------------------------------------------------------------------
-
-
-def stage_settings(stage: int, source) -> Settings:
-    return parse(f"--arch wings --stage {stage} --base {source} --r 4 --data jsonl:x".split())[0]
-
-
-@pytest.fixture(scope="module")
-def stage_1(tmp_path_factory):
-    """A model of stage 1 in a folder."""
-    folder = tmp_path_factory.mktemp("wings") / "model"
-    export_model(randomized(attach(load_model("embedded"), 4)), folder)
-    return folder
+    assert [processor.decode(row[row != -100]) for row in micro.targets] == ["2", "3", "1", "no"]
+    each = [supervised.supervised_loss(model, data.collate([record], processor)) for record in records]
+    torch.testing.assert_close(supervised.supervised_loss(model, micro), sum(each), atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.long
-def test_each_stage_trains_its_parts(stage_1):
-    """Breaks when a stage trains the vision tower, forgets a part, or gives it another rate than the paper."""
+def test_each_stage_trains_its_parts(tmp_path):
+    """Breaks when a stage trains the vision tower, forgets a part, has another rate than the paper, or comes first."""
     projector, rest = r"multi_modal_projector\..*", r"language_model\..*"
     visual = r"language_model\.layers\.\d\.self_attn\.visual\..*"
-    stages = (
-        ("embedded", {projector: 2e-4, visual: 2e-4}, 1e-9, 256),
-        (stage_1, {projector: 1e-5, rest: 2e-6}, 1e-8, 64),
-    )
-    for stage, (source, wanted, decay, batch_size) in enumerate(stages, 1):
-        settings = stage_settings(stage, source)
+    export_model(attach(load_model("embedded"), 4), tmp_path / "model")
+    stages = ("embedded", {projector: 2e-4, visual: 2e-4}), (tmp_path / "model", {projector: 1e-5, rest: 2e-6})
+    for stage, (source, wanted) in enumerate(stages, 1):
+        settings = parse(f"--arch wings --stage {stage} --base {source} --r 4 --data jsonl:x".split())[0]
         model, optimizer = open_model(settings, torch.device("cpu"))
         rates = {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}
-        assert trainable(model).keys() == rates.keys() and model.config.routed == (stage == 2)
         names = [name for name, _ in model.named_parameters()]
         expected = {name: rate for name in names for pattern, rate in wanted.items() if re.fullmatch(pattern, name)}
-        assert rates == pytest.approx(expected)
-        assert {group["weight_decay"] for group in optimizer.param_groups} == {decay}
-        assert settings.step_batch == batch_size
+        assert rates == pytest.approx(expected) and model.config.routed == (stage == 2)
+        assert {group["weight_decay"] for group in optimizer.param_groups} == {(1e-9, 1e-8)[stage - 1]}
+        assert settings.step_batch == (256, 64)[stage - 1]
         assert (settings.schedule, settings.warmup, settings.clip, settings.epochs) == ("cosine", 0.03, 1.0, 1)
-
-
-def test_a_stage_in_the_wrong_order_is_told(stage_1):
-    """Breaks when stage 2 begins without stage 1, or stage 1 adds learners to a model that has them."""
-    for settings, message in (
-        (stage_settings(2, "embedded"), "embedded is no model of stage 1"),
-        (stage_settings(1, stage_1), "plain attention of a PaliGemma"),
-    ):
+    for stage, source, message in ((2, "embedded", "no model of stage 1"), (1, tmp_path / "model", "plain attention")):
+        settings = parse(f"--arch wings --stage {stage} --base {source} --r 4 --data jsonl:x".split())[0]
         with pytest.raises(UserError, match=message):
             open_stage(settings, torch.float32, torch.device("cpu"))
-    with pytest.raises(UserError, match="goes on from a model of stage 1"):
-        route(wings(routed=True))
-
-
-@pytest.mark.long
-def test_a_folder_gives_the_same_model(stage_1, tmp_path):
-    """Breaks when learners, routers or their sizes do not survive being written and read."""
-    first = load_model(stage_1)
-    assert isinstance(first, Wings) and first.config == WingsConfig.beside(first.config, rank=4, routed=False)
-    second = randomized(route(first), seed=7)
-    export_model(second, tmp_path / "model")
-    again = load_model(tmp_path / "model")
-    assert again.config == second.config == read_config(tmp_path / "model" / "config.json")
-    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in second.state_dict().items())
 
 
 def test_learners_go_beside_plain_attention_alone():

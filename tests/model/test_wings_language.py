@@ -183,7 +183,6 @@ def test_both_stages_are_trained_resumed_and_opened_elsewhere(parts, tmp_path):
         ("--option language=x", "--option language"),
         ("--option chat=maybe", "--option chat=maybe"),
         ("--option feature_layer=9", "feature_layer 9"),
-        ('--option router="rows"', "router is 'rows'"),
         ("--stage 2", "stage 1 has decided that"),
     ],
 )

@@ -35,7 +35,7 @@ SMALL = replace(
 )
 GEMMA2 = {"model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 12}
 MAMBA = MambaConfig(1728, 32, 1, 4, eos_token_id=1, bos_token_id=2)
-QMAMBA = QMambaConfig(SMALL.vision, replace(TINY, num_blocks=1, queries=4, connector=False), MAMBA, 1727)
+QMAMBA = QMambaConfig(SMALL.vision, replace(TINY, num_blocks=1, queries=4), MAMBA, 1727)
 
 
 def first_batch(settings, model):

@@ -14,7 +14,6 @@ from eval.records import Record
 from lora import adapter
 from model.common import UserError
 from model.device import choose_device
-from model.mamba import choose_kernel
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from train.distributed import World
@@ -132,11 +131,9 @@ def read_stages(
 
 
 def open_on_device(settings: Settings) -> Any:
-    """The PaliGemma of a stage, on its device, with its kernel of the scan."""
+    """The PaliGemma of a stage, on its device."""
     device = choose_device(settings.device)
-    model = systems.open_stage(settings, systems.weights_dtype(settings, device), device).eval()
-    choose_kernel(model, settings.kernel, device)
-    return model
+    return systems.open_stage(settings, systems.weights_dtype(settings, device), device).eval()
 
 
 def learn(

@@ -17,7 +17,7 @@ import torch
 from model.chat import load_text_tokenizer
 from model.common import UserError
 from model.source import EMBEDDED
-from model.system_configs import LEARNER_FIELDS, LanguageWingsConfig
+from model.system_configs import LanguageWingsConfig
 from model.wings import Wings, attach, join, route
 from train.settings import Settings
 from weights.load import load_model, load_siglip, load_text
@@ -31,15 +31,12 @@ class Parts:
 
     language_model: a folder or hub id; "" is the base's own decoder. feature_layer: of the vision tower beside it, see
     `VisionConfig`. chat: "yes" trains and asks in turns of its family's conversation, "no" in plain text, "auto" in
-    turns if its configuration ends answers by the mark of a turn's end. The others: see `WingsConfig`.
+    turns if its configuration ends answers by the mark of a turn's end.
     """
 
     language_model: str = ""
     feature_layer: int = -2
     chat: str = "auto"
-    router: str = LEARNER_FIELDS["router"]
-    router_width: int = LEARNER_FIELDS["router_width"]
-    rotary: bool = LEARNER_FIELDS["rotary"]
 
     @classmethod
     def of(cls, settings: Settings) -> "Parts":
@@ -48,10 +45,6 @@ class Parts:
         if parts.chat not in ("auto", "yes", "no"):
             raise UserError(f"--option chat={parts.chat}: expected auto, yes or no")
         return parts
-
-    @property
-    def learners(self) -> dict:
-        return {name: value for name, value in asdict(self).items() if name in LEARNER_FIELDS}
 
 
 def tokenizer_source(settings: Settings) -> str:
@@ -71,7 +64,7 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
         raise UserError(f"--base {TEXT_BASE}: {TEXT_FOLDER} is not there: make it with python -m train.embedded.text")
     base = load_model(TEXT_FOLDER if settings.base == TEXT_BASE else settings.base, dtype=dtype, device=device)
     if settings.stage == 1:
-        return attach(base, settings.r, seed=settings.seed, **parts.learners)
+        return attach(base, settings.r, seed=settings.seed)
     if type(base) is not Wings or base.config.routed:
         remedy = "train one with --arch wings --stage 1, and give --base RUN/model"
         raise UserError(f"--stage 2: {settings.base} is no model of stage 1: {remedy}")
@@ -99,6 +92,5 @@ def join_parts(settings: Settings, parts: Parts, dtype: torch.dtype, device: tor
         chat=is_chat,
         rank=settings.r,
         routed=False,
-        **parts.learners,
     )
     return join(config, tower, text, settings.seed)
