@@ -115,7 +115,7 @@ def open_sample(order: Order, settings: Settings) -> list[MicroBatch]:
     """The first micro-batches of a run, of about SAMPLE rows. Raises UserError for too many unusable records."""
     micros, rows, bad = [], 0, []
     for micro in chain.from_iterable(order.steps(0, settings.workers)):
-        micros += [] if micro.is_empty else [micro]
+        micros += [micro] if micro.names else []
         rows, bad = rows + len(micro.names), [*bad, *micro.bad]
         if len(bad) > settings.max_bad or rows + len(bad) >= SAMPLE:
             break

@@ -16,7 +16,7 @@ from model.common import UserError
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from train.checkpoint import Progress
-from train.data.batches import MicroBatch, Order, idle
+from train.data.batches import MicroBatch, Order
 from train.distributed import World
 from train.loop import fit
 from train.settings import Settings, step_layout
@@ -28,7 +28,7 @@ def train_on(
     """Train `model` in place on `order`; returns the run's progress. options: `validate` and `progress` of `fit`."""
 
     def loss(called: nn.Module, micro: MicroBatch) -> torch.Tensor:
-        return supervised_loss(called, ready(micro, order.processor, world.device))
+        return supervised_loss(called, micro.to(world.device))
 
     return fit(model, optimizer, order, loss, settings, run, world, **options)
 
@@ -47,11 +47,6 @@ def make_order(
     chosen = {name: getattr(settings, name) for name in ("epochs", "steps", "seed", "per_picture")}
     chosen |= {"batch_size": rows, "accumulate": micro_batches // world.size}
     return Order(records, processor, rank=world.rank, world_size=world.size, **chosen)
-
-
-def ready(micro: MicroBatch, processor: Processor, device: torch.device) -> MicroBatch:
-    """The micro-batch on its device. An empty one becomes a blank row: other processes wait for its gradients."""
-    return (idle(processor) if micro.is_empty else micro).to(device)
 
 
 def supervised_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:

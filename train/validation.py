@@ -28,7 +28,7 @@ from train.data.batches import MicroBatch, MicroBatches, load
 from train.data.sources import read_records
 from train.distributed import World, ask_together, is_sharded
 from train.settings import Settings
-from train.supervised import inputs, ready, row_losses
+from train.supervised import inputs, row_losses
 from train.systems.open import write_trained
 
 ASKED = 200  # examples that a model answers at an evaluation during training; the loss is of all
@@ -87,10 +87,10 @@ class HeldOut:
         rank, size, device = self.world.rank, self.world.size, self.world.device
         plan, shares, on_gpu = [*self.plan, *[[]] * (-len(self.plan) % size)], {}, device.type == "cuda"
         for micro in load(MicroBatches(records, self.processor), plan[rank::size], self.settings.workers, on_gpu):
-            names, micro = micro.names, ready(micro, self.processor, device)
+            micro = micro.to(device)
             with autocast_of(self.settings.autocast, device):
                 losses = row_losses(model, micro).tolist()
-            shares |= zip(names, zip(losses, (micro.targets != -100).sum(1).tolist(), strict=True), strict=False)
+            shares |= zip(micro.names, zip(losses, (micro.targets != -100).sum(1).tolist(), strict=True), strict=False)
         known = {name: row for share in self.world.gather(shares) for name, row in share.items()}
         losses = [known[record.name][0] if record.name in known else None for record in records]
         return losses, sum(tokens for _, tokens in known.values())
@@ -122,7 +122,7 @@ class HeldOut:
         record = {"held_out_loss": loss} | ({} if exact is None else {"exact_match": exact})
         if self.world.is_first and not is_sharded(model) and variants_of(model):
             micro = MicroBatches(self.records, self.processor)[self.plan[0]]
-            record |= maps_of(model, ready(micro, self.processor, self.world.device))
+            record |= maps_of(model, micro.to(self.world.device))
         return record
 
 

@@ -6,16 +6,14 @@ lm-evaluation-harness: trailing spaces move to the answer; answer tokens = encod
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NoReturn
 
 import torch
 
 from eval.question import Question
 from eval.text.corpus import BOS, PAD
 from model.chat import load_text_tokenizer
-from model.common import UserError, shown
+from model.common import UserError
 from model.generate import pad_left
-from model.images import Picture
 from model.processor import Batch, TokenRow
 from model.source import local_path, preset_of, resolve
 from model.system_configs import LanguageConfig, TextModelConfig, read_config
@@ -29,16 +27,14 @@ class TextReader:
         self.encode = lru_cache(maxsize=4096)(encode)  # a prompt is encoded with each of its choices
         self.begin, self.padding, self.max_length = begin, pad, max_length
 
-    def pixels(self, picture: Picture) -> NoReturn:
+    def pixels(self, picture) -> torch.Tensor:
         raise UserError("the model reads text alone, no pictures: take other questions, or another model")
 
     def row(self, question: Question) -> TokenRow:
-        """The tokens of a prompt. Raises UserError for a prompt that is too long, or without tokens."""
-        lengths = [len(self.continuation(question.prefix, choice)) for choice in question.choices]
+        """The tokens of a prompt. Raises UserError for one that is too long."""
         ids = self.begin + self.encode(question.prefix.rstrip())
-        if not ids or not all(lengths):
-            raise UserError("the prompt or a choice has no tokens: correct it")
-        if (length := len(ids) + max(lengths, default=1) - 1) > self.max_length:
+        longest = max((len(self.continuation(question.prefix, choice)) for choice in question.choices), default=1)
+        if (length := len(ids) + longest - 1) > self.max_length:
             raise UserError(f"{length} tokens with the longest choice, more than {self.max_length}: give fewer --shots")
         return ids, [1] * len(ids), [0] * len(ids)
 
@@ -48,8 +44,8 @@ class TextReader:
 
     def pad(self, rows: Sequence[TokenRow]) -> Batch:
         ids, valid = pad_left([row for row, *_ in rows], self.padding)
-        empty = torch.empty(0, dtype=torch.int64)
-        return Batch(ids, torch.empty(0, 3, 1, 1), torch.ones_like(ids), valid, torch.full_like(ids, -100), empty)
+        types, labels = torch.ones_like(ids), torch.full_like(ids, -100)
+        return Batch(ids, torch.empty(0, 3, 1, 1), types, valid, labels, torch.empty(0, dtype=torch.int64))
 
 
 def config_of(source: str) -> LanguageConfig | TextModelConfig | None:
@@ -67,7 +63,4 @@ def open_reader(source: str, max_length: int) -> TextReader:
         tokenizer = load_text_tokenizer(source)
         begin = tokenizer.prompt("a")[: -len(tokenizer.encode("a"))]
         return TextReader(tokenizer.encode, begin, config.pad_token_id, min(max_length, config.max_position_embeddings))
-    tokenizer = load_tokenizer(find_tokenizer(source))
-    if config is None or tokenizer.vocab_size() > config.text.vocab_size:
-        raise UserError(f"{shown(source)}: the tokenizer is of another model: take both files from one run")
-    return TextReader(tokenizer.encode, [BOS], PAD, max_length)
+    return TextReader(load_tokenizer(find_tokenizer(source)).encode, [BOS], PAD, max_length)

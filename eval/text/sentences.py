@@ -8,21 +8,20 @@ In: a task's name, a split and an index. Out: a `Sentence`, a prompt and its one
     lookup    Row: cat 4 key dog 9. What is in column 3?             key
     fact      What is a tiger?                                       animal
 
-Everything follows from (task, split, seed, index). A prompt to copy or to look up belongs to exactly one split, by its
-hash: no prompt of the test split occurs in training. There are only 140 sums and facts, to be memorised: all splits ask
-the same ones.
+A prompt to copy or to look up belongs to exactly one split, by its hash. All splits ask the same 140 sums and facts.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from eval.pictures import CATEGORIES, NAMES, SPLITS, Dice, split_of
+from eval.pictures import CATEGORIES, NAMES, Dice, split_of
 from eval.scenes import with_article
-from model.common import UserError
+
+TASKS = ("add", "copy", "lookup", "fact")
+BY_HEART = ("add", "fact")
+WORDS = [*NAMES, *map(str, range(10))]
 
 
-@dataclass(frozen=True)
-class Sentence:
+class Sentence(NamedTuple):
     """One prompt and its answer."""
 
     task: str
@@ -31,40 +30,24 @@ class Sentence:
 
 
 def sentence(task: str, split: str, index: int, seed: int = 0) -> Sentence:
-    """Sentence number `index` of a task's endless stream. Raises UserError for an unknown task or split."""
-    if task not in TASKS or split not in SPLITS:
-        raise UserError(f"task {task!r}, split {split!r}: expected {', '.join(TASKS)}, and {', '.join(SPLITS)}")
+    """Sentence number `index` of a task's endless stream: the same on every machine."""
     dice = Dice(f"sentence/{task}/{split}/{seed}/{index}")
-    while True:
-        prefix, suffix = TASKS[task](dice)
-        if task in BY_HEART or split_of((prefix,)) == split:
-            return Sentence(task, prefix, suffix)
+    drawn = _draw(task, dice)
+    while task not in BY_HEART and split_of((drawn.prefix,)) != split:
+        drawn = _draw(task, dice)
+    return drawn
 
 
-def _add(dice: Dice) -> tuple[str, str]:
-    a, b = dice.below(10), dice.below(10)
-    return f"How many are {a} and {b}?", str(a + b)
-
-
-def _copy(dice: Dice) -> tuple[str, str]:
-    words = _words(dice, 3 + dice.below(4))
-    return f"Caption: {' '.join(words)}. What is the caption?", " ".join(words)
-
-
-def _lookup(dice: Dice) -> tuple[str, str]:
-    words = _words(dice, 5)
-    asked = dice.below(5)
-    return f"Row: {' '.join(words)}. What is in column {asked + 1}?", words[asked]
-
-
-def _fact(dice: Dice) -> tuple[str, str]:
-    name = dice.pick(NAMES)
-    return f"What is {with_article(name)}?", next(kind for kind, names in CATEGORIES.items() if name in names)
-
-
-def _words(dice: Dice, count: int) -> list[str]:
-    return dice.draw([*NAMES, *map(str, range(10))], count)
-
-
-TASKS: dict[str, Callable[[Dice], tuple[str, str]]] = {"add": _add, "copy": _copy, "lookup": _lookup, "fact": _fact}
-BY_HEART = ("add", "fact")
+def _draw(task: str, dice: Dice) -> Sentence:
+    if task == "add":
+        a, b = dice.below(10), dice.below(10)
+        return Sentence(task, f"How many are {a} and {b}?", str(a + b))
+    if task == "fact":
+        name = dice.pick(NAMES)
+        kind = next(kind for kind, names in CATEGORIES.items() if name in names)
+        return Sentence(task, f"What is {with_article(name)}?", kind)
+    words = dice.draw(WORDS, 3 + dice.below(4) if task == "copy" else 5)
+    if task == "copy":
+        return Sentence(task, f"Caption: {' '.join(words)}. What is the caption?", " ".join(words))
+    column = dice.below(5)
+    return Sentence(task, f"Row: {' '.join(words)}. What is in column {column + 1}?", words[column])

@@ -135,7 +135,7 @@ def test_a_conversation_is_laid_out_and_learned_as_released(parts):
     opening = SYSTEM + user.format("What?") + mine + "a box<|im_end|>\n<|im_start|>user\n"
     assert ids[len(text.encode(opening).ids) :][:16] == [image] * 16
     # a model that is not asked in turns: the prompt, a newline, the answer and its end
-    plain = opened(parts, "--option", "chat=no")
+    plain = opened(parts, "--option", "chat=false")
     ids, _, learned = reader(parts, plain).layout(1, "Say<image>", "box")
     assert spelled(ids) == "Say\nbox<|im_end|>" and spelled(ids, learned) == "box<|im_end|>"
 

@@ -4,9 +4,6 @@ How well the base sees after all stages is no test's matter: `weights/tiny/pretr
 """
 
 import json
-import os
-import shutil
-import signal
 from dataclasses import replace
 
 import pytest
@@ -18,13 +15,10 @@ from model.config import PRESETS
 from model.mamba import MambaLM, initialize_mamba
 from model.paligemma import PaliGemma, initialize
 from tests.pair import in_pair
-from train import finetune, loop
-from train.checkpoint import checkpoints
+from train import finetune
 from train.distributed import World
 from train.embedded import mamba, text
 from train.embedded.base import STAGES, batches, losses, main, matched
-from train.optim import set_rates
-from train.run import Interrupted
 from train.systems.qmamba import TINY_MAMBA
 from weights.load import load_mamba, load_model
 
@@ -73,17 +67,6 @@ def test_names_are_matched_with_the_patches_that_show_them(processor):
 
 
 @pytest.mark.long
-def test_no_stage_sees_a_sample_of_another(processor, monkeypatch):
-    """Fails if the numbering of two stages overlaps: the last one's decay would fit what was seen before."""
-    real, seen = scenes.sample, []
-    monkeypatch.setattr(scenes, "sample", lambda *sample: seen[-1].add(sample[:3]) or real(*sample))
-    for number, stage in enumerate(STAGES):
-        seen.append(set())
-        list(batches(replace(stage, samples=64), number, processor, 0, ALONE))
-    assert all(map(len, seen)) and len(set.union(*seen)) == sum(map(len, seen))
-
-
-@pytest.mark.long
 def test_two_processes_make_a_base_that_opens(tmp_path):
     """Fails if the processes end with different weights, one of them writes over the other's, or a port is needed."""
     in_pair(main, f"--scale 0.0005 --out {tmp_path}/pair", meet=tmp_path)
@@ -110,31 +93,17 @@ def test_the_mamba_learns_and_opens(processor, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_the_text_base_resumes_to_the_bit(processor, tmp_path, monkeypatch):
-    """Fails if an interrupted maker leaves a folder that looks complete, or ends elsewhere than one without a break."""
+def test_the_text_base_learns_causally_and_is_made_once(processor, tmp_path, monkeypatch):
+    """Fails if a token sees a later one, the tower or the projector learns, or a folder that is there is made again."""
     monkeypatch.setattr(text, "ROWS", 4)
-    order = text.SentenceOrder(4, 3, processor)
-    assert all(micro.batch.token_type_ids.all() and len(micro.names) == 4 for (micro,) in order.steps(0))  # causal
-    whole, steps = text.make_text_base(3, tmp_path / "whole", steps=4).state_dict(), []
-
-    def interrupt(*rates) -> None:
-        set_rates(*rates)
-        steps.append(rates)
-        if len(steps) == 1:  # this step is finished
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(loop, "set_rates", interrupt)
-    with pytest.raises(Interrupted):
-        text.make_text_base(3, tmp_path / "cut", steps=4)
-    (run,) = tmp_path.glob(".cut-*")
-    assert checkpoints(run) and not (tmp_path / "cut").exists()
-    with monkeypatch.context() as patch:  # another recipe goes on with no other's checkpoint
-        patch.setattr(text, "RATE", 1e-4)
-        text.make_text_base(3, tmp_path / "cut", steps=4)
-    shutil.rmtree(tmp_path / "cut")
-    text.make_text_base(3, tmp_path / "cut", steps=4)
-    cut = load_model(tmp_path / "cut").state_dict()
-    assert len(steps) == 4 + 4 and not run.exists() and all(torch.equal(whole[name], cut[name]) for name in whole)
+    micro = text.sentences(1, 3, processor)
+    assert micro.batch.token_type_ids.all() and len(micro.names) == 4
+    made = text.make_text_base(3, tmp_path / "made", steps=2).state_dict()
+    again, fresh = text.make_text_base(4, tmp_path / "made"), initialize(PaliGemma(PRESETS["tiny"]), 3)
+    assert all(torch.equal(made[name], tensor) for name, tensor in again.state_dict().items())
+    fresh.vision_tower.load_state_dict(load_model("embedded").vision_tower.state_dict())
+    changed = {name.split(".")[0] for name, tensor in fresh.state_dict().items() if not torch.equal(made[name], tensor)}
+    assert changed == {"language_model"}
 
 
 def test_wings_without_its_base_names_the_command(tmp_path, monkeypatch):

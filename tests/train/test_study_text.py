@@ -68,14 +68,14 @@ def test_the_loss_is_that_of_a_token():
     """Breaks when the few tokens with little context weigh as much as all others."""
     values = [1.0] * 5 + [2.0] * 5
     values[0], values[5] = 2.0, 5.0  # of 16 in 256 tokens, in two windows
-    panel = Scores("", "", "", [16, 32, 64, 128, 256] * 2, ["a"] * 5 + ["b"] * 5, values)
+    panel = Scores([16, 32, 64, 128, 256] * 2, ["a"] * 5 + ["b"] * 5, values)
     assert window_losses(panel) == [1 + 1 / 16, 2 + 3 / 16]
 
 
 def test_a_task_is_asked_at_its_largest_number():
     """Breaks when tests that plain attention solves dilute a difference, or guessing is that of another number."""
-    assert hardest(Scores("", "", "", [4, 64, 4, 64], list("abcd"), [1.0, 0.0, 1.0, 0.5])) == [0.0, 0.5]
-    assert chance("needle", [64])[64] == pytest.approx(1 / 64 + 63 / 64 / 8)
+    assert hardest(Scores([4, 64, 4, 64], list("abcd"), [1.0, 0.0, 1.0, 0.5])) == [0.0, 0.5]
+    assert chance("needle", 64) == pytest.approx(1 / 64 + 63 / 64 / 8)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Micro-batches: which records are learned together, in which order, laid out as tensors.
 
-In: records of `eval/records.py` or `train/data/shards.py`. Out: for each step a list of `MicroBatch`. The plan
-follows from the seed alone, so a resumed run reads exactly what an uninterrupted one would have read.
+In: records. Out: for each step a list of `MicroBatch`. The plan follows from the seed alone, so a resumed run reads
+exactly what an uninterrupted one would have read.
 """
 
 import os
@@ -13,18 +13,14 @@ from itertools import accumulate, chain, islice, pairwise
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from eval.records import Record
+from eval.records import Record, gray_picture
 from model.common import UserError, shown
 from model.processor import Batch, Processor
 
 BUCKET = 32  # tokens of text: rows of one batch have lengths of the same bucket
 CHARACTERS = 4  # in a token, roughly
-MAX_PLANNED = 50_000  # characters of a record that the plan counts; a longer one is mostly above the token limit
-
-# Layout
 
 
 class Movable:
@@ -42,10 +38,8 @@ class Movable:
 
 @dataclass(frozen=True)
 class MicroBatch(Movable):
-    """What one forward and backward pass reads.
-
-    positions (B, T): where the head runs. targets (B, T): the next token at each position; -100 is padding.
-    """
+    """What one forward and backward pass reads. positions (B, T): where the head runs. targets (B, T): the next token
+    at each position; -100 is padding."""
 
     batch: Batch
     positions: torch.Tensor
@@ -54,47 +48,24 @@ class MicroBatch(Movable):
     names: tuple[str, ...]
     bad: tuple[str, ...] = ()  # one line for each record that was left out
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether it has no rows: there was nothing to read, or all of it was bad."""
-        return not len(self.targets)
-
 
 def supervised(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """From labels (B, S), shifted by one: positions (B, T) whose logits count, and their targets (B, T).
-
-    Position p predicts label p + 1. Rows with fewer than T supervised tokens repeat position 0 with target -100.
-    """
+    """From labels (B, S), shifted by one: positions (B, T) whose logits count, and their targets (B, T). Rows with
+    fewer than T supervised tokens repeat position 0 with target -100."""
     is_target = labels[:, 1:] != -100
-    width = int(is_target.sum(1).max()) if labels.numel() else 0
+    width = int(is_target.sum(1).max())
     # supervised positions first, in their order
     positions = (~is_target).long().argsort(dim=1, stable=True)[:, :width]
     kept = is_target.gather(1, positions)
     return positions * kept, labels[:, 1:].gather(1, positions).masked_fill(~kept, -100)
 
 
-def without_rows(bad: Sequence[str] = ()) -> MicroBatch:
-    """An empty micro-batch, with one line in `bad` for each record that was left out."""
-    ids, index = torch.empty(0, 0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
-    batch = Batch(ids, torch.empty(0, 3, 1, 1), ids, ids, ids, index)
-    return MicroBatch(batch, positions=ids, targets=ids, tokens=0, names=(), bad=tuple(bad))
-
-
-def idle(processor: Processor) -> MicroBatch:
-    """One blank row without targets: what a process computes in a step in which only other processes have rows."""
-    blank = Image.new("RGB", [processor.config.vision.image_size] * 2)
-    micro = collate([Record("blank", "blank", (lambda: blank,), (("nothing", "nothing"),))], processor)
-    return replace(micro, targets=torch.full_like(micro.targets, -100), tokens=0, names=())
-
-
-def collate(records: Sequence[Record], processor: Processor, bad: Sequence[str] = ()) -> MicroBatch:
-    """Open pictures, prepare them and the text, and lay them out as one micro-batch.
-
-    A record whose picture or text cannot be used is left out and gets a line in `bad`, after those given: records that
-    could not even be read. If no record is left, the micro-batch is empty.
-    """
+def collate(records: Sequence[Record], processor: Processor) -> MicroBatch:
+    """Open pictures, prepare them and the text, and lay them out as one micro-batch. A record that cannot be used is
+    left out and gets a line in `bad`. If none is left, a blank row without targets stands for them: other processes
+    wait for its gradients."""
     opened: dict[str, list[np.ndarray]] = {}  # by key; of a photograph no more than the model sees is kept
-    good, rows, bad = [], [], list(bad)
+    good, rows, bad = [], [], []
     for record in records:
         try:
             if record.pictures and record.key not in opened:
@@ -103,45 +74,38 @@ def collate(records: Sequence[Record], processor: Processor, bad: Sequence[str] 
             good.append(record)
         except UserError as error:
             bad.append(shown(f"{record.name}: {error}", 600))
+    pictures = [picture for r in good if r.pictures for picture in opened[r.key]]
     if not good:
-        return without_rows(bad)
-    batch = processor.pad(rows, [picture for r in good if r.pictures for picture in opened[r.key]])
+        rows, pictures = [processor.row_of(1, [("nothing", "nothing")])], [processor.fit(gray_picture)]
+    batch = processor.pad(rows, pictures)
     positions, targets = supervised(batch.labels)
+    targets = targets if good else torch.full_like(targets, -100)
     names = tuple(record.name for record in good)
     return MicroBatch(batch, positions, targets, int((targets != -100).sum()), names, tuple(bad))
 
 
 @dataclass(frozen=True)
 class MicroBatches(Dataset):
-    """Micro-batches by the numbers of their records, for the workers of a DataLoader.
-
-    epoch_seed: answers that are drawn anew in each epoch follow it.
-    """
+    """Micro-batches by the numbers of their records, for the workers of a DataLoader. epoch_seed: answers that are
+    drawn anew in each epoch follow it."""
 
     records: Sequence[Record]
     processor: Processor
     epoch_seed: str = ""
 
     def __getitem__(self, numbers: Sequence[int]) -> MicroBatch:
-        records, bad = [], []
-        for number in numbers:
-            try:
-                record = self.records[number]
-            except UserError as error:
-                bad.append(shown(str(error), 600))
-                continue
+        records = []
+        for record in (self.records[number] for number in numbers):
             if record.sampled and record.answers:
                 answer = random.Random(f"{self.epoch_seed}/{record.name}").choice(record.answers)
                 record = replace(record, turns=(*record.turns[:-1], (record.prefix, answer)))
             records.append(record)
-        return collate(records, self.processor, bad)
+        return collate(records, self.processor)
 
 
 def load(batches: Dataset, plan: Iterable[Sequence], workers: int | None = 0, pin: bool = False) -> Iterator:
-    """`batches[item]` for each item of a plan, in its order, made by `workers` processes, 0: by this one.
-
-    pin: for a GPU, in page-locked memory; then workers None are this process's share of the cores, but at most 8.
-    """
+    """`batches[item]` for each item of a plan, in its order, made by `workers` processes, 0: by this one. pin: for a
+    GPU, in page-locked memory; then workers None are this process's share of the cores, but at most 8."""
     if workers is None:
         workers = min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if pin else 0
     own = torch.Generator()  # drawing from the global one would change what dropout draws
@@ -149,18 +113,14 @@ def load(batches: Dataset, plan: Iterable[Sequence], workers: int | None = 0, pi
     return iter(DataLoader(batches, sampler=plan, batch_size=None, num_workers=workers, pin_memory=pin, generator=own))
 
 
-# Order
-
-
 def plan_epoch(
     keys: Sequence[Hashable], lengths: Sequence[int], batch_size: int, seed: int | str, epoch: int, per_picture: int = 1
 ) -> list[list[int]]:
     """Record indices of every micro-batch of an epoch: each record once, shuffled, rows of a batch of similar length.
 
-    keys: the picture of each record; up to `per_picture` records of one picture are kept together and share its
-    encoding. lengths: tokens of text of each record. Within a batch they differ by less than BUCKET, except in the last
-    batch of a pool of 50; within a bucket the order is random. Sorting by exact length would save little padding beside
-    the image tokens, and would give batches of a single task, between which the loss oscillates.
+    keys: the picture of each record; up to `per_picture` records of one are kept together and share its encoding.
+    lengths: tokens of text of each record. Within a batch they differ by less than BUCKET, except in the last of a pool
+    of 50. Exact lengths would give batches of a single task, between which the loss oscillates.
     """
     rng = random.Random(f"plan/{seed}/{epoch}")
     by_picture = defaultdict(list)
@@ -171,9 +131,7 @@ def plan_epoch(
         rng.shuffle(indices)
         units += [indices[i : i + per_picture] for i in range(0, len(indices), per_picture)]
     rng.shuffle(units)
-    batches: list[list[int]] = []
-    pool: list[list[int]] = []
-    size = 0  # records in the pool
+    batches, pool, size = [], [], 0  # size: records in the pool of units
     for number, unit in enumerate(units, 1):
         pool.append(unit)
         size += len(unit)
@@ -211,12 +169,9 @@ class Weighted(list):
 
 
 class Order:
-    """Which micro-batches a process reads at every step: a pure function of the seed, so a run can start anywhere.
-
-    A step takes `accumulate` micro-batches on each of `world_size` processes; an epoch's last step takes what is left.
-    `total` is the number of steps. records: a list, `Weighted` or not, planned as a whole, or `Shards`, which plan
-    themselves. Raises UserError if there are too few records for one step.
-    """
+    """Which micro-batches a process reads at each of `total` steps: a pure function of the seed, so a run can start
+    anywhere. A step takes `accumulate` micro-batches on each of `world_size` processes, an epoch's last step what is
+    left. records: a list, or `Shards`, which plan themselves. Raises UserError if they are too few for one step."""
 
     def __init__(
         self,
@@ -236,42 +191,37 @@ class Order:
         self.accumulate, self.rank, self.world_size, self.seed = accumulate, rank, world_size, seed
         self.picture_tokens = processor.config.num_image_tokens
         if isinstance(records, list):
-            encoded = processor.tokenizer.encode(["".join(chain(*r.turns))[:MAX_PLANNED] for r in records])
+            encoded = processor.tokenizer.encode(["".join(chain(*r.turns)) for r in records])
             # beside one picture: a batch of equal records has the same length whatever a picture's tokens are
             more = [(len(r.pictures) - 1) * self.picture_tokens for r in records]
             self.lengths = [len(ids) + tokens for ids, tokens in zip(encoded, more, strict=True)]
-        self.micro_batches = -(-len(records) // batch_size)
-        if self.micro_batches < accumulate * world_size:
-            raise UserError(
-                f"{len(records)} records make {self.micro_batches} micro-batches, but a step takes "
-                f"{accumulate * world_size}: lower --step-batch or --batch-size, or give more data"
-            )
-        self.steps_per_epoch = -(-self.micro_batches // (accumulate * world_size))
+        self.micro_batches, of_step = -(-len(records) // batch_size), accumulate * world_size
+        if self.micro_batches < of_step:
+            problem = f"{len(records)} records make {self.micro_batches} micro-batches, but a step takes {of_step}"
+            raise UserError(f"{problem}: lower --step-batch or --batch-size, or give more data")
+        self.steps_per_epoch = -(-self.micro_batches // of_step)
         self.total = steps or self.steps_per_epoch * epochs
 
     def plan(self, epoch: int, first: int) -> Iterable[list[int]]:
         """The numbers of the records of an epoch's micro-batches, of all processes, from number `first` on."""
         options = self.batch_size, self.seed, epoch, self.per_picture
-        if isinstance(self.records, list):
-            is_weighted = isinstance(self.records, Weighted)
-            drawn = self.records.numbers(self.seed, epoch) if is_weighted else range(len(self.records))
-            keys, lengths = [self.records[n].key for n in drawn], [self.lengths[n] for n in drawn]
-            return [[drawn[n] for n in batch] for batch in plan_epoch(keys, lengths, *options)[first:]]
-        return self.records.plan(*options, first, self.picture_tokens)
+        if not isinstance(self.records, list):
+            return self.records.plan(*options, first, self.picture_tokens)
+        is_weighted = isinstance(self.records, Weighted)
+        drawn = self.records.numbers(self.seed, epoch) if is_weighted else range(len(self.records))
+        keys, lengths = [self.records[n].key for n in drawn], [self.lengths[n] for n in drawn]
+        return [[drawn[n] for n in batch] for batch in plan_epoch(keys, lengths, *options)[first:]]
 
     def steps(self, first: int, workers: int | None = 0, pin: bool = False) -> Iterator[list[MicroBatch]]:
-        """This process's micro-batches of each step, from step `first` to the last.
-
-        All processes have the same number of micro-batches in a step, because they compute together. If there are too
-        few for the last round of an epoch, the remaining processes get an empty one.
-        """
+        """This process's micro-batches of each step, from step `first` to the last. All processes have the same number
+        in a step; of the last round of an epoch, if there are too few, those that remain get an empty one."""
         step, over = first, self.micro_batches % self.world_size
         while step < self.total:
             epoch, done = divmod(step, self.steps_per_epoch)
             plan = self.plan(epoch, done * self.accumulate * self.world_size)
             share = islice(plan, self.rank, None, self.world_size)
             batches = load(MicroBatches(self.records, self.processor, f"{self.seed}/{epoch}"), share, workers, pin)
-            batches = chain(batches, [without_rows()] if 0 < over <= self.rank else [])
+            batches = chain(batches, [collate([], self.processor)] if 0 < over <= self.rank else [])
             for _ in range(min(self.steps_per_epoch - done, self.total - step)):
                 yield list(islice(batches, self.accumulate))
                 step += 1

@@ -1,7 +1,6 @@
 """The records that `--data` and `--eval-data` name: one source, or several together.
 
-In: settings. Out: a list of records, `Weighted` where the sources have shares of an epoch, or `Shards`, which
-`train/data/batches.py` accepts as a list.
+In: settings. Out: a list of records, `Weighted` where the sources have shares of an epoch, or `Shards`.
 """
 
 import os
@@ -13,30 +12,35 @@ from itertools import chain
 from os.path import realpath
 from pathlib import Path
 
-from eval.data import some
 from eval.records import Record, embedded_records, read_data, source_parts, split_records
 from model.common import UserError
 from train.data.batches import Weighted
-from train.data.shards import Shards
 from train.settings import Settings
 
 WEIGHT = re.compile(r"(.+)@(\d+\.?\d*|\.\d+)")
 
 
 def read_records(settings: Settings, split: str = "train") -> Sequence[Record]:
-    """The records of the split "train" or "validation". Raises UserError for data that is absent or empty.
+    """The records of the split "train" or "validation", which is --eval-data where it is given. Raises UserError.
 
-    Of several sources, no picture is in both splits. With --eval-data, which is the validation split, such pictures are
-    counted on stderr.
+    Of several sources, no picture is in both splits. Those of --eval-data that are trained on are counted on stderr.
     """
     if not settings.eval_data:
-        records = read_sources("--data", settings.data, split, settings, settings.fraction, settings.validation)
-    elif split == "validation":
-        records = read_sources("--eval-data", settings.eval_data, "train", settings)
-    else:
-        records = read_sources("--data", settings.data, split, settings, settings.fraction)
-        warn_of_common(records, read_sources("--eval-data", settings.eval_data, "train", settings))
-    return records
+        return read_sources("--data", settings.data, split, settings, settings.fraction, settings.validation)
+    asked = read_sources("--eval-data", settings.eval_data, "train", settings)
+    if split == "validation":
+        return asked
+    learned = read_sources("--data", settings.data, split, settings, settings.fraction)
+    files = [
+        {realpath(path) for record in records for path in record.pictures if isinstance(path, Path)}
+        for records in (learned, asked)
+        if isinstance(records, list)  # pictures in tar shards have no names
+    ]
+    common = set.intersection(*files) if len(files) == 2 else ()
+    if common and os.environ.get("RANK", "0") == "0":  # the first process of torchrun
+        count = f"{len(common)} of the {len(files[1])} pictures of --eval-data are in --data, too"
+        print(f"warning: {count}: the scores say little about new pictures", file=sys.stderr)
+    return learned
 
 
 def read_sources(
@@ -52,12 +56,14 @@ def read_sources(
     kinds, sampled = [source_parts(source)[0] for source in sources], settings.answers == "sampled"
     share = {"fraction": fraction, "validation": validation, "seed": settings.seed}
     if "shards" in kinds:
+        from train.data.shards import Shards
+
         if weights or {*kinds} != {"shards"}:
             raise UserError(f"{given}: tar shards stand alone, without weights: pack the others with train.shard")
         patterns = [str(source_parts(source)[1]) for source in sources]
         records = Shards(*patterns, split=split, sampled=sampled, buffer=settings.shuffle_buffer, **share)
     else:
-        parts = []
+        parts, files = [], []
         for source, kind in zip(sources, kinds, strict=True):
             if kind == "embedded":
                 side = "validation" if flag == "--eval-data" else split
@@ -67,11 +73,9 @@ def read_sources(
             if len(sources) > 1:  # which may use one name or key for different things
                 part = [replace(r, name=f"{source}: {r.name}", key=f"{source}: {r.key}") for r in part]
             parts.append(part)
-        files = [r for part, kind in zip(parts, kinds, strict=True) if kind != "embedded" for r in part]
-        kept = {r.name for r in split_records(files, split, **share)}
-        parts = [
-            [r for r in part if kind == "embedded" or r.name in kept] for part, kind in zip(parts, kinds, strict=True)
-        ]
+            files += [] if kind == "embedded" else part
+        left_out = {r.name for r in files} - {r.name for r in split_records(files, split, **share)}
+        parts = [[r for r in part if r.name not in left_out] for part in parts]
         records = Weighted(parts, weights) if weights and split == "train" else list(chain(*parts))
         if isinstance(records, Weighted) and not all(map(min, records.sizes, records.counts)):
             few = f"{records.sizes} records and {records.counts} of an epoch's samples"
@@ -79,17 +83,3 @@ def read_sources(
     if not len(records):
         raise UserError(f"{given}: no {split} records: check --validation and --fraction")
     return records
-
-
-def warn_of_common(learned: Sequence[Record], asked: Sequence[Record]) -> None:
-    """Print a line on stderr if pictures of --eval-data are trained on. Those in tar shards have no names."""
-    files = [
-        {realpath(path) for record in records for path in record.pictures if isinstance(path, Path)}
-        for records in (learned, asked)
-        if not isinstance(records, Shards)
-    ]
-    common = sorted(set.intersection(*files)) if len(files) == 2 else []
-    if common and os.environ.get("RANK", "0") == "0":  # the first process of torchrun
-        count = f"{len(common)} of the {len(files[1])} pictures of --eval-data are in --data, too"
-        names = some([Path(path).name for path in common])
-        print(f"warning: {count} ({names}): the scores say little about new pictures", file=sys.stderr)

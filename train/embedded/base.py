@@ -6,19 +6,17 @@
 In: the scenes of `eval/scenes.py` and their tokenizer. Out: a model folder in the published format, with
 `pretraining.json` (accuracies, settings, the tokenizer's hash). `weights/tiny` is what this command writes.
 
-Measurements showed the need for each part: dense tasks before questions; Muon on the matrices; a linear decay at the
-end; large initial position embeddings; no loss on answers that the picture does not determine. Two auxiliary losses
-make learning reliable across seeds: alignment (each patch predicts the words for its object and its place; without it
-nothing is learned), and attention (two heads of one layer attend from a name to the patches that show it).
+Measured, each part is needed: dense tasks before questions; Muon on the matrices; a linear decay at the end; large
+initial position embeddings; no loss on answers that the picture does not determine. Two auxiliary losses make learning
+reliable across seeds: alignment (each patch predicts the words for its object and its place; without it nothing is
+learned), and attention (two heads of one layer attend from a name to the patches that show it).
 """
 
 import hashlib
 import json
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -62,12 +60,9 @@ class BaseOptions:
 
 @dataclass(frozen=True)
 class PretrainingStage:
-    """A part of pre-training: samples, the shares of the tasks, Muon's learning rate, the weights of the losses.
-
-    The rate warms up over the first 2 % of the stage and falls linearly over its last 20 %. weights: of the losses of
+    """A part of pre-training: samples, the shares of the tasks, Muon's learning rate, the weights of the losses of
     answers, alignment and attention. by_example: the loss of answers is a mean over examples, as in big_vision, instead
-    of over tokens.
-    """
+    of over tokens. The rate warms up over the first 2 % of the stage and falls linearly over its last 20 %."""
 
     samples: int
     shares: dict[str, float]
@@ -119,17 +114,15 @@ def batches(
 def losses(
     model: PaliGemma, micro: MicroBatch, shown: torch.Tensor, stage: PretrainingStage, processor: Processor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of the three losses (3,), and the number of terms in each (3,).
-
-    They are the cross-entropy of the answers; that of each patch against the words for its object and its place; and
-    -log of the attention from names to the patches that show them. shown: (pictures, I) token of what each patch shows.
-    """
+    """Sums of the three losses (3,), and the number of terms in each (3,): the cross-entropy of the answers; that of
+    each patch against the words for its object and its place; and -log of the attention from names to the patches that
+    show them. shown: (pictures, I) token of what each patch shows."""
     features, weights = model.encode_images(micro.batch.pixel_values), []
     sums, terms = [features.new_zeros(()) for _ in range(3)], torch.zeros(3)
     has_answers, has_alignment, has_attention = map(bool, stage.weights)
     if has_alignment:
         words = model.language_model.embed_tokens.weight
-        for ids, wanted in [(slice(None), shown), *places(processor, shown.shape[1])]:
+        for ids, wanted in [(slice(None), shown), *places(processor)]:
             logits, wanted = features @ words[ids].T, wanted.expand_as(shown)
             sums[1] = sums[1] + F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
         terms[1] = shown.numel()
@@ -149,40 +142,28 @@ def losses(
 
 def matched(weights: torch.Tensor, micro: MicroBatch, shown: torch.Tensor, processor: Processor) -> torch.Tensor:
     """The share of their attention that names in the text, and " none", give to the patches that show them: (matches,).
-
-    weights: (B, N, S, Sk), of which the first MATCHING_HEADS heads count. shown: (pictures, I) tokens.
-    """
+    weights: (B, N, S, Sk), of which the first MATCHING_HEADS heads count. shown: (pictures, I) tokens."""
     ids = micro.batch.input_ids
     patches = (ids == processor.config.image_token_id).nonzero()[:, 1].view(len(ids), -1)  # (B, I)
     heads = weights[:, :MATCHING_HEADS]
     to_patches = heads.gather(3, patches[:, None, None].expand(*heads.shape[:3], -1))
-    is_match = name_tokens(processor)[ids][:, :, None] == shown[micro.batch.image_index][:, None]  # (B, S, I)
+    tokens = torch.arange(processor.config.text.vocab_size)  # names without the leading space count as those with it
+    for name in scenes.NAMES:
+        tokens[processor.encode(name)[-1]] = processor.encode(f" {name}")[-1]
+    is_match = tokens[ids][:, :, None] == shown[micro.batch.image_index][:, None]  # (B, S, I)
     return (to_patches * is_match[:, None]).sum(-1)[is_match.any(-1)[:, None].expand(heads.shape[:3])]
 
 
-@lru_cache
-def name_tokens(processor: Processor) -> torch.Tensor:
-    """A map of tokens (V,): a name without the leading space to the one with it, all others to themselves."""
-    tokens = torch.arange(processor.config.text.vocab_size)
-    for name in scenes.NAMES:
-        tokens[processor.encode(name)[-1]] = processor.encode(f" {name}")[-1]
-    return tokens
-
-
-@lru_cache
-def places(processor: Processor, patches: int) -> list[tuple[list[int], torch.Tensor]]:
+def places(processor: Processor) -> list[tuple[list[int], torch.Tensor]]:
     """The tokens of the words for above and below, left and right, and which of the two fits each patch (I,)."""
-    side = int(patches**0.5)
-    half = (torch.arange(side) >= side // 2).long()
+    side = scenes.GRID
+    half = torch.arange(side) // (side // 2)
     pairs = (("top", "bottom"), half.repeat_interleave(side)), (("top left", "top right"), half.repeat(side))
     return [([processor.encode(word)[-1] for word in words], sides) for words, sides in pairs]
 
 
 def pretrain(model: PaliGemma, processor: Processor, seed: int, scale: float, world: World) -> None:
-    """Train `model` in place through all stages; `scale` shortens them, for tests.
-
-    The processes of `world` share every batch and end with the same weights.
-    """
+    """Train `model` in place through all stages, times `scale`. The processes of `world` share every batch."""
     model.train()
     groups = parameter_groups(model, [Rule(matching(model, ".*"), MUON_LR)])
     optimizer = MuonAdamW(groups, (0.9, 0.98), ADAMW_LR / MUON_LR)
@@ -191,8 +172,7 @@ def pretrain(model: PaliGemma, processor: Processor, seed: int, scale: float, wo
         total = stage.samples // BATCH
         optimizer.param_groups[-1]["base_lr"] = stage.muon_lr  # the last group is Muon's
         drawn = batches(stage, number, processor, seed, world)
-        bar = tqdm(drawn, f"stage {number}", total, unit="batch", disable=not world.is_first)
-        for step, (micro, shown) in enumerate(bar):
+        for step, (micro, shown) in enumerate(tqdm(drawn, f"stage {number}", total, disable=not world.is_first)):
             sums, terms = losses(model, micro, shown, stage, processor)
             means = sums / torch.tensor(world.totals(*terms.tolist())).clamp(min=1)
             (means @ torch.tensor(stage.weights)).backward()
@@ -204,59 +184,41 @@ def pretrain(model: PaliGemma, processor: Processor, seed: int, scale: float, wo
             set_rates(optimizer, min(rate_factor(step, total, total // 50, "constant"), decay))
             optimizer.step()
             optimizer.zero_grad()
-            if step % 20 == 0:
-                parts = zip(("answer", "alignment", "attention"), world.totals(*means.tolist()), strict=True)
-                bar.set_postfix({name: f"{value:.3f}" for name, value in parts})
     model.eval()
 
 
 def accuracies(model: PaliGemma, processor: Processor, count: int, world: World) -> dict[str, float]:
-    """Exact match of answers in the test split, in percent, by task, and by answer type for VQA; `count` a task."""
+    """Exact match of answers in the test split, in percent, by task; `count` a task."""
     result = {}
     for task in (*scenes.PROBES, "detect", "caption", "vqa", *scenes.NEEDLES):
         samples = [scenes.sample(task, "test", i) for i in range(count * (3 if task == "vqa" else 1))]
         records = [sample_record(s, "test") for s in samples]
         asks = [Question(f"{i}", record.key, record.pictures[0], record.prefix) for i, record in enumerate(records)]
         answers = ask_together(world, model, processor, asks, max_new_tokens=48)
-        hits = {task: [answer == s.suffix for answer, s in zip(answers, samples, strict=True)]}
-        for answer_type in sorted({s.answer_type for s in samples} - {None}):
-            typed = zip(hits[task], samples, strict=True)
-            hits[f"{task} {answer_type}"] = [hit for hit, s in typed if s.answer_type == answer_type]
-        result |= {name: round(100 * sum(of_name) / len(of_name), 1) for name, of_name in hits.items()}
+        hits = [answer == s.suffix for answer, s in zip(answers, samples, strict=True)]
+        result[task] = round(100 * sum(hits) / len(hits), 1)
     return result
-
-
-def make_base(options: BaseOptions, world: World) -> None:
-    """Train, evaluate and export the base, in every process of `world`; the first one writes and prints."""
-    started, tokenizer = time.perf_counter(), BUNDLED_FOLDER / "tokenizer.model"
-    torch.manual_seed(options.seed)
-    processor = Processor(PRESETS["tiny"], load_tokenizer(tokenizer))
-    model = initialize(PaliGemma(PRESETS["tiny"]), options.seed, position_std=0.5)
-    if world.is_first:
-        print(f"{count(model.parameters()):,} parameters")
-    pretrain(model, processor, options.seed, options.scale, world)
-    model = model.to(torch.bfloat16).float()  # evaluate the weights as they are written, in bf16
-    result = accuracies(model, processor, max(8, round(400 * min(1.0, options.scale))), world)
-    if not world.is_first:
-        return
-    record = {"accuracy": result, "seed": options.seed, "scale": options.scale}
-    record |= {"seconds": round(time.perf_counter() - started), "processes": world.size}
-    record |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
-    record["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
-    texts = {"pretraining.json": json.dumps(record, indent=1) + "\n"}
-    export_model(model, options.out, dtype=torch.bfloat16, companions=[tokenizer], texts=texts)
-    shipped = json.loads((BUNDLED_FOLDER / "pretraining.json").read_text())["accuracy"]
-    print(f"\n{'exact match, %':<14}{'now':>8}{'shipped':>9}")
-    for name, value in result.items():
-        print(f"{name:<14}{value:8.1f}{shipped[name]:9.1f}")
-    print(f"\n{options.out}: model.safetensors, config.json, tokenizer.model, pretraining.json; {record['seconds']} s")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = read_flags(BaseOptions, "train.embedded.base", __doc__, argv)
     check_empty(options.out)
     with joined_world("cpu") as world:
-        make_base(options, world)
+        torch.manual_seed(options.seed)
+        tokenizer = BUNDLED_FOLDER / "tokenizer.model"
+        processor = Processor(PRESETS["tiny"], load_tokenizer(tokenizer))
+        model = initialize(PaliGemma(PRESETS["tiny"]), options.seed, position_std=0.5)
+        pretrain(model, processor, options.seed, options.scale, world)
+        model = model.to(torch.bfloat16).float()  # evaluate the weights as they are written, in bf16
+        result = accuracies(model, processor, max(8, round(400 * min(1.0, options.scale))), world)
+        if not world.is_first:
+            return
+        record = {"accuracy": result, "seed": options.seed, "scale": options.scale, "processes": world.size}
+        record |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
+        record["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+        texts = {"pretraining.json": json.dumps(record, indent=1) + "\n"}
+        export_model(model, options.out, dtype=torch.bfloat16, companions=[tokenizer], texts=texts)
+        print(f"exact match, %: {result}\n{options.out}: {count(model.parameters()):,} parameters")
 
 
 if __name__ == "__main__":

@@ -2,15 +2,12 @@
 
     python -m train.embedded.mamba --out runs/tiny-mamba
 
-In: the scenes of `eval/scenes.py`, each described by the names in its 16 squares; in these positions a Q-Mamba later
-reads the queries of a picture. Out: a folder with config.json, model.safetensors and tokenizer.model, which
-transformers opens too. `weights/tiny-mamba` is what this command writes.
-
-The model learns the prompts of VQA and of the probes from text alone. Stage 1 of `train/systems/qmamba.py` keeps it.
+In: the scenes of `eval/scenes.py`, each described by the names in its 16 squares, in whose positions a Q-Mamba later
+reads the queries of a picture, and asked with the prompts of VQA and of the probes. Out: a folder that transformers
+opens too. `weights/tiny-mamba` is what this command writes.
 """
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +27,7 @@ from model.system_configs import MambaConfig
 from model.tokenizer import load_tokenizer
 from train.data.batches import supervised
 from train.flags import flag, read_flags
-from train.optim import count, rate_factor
+from train.optim import rate_factor
 from train.run import check_empty
 from weights.export import export_model
 
@@ -48,10 +45,8 @@ class MambaOptions:
 
 
 def describe_scene(index: int, split: str, processor: Processor) -> TokenRow:
-    """A scene in words: the names in its squares, row by row, then six questions of VQA on it and three probes.
-
-    The answers are learned.
-    """
+    """A scene in words: the names in its squares, row by row, then six questions of VQA on it and three probes, whose
+    answers are learned."""
     samples = scenes.vqa_picture(split, index)
     squares, dice = samples[0].scene.squares, scenes.Dice(f"tell/{split}/{index}")
     asked = [(sample.prefix, sample.suffix) for sample in samples]
@@ -76,49 +71,36 @@ def answers(model: MambaLM, step: int, split: str, processor: Processor) -> tupl
     return model(batch.input_ids, batch.attention_mask, positions_to_keep=positions), targets
 
 
-def teach(model: MambaLM, processor: Processor, samples: int) -> None:
-    """Train `model` in place on the described scenes, with a warm-up and a linear decay."""
-    optimizer, total = torch.optim.AdamW(model.parameters(), RATE, (0.9, 0.98), weight_decay=0.0), samples // BATCH
-    model.train()
-    bar = tqdm(range(total), "text", unit="batch")
-    for step in bar:
-        optimizer.param_groups[0]["lr"] = RATE * rate_factor(step, total, total // 50, "linear")
-        logits, targets = answers(model, step, "train", processor)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        loss.backward()
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-    model.eval()
-
-
 @torch.no_grad()
 def accuracy(model: MambaLM, processor: Processor, samples: int = 320) -> float:
     """Percent of the answer tokens of unseen scenes to which the model gives the highest probability."""
-    right = total = 0
+    right = []
     for step in range(samples // BATCH):
         logits, targets = answers(model, step, "test", processor)
         counted = (targets != -100) & (targets != processor.config.eos_token_id)
-        right += int((logits.argmax(-1) == targets)[counted].sum())
-        total += int(counted.sum())
-    return 100 * right / total
+        right += (logits.argmax(-1) == targets)[counted].tolist()
+    return 100 * sum(right) / len(right)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = read_flags(MambaOptions, "train.embedded.mamba", __doc__, argv)
     check_empty(options.out)
-    started, tokenizer = time.perf_counter(), BUNDLED_FOLDER / "tokenizer.model"
+    tokenizer, total = BUNDLED_FOLDER / "tokenizer.model", options.samples // BATCH
     processor, model = Processor(PRESETS["tiny"], load_tokenizer(tokenizer)), MambaLM(CONFIG)
     initialize_mamba(model.backbone, options.seed)
-    print(f"{count(model.parameters()):,} parameters, {options.samples:,} scenes")
-    teach(model, processor, options.samples)
-    model = model.to(torch.bfloat16).float()  # evaluate the weights as they are written
+    optimizer = torch.optim.AdamW(model.train().parameters(), RATE, (0.9, 0.98), weight_decay=0.0)
+    for step in tqdm(range(total), "text"):
+        optimizer.param_groups[0]["lr"] = RATE * rate_factor(step, total, total // 50, "linear")
+        logits, targets = answers(model, step, "train", processor)
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model = model.eval().to(torch.bfloat16).float()  # evaluate the weights as they are written
     record = {"answer_tokens": round(accuracy(model, processor), 1), "samples": options.samples, "seed": options.seed}
-    record |= {"seconds": round(time.perf_counter() - started), "torch": torch.__version__}
-    texts = {"pretraining.json": json.dumps(record, indent=1) + "\n"}
+    texts = {"pretraining.json": json.dumps(record | {"torch": torch.__version__}, indent=1) + "\n"}
     export_model(model, options.out, dtype=torch.bfloat16, companions=[tokenizer], texts=texts)
-    print(f"{options.out}: {record['answer_tokens']} % of the answers' tokens are right; {record['seconds']} s")
+    print(f"{options.out}: {record['answer_tokens']} % of the answers' tokens are right")
 
 
 if __name__ == "__main__":

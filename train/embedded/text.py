@@ -1,36 +1,33 @@
 """Make the embedded text base, from which WINGS starts: a decoder that knows text alone, beside the embedded tower.
 
-    python -m train.embedded.text          minutes on two cores; after an interruption the same command goes on
+    python -m train.embedded.text          minutes on two cores
 
 In: a seed. Out: runs/embedded-text, a PaliGemma whose decoder has learned the sentences of `eval/text/sentences.py`
 from random weights, causally, and whose projector knows nothing. `train/systems/wings.py` opens it as `embedded-text`,
 whatever its own --seed is; another one is made with --out DIR and given as --base DIR.
 """
 
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 
 import torch
+from torch.nn.utils import clip_grad_norm_
+from tqdm import tqdm
 
 from eval.records import Record
-from eval.text import sentences
+from eval.text.sentences import sentence
 from model.common import run_command
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import EMBEDDED
 from train.data.batches import MicroBatch, collate
-from train.distributed import World
 from train.flags import flag, read_flags
-from train.loop import LoopSettings, fit
-from train.optim import Rule, make_adamw, matching, parameter_groups
-from train.run import Interrupted, check_empty, lock_folder
+from train.optim import Rule, make_adamw, matching, parameter_groups, rate_factor, set_rates
+from train.run import check_empty
 from train.supervised import supervised_loss
 from train.systems.wings import TEXT_FOLDER
 from weights.export import companions, export_model
-from weights.fingerprint import exact_fingerprint
 from weights.load import load_model
 
 # half of the text is lookup: it takes the longest to learn
@@ -46,57 +43,39 @@ class TextBaseOptions:
     seed: int = flag(0, "of the weights and the sentences", least=0)
 
 
-@dataclass(frozen=True)
-class SentenceOrder:
-    """Each of `total` steps learns ROWS sentences of the train split, the tasks in turn."""
-
-    total: int
-    seed: int
-    processor: Processor
-
-    def steps(self, first: int, workers: int | None = 0, pin: bool = False) -> Iterator[list[MicroBatch]]:
-        """The micro-batch of each step from `first` on. No token sees a later one, in the prompt too."""
-        for step in range(first, self.total):
-            numbers = range(step * ROWS, (step + 1) * ROWS)
-            drawn = [sentences.sentence(TASKS[n % len(TASKS)], "train", n, self.seed) for n in numbers]
-            names = [f"{s.task}/{n}" for s, n in zip(drawn, numbers, strict=True)]
-            records = [Record(name, name, (), ((s.prefix, s.suffix),)) for name, s in zip(names, drawn, strict=True)]
-            micro = collate(records, self.processor)
-            causal = replace(micro.batch, token_type_ids=torch.ones_like(micro.batch.input_ids))
-            yield [replace(micro, batch=causal)]
+def sentences(step: int, seed: int, processor: Processor) -> MicroBatch:
+    """The ROWS sentences of a step, the tasks in turn. No token sees a later one, in the prompt too."""
+    drawn = [sentence(TASKS[n % len(TASKS)], "train", n, seed) for n in range(step * ROWS, (step + 1) * ROWS)]
+    records = [Record(str(n), str(n), (), ((s.prefix, s.suffix),)) for n, s in enumerate(drawn)]
+    micro = collate(records, processor)
+    return replace(micro, batch=replace(micro.batch, token_type_ids=torch.ones_like(micro.batch.input_ids)))
 
 
 def make_text_base(seed: int, folder: Path, steps: int = STEPS) -> PaliGemma:
-    """The text base of `seed` in `folder`, where it is trained unless it is there already; an interrupted call goes on.
-
-    The folder appears when it is complete. Its checkpoints lie in a hidden folder beside it until then.
-    """
+    """The text base of `seed` in `folder`, where it is trained unless it is there already."""
     if (folder / "config.json").exists():
         return load_model(folder)
-    base, order = load_model(EMBEDDED), SentenceOrder(steps, seed, Processor.from_source(EMBEDDED))
-    decides = exact_fingerprint(base), TASKS, ROWS, RATE, seed, steps
-    model = initialize(PaliGemma(base.config), seed)
+    base, processor = load_model(EMBEDDED), Processor.from_source(EMBEDDED)
+    model = initialize(PaliGemma(base.config), seed).train()
     model.vision_tower.load_state_dict(base.vision_tower.state_dict())
     groups = parameter_groups(model, [Rule(matching(model, r"language_model\..*"), RATE, 1e-9)])
-    optimizer, settings = make_adamw(groups, (0.9, 0.98)), LoopSettings(schedule="cosine", warmup=0.05, clip=1.0)
-    run = folder.with_name(f".{folder.name}-{sha256(repr(decides).encode()).hexdigest()[:8]}")
-    run.mkdir(parents=True, exist_ok=True)
-    with lock_folder(run):
-        fit(model, optimizer, order, supervised_loss, settings, run, World(0, 1, torch.device("cpu")))
-        export_model(model.eval(), folder, companions=companions(EMBEDDED))
-        shutil.rmtree(run)
+    optimizer = make_adamw(groups, (0.9, 0.98))
+    for step in tqdm(range(steps), "text"):
+        micro = sentences(step, seed, processor)
+        (supervised_loss(model, micro) * (1 / micro.tokens)).backward()
+        clip_grad_norm_(model.language_model.parameters(), 1.0)
+        set_rates(optimizer, rate_factor(step, steps, 0.05, "cosine"))
+        optimizer.step()
+        optimizer.zero_grad()
+    export_model(model.eval(), folder, companions=companions(EMBEDDED))
     return model
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = read_flags(TextBaseOptions, "train.embedded.text", __doc__, argv)
     check_empty(options.out)
-    try:
-        make_text_base(options.seed, options.out)
-    except Interrupted as interrupted:
-        interrupted.end_program("the same command goes on")
-    print(f"{options.out}: model.safetensors, config.json, tokenizer.model")
-    print("next: python -m train.finetune --arch wings --stage 1")
+    make_text_base(options.seed, options.out)
+    print(f"{options.out}: the base of python -m train.finetune --arch wings --stage 1")
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def measures_of(corpus: Corpus, length: int, limit: int) -> dict[str, Measure]:
     most |= {"examples": max(measures.EXAMPLES)}
     tasks = {}
     for name, number in most.items():
-        chance = 100 * measures.chance(name, [number])[number]
+        chance = 100 * measures.chance(name, number)
         tasks[name] = Measure(TITLES[name].format(number), range(limit), chance)
     tasks["order"] = Measure("of them in any order: 100 less best minus worst", range(limit), in_mean=False)
     documents = [str(document) for _, document in measures.windows(corpus, length, limit)]
@@ -191,6 +191,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = from_values(Options, read_given(Options, argv, "train.compare --rows text", __doc__, QUICK, decided))
     out = options.out or Path(f"runs/compare-text{'-quick' * options.quick}")
     options = replace(options, out=out, corpus=f"{out}/corpus", preset=options.sizes[0])
-    corpus = open_corpus(Path(options.corpus), options.text, options.vocab_size, SYMBOLS)
+    corpus = open_corpus(Path(options.corpus), options.text, TEXT_PRESETS[options.preset].vocab_size, SYMBOLS)
     print(f"{len(corpus.ids['train']):,} tokens of text to learn from", file=sys.stderr)
     print(report.write(engine.run(study_of(options, corpus), options)))

@@ -15,7 +15,6 @@ from lora import adapter
 from model.common import UserError
 from model.device import choose_dtype
 from model.differential import default_options, graft
-from model.language import LanguageModel
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.tokenizer import find_tokenizer, load_tokenizer
@@ -23,16 +22,12 @@ from train.distributed import World, whole_model
 from train.optim import OPTIMIZERS, SCALARS, MuonAdamW, Rule, matching, parameter_groups, trainable
 from train.recipes import STAGES
 from train.settings import Settings
-from weights.export import companions, export_model
 from weights.load import load_model
 
 
 def system_of(arch: str):
-    """The module of a system with stages, imported when it is asked for.
-
-    Its `open_stage(settings, dtype, device)` makes the model of a stage: the first from a plain base, a later one from
-    the model that the stage before wrote. Its `tokenizer_source(settings)` names the model whose tokenizer it takes.
-    """
+    """The module of a system with stages: `open_stage(settings, dtype, device)` makes the model of a stage, the first
+    from a plain base, a later one from that of the stage before; `tokenizer_source(settings)` has its tokenizer."""
     if arch == "wings":
         from train.systems import wings as system
     else:
@@ -41,18 +36,15 @@ def system_of(arch: str):
 
 
 def weights_dtype(settings: Settings, device: torch.device) -> torch.dtype:
-    """The dtype of the weights; "auto" is fp32 where whole weights are trained.
-
-    Half of the distance between neighbouring bf16 numbers is 2⁻⁹ of a weight: an update of 1e-5 of it would round to
-    nothing. Adapters are in fp32 whatever their base is in.
-    """
+    """The dtype of the weights; "auto" is fp32 where whole weights are trained: half of the distance between
+    neighbouring bf16 numbers is 2⁻⁹ of a weight, and an update of 1e-5 of it would round to nothing."""
     return choose_dtype("fp32" if settings.writes_model and settings.dtype == "auto" else settings.dtype, device)
 
 
 def load_base(settings: Settings, device: torch.device) -> PaliGemma:
     """The base without graft and adapter, in its dtype, on `device`."""
     model = load_model(settings.base, dtype=weights_dtype(settings, device), device=device)
-    if isinstance(model, LanguageModel):
+    if not hasattr(model, "vision_tower"):
         remedy = "give it to --arch wings --stage 1 as --option language_model=…, or take a model that reads pictures"
         raise UserError(f"{settings.base}: is a language model for text alone: {remedy}")
     return model
@@ -65,13 +57,18 @@ def load_start(settings: Settings, device: torch.device) -> PaliGemma:
     return open_stage(settings, weights_dtype(settings, device), device)
 
 
+def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> PaliGemma:
+    """The model of a stage. Raises UserError for options of a later one."""
+    if settings.option and settings.stage != 1:
+        raise UserError(f"--option {settings.option[0]}: stage 1 has decided that: leave it out")
+    return system_of(settings.arch).open_stage(settings, dtype, device)
+
+
 def open_model(
     settings: Settings, device: torch.device, start: PaliGemma | None = None
 ) -> tuple[PaliGemma, torch.optim.Optimizer]:
     """The base, grafted and adapted, or the model of a stage, with an optimizer over the parameters that are trained.
-
-    start: of `load_start`, changed in place; None loads it.
-    """
+    start: of `load_start`, changed in place; None loads it."""
     model = load_start(settings, device) if start is None else start
     if settings.stage is None:
         rules = adapt(model, settings)
@@ -104,45 +101,42 @@ def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
         options = default_options(settings.attention, settings.r, settings.alpha, settings.dropout)
         options |= {"seed": settings.seed, "feed_forward": settings.feed_forward, "where": settings.diff_in}
         graft(model, settings.attention, **options | settings.options)
-    if settings.full:
-        rules = [Rule(matching(model, ".*"), settings.lr, settings.weight_decay)]
-        if settings.align:  # the decoder's gradients undid at the full rate what the tower had learned of small shapes
-            rules.insert(0, Rule(matching(model, r"vision_tower\..*"), settings.lr / 10, settings.weight_decay))
-        return rules
+    if settings.full:  # the decoder's gradients undid at the full rate what an aligned tower had learned
+        tower = {r"vision_tower\..*": 0.1} if settings.align else {}
+        return rules_of(model, settings, tower | {".*": 1.0})
     torch.manual_seed(settings.seed)  # LoRA's A is drawn here
     adapter.inject(model, settings.targets, settings.r, settings.alpha, settings.dropout)
     names = list(trainable(model))
-    rules = [Rule(names, settings.lr, settings.weight_decay)]
-    if scalars := [name for name in names if re.fullmatch(SCALARS, name)]:
-        has_rate = settings.scalar_lr is not None and settings.optimizer != "muon"  # Muon's AdamW applies it itself
-        rules.insert(0, Rule(scalars, settings.scalar_lr if has_rate else settings.lr))
-    return rules
-
-
-def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> PaliGemma:
-    """The model of a stage. Raises UserError for options of a later one."""
-    if settings.option and settings.stage != 1:
-        raise UserError(f"--option {settings.option[0]}: stage 1 has decided that: leave it out")
-    return system_of(settings.arch).open_stage(settings, dtype, device)
+    scalars = [name for name in names if re.fullmatch(SCALARS, name)]
+    has_rate = settings.scalar_lr is not None and settings.optimizer != "muon"  # Muon's AdamW applies it itself
+    first = [Rule(scalars, settings.scalar_lr if has_rate else settings.lr)] if scalars else []
+    return [*first, Rule(names, settings.lr, settings.weight_decay)]
 
 
 def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, list[Path]]:
-    """The processor of `model`, and the files that belong beside it, such as the tokenizer's."""
+    """The processor of `model`, and the files that belong beside its weights, such as the tokenizer's."""
     options = {"max_length": settings.max_length}
-    if settings.stage is None:
-        return Processor.from_source(settings.base, **options), companions(settings.base)
-    tokenizer = find_tokenizer(system_of(settings.arch).tokenizer_source(settings))
-    return Processor(model.config, load_tokenizer(tokenizer), **options), [tokenizer]
+    if settings.stage is not None:
+        tokenizer = find_tokenizer(system_of(settings.arch).tokenizer_source(settings))
+        return Processor(model.config, load_tokenizer(tokenizer), **options), [tokenizer]
+    files = []
+    if settings.writes_model:
+        from weights.export import companions
+
+        files = companions(settings.base)
+    return Processor.from_source(settings.base, **options), files
 
 
 def write_trained(model: PaliGemma, folder: Path, settings: Settings, world: World, files: Sequence[Path]) -> None:
     """Write the adapter, or the whole model with the `files` that belong beside it. Every process must call it."""
-    if not settings.writes_model:
-        adapter.save(model, folder, settings.base, settings.question_prompt, write=world.is_first)
-    else:
+    if settings.writes_model:
+        from weights.export import export_model
+
         whole = whole_model(model, world)
         if world.is_first:
             export_model(whole, folder, companions=files)
+    else:
+        adapter.save(model, folder, settings.base, settings.question_prompt, write=world.is_first)
     world.barrier()
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from model.common import UserError
-from model.qmamba import QMamba, QMambaProjector, fill_from_mamba, fresh_projector
+from model.qmamba import QMamba, fill_from_mamba, fresh_projector
 from model.source import BUNDLED_FOLDER, EMBEDDED
 from model.system_configs import ProjectorConfig, QMambaConfig
 from train.settings import Settings
@@ -21,15 +21,15 @@ from weights.load import empty_model, load_mamba, load_model, load_siglip
 TINY_MAMBA = BUNDLED_FOLDER.parent / "tiny-mamba"  # the embedded language model
 # for the embedded base, which has 16 image tokens
 TINY = ProjectorConfig(queries=8, hidden_size=64, num_blocks=4, num_attention_heads=4, state_size=8)
+CONNECTOR = ("vision_proj.", "vision_norm.", "connector.")
 
 
 @dataclass(frozen=True)
 class Parts:
     """The sources of the parts: folders or hub ids.
 
-    blocks_from: a Mamba whose layers are copied into the projector's blocks; "" initializes them at random.
-    connector_from: a trained Q-Mamba whose connector and vision projection are copied; "" initializes them at random.
-    feature_layer: of the vision tower, see `VisionConfig`.
+    blocks_from: a Mamba whose layers are copied into the projector's blocks. connector_from: a trained Q-Mamba whose
+    connector and vision projection are copied. feature_layer: of the vision tower, see `VisionConfig`.
     """
 
     language_model: str = EMBEDDED
@@ -40,22 +40,18 @@ class Parts:
 
 def read_options(settings: Settings) -> tuple[Parts, ProjectorConfig]:
     """The parts and the projector that `--option` describes. Raises UserError for an unknown name or a wrong type."""
-    is_tiny = settings.base == EMBEDDED
-    parts, projector = Parts(), TINY if is_tiny else ProjectorConfig()
+    parts, projector = Parts(), TINY if settings.base == EMBEDDED else ProjectorConfig()
     given = settings.options_of(asdict(parts) | asdict(projector))
-    parts = replace(parts, **{name: value for name, value in given.items() if hasattr(parts, name)})
-    projector = replace(projector, **{name: value for name, value in given.items() if not hasattr(parts, name)})
-    if not is_tiny and parts.language_model == EMBEDDED:
+    parts = replace(parts, **{name: given.pop(name) for name in asdict(parts) if name in given})
+    if settings.base != EMBEDDED and parts.language_model == EMBEDDED:
         remedy = "add --option language_model=state-spaces/mamba-2.8b-hf, or another published Mamba"
         raise UserError(f"--base {settings.base}: its language model is not named: {remedy}")
-    return parts, projector
+    return parts, replace(projector, **given)
 
 
 def tokenizer_source(settings: Settings) -> str:
     """The source of the language model and its tokenizer: from stage 2 on the base itself."""
-    if settings.stage != 1:
-        return settings.base
-    source = read_options(settings)[0].language_model
+    source = read_options(settings)[0].language_model if settings.stage == 1 else settings.base
     return str(TINY_MAMBA) if source == EMBEDDED else source
 
 
@@ -78,37 +74,25 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
     model = empty_model(config, dtype)
     tower.config = config.vision
     model.vision_tower, model.language_model = tower, text.backbone
-    fresh, source = model.multi_modal_projector, device
-    if device.type != "meta":
-        fresh, source = fresh_projector(config, settings.seed), torch.device("cpu")
+    fresh = fresh_projector(config, settings.seed)
     if parts.blocks_from:
-        fill_from_mamba(fresh, load_mamba(parts.blocks_from, device=source).backbone)
+        fill_from_mamba(fresh, load_mamba(parts.blocks_from).backbone)
     if parts.connector_from:
-        copy_connector(fresh, load_qmamba(parts.connector_from, torch.float32, source), parts.connector_from)
+        trained = load_qmamba(parts.connector_from).multi_modal_projector
+        theirs, mine = (
+            {name: tensor for name, tensor in projector.state_dict().items() if name.startswith(CONNECTOR)}
+            for projector in (trained, fresh)
+        )
+        if {name: t.shape for name, t in theirs.items()} != {name: t.shape for name, t in mine.items()}:
+            raise UserError(f"connector_from={parts.connector_from}: has other sizes than this run's: take another one")
+        fresh.load_state_dict(theirs, strict=False)
     model.multi_modal_projector = fresh.to(device, dtype)
     return model
 
 
-def load_qmamba(source: str, dtype: torch.dtype, device: torch.device) -> QMamba:
+def load_qmamba(source: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> QMamba:
     """The Q-Mamba of `source`. Raises UserError for another model."""
     model = load_model(source, dtype=dtype, device=device)
     if type(model) is not QMamba:
         raise UserError(f"{source}: is no Q-Mamba: train one with --arch qmamba --stage 1, and give RUN/model")
     return model
-
-
-def copy_connector(projector: QMambaProjector, donor: QMamba, source: str) -> None:
-    """Copy the connector of `donor`, with queries or without, and the projection and norm before it.
-
-    Raises UserError, naming its `source`, for other sizes.
-    """
-    parts = ("vision_proj", "vision_norm", "connector")
-    theirs, mine = (
-        {name: tensor for name, tensor in part.state_dict().items() if name.split(".")[0] in parts}
-        for part in (donor.multi_modal_projector, projector)
-    )
-    for name in sorted(theirs.keys() | mine.keys()):
-        sizes = [tuple(tensors[name].shape) if name in tensors else "none" for tensors in (theirs, mine)]
-        if sizes[0] != sizes[1]:
-            raise UserError(f"connector_from={source}: its {name} is {sizes[0]}, expected {sizes[1]}: take another one")
-    projector.load_state_dict(theirs, strict=False)

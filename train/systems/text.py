@@ -1,9 +1,7 @@
 """Train a language model from nothing on plain text: the Differential Transformer, or its plain twin.
 
     python -m train.systems.text                           Python's standard library: minutes on two cores
-    python -m train.systems.text --text FILE… --attention plain
-    python -m train.systems.text --resume runs/text-differential-1
-    python -m train.systems.text --preset small --device cuda --tokens 2e9 --text DIR
+    python -m train.systems.text --preset small --attention plain --device cuda --tokens 2e9 --text DIR
     torchrun --nproc_per_node=8 -m train.systems.text …    several GPUs; with --shard the weights are spread
 
 In: text (`eval/text/corpus.py`) and two tasks (`eval/text/tasks.py`), mixed. Out: a run folder with the corpus and its
@@ -12,20 +10,21 @@ the model, `train/studies/text.py` compares it with its twin.
 """
 
 import random
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from eval.text.corpus import BOS, Corpus, find_corpus, kept_corpus, open_corpus
+from eval.text.corpus import BOS, Corpus, kept_corpus, open_corpus
 from eval.text.tasks import MOST_ASKED, SYMBOLS, Tasks
 from model.common import UserError, run_command
 from model.language import TextModel, new_model
 from model.system_configs import TEXT_PRESETS
-from train.checkpoint import Progress, atomic_folder, newest_progress
+from train.checkpoint import Progress, newest_progress
 from train.data.batches import Movable, load
 from train.distributed import World, joined_world, whole_model
 from train.flags import FlagParser, RunArguments, flag, read_run
@@ -38,7 +37,6 @@ from weights.export import export_model
 PROGRAM = "train.systems.text"
 SHORTEST, LEAST = 64, 24  # positions at least of a needle document, and of one of records alone
 MOST_RECORDS = 64  # of a document that is learned from
-VALIDATION_BATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -62,10 +60,6 @@ class TextSettings(LoopSettings):
     warmup: float = flag(0.05, "warm-up steps; below 1, a share of all steps", least=0, most=1e12)
 
     @property
-    def vocab_size(self) -> int:
-        return TEXT_PRESETS[self.preset].vocab_size
-
-    @property
     def rows(self) -> int:
         """Rows of a step, of all processes together."""
         return self.step_batch or self.batch_size
@@ -73,15 +67,6 @@ class TextSettings(LoopSettings):
     @property
     def steps(self) -> int:
         return max(1, round(self.tokens / (self.rows * self.length)))
-
-    def shares(self, index: int) -> tuple[float, float, float]:
-        """The shares of needle documents, of recall, and of examples among the documents drawn for a row."""
-        if self.examples and index < self.curriculum * self.steps * self.rows:
-            return 0.0, 1.0, 0.0
-        return self.needles, self.examples / 2, self.examples / 2
-
-
-# Data
 
 
 @dataclass(frozen=True)
@@ -104,17 +89,19 @@ def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -
     """
     dice = random.Random(f"{tasks.split}/{settings.seed}/{index}")
     ids, starts = corpus.ids[tasks.split], corpus.starts[tasks.split]
-    documents, room, (needles, recall, examples) = [], settings.length, settings.shares(index)
+    is_early = settings.examples and index < settings.curriculum * settings.steps * settings.rows
+    needles, alone = (0.0, 1.0) if is_early else (settings.needles, settings.examples)
+    documents, room = [], settings.length
     while room:
         kind = dice.random()
         if room >= SHORTEST and kind < needles:
             length = round(SHORTEST * (room / SHORTEST) ** dice.random())  # log-uniform
             most = min(MOST_RECORDS, length // 4)
             document = tasks.needles(dice, length, round(most ** dice.random()), MOST_ASKED).ids
-        elif room >= LEAST and kind < needles + recall + examples:
+        elif room >= LEAST and kind < needles + alone:
             most = min(MOST_RECORDS, room - 2 * MOST_ASKED - 2)
             records = round(4 * (most / 4) ** dice.random())
-            is_recall = kind < needles + recall
+            is_recall = is_early or kind < needles + alone / 2
             task = tasks.recall(dice, records, MOST_ASKED) if is_recall else tasks.listed(*tasks.episode(dice, records))
             document = task.ids
         else:
@@ -126,15 +113,6 @@ def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -
     return documents
 
 
-def pack(rows: Sequence[list[list[int]]], names: Sequence[str], unforeseen: Sequence[int] = ()) -> TextBatch:
-    """Rows of packed documents: each token's target is the next of its document, but none of the `unforeseen`."""
-    ids = torch.tensor([[*chain(*(document[:-1] for document in row))] for row in rows])
-    targets = torch.tensor([[*chain(*(document[1:] for document in row))] for row in rows])
-    documents = torch.tensor([[n for n, document in enumerate(row) for _ in document[1:]] for row in rows])
-    hidden = torch.isin(targets, torch.tensor(unforeseen, dtype=targets.dtype))
-    return TextBatch(ids, documents, targets.masked_fill(hidden, -100), tuple(names), int((~hidden).sum()))
-
-
 class TextOrder:
     """The rows of every step: step s takes rows s·R … s·R + R − 1, in equal shares of all processes, so a run can start
     at any step, on any number of processes that divides R. `order[numbers]` is the batch of these rows."""
@@ -144,25 +122,25 @@ class TextOrder:
         self.total, self.rank, (self.share, rest) = settings.steps, rank, divmod(settings.rows, processes)
         if rest:
             raise UserError(f"--step-batch {settings.rows}: expected a multiple of the {processes} processes")
-        if (tokens := len(corpus.ids[split])) < settings.length:
-            raise UserError(f"--length {settings.length}: the {split} split has {tokens} tokens: give more --text")
 
     def steps(self, first: int, workers: int | None = 0, pin: bool = False) -> Iterator[list[TextBatch]]:
         """The micro-batches of each step, from step `first` to the last."""
-        size, of_process = self.settings.batch_size, range(self.rank * self.share, (self.rank + 1) * self.share)
-        starts = [range(start, min(start + size, of_process.stop)) for start in of_process[::size]]
-        firsts = (step * self.settings.rows for step in range(first, self.total))
-        plan = (range(row + rows.start, row + rows.stop) for row in firsts for rows in starts)
+        of_process = range(self.rank * self.share, (self.rank + 1) * self.share)
+        micros = [of_process[n : n + self.settings.batch_size] for n in range(0, self.share, self.settings.batch_size)]
+        starts = (step * self.settings.rows for step in range(first, self.total))
+        plan = (range(start + micro.start, start + micro.stop) for start in starts for micro in micros)
         batches = load(self, plan, workers, pin)
         for _ in range(first, self.total):
-            yield list(islice(batches, len(starts)))
+            yield list(islice(batches, len(micros)))
 
     def __getitem__(self, numbers: range) -> TextBatch:
-        drawn = [draw_row(self.corpus, self.tasks, self.settings, number) for number in numbers]
-        return pack(drawn, [f"row {number}" for number in numbers], self.tasks.unforeseen)
-
-
-# Training
+        """Rows of packed documents: each token's target is the next of its document, unless it is unforeseen."""
+        rows = [draw_row(self.corpus, self.tasks, self.settings, number) for number in numbers]
+        ids = torch.tensor([[*chain(*(document[:-1] for document in row))] for row in rows])
+        targets = torch.tensor([[*chain(*(document[1:] for document in row))] for row in rows])
+        documents = torch.tensor([[n for n, document in enumerate(row) for _ in document[1:]] for row in rows])
+        hidden, names = torch.isin(targets, torch.tensor(self.tasks.unforeseen)), tuple(f"row {n}" for n in numbers)
+        return TextBatch(ids, documents, targets.masked_fill(hidden, -100), names, int((~hidden).sum()))
 
 
 def text_loss(model: nn.Module, micro: TextBatch) -> torch.Tensor:
@@ -178,81 +156,39 @@ def make_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.Opti
     return make_adamw(parameter_groups(model, [bare, others]), (0.9, settings.beta2))
 
 
-@dataclass(frozen=True)
-class TextWatch:
-    """Logs "held_out_loss" after each of the steps `points`: nats per token on rows of the validation split, with the
-    mixture of training, the same for all seeds."""
-
-    model: TextModel
-    corpus: Corpus
-    settings: TextSettings
-    points: Collection[int]
-
-    @torch.no_grad()
-    def validate(self, step: int, progress: Progress) -> dict[str, float]:
-        if step not in self.points:
-            return {}
-        order = TextOrder(self.corpus, replace(self.settings, seed=0, curriculum=0.0), "validation")
-        size = self.settings.batch_size
-        micros = [order[range(number * size, (number + 1) * size)] for number in range(VALIDATION_BATCHES)]
-        loss = sum(text_loss(self.model, micro).item() for micro in micros)
-        return {"held_out_loss": loss / sum(micro.tokens for micro in micros)}
-
-
 def learn(
-    settings: TextSettings,
-    corpus: Corpus,
-    run: Path,
-    world: World,
-    progress: Progress | None = None,
-    points: Collection[int] = (),
+    settings: TextSettings, corpus: Corpus, run: Path, world: World, progress: Progress | None = None
 ) -> tuple[TextModel, Progress]:
-    """Train from the newest checkpoint in `run`, if there is one; the model and the run's progress.
-
-    progress: see `train.loop.fit`. points: see `TextWatch`.
-    """
-    assert corpus.tokenizer.vocab_size() <= settings.vocab_size, "the corpus is of another preset"
+    """Train from the newest checkpoint in `run`, if there is one; the model and the run's progress."""
     model = new_model(settings.preset, settings.attention == "differential", settings.seed).to(world.device)
     model.set_checkpointing(settings.checkpointing)
     optimizer, order = make_optimizer(model, settings), TextOrder(corpus, settings, "train", world.rank, world.size)
-    watch = TextWatch(model, corpus, settings, points)
-    progress = fit(model, optimizer, order, text_loss, settings, run, world, validate=watch.validate, progress=progress)
+    progress = fit(model, optimizer, order, text_loss, settings, run, world, progress=progress)
     return model.eval(), progress
-
-
-# The command
-
-
-def train(settings: TextSettings, arguments: RunArguments, world: World) -> None:
-    """The whole run: prepare the corpus, train, write the result."""
-    with run_folder(arguments, settings, f"text-{settings.attention}", PROGRAM, world) as run:
-        folder, saved = Path(settings.corpus or run / "corpus"), newest_progress(run)
-        progress = saved or Progress(world.size)
-        corpus = find_corpus(folder) if saved else None  # a resumed run keeps its tokens, even if the text has changed
-        if world.is_first:
-            corpus = corpus or open_corpus(folder, settings.text, settings.vocab_size, SYMBOLS)
-            print(f"{len(corpus.ids['train']):,} tokens of text to learn from", flush=True)
-            set_origin(run, progress, settings, {"corpus": corpus.digest}, arguments.allow_changed)
-        world.barrier()  # the first process has written the corpus
-        model, progress = learn(settings, corpus or kept_corpus(folder), run, world, progress)
-        model = whole_model(model, world)
-        with atomic_folder(run / "model", world) as result:
-            if world.is_first:
-                export_model(model, result, companions=[folder / "tokenizer.model"])
-        if world.is_first:
-            draw_loss(run)
-            size, tokens = count(model.parameters()), settings.steps * settings.rows * settings.length
-            print(f"{size:,} parameters, {settings.attention} attention, {tokens:,} tokens in {progress.seconds:.0f} s")
-            print(f"{run}: model/, metrics.jsonl, loss.png; next: python -m eval.text all {run}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = FlagParser(prog=f"python -m {PROGRAM}", description=__doc__)
     settings, arguments = read_run(parser, TextSettings, RunArguments, argv)
-    if (tasks := settings.needles + settings.examples) > 0.95:
-        raise UserError(f"--needles and --examples sum to {tasks:g}, expected at most 0.95: leave room for text")
-    with joined_world(settings.device) as world:
-        train(settings, arguments, world)
+    stem = f"text-{settings.attention}"
+    with joined_world(settings.device) as world, run_folder(arguments, settings, stem, PROGRAM, world) as run:
+        folder, progress = Path(settings.corpus or run / "corpus"), newest_progress(run) or Progress(world.size)
+        if world.is_first:
+            if not progress.step:  # a resumed run keeps its tokens, even if the text has changed
+                open_corpus(folder, settings.text, TEXT_PRESETS[settings.preset].vocab_size, SYMBOLS)
+            corpus = kept_corpus(folder)
+            print(f"{len(corpus.ids['train']):,} tokens of text to learn from", flush=True)
+            set_origin(run, progress, settings, {"corpus": corpus.digest}, arguments.allow_changed)
+        world.barrier()  # the first process has written the corpus
+        model, progress = learn(settings, kept_corpus(folder), run, world, progress)
+        model = whole_model(model, world)
+        if world.is_first:
+            shutil.rmtree(run / "model", ignore_errors=True)
+            export_model(model, run / "model", companions=[folder / "tokenizer.model"])
+            draw_loss(run)
+            size, tokens = count(model.parameters()), settings.steps * settings.rows * settings.length
+            print(f"{size:,} parameters, {settings.attention} attention, {tokens:,} tokens in {progress.seconds:.0f} s")
+            print(f"{run}: model/, metrics.jsonl, loss.png; next: python -m eval.text all {run}")
 
 
 if __name__ == "__main__":

@@ -30,26 +30,23 @@ class Parts:
     """What stage 1 is made of.
 
     language_model: a folder or hub id; "" is the base's own decoder. feature_layer: of the vision tower beside it, see
-    `VisionConfig`. chat: "yes" trains and asks in turns of its family's conversation, "no" in plain text, "auto" in
-    turns if its configuration ends answers by the mark of a turn's end.
+    `VisionConfig`. chat: train and ask in turns of a conversation, if the model's configuration ends answers by the
+    mark of a turn's end; else, and for other models, in plain text.
     """
 
     language_model: str = ""
     feature_layer: int = -2
-    chat: str = "auto"
+    chat: bool = True
 
-    @classmethod
-    def of(cls, settings: Settings) -> "Parts":
-        """Raises UserError for an unknown option, and one of another type."""
-        parts = cls(**settings.options_of(asdict(cls())))
-        if parts.chat not in ("auto", "yes", "no"):
-            raise UserError(f"--option chat={parts.chat}: expected auto, yes or no")
-        return parts
+
+def parts_of(settings: Settings) -> Parts:
+    """Raises UserError for an unknown option, and one of another type."""
+    return Parts(**settings.options_of(asdict(Parts())))
 
 
 def tokenizer_source(settings: Settings) -> str:
     """The source of the tokenizer. The embedded models share one."""
-    return Parts.of(settings).language_model or (EMBEDDED if settings.base == TEXT_BASE else settings.base)
+    return parts_of(settings).language_model or (EMBEDDED if settings.base == TEXT_BASE else settings.base)
 
 
 def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> Wings:
@@ -57,40 +54,30 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
 
     Raises UserError for another base than the stage starts from.
     """
-    parts = Parts.of(settings)
+    parts, is_text_base = parts_of(settings), settings.base == TEXT_BASE
     if parts.language_model:
-        return join_parts(settings, parts, dtype, device)
-    if settings.base == TEXT_BASE and not TEXT_FOLDER.is_dir():
+        tower = load_siglip(EMBEDDED if is_text_base else settings.base, dtype, device)
+        text = load_text(parts.language_model, dtype, device)
+        ends, marks = text.config.eos_token_id, load_text_tokenizer(parts.language_model).end_of_turn
+        turn_ends = [mark for mark in marks if parts.chat and mark in ends]
+        config = LanguageWingsConfig(
+            vision=replace(tower.config, feature_layer=parts.feature_layer),
+            text=text.config.text,
+            image_token_id=text.config.text.vocab_size,  # no text has it: it is no row of the embedding
+            pad_token_id=text.config.pad_token_id or 0,
+            eos_token_id=(turn_ends or ends)[0],
+            bos_token_id=text.config.bos_token_id,
+            chat=bool(turn_ends),
+            rank=settings.r,
+            routed=False,
+        )
+        return join(config, tower, text, settings.seed)
+    if is_text_base and not TEXT_FOLDER.is_dir():
         raise UserError(f"--base {TEXT_BASE}: {TEXT_FOLDER} is not there: make it with python -m train.embedded.text")
-    base = load_model(TEXT_FOLDER if settings.base == TEXT_BASE else settings.base, dtype=dtype, device=device)
+    base = load_model(TEXT_FOLDER if is_text_base else settings.base, dtype=dtype, device=device)
     if settings.stage == 1:
         return attach(base, settings.r, seed=settings.seed)
     if type(base) is not Wings or base.config.routed:
         remedy = "train one with --arch wings --stage 1, and give --base RUN/model"
         raise UserError(f"--stage 2: {settings.base} is no model of stage 1: {remedy}")
     return route(base, settings.seed)
-
-
-def join_parts(settings: Settings, parts: Parts, dtype: torch.dtype, device: torch.device) -> Wings:
-    """A language model with visual learners beside the vision tower of the base. Raises UserError for wrong sizes."""
-    tokenizer = load_text_tokenizer(parts.language_model)
-    tower = load_siglip(EMBEDDED if settings.base == TEXT_BASE else settings.base, dtype, device)
-    text = load_text(parts.language_model, dtype, device)
-    language, mark = text.config, tokenizer.end_of_turn
-    is_chat = parts.chat == "yes" or parts.chat == "auto" and bool({*mark} & {*language.eos_token_id})
-    if is_chat and not mark:
-        raise UserError(f"--option chat=yes: {parts.language_model} has no tokens for turns: leave it out")
-    if not is_chat and not language.eos_token_id:
-        raise UserError(f"{parts.language_model}: its eos_token_id is null, but an answer must end: take another model")
-    config = LanguageWingsConfig(
-        vision=replace(tower.config, feature_layer=parts.feature_layer),
-        text=language.text,
-        image_token_id=language.text.vocab_size,  # no text has it: it is no row of the embedding
-        pad_token_id=language.pad_token_id or 0,
-        eos_token_id=mark[0] if is_chat else language.eos_token_id[0],
-        bos_token_id=language.bos_token_id,
-        chat=is_chat,
-        rank=settings.r,
-        routed=False,
-    )
-    return join(config, tower, text, settings.seed)
