@@ -12,14 +12,14 @@ from PIL import Image
 from eval import scenes
 from eval.explore import page
 from eval.explore.__main__ import main
-from eval.explore.record import Case, Maps, Said, answer, decoder_maps, maps_of
+from eval.explore.record import Case, Maps, Said, answer, maps_of
 from model.attention import attention_modules
 from model.common import UserError
 from model.differential import graft
 from tests.eval.conftest import random_model
-from tests.model.test_qmamba import CONFIG, QMamba, initialize_qmamba
 
 PROMPT = "answer en Where is the dog?"
+HOSTILE = "</script><script>alert(1)</script><!-- %%css%% & \u2028 \" '"
 PICTURE = scenes.sample("vqa", "test", 192).image
 
 
@@ -60,23 +60,16 @@ def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
         assert maps.laws[first][number] == pytest.approx(float(share), rel=1e-4)
 
 
-def test_a_decoder_without_attention_is_one_line():
-    """Breaks when a Q-Mamba, whose decoder has no maps, ends in a traceback in the explorer or in `eval.shift`."""
-    model, ids = initialize_qmamba(QMamba(CONFIG)).eval(), torch.zeros(1, 4, dtype=torch.int64)
-    with pytest.raises(UserError, match="^it: the model has no attention in its decoder"):
-        decoder_maps(model, lambda weights: weights, "it", input_ids=ids, pixel_values=None, token_type_ids=ids)
-
-
-def random_case(tokens: int, models: int = 1, prompt: str = "x", layers=18, heads=8, slots=256) -> Case:
+def random_case(tokens: int, models: int = 1, layers=18, heads=8, slots=256) -> Case:
     """A case of the geometry of PaliGemma 3B at 224 pixels, with random attention, which compresses worst."""
     dice, length = np.random.default_rng(0), slots + 24
-    keys, case = length + tokens - 1, Case(Image.new("RGB", (300, 200)), prompt)
+    keys, case = length + tokens - 1, Case(Image.new("RGB", (300, 200)), HOSTILE)
     for number in range(models):
         maps = np.exp(2 * dice.standard_normal((3, tokens, layers, heads, keys), dtype=np.float32))
         kinds = dict(zip(("A1", "A2", "plain"), maps / maps.sum(-1, keepdims=True), strict=True))
         kinds["mix"] = 2 * kinds["A1"] - kinds["A2"]
         words = {place: "word" for place in range(slots, keys + 1)}
-        said = Said(SimpleNamespace(input_ids=torch.zeros(1, length)), None, prompt, words, np.arange(keys) < slots)
+        said = Said(SimpleNamespace(input_ids=torch.zeros(1, length)), None, "x", words, np.arange(keys) < slots)
         case.answers[f"m{number}"] = said, Maps(kinds, {"A1": np.ones(layers)}, np.ones(tokens))
     return case
 
@@ -103,9 +96,13 @@ def test_quantized_maps_come_back():
         )
 
 
-def test_a_page_of_3b_is_small_and_longer_answers_lose_their_end():
-    """Breaks when a file cannot be sent by mail, its maps are dropped without need, or those of the first tokens."""
-    text = page.page([random_case(2, models=2)], "3B")
+def test_a_page_of_3b_is_small_and_safe_and_longer_answers_lose_their_end():
+    """Breaks when a file cannot be sent by mail, its maps are dropped without need, or those of the first tokens; or a
+    prompt ends the script that holds it, or becomes HTML in the title or a mark of the template."""
+    text = page.page([random_case(2, models=2)], HOSTILE)
+    assert data_of(text)["cases"][0]["prompt"] == data_of(text)["title"] == HOSTILE
+    assert text.count("<script") == 2 and "alert(1)</" not in text and text.count("<!--") == 0
+    assert "http" not in re.sub(r'http-equiv|"http://www.w3.org/2000/svg"', "", text)
     assert len(text.encode()) < 1_500_000 < page.MOST_BYTES < 5e6
     models = data_of(text)["cases"][0]["models"]
     assert all(token["mean"] and token["heads"] for model in models for token in model["tokens"])
@@ -117,15 +114,6 @@ def test_a_page_of_3b_is_small_and_longer_answers_lose_their_end():
         kept = [bool(token["heads"]) for token in tokens]
         assert len(text.encode()) <= bound and all(token["mean"] for token in tokens)
         assert kept[0] and not kept[-1] and kept == sorted(kept, reverse=True)
-
-
-def test_a_prompt_cannot_leave_its_place():
-    """Breaks when a prompt ends the script that holds it, or becomes HTML in the title or a mark of the template."""
-    prompt = "</script><script>alert(1)</script><!-- %%css%% & \u2028 \" '"
-    text = page.page([random_case(1, prompt=prompt, layers=1, heads=1, slots=4)], prompt)
-    assert data_of(text)["cases"][0]["prompt"] == data_of(text)["title"] == prompt
-    assert text.count("<script") == 2 and "alert(1)</" not in text and text.count("<!--") == 0
-    assert "http" not in re.sub(r'http-equiv|"http://www.w3.org/2000/svg"', "", text.replace(prompt, ""))
 
 
 @pytest.mark.long

@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 
 from eval import answer, needle, needle_scoring, scenes
-from eval.data import NeedleTest
 from model.common import UserError
 from model.processor import Processor
 from tests.files import write_mmneedle
@@ -142,14 +141,8 @@ def test_pictures_and_haystacks_are_counted_once(coco):
     assert all(len({path.name for path in trial.files}) == 12 for trial in trials)
     args.metadata, args.pictures = str(coco), 1
     assert len({question.key for question in needle.Needle().questions(args)}) == 2
+    with pytest.raises(UserError, match="take official"):
+        needle.asks_of(trials, "paper")
     args.coco, args.metadata = str(coco / "gone"), None
     with pytest.raises(UserError, match="--captions: 0 of its pictures are in --coco"):
         needle.coco_trials(args)
-
-
-@pytest.mark.parametrize("protocol", ["paper", "constrained"])
-def test_a_protocol_that_cannot_ask_says_so(protocol):
-    """Several pictures are asked about with a question for one."""
-    test = NeedleTest(0, (("a",) * 4, ("b",) * 4), ((1, 0, 0),), ("b",), ("a cat",))
-    with pytest.raises(UserError, match="take official"):
-        needle.asks_of([needle.Trial(test, (print, print))], protocol)
