@@ -1,8 +1,7 @@
 """Figures, drawn with Pillow alone: heatmaps, charts with intervals, contact sheets, boxes.
 
-In: numbers and pictures. Out: `PIL.Image` in RGB, which `save` writes; on white, so that one file is legible on light
-and on dark pages. Lengths are in points. A canvas has `DENSITY` pixels per point; it is drawn `SMOOTH` times finer and
-then reduced, since Pillow does not smooth the edges of shapes.
+In: numbers and pictures. Out: `PIL.Image` in RGB, on white: one file is legible on light and on dark pages. Lengths are
+in points, of `DENSITY` pixels. A canvas is drawn `SMOOTH` times finer, since Pillow does not smooth edges of shapes.
 """
 
 import math
@@ -73,13 +72,9 @@ class Canvas:
 
     def upright(self, x: float, y: float, text: str, size: float = 12) -> None:
         """Text centered at (x, y), turned by 90 degrees to read upward."""
-        font = _font(*self._px(size))
-        left, top, right, bottom = font.getbbox(printable(text))
-        strip = Image.new("L", (right - left, bottom - top))
-        ImageDraw.Draw(strip).text((-left, -top), printable(text), 255, font)
-        strip = strip.rotate(90, expand=True)
-        x, y = self._px(x, y)
-        self.image.paste(INK, (x - strip.width // 2, y - strip.height // 2), strip)
+        font = ImageFont.TransposedFont(_font(*self._px(size)), Image.Transpose.ROTATE_90)
+        (x, y), (_, _, wide, high) = self._px(x, y), font.getbbox(printable(text))
+        self.draw.text((x - wide // 2, y - high // 2), printable(text), INK, font)
 
     def picture(self, left: float, top: float, right: float, bottom: float, image: Image.Image) -> None:
         left, top, right, bottom = self._px(left, top, right, bottom)
@@ -165,14 +160,6 @@ def heatmaps(
 # Charts
 
 
-def linear_marks(low: float, high: float, most: int = 6) -> list[float]:
-    """About `most` round numbers, 1, 2 or 5 × 10^k apart, from at or below `low` to at or above `high`."""
-    rough = (high - low) / most
-    unit = 10.0 ** math.floor(math.log10(rough))
-    step = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= rough * (1 - 1e-9))
-    return [step * n for n in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)]
-
-
 def spell_number(value: float) -> str:
     """The text of an axis mark: 0.3, 1e-5, 1500, 20k, 1.5M."""
     for unit, sign in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -182,14 +169,19 @@ def spell_number(value: float) -> str:
 
 
 def axis(values: Sequence[float], start: float, end: float, log=False) -> tuple[list[float], Callable[[float], float]]:
-    """The marks to print, and from data to points. A linear axis begins and ends at a mark; a log axis has its marks at
-    the values."""
+    """The marks to print, and from data to points. A linear axis has about six round marks, 1, 2 or 5 × 10^k apart, and
+    begins and ends at one; a log axis has its marks at the values."""
     low, high = min(values), max(values)
     if low == high:
         low, high = (low / 2, high * 2) if log else (low - 0.5, high + 0.5)
-    marks, scale = (sorted({*values}), math.log) if log else (linear_marks(low, high), float)
-    first, last = map(scale, (low, high) if log else (marks[0], marks[-1]))
-    return marks, lambda value: start + (scale(value) - first) / (last - first) * (end - start)
+    marks, scale = sorted({*values}), math.log
+    if not log:
+        rough, scale = (high - low) / 6, float
+        unit = 10.0 ** math.floor(math.log10(rough))
+        step = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= rough * (1 - 1e-9))
+        marks = [step * n for n in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)]
+        low, high = marks[0], marks[-1]
+    return marks, lambda value: start + (scale(value) - scale(low)) / (scale(high) - scale(low)) * (end - start)
 
 
 def line_chart(

@@ -35,6 +35,7 @@ from eval.needle_scoring import accuracy_by_place, judge, read_responses, respon
 from eval.question import Question
 from eval.report import Row
 from model.common import UserError, run_command, write_text
+from model.images import load_image
 
 PROTOCOLS = ("paper", "constrained", "official")
 PROTOCOL_HELP = "paper: one exact word; constrained: the likelier word; official: MMNeedle's own prompt and parsing"
@@ -99,10 +100,8 @@ class Needle(Benchmark):
         lines: dict[str, dict] = {}
         for kind, of_kind in by_kind(rows).items():
             records, test = [row.answer for row in of_kind if row.answer], of_kind[0].question.truth
-            grid = accuracy_by_place(records, test and test.side)
-            cells = [(r, c, value) for r, row in enumerate(grid, 1) for c, value in enumerate(row, 1)]
-            places = {f"  {kind}, row {r}, column {c}": value for r, c, value in cells if not math.isnan(value)}
-            mean = sum(places.values()) / len(places) if places else None
+            by_place = accuracy_by_place(records)
+            mean = sum(by_place.values()) / len(by_place) if by_place else None
             lines[kind] = score_responses(records) | {"exact, mean over places": mean}
             if test is not None:  # K distinct ones of the P = M·N² places there are
                 lines[kind]["chance"] = 1 / math.perm(len(test.haystack) * test.side**2, len(test.places))
@@ -110,7 +109,7 @@ class Needle(Benchmark):
             if all(halves):
                 names = f"  positives, {kind}", f"  negatives, {kind}"
                 lines |= zip(names, map(score_responses, halves), strict=True)
-            lines |= {place: {"exact": value} for place, value in places.items()}
+            lines |= {f"  {kind}, row {r}, column {c}": {"exact": value} for (r, c), value in by_place.items()}
         return {line: {name: v if v is None else 100 * v for name, v in of.items()} for line, of in lines.items()}
 
     def write(self, rows, out, subject):
@@ -121,7 +120,8 @@ class Needle(Benchmark):
             title = scenes.NEEDLE_TITLES.get(kind, title)
             records = [response_record(q.truth, said and said["response"]) for q, said, _ in of_kind]
             write_text(out / f"responses-{kind}.json", json.dumps(records, ensure_ascii=False, indent=1) + "\n")
-            grids[title] = accuracy_by_place(records, test.side)
+            by_place, numbers = accuracy_by_place(records), range(1, test.side + 1)
+            grids[title] = [[by_place.get((row, col), math.nan) for col in numbers] for row in numbers]
             if scored := [row for row in of_kind if row.answer]:
                 exact = 100 * score_responses([row.answer for row in scored])["exact"]
                 heading = f"{subject.title}, {title}: {exact:.1f} % exact (blue: the needle)"
@@ -226,8 +226,6 @@ def choose(tests: Sequence[NeedleTest], count: int, seed: int) -> list[NeedleTes
 
 def stitch(pictures: Sequence[Path | Image.Image], size: int = SUB_IMAGE) -> Image.Image:
     """N² pictures, row-major, each resized to size×size px (aspect not kept), as one. Raises UserError."""
-    from model.images import load_image  # imports torch, which scoring does not need
-
     side = math.isqrt(len(pictures))
     canvas = Image.new("RGB", (side * size, side * size))
     for at, picture in enumerate(pictures):
@@ -308,9 +306,7 @@ def row_of(question: Question, record: dict) -> Row:
     return Row(question, verdict and record, {f"exact, {question.kind}": float(verdict[2])} if verdict else {})
 
 
-def evaluate_embedded(
-    model, processor, kind: str, count: int, progress: str | None = None, *, ask_all: Callable, protocol: str = "paper"
-) -> float:
+def evaluate_embedded(model, processor, kind: str, count: int, progress=None, *, ask_all, protocol="paper") -> float:
     """Exact accuracy in percent on `count` tests of the embedded test split: all questions of a test must be right."""
     questions = asks_of(embedded_trials(kind, count), protocol)
     rows = rows_of(questions, ask_all(model, processor, questions, progress=progress), protocol)
@@ -320,8 +316,6 @@ def evaluate_embedded(
 def draw_sheet(rows: Sequence[Row], title: str) -> Image.Image:
     """A contact sheet of up to eight hits and eight misses: pictures with a frame around the needle, and answers."""
     hits, misses = ([row for row in rows if any(row.scores.values()) is right][:8] for right in (True, False))
-    from model.images import load_image  # imports torch, which scoring does not need
-
     pictures, captions = [], []
     for question, record, _ in hits + misses:
         test = question.truth

@@ -9,7 +9,6 @@ Models", NAACL 2025, arXiv 2406.11230.
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from math import nan
 from pathlib import Path
 
 from eval.data import NeedleTest, check, check_unique, read, text
@@ -82,8 +81,8 @@ def score_responses(records: Iterable[dict]) -> dict[str, float]:
     return dict(zip(("existence", "index", "exact"), means, strict=True))
 
 
-def accuracy_by_place(records: Iterable[dict], side: int | None = None) -> list[list[float]]:
-    """Exact accuracy of each needle by its row and column, side×side (by default the largest place); NaN: no needle.
+def accuracy_by_place(records: Iterable[dict]) -> dict[tuple[int, int], float]:
+    """Exact accuracy of the needles by their row and column, from 1.
 
     With one needle a test and side 2 these are the paper's quadrants, and their mean is its "index accuracy".
     """
@@ -94,6 +93,4 @@ def accuracy_by_place(records: Iterable[dict], side: int | None = None) -> list[
             if part != "-1":
                 _, row, col = map(int, part.split(", "))
                 hits[row, col].append(given[at : at + 1] == (part,))
-    means = {place: sum(of_place) / len(of_place) for place, of_place in hits.items()}
-    numbers = range(1, 1 + (side or max(map(max, hits), default=1)))
-    return [[means.get((row, col), nan) for col in numbers] for row in numbers]
+    return {place: sum(hits[place]) / len(hits[place]) for place in sorted(hits)}

@@ -39,22 +39,12 @@ def quantized(maps: np.ndarray, slots: np.ndarray, prompt: int, signed: bool) ->
     return header.tobytes(), levels.astype(np.int8 if signed else np.uint8).tobytes()
 
 
-def block(kinds: dict[str, np.ndarray], said: Said) -> str:
-    """Maps (…, S) by name, in the order of their names: all numbers, then all weights; gzip, then base64."""
-    parts = [quantized(kinds[name], said.slots, said.batch.input_ids.shape[1], name == "mix") for name in sorted(kinds)]
-    raw = b"".join(b"".join(of_parts) for of_parts in zip(*parts, strict=True))
-    return base64.b64encode(gzip.compress(raw, 6, mtime=0)).decode()
-
-
 def picture_url(image: Image.Image) -> str:
     """The picture as a data URL: small ones exact, larger ones scaled down."""
-    file, kind, options = BytesIO(), "jpeg", {"quality": 85}
-    if max(image.size) <= 256:
-        kind, options = "png", {}
-    image = image.convert("RGB")
+    file, small, image = BytesIO(), max(image.size) <= 256, image.convert("RGB")
     image.thumbnail((SIDE, SIDE))
-    image.save(file, kind, **options)
-    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
+    image.save(file, "webp", lossless=small, quality=85)
+    return f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def model_entry(name: str, said: Said, maps: Maps) -> dict:
@@ -107,7 +97,10 @@ def page(cases: Sequence[Case], title: str, most_bytes: int = MOST_BYTES) -> str
     for part in ("mean", "heads"):
         for n, token, said, maps in sorted(tokens, key=lambda token: token[0]):  # the first tokens of all cases first
             rows = {kind: values[n].mean(1) if part == "mean" else values[n] for kind, values in maps.kinds.items()}
-            coded = block(rows, said)
+            prompt = said.batch.input_ids.shape[1]
+            pairs = [quantized(rows[kind], said.slots, prompt, signed=kind == "mix") for kind in sorted(rows)]
+            raw = b"".join(b"".join(parts) for parts in zip(*pairs, strict=True))  # all numbers, then all weights
+            coded = base64.b64encode(gzip.compress(raw, 6, mtime=0)).decode()
             room -= len(coded)
             if room < 0:
                 break
