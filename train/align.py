@@ -2,10 +2,9 @@
 
 In: a model and the records of its fine-tuning. Out: the same model with another vision tower, in place.
 
-A tower that has seen other pictures learns shapes and colors slowly through the decoder: most of the time goes into
-reading questions. Here a small head, thrown away afterwards, predicts the answer from the mean of the projected patches
-and the number of the question (as the baselines of VQA do: Antol et al. 2015; Zhou et al. 2015). A picture is encoded
-once for all of its questions, so that an answer costs a twentieth of what it does through the decoder.
+A tower learns shapes and colors slowly through the decoder: most of the time goes into reading questions. Here a small
+head, thrown away afterwards, predicts the answer from the mean of the projected patches and the number of the question
+(as the baselines of VQA do: Antol et al. 2015; Zhou et al. 2015), at a twentieth of the cost.
 """
 
 import contextlib

@@ -108,10 +108,8 @@ def save_checkpoint(
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path, world: World) -> Iterator[Path]:
-    """A name for the block to write a folder to, in all processes; it becomes `folder` once it is whole.
-
-    The former content stays until then. Raises UserError for a full disk, and then nothing is left.
-    """
+    """A name for the block to write a folder to, in all processes; it becomes `folder` once it is whole, and the former
+    content stays until then. Raises UserError for a full disk, and then nothing is left."""
     temporary = folder.with_name(f".{folder.name}.partial")
     for leftover in folder.parent.glob(".*.partial") if world.is_first else ():  # of a run that was killed
         shutil.rmtree(leftover, ignore_errors=True)
@@ -148,10 +146,8 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def newest_progress(run: Path) -> Progress | None:
-    """The progress of the newest checkpoint of `run`; None without any.
-
-    Raises UserError, naming the checkpoint before, if its files are not those that were written.
-    """
+    """The progress of the newest checkpoint of `run`; None without any. Raises UserError, naming the checkpoint before,
+    if its files are not those that were written."""
     if not (folders := checkpoints(run)):
         return None
     *before, folder = folders
@@ -169,10 +165,8 @@ def newest_progress(run: Path) -> Progress | None:
 
 
 def load_checkpoint(run: Path, progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
-    """Restore model and optimizer in place from the checkpoint of `progress`; every process must call it.
-
-    Raises UserError if it belongs to other parameters.
-    """
+    """Restore model and optimizer in place from the checkpoint of `progress`; every process must call it. Raises
+    UserError if it belongs to other parameters."""
     folder, parameters = run / "checkpoints" / f"step-{progress.step}", trainable(model)
     reader = HuggingFaceStorageReader(str(folder))
     sizes = {name: tensor.size for name, tensor in reader.read_metadata().state_dict_metadata.items()}

@@ -83,8 +83,8 @@ def spread(
 ) -> nn.Module:
     """The module to call in place of `model`: itself in one process; else DDP, or with `shard` FSDP2 layer by layer.
 
-    Both average gradients, so the loss must be multiplied by `world.size`. An fp32 model that FSDP2 has sharded is
-    gathered in bf16 under `autocast` to bf16; gradients are summed in fp32.
+    Both average gradients, so the loss must be multiplied by `world.size`. FSDP2 gathers an fp32 model in bf16 under
+    `autocast` to bf16, and sums gradients in fp32.
     """
     if world.size == 1 or not shard:
         model = DistributedDataParallel(model) if world.size > 1 else model
@@ -128,22 +128,17 @@ def reads_bf16(model: nn.Module, autocast: torch.dtype | None) -> bool:
 
 
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:
-    """Set whether DDP's next backward pass exchanges gradients: only the last micro-batch of a step needs to.
-
-    FSDP2 always does: between micro-batches each process would else hold the gradients of all weights.
-    """
+    """Set whether DDP's next backward pass exchanges gradients: only the last micro-batch of a step needs to. FSDP2
+    always does: between micro-batches each process would else hold the gradients of all weights."""
     model = getattr(model, "_orig_mod", model)  # torch.compile has wrapped it
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = sync
 
 
 def ask_together(world: World, model, processor, questions: Sequence, **options) -> list[str | None]:
-    """`eval.answer.ask_all`, shared by all processes: each asks its copy of the model about its share of the pictures.
-
-    All get all answers, in order, None where a question cannot be asked. Every process must call it with the same
-    questions.
-    """
-    from eval.answer import ask_all  # only where something is asked
+    """`eval.answer.ask_all`, shared by all processes, which call it with the same questions: each asks its copy of the
+    model about its share of the pictures. All get all answers, None where a question cannot be asked."""
+    from eval.answer import ask_all
 
     pictures = {key: number for number, key in enumerate(dict.fromkeys(question.key for question in questions))}
     places = [place for place, q in enumerate(questions) if pictures[q.key] % world.size == world.rank]

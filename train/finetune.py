@@ -11,21 +11,15 @@ from, and accuracies before and after.
     torchrun --nproc_per_node=8 -m train.finetune …                several GPUs; with --shard the weights are spread
 """
 
-import sys
-
-if not __package__:  # `python train/finetune.py`: the project's other packages cannot be found
-    print("error: run python -m train.finetune in the project's folder, or pip install -e . there", file=sys.stderr)
-    sys.exit(2)
-
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 
 from lora import adapter
 from model.common import run_command, shown, write_text
-from model.differential import KINDS
 from model.paligemma import PaliGemma
 from train.checkpoint import Progress, atomic_folder, newest_progress
 from train.data.sources import read_records
@@ -34,7 +28,7 @@ from train.metrics import draw_loss
 from train.optim import count, trainable
 from train.run import data_fingerprints, run_folder, set_origin
 from train.settings import Arguments, Settings, parse, run_stem
-from train.summary import can_export, evaluate, print_summary, summarize, write_answers
+from train.summary import evaluate, print_summary, summarize, write_answers
 from train.supervised import make_order, train_on
 from train.systems.open import load_start, open_model, open_processor, open_trained, write_trained
 from train.validation import open_held_out
@@ -52,8 +46,7 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
         held_out = open_held_out(settings, processor, world) if settings.evaluate else None
 
         model = load_start(settings, world.device)
-        if world.is_first:
-            print_start(outline, settings, world)
+        print_start(outline, settings, world)
         if begins and settings.evaluate:
             results["before"] = evaluate(model, processor, settings, "before", world, held_out)
         model, optimizer = open_model(settings, world.device, model)
@@ -72,11 +65,8 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
         progress = train_on(order, model, optimizer, settings, run, world, validate=validate, progress=progress)
 
         result = run / "model" if settings.writes_model else run
-        if settings.writes_model:
-            with atomic_folder(result, world) as folder:
-                write_trained(model, folder, settings, world, files)
-        else:
-            write_trained(model, result, settings, world, files)
+        with atomic_folder(result, world) if settings.writes_model else nullcontext(run) as folder:
+            write_trained(model, folder, settings, world, files)
         if settings.evaluate:
             if is_sharded(model):
                 del model, optimizer, validate
@@ -97,15 +87,14 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
 
 
 def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
-    """Print what is trained: the base, its size, the share of it that is trained, the device."""
+    """The first process prints the base, its size, the share of it that is trained, and the device."""
+    if not world.is_first:
+        return
     total, trained = count(outline.parameters()), count(trainable(outline).values())
     size = f"{total:,} parameters, {trained:,} of them trainable ({100 * trained / total:.2f} %)"
     kind = f"attention {settings.attention}" if settings.stage is None else f"{settings.arch}, stage {settings.stage}"
     processes = f", {world.size} processes" if world.size > 1 else ""
     print(f"{settings.base}: {size}, {kind}, on {world.device}{processes}", flush=True)
-    if settings.stage is None and not can_export(settings):
-        foldable = " and ".join(f"--attention {name}" for name, kind in KINDS.items() if kind.foldable)
-        print(f"this model cannot become plain weights (weights.export); {foldable} can, without swiglu-new")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -22,10 +22,8 @@ FlagParser = partial(argparse.ArgumentParser, formatter_class=argparse.RawDescri
 
 
 def flag(default: Any, help: str, *, least: float = -MANY, most: float = MANY, **argument) -> Any:
-    """A dataclass field that is also a flag of the same name.
-
-    least, most: the range of a number, both ends included. argument: of `add_argument`, such as `choices`.
-    """
+    """A dataclass field that is also a flag of the same name. least, most: the range of a number, ends included.
+    argument: of `add_argument`, such as `choices`."""
     return dataclasses.field(default=default, metadata={"help": help, "range": (least, most), "argument": argument})
 
 
@@ -40,14 +38,11 @@ def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
         kind, help, argument = field_kind(settings, field), field.metadata["help"], field.metadata["argument"]
         if "default" not in help:
             help += f" (default: {field.default})"
-        arguments = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%"), "dest": field.name}
-        if kind is bool:
-            arguments["action"] = argparse.BooleanOptionalAction
-        elif kind is tuple and not {"nargs", "type"} & argument.keys():
-            arguments["action"] = "append"
-        else:
-            arguments["type"] = str if kind is tuple else kind
-        parser.add_argument(flag_name(field.name), **arguments | argument)
+        kinds = {bool: {"action": argparse.BooleanOptionalAction}, tuple: {"action": "append"}}
+        if {"nargs", "type"} & argument.keys():
+            kinds[tuple] = {"type": str}
+        named = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%"), "dest": field.name}
+        parser.add_argument(flag_name(field.name), **named | kinds.get(kind, {"type": kind}) | argument)
 
 
 def field_kind(settings: type, field: dataclasses.Field) -> type:

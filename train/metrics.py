@@ -27,7 +27,7 @@ class Log:
     """
 
     def __init__(self, run: Path, total: int, progress: Progress, world: World):
-        self.progress, self.samples, self.held_out, self.written = progress, progress.samples, "", time.perf_counter()
+        self.progress, self.samples, self.shown, self.written = progress, progress.samples, {}, time.perf_counter()
         self.started, self.device, self.writes = self.written - progress.seconds, world.device, world.is_first
         self.bar = tqdm(total=total, initial=progress.step, desc="training", unit="step", disable=not world.is_first)
         self.path = run / "metrics.jsonl"
@@ -52,11 +52,10 @@ class Log:
         if self.writes:
             with file_errors(self.path):
                 self.file.write(json.dumps(record) + "\n")
-            if "held_out_loss" in record:
-                self.held_out = f"held-out {record['held_out_loss']:.3f}, "
-                self.held_out += f"{record['exact_match']:.1f} %, " if "exact_match" in record else ""
-            loss = f"loss {record['loss']:.3f}" if "loss" in record else "no usable record"
-            self.bar.set_postfix_str(f"{loss}, {self.held_out}{self.progress.samples / self.seconds():.0f} samples/s")
+            for name, unit in (("loss", ""), ("held_out_loss", ""), ("exact_match", " %")):
+                if name in record:
+                    self.shown[name] = f"{record[name]:.3f}{unit}"
+            self.bar.set_postfix(self.shown, samples=f"{self.progress.samples / self.seconds():.0f}/s")
             self.bar.update()
         self.samples = self.progress.samples
         self.go_on()

@@ -1,8 +1,5 @@
-"""Which parameters are trained, at which rate, on which schedule.
-
-In: a model and rules (names, rate, decay). Out: an optimizer with one group for each rule, and the factor of the
-rate at every step.
-"""
+"""Which parameters are trained, at which rate, on which schedule: an optimizer with one group for each rule (names,
+rate, decay), and the factor of the rate at every step."""
 
 import math
 import re

@@ -1,8 +1,7 @@
 """What a run takes, before anything is trained: `python -m train.finetune --plan`.
 
-In: the settings of a run. Out: a `PlanRow`: what is trained, samples, steps, tokens, the memory of one GPU, disk, and
-hours by a GPU's published peak. Headers of the weights are compared with their config.json. A sample of the data is
-opened as training opens it, but no weight is read and no GPU is needed.
+In: the settings of a run. Out: a `PlanRow`: sizes, the memory of one GPU, disk, and hours by a GPU's published peak.
+A sample of the data is opened as training opens it; of the weights headers alone are read, and no GPU is needed.
 
 A step is traced: it runs on tensors that have a shape and no memory, and every storage is counted while it is alive.
 On a CPU this is what the allocator reports, but Mamba scans, and weights in few bits are unpacked, as on a GPU.
@@ -76,10 +75,8 @@ class PlanRow:
 
 
 def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
-    """What the run of `settings` on `gpus` GPUs takes. Raises UserError for all that the run would refuse.
-
-    `device` decides dtypes, as in the run; "auto" is a GPU here.
-    """
+    """What the run of `settings` on `gpus` GPUs takes. `device` decides dtypes; "auto" is a GPU here. Raises UserError
+    for all that the run would refuse."""
     rows, micro_batches = step_layout(settings, gpus)
     records = read_records(settings)
     device = torch.device("cuda" if settings.device == "auto" else settings.device)
@@ -154,11 +151,8 @@ FLOPS = flop_registry | {
 def step_costs(
     model: nn.Module, micro: MicroBatch, autocast: torch.dtype | None, accumulates: bool, optimizer: str
 ) -> list[StepCost]:
-    """What a step of `model` costs, without and with checkpointing.
-
-    model: on the meta device, what is trained requires gradients; afterwards it is of no use. accumulates: an earlier
-    micro-batch has left its gradients.
-    """
+    """What a step of `model`, on the meta device, costs, without and with checkpointing; afterwards it is of no use.
+    accumulates: an earlier micro-batch has left its gradients."""
     fake, costs = FakeTensorMode(allow_non_fake_inputs=True), []
     with fake:
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))

@@ -1,7 +1,4 @@
-"""The settings of a fine-tuning run: the flags of `train.finetune`, and the folder of a run.
-
-In: a command line. Out: `Settings`, frozen, and the run's folder.
-"""
+"""The settings of a fine-tuning run: the flags of `train.finetune`."""
 
 import argparse
 import contextlib
@@ -170,10 +167,8 @@ def check(settings: Settings) -> None:
 
 
 def step_layout(settings: Settings, processes: int) -> tuple[int, int]:
-    """Rows of a micro-batch, and micro-batches of a step over all processes.
-
-    Raises UserError where they cannot make up the rows of `step_batch`.
-    """
+    """Rows of a micro-batch, and micro-batches of a step over all processes. Raises UserError where they cannot make up
+    the rows of `step_batch`."""
     wanted = settings.step_batch or settings.batch_size * processes
     rows = max(1, min(settings.batch_size, wanted // processes))
     if wanted % (rows * processes):

@@ -1,7 +1,7 @@
 """Pack training data into tar shards: a few large files in place of very many small ones.
 
-In: data in files that `train.finetune` reads. Out: PREFIX-000.tar, PREFIX-001.tar, … with their indices, in
-webdataset's layout: each picture once, as the file that it was, beside its questions; see `train/data/shards.py`.
+In: data in files that `train.finetune` reads. Out: PREFIX-000.tar, PREFIX-001.tar, … with their indices: each picture
+once, as the file that it was, beside its questions; see `train/data/shards.py`.
 
     python -m train.shard vqav2:DIR --out shards/vqa
     python -m train.finetune --data shards:'shards/vqa-{000..082}.tar' …

@@ -1,8 +1,7 @@
-"""What a fine-tuning run is measured by, and what it leaves behind: its tables, summary.json, and answers to look at.
+"""What a fine-tuning run is measured by, and what it leaves behind: its table, summary.json, and answers to look at.
 
-In: a model before, during and after training, and the held-out examples. Out: accuracies; summary.json, answers.jsonl
-and answers.png in the run folder, and the commands that go on from it. Results are by column of the tables: "before",
-"start", "after", "best", and "blind", the trained model on gray pictures.
+Results are by column of the table: "before", "start", the grafted model that training starts from, "after", "best", and
+"blind", the trained model on gray pictures.
 """
 
 import json
@@ -148,8 +147,7 @@ def print_summary(summary: dict, results: Results, settings: Settings, run: Path
 
 
 def print_accuracies(summary: dict, results: Results, settings: Settings) -> None:
-    """The table of accuracies: of the base, of the grafted model that training starts from, after it, of the best step,
-    of the trained model on gray pictures, of guessing."""
+    """The table of accuracies, and of guessing."""
     columns = {name: lines_of(result.scores, result.tests) for name, result in results.items()}
     if settings.is_embedded:
         from eval.scenes import NEEDLES
@@ -181,24 +179,21 @@ def lines_of(scores: Mapping, tests: Mapping) -> dict[str, float]:
 
 def next_commands(settings: Settings, run: Path, is_best_kept: bool) -> list[str]:
     """The commands that go on from a run. Of the embedded data they ask the last weights, as the table has done."""
-    last = "model" if settings.writes_model else ""
-    folder = shlex.quote(str(run / ("best" if is_best_kept and not settings.is_embedded else last)))
-    model, prompt, commands = f"--{last or 'adapter'} {folder}", settings.question_prompt or PROMPT, []
+    s, last = settings, "model" if settings.writes_model else ""
+    folder = shlex.quote(str(run / ("best" if is_best_kept and not s.is_embedded else last)))
+    model, prompt, commands = f"--{last or 'adapter'} {folder}", s.question_prompt or PROMPT, []
     # an adapter stores its prompt, a model does not
     vqa = f"{model} --prompt {shlex.quote(prompt)}" if last and prompt != PROMPT else model
-    for source in settings.eval_data or settings.data:
+    for source in s.eval_data or s.data:
         kind = source.partition(":")[0]
-        data = shlex.quote(source if settings.eval_data else f"{kind}:TEST")  # not what was trained on
+        data = shlex.quote(source if s.eval_data else f"{kind}:TEST")  # not what was trained on
         if kind == "embedded":
             commands += [f"eval.vqa {vqa}", f"eval.needle {model}"]
         elif kind != "shards":
             command = "eval.detect" if kind == "coco" else "eval.vqa"
             commands.append(f"{command} --data {data} {vqa if kind == 'vqav2' else model}")
-    question = shlex.quote(fill_prompt(prompt, "Where is the dog?")) if settings.question_prompt else "PROMPT"
-    commands += [f"eval.ask {model} --image FILE --prompt {question}"]
-    return [f"python -m {command}" for command in commands + [f"weights.export {folder} FOLDER"] * can_export(settings)]
-
-
-def can_export(settings: Settings) -> bool:
-    """Whether `weights.export` can make plain weights of a run."""
-    return settings.stage is None and KINDS[settings.attention].foldable and settings.feed_forward != "swiglu-new"
+    question = shlex.quote(fill_prompt(prompt, "Where is the dog?")) if s.question_prompt else "PROMPT"
+    commands.append(f"eval.ask {model} --image FILE --prompt {question}")
+    if s.stage is None and KINDS[s.attention].foldable and s.feed_forward != "swiglu-new":  # plain weights can say it
+        commands.append(f"weights.export {folder} FOLDER")
+    return [f"python -m {command}" for command in commands]
