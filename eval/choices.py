@@ -1,8 +1,6 @@
 """Multiple choice by likelihood, as lm-evaluation-harness measures it: MMLU, CMMLU, RACE, ARC, or your own questions.
 
-    python -m eval.choices                          the newest run, or the embedded base, on the embedded scenes
     python -m eval.choices --task mmlu --data DIR --model A --model B --blind
-    python -m eval.choices --task jsonl --data FILE --model SRC
     python -m eval.choices --results results.json
 
 In: official files, worded as in the harness, or your own; and models, or an earlier results.json. Out: results.json
@@ -12,7 +10,7 @@ The likelihood of a choice is the sum of the log-probabilities of its tokens aft
 accuracy: the likeliest choice is right. normalised: the likeliest by character, likelihood / characters, is right; of
 equal ones the first counts. A model of text reads the prompt, a space and the choice. Trailing spaces move to the
 choice: its tokens are encode(prompt + choice) minus encode(prompt). A model of pictures reads its own turn: the prompt,
-which ends in a newline, then the choice without a space. The choices of a question share its prompt.
+which ends in a newline, then the choice without a space.
 
 Sources: EleutherAI/lm-evaluation-harness, lm_eval/tasks; Hendrycks et al. 2021 (MMLU), Li et al. 2023 (CMMLU), Lai et
 al. 2017 (RACE), Clark et al. 2018 (ARC).
@@ -21,7 +19,7 @@ al. 2017 (RACE), Clark et al. 2018 (ARC).
 import json
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +33,6 @@ from eval.pictures import Dice
 from eval.question import Question
 from eval.records import gray_picture, picture_names
 from eval.report import Row
-from eval.text import sentences
 from model.common import UserError, quoted, read_json, run_command, shown, write_text
 
 LETTERS = tuple("ABCD")
@@ -43,10 +40,7 @@ EMBEDDED = 600  # questions, by default
 
 
 def question(id_, subject: str, prompt: str, choices: Iterable[str], right: int, pictures=(), picture="") -> Question:
-    """A question, whose truth is the number of the right choice and whose kind is its subject.
-
-    picture: names the pictures; questions about text alone share an encoding, and are independent.
-    """
+    """right: number of the right choice. picture: names the pictures; questions about text alone are independent."""
     choices = tuple(choices)
     check(all(isinstance(choice, str) and choice for choice in choices), f"choices {quoted(choices)} are no texts")
     group, key = picture or str(id_), picture or "text"
@@ -55,40 +49,35 @@ def question(id_, subject: str, prompt: str, choices: Iterable[str], right: int,
 
 def files_in(folder: Path, pattern: str) -> list[Path]:
     """The files of a pattern. Raises UserError if there are none."""
-    if not (paths := sorted(folder.glob(pattern))):
-        raise UserError(f"{shown(folder)}: holds no {pattern}: give the folder of the official files (--data DIR)")
-    return paths
+    if paths := sorted(folder.glob(pattern)):
+        return paths
+    raise UserError(f"{shown(folder)}: holds no {pattern}: give the folder of the official files (--data DIR)")
 
 
-# Exams of several subjects
-
-
-def exam(args: Namespace, files: str, has_head: bool, head: str, ending: str, names: dict[str, str]) -> list[Question]:
-    """MMLU or CMMLU. files: a pattern with split and subject; a row is a question, four options and the right letter;
-    with `has_head` a number comes first, and the first line names the columns. names: of the subjects, in `head`."""
+def exam(args: Namespace, head: str, ending: str, names: Mapping[str, str], columns: int = 6) -> list[Question]:
+    """MMLU or CMMLU: test/SUBJECT.csv, and dev/, from which examples come. A row is a question, four options and the
+    right letter; of 7 `columns` the first is a number, and the first line has their names. names: of the subjects."""
 
     def worded(row: list[str]) -> tuple[str, str]:
-        is_right = len(row) == 6 + has_head and row[-1] in LETTERS
+        is_right = len(row) == columns and row[-1] in LETTERS
         check(is_right, "expected a question, four options and the right letter")
         options = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, row[-5:-1], strict=True))
         return f"{row[-6].strip()}\n{options}\n{ending}", row[-1]
 
     def rows_of(path: Path) -> list[tuple[str, str]]:
         rows = rows_in(path)
-        if has_head and rows and rows.pop(0)[1][-1] in LETTERS:
+        if columns == 7 and rows and rows.pop(0)[1][-1] in LETTERS:
             raise UserError(f"{shown(path)}:1: is a question, not the names of the columns: take the official file")
         return read(path, worded, rows)
 
-    folder, pattern, questions = Path(args.data), files.format(split="test", subject="*"), []
-    for path in files_in(folder, pattern):
-        before, _, after = Path(pattern).name.partition("*")
-        subject = path.name.removeprefix(before).removesuffix(after)
-        dev = folder / files.format(split="dev", subject=subject)
+    questions = []
+    for path in files_in(Path(args.data, "test"), "*.csv"):
+        subject, dev = path.stem.removesuffix("_test"), Path(args.data, "dev", path.name.replace("_test.", "_dev."))
         shots = rows_of(dev)[: args.shots] if args.shots else []
         if len(shots) < args.shots:
             raise UserError(f"{shown(dev)}: holds {len(shots)} questions: lower --shots {args.shots}")
-        examples = "".join(f"{asked} {right}\n\n" for asked, right in shots)
-        prompt = head.format(names.get(subject, subject.replace("_", " "))) + examples
+        prompt = head.format(names.get(subject, subject.replace("_", " ")))
+        prompt += "".join(f"{asked} {right}\n\n" for asked, right in shots)
         for number, (asked, right) in enumerate(rows_of(path)[: args.limit]):
             questions.append(question(f"{subject}/{number}", subject, prompt + asked, LETTERS, LETTERS.index(right)))
     return questions
@@ -117,8 +106,8 @@ CMMLU = """
 MMLU_HEAD = "The following are multiple choice questions (with answers) about {}.\n\n"
 CMMLU_HEAD = "以下是关于{}的单项选择题，请直接给出正确答案的选项。\n\n"
 CMMLU_NAMES = dict(zip(CMMLU[::2], CMMLU[1::2], strict=True))
-mmlu = partial(exam, files="{split}/{subject}_{split}.csv", has_head=False, head=MMLU_HEAD, ending="Answer:", names={})
-cmmlu = partial(exam, files="{split}/{subject}.csv", has_head=True, head=CMMLU_HEAD, ending="答案：", names=CMMLU_NAMES)
+mmlu = partial(exam, head=MMLU_HEAD, ending="Answer:", names={})
+cmmlu = partial(exam, head=CMMLU_HEAD, ending="答案：", names=CMMLU_NAMES, columns=7)
 
 # Other files
 
@@ -169,54 +158,38 @@ def own(args: Namespace) -> list[Question]:
         check(0 <= right < len(choices) > 1, f"answer is {quoted(record['answer'])}, not one of two choices or more")
         # the first of equally likely ones counts, which may be the other
         check(choices.count(choices[right]) == 1, f"choices has {quoted(choices[right])}, the right one, twice")
-        prompt, subject = fill_prompt(args.template, text(record, "question")), record.get("subject", "own")
-        pictures = tuple(find_picture(folder, name) for name in names)
-        return question("", subject, prompt, choices, right, pictures, "\n".join(names))
+        prompt, pictures = (
+            fill_prompt(args.template, text(record, "question")),
+            [find_picture(folder, n) for n in names],
+        )
+        return question("", record.get("subject", "own"), prompt, choices, right, tuple(pictures), "\n".join(names))
 
     made = read(args.data, of_record, records_in(args.data)[: args.limit])
     return [replace(q, id=str(number), group=q.group or str(number)) for number, q in enumerate(made, 1)]
 
 
-# Embedded
-
-
 def embedded_scenes(args: Namespace) -> list[Question]:
-    """Questions on the embedded pictures, as in `eval.vqa`."""
-    asked = vqa.embedded(args.limit or EMBEDDED, "test", args.template)
-    rows = [(q.truth.answer_type, q.truth.question_type, q.prefix, q.truth.answer) for q in asked]
-    made = zip(with_distractors("scene", rows), asked, strict=True)
-    return [replace(q, key=drawn.key, group=drawn.key, picture=drawn.picture) for q, drawn in made]
-
-
-def embedded_sentences(args: Namespace) -> list[Question]:
-    """Questions on text alone, in the prompts of `eval/text/sentences.py`."""
-    tasks = list(sentences.TASKS)
-    numbers = range(args.limit or EMBEDDED)
-    drawn = [sentences.sentence(tasks[n % len(tasks)], "test", n // len(tasks)) for n in numbers]
-    return with_distractors("sentence", [(s.task, s.task, s.prefix, s.suffix) for s in drawn])
-
-
-def with_distractors(name: str, rows: list[tuple[str, str, str, str]]) -> list[Question]:
-    """Questions of (subject, kind, prompt, answer), up to three answers to others of its kind beside the right one."""
-    answers, questions = defaultdict(set), []
-    for _, kind, _, answer in rows:
-        answers[kind].add(answer)
-    for number, (subject, kind, prompt, answer) in enumerate(rows):
-        dice, others = Dice(f"choices/{name}/{number}"), sorted(answers[kind] - {answer})
+    """Questions on the embedded pictures, as in `eval.vqa`, with up to three answers to others of their kind."""
+    asked, answers, questions = vqa.embedded(args.limit or EMBEDDED, "test", args.template), defaultdict(set), []
+    for q in asked:
+        answers[q.truth.question_type].add(q.truth.answer)
+    for number, q in enumerate(asked):
+        dice, right = Dice(f"choices/scene/{number}"), q.truth.answer
+        others = sorted(answers[q.truth.question_type] - {right})
         others = dice.draw(others, min(3, len(others)))
-        choices = dice.draw([answer, *others], 1 + len(others))
-        questions.append(question(f"{name}/{number}", subject, prompt, choices, choices.index(answer)))
+        choices = dice.draw([right, *others], 1 + len(others))
+        about = q.truth.answer_type, q.prefix, choices, choices.index(right)
+        questions.append(question(f"scene/{number}", *about, q.picture, q.key))
     return questions
 
 
-TASKS = {"scenes": embedded_scenes, "sentences": embedded_sentences}
-TASKS |= {"race": race, "arc": arc, "jsonl": own, "mmlu": mmlu, "cmmlu": cmmlu}
+TASKS = {"scenes": embedded_scenes, "race": race, "arc": arc, "jsonl": own, "mmlu": mmlu, "cmmlu": cmmlu}
 
 
 class Choices(Benchmark):
     name = "choices"
     flags = {
-        "--task": dict(help="scenes and sentences are embedded", default="scenes", choices=TASKS),
+        "--task": dict(help="scenes are embedded", default="scenes", choices=TASKS),
         "--data": dict(help="folder of mmlu, cmmlu or race, file of arc or jsonl (default: none)", metavar="PATH"),
         "--images": dict(help="folder of the pictures of a jsonl file (default: its own)", metavar="DIR"),
         "--shots": dict(
@@ -229,7 +202,7 @@ class Choices(Benchmark):
     }
 
     def questions(self, args):
-        if (args.data is None) != (args.task in ("scenes", "sentences")):
+        if (args.data is None) != (args.task == "scenes"):
             without = "takes no --data: leave it out, or name its task, such as --task jsonl"
             raise UserError(f"--task {args.task} {without if args.data else 'needs --data: its official files'}")
         questions = TASKS[args.task](args)
@@ -241,39 +214,31 @@ class Choices(Benchmark):
         return replace(question, picture=(gray_picture,) * max(1, len(question.pictures)), key="gray").blind()
 
     def score(self, question, answer):
-        return hits(question, answer)
+        by_character = [total / len(choice) for total, choice in zip(answer, question.choices, strict=True)]
+        measures = {"accuracy": answer, "normalised": by_character}  # by the log-probability of each choice
+        return {name: float(values.index(max(values)) == question.truth) for name, values in measures.items()}
 
     def summary(self, rows):
         lines = super().summary(rows)
-        subjects = [values for line, values in lines.items() if line != "overall"]
-        if len(subjects) > 1:
+        if len(subjects := list(lines.values())[1:]) > 1:
             means = {name: sum(of[name] for of in subjects) / len(subjects) for name in subjects[0]}
             lines["mean over subjects"] = means
         return lines
 
     def write(self, rows, out, subject):
         results = []
-        for question, likelihoods, _ in rows:
-            if likelihoods is not None:
-                name = question.key if question.picture else ""
-                written = {"id": question.id, "subject": question.kind, "picture": name, "choices": question.choices}
-                results.append(written | {"answer": question.truth, "log_likelihoods": likelihoods})
+        for q, likelihoods, _ in (row for row in rows if row.answer is not None):
+            written = {"id": q.id, "subject": q.kind, "picture": q.key if q.picture else "", "choices": q.choices}
+            results.append(written | {"answer": q.truth, "log_likelihoods": likelihoods})
         write_text(out / "results.json", json.dumps(results, ensure_ascii=False, indent=0) + "\n")
 
     def read(self, file, args):
         def row(record: dict) -> Row:
             key, truth = record["picture"] or record["id"], {"truth": record["answer"], "kind": record["subject"]}
             question = Question(record["id"], key, (), "", tuple(record["choices"]), **truth)
-            return Row(question, record["log_likelihoods"], hits(question, record["log_likelihoods"]))
+            return Row(question, record["log_likelihoods"], self.score(question, record["log_likelihoods"]))
 
         return read(file, row)
-
-
-def hits(question: Question, likelihoods: Sequence[float]) -> Mapping[str, float]:
-    """Whether a question is answered rightly, by measure; likelihoods: the log-probability of each choice."""
-    by_character = [total / len(choice) for total, choice in zip(likelihoods, question.choices, strict=True)]
-    measures = {"accuracy": likelihoods, "normalised": by_character}
-    return {name: float(values.index(max(values)) == question.truth) for name, values in measures.items()}
 
 
 main = partial(run, Choices(text="Question: {question}\nAnswer:"))

@@ -63,15 +63,9 @@ class MMBench(Benchmark):
         for lines in read_lines(args.tsv)[: args.limit]:
             keys = [hashlib.sha256(line["image"].encode()).hexdigest()[:16] for line in lines]
             for line, key in zip(lines, keys, strict=True):
-                choices = tuple(options_of(line).values() if args.wording == "paligemma" else options_of(line))
-                picture = partial(open_picture, line["image"], f"{args.tsv}, index {line['index']}")
-                asked = (
-                    int(line["index"]),
-                    key,
-                    picture,
-                    prompt_of(args.wording, line),
-                    choices if args.likelihood else (),
-                )
+                choices = options_of(line).values() if args.wording == "paligemma" else options_of(line)
+                prompt = prompt_of(args.wording, line), tuple(choices) if args.likelihood else ()
+                asked = int(line["index"]), key, partial(open_picture, line), *prompt
                 questions.append(Question(*asked, truth=line, group=keys[0]))
         return questions
 
@@ -93,9 +87,8 @@ class MMBench(Benchmark):
         lines = defaultdict(list)
         for row in (row for row in rows if row.scores):
             line = row.question.truth
-            kinds = ["", *(line[name] for name in ("l2-category", "category") if name in line)]
-            split = line.get("split") or "all"
-            for name in ["overall", *dict.fromkeys(f"{split} {kind}".rstrip() for kind in kinds)]:
+            split, kinds = line.get("split") or "all", [line.get(name, "") for name in ("l2-category", "category")]
+            for name in ["overall", *dict.fromkeys(f"{split} {kind}".rstrip() for kind in ["", *kinds])]:
                 lines[name].append(row)
         summary = {name: {"CircularEval": round(*means(of).values(), 2)} for name, of in lines.items()}
         letters = [choose(row.answer, options_of(row.question.truth)) for row in rows if row.answer is not None]
@@ -130,8 +123,7 @@ def read_lines(path: str) -> list[list[dict[str, str]]]:
     check_unique((line["index"] for line in lines), path)
     images = {line["index"]: line["image"] for line in lines}
     for line in lines:
-        if len(line["image"]) <= 64:  # the index of a row with the same picture
-            line["image"] = images.get(line["image"], line["image"])
+        line["image"] = images.get(line["image"], line["image"])  # the index of a row with the same picture
         groups[int(line["index"]) % BASE].append(line)
     for base, group in groups.items():
         group.sort(key=lambda line: int(line["index"]))
@@ -146,19 +138,16 @@ def options_of(line: Mapping[str, str]) -> dict[str, str]:
     return {letter: line[letter] for letter in "ABCD" if line.get(letter)}
 
 
-def open_picture(image: str, name: str) -> io.BytesIO:
-    """The file that a value in base64 holds. Raises UserError."""
+def open_picture(line: Mapping[str, str]) -> io.BytesIO:
+    """The picture of a row, a file in base64. Raises UserError."""
     try:
-        file = io.BytesIO(base64.b64decode(image, validate=True))
+        return io.BytesIO(base64.b64decode(line["image"], validate=True))
     except ValueError:
-        raise UserError(f"{name}: image is no base64: download the file again") from None
-    file.name = name
-    return file
+        raise UserError(f"index {line['index']}: image is no base64: download the file again") from None
 
 
 def prompt_of(wording: str, line: Mapping[str, str]) -> str:
-    """The prompt of a model's evaluation: LLaVA's, or as in big_vision's transfers/aokvqa_mc.py, where the answer is
-    the option's text."""
+    """LLaVA's prompt, or as in big_vision's transfers/aokvqa_mc.py, where the answer is the option's text."""
     hint, question, options = line.get("hint", ""), line["question"], options_of(line)
     if wording == "paligemma":
         return f"answer en  {hint}{' ' * bool(hint)}{question} choose from: " + " \t ".join(options.values())

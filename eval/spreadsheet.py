@@ -1,7 +1,4 @@
-"""A table as an .xlsx file, which evaluation servers ask for: one sheet, texts and whole numbers, no styles.
-
-Source: ECMA-376 (Office Open XML), the parts that a reader requires.
-"""
+"""A table as an .xlsx file for evaluation servers: one sheet, texts and whole numbers (ECMA-376, required parts)."""
 
 import re
 import zipfile
@@ -15,7 +12,6 @@ _TYPES = "application/vnd.openxmlformats-officedocument.spreadsheetml"
 _PACKAGE = "http://schemas.openxmlformats.org/package/2006"
 _OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
 _SHEET = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
-_HEAD = '<?xml version="1.0" encoding="UTF-8" standalone="yes"?>\n'
 _LINKS = f'<Relationships xmlns="{_PACKAGE}/relationships"><Relationship Id="r1" Type="{_OFFICE}/%s" Target="%s"/>'
 _PARTS = {
     "[Content_Types].xml": f'<Types xmlns="{_PACKAGE}/content-types">'
@@ -39,7 +35,7 @@ def write_xlsx(path: Path, rows: Iterable[Iterable[str | int]]) -> None:
         return f'<c t="inlineStr"><is><t xml:space="preserve">{escape(text)}</t></is></c>'
 
     body = "".join(f"<row>{''.join(map(cell, row))}</row>" for row in rows)
-    sheet = f'<worksheet xmlns="{_SHEET}"><sheetData>{body}</sheetData></worksheet>'
+    parts = _PARTS | {"xl/sheet.xml": f'<worksheet xmlns="{_SHEET}"><sheetData>{body}</sheetData></worksheet>'}
     with atomic_path(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in (_PARTS | {"xl/sheet.xml": sheet}).items():
-            archive.writestr(name, _HEAD + content)
+        for name, content in parts.items():
+            archive.writestr(name, f'<?xml version="1.0" encoding="UTF-8" standalone="yes"?>\n{content}')

@@ -30,15 +30,14 @@ EMBEDDED = 1200  # questions on the embedded scenes, by default
 TRAIN_QUESTIONS = 12_000  # embedded ones that the text-only guess knows
 GUESS = "text-only guess"
 GUESS_HELP = (
-    "score the best guess from the text alone: from training QUESTIONS ANNOTATIONS, or without files the best constant "
-    "answer of each question type (default: on the embedded scenes, from their train split)"
+    "score the best guess from the text, learned from QUESTIONS ANNOTATIONS or, without files, by question type"
 )
 
 
 class Vqa(Benchmark):
     name = "vqa"
     scoring = "official"
-    known: Sequence[Question] | None = None  # what the text-only guess learns from; empty: the questions themselves
+    known: Sequence[Question] | None = None  # the text-only guess learns from them, or else from the questions
     flags = {
         "--data": dict(help="your own examples, jsonl:FILE, vqav2:DIR or embedded (default: embedded)", metavar="SRC"),
         "--questions": dict(help="questions file of VQAv2, GQA, TextVQA or VizWiz (default: the embedded scenes)"),
@@ -94,9 +93,9 @@ class Vqa(Benchmark):
         if scored and isinstance(scored[0].question.truth, Record):
             lines = {"overall": means(scored)}
         elif scored:
-            values = summarize((row.question.truth, *row.scores.values()) for row in scored)
-            percents = {"overall": values["overall"], **values["per_answer_type"]}
-            percents |= {f"  {name}": value for name, value in values["per_question_type"].items()}
+            values = summarize([(row.question.truth, *row.scores.values()) for row in scored])
+            by_question = {f"  {name}": value for name, value in values["per_question_type"].items()}
+            percents = {"overall": values["overall"], **values["per_answer_type"], **by_question}
             lines = {name: {"VQA accuracy": value} for name, value in percents.items()}
         if unsure := [row for row in rows if row.question.scored and row.answer is not None]:
             cannot = [row.question.truth.answerable == 0 for row in unsure]
@@ -114,14 +113,12 @@ class Vqa(Benchmark):
     def write(self, rows, out, subject):
         id_, answer = NAMES.get(self.scoring, ("question_id", "answer"))
         results, unsure = [], []
-        for question, said, scores in (row for row in rows if row.answer is not None):
-            truth = question.truth
-            if question.scored:
-                unsure.append({id_: truth.question_id, "answerable": 1 - math.exp(*said)})
-                continue
-            results.append({id_: question.id, answer: said})
-            if isinstance(truth, Record):
-                results[-1] |= {"question": question.prefix, "right": truths_of(truth), **scores}
+        for q, said, scores in (row for row in rows if row.answer is not None):
+            more = {"question": q.prefix, "right": truths_of(q.truth), **scores} if isinstance(q.truth, Record) else {}
+            if q.scored:
+                unsure.append({id_: q.truth.question_id, "answerable": 1 - math.exp(*said)})
+            else:
+                results.append({id_: q.id, answer: said} | more)
         for name, records in (("results.json", results), ("answerability.json", unsure)):
             if records:
                 write_text(out / name, json.dumps(records, ensure_ascii=False, indent=0) + "\n")
@@ -178,7 +175,7 @@ def text_only_guesses(test: Sequence[Question], train: Sequence[Question]) -> li
 def guess_accuracy(test: Sequence[Question], train: Sequence[Question] | None = None) -> dict[str, float]:
     """{"overall": percent, answer type: percent, …} of text-only guesses by exact match; train: default embedded."""
     guesses = text_only_guesses(test, train or embedded(TRAIN_QUESTIONS, "train"))
-    values = summarize((q.truth, guess == q.truth.answer) for q, guess in zip(test, guesses, strict=True))
+    values = summarize([(q.truth, guess == q.truth.answer) for q, guess in zip(test, guesses, strict=True)])
     return {"overall": values["overall"]} | values["per_answer_type"]
 
 
@@ -186,7 +183,7 @@ def evaluate_embedded(model, processor, limit: int, progress: str | None = None,
     """{"overall", "per_answer_type", "per_question_type"} on `limit` questions of the embedded test split."""
     asked = embedded(limit)
     answers = ask_all(model, processor, asked, progress=progress)
-    return summarize((q.truth, official(q.truth, answer)) for q, answer in zip(asked, answers, strict=True))
+    return summarize([(q.truth, official(q.truth, answer)) for q, answer in zip(asked, answers, strict=True)])
 
 
 main = partial(run, Vqa())

@@ -154,9 +154,8 @@ def truths_of(record: Record) -> list[str]:
 SCORERS = {"official": official, "paper": paper, "textvqa": textvqa, "vizwiz": vizwiz, "gqa": gqa}
 
 
-def summarize(scores: Iterable[tuple[Annotation, float]]) -> dict:
+def summarize(scores: Sequence[tuple[Annotation, float]]) -> dict:
     """{"overall", "per_answer_type", "per_question_type"} in percent, rounded to two decimals as upstream."""
-    scores = list(scores)
 
     def percents(kind: Callable[[Annotation], str | None]) -> dict[str, float]:
         groups = defaultdict(list)

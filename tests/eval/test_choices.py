@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, PaliGemmaForConditionalGeneration
 from eval import answer, choices
 from eval.command import add_flag, command_parser
 from eval.question import Question
-from model.common import UserError
 from model.config import TextConfig
 from model.language import LanguageModel
 from model.paligemma import initialize
@@ -34,13 +33,13 @@ def test_likelihoods_are_those_of_transformers(model, processor, source):
     hf = PaliGemmaForConditionalGeneration.from_pretrained(source, attn_implementation="eager").eval()
     words = sentencepiece.SentencePieceProcessor(model_file=str(TOKENIZER))
     blocks = np.random.default_rng(0).integers(0, 256, (56, 56, 3), dtype=np.uint8)
+    texts = {"What is a cat?": ("dog", "two cats", "top left")}
+    texts |= {"Row: cat 4 key. What is in column 3?\nAnswer:": ("B", "no")}  # one token each
+    shown = {"text": (), "picture": (Image.fromarray(blocks),)}
     asks = [
         Question(f"{kind} {text}", kind, pictures, text, options, scored=True)
-        for kind, pictures in (("text", ()), ("picture", (Image.fromarray(blocks),)))
-        for text, options in (
-            ("What is a cat?", ("dog", "two cats", "top left")),
-            ("Row: cat 4 key. What is in column 3?\nAnswer:", ("B", "no")),  # one token each
-        )
+        for kind, pictures in shown.items()
+        for text, options in texts.items()
     ]
     found = answer.ask_all(model, processor, asks, batch_size=5)
     image = hf.config.vision_config.image_size // hf.config.vision_config.patch_size
@@ -72,32 +71,20 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
     export_model(initialize(LanguageModel(config), 1), tmp_path / kind)
     words.save_pretrained(tmp_path / kind)
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / kind, attn_implementation="eager").eval()
-    records = [
-        {"question": f"{'the dog is at the gate ' * repeats}Is it{end}", "choices": options, "answer": 0}
-        for repeats, end, options in (
-            (0, " \n", ["12 and", "345", "isn't it"]),
-            (1, ":", ["yes", "no"]),
-            (9, "", ["a", "the gate"]),
-        )
-    ]
+    asked = {"Is it \n": ["12 and", "345", "isn't it"], "the dog is at the gate Is it:": ["yes", "no"]}
+    asked |= {f"{'the dog is at the gate ' * 9}Is it": ["a", "the gate"]}
+    records = [{"question": text, "choices": options, "answer": 0} for text, options in asked.items()]
     (tmp_path / "own").write_text("".join(json.dumps(record) + "\n" for record in records))
     flags = ["--task", "jsonl", "--data", str(tmp_path / "own"), "--model", str(tmp_path / kind)]
     flags += ["--prompt", "{question}", "--dtype", "fp32", "--out", str(tmp_path / "out")]
-    with pytest.raises(UserError, match="none of 3 questions could be asked: .*reads text alone"):
-        choices.main([*flags, "--blind"])
+    refused(lambda: choices.main([*flags, "--blind"]), "none of 3 questions could be asked", "reads text alone")
     choices.main(flags)
     rows = json.loads((tmp_path / "out" / "results.json").read_text())
-    begin = [2] if kind == "gemma2" else []
-    for record, row in zip(records, rows, strict=True):
-        question = record["question"].rstrip()
-        blanks = record["question"].removeprefix(question)
-        known = words.encode(question, add_special_tokens=False)
-        after = [
-            words.encode(f"{question}{blanks} {choice}", add_special_tokens=False)[len(known) :]
-            for choice in record["choices"]
-        ]
-        for ids, likelihood in zip(after, row["log_likelihoods"], strict=True):
-            prompt = begin + known
+    for (text, options), row in zip(asked.items(), rows, strict=True):
+        known = words.encode(text.rstrip(), add_special_tokens=False)
+        prompt = [2] * (kind == "gemma2") + known
+        for option, likelihood in zip(options, row["log_likelihoods"], strict=True):
+            ids = words.encode(f"{text} {option}", add_special_tokens=False)[len(known) :]
             logits = hf(torch.tensor([prompt + ids])).logits[0].double().log_softmax(-1)
             each = logits[len(prompt) - 1 : -1].gather(-1, torch.tensor(ids)[:, None])
             assert likelihood == pytest.approx(float(each.sum()), abs=1e-5)
@@ -143,19 +130,13 @@ def files(tmp_path):
     head, row = ["", "Question", "A", "B", "C", "D", "Answer"], [0, "水是", "冰", "气", "液", "火", "C"]
     for split in ("dev", "test"):
         write_csv(tmp_path / f"cmmlu/{split}/college_law.csv", [head, row])
-    passage = {
-        "article": "A dog ran.",
-        "questions": ["Who ran?", "It was a  _  .", "The dog  _  ."],
-        "options": [["a dog", "a cat", "a man", "none"], ["cat", "dog", "man", "car"], ["ran", "sat", "ate", "hid"]],
-        "answers": ["A", "B", "A"],
-        "id": "high1.txt",
-    }
+    options = [["a dog", "a cat", "a man", "none"], ["cat", "dog", "man", "car"], ["ran", "sat", "ate", "hid"]]
+    passage = {"article": "A dog ran.", "questions": ["Who ran?", "It was a  _  .", "The dog  _  ."]}
     (tmp_path / "race/test/high").mkdir(parents=True)
-    (tmp_path / "race/test/high/1.txt").write_text(json.dumps(passage))
-    options = [{"text": "rock", "label": "1"}, {"text": "water", "label": "2"}, {"text": "air", "label": "3"}]
-    (tmp_path / "arc").write_text(
-        json.dumps({"id": "M1", "question": {"stem": "What is wet?", "choices": options}, "answerKey": "2"}) + "\n"
-    )
+    (tmp_path / "race/test/high/1.txt").write_text(json.dumps(passage | {"options": options, "answers": "ABA"}))
+    options = [{"text": text, "label": f"{n}"} for n, text in enumerate(("rock", "water", "air"), 1)]
+    question = {"stem": "What is wet?", "choices": options}
+    (tmp_path / "arc").write_text(json.dumps({"id": "M1", "question": question, "answerKey": "2"}) + "\n")
     Image.new("RGB", (20, 20), "red").save(tmp_path / "red.png")
     own = [
         {"question": "What is 1?", "choices": ["two", "one"], "answer": "one", "subject": "sums"},
@@ -190,28 +171,20 @@ def test_prompts_by_hand(files):
     assert (mmlu[0].choices, mmlu[0].truth, mmlu[0].pictures, mmlu[0].scored) == (tuple("ABCD"), 3, [], True)
     assert [q.kind for q in mmlu] == ["abstract_algebra"] * 2 + ["anatomy"] * 2
     assert asked("mmlu", "mmlu", "--shots", "0")[0].prefix == MMLU_HEAD + question
-    headless = files / "headless/test/college_law.csv"
-    write_csv(headless, [[0, "水是", "冰", "气", "液", "火", "C"]])
-    refused(lambda: asked("cmmlu", "headless", "--shots", "0"), "college_law.csv:1", "names of the columns")
     law = "水是\nA. 冰\nB. 气\nC. 液\nD. 火\n答案："
     cmmlu = asked("cmmlu", "cmmlu", "--shots", "1")[0]
     assert cmmlu.prefix == f"以下是关于大学法律的单项选择题，请直接给出正确答案的选项。\n\n{law} C\n\n{law}"
     assert cmmlu.truth == 2 and len(choices.CMMLU_NAMES) == 67
-    (race,) = asked("race", "race")
+    (race,), (arc,), own = asked("race", "race"), asked("arc", "arc"), asked("jsonl", "own.jsonl")
     before = "Article: A dog ran.\n\nQuestion: Who ran?\nAnswer: a dog\n _  .dog\n"
-    expected = ("1", f"{before}The dog  _  .", ("ran", "sat", "ate", "hid"), 0)
-    assert (race.id, race.prefix, race.choices, race.truth) == expected
-    (arc,) = asked("arc", "arc")
-    expected = ("M1", "Question: What is wet?\nAnswer:", ("rock", "water", "air"), 1)
-    assert (arc.id, arc.prefix, arc.choices, arc.truth) == expected
-    own = asked("jsonl", "own.jsonl")
-    assert [(q.id, q.prefix, q.truth, q.kind) for q in own] == [
-        ("1", "answer What is 1?", 1, "sums"),
-        ("2", "answer What color?", 0, "own"),
-        ("3", "answer Which?", 1, "own"),
-        ("4", "answer Which?", 1, "own"),
-    ]
+    assert (race.id, race.prefix) == ("1", f"{before}The dog  _  .")
+    assert (race.choices, race.truth) == (("ran", "sat", "ate", "hid"), 0)
+    assert (arc.id, arc.prefix) == ("M1", "Question: What is wet?\nAnswer:")
+    assert (arc.choices, arc.truth) == (("rock", "water", "air"), 1)
+    assert [(q.prefix, q.truth) for q in own[:2]] == [("answer What is 1?", 1), ("answer What color?", 0)]
+    assert [(q.id, q.kind) for q in own] == [("1", "sums"), ("2", "own"), ("3", "own"), ("4", "own")]
     assert [tuple(q.pictures) for q in own] == [(), (files / "red.png",), (), ()]
+    assert [q.truth for q in own[2:]] == [1, 1]  # "A" is a choice, "B" a letter
     blind = [choices.Choices().blind(q) for q in own]
     assert blind[0].picture == blind[1].picture and len(blind[0].pictures) == 1
 
@@ -246,21 +219,19 @@ def own_question(**changes) -> str:
     return json.dumps({"question": "q", "choices": ["a", "b"], "answer": 0} | changes)
 
 
+HEADLESS = "0,水是,冰,气,液,火,C\n"
+
+
 @pytest.mark.parametrize(
     ("task", "name", "content"),
     [
         ("mmlu", "mmlu/test/anatomy_test.csv", "q,a,b,c,d,AB\n"),
         ("mmlu", "mmlu/dev/anatomy_dev.csv", "q,a,b,c,d,A\n"),
-        ("cmmlu", "cmmlu/test/college_law.csv", "x\n水是,冰,气,液,火,C\n"),
+        ("cmmlu", "cmmlu/test/college_law.csv", HEADLESS),
         ("race", "race/test/high/1.txt", '{"article": 3}'),
         ("arc", "arc", '{"id": "1", "question": {"stem": "s", "choices": ["a"]}, "answerKey": "A"}'),
-        ("jsonl", "own.jsonl", own_question(choices=["a", "a"], answer="a")),
-        ("jsonl", "own.jsonl", own_question(answer=2)),
-        ("jsonl", "own.jsonl", own_question(choices=["a"])),
-        ("jsonl", "own.jsonl", own_question(answer="AB")),
-        ("jsonl", "own.jsonl", own_question(choices=["", "a"])),
-        ("jsonl", "own.jsonl", own_question(img="x")),
-        ("jsonl", "none.jsonl", None),
+        *(("jsonl", "own.jsonl", text) for text in (own_question(choices=["a", "a"]), own_question(answer="AB"))),
+        *(("jsonl", "own.jsonl", text) for text in (own_question(choices=["a"]), own_question(img="x"))),
         ("mmlu", "none", None),
     ],
 )
@@ -268,18 +239,15 @@ def test_bad_files_are_named(files, task, name, content):
     """A wrong file is scored, or its user is left without the file."""
     if content is not None:
         (files / name).write_text(content)
-    data = files / (task if "/" in name else name)
-    shots = {"mmlu": ["--shots", "3"], "cmmlu": ["--shots", "1"]}.get(task, [])
-    with pytest.raises(UserError, match=str(files / name)) as caught:
-        choices.main(["--task", task, "--data", str(data), *shots, "--model", "embedded"])
-    assert "\n" not in str(caught.value)
+    data, shots = files / (task if "/" in name else name), {"mmlu": "3", "cmmlu": "1"}.get(task, "5")
+    flags = ["--task", task, "--data", str(data), "--shots", shots, "--model", "embedded"]
+    refused(lambda: choices.main(flags), str(files / name))
 
 
-@pytest.mark.parametrize(("task", "kinds"), [("scenes", 3), ("sentences", 4)])
-def test_embedded_questions_are_fair(task, kinds):
+def test_embedded_questions_are_fair():
     """Breaks when a choice is there twice, or the right one has a place of its own."""
-    questions = questions_of(["--task", task, "--limit", "400"])
-    assert len({q.kind for q in questions}) == kinds and len(questions) == 400
+    questions = questions_of(["--limit", "400"])
+    assert len({q.kind for q in questions}) == 3 and len(questions) == 400
     assert all(len(set(q.choices)) == len(q.choices) for q in questions)
     places = [q.truth for q in questions if len(q.choices) == 4]
     assert all(0.15 * len(places) < places.count(place) < 0.35 * len(places) for place in range(4))

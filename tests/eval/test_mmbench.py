@@ -64,12 +64,10 @@ def rows_of(questions=BY_HAND):
     for number, (_, options, *_) in enumerate(questions):
         for turn in range(len(options)):
             order = options[turn:] + options[:turn]
-            hint = "look" if number == 1 else "nan"
             image = red if not number and not turn else "0" if number == 1 else blue
             rest = [f"l3-{number % 3}", image, f"l2-{number % 2}", "dev" if number < 20 else "test"]
-            right = "ABCD"[order.index(options[1])]
-            texts = [*order, *[""] * (4 - len(order))]
-            rows.append([number + turn * mmbench.BASE, f"what, {number}?", hint, *texts, right, *rest])
+            head = [number + turn * mmbench.BASE, f"what, {number}?", "look" if number == 1 else "nan"]
+            rows.append([*head, *order, *[""] * (4 - len(order)), "ABCD"[order.index(options[1])], *rest])
     return rows
 
 
@@ -105,11 +103,10 @@ def test_thirty_questions_by_hand(workplace, capsys):
 
 def test_questions_on_one_picture_belong_together(workplace):
     """An interval is too narrow, since questions on one picture, which may stand in another's row, count alone."""
-    write(workplace / "T", rows_of())
-    flags = Namespace(tsv="T", limit=None, wording="llava", likelihood=False)
+    flags = Namespace(tsv=write(workplace / "T", rows_of()), limit=None, wording="llava", likelihood=False)
     groups = {q.id: q.group for q in mmbench.MMBench().questions(flags)}
     assert groups[2] == groups[3] != groups[1] == groups[0] == groups[mmbench.BASE]
-    assert sorted({groups[n] for n in range(30)}) == sorted({groups[0], groups[2]})
+    assert {groups[n] for n in range(30)} == {groups[0], groups[2]}
 
 
 def test_what_pandas_reads_as_nothing_is_no_option(workplace):
@@ -147,9 +144,10 @@ def test_a_model_is_asked(source, workplace, capsys, monkeypatch):
     mmbench.main([*flags, "free"])
     printed, report = capsys.readouterr()
     assert json.loads(printed)["random"]["measures"]["CircularEval"]["questions"] == 2  # rows[5]'s is not scored
-    assert "T, index 1000001: image" in report
+    assert "left out 1 of 12 questions: index 1000001: image" in report
     colors = [Image.open(q.images()[0]).getpixel((0, 0)) for q in asked[0] if q.id != 1000001]
-    assert colors == [(255, 0, 0)] + [(0, 0, 255)] * 3 + [(255, 0, 0)] * 3 + [(0, 0, 255)] * 4
+    red, blue = (255, 0, 0), (0, 0, 255)
+    assert colors == [red, *[blue] * 3, *[red] * 3, *[blue] * 4]
     with zipfile.ZipFile(workplace / "free" / "submission.xlsx") as archive:
         sheet = ElementTree.fromstring(archive.read("xl/sheet.xml"))
     cells = [["".join(cell.itertext()) for cell in row] for row in sheet[0]]
@@ -164,22 +162,17 @@ def test_a_model_is_asked(source, workplace, capsys, monkeypatch):
     assert letters == {e["id"]: "ABCD"[order[e["id"]].index(e["answer"])] for e in log} and len(letters) == 4
 
 
-def broken(place, value):
-    rows = rows_of(BY_HAND[:1])
-    rows[1][place] = value
-    return rows
-
-
 @pytest.mark.parametrize(
-    ("rows", "expected"),
+    ("place", "value", "expected"),
     [
-        (broken(0, "x"), "T:3: expected an index"),
-        (broken(7, "E"), "T:3: answer is 'E', not one of A, B, C, D"),
-        (rows_of(BY_HAND[:1])[:3], "T: question 0 lacks some of its 4 rotations"),
-        ([["0", "what?"]], "T:2: "),
+        (0, "x", "T:3: expected an index"),
+        (0, "4000000", "T: question 0 lacks some of its 4 rotations"),
+        (7, "E", "T:3: answer is 'E', not one of A, B, C, D"),
     ],
 )
-def test_bad_files_are_named(workplace, rows, expected):
+def test_bad_files_are_named(workplace, place, value, expected):
     """A wrong file is scored, or its user is left without the file, the line and the remedy."""
+    rows = rows_of(BY_HAND[:1])
+    rows[1][place] = value
     write(workplace / "T", rows)
     refused(lambda: mmbench.main("--tsv T --model none".split()), expected)
