@@ -65,7 +65,8 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
     missing, or a prompt that is too long is cut without a word, and scored."""
     words = gemma_tokenizer(BUNDLED_FOLDER / "tokenizer.model") if kind == "gemma2" else qwen_tokenizer()
     sizes = {"head_dim": 8, "num_key_value_heads": 1, "num_attention_heads": 2, "num_hidden_layers": 2}
-    sizes |= {"sliding_window": 6} if kind == "gemma2" else {"hidden_activation": "silu", "tie_word_embeddings": False}
+    gemma = {"sliding_window": 6, "query_pre_attn_scalar": 8}
+    sizes |= gemma if kind == "gemma2" else {"hidden_activation": "silu", "tie_word_embeddings": False}
     text = TextConfig(kind, len(words) + 4, 16, 32, **sizes)
     config = LanguageConfig(text, (words.eos_token_id,), words.pad_token_id, words.bos_token_id, 128)
     export_model(initialize(LanguageModel(config), 1), tmp_path / kind)
