@@ -179,8 +179,8 @@ def disabled(model: nn.Module) -> Iterator[None]:
             layer.merge()
 
 
-def quantize(model: Adaptable, kind: str = "int8", head: bool = False) -> int:
-    """Turn every frozen linear layer of `model` into that of `lora.quantize.KINDS`, in place; returns how many.
+def quantize(model: Adaptable, kind: str = "int8", head: bool = False) -> None:
+    """Turn every frozen linear layer of `model` into that of `lora.quantize.KINDS`, in place.
 
     Frozen means `requires_grad` is off. Norms and trained parameters are unchanged; embedding and head, too, without
     `head`. `load` quantizes the adapter's base in the same way. Raises UserError as `replaceable`, and for merged LoRA.
@@ -188,7 +188,7 @@ def quantize(model: Adaptable, kind: str = "int8", head: bool = False) -> int:
     layers, trained = replaceable(model, kind, head), set(adapter_parameters(model).values())
     if any(layer.merged for layer in lora_layers(model).values()):
         raise UserError(f"LoRA is merged into the weights that are to be quantized to {kind}: unmerge it first")
-    return pack(model, kind, {path: layer for path, layer in layers.items() if layer[0].weight not in trained})
+    pack(model, kind, {path: layer for path, layer in layers.items() if layer[0].weight not in trained})
 
 
 def fingerprint(model: Adaptable) -> str:

@@ -320,9 +320,9 @@ def replaceable(model: Adaptable, kind: str, head: bool = False) -> dict[str, tu
     return layers
 
 
-def pack(model: Any, kind: str, layers: dict[str, tuple[Any, type[QuantizedLinear]]]) -> int:
-    """Replace these `layers`, as `replaceable` returns them; returns how many."""
+def pack(model: Any, kind: str, layers: dict[str, tuple[Any, type[QuantizedLinear]]]) -> Any:
+    """Replace these `layers` of `model`, as `replaceable` returns them; returns it."""
     for path, (module, quantized) in layers.items():
         model.set_submodule(path, quantized(module).train(module.training))
     model.quantized = kind
-    return len(layers)
+    return model

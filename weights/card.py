@@ -1,8 +1,4 @@
-"""The model card, README.md, of an exported folder: what the hub shows of it.
-
-In: the model's configuration, its base, and the run folder that trained it. Out: Markdown with the hub's front matter:
-base, data, settings and scores, as far as the run's config.json and summary.json have them.
-"""
+"""The model card, README.md, of an exported folder: base, data, settings and scores, as far as a run has them."""
 
 import json
 from pathlib import Path
@@ -33,12 +29,9 @@ def model_card(config: PaliGemmaConfig, count: int, title: str, base: str, run: 
     read = {name: read_json(file) for name, file in files.items() if file.is_file()}
     settings, summary = read.get("config.json", {}), read.get("summary.json", {})
     lines = ["---", "library_name: transformers", "pipeline_tag: image-text-to-text", "tags:", "- paligemma"]
-    if base.count("/") == 1 and not Path(base).exists():
-        lines.append(f"base_model: {base}")
-    if base.startswith("google/paligemma"):
-        lines.append("license: gemma")  # Google's terms go with its weights; the embedded base is the project's
-    elif base == EMBEDDED:
-        lines.append("license: apache-2.0")
+    lines += [f"base_model: {base}"] * (base.count("/") == 1 and not Path(base).exists())
+    lines += ["license: gemma"] * base.startswith("google/paligemma")  # Google's terms go with its weights
+    lines += ["license: apache-2.0"] * (base == EMBEDDED)
     generation, side = 2 if config.text.is_gemma2 else 1, config.vision.image_size
     lines += ["---", "", f"# {title}", ""]
     lines.append(f"PaliGemma {generation}, {count:,} parameters, pictures of {side} × {side} pixels.")
@@ -51,13 +44,11 @@ def model_card(config: PaliGemmaConfig, count: int, title: str, base: str, run: 
     if scores:
         lines += ["", "## Scores", "", "| model | measure | score |", "|---|---|---:|", *scores]
     lines.append(USE)
-    if given := {name: value for name, value in settings.items() if value not in (None, False, [], "")}:
-        lines += ["", "## Settings", "", "| setting | value |", "|---|---|"]
-        lines += [f"| {name} | {_cell(value)} |" for name, value in given.items()]
+    if given := [f"| {name} | {_cell(v)} |" for name, v in settings.items() if v not in (None, False, [], "")]:
+        lines += ["", "## Settings", "", "| setting | value |", "|---|---|", *given]
     return "\n".join(lines) + "\n"
 
 
 def _cell(value: Any) -> str:
-    """A value as the text of a table's cell."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return " ".join(text.replace("|", "\\|").split())

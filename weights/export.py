@@ -1,7 +1,6 @@
 """Write a model to a folder that transformers opens: config.json and safetensors in one of the published dialects.
 
-In: a plain `PaliGemma`, or a run of train.finetune, or a source and perhaps an adapter to merge. Out: a folder that is
-complete or absent. transformers' AutoModelForImageTextToText and AutoProcessor open it and answer as
+The folder is complete or absent. transformers' AutoModelForImageTextToText and AutoProcessor open it and answer as
 `weights.load.load_model` does; README.md is its model card.
 
     python -m weights.export runs/RUN OUT          a run, its adapter merged
@@ -10,17 +9,15 @@ complete or absent. transformers' AutoModelForImageTextToText and AutoProcessor 
 
 import argparse
 import json
-import math
 import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from lora import adapter
 from model.common import UserError, file_errors, read_json, run_command, sync_files, sync_folder, write_text
@@ -52,22 +49,19 @@ def export_model(
 ) -> None:
     """Write `model` to `folder`, which appears when everything is in it. Memory holds one file's tensors beside it.
 
-    dialect: a key of `weights.mapping.DIALECTS`, for a PaliGemma; other models have names of their own. dtype: of all
-    tensors; None keeps the model's. max_shard_gb: largest size of a file in 10⁹ bytes. companions: files to copy.
-    texts: more files, by name. Merged LoRA is written as the merged weights.
-    Raises UserError for a folder that exists and is not empty, a value that is not finite in the dtype, and a model
-    that the published format cannot express: unmerged adapters, other attention or feed-forward.
+    dialect: a key of `weights.mapping.DIALECTS`, for a PaliGemma. dtype: of all tensors; None keeps the model's.
+    max_shard_gb: largest size of a file in 10⁹ bytes. companions: files to copy. texts: more files, by name. Raises
+    UserError for a folder that is not empty, a value that is not finite in the dtype, and as `plain_tensors`.
     """
     from huggingface_hub import split_torch_state_dict_into_shards  # slow to import, and not needed to load
 
     folder = Path(folder)
-    if dialect not in DIALECTS or not 0 < max_shard_gb < math.inf:
-        raise UserError(f"dialect {dialect!r}, max_shard_gb {max_shard_gb}: expected one of {', '.join(DIALECTS)}, > 0")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists and is not empty: give a new folder")
     temporary = folder.absolute().with_name(f".{folder.name}-{os.getpid()}.partial")
     tensors = plain_tensors(model)
-    names = dialect_names(tensors, dialect_of(model.config, dialect))
+    known = kind_of(model.config)[1].dialects
+    names = dialect_names(tensors, dialect if dialect in known else known[0])
     specs = {name: tensors[ours].to("meta", dtype) for name, ours in names.items()}
     split = split_torch_state_dict_into_shards(specs, max_shard_size=int(max_shard_gb * 1e9))
     # older versions of transformers read torch_dtype only, newer ones both
@@ -81,12 +75,13 @@ def export_model(
                     if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
                         raise UserError(f"{name} holds NaN, infinity, or more than {tensor.dtype} can: not exported")
                 save_file(cast, temporary / file, {"format": "pt"})
+            written = {**(texts or {}), "config.json": json.dumps(config, indent=2) + "\n"}
             if split.is_sharded:
                 index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-                write_text(temporary / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+                written[INDEX_FILE] = json.dumps(index, indent=2) + "\n"
             for file in companions:
                 shutil.copyfile(file, temporary / file.name)
-            for name, text in {**(texts or {}), "config.json": json.dumps(config, indent=2) + "\n"}.items():
+            for name, text in written.items():
                 write_text(temporary / name, text)
             sync_files(temporary)
             if folder.exists():  # it is empty; only POSIX can rename onto it
@@ -97,55 +92,35 @@ def export_model(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def dialect_of(config: Any, dialect: str) -> str:
-    """The names that a model is written under: `dialect` is a PaliGemma's, other models have one."""
-    known = kind_of(config)[1].dialects
-    return dialect if dialect in known else known[0]
-
-
 def plain_tensors(model: PaliGemma) -> dict[str, torch.Tensor]:
     """The parameters of `model` under the names of a plain model, with merged LoRA in the weights.
 
     Raises UserError, which names the layer, for a model that computes anything else.
     """
-    layers = adapter.lora_layers(model)
+    layers, modules, plain = adapter.lora_layers(model), dict(model.named_modules()), empty_model(model.config)
     if unmerged := [path for path, layer in layers.items() if not layer.merged]:
         raise UserError(f"{unmerged[0]}: carries an unmerged adapter: merge it first (lora.adapter.merge, or --merge)")
     if type(model.config) is PaliGemmaConfig and (layer := model.config.vision.feature_layer) is not None:
         raise UserError(f"feature_layer is {layer}: the published format reads the last layer of the tower")
-    plain = empty_model(model.config)
-    inside = tuple(f"{path}." for path in layers)
-    kinds = {path: kind for path, kind in _kinds(model).items() if not path.startswith(inside)}
-    kinds |= {path: _kinds(layer.base_layer)[""] for path, layer in layers.items()}
-    expected = _kinds(plain)
-    for path in sorted(kinds.keys() | expected.keys()):
-        if kinds.get(path) != expected.get(path):
-            raise UserError(
-                f"{path or 'the model'}: is {kinds.get(path, 'absent')}, where a PaliGemma has "
-                f"{expected.get(path, 'nothing')}: the published format cannot express it; fold the variant if it can "
-                "be (model.differential.fold), else keep the base and its adapter"
-            )
+    for path, expected in plain.named_modules():
+        module = layers[path].base_layer if path in layers else modules.get(path)
+        same = type(module) is type(expected)
+        if not same or getattr(module, "activation", None) != getattr(expected, "activation", None):
+            remedy = "fold the variant if it can be (model.differential.fold), else keep the base and its adapter"
+            raise UserError(f"{path}: is {type(module).__name__}, which the published format cannot express: {remedy}")
     state = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items()}
     return {name: state[name] for name in plain.state_dict()}
 
 
-def _kinds(model: nn.Module) -> dict[str, str]:
-    """The class of the module at each path, with the activation of a feed-forward."""
-    modules = model.named_modules()
-    return {path: f"{type(module).__name__} {getattr(module, 'activation', '')}".strip() for path, module in modules}
-
-
 def companions(source: str | Path, revision: str | None = None) -> list[Path]:
     """The files of `COMPANIONS` that the model `source` has."""
-    path = local_path(source)
-    if preset_of(source):
-        source = EMBEDDED  # presets use its tokenizer
+    path, source = local_path(source), EMBEDDED if preset_of(source) else source  # presets use its tokenizer
     folder = path.parent if path.is_file() else resolve(source, COMPANIONS, revision)
     return [folder / name for name in COMPANIONS if (folder / name).is_file()]
 
 
 class Origin(NamedTuple):
-    """What is exported: a checkpoint, an adapter to merge into it, the run that trained either, and that run's base."""
+    """A checkpoint, its base, an adapter to merge into it, and the run that trained either."""
 
     source: str
     base: str
@@ -154,16 +129,13 @@ class Origin(NamedTuple):
 
 
 def locate(source: str, update: Path | None = None) -> Origin:
-    """What `source` names: a run's folder, its model/ or best/, or a checkpoint. update: an adapter for it.
-
-    Raises UserError for an adapter that names no base.
-    """
+    """What `source` names: a run's folder, its model/ or best/, or a checkpoint. update: an adapter for it. Raises
+    UserError for an adapter that names no base."""
     folder = local_path(source)
     if update is None and (folder / adapter.CONFIG_FILE).is_file():
-        update, base = folder, adapter.base_of(folder)
-        if base is None:
+        update, source = folder, adapter.base_of(folder) or ""
+        if not source:
             raise UserError(f"{folder}: names no base: export its base, with this as --adapter and --merge")
-        source = base
     elif update is None and (folder / "model" / "config.json").is_file():  # which `--full` writes
         folder = folder / "model"
         source = str(folder)
@@ -179,9 +151,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("source", metavar="SRC", help="a run, folder, hub id, .npz, or 'embedded'")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id (default: its main branch)")
-    dialects = "A as on the hub since 2024, opened by old and new transformers; B as modules of 4.52, C as those of 5, "
-    dialects += "D as 5 saves them: older versions leave their towers random (default: A)"
-    parser.add_argument("--dialect", choices=DIALECTS, default="A", help=f"names of the tensors: {dialects}")
+    dialects = "names of the tensors, see weights/mapping.py: A is opened by old and new transformers (default: A)"
+    parser.add_argument("--dialect", choices=DIALECTS, default="A", help=dialects)
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the tensors (default: as in the source)")
     parser.add_argument("--max-shard-gb", type=float, default=5, help="size of a file in 10^9 bytes (default: 5)")
     parser.add_argument("--adapter", metavar="RUN", type=Path, help="adapter folder to load onto SRC (default: none)")
@@ -191,8 +162,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--adapter and --merge go together: an unmerged adapter is exchanged as its own folder")
     origin = locate(args.source, args.adapter)
     checkpoint = examine(origin.source, args.revision)
-    stored = {entry.dtype for entry in checkpoint.entries.values()}
-    dtype = STORED_DTYPES.get(stored.pop(), torch.float32) if len(stored) == 1 else torch.float32
+    stored = {STORED_DTYPES.get(entry.dtype, torch.float32) for entry in checkpoint.entries.values()}
+    dtype = stored.pop() if len(stored) == 1 else torch.float32
     wanted = DTYPES.get(args.dtype, dtype)
     if origin.update is not None:  # merging rounds once; else nothing is cast before it is written
         dtype = torch.promote_types(dtype, wanted)
@@ -209,22 +180,15 @@ def main(argv: list[str] | None = None) -> None:
             files |= {file.name: file for file in companions(origin.base) if file.name == "tokenizer.json"}
         if "tokenizer.json" not in files:
             print("AutoProcessor will not open it: the source has no tokenizer.json, copy PaliGemma's", file=sys.stderr)
-        texts = processor_files(model.config) | {
-            "README.md": model_card(model.config, count, args.out.name, origin.base, origin.run)
-        }
+        card = model_card(model.config, count, args.out.name, origin.base, origin.run)
+        texts = processor_files(model.config) | {"README.md": card}
         if "processor_config.json" in files:
             texts.pop("preprocessor_config.json")
-    export_model(
-        model,
-        args.out,
-        dialect=args.dialect,
-        dtype=wanted,
-        max_shard_gb=args.max_shard_gb,
-        companions=files.values(),
-        texts={name: text for name, text in texts.items() if name not in files},
-    )
+    texts = {name: text for name, text in texts.items() if name not in files}
+    options = {"dialect": args.dialect, "dtype": wanted, "max_shard_gb": args.max_shard_gb}
+    export_model(model, args.out, companions=files.values(), texts=texts, **options)
     size = sum(file.stat().st_size for file in args.out.iterdir())
-    print(f"{args.out}: dialect {dialect_of(model.config, args.dialect)}, {size:,} bytes")
+    print(f"{args.out}: {size:,} bytes")
 
 
 if __name__ == "__main__":

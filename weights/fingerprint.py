@@ -1,7 +1,7 @@
 """Short hashes that name weights without reading all of them: 64 values of each tensor.
 
-In: tensors by name, or a model. Out: 16 hexadecimal digits, the same on every machine. Hashes are stored in adapters,
-logs of answers and results of studies: a change of the format makes them all look like another model's.
+They are stored in adapters, logs of answers and results of studies: a change of the format makes them all look like
+another model's.
 """
 
 import hashlib

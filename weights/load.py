@@ -1,8 +1,7 @@
 """Models from checkpoints: names and shapes are compared with config.json before a tensor is read.
 
-In: a folder, a hub id "owner/name", "embedded", a preset's name, or big_vision's .npz. Out: the model in eval mode, its
-parameters trainable, in the dtype and on the device asked for, in no more memory than its weights. What files call a
-tensor is data in `weights/mapping.py`. Only safetensors and .npz without pickles are opened.
+The model is in eval mode, its parameters trainable, and takes no more memory than its weights. What files call a tensor
+is data in `weights/mapping.py`. Only safetensors and .npz without pickles are opened.
 """
 
 from collections.abc import Callable
@@ -17,20 +16,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lora.quantize import pack, replaceable
+from model import system_configs as configs
 from model.common import UserError, file_errors, read_json, shown
 from model.config import PRESETS, PaliGemmaConfig, VisionConfig, config_errors
 from model.paligemma import PaliGemma, initialize
 from model.siglip import Siglip
 from model.source import local_path, preset_of, resolve
-from model.system_configs import (
-    LanguageConfig,
-    LanguageWingsConfig,
-    MambaConfig,
-    QMambaConfig,
-    TextModelConfig,
-    WingsConfig,
-    read_config,
-)
+from model.system_configs import read_config
 from weights import mapping
 from weights.mapping import STORED_DTYPES, Entry
 
@@ -40,8 +32,7 @@ MAX_PADDING = 65  # rows of an embedding that a .npz lacks: transformers adds tw
 
 
 def kind_of(config: Any) -> tuple[type[nn.Module], mapping.Names]:
-    """The class of a configuration, and the names in its files. A new model is a line here and one in
-    `model/system_configs.py`."""
+    """The class of a configuration, and the names in its files."""
     if type(config) is PaliGemmaConfig:
         return PaliGemma, mapping.PALIGEMMA_NAMES
     if type(config) is VisionConfig:
@@ -49,12 +40,12 @@ def kind_of(config: Any) -> tuple[type[nn.Module], mapping.Names]:
     from model import language, mamba, qmamba, wings  # of other models alone
 
     return {
-        QMambaConfig: (qmamba.QMamba, mapping.OWN_NAMES),
-        TextModelConfig: (language.TextModel, mapping.OWN_NAMES),
-        LanguageConfig: (language.LanguageModel, mapping.LANGUAGE_NAMES),
-        WingsConfig: (wings.Wings, mapping.OWN_NAMES),
-        LanguageWingsConfig: (wings.Wings, mapping.OWN_NAMES),
-        MambaConfig: (mamba.MambaLM, mapping.MAMBA_NAMES),
+        configs.QMambaConfig: (qmamba.QMamba, mapping.OWN_NAMES),
+        configs.TextModelConfig: (language.TextModel, mapping.OWN_NAMES),
+        configs.LanguageConfig: (language.LanguageModel, mapping.LANGUAGE_NAMES),
+        configs.WingsConfig: (wings.Wings, mapping.OWN_NAMES),
+        configs.LanguageWingsConfig: (wings.Wings, mapping.OWN_NAMES),
+        configs.MambaConfig: (mamba.MambaLM, mapping.MAMBA_NAMES),
     }[type(config)]
 
 
@@ -83,7 +74,13 @@ class Checkpoint:
     model: Any  # of that configuration, on the meta device
     dialect: str  # of `weights.mapping`
     names: dict[str, str]  # {the file's name: ours}
-    problems: list[str]  # all that does not fit, a sentence each
+    problems: list[str]  # each tensor that does not fit
+
+    def check(self) -> None:
+        """Raise UserError for the problems."""
+        if self.problems:
+            listed = f"{len(self.problems)} tensors do not fit config.json: {'; '.join(self.problems[:8])}"
+            raise UserError(f"{self.folder}: {listed}: take all files from one model")
 
 
 def open_tensors(path: Path) -> Any:
@@ -92,12 +89,11 @@ def open_tensors(path: Path) -> Any:
         with file_errors(path):
             return safe_open(path, "pt")
     except SafetensorError as error:
-        problem = f"damaged, or no safetensors file ({shown(str(error))})"
-        raise UserError(f"{shown(path)}: {problem}: download or save it again") from None
+        raise UserError(f"{shown(path)}: no whole safetensors file ({shown(error)}): download it again") from None
 
 
 def find_files(folder: Path) -> list[Path]:
-    """model.safetensors, or the files that its index names, or an .npz. Raises UserError that says what is there."""
+    """model.safetensors, or the files that its index names, or an .npz. Raises UserError."""
     if (folder / SINGLE_FILE).exists():
         return [folder / SINGLE_FILE]
     if (index := folder / INDEX_FILE).exists():
@@ -105,15 +101,8 @@ def find_files(folder: Path) -> list[Path]:
             return [folder / Path(file).name for file in sorted(set(read_json(index)["weight_map"].values()))]
     if len(arrays := sorted(folder.glob("*.npz"))) == 1:
         return arrays
-    for pattern, remedy in {
-        "model-*.safetensors": f"parts of a model, but no {INDEX_FILE}: download that too",
-        "adapter_config.json": "an adapter, expected a model: give its base, and this as --adapter",
-        "checkpoints": f"a run that has not ended: go on with python -m train.finetune --resume {folder}",
-        "*.bin": "pickles, which can run code: take a model in safetensors, such as state-spaces/mamba-130m-hf",
-    }.items():
-        if any(folder.glob(pattern)):
-            raise UserError(f"{folder}: holds {remedy}")
-    raise UserError(f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE} nor one .npz: give a model's own folder")
+    problem = f"holds neither {SINGLE_FILE} nor {INDEX_FILE} nor one .npz"
+    raise UserError(f"{folder}: {problem}: give a model's own folder, not an adapter, a run or pickles")
 
 
 def read_headers(file: Path) -> dict[str, Entry]:
@@ -130,24 +119,17 @@ def read_headers(file: Path) -> dict[str, Entry]:
 def examine(source: str | Path, revision: str | None = None, read: Callable[[Path], Any] = read_config) -> Checkpoint:
     """Compare the names, shapes and dtypes in the files of `source` with its config.json; no tensor is read.
 
-    read: reads config.json, and so decides which kind of model is expected. Raises UserError for files that cannot be
-    opened; what does not fit is listed in `problems`.
+    read: reads config.json, and so decides which kind of model is expected. Raises UserError for a file that cannot be.
     """
-    if preset_of(source):
-        raise UserError(f"{source}: is a preset of random weights, without files: give a folder or a hub id")
-    path, entries = local_path(source), {}
+    path = local_path(source)
     files = [path] if path.suffix == ".npz" and path.is_file() else find_files(resolve(source, PATTERNS, revision))
-    folder = files[0].parent
-    if files[0].suffix == ".npz" and not (folder / "config.json").exists() and read is read_config:
-        entries = read_headers(files[0])
-        fitting = (compare(folder, entries, preset) for preset in PRESETS.values())
-        if checkpoint := next((checkpoint for checkpoint in fitting if not checkpoint.problems), None):
+    folder, entries = files[0].parent, {name: entry for file in files for name, entry in read_headers(file).items()}
+    if files[0].suffix != ".npz" or (folder / "config.json").exists():
+        return compare(folder, entries, read(folder / "config.json"))
+    for preset in PRESETS.values():
+        if not (checkpoint := compare(folder, entries, preset)).problems:
             return checkpoint
-        raise UserError(f"{files[0]}: its arrays fit no preset of model/config.py: write a config.json beside it")
-    config = read(folder / "config.json")
-    for file in files:
-        entries |= read_headers(file)
-    return compare(folder, entries, config)
+    raise UserError(f"{files[0]}: its arrays fit no preset of model/config.py: write a config.json beside it")
 
 
 def compare(folder: Path, entries: dict[str, Entry], config: Any) -> Checkpoint:
@@ -162,24 +144,14 @@ def compare(folder: Path, entries: dict[str, Entry], config: Any) -> Checkpoint:
     dialect = mapping.NPZ if is_array else mapping.detect_dialect(entries, expected, kind.dialects)
     allowed = kind.aliases | mapping.dialect_names(expected, dialect)
     names = {name: allowed[name] for name in entries if name in allowed}
-    misshaped, mistyped = [], []
+    problems = [f"missing {name}" for name in sorted(expected.keys() - names.values())]
+    problems += [f"unexpected {shown(name)}" for name in sorted(entries.keys() - allowed.keys())]
     for name, entry in entries.items():
         shape = expected.get(names.get(name, ""), entry.shape)
         is_padded = is_array and names.get(name) == mapping.EMBEDDING and entry.shape[1:] == shape[1:]
-        if entry.shape != shape and not (is_padded and 0 <= shape[0] - entry.shape[0] <= MAX_PADDING):
-            misshaped.append(f"{shown(name)} is {entry.shape}, expected {shape}")
-        if entry.dtype not in STORED_DTYPES:
-            mistyped.append(f"{shown(name)} is {entry.dtype}")
-    problems = []
-    for what, group in {
-        "missing": sorted(expected.keys() - names.values()),
-        "unexpected": sorted(map(shown, entries.keys() - allowed.keys())),
-        "of other sizes than config.json says": misshaped,
-        f"not in {', '.join(STORED_DTYPES)}": mistyped,
-    }.items():
-        if group:
-            more = f" and {len(group) - 4} more" if len(group) > 4 else ""
-            problems.append(f"tensors {what}, {len(group)}: {', '.join(group[:4])}{more}")
+        fits = entry.shape == shape or is_padded and 0 <= shape[0] - entry.shape[0] <= MAX_PADDING
+        if not fits or entry.dtype not in STORED_DTYPES:
+            problems.append(f"{shown(name)} is {entry.dtype} {entry.shape}, expected floats {shape}")
     return Checkpoint(folder, entries, config, model, dialect, names, problems)
 
 
@@ -190,24 +162,20 @@ def read_model(
 
     quantize: a key of `lora.quantize.KINDS`; a matrix is then packed as soon as it is read, so that whole weights are
     never all in memory. Raises UserError for the checkpoint's problems, and where a stored head differs from the
-    embedding that it is tied to (transformers would warn and untie the two, a model that this code does not have).
+    embedding that it is tied to.
     """
-    if checkpoint.problems:
-        raise UserError(f"{checkpoint.folder}: {'; '.join(checkpoint.problems)}: take all files from one model")
+    checkpoint.check()
     model, entries, names = checkpoint.model.to(dtype), checkpoint.entries, checkpoint.names
     layers = replaceable(model, quantize, head=True) if quantize else {}
-    if torch.device(device).type == "meta" or checkpoint.dialect == mapping.NPZ:
-        if torch.device(device).type != "meta":
+    is_meta = torch.device(device).type == "meta"
+    if is_meta or checkpoint.dialect == mapping.NPZ:
+        if not is_meta:
             from weights import npz
 
             path = next(iter(entries.values())).path
             model.load_state_dict(npz.read_npz(path, model.state_dict(), device), assign=True)
-        if quantize:
-            pack(model, quantize, layers)
-        return model
-    first: dict[str, str] = {}  # our name: the tensor that fills it
-    filled: dict[str, torch.Tensor] = {}
-    files: dict[Path, Any] = {}
+        return pack(model, quantize, layers) if quantize else model
+    first, filled, files = {}, {}, {}  # the file's name and the tensor of each of ours; open files
     for name in sorted(names, key=lambda name: -prod(entries[name].shape)):  # the largest while little else is there
         ours, file = names[name], entries[name].path
         opened = files[file] if file in files else files.setdefault(file, open_tensors(file))
@@ -232,43 +200,35 @@ def read_model(
 
 
 def load_model(
-    source: str | Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    revision: str | None = None,
-    quantize: str | None = None,
+    source: str | Path, *, dtype=torch.float32, device="cpu", revision: str | None = None, quantize: str | None = None
 ) -> PaliGemma:
     """The model of `source`, of the class that `kind_of` has for its config.json.
 
     source: a folder, a hub id at `revision`, "embedded", a preset's name (random weights; a folder of that name comes
-    first), or a .npz file. On the device "meta" the headers are checked and no tensor is read. Needs no tokenizer.
-    Raises as `examine` and `read_model`.
+    first), or a .npz file. On the device "meta" no tensor is read. Raises as `examine` and `read_model`.
     """
     if preset := preset_of(source):
         model = empty_model(preset, dtype)
         if torch.device(device).type != "meta":
             fill = initialize
-            if type(preset) is QMambaConfig:
+            if type(preset) is configs.QMambaConfig:
                 from model.qmamba import initialize_qmamba as fill
             model = fill(model.to_empty(device=device))
-        if quantize:
-            pack(model, quantize, replaceable(model, quantize, head=True))
-        return model
+        return pack(model, quantize, replaceable(model, quantize, head=True)) if quantize else model
     return read_model(examine(source, revision), dtype, device, quantize)
 
 
-def load_text(source: str | Path, dtype=torch.float32, device="cpu", revision: str | None = None) -> Any:
+def load_text(source: str | Path, dtype=torch.float32, device="cpu") -> Any:
     """The published language model of `source`, Gemma, Gemma 2, Qwen1.5 or Qwen2, under the names of transformers."""
-    return read_model(examine(source, revision, LanguageConfig.from_file), dtype, device)
+    return read_model(examine(source, read=configs.LanguageConfig.from_file), dtype, device)
 
 
-def load_mamba(source: str | Path, dtype=torch.float32, device="cpu", revision: str | None = None) -> Any:
+def load_mamba(source: str | Path, dtype=torch.float32, device="cpu") -> Any:
     """The Mamba language model of `source`, under the names of transformers."""
-    return read_model(examine(source, revision, MambaConfig.from_file), dtype, device)
+    return read_model(examine(source, read=configs.MambaConfig.from_file), dtype, device)
 
 
-def load_siglip(source: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Siglip:
+def load_siglip(source: str | Path, dtype=torch.float32, device="cpu") -> Siglip:
     """The vision tower of `source`: of transformers' SiglipModel, or of a PaliGemma. The pooling head is left out."""
     if not preset_of(source) and local_path(source).suffix != ".npz":
         raw = read_json(resolve(source, ["config.json"]) / "config.json")

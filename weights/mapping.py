@@ -1,8 +1,8 @@
 """What the published tensors are called, and which of our parameters they are.
 
-In: the names in a checkpoint. Out: a map from them to our names, which are those of transformers 5 without the leading
-`model.`. PaliGemma's safetensors come in four dialects, which differ in the prefixes of the model's three parts.
-big_vision's .npz stacks the layers of a tower in one array and keeps the attention heads as an axis.
+Our names are those of transformers 5 without the leading `model.`. PaliGemma's safetensors come in four dialects, which
+differ in the prefixes of the model's three parts. big_vision's .npz stacks the layers of a tower in one array and keeps
+the attention heads as an axis.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -44,10 +44,9 @@ _PREFIXES = DIALECTS | {
     SIGLIP: {"": "vision_model."},
     TEXT: {"language_model.lm_head.": "lm_head.", "language_model.": "model."},
 }
-EMBEDDING = "language_model.embed_tokens.weight"
+EMBEDDING, MAMBA_EMBEDDING = "language_model.embed_tokens.weight", "backbone.embeddings.weight"
 # the tied head, which any dialect may store besides the embedding or in its place
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
-MAMBA_EMBEDDING = "backbone.embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -94,11 +93,6 @@ def _same(w: Tensor) -> Tensor:
     return w
 
 
-def _transposed(w: Tensor) -> Tensor:
-    """(in, out) to (out, in)."""
-    return w.t()
-
-
 def _out_heads(w: Tensor) -> Tensor:
     """(N, H, D) to (N·D, H)."""
     return w.transpose(1, 2).flatten(0, 1)
@@ -125,7 +119,7 @@ _BIG_VISION: dict[str, dict[str, Rule]] = {
     **{
         f"{_BLOCK}/MlpBlock_0/Dense_{i}/{theirs}": {f"{_VISION}.mlp.fc{i + 1}.{ours}": rule}
         for i in (0, 1)
-        for theirs, ours, rule in (("kernel", "weight", _transposed), ("bias", "bias", _same))
+        for theirs, ours, rule in (("kernel", "weight", torch.t), ("bias", "bias", _same))
     },
     **{
         f"{_ATTENTION}/{name}/{theirs}": {f"{_VISION}.self_attn.{name[0]}_proj.{ours}": rule}
@@ -139,7 +133,7 @@ _BIG_VISION: dict[str, dict[str, Rule]] = {
     f"{_ATTENTION}/out/bias": {f"{_VISION}.self_attn.out_proj.bias": _same},
     "img/Transformer/encoder_norm/scale": {"vision_tower.post_layernorm.weight": _same},
     "img/Transformer/encoder_norm/bias": {"vision_tower.post_layernorm.bias": _same},
-    "img/head/kernel": {"multi_modal_projector.linear.weight": _transposed},
+    "img/head/kernel": {"multi_modal_projector.linear.weight": torch.t},
     "img/head/bias": {"multi_modal_projector.linear.bias": _same},
     "llm/embedder/input_embedding": {EMBEDDING: _same},  # without the rows of <image> and padding, see weights/npz.py
     f"{_LAYER}/attn/q_einsum/w": {f"{_TEXT}.self_attn.q_proj.weight": _out_heads},
@@ -152,7 +146,7 @@ _BIG_VISION: dict[str, dict[str, Rule]] = {
         f"{_TEXT}.mlp.gate_proj.weight": lambda w: w[0].t(),
         f"{_TEXT}.mlp.up_proj.weight": lambda w: w[1].t(),
     },
-    f"{_LAYER}/mlp/linear": {f"{_TEXT}.mlp.down_proj.weight": _transposed},
+    f"{_LAYER}/mlp/linear": {f"{_TEXT}.mlp.down_proj.weight": torch.t},
     "llm/final_norm/scale": {"language_model.norm.weight": _same},
 }
 # In Gemma 1 `post_attention_layernorm` is the pre-norm of the MLP, in Gemma 2 the post-norm of the attention.
@@ -166,10 +160,8 @@ _NORMS_2 = {
 
 
 def big_vision_rules(keys: Collection[str]) -> dict[str, dict[str, Rule]]:
-    """{key of the .npz: {our name, with {} for the layer: how a layer's array becomes the parameter}}.
-
-    keys: what the file holds; Gemma's generation follows from them.
-    """
+    """{key of the .npz: {our name, with {} for the layer: how a layer's array becomes the parameter}}. keys: what the
+    file holds; Gemma's generation follows from them."""
     norms = _NORMS_2 if f"{_LAYER}/post_ffw_norm/scale" in keys else _NORMS_1
     scales = {f"{_LAYER}/{theirs}/scale": {f"{_TEXT}.{name}.weight": _same} for theirs, name in norms.items()}
     return _BIG_VISION | scales

@@ -1,7 +1,7 @@
 """big_vision's .npz of PaliGemma: a zip of arrays with the layers stacked, read one layer at a time.
 
-In: a file as Google published it (https://github.com/google-research/big_vision). Out: tensors under our names. Names
-and axes are data in `weights/mapping.py`. Pickled arrays are refused.
+Names and axes are data in `weights/mapping.py` (https://github.com/google-research/big_vision). Pickled arrays are
+refused.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from model.common import UserError, shown
 from weights.mapping import STORED_DTYPES, Entry, big_vision_rules, is_stacked
 
 _DTYPES = {"<f8": "F64", "<f4": "F32", "<f2": "F16", "|V2": "BF16"}  # numpy has no bfloat16: files hold raw bytes
-_MAX_LAYERS = 1000  # of a tower; more are no weights
 _TREE = "params/"  # the weights; a training checkpoint holds other trees too
 
 
@@ -39,10 +38,8 @@ def _read_header(array: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
     version = np.lib.format.read_magic(array)
     reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = reader(array)
-    if dtype.hasobject:
-        raise ValueError("a pickled array, which could run any code and is not opened")
-    if fortran and len(shape) > 1:
-        raise ValueError("an array in Fortran order, save it with numpy.ascontiguousarray")
+    if dtype.hasobject or fortran and len(shape) > 1:
+        raise ValueError("a pickled array, or one in Fortran order: save it with numpy.ascontiguousarray")
     return shape, dtype
 
 
@@ -62,18 +59,15 @@ def read_headers(path: Path) -> dict[str, Entry]:
                     given = tuple(rule(torch.empty(shape[is_stacked(key) :], device="meta")).shape)
                 except (RuntimeError, IndexError):  # not even the right number of axes
                     given = shape
-                for layer in range(min(layers, _MAX_LAYERS)):
+                for layer in range(min(layers, 1000)):
                     entries[template.format(layer)] = Entry(path, given, _DTYPES.get(dtype.str, str(dtype.str)))
     return entries
 
 
-def read_npz(
-    path: Path, wanted: Mapping[str, torch.Tensor], device: torch.device | str = "cpu"
-) -> dict[str, torch.Tensor]:
+def read_npz(path: Path, wanted: Mapping[str, torch.Tensor], device: Any = "cpu") -> dict[str, torch.Tensor]:
     """The parameters by our names, with the shapes and dtypes of `wanted`. Beside them, memory holds one layer.
 
-    The embedding in the file lacks the rows of `<image>` and of the padding of the vocabulary, which no text uses.
-    transformers' conversion draws them around the mean of the others; here they are that mean.
+    The embedding in the file lacks rows that no text uses, as of `<image>`: here they are the mean of the others.
     """
     filled = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for name, tensor in wanted.items()}
     with _opened(path) as (archive, members):

@@ -1,6 +1,5 @@
 """The settings beside the weights of a PaliGemma that transformers' AutoProcessor and `generate` read.
 
-In: the configuration. Out: the texts of preprocessor_config.json, tokenizer_config.json and generation_config.json.
 With them and tokenizer.json transformers prepares the same pixels and ids as `model/processor.py`.
 """
 
@@ -19,14 +18,9 @@ def processor_files(config: PaliGemmaConfig) -> dict[str, str]:
             "processor_class": "PaliGemmaProcessor",
             "image_seq_length": config.num_image_tokens,
             "size": {"height": size, "width": size},
-            "do_convert_rgb": True,
-            "do_resize": True,
-            "resample": 3,  # bicubic
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
+            **dict.fromkeys(("do_convert_rgb", "do_resize", "do_rescale", "do_normalize"), True),
+            **{"resample": 3, "rescale_factor": 1 / 255},  # bicubic
+            **dict.fromkeys(("image_mean", "image_std"), [0.5, 0.5, 0.5]),
         },
         "tokenizer_config.json": {
             "tokenizer_class": "GemmaTokenizer",
@@ -35,9 +29,7 @@ def processor_files(config: PaliGemmaConfig) -> dict[str, str]:
             "extra_special_tokens": {"image_token": SLOT},
         },
         "generation_config.json": {
-            "bos_token_id": config.bos_token_id,
-            "eos_token_id": config.eos_token_id,
-            "pad_token_id": config.pad_token_id,
+            **{f"{name}_token_id": getattr(config, f"{name}_token_id") for name in ("bos", "eos", "pad")},
             "suppress_tokens": [config.image_token_id],  # as `model.generate.generate`
         },
     }
