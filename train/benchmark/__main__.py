@@ -1,12 +1,12 @@
 """Time and peak memory beside transformers + PEFT, on the same weights, inputs and work.
 
-    python -m train.benchmark --sections load,decode --base embedded --rounds 20
-    python -m train.benchmark --base paligemma-3b-224 --device cuda --batch 1,16 --compile
+    python -m train.benchmark --sections load decode --base embedded --rounds 20
+    python -m train.benchmark --base paligemma-3b-224 --device cuda --batch 1 16 --compile
 
 Both sides open the same exported folder. Each row has two new processes, which import only their own side's libraries,
-have PyTorch's default threads (OMP_NUM_THREADS sets both) and take turns, A B A B …. Ratios are ours ÷ transformers
-within a round: their median and its 95 % interval. Memory is the peak beyond imports. In fp32 on a CPU the command ends
-if tokens, texts, losses or logits differ.
+have PyTorch's default threads (OMP_NUM_THREADS sets both) and take turns. Ratios are ours ÷ transformers within a
+round: their median and its 95 % interval. Memory is the peak beyond imports. In fp32 on a CPU the command ends if
+tokens, texts, losses or logits differ.
 
     load      open the folder in new processes, and the first forward pass
     prefill   a picture and 16 tokens, to the logits of the first new token
@@ -19,7 +19,6 @@ if tokens, texts, losses or logits differ.
 import json
 import math
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -35,6 +34,7 @@ import torch
 from PIL import Image
 
 from eval import scenes
+from eval.command import whole
 from eval.report import interval_text, markdown_table
 from lora.quantize import KINDS
 from model.common import UserError, run_command, write_text
@@ -45,24 +45,23 @@ from weights.export import companions, export_model
 from weights.load import load_model
 from weights.processor_files import processor_files
 
-SECTIONS = {"load": "1", "prefill": "1,8", "decode": "1,4,16", "train": "4", "eval": "12", "quantize": ""}  # batches
+SECTIONS = {"load": (1,), "prefill": (1, 8), "decode": (1, 4, 16), "train": (4,), "eval": (12,), "quantize": (1,)}
 PAUSE = 0.05  # seconds between turns: an idle OpenMP thread of the other side spins for about 20 ms before it sleeps
+HEAD = "work, ours, transformers, time ÷, our peak, transformers, our weights, same numbers".split(", ")
 
 
 @dataclass(frozen=True)
 class Options:
     """The flags."""
 
-    sections: str = flag(",".join(SECTIONS), "with commas between (default: all)")
+    sections: tuple[str, ...] = flag(tuple(SECTIONS), "(default: all)", choices=[*SECTIONS], nargs="+")
     base: str = flag("mini", "a preset (random weights), a folder, a hub id or embedded")
     device: str = flag("cpu", "cpu, cuda, auto")
     dtype: str = flag("auto", "of the weights; auto is bf16 on CUDA, else fp32", choices=["auto", *DTYPES])
-    batch: str | None = flag(None, "rows, with commas (default: prefill 1,8; decode 1,4,16; train 4; eval 12)")
+    batch: tuple[int, ...] = flag((), "rows (default: of each section its own)", type=whole(1, 2**20), nargs="+")
     tokens: int = flag(20, "new tokens of decode", least=1)
     rounds: int = flag(9, "rounds of each row", least=1)
     compile: bool = flag(False, "our decode and train under torch.compile")
-    checkpointing: bool = flag(False, "train both sides with activation checkpointing")
-    json: bool = flag(False, "print JSON in place of tables")
     out: Path = flag(Path("runs/benchmark.md"), "the report; its JSON is written beside it", metavar="FILE")
 
 
@@ -75,20 +74,15 @@ class Process(subprocess.Popen):
         super().__init__(command, stdin=pipe, stdout=pipe, stderr=self.log, text=True)
 
     def ask(self, do: str, **arguments) -> dict:
-        """The answer to a request of `work.serve`. Raises UserError, in one line, for a side that fails."""
+        """The answer to a request of `work.serve`. Raises UserError, in one line, for a side that has ended."""
         time.sleep(PAUSE)
-        line = ""
         with suppress(BrokenPipeError):
             os.write(self.stdin.fileno(), (json.dumps({"do": do, **arguments}) + "\n").encode())
-            line = self.stdout.readline()
-        if not line:  # the process has ended, at its imports or by a signal
-            self.wait()
-            self.log.seek(0)
-            line = json.dumps({"error": (["it ended silently", *self.log.read().strip().splitlines()])[-1]})
-        answer = json.loads(line)
-        if "error" in answer:
-            raise UserError(f"{self.name}: {answer['error']}")
-        return answer
+        if line := self.stdout.readline():
+            return json.loads(line)
+        self.wait()
+        self.log.seek(0)
+        raise UserError(f"{self.name}: {['it ended silently', *self.log.read().strip().splitlines()][-1]}")
 
 
 @dataclass
@@ -122,31 +116,40 @@ class Row:
         sizes = [f"{size / 2**20:,.0f} MiB" for size in (*self.peak, self.weights)]
         return [title, *times, interval_text(self.ratio()), *sizes, "{} of {}".format(*self.same)]
 
+    def measure(self, settings: dict, rounds: int) -> None:
+        """Add `rounds`, in two new processes. A round before them warms up; of a first forward pass there is none.
 
-HEAD = "work, ours, transformers, time ÷, our peak, transformers, our weights, same numbers".split(", ")
+        Tokens and texts of both sides are equal if they are the same, losses and logits within 1e-4.
+        """
+        is_load = self.work == "load"
+        with Process("ours") as ours, Process("peer") as peer:
+
+            def both(do: str, **arguments) -> list[dict]:
+                return [side.ask(do, **arguments) for side in (ours, peer)]
+
+            both("hello")  # imports take seconds, and are not to slow the other side
+            opened = both("open", quantize=self.quantize, **settings)
+            self.weights, before = opened[0]["weights"], [answer["seconds"] * is_load for answer in opened]
+            both("prepare", work="prefill" if is_load else self.work, batch=self.batch)
+            for number in range(rounds if is_load else rounds + 1):
+                a, b = both("run")
+                for x, y in zip(a["numbers"], b["numbers"], strict=True):
+                    equal = math.isclose(x, y, rel_tol=1e-4, abs_tol=1e-4) if isinstance(x, float) else x == y
+                    self.same = self.same[0] + equal, self.same[1] + 1
+                self.peak = max(self.peak[0], a["peak"]), max(self.peak[1], b["peak"])
+                if number or is_load:
+                    self.seconds.append((before[0] + a["seconds"], before[1] + b["seconds"]))
 
 
-def measure(row: Row, settings: dict, rounds: int) -> None:
-    """Add `rounds` to `row`, in two new processes. A round before them warms up; of a first forward pass there is none.
-
-    Tokens and texts of both sides are equal if they are the same, losses and logits within 1e-4.
-    """
-    is_load = row.work == "load"
-    with Process("ours") as ours, Process("peer") as peer:
-        for side in (ours, peer):
-            side.ask("hello")  # imports take seconds, and are not to slow the other side
-        opened = [side.ask("open", quantize=row.quantize, **settings) for side in (ours, peer)]
-        row.weights, before = opened[0]["weights"], [answer["seconds"] * is_load for answer in opened]
-        for side in (ours, peer):
-            side.ask("prepare", work="prefill" if is_load else row.work, batch=row.batch)
-        for number in range(rounds if is_load else rounds + 1):
-            a, b = (side.ask("run") for side in (ours, peer))
-            for x, y in zip(a["numbers"], b["numbers"], strict=True):
-                equal = math.isclose(x, y, rel_tol=1e-4, abs_tol=1e-4) if isinstance(x, float) else x == y
-                row.same = row.same[0] + equal, row.same[1] + 1
-            row.peak = max(row.peak[0], a["peak"]), max(row.peak[1], b["peak"])
-            if number or is_load:
-                row.seconds.append((before[0] + a["seconds"], before[1] + b["seconds"]))
+def plan(options: Options) -> list[Row]:
+    """The rows that the flags ask for."""
+    rows = []
+    for section in options.sections:
+        if section == "quantize":
+            rows += [Row(*row, kind) for kind in KINDS for row in (("load", 1), ("decode", 1), ("train", 4))]
+        else:
+            rows += [Row(section, batch) for batch in options.batch or SECTIONS[section]]
+    return rows
 
 
 def write_folder(base: str, folder: Path, dtype: torch.dtype) -> None:
@@ -159,54 +162,32 @@ def write_folder(base: str, folder: Path, dtype: torch.dtype) -> None:
     write_text(folder / "questions.json", json.dumps([(f"{s.image_id}.png", s.prefix) for s in samples]))
 
 
-def describe(options: Options, settings: dict) -> dict:
-    """What the numbers depend on. Raises UserError where transformers or PEFT is missing."""
+def main(argv: Sequence[str] | None = None) -> None:
+    options = read_flags(Options, "train.benchmark", __doc__, argv)
+    rows, device = plan(options), choose_device(options.device)
+    dtype = choose_dtype(options.dtype, device)
+    settings = {"device": str(device), "dtype": str(dtype).removeprefix("torch.")}
+    settings |= {"tokens": options.tokens, "compiled": options.compile}
     try:
         versions = {package: metadata.version(package) for package in ("transformers", "peft")}
     except metadata.PackageNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install transformers peft") from None
-    gpu = {"gpu": torch.cuda.get_device_name()} if settings["device"].startswith("cuda") else {}
-    return {"base": options.base, **settings, **provenance(), **gpu, "threads": torch.get_num_threads(), **versions}
-
-
-def plan(sections: str, batch: str | None) -> list[Row]:
-    """The rows that the flags ask for."""
-    rows = []
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", batch or "1"):
-        raise UserError(f"--batch {batch}: expected numbers with commas between, such as 1,8")
-    for section in sections.split(","):
-        if section not in SECTIONS:
-            raise UserError(f"--sections {section}: expected some of {','.join(SECTIONS)}")
-        if section == "quantize":
-            rows += [Row(*row, kind) for kind in KINDS for row in (("load", 1), ("decode", 1), ("train", 4))]
-        else:
-            rows += [Row(section, int(n)) for n in (batch or SECTIONS[section]).split(",")]
-    return rows
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    options = read_flags(Options, "train.benchmark", __doc__, argv)
-    rows, device = plan(options.sections, options.batch), choose_device(options.device)
-    dtype = choose_dtype(options.dtype, device)
-    settings = {"device": str(device), "dtype": str(dtype).removeprefix("torch."), "tokens": options.tokens}
-    settings |= {"compiled": options.compile, "checkpointing": options.checkpointing}
-    about, files = describe(options, settings), [options.out.with_suffix(suffix) for suffix in (".md", ".json")]
+    gpu = {"gpu": torch.cuda.get_device_name()} if device.type == "cuda" else {}
+    about = {"base": options.base, **settings, **provenance(), **gpu, "threads": torch.get_num_threads(), **versions}
     with tempfile.TemporaryDirectory() as temporary:
         settings["folder"] = f"{temporary}/model"
         write_folder(options.base, Path(settings["folder"]), dtype)
         for number, row in enumerate(rows, 1):
             for _ in range(options.rounds if row.work == "load" else 1):
-                measure(row, settings, 1 if row.work == "load" else options.rounds)
+                row.measure(settings, 1 if row.work == "load" else options.rounds)
             head = ["# Benchmark", "", ", ".join(f"{name} {value}" for name, value in about.items()), ""]
             table = markdown_table(HEAD, [row.cells() for row in rows[:number]])
             record = about | {"rows": [asdict(row) | {"ratio": row.ratio()} for row in rows[:number]]}
-            write_text(files[0], "\n".join([*head, *table, ""]))
-            write_text(files[1], json.dumps(record, indent=1) + "\n")
-            if not options.json:
-                print(" · ".join(row.cells()), flush=True)
+            write_text(options.out.with_suffix(".md"), "\n".join([*head, *table, ""]))
+            write_text(options.out.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+            print(" · ".join(row.cells()), flush=True)
             if dtype == torch.float32 and device.type == "cpu" and not row.quantize and row.same[0] < row.same[1]:
                 raise UserError(f"{row.cells()[0]}: the sides agree in {row.same[0]} of {row.same[1]} numbers only")
-    print(files[1].read_text() if options.json else f"in {files[0]} and {files[1]}")
 
 
 if __name__ == "__main__":

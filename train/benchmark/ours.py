@@ -24,15 +24,14 @@ class Ours(Side):
 
     def prefill(self, batch: int):
         """A picture and a prompt, to the logits (batch, 1, V) of the first new token, with a cache for the next."""
-        inputs = self.prompts(batch)
+        inputs = self.prompts(batch) | {"positions_to_keep": 1}
         capacity = inputs["input_ids"].shape[1] + self.tokens
-        run = lambda: self.model(**inputs, positions_to_keep=1, cache=self.model.new_cache(capacity))  # noqa: E731
-        return torch.inference_mode()(run)
+        return torch.inference_mode()(lambda: self.model(**inputs, cache=self.model.new_cache(capacity)))
 
     def decode(self, batch: int):
         """Picture, prompt and new tokens (batch, tokens), greedy; no token ends a row."""
         inputs = self.prompts(batch)
-        self.model.config = replace(self.model.config, eos_token_id=-1)
+        self.model.config = replace(self.model.config, eos_token_id=())
         step = CompiledStep(self.model) if self.compiled else None
         return lambda: torch.stack(generate(self.model, **inputs, max_new_tokens=self.tokens, compiled=step))
 
@@ -45,8 +44,7 @@ class Ours(Side):
             adapter.inject(self.model, TARGETS, RANK, ALPHA)
             options = {**ADAMW, "params": [*trainable(self.model).values()]}
             self.optimizer = make_adamw([options], options.pop("betas"))
-        self.model.train().language_model.checkpointing = self.checkpointing
-        called = torch.compile(self.model) if self.compiled else self.model
+        called = torch.compile(self.model.train()) if self.compiled else self.model.train()
         mean = 1 / targets.numel()
         return lambda: self.update(lambda: called(**inputs, positions_to_keep=positions, targets=targets) * mean)
 

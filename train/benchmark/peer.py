@@ -29,8 +29,6 @@ class Peer(Side):
     def train(self, batch: int):
         inputs, labels = self.examples(batch)
         if self.optimizer is None:
-            if self.checkpointing:
-                self.model.gradient_checkpointing_enable({"use_reentrant": False})
             torch.manual_seed(0)  # draws the same A as ours
             lora = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS)
             self.model = peft.get_peft_model(self.model, lora).train()

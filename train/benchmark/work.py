@@ -1,7 +1,7 @@
 """What both sides of the benchmark share: inputs, the update of a training step, and the loop that answers requests.
 
 In: JSON lines on stdin, {"do": "hello" | "open" | "prepare" | "run", …}. Out: one JSON line for each on stdout.
-Imports nothing of the project and nothing of transformers: each side's process imports it beside its own libraries.
+It imports nothing of the project and nothing of transformers.
 """
 
 import gc
@@ -28,10 +28,8 @@ ADAMW = {"lr": 1e-4, "betas": (0.9, 0.98), "weight_decay": 0.0}
 
 @dataclass
 class Side:
-    """One side: `open` returns its model; prefill, decode, train and eval prepare a batch and return what is timed.
-
-    What they return is called without arguments, once in each round.
-    """
+    """One side: `open` returns its model; prefill, decode, train and eval prepare a batch and return a function without
+    arguments, which is timed once in each round."""
 
     folder: str
     device: str
@@ -39,7 +37,6 @@ class Side:
     tokens: int  # new ones of decode
     quantize: str | None  # ours only
     compiled: bool  # ours only
-    checkpointing: bool
 
     def __post_init__(self):
         self.place = {"device": torch.device(self.device), "dtype": getattr(torch, self.dtype)}
@@ -87,32 +84,26 @@ class Side:
 
 
 def serve(side: type[Side]) -> None:
-    """Answer requests until stdin ends. An exception is answered as {"error": …} and ends the process."""
+    """Answer requests until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     before, opened, run, result = peak_bytes(), None, list, []
-    try:
-        for line in sys.stdin:
-            request = json.loads(line)
-            gc.collect()
-            started = time.perf_counter()
-            match request.pop("do"):
-                case "open":
-                    opened = side(**request)
-                case "prepare":
-                    run = getattr(opened, request["work"])(request["batch"])
-                case "run":
-                    result = run()
-            on_gpu = torch.cuda.is_initialized()
-            if on_gpu:
-                torch.cuda.synchronize()
-            reply = {"seconds": time.perf_counter() - started, "peak": peak_bytes() - (0 if on_gpu else before)}
-            reply |= {"weights": opened and opened.size, "numbers": numbers(result)}
-            reply["imports"] = sorted({name.partition(".")[0] for name in sys.modules})
-            print(json.dumps(reply), file=answers, flush=True)
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}".partition("\n")[0]
-        print(json.dumps({"error": text}), file=answers, flush=True)
+    for request in map(json.loads, sys.stdin):
+        gc.collect()
+        started = time.perf_counter()
+        match request.pop("do"):
+            case "open":
+                opened = side(**request)
+            case "prepare":
+                run = getattr(opened, request["work"])(request["batch"])
+            case "run":
+                result = run()
+        if on_gpu := torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        reply = {"seconds": time.perf_counter() - started, "peak": peak_bytes() - (0 if on_gpu else before)}
+        reply |= {"weights": opened and opened.size, "numbers": numbers(result)}
+        reply["imports"] = sorted({name.partition(".")[0] for name in sys.modules})
+        print(json.dumps(reply), file=answers, flush=True)
 
 
 def numbers(result: torch.Tensor | list[str]) -> list:
