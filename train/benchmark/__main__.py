@@ -76,6 +76,7 @@ class Process(subprocess.Popen):
     def ask(self, do: str, **arguments) -> dict:
         """The answer to a request of `work.serve`. Raises UserError, in one line, for a side that has ended."""
         time.sleep(PAUSE)
+        assert self.stdin and self.stdout
         with suppress(BrokenPipeError):
             os.write(self.stdin.fileno(), (json.dumps({"do": do, **arguments}) + "\n").encode())
         if line := self.stdout.readline():

@@ -14,7 +14,7 @@ from train.benchmark.work import ADAMW, ALPHA, ANSWER, RANK, TARGETS, Side, serv
 class Peer(Side):
     def open(self):
         model = PaliGemmaForConditionalGeneration.from_pretrained(self.folder, dtype=self.place["dtype"])
-        return model.to(self.device).eval()
+        return model.to(self.place["device"]).eval()
 
     def prefill(self, batch: int):
         inputs = self.prompts(batch)

@@ -6,9 +6,8 @@
 
 Every other flag is one of `train.finetune` and holds for all rows. A row stands beside the mean of all plain rows,
 which differ in rank alone; beside plain LoRA of the smallest rank with at least as many trainable parameters; and
-beside the same trained as long. The positive control, `train/studies/built.py`, is a task in which two maps are known
-to help. Needles are answered by the likelier word of those asked for: what short runs say freely to "Top or Bottom?"
-tells what they learned of the wording, not of the picture.
+beside the same trained as long. Needles are answered by the likelier word of those asked for: what short runs say
+freely to "Top or Bottom?" tells what they learned of the wording, not of the picture.
 """
 
 from collections.abc import Sequence
@@ -65,8 +64,6 @@ QUICK = {"rows": ("fine-tuned", "twin", "dex"), "limit": 128, "seeds": 5, "sampl
 
 @dataclass(frozen=True)
 class Options(TuningOptions):
-    """The flags of this study, besides those of `train.finetune`."""
-
     rows: tuple[str, ...] = flag(tuple(ROWS)[:-1], "(default: all but swiglu)", choices=[*ROWS], nargs="+")
     limit: int = flag(600, "VQA questions; half as many of each other kind; half of all for validation", least=1)
     protocol: str = flag("constrained", "of the needle tests", choices=PROTOCOLS[:2])
@@ -110,11 +107,7 @@ def dose_task(tests: int, protocol: str) -> Task:
 
 
 def existence_task(questions: int, protocol: str, split: str) -> Task:
-    """POPE's questions about pictures with `EXISTENCE` different objects; half of the answers are yes.
-
-    By the protocol "constrained" the likelier word is the answer: in free answers about so full a picture a model says
-    a place after short training, as to a needle's question.
-    """
+    """POPE's questions about pictures with `EXISTENCE` different objects; half of the answers are yes."""
     samples = scenes.pope("random", split, -(-questions // 6), objects=EXISTENCE)
     words = ("yes", "no") if protocol == "constrained" else ()
     asks = [replace(question, choices=words) for question in vqa.of_samples(samples, f"{split}/e{EXISTENCE}")]

@@ -1,10 +1,9 @@
 """The positive control of studies of attention: a task in which two attention maps help, and by a known amount.
 
 A narrow head has to read the class of one marked position among 63 others of random classes. Its logits are bounded to
-±1 (a soft cap), so that softmax cannot sharpen: the marked position gets at most e² times the weight of another, and
-the sum over the others is noise. The best that any one map can do is counted by `best_of_one_map`: 84.7 %. A map minus
-another one removes what they have in common, and reaches 100 %: the difference is known, and the rules of all studies
-have to find it. Of dex, which has one map, they must find nothing.
+±1 (a soft cap): the marked position gets at most e² times the weight of another, and the sum over the others is noise.
+The best that any one map can do is 84.7 %. A map minus another one removes what they have in common, and reaches 100 %.
+The rules of all studies have to find this, and nothing of dex, which has one map.
 
 It shows that the instrument finds an effect of 15 points where there is one; not that real tasks have one.
 """
@@ -71,7 +70,7 @@ def make(job: Job, folder: Path) -> dict:
         optimizer.step()
         optimizer.zero_grad()
     scores = {}
-    for seed, split in ((1, "validation"), (2, "test")):
+    for seed, split in (1, "validation"), (2, "test"):
         x, right = draw(TESTS, seed)
         scores[split] = {"built": (answer(x).argmax(-1) == right).tolist()}
     return {"scores": scores, "facts": {}}
@@ -95,6 +94,5 @@ def blocks(run: Run, predictions: tuple[tuple, ...] = PREDICTIONS) -> list:
     part = Run(study, run.out, run.jobs, FEWEST_SEEDS)
     part.compute()
     run.parts.append(part)
-    title = "## Positive control: the built task (train/studies/built.py)"
     bound = f"The best that one bounded map can do is {best_of_one_map():.1f} %; two maps can reach 100 %."
-    return [title, bound, *report.sections(part, "###")]
+    return ["## Positive control: the built task (train/studies/built.py)", bound, *report.sections(part, "###")]

@@ -39,9 +39,6 @@ class Job:
     seed: int
 
 
-# Names
-
-
 def digest(*parts) -> str:
     """16 hexadecimal digits of what `parts` print as."""
     return sha256(repr(parts).encode()).hexdigest()[:16]
@@ -67,9 +64,6 @@ def source_hash(make: Callable) -> str:
         texts[file] = ast.dump(tree)
         waiting -= texts.keys()
     return digest(*(texts[file] for file in sorted(texts)))
-
-
-# Computing
 
 
 def compute_all(calls: Sequence[tuple], processes: int) -> None:

@@ -6,6 +6,7 @@ on, and a change computes only the cells that it changes. `report.write` writes 
 """
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from eval.statistics import estimate
+from model.common import UserError
 from train.flags import flag
 from train.run import Interrupted, lock_folder
 from train.studies.cells import Job, compute_all, digest, source_hash
@@ -26,22 +28,12 @@ UNUSABLE = -1e6  # below the mean of any other cells
 Scores = dict[str, np.ndarray]  # by measure (seeds, examples), in percent or in the unit of the measure
 
 
-def read_rates(text: str) -> tuple[float, ...]:
-    """The value of a flag --rates. Raises ValueError, which argparse reports, for one that is not above 0."""
-    rates = tuple(float(part) for part in text.split(","))
-    if not all(0 < rate <= 1e6 for rate in rates):
-        raise ValueError(text)
-    return rates
-
-
 @dataclass(frozen=True)
 class StudyOptions:
     """The flags that all studies share; a study changes their defaults and adds more."""
 
     seeds: int = flag(10, "runs of each row", least=1, metavar="N")
-    rates: tuple[float, ...] | None = flag(
-        None, "peak rates A,B,… to try first; one is not searched for (default: the study's)", type=read_rates
-    )
+    rates: tuple[float, ...] = flag((), "to try first, one alone (default: the study's)", type=float, nargs="+")
     jobs: int = flag(1 if torch.cuda.is_available() else torch.get_num_threads(), "cells side by side", least=1)
     quick: bool = flag(False, "a plan of at most ten minutes on two cores")
     out: Path | None = flag(None, "folder of results and cells (default: runs/STUDY)", metavar="DIR")
@@ -49,11 +41,10 @@ class StudyOptions:
 
 @dataclass(frozen=True)
 class Study:
-    """All that one study is.
-
-    make(job, folder, *folders): trains a cell in its folder and scores it: {"scores": {split: {measure: [score, …]}},
+    """make(job, folder, *folders): trains a cell in its folder and scores it: {"scores": {split: {measure: [score]}},
     "facts": {…}}. folders: of the cells that it `needs`. Facts: "parameters", "seconds" of training, and "unusable",
     why its rate may not be chosen. A cell that raises Diverged has no scores, and the fact "diverged".
+
     key: what decides a cell beside its job and the source. beside: by title of a table the controls of each row, whose
     scores are averaged; the first table is the primary one. rates: the first grid; () where each row fixes its rate,
     and no validation split exists. main: the measure of the main difference, which chooses the rates; MEAN: of all with
@@ -90,11 +81,8 @@ class Study:
 
 @dataclass
 class Run:
-    """A study while it runs.
-
-    tried: validation scores by row and rate. rates: the best ones. cells: by row at these, seed by seed. tables: judged
-    differences by title. used: all results behind the report. parts: studies within.
-    """
+    """tried: validation scores by row and rate. rates: the best ones. cells: by row at these, seed by seed. tables:
+    judged differences by title. used: all results behind the report. parts: studies within."""
 
     study: Study
     out: Path
@@ -118,8 +106,8 @@ class Run:
         if needed := list(dict.fromkeys(need for of_job in needs.values() for need in of_job)):
             self.get(needed)
         missing = sorted((job for job in needs if not self.file(job).exists()), key=lambda job: job.seed)
-        folders = {job: [self.file(need).parent for need in needs[job]] for job in missing}
-        compute_all([(self.study.make, job, self.file(job), folders[job]) for job in missing], self.jobs)
+        calls = [(self.study.make, job, self.file(job), [self.file(n).parent for n in needs[job]]) for job in missing]
+        compute_all(calls, self.jobs)
         cells = [json.loads(self.file(job).read_text()) for job in jobs]
         self.used |= zip(jobs, cells, strict=True)
         return cells
@@ -142,11 +130,10 @@ class Run:
         self.tables = {title: self.table(beside) for title, beside in self.study.beside.items()}
 
     def tune(self, seeds: Sequence[int]) -> None:
-        """Choose the rate of each row: of those within a tie of the best on the validation split the lowest.
+        """Choose the rate of each row: the lowest of those within a tie of the best on the validation split.
 
-        The grid is the same for all rows, and grows by factors of 2 until every row's best is inside; a single rate is
-        not searched for. Plain rows share theirs: a rate that chance chose for one control makes a difference where
-        there is none.
+        The grid of all rows grows by factors of 2 until every row's best is inside; a single rate is not searched for.
+        Plain rows share theirs: a rate that chance chose for one control makes a difference where there is none.
         """
         study, rows, grid, more = self.study, list(self.study.rows), [], list(self.study.rates)
         tie = TIE * study.columns[study.main].margin
@@ -240,8 +227,10 @@ class Run:
 def run(study: Study, options: StudyOptions) -> Run:
     """The whole study but its report. The folder stays locked while the result lives.
 
-    Raises UserError if another process works in it.
+    Raises UserError if another process works in it, and for a rate that is not above 0.
     """
+    if not all(0 < rate < math.inf for rate in study.rates):
+        raise UserError(f"--rates {' '.join(map(str, study.rates))}: expected rates above 0")
     study = replace(study, name=study.name + "-quick" * options.quick)
     out = options.out or Path("runs", study.name)
     out.mkdir(parents=True, exist_ok=True)

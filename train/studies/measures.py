@@ -16,7 +16,7 @@ from eval import needle, scenes, vqa
 from eval.data import Annotation, read_vqa
 from eval.question import Question, question_of
 from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record
-from eval.vqa_scoring import SCORERS, record_scores
+from eval.vqa_scoring import ANNOTATORS, SCORERS, exact_match, truths_of
 from model.common import UserError
 from train.data.sources import read_records
 from train.settings import Settings
@@ -32,9 +32,6 @@ def training_records(settings: Settings) -> Sequence[Record]:
     pictures that another holds out. There, seeds differ in initial weights, order and dropout.
     """
     return read_records(settings if settings.is_embedded else replace(settings, seed=0))
-
-
-# Tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +85,13 @@ def vqa_task(settings: Settings, split: str, limit: int | None, scoring: str = "
 
 
 def accuracy(scoring: str, truth: Annotation | Record, answer: str) -> float:
-    """Of VQAv2's questions by `scoring`; of own examples VQA accuracy where people differ, else exact match."""
-    if isinstance(truth, Annotation):
-        return SCORERS[scoring](truth, answer)
-    return list(record_scores(truth, answer).values())[-1]
+    """By `scoring` where enough people have answered, else exact match."""
+    if isinstance(truth, Record):
+        if len(truth.answers) < ANNOTATORS:
+            return float(exact_match(answer, truths_of(truth)))
+        given = tuple({"answer": text, "answer_id": number} for number, text in enumerate(truth.answers))
+        truth = Annotation(truth.name, given, truth.suffix)
+    return SCORERS[scoring](truth, answer)
 
 
 def held_out_vqa(settings: Settings, split: str, limit: int | None) -> list[Question]:
@@ -101,27 +101,17 @@ def held_out_vqa(settings: Settings, split: str, limit: int | None) -> list[Ques
     same folder, those are the test split. Raises UserError if no pictures are held out.
     """
     kind, _, path = settings.data[0].partition(":")
-    is_vqav2, folder, only = len(settings.data) == 1 and kind == "vqav2", Path(path), None
-    files, records = (QUESTIONS_FILE, ANNOTATIONS_FILE), []
-    if is_vqav2 and split == "test" and (folder / VAL_FILES[0]).exists():
-        files = VAL_FILES
+    files = [Path(path, name) for name in VAL_FILES]
+    if split == "test" and len(settings.data) == 1 and kind == "vqav2" and files[0].exists():
+        questions = vqa.questions_of(read_vqa(*files)[1], settings.images or path, settings.prompt)
     else:
         records = read_records(settings, "validation")
         pictures = sorted({record.key for record in records})
         half = set(pictures[0::2] if split == "validation" else pictures[1::2])
-        records = [record for record in records if record.key in half]
-        only = {record.name for record in records}
-    if is_vqav2:
-        asked = read_vqa(*(folder / name for name in files))[1]
-        asked = [a for a in asked if only is None or str(a.question_id) in only]
-        questions = vqa.questions_of(asked, settings.images or folder, settings.prompt)
-    else:
-        questions = [question_of(record, truth=replace(record, pictures=())) for record in records]
+        questions = [question_of(r, truth=replace(r, pictures=())) for r in records if r.key in half]
     if not questions:
-        raise UserError(
-            f"--data {' '.join(settings.data)}: no pictures are left for the {split} split: raise --validation "
-            f"above {settings.validation}"
-        )
+        remedy = f"raise --validation above {settings.validation}"
+        raise UserError(f"--data {' '.join(settings.data)}: no pictures are left for the {split} split: {remedy}")
     count = len(questions) if limit is None else min(limit, len(questions))
     chosen = random.Random(f"vqa/{split}").sample(range(len(questions)), count)
     return [questions[number] for number in sorted(chosen)]

@@ -6,16 +6,13 @@
     python -m train.reproduce paligemma … --from paper-1=RUN part-2-with=RUN      finished runs in place of training
     python -m train.reproduce paligemma … --plan             memory, disk and hours of all runs; nothing is trained
 
-In: a base and data. Out: the report of `train/studies/report.py`, with the paper's Table 1 (VQA) and Table 2 (needles)
-beside the published figures.
-
 Part 1 fine-tunes the five models of Table 1, recipes of `train/recipes.py`, on 40 % of the training pictures. Of those
 with and those without differential attention the one with the best VQA score is chosen. Part 2 fine-tunes these two on
-all pictures. Needles are looked for in stitched pictures of 2×2, by the paper's prompt and its two questions.
+all pictures. Needles are looked for in stitched pictures of 2×2, by the paper's prompt and its two questions. The
+report has the paper's Table 1 (VQA) and Table 2 (needles) beside the published figures.
 
 One seed and no controls, as published: `train.compare` has both. What the paper leaves open is a setting of the recipes
-and a flag: --optimizer, --step-batch, --beta2, --schedule, --warmup, --clip, --dropout, --targets, --answers, --prompt,
---epochs, --validation, --dtype, --autocast, and --diff-in, the towers whose attention is replaced.
+and a flag of `train.finetune`, such as --optimizer, --schedule, --answers, and --diff-in, the towers.
 """
 
 import json
@@ -53,8 +50,6 @@ MINIATURE, QUICK = {"samples": 4000, "tasks": "vqa,n2o1"}, {"samples": 400}
 
 @dataclass(frozen=True)
 class Options(TuningOptions):
-    """The flags of this study, besides those of `train.finetune`."""
-
     seeds: int = flag(1, "runs of each row", least=1, metavar="N")
     rows: tuple[str, ...] = flag(tuple(VQA_SCORES), "of Table 1 (default: all)", choices=[*VQA_SCORES], nargs="+")
     from_: tuple[str, ...] = flag(
@@ -98,9 +93,6 @@ def on_share(settings: Options) -> Options:
     return replace(settings, fraction=SHARE, samples=samples)
 
 
-# Cells
-
-
 def tasks_of(options: Options) -> dict[str, Task]:
     """VQA, and needles where there are pictures for them."""
     limit = options.vqa_limit or (600 if options.is_embedded else None)
@@ -131,8 +123,7 @@ def make(models: Mapping[str, Options], tasks: Tasks, job: Job, folder: Path, *p
         return {"scores": scores, "facts": {"chosen": str(run or "")}}
     if part_1:
         cells = [json.loads((earlier / "cell.json").read_text()) for earlier in part_1]
-        scores = {cell["row"]: np.mean(cell["scores"].get("test", {}).get("VQA", 0.0)) for cell in cells}
-        name = max(scores, key=scores.__getitem__)
+        name = max(cells, key=lambda cell: np.mean(cell["scores"]["test"]["VQA"] if cell["scores"] else 0.0))["row"]
     settings = models[name] if part_1 else on_share(models[name])
     result = fine_tune(replace(settings, seed=job.seed), tasks, folder)
     return result | {"facts": result["facts"] | {"chosen": name}}
@@ -165,9 +156,6 @@ def study_of(models: Mapping[str, Options]) -> Study:
     )
 
 
-# The report
-
-
 def blocks(models: Mapping[str, Options], run: Run) -> list:
     """The paper's tables beside ours, and what agrees."""
     models = {name: models[name] for name in models if name in run.cells}
@@ -194,18 +182,13 @@ def blocks(models: Mapping[str, Options], run: Run) -> list:
     ]
 
 
-def print_plan(models: Mapping[str, Options]) -> None:
-    """What the runs take, those of Part 2 for the models that the paper chose."""
-    options = models["paper-1"]
-    rows = [plan(on_share(models[name]), name, gpus=options.gpus) for name in options.rows]
-    whole = [name for name in ("paper-1", "paper-2") if name in options.rows]
-    rows += [plan(models[name], f"{name}, all pictures", gpus=options.gpus) for name in whole]
-    print(plan_table(rows, options.gpu))
-
-
 def main(argv: Sequence[str]) -> None:
     models = read_models(argv)
-    if models["paper-1"].plan:
-        print_plan(models)
+    options = models["paper-1"]
+    if options.plan:
+        rows = [plan(on_share(models[name]), name, gpus=options.gpus) for name in options.rows]
+        whole = [name for name in ("paper-1", "paper-2") if name in options.rows]  # which the paper chose for Part 2
+        rows += [plan(models[name], f"{name}, all pictures", gpus=options.gpus) for name in whole]
+        print(plan_table(rows, options.gpu))
     else:
-        print(report.write(engine.run(study_of(models), models["paper-1"])))
+        print(report.write(engine.run(study_of(models), options)))

@@ -6,12 +6,11 @@
 
 "Query-based Cross-Modal Projector Bolstering Mamba Multimodal LLM" (anonymous ACL submission). Rows are those of its
 tables: the number of queries and projectors without any (1), local or global attention (2), the weights of the
-connector (3), and the order in which a trained connector scans (4). Each is trained in the two stages of
-`train/recipes.py`. All rows of a seed learn the same pictures in the same order. Each model is in cells/…/model.
+connector (3), and the order in which a trained connector scans (4). All rows of a seed learn the same pictures in the
+same order, in both stages; --rates are factors of --lr. Each model is in cells/…/model.
 
 The trained connector is that of row `connector`, as in VL-Mamba, of the same seed. Table 4 trains nothing: models that
-were trained in both directions scan in one. --rates are factors of --lr in both stages. Every other flag is one of
-`train.finetune` and holds for both stages of all rows.
+were trained in both directions scan in one. Every other flag is one of `train.finetune` and holds for both stages.
 """
 
 import json
@@ -78,7 +77,6 @@ PREDICTIONS = (
 )
 PUBLISHED = (
     ("Table 1: 128, 256, 512 and 729 queries", "half the queries, local, all queries: more do better"),
-    ("Table 1: other Mamba models", "connector stands for VL-Mamba; missing: the weights of others"),
     ("Table 2 (VQAv2, GQA, VizWiz, TextVQA, POPE)", "global 73.12, 52.87, 49.09, 44.0, 85.1"),
     ("Tables 2 and 3", "local 75.01, 58.10, 50.53, 48.8, 86.9"),
     ("Table 3", "from scratch 74.22, 56.30, 53.12, 48.0, 86.4"),
@@ -89,12 +87,7 @@ QUICK = {"seeds": 3, "limit": 200, "rates": (1.0,), "tables": ("2", "3")}
 
 @dataclass(frozen=True)
 class Options(StagedOptions):
-    """The flags of this study."""
-
     tables: tuple[str, ...] = flag(tuple("1234"), "of the paper (default: all)", choices="1234", nargs="+")
-
-
-# Cells
 
 
 def needs(job: Job) -> list[Job]:
@@ -106,10 +99,7 @@ def needs(job: Job) -> list[Job]:
 
 
 def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *needed: Path) -> dict:
-    """Train a row in both stages and leave the model in folder/model, or open a trained one to scan in one direction.
-
-    Both are asked.
-    """
+    """Train a row in both stages and leave the model in folder/model, or let a trained one scan in one direction."""
     row = ROWS[job.row]
     if needed and not (needed[0] / "model").exists():
         raise Diverged("the row that it starts from diverged")
@@ -143,16 +133,6 @@ def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> PaliGemma
     return open_on_device(replace(settings, seed=seed, option=option))
 
 
-# The study
-
-
-def tasks_of(settings: Settings, split: str, limit: int) -> dict[str, Task]:
-    """Held-out questions: of data on disk, or of each task of the embedded scenes."""
-    if not settings.is_embedded:
-        return {"VQA": vqa_task(settings, split, limit)}
-    return {name: scene_task(name, split, limit) for name in TASKS}
-
-
 def scene_task(name: str, split: str, limit: int) -> Task:
     """One task of the embedded scenes. Guessing: the likeliest answer of training to the same words."""
     samples = [scenes.sample(name, split, number) for number in range(limit)]
@@ -166,7 +146,9 @@ def study_of(stages: Sequence[Options]) -> Study:
     first, options = stages
     beside = {name: (row.beside,) for name, row in ROWS.items() if str(row.table) in options.tables and row.beside}
     names = [name for name in ROWS if name in {*beside, *(control for (control,) in beside.values())}]
-    tasks = {split: tasks_of(options, split, options.limit) for split in ("validation", "test")}
+    tasks = {split: {"VQA": vqa_task(options, split, options.limit)} for split in ("validation", "test")}
+    if options.is_embedded:
+        tasks = {split: {name: scene_task(name, split, options.limit) for name in TASKS} for split in tasks}
     table = markdown_table(["published", "figures, and rows here"], PUBLISHED)
     return Study(
         name="qmamba",

@@ -1,7 +1,6 @@
 """The report of any study: comparison.md, comparison.json, and comparison.csv, from which both can be made again.
 
-Tables: accuracy of each row, each table of differences, the range of the measures, predictions, rates tried; then what
-the study adds, and what limits it. Cells that diverged are in no line of the CSV.
+Cells that diverged are in no line of the CSV.
 """
 
 import csv
@@ -42,9 +41,6 @@ def lines_of(run: Run) -> list[list]:
 def by_rung(scores: Sequence[float], rungs: Sequence[str]) -> dict[str, list[float]]:
     """Scores by difficulty, in order of appearance."""
     return {rung: [s for s, other in zip(scores, rungs, strict=True) if other == rung] for rung in dict.fromkeys(rungs)}
-
-
-# Tables
 
 
 def accuracy_table(run: Run) -> list[str]:
@@ -114,9 +110,6 @@ def prediction_table(run: Run) -> list[str]:
     return markdown_table(["row", "measure", "predicted", "found", "reason given before"], body)
 
 
-# The whole
-
-
 def sections(run: Run, heading: str = "##") -> list:
     """The tables that have lines, below their headings."""
     tables = {"Scores": accuracy_table(run)}
@@ -139,7 +132,6 @@ def write(run: Run) -> str:
     blocks.append(f"Cells were made by {'; '.join(made_by)}: {seconds:,} CPU seconds, {run.seeds} seed(s).")
     text = "\n\n".join(block if isinstance(block, str) else "\n".join(block) for block in blocks) + "\n"
     summary = {
-        "study": run.study.name,
         "made_by": made_by,
         "cpu_seconds": seconds,
         "seeds": run.seeds,

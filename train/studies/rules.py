@@ -1,9 +1,8 @@
 """The rules of every study: which measures count, and the verdicts.
 
 A measure counts where its control is from 15 to 95 % of the way from guessing to 100 %, on the validation split. A row
-is better, worse, equivalent within a margin, or undecided; p-values are Holm's over a table.
-
-The number of seeds is fixed before a study runs: seeds that are added until a difference is known would bias it.
+is better, worse, equivalent within a margin, or undecided; p-values are Holm's over a table. The number of seeds is
+fixed before a study runs: seeds that are added until a difference is known would bias it.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

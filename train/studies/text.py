@@ -5,12 +5,11 @@
     python -m train.reproduce text --sizes small --tokens 2e9 --batch-size 64 --device cuda --text DIR
 
 In: text, by default the source of Python's standard library, and the tasks of `eval/text/tasks.py`, each at its largest
-number of records, needles or examples. Out: the report, with λ, and the figures of Ye et al. (2024) beside ours.
-
-Runs of one size and seed are a pair: both kinds have equal parameters to within 1 %, the same rows in the same order,
-and, but for λ and the norm by head, the same initial weights to the bit. The loss on validation text chooses the rates.
-Of the paper's experiments are missing: scaling beyond a miniature, downstream tasks, hallucination, outliers and
-attention in few bits, and the ablations.
+number of records, needles or examples. Out: the report, with λ, and the figures of Ye et al. (2024) beside ours. Runs
+of one size and seed are a pair: both kinds have equal parameters to within 1 %, the same rows in the same order, and,
+but for λ and the norm by head, the same initial weights to the bit. The loss on validation text chooses the rates. Of
+the paper's experiments are missing: scaling beyond a miniature, downstream tasks, hallucination, outliers and attention
+in few bits, and the ablations.
 """
 
 import json
@@ -32,7 +31,7 @@ from eval.text.tasks import SYMBOLS
 from model.common import write_text
 from model.differential import lambdas
 from model.system_configs import TEXT_PRESETS
-from train.distributed import join_world
+from train.distributed import join_world, whole_model
 from train.flags import flag, from_values
 from train.optim import count
 from train.studies import built, engine, report
@@ -61,17 +60,12 @@ TITLES = {"recall": "one of {} records", "needle": "one of {} needles in a text"
 
 @dataclass(frozen=True)
 class Options(StudyOptions, TextSettings):
-    """The flags of this study, besides those of `train.systems.text`."""
-
     sizes: tuple[str, ...] = flag(SIZES, "the main one first", choices=list(TEXT_PRESETS), nargs="+", metavar="PRESET")
     limit: int = flag(100, "windows of text, and tests of each task", least=5, metavar="N")
     positive: bool = flag(True, "the positive control, a minute")
     tokens: float = flag(3e5, "tokens of a run", least=1, most=1e15)
     length: int = flag(256, "positions of a row", least=max(measures.EXAMPLES) + 4, most=2**20)
     checkpoint_every: int = flag(250, "steps between checkpoints", least=1)
-
-
-# Cells
 
 
 def make(options: Options, job: Job, folder: Path) -> dict:
@@ -93,7 +87,7 @@ def make(options: Options, job: Job, folder: Path) -> dict:
     facts |= {name: float(np.mean(shares[name].values)) for name in SHARES}
     write_text(folder / "config.json", json.dumps(deciding(settings, TextSettings), indent=1) + "\n")
     shutil.rmtree(folder / "model", ignore_errors=True)  # of a study that was killed here
-    export_model(model, folder / "model")
+    export_model(whole_model(model, world), folder / "model")
     shutil.rmtree(folder / "checkpoints")
     return {"scores": scores, "facts": facts}
 
@@ -108,9 +102,6 @@ def window_losses(panel: measures.Scores) -> list[float]:
     bins = measures.context_bins(max(panel.labels))
     widths = [(last - first) / bins[-1][1] for first, last in bins]
     return (np.reshape(panel.values, (-1, len(bins))) @ widths).tolist()
-
-
-# The study
 
 
 def measures_of(corpus: Corpus, length: int, limit: int) -> dict[str, Measure]:

@@ -1,13 +1,12 @@
 """How a cell is trained and asked: the adapter of a base, or the stages of WINGS and Q-Mamba.
 
-In: settings, tasks (`train/studies/measures.py`) and a folder. Out: the cell's scores and facts, for the engine. A cell
-that was interrupted after its training reads the last checkpoint, and is asked.
+A cell that was interrupted after its training reads the last checkpoint, and is asked.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from eval.answer import ask_all
 from eval.records import Record
@@ -43,18 +42,11 @@ class TuningOptions(StudyOptions, Settings):
 
 
 def read_given(
-    kind: type[StudyOptions],
-    argv: Sequence[str] | None,
-    program: str,
-    description: str | None,
-    quick: Mapping[str, object],
-    decided: Collection[str] = (),
+    kind: type, argv: Sequence[str] | None, program: str, doc: str | None, quick: Mapping, decided: Collection[str] = ()
 ) -> dict:
-    """The flags on the command line, and with --quick the values of `quick` where they have none.
-
-    Raises UserError for a setting that the study decides: one of DECIDED or `decided`.
-    """
-    parser = FlagParser(prog=f"python -m {program}", description=description, allow_abbrev=False)
+    """The flags on the command line, and with --quick the values of `quick` where they have none. Raises UserError for
+    a setting that the study decides: one of DECIDED or `decided`."""
+    parser = FlagParser(prog=f"python -m {program}", description=doc, allow_abbrev=False)
     add_flags(parser, kind)
     given = vars(parser.parse_args(argv))
     if refused := given.keys() & {*DECIDED, *decided}:
@@ -81,9 +73,7 @@ def fine_tune(settings: Settings, tasks: Tasks, folder: Path) -> dict:
 
 def ask(model: PaliGemma, processor: Processor, settings: Settings, tasks: Tasks, folder: Path) -> dict[str, dict]:
     """The score of each example, by split and task. On disk, where it may take hours, with a progress bar and a log.
-
-    Raises UserError for a question that cannot be asked, such as one whose picture cannot be read.
-    """
+    Raises UserError for a question that cannot be asked, such as one whose picture cannot be read."""
     scores: dict[str, dict] = {split: {} for split in tasks}
     for split, of_split in tasks.items():
         for name, task in of_split.items():
@@ -94,15 +84,11 @@ def ask(model: PaliGemma, processor: Processor, settings: Settings, tasks: Tasks
 
 
 def key_of(stages: Sequence[Settings], start: PaliGemma, tasks: Tasks) -> str:
-    """What decides all cells beside their source: settings, data, questions, and the weights that training starts
-    from."""
+    """What decides all cells beside their source: settings, data, questions, and the weights of the start."""
     data = [data_fingerprints(training_records(settings)) for settings in stages]
     asks = [(split, name, ask) for split in tasks for name, task in tasks[split].items() for ask in task.asks]
     questions = [(*place, q.id, q.prefix, q.choices, q.before, q.truth) for *place, q in asks]
     return digest([deciding(settings) for settings in stages], exact_fingerprint(start), data, questions)
-
-
-# Stages
 
 
 @dataclass(frozen=True)
@@ -113,14 +99,9 @@ class StagedOptions(TuningOptions):
     stage_1_data: str | None = flag(None, "data of stage 1 (default: that of --data)", metavar="SOURCE")
 
 
-Options = TypeVar("Options", bound=StagedOptions)
-
-
-def read_stages(
-    kind: type[Options], arch: str, argv: Sequence[str] | None, description: str | None, quick: Mapping[str, object]
-) -> list[Options]:
-    """The flags of a study, as the settings of both stages of `arch`. Raises UserError."""
-    given, stages = read_given(kind, argv, f"train.reproduce {arch}", description, quick), []
+def read_stages(kind: type, arch: str, argv: Sequence[str] | None, doc: str | None, quick: Mapping) -> list:
+    """The settings of both stages of `arch`, of a kind of StagedOptions. Raises UserError."""
+    given, stages = read_given(kind, argv, f"train.reproduce {arch}", doc, quick), []
     is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
     for stage in (1, 2):
         defaults = stage_defaults(arch, stage, is_embedded) | {"arch": arch, "stage": stage}
@@ -136,14 +117,7 @@ def open_on_device(settings: Settings) -> Any:
     return systems.open_stage(settings, systems.weights_dtype(settings, device), device).eval()
 
 
-def learn(
-    model: PaliGemma,
-    processor: Processor,
-    records: Sequence[Record],
-    settings: Settings,
-    factors: Mapping[str, float],
-    folder: Path,
-) -> float:
+def learn(model, processor, records: Sequence[Record], settings: Settings, factors: Mapping, folder: Path) -> float:
     """Train a stage in place, from the newest checkpoint in folder/stages if there is one. Returns seconds.
 
     factors: by pattern of parameter names, of the rate in `settings`.

@@ -6,9 +6,7 @@
 
 Zhang et al., "Wings: Learning Multimodal LLMs without Text-only Forgetting", NeurIPS 2024. Stage 1 trains the
 projector, and the visual learners of a row that has learners; stage 2 what `ROWS` says. All rows of a seed learn the
-same pictures in the same order. Measures: text alone (`eval/text/sentences.py`), pictures, and the attention shift
-(`eval/shift.py`). The first table is the paper's claim: text that is kept with learners and without. In the second the
-decoder is frozen: learners, or LoRA of their size.
+same pictures in the same order. In the second table the decoder is frozen: learners, or LoRA of their size.
 
 In miniature each seed has a decoder of its own (`train/embedded/text.py`), and an answer names what is in each of the
 16 squares. --rates are factors of --lr in stage 2. One at which a tuning seed does not learn to read is not chosen.
@@ -63,7 +61,7 @@ ROWS = {
     "lora": {PROJECTOR: 6.0, LORA: 6.0},
     "learners": {PROJECTOR: 10.0, LEARNERS: 10.0},
 }
-BEFORE = "before"  # as the row of a job: the language model before it sees a picture
+BEFORE = "before"  # as the row of a job: the language model of a seed, from which all its rows start
 TEXT, PICTURES, SHIFT = "text", "pictures", "shift"
 QUESTION = "What is in the image?"  # of the miniature
 READ = 0.9  # of the objects: a run that names fewer has not learned to read pictures
@@ -81,17 +79,7 @@ QUICK = {"rows": ("full", "wings"), "seeds": 3, "limit": 200, "rates": (1.0,)}
 
 @dataclass(frozen=True)
 class Options(StagedOptions):
-    """The flags of this study."""
-
     rows: tuple[str, ...] = flag(tuple(ROWS), "(default: all)", choices=[*ROWS], nargs="+")
-
-
-# Cells
-
-
-def needs(job: Job) -> list[Job]:
-    """The language model of a seed is a cell, from which those of all its rows start."""
-    return [] if job.row == BEFORE else [Job(BEFORE, (), 0.0, job.seed)]
 
 
 def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *before: Path) -> dict:
@@ -143,9 +131,6 @@ def lora_rank(model: Wings) -> int:
     return -(-learners // count(trainable(plain).values()))
 
 
-# Data and measures
-
-
 def pictures_to_learn(settings: Settings) -> Sequence[Record]:
     """Data on disk as it is; scenes with the picture at a random place in the question."""
     if not settings.is_embedded:
@@ -172,13 +157,11 @@ def tasks_of(settings: Settings, split: str, limit: int) -> dict[str, Task]:
     """Text, and held-out questions about pictures; of scenes the share of the objects that the answer names."""
     texts = [sentence([*TASKS][n % len(TASKS)], split, n // len(TASKS)) for n in range(limit)]
     asks = [Question(number, f"{number}", (), text.prefix, truth=text.suffix) for number, text in enumerate(texts)]
-    text = asking("text alone", asks, rungs=[text.task for text in texts])
-    if settings.is_embedded:
-        records = [scene(split, number) for number in range(limit)]
-        pictures = asking("pictures", [question_of(r, truth=r.suffix) for r in records], share_named)
-    else:
-        pictures = vqa_task(settings, split, limit)
-    return {TEXT: text, PICTURES: replace(pictures, in_mean=False)}
+    tasks = {TEXT: asking("text alone", asks, rungs=[text.task for text in texts])}
+    if not settings.is_embedded:
+        return tasks | {PICTURES: replace(vqa_task(settings, split, limit), in_mean=False)}
+    asks = [question_of(record, truth=record.suffix) for record in (scene(split, n) for n in range(limit))]
+    return tasks | {PICTURES: asking("pictures", asks, share_named, in_mean=False)}
 
 
 def share_named(squares: str, answer: str) -> float:
@@ -186,9 +169,6 @@ def share_named(squares: str, answer: str) -> float:
     words = answer.split()
     right = [words[n : n + 1] == [name] for n, name in enumerate(squares.split()) if name != scenes.NONE]
     return sum(right) / len(right)
-
-
-# The study
 
 
 def study_of(stages: Sequence[Options]) -> Study:
@@ -210,7 +190,7 @@ def study_of(stages: Sequence[Options]) -> Study:
         main=TEXT,
         beside=beside,
         rates=options.rates or ((0.5, 1.0, 2.0) if options.is_embedded else (1.0,)),
-        needs=needs,
+        needs=lambda job: [] if job.row == BEFORE else [Job(BEFORE, (), 0.0, job.seed)],
         predictions=PREDICTIONS,
         more=blocks,
     )
@@ -225,12 +205,8 @@ def blocks(run: Run) -> list:
         if facts := run.facts(row):
             groups = np.mean([of_cell["laws"] for of_cell in facts], axis=0).T
             laws.append([row, *(" ".join(f"{share:.0f}" for share in by_layer) for by_layer in groups)])
-    return [
-        "## Text alone, change in points",
-        markdown_table(["row", f"{known.mean():.1f} % before"], kept),
-        "## LAWS by layer, % of the attention",
-        markdown_table(["row", *GROUPS], laws),
-    ]
+    kept, laws = markdown_table(["row", f"{known.mean():.1f} % before"], kept), markdown_table(["row", *GROUPS], laws)
+    return ["## Text alone, change in points", kept, "## LAWS by layer, % of the attention", laws]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
