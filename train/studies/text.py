@@ -31,7 +31,7 @@ from eval.text.tasks import SYMBOLS
 from model.common import write_text
 from model.differential import lambdas
 from model.system_configs import TEXT_PRESETS
-from train.distributed import join_world, whole_model
+from train.distributed import join_world
 from train.flags import flag, from_values
 from train.optim import count
 from train.studies import built, engine, report
@@ -87,7 +87,7 @@ def make(options: Options, job: Job, folder: Path) -> dict:
     facts |= {name: float(np.mean(shares[name].values)) for name in SHARES}
     write_text(folder / "config.json", json.dumps(deciding(settings, TextSettings), indent=1) + "\n")
     shutil.rmtree(folder / "model", ignore_errors=True)  # of a study that was killed here
-    export_model(whole_model(model, world), folder / "model")
+    export_model(model, folder / "model")  # pyright: ignore[reportArgumentType]
     shutil.rmtree(folder / "checkpoints")
     return {"scores": scores, "facts": facts}
 
