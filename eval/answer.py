@@ -50,12 +50,9 @@ def ask_all(
     tokenizer, picture and prompt, is not asked again. left_out: gets, by id, why a question cannot be asked (a picture,
     a long prompt), whose answer is then None; without it that is a UserError. compiled: decodes the full batches.
     """
-    answers: list[Answer | None] = [None] * len(questions)
-    with contextlib.nullcontext() if log is None else open_log(log) as file:
-        marks = [""]
-        if file is not None and log is not None:
-            marks, logged = marks_of(model, processor, questions, max_new_tokens), read_log(file, log)
-            answers = [logged.get(mark) for mark in marks]
+    marks = [""] * len(questions) if log is None else marks_of(model, processor, questions, max_new_tokens)
+    with contextlib.nullcontext((None, {})) if log is None else open_log(log) as (file, logged):
+        answers: list[Answer | None] = [logged.get(mark) for mark in marks]
         # questions of one picture stay together
         left = sorted((n for n, answer in enumerate(answers) if answer is None), key=lambda n: questions[n].key)
         done, size, options = len(questions) - len(left), WINDOW * batch_size, (max_new_tokens, batch_size, compiled)
@@ -204,8 +201,9 @@ def marks_of(model, processor: Processor, questions: Sequence[Question], max_new
 
 
 @contextlib.contextmanager
-def open_log(path: Path) -> Iterator[BinaryIO]:
-    """A log of answers, to be read and appended to by one command at a time. Raises UserError."""
+def open_log(path: Path) -> Iterator[tuple[BinaryIO, dict[str, Answer]]]:
+    """A log of answers, to be appended to by one command at a time, and its answers by mark; an incomplete last line is
+    cut off. Raises UserError, also for a file of another kind."""
     with file_errors(path):
         file = path.open("a+b")
     with file:
@@ -213,20 +211,15 @@ def open_log(path: Path) -> Iterator[BinaryIO]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{shown(path)}: another command writes its answers here: give another --out") from None
-        yield file
-
-
-def read_log(file: BinaryIO, path: Path) -> dict[str, Answer]:
-    """Answers by mark; an incomplete last line is cut off. Raises UserError for a file of another kind."""
-    file.seek(0)
-    content = file.read()
-    whole = content.rfind(b"\n") + 1
-    file.truncate(whole)  # the process ended while it wrote the last line
-    answers = {}
-    for number, line in enumerate(content[:whole].splitlines(), start=1):
-        try:
-            record = json.loads(line)
-            answers[record["mark"]] = record["answer"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise UserError(f"{shown(path)}:{number}: this is no log of answers: delete the file to ask anew") from None
-    return answers
+        file.seek(0)
+        content, answers = file.read(), {}
+        whole = content.rfind(b"\n") + 1
+        file.truncate(whole)  # the process ended while it wrote the last line
+        for number, line in enumerate(content[:whole].splitlines(), start=1):
+            try:
+                record = json.loads(line)
+                answers[record["mark"]] = record["answer"]
+            except (ValueError, TypeError, KeyError, RecursionError):
+                problem = "this is no log of answers: delete the file to ask anew"
+                raise UserError(f"{shown(path)}:{number}: {problem}") from None
+        yield file, answers

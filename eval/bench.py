@@ -8,7 +8,7 @@ from which an interrupted call goes on. A new benchmark is one file like `eval/p
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,10 +66,8 @@ class Benchmark:
 
     def summary(self, rows: Sequence[Row]) -> Summary:
         """By default the mean of every measure in percent, over all rows and by kind."""
-        kinds: dict[str, list[Row]] = defaultdict(list)
-        for row in rows:
-            kinds[row.question.kind].append(row)
-        return {"overall": means(rows)} | {kind: means(of_kind) for kind, of_kind in kinds.items() if kind}
+        kinds = dict.fromkeys(row.question.kind for row in rows if row.question.kind)
+        return {"overall": means(rows)} | {k: means([row for row in rows if row.question.kind == k]) for k in kinds}
 
     def baselines(self, rows: Sequence[Row]) -> Results:
         """The rows of answers that need no model, by title, to the questions of `rows`."""
@@ -112,9 +110,6 @@ def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer
     return [answers[id_] for id_ in known]
 
 
-# Asking
-
-
 def flags_for(benchmark: Benchmark, args: Namespace, subject) -> Namespace:
     """The flags with the wording and the prompt of a model: that of the flags, of its training, or of its kind."""
     from eval.open import kind_of, stored_prompt  # here, since scoring a file starts without torch
@@ -129,17 +124,14 @@ def flags_for(benchmark: Benchmark, args: Namespace, subject) -> Namespace:
 def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
     """The rows of the models that the flags name, on gray pictures too with --blind, and of the baselines; writes the
     files of each model. Raises UserError."""
-    from eval.answer import ask_all, open_log
+    from eval.answer import ask_all
     from eval.open import models_of, open_model, out_folder
     from model.generate import CompiledStep
-    from model.source import EMBEDDED
 
-    subjects, questions, results = models_of(args), {}, {}
-    talk = sys.stderr if args.json else sys.stdout
+    subjects, questions, results, talk = models_of(args), {}, {}, sys.stderr if args.json else sys.stdout
+    newest = "" if args.model or args.adapter else " (the newest run in ./runs; --adapter takes another)"
     for subject in subjects:
-        is_newest = not args.model and not args.adapter and subject.name != EMBEDDED
-        newest = " (the newest run in ./runs; --adapter takes another)" * is_newest
-        print(f"{benchmark.name}: {shown(subject.name, 10_000)}{newest}", file=talk)
+        print(f"{benchmark.name}: {shown(subject.name)}{newest * (subject.name != 'embedded')}", file=talk)
     for subject in subjects:
         flags, title = flags_for(benchmark, args, subject), subject.title
         key = flags.template, flags.wording  # models that are asked alike share their questions
@@ -148,8 +140,7 @@ def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
         out = out_folder(folder, title, benchmark.name)
         opened = open_model(args, subject, text="text" in benchmark.prompts)
         if not args.resume:
-            with open_log(out / "answers.jsonl") as file:
-                file.truncate(0)
+            (out / "answers.jsonl").unlink(missing_ok=True)
         options = {"batch_size": args.batch_size, "compiled": CompiledStep(opened[0]) if args.compile else None}
         options |= {"max_new_tokens": args.max_new_tokens, "log": out / "answers.jsonl", "left_out": {}}
         rows: Results = {}
@@ -174,11 +165,8 @@ def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
 
 def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
     """For JSON: by title the summary, and each measure with its interval and paired difference."""
-    compared = compare(results)
-    return {title: {"summary": benchmark.summary(rows), "measures": compared[title]} for title, rows in results.items()}
-
-
-# The command
+    measures = compare(results)
+    return {title: {"summary": benchmark.summary(rows), "measures": measures[title]} for title, rows in results.items()}
 
 
 def parser_of(benchmark: Benchmark) -> ArgumentParser:
@@ -205,11 +193,9 @@ def run(benchmark: Benchmark, argv: Sequence[str] | None = None) -> None:
         results = {file: benchmark.read(file, args) for file in dict.fromkeys(args.results)}
         results |= benchmark.baselines(results[args.results[0]])
     values = values_of(benchmark, results)
-    summaries = {title: of["summary"] for title, of in values.items()}
     if args.json:
         print(json.dumps(values, ensure_ascii=False))
-    elif any(summaries.values()):
-        compared = {title: of["measures"] for title, of in values.items()}
-        print("\n".join(["", *summary_table(summaries), "", *comparison_table(compared)]))
+    elif any(of["summary"] for of in values.values()):
+        print("\n".join(["", *summary_table(values), "", *comparison_table(values)]))
     else:
         print("no right answers are known: nothing is scored")

@@ -13,13 +13,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.bench import ask_models, flags_for, parser_of
+from eval.bench import ask_models, flags_for, parser_of, values_of
 from eval.command import add_flag, command_parser
 from eval.mmbench import MMBench
 from eval.needle import Needle
 from eval.open import models_of
 from eval.pope import Pope
-from eval.report import cell, compare, comparison_table, markdown_table
+from eval.report import cell, comparison_table, markdown_table
 from eval.vqa import Vqa
 from model.common import UserError, quoted, run_command, shown, write_text
 
@@ -76,12 +76,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 pictures, prompt = {question.key for question in asked}, quoted(asked[0].prefix, 200)
                 plan.append([subject.title, name, f"{len(asked):,}", f"{len(pictures):,}", prompt])
             continue
-        results = ask_models(benchmark, flags)
-        for title, rows in results.items():
-            summary = benchmark.summary(rows)
-            values[title] |= {c: summary.get(line, {}).get(of) for c, (line, of) in COLUMNS[name].items()}
+        results = values_of(benchmark, ask_models(benchmark, flags))
+        for title, of in results.items():
+            values[title] |= {c: of["summary"].get(line, {}).get(m) for c, (line, m) in COLUMNS[name].items()}
         if len(results) > 1:
-            comparisons += ["", f"{name}:", *comparison_table(compare(results))]
+            comparisons += ["", f"{name}:", *comparison_table(results)]
     if args.plan:
         print("\n".join(markdown_table(["model", "benchmark", "questions", "pictures", "the first prompt"], plan)))
         return

@@ -129,8 +129,8 @@ def read_shard(path: Path) -> None:
 
 
 def read_log(path: Path) -> None:
-    with answer.open_log(path) as file:
-        answer.read_log(file, path)
+    with answer.open_log(path):
+        pass
 
 
 def read_pope(path: Path) -> None:

@@ -30,9 +30,9 @@ def test_differences_are_paired():
     assert values["b"]["exact"]["difference"] == {"mean": 50, "low": 50, "high": 50}  # each picture: one of two
     assert values["b, blind"]["exact"]["difference"] == {"mean": -50, "low": -50, "high": -50}  # to b
     assert "difference" not in values["b"]["vqa"]  # which a lacks
-    head, _, *table = comparison_table(values)
+    head, _, *table = comparison_table({title: {"measures": of} for title, of in values.items()})
     assert head.startswith("40 questions, ") and "b has answered 20 of them" in table and "+50.00" in table[3]
-    assert comparison_table(compare({"a": rows(half)})) == []  # nothing to score
+    assert comparison_table({"a": {"measures": compare({"a": rows(half)})["a"]}}) == []  # nothing to score
 
 
 @pytest.mark.long

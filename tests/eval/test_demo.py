@@ -52,7 +52,7 @@ def test_the_page_answers_and_refuses(processor, new_page, tmp_path, monkeypatch
     page.reload()
     upload.wait_for(state="attached")
     ask(SVG, "caption en")
-    page.get_by_text("not a picture in a format").first.wait_for()
+    page.get_by_text("cannot be read").first.wait_for()
     blocks.close(verbose=False)
     page.wait_for_timeout(500)
     page.problems[:] = [problem for problem in page.problems if problem.startswith("http")]  # refusals are logged
