@@ -40,8 +40,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flag(parser, "--draw", "draw the boxes of all answers on their pictures", type=Path, metavar="OUT.png")
     add_flag(parser, "--json", "print one JSON list", False)
     args = parser.parse_args(argv)
-    if args.draw:
-        figures.check_name(args.draw)
     subject = model_of(args)
     prompts = args.prompt + [fill_prompt(stored_prompt(subject), question) for question in args.question]
     if not prompts:
@@ -57,11 +55,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         texts = ask_text(model, tokenizer, prompts, args.max_new_tokens, args.chat)
         answers = [{"prompt": prompt, "answer": text} for prompt, text in zip(prompts, texts, strict=True)]
     else:
-        asked = [Question(name, name, Path(name), prompt) for name, prompt in product(args.image, prompts)]
+        asked, answers = [Question(name, name, Path(name), text) for name, text in product(args.image, prompts)], []
         texts = ask_all(*open_model(args, subject), asked, max_new_tokens=args.max_new_tokens, batch_size=16)
-        answers = [answer_of(question, str(text)) for question, text in zip(asked, texts, strict=True)]
+        for question, text in zip(asked, texts, strict=True):
+            boxes = parse_boxes(str(text), *load_image(question.key).size)
+            boxes = [{"label": label, "box": [round(side, 1) for side in box]} for label, box in boxes]
+            answers.append({"image": question.key, "prompt": question.prefix, "answer": text, "boxes": boxes})
     if args.draw:
-        draw_answers(answers, args.draw)
+        drawn = []
+        for name in args.image:
+            boxes = [box for answer in answers if answer["image"] == name for box in answer["boxes"]]
+            sides, labels = [box["box"] for box in boxes], [box["label"] for box in boxes]
+            drawn.append(figures.draw_boxes(load_image(name), sides, labels, least=448))
+        titles = [Path(name).name for name in args.image]
+        figures.save(drawn[0] if len(drawn) == 1 else figures.contact_sheet(drawn, titles, size=448), args.draw)
     if args.json:
         print(json.dumps(answers, ensure_ascii=False, indent=1))
         return
@@ -70,24 +77,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         for box in answer.get("boxes", ()):
             left, top, right, bottom = box["box"]
             print(f"    {shown(box['label'])}: x {left} to {right}, y {top} to {bottom} pixels")
-
-
-def answer_of(question: Question, text: str) -> dict:
-    """An answer about a picture with its boxes, in pixels."""
-    boxes = parse_boxes(text, *load_image(question.key).size)
-    boxes = [{"label": label, "box": [round(side, 1) for side in box]} for label, box in boxes]
-    return {"image": question.key, "prompt": question.prefix, "answer": text, "boxes": boxes}
-
-
-def draw_answers(answers: list[dict], path: Path) -> None:
-    """Write a sheet of the pictures, each with the boxes of all answers about it."""
-    drawn = {}
-    for name in dict.fromkeys(answer["image"] for answer in answers):
-        boxes = [box for answer in answers if answer["image"] == name for box in answer["boxes"]]
-        sides, labels = [box["box"] for box in boxes], [box["label"] for box in boxes]
-        drawn[Path(name).name] = figures.draw_boxes(load_image(name), sides, labels, least=448)
-    whole = figures.contact_sheet([*drawn.values()], [*drawn], size=448) if len(drawn) > 1 else [*drawn.values()][0]
-    figures.save(whole, path)
 
 
 if __name__ == "__main__":
