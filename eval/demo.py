@@ -30,12 +30,8 @@ from model.processor import Processor, parse_boxes
 from model.source import EMBEDDED
 from weights.load import load_model
 
-EXAMPLES = (  # scenes of the test split, and prompts
-    (192, "answer en Where is the dog?"),
-    (192, "detect dog"),
-    (193, "answer en How many objects are there in the image?"),
-    (200, "caption en"),
-)
+EXAMPLES = [(192, "answer en Where is the dog?"), (192, "detect dog")]  # scenes of the test split, and prompts
+EXAMPLES += [(193, "answer en How many objects are there in the image?"), (200, "caption en")]
 STYLE = """
 .gradio-container { width: 100%; max-width: 1180px !important; margin: 0 auto !important; }
 .image-frame img { width: 100% !important; height: 100% !important; object-fit: contain !important; }
@@ -69,7 +65,7 @@ def serve(
     subject: Subject, model: PaliGemma, processor: Processor, folder: Path, limit: int = 64, port: int | None = None
 ) -> Any:
     """The page, a `gradio.Blocks`, started in threads of this process; `local_url` is its address, and the pictures of
-    its examples are written to `folder`. Raises UserError if the port is taken."""
+    its examples are written to `folder`. Raises OSError if the port is taken."""
     gradio = load_gradio()
 
     def answer(path, prompt, is_explored=False):
@@ -109,12 +105,14 @@ def serve(
         prompt.submit(answer, [picture, prompt], [said, boxes, look], **options)
         inside.click(lambda path, prompt: answer(path, prompt, True), [picture, prompt], look, **options)
     theme = gradio.themes.Base(font=["system-ui", "sans-serif"], font_mono=["monospace"])  # none of the network
-    local = {"server_name": "127.0.0.1", "server_port": port, "share": False, "max_file_size": "20mb"}
-    quiet = {"ssr_mode": False, "quiet": True, "prevent_thread_lock": True, "footer_links": []}
-    try:
-        blocks.queue(max_size=8).launch(**local, **quiet, theme=theme, css=STYLE)
-    except OSError as error:
-        raise UserError(f"--port {port}: {error}") from None
+    local = {
+        "server_name": "127.0.0.1",
+        "server_port": port,
+        "share": False,
+        "max_file_size": "20mb",
+        "ssr_mode": False,
+    }
+    blocks.queue(max_size=8).launch(**local, quiet=True, prevent_thread_lock=True, theme=theme, css=STYLE)
     return blocks
 
 

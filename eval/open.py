@@ -20,8 +20,7 @@ from weights.load import load_model
 
 
 class Subject(NamedTuple):
-    """A model that is asked: its source, the run with its adapter, its title in tables and figures, and how its weights
-    are held (None: as --dtype)."""
+    """A model that is asked; title: in tables; run: that of its adapter; quantize: None as --dtype."""
 
     source: str
     run: Path | None
@@ -84,10 +83,8 @@ def kind_of(source: str) -> str:
     """How a model is asked: `text`, as a language model; `llava`, as WINGS and Q-Mamba; or `paligemma`."""
     if preset_of(source) or local_path(source).is_file():
         return "paligemma"
-    config = read_config(resolve(source, ["config.json"]) / "config.json")
-    if isinstance(config, LanguageConfig | TextModelConfig):
-        return "text"
-    return "llava" if isinstance(config, QMambaConfig | WingsConfig) else "paligemma"
+    kinds = {LanguageConfig: "text", TextModelConfig: "text", QMambaConfig: "llava", WingsConfig: "llava"}
+    return kinds.get(type(read_config(resolve(source, ["config.json"]) / "config.json")), "paligemma")
 
 
 def stored_prompt(subject: Subject, default: str = PROMPT) -> str:

@@ -27,7 +27,7 @@ from eval.explore.record import decoder_maps
 from eval.open import add_model_flags, model_of, open_model, out_folder
 from eval.records import read_data
 from eval.report import interval_text
-from eval.statistics import Interval, bootstrap
+from eval.statistics import bootstrap
 from model.common import UserError, run_command, shown, write_text
 from model.paligemma import PaliGemma
 from model.processor import Processor
@@ -55,12 +55,6 @@ class Shift:
         before, after = (curve - curve.mean(axis=1, keepdims=True) for curve in (self.laws[..., 0], self.laws[..., 2]))
         scale = np.sqrt((before**2).sum(axis=1) * (after**2).sum(axis=1))
         return 1 - np.divide((before * after).sum(axis=1), scale, out=np.full(len(scale), np.nan), where=scale > 1e-9)
-
-    @property
-    def interval(self) -> Interval | None:
-        """The attention shift; None where no example has one."""
-        defined = self.each[~np.isnan(self.each)]
-        return bootstrap(defined) if len(defined) else None
 
 
 def put_slot(prompt: str, share: float = 0.5) -> str:
@@ -110,9 +104,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if slot == "inside":
         examples = [(picture, put_slot(prompt)) for picture, prompt in examples]
     shift = measure(model, processor, examples)
-    interval, laws = shift.interval, [dict(zip(GROUPS, layer, strict=True)) for layer in shift.shares.tolist()]
+    defined = shift.each[~np.isnan(shift.each)]
+    interval = bootstrap(defined) if len(defined) else None
+    laws = [dict(zip(GROUPS, layer, strict=True)) for layer in shift.shares.tolist()]
     result = {"model": subject.title, "data": args.data, "slot": slot, "prompts": len(examples), "laws_percent": laws}
-    result |= {"attention_shift": interval and interval._asdict(), "undefined": int(np.isnan(shift.each).sum())}
+    result |= {"attention_shift": interval and interval._asdict(), "undefined": len(examples) - len(defined)}
     write_text(out / "shift.json", json.dumps(result, indent=1) + "\n")
     about = f"% of the attention of all queries, mean of {len(examples)} prompts, picture {slot}"
     print(f"LAWS of {shown(subject.title)}, {about}\nlayer" + "".join(f"{name:>13}" for name in GROUPS))

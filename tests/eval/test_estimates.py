@@ -1,6 +1,5 @@
 """Intervals and tests of differences between runs: against SciPy's and statsmodels' values, and by simulation."""
 
-import json
 import math
 
 import numpy as np
@@ -9,15 +8,14 @@ import pytest
 from eval.statistics import Estimate, estimate, holm, slope_scores, t_point, t_tail
 
 # scipy.stats.t.sf(t, f), t.ppf(p, f) of SciPy
-TAILS = {(2.5, 3.7): 0.03591101145591339, (6, 40): 2.3632275663940903e-07, (0.5, 1): 0.35241638234956685, (-1, 7): None}
+TAILS = {(2.5, 3.7): 0.03591101145591339, (6, 40): 2.3632275663940903e-07, (0.5, 1): 0.35241638234956685}
 QUANTILES = {(0.975, 4): 2.7764451051977934, (0.8, 11.5): 0.8740039681813458, (0.975, math.inf): 1.959963984540054}
 
 
 def test_student_is_scipys():
     """Breaks when a p or the width of an interval is that of another distribution."""
     for (t, freedom), expected in TAILS.items():
-        if expected is not None:
-            assert t_tail(t, freedom) == pytest.approx(expected, rel=1e-9)
+        assert t_tail(t, freedom) == pytest.approx(expected, rel=1e-9)
         assert t_tail(t, freedom) + t_tail(-t, freedom) == pytest.approx(1)
     for (probability, freedom), expected in QUANTILES.items():
         assert t_point(1 - probability, freedom) == pytest.approx(expected, rel=1e-9)
@@ -58,13 +56,9 @@ def test_few_runs_that_are_alike_by_chance_decide_nothing():
     assert (found.low, found.high) == pytest.approx((5 - half, 5 + half))
     assert found.reach(found.p / 2) == pytest.approx(found.mean)
     assert found.visible(4) == pytest.approx(found.reach(0.025 / 4) + found.reach(0.2))
-    assert json.loads(json.dumps(found._asdict())) == found._asdict()  # as reports keep it
     levels = estimate(runs + 0.01 * examples)  # with 4 degrees of freedom, not with those of examples
     assert levels.p == pytest.approx(2 * t_tail(levels.mean / levels.error, 4), rel=0.02)
-
-
-def test_a_clear_difference_over_many_pictures_has_a_p():
-    """Breaks when the search for a quantile far out, of many degrees of freedom, has no end or no digits left."""
+    # a quantile far out, of many degrees of freedom
     assert t_tail(5.76, 1011) == pytest.approx(5.57765187438078e-09, rel=1e-9)  # scipy.stats.t.sf
     assert t_point(5.543025e-09, 1011) == pytest.approx(5.761085609711959, rel=1e-9)  # t.isf
     found = Estimate(-27.69, -30.65, -24.73, 0.9125, 9, 1.0831, 1011)
@@ -96,17 +90,12 @@ def test_slopes_are_least_squares():
 @pytest.mark.parametrize(("runs", "spread"), [(3, (1, 2, 8)), (5, (1, 0, 1)), (5, (2, 5, 30)), (10, (0, 5, 5))])
 def test_intervals_cover_the_truth(runs, spread):
     """Breaks when 95 % intervals hold the truth in fewer cases, or true equals are called different too often.
-
-    Scores are a run's level, an example's level and noise, each normal with its `spread`. A table has four rows.
-    """
+    Scores are a run's level, an example's level and noise, each normal with its `spread`. A table has four rows."""
     draw, tables = np.random.default_rng(7), 120
     covered = false_alarm = equal = 0
     for _ in range(tables):
-        rows = []
-        for _ in range(4):
-            by_run, by_example = draw.standard_normal((runs, 1)), draw.standard_normal((1, 60))
-            noise = draw.standard_normal((runs, 60))
-            rows.append(estimate(3 + spread[0] * by_run + spread[1] * by_example + spread[2] * noise))
+        levels = [[draw.standard_normal(shape) for shape in ((runs, 1), (1, 60), (runs, 60))] for _ in range(4)]
+        rows = [estimate(3 + sum(s * level for s, level in zip(spread, of, strict=True))) for of in levels]
         covered += sum(row.low <= 3 <= row.high for row in rows)
         shifted = [row._replace(mean=row.mean - 3) for row in rows]
         false_alarm += min(holm([row.p for row in shifted])) < 0.05

@@ -10,7 +10,6 @@ from PIL import Image
 
 from eval import shift
 from eval.shift import GROUPS, Shift, measure, put_slot
-from eval.statistics import bootstrap
 from model.attention import attention_modules
 from model.differential import graft
 from model.wings import attach
@@ -55,8 +54,7 @@ def test_the_shift_is_one_minus_the_correlation_over_layers():
     found = Shift(laws, laws.sum(-1).mean(-1))
     expected = [1 - np.corrcoef(example[:, 0], example[:, 2])[0, 1] for example in laws[:3]]
     assert found.each[:3] == pytest.approx(expected) and found.each[1:3] == pytest.approx([0, 2])
-    assert math.isnan(found.each[3]) and found.interval == bootstrap(found.each[[0, 1, 2, 4]])
-    assert Shift(laws[3:4], np.ones(1)).interval is None
+    assert math.isnan(found.each[3])
 
 
 def test_the_command(workplace, capsys):

@@ -2,11 +2,12 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 from PIL import Image
 
-from eval import answer, suite
+from eval import suite
 from eval.vqa_scoring import answerability
 from model.config import PRESETS
 from model.system_configs import WingsConfig
@@ -51,8 +52,8 @@ def root(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_the_rows_of_two_models(root, source, twin, workplace, capsys, monkeypatch):
-    """Breaks when a benchmark is not asked, its figure is another's, or a resumed run asks again."""
+def test_the_rows_of_two_models(root, source, twin, workplace, capsys):
+    """Breaks when a benchmark is not asked, or its figure is another's."""
     flags = ["--root", str(root), "--model", source, *"--max-new-tokens 2 --limit 2 --adapter none".split()]
     suite.main([*flags, "--json"])
     found, folder = json.loads(capsys.readouterr().out), workplace / "runs/eval/suite"
@@ -61,47 +62,33 @@ def test_the_rows_of_two_models(root, source, twin, workplace, capsys, monkeypat
     for name, fields in (("vqav2", {"question_id", "answer"}), ("gqa", {"questionId", "prediction"})):
         results = json.loads((folder / name / "results.json").read_text())
         assert len(results) == 2 and all(set(row) == fields for row in results)
-    monkeypatch.setattr(answer, "generate", None)  # all is known
-    suite.main([*flags, "--tasks", "gqa"])
-    monkeypatch.undo()
-    monkeypatch.chdir(workplace)
     suite.main([*flags, "--adapter", twin, *"--tasks gqa,pope --blind --out two".split()])
     lines = capsys.readouterr().out
     assert all(part in lines for part in ("| random, blind |", "| random ", "| twin", "pope:\n2 questions"))
     assert (workplace / "two/pope/twin/results.json").is_file()
 
 
-def test_prompts_of_the_families_and_the_plan(root, source, capsys, monkeypatch, workplace):
-    """Breaks when a model is asked in another's words, or a plan opens a model."""
+def test_prompts_of_the_families_and_what_is_missing(root, source, capsys, monkeypatch, workplace):
+    """Breaks when a model is asked in another's words, a plan opens a model, or an hour is spent on the first benchmark
+    before the files of the last are looked for."""
     monkeypatch.setattr("eval.open.load_model", None)
     (workplace / "wings").mkdir()
     (workplace / "wings/config.json").write_text(json.dumps(WingsConfig(**vars(PRESETS["tiny"])).to_dict()))
     short = "Answer the question using a single word or phrase."
     unsure = "When the provided information is insufficient, respond with 'Unanswerable'."
-    llava = (f"Who 0?\n{short}", f"Who?\n{unsure}\n{short}", f"Is it random?\n{short}", "what, 0?\nA.")
+    llava = f"Who 0?\n{short}", f"Who?\n{unsure}\n{short}", f"Is it random?\n{short}", "what, 0?\nA."
     paligemma = "answer en Who 0?", "answer en Who?", "Is it random?", "answer en  what, 0? choose from: cat \t"
-    for flags, prompts in (
-        (["--model", source], paligemma),
-        (["--model", source, "--wording", "llava"], llava),
-        (["--model", "wings"], llava),
-        (
-            ["--model", source, "--prompt", "Now: {question}"],
-            ("Now: Who 0?", "Now: Who?", "Now: Is", "answer en  what"),
-        ),
-    ):
-        suite.main(["--root", str(root), *"--tasks gqa,vizwiz,pope,mmbench --plan".split(), *flags])
+    given = "Now:Who 0?", "Now:Who?", "Now:Is it", paligemma[3]
+    models = (source, paligemma), (f"{source} --wording llava", llava), ("wings", llava)
+    for model, prompts in (*models, (f"{source} --prompt Now:{{question}}", given)):
+        suite.main(f"--root {root} --tasks gqa,vizwiz,pope,mmbench --plan --model {model}".split())
         rows = capsys.readouterr().out.splitlines()[2:]
         assert all(repr(prompt)[1:-1] in row for row, prompt in zip(rows, prompts, strict=True)), rows
     assert [path.name for path in workplace.iterdir()] == ["wings"]
-
-
-def test_missing_files_are_named_before_anything_is_asked(root, source, workplace, monkeypatch):
-    """Breaks when an hour is spent on the first benchmark before the files of the last are looked for."""
-    monkeypatch.setattr("eval.open.load_model", None)
     (workplace / "gqa").symlink_to(root / "gqa")
-    flags = ["--root", ".", "--model", source, "--tasks"]
-    refused(lambda: suite.main([*flags, "gqa,textvqa,mmbench"]), "3 of 5 ", ": textvqa/TextVQA_0.5.1_val.json, textvqa")
-    refused(lambda: suite.main([*flags, "vqa"]), "'vqa' is none of vqav2, gqa")
+    missing = partial(suite.main, f"--root . --model {source} --tasks gqa,textvqa,mmbench".split())
+    refused(missing, "3 of 5 ", ": textvqa/TextVQA_0.5.1_val.json, textvqa")
+    refused(lambda: suite.main("--root . --tasks vqa".split()), "'vqa' is none of vqav2, gqa")
 
 
 def test_answerability_by_hand():
