@@ -5,9 +5,8 @@ In: seeded dice. Out: a composition (the name of the object in each of 16 square
 
 A picture has 112×112 pixels in 4×4 squares of 28, one patch of the embedded base each; a square holds one object or
 none. Everything follows from (task, split, seed, index). A composition belongs to exactly one split, by its hash. The
-splits share the sprites: new in the test split are composition, place, scale, mirroring, brightness and ground.
-
-The objects of an ordinary scene are skewed on purpose, as in photographs: the first names of a category are the most
+splits share the sprites: new in the test split are composition, place, scale, mirroring, brightness and ground. The
+objects of an ordinary scene are skewed on purpose, as in photographs: the first names of a category are the most
 frequent, and an object often comes with its partner (dog and cat, tiger and horse, …) or with another of its kind.
 """
 

@@ -28,11 +28,8 @@ def quadrant(square: int) -> str:
 
 
 def box(square: int) -> str:
-    """The box of a square in PaliGemma's language: y1 x1 y2 x2 in 1/1024 of the picture's side.
-
-    It is the square's, not that of the object, which is placed at random inside it: a right answer is one exact string,
-    and each of the four numbers takes four values. Square 6 (row 1, column 2) is <loc0256><loc0512><loc0511><loc0767>.
-    """
+    """The box of a square, y1 x1 y2 x2 in 1/1024 of the picture's side; not that of the object inside it, so that a
+    right answer is one exact string. Square 6 (row 1, column 2) is <loc0256><loc0512><loc0511><loc0767>."""
     step = 1024 // GRID
     y, x = square // GRID * step, square % GRID * step
     return "".join(f"<loc{value:04d}>" for value in (y, x, y + step - 1, x + step - 1))
@@ -243,9 +240,8 @@ def needle(kind: str, split: str, index: int, seed: int = 0, *, needles: int = 1
 
 
 def layout_of(kind: str) -> tuple[int, int, int]:
-    """Sub-images along a side, objects in each, and how many sub-images beside the needle's have any.
-
-    Besides NEEDLES: n4d7 is 4×4 with one object in the needle's and in 7 others; 3×3 fill the picture's upper left."""
+    """Sub-images along a side, objects in each, and how many sub-images beside the needle's have any: of n4d7 4×4, one
+    object in the needle's and in 7 others. 3×3 fill the picture's upper left."""
     if kind in NEEDLES:
         return NEEDLES[kind]
     n, distractors = map(int, re.fullmatch(r"n([234])d(\d{1,2})", kind).groups())
@@ -253,10 +249,8 @@ def layout_of(kind: str) -> tuple[int, int, int]:
 
 
 def _stitched(dice: Dice, n: int, objects: int, first: int, filled: int) -> list[tuple[int, str]]:
-    """N×N sub-images, so many of them `filled`, of `objects` each.
-
-    With two, every sub-image shares one object with that at `first`, and each of its two is shared by some other: no
-    single object decides the place."""
+    """N×N sub-images, so many of them `filled`, of `objects` each. Of two, every sub-image shares one with that at
+    `first`, and each of its two is shared by some other: no single object decides the place."""
     a, b, *names = dice.draw(NAMES, len(NAMES))
     shared = [a, b, *(dice.pick((a, b)) for _ in range(n**2 - 3))]
     groups = [[a, b], *zip(dice.draw(shared, n**2 - 1), names, strict=False)] if objects == 2 else [[x] for x in names]
