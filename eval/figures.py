@@ -264,8 +264,8 @@ def contact_sheet(
             sheet.box(left - 4, upper - 4, left + wide + 4, upper + high + 4, fill=HIT if hit else MISS)
         sheet.picture(left, upper, left + wide, upper + high, image)
         if hit is not None:  # what the color of the frame says, without color
-            sheet.box(left + wide - 30, upper - 4, left + wide + 4, upper + 14, fill=HIT if hit else MISS)
-            sheet.text(left + wide - 13, upper + 4, "hit" if hit else "miss", text, PAPER, "mm")
+            sheet.box(left + wide - 22, upper - 4, left + wide + 4, upper + 9, fill=HIT if hit else MISS)
+            sheet.text(left + wide - 9, upper + 2, "hit" if hit else "miss", 9, PAPER, "mm")
         for line, words in enumerate(caption):
             sheet.text(left + wide / 2, y + tall + 12 + line * (text + 4), words, text, anchor="mm")
     return sheet.finish()

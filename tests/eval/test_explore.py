@@ -79,21 +79,18 @@ def data_of(text: str) -> dict:
     return json.loads(data)
 
 
-def test_quantized_maps_come_back():
-    """Breaks when a sink among the words rounds the picture to nothing, a sum is that of rounded weights, or a sign is
-    lost."""
+@pytest.mark.parametrize(("kind", "dtype", "top"), [("A1", "u1", 255), ("mix", "i1", 127)])
+def test_quantized_maps_come_back(kind, dtype, top):
+    """Breaks when a sink among the words rounds the picture to nothing, a sum is of rounded weights, or signs are lost."""
     said, maps = random_case(1, layers=2, heads=3, slots=16).answers["m0"]
-    for kind, dtype, top in (("A1", np.uint8, 255), ("mix", np.int8, 127)):
-        maps.kinds[kind][..., 20] = 30  # one word takes far more than all patches
-        rows = maps.kinds[kind][0].reshape(6, -1)
-        header, levels = page.quantized(rows, said.slots, 40, signed=kind == "mix")
-        header, levels = np.frombuffer(header, "<f4").reshape(6, 6), np.frombuffer(levels, dtype).reshape(rows.shape)
-        found = levels / top * np.where(said.slots, header[:, :1], header[:, 1:2])
-        assert np.abs(found - rows)[:, said.slots].max() <= np.abs(rows[:, said.slots]).max() / top * 0.51
-        expected = np.stack((rows[:, :16].sum(1), rows[:, 16:].sum(1), rows[:, 0]), axis=1)
-        np.testing.assert_allclose(
-            np.stack((header[:, 2], header[:, 3:5].sum(1), header[:, 5]), axis=1), expected, 1e-5
-        )
+    rows = maps.kinds[kind][0].reshape(6, -1)
+    rows[:, 20] = 30  # one word takes far more than all patches
+    numbers, levels = page.quantized(rows, said.slots, 40, signed=kind == "mix")
+    numbers = np.frombuffer(numbers, "<f4").reshape(6, 6)
+    found = np.frombuffer(levels, dtype).reshape(6, -1) / top * numbers[:, :1]
+    assert np.abs(found - rows)[:, :16].max() <= np.abs(rows[:, :16]).max() / top * 0.51
+    sums = [numbers[:, 2], numbers[:, 3:5].sum(1), numbers[:, 5]]
+    np.testing.assert_allclose(sums, [rows[:, :16].sum(1), rows[:, 16:].sum(1), rows[:, 0]], rtol=1e-5)
 
 
 def test_a_page_of_3b_is_small_and_safe_and_longer_answers_lose_their_end():
