@@ -81,7 +81,7 @@ def data_of(text: str) -> dict:
 
 @pytest.mark.parametrize(("kind", "dtype", "top"), [("A1", "u1", 255), ("mix", "i1", 127)])
 def test_quantized_maps_come_back(kind, dtype, top):
-    """Breaks when a sink among the words rounds the picture to nothing, a sum is of rounded weights, or signs are lost."""
+    """Breaks when a sink among the words rounds the picture to nothing, sums are rounded, or signs are lost."""
     said, maps = random_case(1, layers=2, heads=3, slots=16).answers["m0"]
     rows = maps.kinds[kind][0].reshape(6, -1)
     rows[:, 20] = 30  # one word takes far more than all patches
