@@ -8,7 +8,7 @@ opened. Tar shards of records are read by `train/data/shards.py`.
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -18,9 +18,8 @@ from typing import Any, NoReturn
 
 from PIL import ExifTags, Image
 
-from eval import data, scenes
+from eval import data
 from eval.data import PROMPT, check, find_picture, text
-from eval.pictures import GRID, SIDE
 from model.common import UserError, quoted, read_json, shown
 from model.turns import SLOT, check_turns
 
@@ -127,6 +126,8 @@ def embedded_records(
     tasks: Sequence[str] = EMBEDDED_TASKS, split: str = "train", count: int = 12000, seed: int = 0
 ) -> list[Record]:
     """`count` records of the embedded scenes, the tasks in turn; a task that is listed twice comes twice as often."""
+    from eval import scenes
+
     records, drawn = [], Counter()
     for number in range(count):
         task = tasks[number % len(tasks)]
@@ -135,19 +136,22 @@ def embedded_records(
     return records
 
 
-def sample_record(s: scenes.Sample, split: str) -> Record:
-    """The record of one sample of the embedded scenes; its picture is rendered when it is needed."""
-    truth = Detection(SIDE, SIDE, tuple(squares(s.suffix))) if s.task == "detect" else None
+def sample_record(s: Any, split: str) -> Record:
+    """The record of a `scenes.Sample`; its picture is rendered when it is needed."""
+    truth = squares(s.suffix) if s.task == "detect" else None
     name, key = f"{s.task}/{split}/{s.question_id}", f"{s.task}/{s.image_id}"
     return Record(name, key, (s.scene.render,), ((s.prefix, s.suffix),), detection=truth)
 
 
-def squares(suffix: str) -> Iterator[Box]:
+def squares(suffix: str) -> Detection:
     """The squares of the grid that an answer to `detect` names."""
-    side = SIDE // GRID
+    from eval.pictures import GRID, SIDE
+
+    side, boxes = SIDE // GRID, []
     for part in suffix.split(" ; "):
         y, x = (int(number) * GRID // 1024 * side for number in re.findall(r"<loc(\d{4})>", part)[:2])
-        yield Box(part.rpartition("> ")[2], x, y, side, side, side * side)
+        boxes.append(Box(part.rpartition("> ")[2], x, y, side, side, side * side))
+    return Detection(SIDE, SIDE, tuple(boxes))
 
 
 def vqav2_records(folder: Path, images: str | Path | None = None, prompt: str = PROMPT) -> list[Record]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from train.metrics import peak_bytes
+from train.run import peak_bytes
 from weights.load import load_model
 
 

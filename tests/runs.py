@@ -21,7 +21,7 @@ import torch
 from model.common import UserError
 from train import finetune
 from train.distributed import World
-from train.metrics import MEASURED
+from train.run import MEASURED
 
 WORLD = World(0, 1, torch.device("cpu"))
 QUICK = "--base tiny --no-evaluate --batch-size 2 --samples 60 --dropout 0.1 --device cpu"

@@ -24,14 +24,12 @@ from model.paligemma import PaliGemma
 from train.checkpoint import Progress, atomic_folder, newest_progress
 from train.data.sources import read_records
 from train.distributed import World, is_sharded, joined_world
-from train.metrics import draw_loss
 from train.optim import count, trainable
-from train.run import data_fingerprints, run_folder, set_origin
+from train.run import data_fingerprints, draw_loss, run_folder, set_origin
 from train.settings import Arguments, Settings, parse, run_stem
-from train.summary import evaluate, print_summary, summarize, write_answers
 from train.supervised import make_order, train_on
 from train.systems.open import load_start, open_model, open_processor, open_trained, write_trained
-from train.validation import open_held_out
+from train.validation import evaluate, open_held_out
 
 
 def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
@@ -79,6 +77,8 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
                 results["best"] = held_out.evaluate(model, "held-out, best")
             results["blind"] = held_out.evaluate(model, "held-out, blind", without_pictures=True)
         if world.is_first:
+            from train.summary import print_summary, summarize, write_answers
+
             summary = summarize(settings, progress, results, count(trainable(outline).values()), held_out)
             write_text(run / "summary.json", json.dumps(summary, indent=1) + "\n")
             draw_loss(run)

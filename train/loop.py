@@ -24,9 +24,8 @@ from model.device import autocast_dtype, autocast_of
 from train.checkpoint import Progress, load_checkpoint, newest_progress, save_checkpoint
 from train.distributed import World, set_gradient_sync, spread
 from train.flags import flag
-from train.metrics import Log
 from train.optim import rate_factor, reconnect, set_rates, trainable
-from train.run import Interrupted, catch_signals
+from train.run import Interrupted, Log, catch_signals
 from weights.fingerprint import gathered
 
 

@@ -31,8 +31,7 @@ from train.data.batches import MicroBatch, Order
 from train.data.sources import read_records
 from train.distributed import World, layers_of, reads_bf16
 from train.optim import count, is_inner_matrix, trainable
-from train.recipes import GPUS
-from train.settings import Settings, run_stem, step_layout
+from train.settings import GPUS, Settings, run_stem, step_layout
 from train.supervised import make_order, supervised_loss
 from train.systems.open import open_model, open_processor, system_of, weights_dtype
 

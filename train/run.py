@@ -1,4 +1,4 @@
-"""The folder of a run, locked while a process writes to it; what the run is made from; and its end by a signal.
+"""The folder of a run, locked while a process writes to it; its log; what it is made from; and its end by a signal.
 
 SIGTERM or Ctrl-C during training: the running step is finished, a checkpoint is written, the program ends. Every
 checkpoint stores the origin of its run, settings and fingerprints of base and data; a resumed run compares them.
@@ -9,19 +9,23 @@ import fcntl
 import hashlib
 import itertools
 import json
+import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
 import torch
+from tqdm import tqdm
 
 from eval.records import Record
-from model.common import UserError, file_errors, quoted, shown, write_text
+from model.common import UserError, atomic_path, file_errors, quoted, shown, write_text
 from model.device import processor_name
 from train.checkpoint import Progress
 from train.distributed import World
@@ -112,6 +116,95 @@ def lock_folder(run: Path) -> IO:
     except OSError:  # a file system without locks
         pass
     return lock
+
+
+# The log
+
+# Fields that differ from run to run: seconds of training so far, evaluations included; samples and supervised tokens a
+# second, of the step alone; peak memory so far in MiB, of the first process
+MEASURED = ("seconds", "samples_per_second", "tokens_per_second", "peak_memory")
+
+
+class Log:
+    """The metrics, the progress bar and the clock of a run; only the first process writes.
+
+    progress: of the run; `sync` updates its `seconds`. Lines of steps after its checkpoint are deleted.
+    """
+
+    def __init__(self, run: Path, total: int, progress: Progress, world: World):
+        self.progress, self.samples, self.shown, self.written = progress, progress.samples, {}, time.perf_counter()
+        self.started, self.device, self.writes = self.written - progress.seconds, world.device, world.is_first
+        self.bar = tqdm(total=total, initial=progress.step, desc="training", unit="step", disable=not world.is_first)
+        self.path = run / "metrics.jsonl"
+        if self.writes:
+            lines = self.path.read_bytes().splitlines(keepends=True) if progress.step else []
+            with atomic_path(self.path) as temporary:
+                temporary.write_bytes(b"".join(lines[: progress.step]))
+            self.file = self.path.open("a", buffering=1)  # each line is the system's as soon as it is written
+
+    def seconds(self) -> float:
+        """Seconds of training, those before the run was resumed included."""
+        return time.perf_counter() - self.started
+
+    def speed(self, tokens: int) -> dict[str, float]:
+        """The fields MEASURED of a step with so many supervised tokens, which ends now."""
+        took, samples = time.perf_counter() - self.written, self.progress.samples - self.samples
+        values = self.seconds(), samples / took, tokens / took, peak_bytes(self.device) / 2**20
+        return {name: round(value, 3) for name, value in zip(MEASURED, values, strict=True)}
+
+    def write(self, record: dict) -> None:
+        """Write the metrics of one step. Raises UserError if the disk is full."""
+        if self.writes:
+            with file_errors(self.path):
+                self.file.write(json.dumps(record) + "\n")
+            for name, unit in (("loss", ""), ("held_out_loss", ""), ("exact_match", " %")):
+                if name in record:
+                    self.shown[name] = f"{record[name]:.3f}{unit}"
+            self.bar.set_postfix(self.shown, samples=f"{self.progress.samples / self.seconds():.0f}/s")
+            self.bar.update()
+        self.samples = self.progress.samples
+        self.go_on()
+
+    def go_on(self) -> None:
+        """The next step begins: what was done since the last one is no part of its speed."""
+        self.written = time.perf_counter()
+
+    def sync(self) -> None:
+        """Flush the metrics to disk, and update `progress`."""
+        self.progress.seconds = self.seconds()
+        if self.writes:
+            with file_errors(self.path):
+                os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        """End the bar and the file."""
+        self.bar.close()
+        if self.writes:
+            self.file.close()
+
+
+def peak_bytes(device: torch.device | str = "cpu") -> int:
+    """The peak memory of this process: on the GPU, or resident, including mapped files."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with contextlib.suppress(OSError, StopIteration):
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def draw_loss(run: Path) -> None:
+    """Write `loss.png`: the loss of every step, its running mean, and the loss on held-out examples."""
+    from eval import figures
+
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses, held_out = ([(r["step"], r[name]) for r in records if name in r] for name in ("loss", "held_out_loss"))
+    width = max(1, len(losses) // 50)
+    before = [losses[max(0, number - width + 1) : number + 1] for number in range(len(losses))]
+    means = [(last[-1][0], sum(loss for _, loss in last) / len(last)) for last in before]
+    lines = {"each step": losses, f"mean of {width}": means, **({"held-out": held_out} if held_out else {})}
+    emphasis = {"pale": ["each step"], "marked": ["held-out"]}
+    figures.save(figures.line_chart(lines, f"{run.name}: loss", "step", "nats a token", **emphasis), run / "loss.png")
 
 
 # What a run is made from

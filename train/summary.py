@@ -1,4 +1,4 @@
-"""What a fine-tuning run is measured by, and what it leaves behind: its table, summary.json, and answers to look at.
+"""What a fine-tuning run leaves behind: its table, summary.json, answers to look at, and the commands that go on.
 
 Results are by column of the table: "before", "start", the grafted model that training starts from, "after", "best", and
 "blind", the trained model on gray pictures.
@@ -7,53 +7,23 @@ Results are by column of the table: "before", "start", the grafted model that tr
 import json
 import shlex
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 from eval.data import PROMPT, fill_prompt
 from model.common import write_text
 from model.differential import KINDS
-from model.paligemma import PaliGemma
-from model.processor import Processor
 from train.checkpoint import Progress, Result
-from train.distributed import World, ask_together
 from train.settings import Settings
-from train.validation import HeldOut, choose
+from train.validation import NO_ACCURACY, HeldOut, choose
 
-NO_ACCURACY = {"vqa": None, "needle": None}
 SCORES = {"loss": "loss, nats a token", "exact_match": "exact match, %", "vqa_accuracy": "VQA accuracy, %"}
 SHOWN = 12  # examples of answers.png
 Results = Mapping[str, Result]
 
 
-def evaluate(
-    model: PaliGemma, processor: Processor, settings: Settings, title: str, world: World, held_out: HeldOut | None
-) -> Result:
-    """The result on held-out examples, and as `tests` accuracies in percent: "vqa" and "needle", None where the data
-    has no such questions, and of the embedded scenes their details. All processes share the questions."""
-    result = Result() if held_out is None else held_out.evaluate(model, f"held-out, {title}")
-    result.tests = NO_ACCURACY | {"vqa": result.scores.get("vqa_accuracy")}
-    if settings.is_embedded:
-        from eval import needle, scenes, vqa
-
-        limit, ask_all = settings.eval_limit, partial(ask_together, world)
-        details = vqa.evaluate_embedded(model.eval(), processor, limit, f"VQA, {title}", ask_all=ask_all)
-        needles = {
-            kind: needle.evaluate_embedded(model, processor, kind, limit // 2, f"{kind}, {title}", ask_all=ask_all)
-            for kind in dict.fromkeys(settings.tasks.split(","))
-            if kind in scenes.NEEDLES
-        }
-        result.tests = {"vqa": details["overall"], "needle": needles.get("n2o1")}
-        result.tests |= {"vqa_details": details, "needle_details": needles}
-    return result
-
-
 def trained(results: Results) -> Result:
     """Of the weights that the run ends with: the best, or the last."""
     return results.get("best", results["after"])
-
-
-# Files
 
 
 def summarize(settings: Settings, progress: Progress, results: Results, size: int, held_out: HeldOut | None) -> dict:

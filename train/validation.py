@@ -12,6 +12,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from train.systems.open import write_trained
 
 ASKED = 200  # examples that a model answers at an evaluation during training; the loss is of all
 LONGEST = 64  # tokens of an answer that is generated
+NO_ACCURACY = {"vqa": None, "needle": None}
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,28 @@ def open_held_out(settings: Settings, processor: Processor, world: World) -> Hel
     plan = [order[start : start + rows] for start in range(0, len(order), rows)]
     asked = [number for number, r in enumerate(records) if len(r.turns) == 1 and lengths[number] <= LONGEST]
     return HeldOut(records, lengths, plan, asked, processor, settings, world)
+
+
+def evaluate(
+    model: PaliGemma, processor: Processor, settings: Settings, title: str, world: World, held_out: HeldOut | None
+) -> Result:
+    """The result on held-out examples, and as `tests` accuracies in percent: "vqa" and "needle", None where the data
+    has no such questions, and of the embedded scenes their details. All processes share the questions."""
+    result = Result() if held_out is None else held_out.evaluate(model, f"held-out, {title}")
+    result.tests = NO_ACCURACY | {"vqa": result.scores.get("vqa_accuracy")}
+    if settings.is_embedded:
+        from eval import needle, scenes, vqa
+
+        limit, ask_all = settings.eval_limit, partial(ask_together, world)
+        details = vqa.evaluate_embedded(model.eval(), processor, limit, f"VQA, {title}", ask_all=ask_all)
+        needles = {
+            kind: needle.evaluate_embedded(model, processor, kind, limit // 2, f"{kind}, {title}", ask_all=ask_all)
+            for kind in dict.fromkeys(settings.tasks.split(","))
+            if kind in scenes.NEEDLES
+        }
+        result.tests = {"vqa": details["overall"], "needle": needles.get("n2o1")}
+        result.tests |= {"vqa_details": details, "needle_details": needles}
+    return result
 
 
 def choose(items: Sequence[int], most: int) -> list[int]:

@@ -17,10 +17,10 @@ from tests.files import write_vqav2
 from tests.killed_runs import kill_often
 from tests.runs import QUICK, SERVER, WORLD, metrics, refused, run, torchrun, words
 from train import finetune, supervised
+from train import summary as summary_files
 from train.data.batches import collate
 from train.optim import trainable
-from train.recipes import RECIPES
-from train.settings import parse
+from train.settings import RECIPES, parse
 from train.systems.open import open_model
 from weights.load import load_model
 
@@ -95,7 +95,7 @@ def test_accumulation_is_one_large_batch(processor):
 def test_full_fine_tuning_writes_a_model(tmp_path, monkeypatch):
     """Breaks when a run of all weights gives no model folder, or cannot end after a kill that came behind the model."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(finetune, "summarize", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(summary_files, "summarize", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         run("--recipe own --steps 2", out=tmp_path / "run")
     finetune.main(["--resume", str(tmp_path / "run")])
     assert (tmp_path / "run/summary.json").exists()

@@ -9,7 +9,7 @@ import pytest
 
 from model.common import UserError
 from tests.files import write_captions, write_mmneedle, write_vqav2
-from train.recipes import RECIPES
+from train.settings import RECIPES
 from train.studies.measures import coco_needles
 from train.studies.paper import PART_2, VQA_SCORES, main, on_share, read_models
 

@@ -147,7 +147,7 @@ def test_a_run_that_learns_nothing_leaves_no_folder(run):
     assert not Path("deep/new").exists()
 
 
-@pytest.mark.parametrize("victim", ["train.checkpoint.save_file", "train.metrics.os.fsync"])
+@pytest.mark.parametrize("victim", ["train.checkpoint.save_file", "train.run.os.fsync"])
 def test_a_full_disk_leaves_the_last_checkpoint_whole(victim, run, template, monkeypatch):
     """Breaks when a partial checkpoint stays, takes the place of a whole one, or the user sees a traceback."""
     with monkeypatch.context() as patch:

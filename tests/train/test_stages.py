@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from model.common import UserError
-from train import recipes
+from train import settings
 from train.finetune import main
 from train.optim import trainable
-from train.recipes import StageRecipe
-from train.settings import parse
+from train.settings import StageRecipe, parse
 from train.systems import open as systems
 from train.systems.open import open_model
 from weights.load import load_model
@@ -28,7 +27,7 @@ def system(monkeypatch):
         1: StageRecipe({r"multi_modal_projector\..*": 1.0}, {"lr": 1e-3, "optimizer": "radam"}),
         2: StageRecipe({r"multi_modal_projector\..*": 5.0, r"language_model\..*": 1.0}, {"lr": 1e-4}),
     }
-    monkeypatch.setitem(recipes.STAGES, "probe", stages)
+    monkeypatch.setitem(settings.STAGES, "probe", stages)
     probe = SimpleNamespace(
         open_stage=lambda settings, dtype, device: load_model(settings.base, dtype=dtype, device=device),
         tokenizer_source=lambda settings: settings.base,

@@ -6,7 +6,7 @@
     python -m train.reproduce paligemma … --from paper-1=RUN part-2-with=RUN      finished runs in place of training
     python -m train.reproduce paligemma … --plan             memory, disk and hours of all runs; nothing is trained
 
-Part 1 fine-tunes the five models of Table 1, recipes of `train/recipes.py`, on 40 % of the training pictures. Of those
+Part 1 fine-tunes the five models of Table 1, recipes of `train/settings.py`, on 40 % of the training pictures. Of those
 with and those without differential attention the one with the best VQA score is chosen. Part 2 fine-tunes these two on
 all pictures. Needles are looked for in stitched pictures of 2×2, by the paper's prompt and its two questions. The
 report has the paper's Table 1 (VQA) and Table 2 (needles) beside the published figures.
@@ -31,7 +31,7 @@ from train.checkpoint import file_digest
 from train.distributed import join_world
 from train.flags import flag, from_values
 from train.plan import plan, plan_table
-from train.recipes import GPUS, RECIPES
+from train.settings import GPUS, RECIPES
 from train.studies import engine, report
 from train.studies.cells import Job, digest
 from train.studies.engine import Run, Study

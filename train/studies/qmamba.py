@@ -30,8 +30,7 @@ from model.paligemma import PaliGemma
 from train.flags import flag
 from train.loop import Diverged
 from train.optim import count, trainable
-from train.recipes import STAGES
-from train.settings import Settings
+from train.settings import STAGES, Settings
 from train.studies import engine, report
 from train.studies.cells import Job
 from train.studies.engine import MEAN, Study

@@ -19,9 +19,8 @@ from train.distributed import World
 from train.flags import FlagParser, add_flags, flag, flag_name, from_values
 from train.loop import LoopSettings
 from train.optim import count, trainable
-from train.recipes import stage_defaults
 from train.run import FREE, data_fingerprints
-from train.settings import EMBEDDED, Settings, check
+from train.settings import EMBEDDED, Settings, check, stage_defaults
 from train.studies.cells import digest
 from train.studies.engine import StudyOptions
 from train.studies.measures import Task, training_records

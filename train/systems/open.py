@@ -1,7 +1,7 @@
 """Open what a run trains: a base with its graft and adapter, or the model of a stage, with its optimizer and processor.
 
 In: the settings of a run. Out: the model, the optimizer over the parameters that are trained, and the processor. A new
-system with stages is one file beside this one, its `STAGES` in `train/recipes.py`, and a line of `system_of`.
+system with stages is one file beside this one, its `STAGES` in `train/settings.py`, and a line of `system_of`.
 """
 
 import re
@@ -20,8 +20,7 @@ from model.processor import Processor
 from model.tokenizer import find_tokenizer, load_tokenizer
 from train.distributed import World, whole_model
 from train.optim import OPTIMIZERS, SCALARS, MuonAdamW, Rule, matching, parameter_groups, trainable
-from train.recipes import STAGES
-from train.settings import Settings
+from train.settings import STAGES, Settings
 from weights.load import load_model
 
 

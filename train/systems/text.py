@@ -29,9 +29,8 @@ from train.data.batches import Movable, load
 from train.distributed import World, joined_world, whole_model
 from train.flags import FlagParser, RunArguments, flag, read_run
 from train.loop import LoopSettings, fit
-from train.metrics import draw_loss
 from train.optim import SCALARS, Rule, count, make_adamw, matching, parameter_groups
-from train.run import run_folder, set_origin
+from train.run import draw_loss, run_folder, set_origin
 from weights.export import export_model
 
 PROGRAM = "train.systems.text"
