@@ -11,17 +11,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig, GenerationConfig, Qwen2Config
 
-import model.attention as attention
-import model.gemma as gemma
-from lora.adapter import quantize
-from lora.quantize import Int8Linear
 from model.attention import set_attention_backend
 from model.common import UserError
 from model.generate import generate
 from model.language import LanguageModel
 from model.processor import Processor
 from tests.reference import outputs_by_layer, randomize, relative_error, reload_hf, right_padded
-from train import finetune
 from weights.export import export_model, main
 from weights.load import INDEX_FILE, SINGLE_FILE, load_model, load_siglip, load_text
 
@@ -87,9 +82,6 @@ def theirs(hf, inputs) -> torch.Tensor:
     return hf(**inputs, position_ids=positions, use_cache=False).logits
 
 
-# --- equality ---------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def test_every_layer_and_the_logits(hf, model):
     """Breaks when a bias, norm, scale, position, window or head departs from the published computation."""
@@ -139,15 +131,6 @@ def test_gradients_and_the_loss(hf, model):
             assert relative_error(parameter.grad, expected[name].grad) <= 1e-5, name
 
 
-@torch.no_grad()
-def test_a_row_is_read_in_parts_without_a_mask(model):
-    """Breaks when what a cache holds is not counted, or the two halves are not the whole; masks: test_contract.py."""
-    ids, cache = batch(rows=(20,))["input_ids"], model.new_cache(20)
-    parts = [model(part, cache=cache) for part in ids.split(7, dim=1)]
-    assert relative_error(torch.cat(parts, dim=1), model(ids)) <= 3e-6
-    assert torch.equal(model.language_model.head(model.decode(model.embed(ids))), model(ids))
-
-
 @pytest.mark.long
 @torch.no_grad()
 def test_greedy_tokens_are_those_of_transformers(hf, tmp_path):
@@ -167,93 +150,6 @@ def test_greedy_tokens_are_those_of_transformers(hf, tmp_path):
     assert len(mine[0]) <= 6
     also = int(free[0, 1])
     assert generate(model, ids, None, torch.ones_like(ids), valid, 16, also_end=[also])[0].tolist()[-1] == also
-
-
-# --- mistakes made on purpose -----------------------------------------------------------------------------------------
-
-
-def changed(kind, **changes):
-    """A mutant that sets fields of every module of a kind."""
-    return lambda patch, model: [vars(m).update(changes) for m in model.modules() if isinstance(m, kind)]
-
-
-def configured(**changes):
-    return lambda patch, model: vars(model.language_model.config).update(changes)
-
-
-def no_bias(name):
-    return lambda patch, model: [
-        layer.self_attn.get_submodule(name).bias.data.zero_() for layer in model.language_model.layers
-    ]
-
-
-def scaled_embeddings(patch, model):
-    embed = model.language_model.embed
-    patch.setattr(model.language_model, "embed", lambda ids: embed(ids) * 72**0.5)
-
-
-def bidirectional(patch, model):
-    mask = attention.attention_mask
-    patch.setattr(gemma, "attention_mask", lambda valid, types, *rest, **named: mask(valid, types * 0, *rest, **named))
-
-
-def norm_before_the_cast(patch, model):
-    def forward(self, x):
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
-
-    patch.setattr(gemma.RMSNorm, "forward", forward)
-
-
-GEMMA = {
-    "norm without one": changed(gemma.RMSNorm, offset=0),
-    "silu": changed(gemma.GemmaMLP, activation="silu"),
-    "unscaled": configured(model_type="qwen2"),
-}
-GEMMA2 = {
-    "no window": configured(sliding_window=None),
-    "no final cap": configured(final_logit_softcapping=None),
-    "no attention cap": changed(attention.Attention, softcap=None),
-    "scale from head_dim": changed(attention.Attention, scale=0.25),
-}
-QWEN2 = {
-    "no bias of q": no_bias("q_proj"),
-    "no bias of v": no_bias("v_proj"),
-    "norm with one": changed(gemma.RMSNorm, offset=1),
-    "scaled embeddings": scaled_embeddings,
-    "gelu": changed(gemma.GemmaMLP, activation="gelu_pytorch_tanh"),
-    "tied head": changed(gemma.Gemma, lm_head=None),
-}
-MUTANTS = {"gemma": GEMMA, "gemma2": GEMMA | GEMMA2, "qwen2": QWEN2}
-ALL = {
-    "bidirectional": bidirectional,
-    "eps 1e-6": changed(gemma.RMSNorm, eps=1e-6),
-    "theta 10001": configured(rope_theta=10001.0),
-    "scale 1": changed(attention.Attention, scale=1.0),
-}
-# bf16 alone shows them; a norm without 1 + weight is multiplied after the cast in Qwen alone
-ROUNDING = {"first position 1": changed(gemma.Gemma, first_position=1), "norm before the cast": norm_before_the_cast}
-
-
-@pytest.mark.long
-@torch.no_grad()
-def test_the_gate_rejects(kind, hf, folder):
-    """Breaks when a known mistake would pass the gates: then they prove nothing about it."""
-    inputs = batch()
-    valid = inputs["attention_mask"].bool()
-    twin = reload_hf(hf, "eager", torch.bfloat16)
-    exact, rounded = theirs(hf, inputs)[valid], theirs(twin, inputs)[valid].float()
-    for name, mutant in (ALL | MUTANTS[kind] | ROUNDING).items():
-        is_rounding = name in ROUNDING
-        if kind != "qwen2" and mutant is norm_before_the_cast:
-            continue
-        model = opened(folder, dtype=torch.bfloat16 if is_rounding else torch.float32)
-        with pytest.MonkeyPatch.context() as patch:
-            mutant(patch, model)
-            mine = model(**inputs)[valid]
-        assert not torch.equal(mine, rounded) if is_rounding else relative_error(mine, exact) > GATE, name
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def change(folder: Path, **changes) -> None:
@@ -316,14 +212,11 @@ REFUSED = {
         ({"model_type": "gemma3_text"}, "gemma3_text"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "linear"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ({"hidden_size": ...}, "do not fit"),
         ({"tie_word_embeddings": False}, "missing language_model.lm_head.weight"),
     ],
     "gemma2": [({"layer_types": ["full_attention"] * 4}, "layer_types")],
     "qwen2": [
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
         ({"hidden_act": "gelu"}, "hidden_activation"),
         ({"vocab_size": 129}, "2 tensors do not fit"),
     ],
@@ -331,28 +224,12 @@ REFUSED = {
 
 
 def test_what_is_not_computed_is_refused(kind, folder, tmp_path):
-    """Breaks when a model that computes something else is opened, or ends in a traceback."""
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    raw = (folder / "config.json").read_bytes()
-    for changes, message in REFUSED[kind]:
-        (tmp_path / "config.json").write_bytes(raw)
-        change(tmp_path, **changes)
+    """Breaks when a model that computes something else is opened, or one without a vision tower is asked for one."""
+    for number, (changes, message) in enumerate(REFUSED[kind]):
+        shutil.copytree(folder, tmp_path / str(number))
+        change(tmp_path / str(number), **changes)
         with pytest.raises(UserError, match=message):
-            load_text(tmp_path)
-
-
-def test_what_needs_pictures_refuses_it(folder, tmp_path):
-    """Breaks when a command that needs a vision tower ends in a traceback."""
-    train = f"--base {folder} --steps 1 --out {tmp_path / 'run'}".split()
-    for call in (lambda: load_siglip(folder), lambda: Processor.from_source(folder), lambda: finetune.main(train)):
+            load_text(tmp_path / str(number))
+    for call in (load_siglip, Processor.from_source):
         with pytest.raises(UserError, match="a language model for text alone"):
-            call()
-
-
-def test_quantized_layers_leave_the_head(model):
-    """Breaks when a head of its own loses bits, or makes the quantized model fail."""
-    logits = model(batch()["input_ids"])
-    quantize(model.requires_grad_(False))
-    packed = [module for module in model.modules() if isinstance(module, Int8Linear)]
-    assert len(packed) == 7 * len(model.language_model.layers)
-    assert relative_error(model(batch()["input_ids"]), logits) < 0.1
+            call(folder)

@@ -45,8 +45,8 @@ def parts(tmp_path_factory) -> Path:
 
 def flags(parts: Path, more: str = "") -> list[str]:
     """The flags of stage 1."""
-    base = f"--arch wings --stage 1 --r 4 --base {parts}/siglip --data jsonl:{parts}/own.jsonl"
-    return f"{base} --option language_model={parts}/text {more}".split()
+    base = f"--arch wings --stage 1 --r 4 --base {parts}/siglip --option language_model={parts}/text"
+    return f"{base} --data jsonl:{parts}/own.jsonl {more}".split()
 
 
 def opened(parts: Path, more: str = ""):
@@ -85,7 +85,7 @@ def test_a_conversation_is_laid_out_and_learned_as_released(parts):
     start = len(theirs(system + "What is").input_ids)
     assert [place for place, i in enumerate(ids) if i == image] == list(range(start, start + 16))
     # a model that is not asked in turns: the prompt, a newline, the answer and its end
-    ids, _, learned = reader(parts, opened(parts, "--option chat=no")).layout(1, "Say<image>", "box")
+    ids = reader(parts, opened(parts, "--option chat=false")).layout(1, "Say<image>", "box")[0]
     assert theirs.decode([i for i in ids if i != image]) == "Say\nbox<|im_end|>"
 
 
@@ -115,7 +115,6 @@ def test_both_stages_are_trained_and_opened_elsewhere(parts, tmp_path):
 @torch.no_grad()
 def test_a_router_counts_distances_from_the_token_itself(parts):
     """Breaks when queries and keys count positions from different numbers, as PaliGemma and language models do."""
-    model = route(opened(parts))
-    x, valid = torch.randn(1, 5, model.config.text.hidden_size), torch.ones(1, 5, dtype=torch.bool)
-    buckets = model.language_model.geometry(x, valid, valid.long())[0].buckets
+    model, valid = route(opened(parts)), torch.ones(1, 5, dtype=torch.bool)
+    buckets = model.language_model.geometry(torch.randn(1, 5, 24), valid, valid.long())[0].buckets
     assert buckets[0, 4].tolist() == [2, 2, 1, 1, 0]  # distances 4 to 0, by octave
