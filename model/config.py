@@ -192,6 +192,7 @@ class TextConfig(Config):
         given = super().to_dict() | {"hidden_act": self.hidden_activation}
         if self.is_gemma2:  # what is left out would be read as the default, not as off
             given |= {name: getattr(self, name) for name in _GEMMA2_ONLY}
+            given["query_pre_attn_scalar"] = self.query_pre_attn_scalar or self.head_dim
         return given
 
 
