@@ -103,16 +103,10 @@ def test_accuracies_by_hand():
         (["two", "one"], 1, "a", [-3.0, -3.0]),
         (["学", "éé"], 1, "b", [-2.0, -3.0]),  # characters, not bytes: −2 against −1.5
     ]
-    benchmark, questions = choices.Choices(), []
-    for number, (words, right, subject, _) in enumerate(rows):
-        questions.append(Question(number, "", (), "", tuple(words), truth=right, kind=subject))
-    lines = benchmark.summary(benchmark.rows(questions, [likely for *_, likely in rows]))
-    assert lines == {
-        "overall": {"accuracy": 40, "normalised": 60},
-        "a": {"accuracy": 50, "normalised": 50},
-        "b": {"accuracy": 0, "normalised": 100},
-        "mean over subjects": {"accuracy": 25, "normalised": 75},
-    }
+    asked = [Question(n, "", (), "", tuple(c), truth=right, kind=kind) for n, (c, right, kind, _) in enumerate(rows)]
+    lines = choices.Choices().summary(choices.Choices().rows(asked, [likely for *_, likely in rows]))
+    expected = {"overall": (40, 60), "a": (50, 50), "b": (0, 100), "mean over subjects": (25, 75)}
+    assert {name: tuple(line.values()) for name, line in lines.items()} == expected
 
 
 def write_csv(path, rows):
@@ -191,29 +185,16 @@ def test_prompts_by_hand(files):
 
 
 @pytest.mark.long
-def test_several_models_and_a_resumed_run(files, source, twin, workplace, capsys, monkeypatch):
-    """Breaks when the models are not compared on the same questions, or answered ones are asked again."""
-    asked, score = [], answer.log_likelihoods
-
-    def likelihoods(*args, **more):
-        asked.append(len(args[2]))
-        return score(*args, **more)
-
-    monkeypatch.setattr(answer, "log_likelihoods", likelihoods)
-    flags = ["--task", "jsonl", "--data", str(files / "own.jsonl"), "--blind", "--json", "--model", source]
-    choices.main([*flags, "--adapter", "none", "--adapter", twin])
-    values = json.loads(capsys.readouterr().out)
-    assert sum(asked) == 16  # two models, four questions, with their picture and with a gray one
-    choices.main([*flags, "--adapter", twin, "--out", "runs/eval/twin/choices"])
-    assert sum(asked) == 16
-    assert set(values) == {"random", "random, blind", "twin", "twin, blind"}
-    assert "difference" in values["twin"]["measures"]["accuracy"]
-    file = workplace / "runs/eval/twin/choices/results.json"
-    written = json.loads(file.read_text())
-    capsys.readouterr()
-    choices.main(["--results", str(file), "--json"])
-    assert json.loads(capsys.readouterr().out)[str(file)]["summary"] == values["twin"]["summary"]
+def test_results_are_read_back(files, source, workplace, capsys):
+    """Breaks when results.json does not hold what was asked, with which picture, and how likely each choice is."""
+    flags = ["--task", "jsonl", "--data", str(files / "own.jsonl"), "--model", source, "--json", "--out", "out"]
+    choices.main(flags)
+    printed = json.loads(capsys.readouterr().out)["random"]
+    written = json.loads((workplace / "out/results.json").read_text())
     assert [len(row["log_likelihoods"]) for row in written] == [2, 3, 2, 2]
+    assert [row["picture"] for row in written] == ["", "red.png", "", ""]
+    choices.main("--results out/results.json --json".split())
+    assert json.loads(capsys.readouterr().out)["out/results.json"] == printed
 
 
 def own_question(**changes) -> str:

@@ -110,10 +110,9 @@ def test_needle_tests(tmp_path):
 
 def test_captions_of_coco_the_last_counts(tmp_path):
     """MMNeedle's caption of a picture is the last one that COCO lists; another one is another test."""
-    images = [{"id": number, "file_name": f"{name}.jpg"} for number, name in enumerate("abc")]
-    captions = [{"image_id": number, "caption": text} for number, text in ((0, "first"), (1, "only"), (0, "last "))]
-    path = write(tmp_path / "c.json", {"images": images, "annotations": captions})
-    assert data.read_captions(path) == {"a.jpg": "last ", "b.jpg": "only"}
+    value = {"images": [{"id": number, "file_name": f"{name}.jpg"} for number, name in enumerate("abc")]}
+    value["annotations"] = [{"image_id": n, "caption": text} for n, text in ((0, "first"), (1, "only"), (0, "last "))]
+    assert data.read_captions(write(tmp_path / "c.json", value)) == {"a.jpg": "last ", "b.jpg": "only"}
 
 
 ABSENT = NEGATIVE | {"target": "val2014/201.jpg"}

@@ -79,7 +79,6 @@ def write(path, rows, head=HEAD):
 
 def test_thirty_questions_by_hand(workplace, capsys):
     """Breaks when an answer names another option than VLMEvalKit's rules say, or one rotation is enough."""
-    assert len(BY_HAND) == 30
     for text, options, named, _, _ in BY_HAND:
         assert (mmbench.choose(text, dict(zip("ABCD", options, strict=False))) or "") == named, text
     said = []
