@@ -24,6 +24,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from string import ascii_uppercase
+from typing import Any
 
 from eval import vqa
 from eval.bench import PROMPT_FLAG, Benchmark, limit_flag, run
@@ -105,7 +106,7 @@ CMMLU = """
     world_religions 世界宗教""".split()
 MMLU_HEAD = "The following are multiple choice questions (with answers) about {}.\n\n"
 CMMLU_HEAD = "以下是关于{}的单项选择题，请直接给出正确答案的选项。\n\n"
-CMMLU_NAMES = dict(zip(CMMLU[::2], CMMLU[1::2], strict=True))
+CMMLU_NAMES: dict[str, str] = dict(zip(CMMLU[::2], CMMLU[1::2], strict=True))
 mmlu = partial(exam, head=MMLU_HEAD, ending="Answer:", names={})
 cmmlu = partial(exam, head=CMMLU_HEAD, ending="答案：", names=CMMLU_NAMES, columns=7)
 
@@ -213,7 +214,7 @@ class Choices(Benchmark):
         """A question about text alone gets a gray picture, too."""
         return replace(question, picture=(gray_picture,) * max(1, len(question.pictures)), key="gray").blind()
 
-    def score(self, question, answer):
+    def score(self, question, answer: Any):
         by_character = [total / len(choice) for total, choice in zip(answer, question.choices, strict=True)]
         measures = {"accuracy": answer, "normalised": by_character}  # by the log-probability of each choice
         return {name: float(values.index(max(values)) == question.truth) for name, values in measures.items()}
@@ -221,8 +222,8 @@ class Choices(Benchmark):
     def summary(self, rows):
         lines = super().summary(rows)
         if len(subjects := list(lines.values())[1:]) > 1:
-            means = {name: sum(of[name] for of in subjects) / len(subjects) for name in subjects[0]}
-            lines["mean over subjects"] = means
+            count = len(subjects)
+            lines["mean over subjects"] = {name: sum(of[name] or 0 for of in subjects) / count for name in subjects[0]}
         return lines
 
     def write(self, rows, out, subject):

@@ -1,8 +1,7 @@
-"""Readers of published files: VQAv2, GQA, TextVQA, VizWiz and MMNeedle.
+"""Readers of published files: VQAv2, GQA, TextVQA, VizWiz and MMNeedle; and `read`, which all other readers call.
 
 In: files exactly as their authors publish them. Out: small frozen records; pictures stay paths until they are opened.
-`read` calls the constructor of a format for each record. What that raises about a value becomes a `UserError` with the
-place in the file. POPE, MMBench, choices and your own examples are read in the same way, in files of their own.
+`read` calls the constructor of a format for each record. What that raises becomes a `UserError` with the place.
 """
 
 import contextlib
@@ -54,10 +53,10 @@ def read(path: str | Path, make: Callable, records: Places | None = None, refuse
             if refuse is None:
                 raise UserError(f"{problems[0]}: correct the record") from None
             made.append(refuse(problem_of(error)))
-    if len(problems) == len(made):
-        problem = f"none of its {len(made)} records can be used: {problems[0]}" if problems else "holds no records"
-        raise UserError(f"{shown(path)}: {problem}: check that this is the right file")
-    return made
+    if len(problems) < len(made):
+        return made
+    problem = f"none of its {len(made)} records can be used: {problems[0]}" if problems else "holds no records"
+    raise UserError(f"{shown(path)}: {problem}: check that this is the right file")
 
 
 def records_in(path: str | Path) -> Places:
@@ -198,13 +197,13 @@ def image_of(record: Mapping, subset: str) -> str:
     if "image" in record:  # VizWiz, or a user's file with the name
         return text(record, "image")
     image_id = record["imageId" if "imageId" in record else "image_id"]  # GQA, or the others
-    if isinstance(image_id, str) or not subset:  # TextVQA, GQA
+    if not subset or isinstance(image_id, str):  # TextVQA, GQA
         return f"{image_id}.jpg"
     subset = subset.replace("test-dev", "test")  # two sets of questions on the same pictures
     return f"{subset}/COCO_{subset}_{image_id:012d}.jpg"
 
 
-def annotation(record: Mapping) -> Annotation:
+def annotation(record: dict) -> Annotation:
     if "answer" in record:  # GQA's own evaluation splits structural types into open (query) and binary (the others)
         answer, structural = text(record, "answer"), text(record["types"], "structural")
         kinds = "open" if structural == "query" else "binary", structural
@@ -214,8 +213,8 @@ def annotation(record: Mapping) -> Annotation:
     answers = tuple({"answer": a} if isinstance(a, str) else a for a in record["answers"])  # TextVQA: bare texts
     most = Counter(text(answer, "answer") for answer in answers).most_common(1)[0][0]
     answer = text({"multiple_choice_answer": most} | record, "multiple_choice_answer")
-    kinds = [text(record, name) if name in record else None for name in ("answer_type", "question_type")]
-    return Annotation(id_of(record), answers, answer, *kinds, answerable=record.get("answerable"))
+    kind, first = (text(record, name) if name in record else None for name in ("answer_type", "question_type"))
+    return Annotation(id_of(record), answers, answer, kind, first, answerable=record.get("answerable"))
 
 
 # MMNeedle
@@ -267,22 +266,17 @@ def read_needle_tests(metadata: str | Path, annotations: str | Path, captions: s
         return value if isinstance(value, list) else [value]
 
     def test(record: dict) -> NeedleTest:
-        haystack, targets = (
-            tuple(grids[Path(name).name] for name in listed(record["image_ids"])),
-            listed(record["target"]),
-        )
-        side, names = isqrt(len(haystack[0])), {}
+        haystack = tuple(grids[Path(name).name] for name in listed(record["image_ids"]))
+        targets, names = tuple(listed(record["target"])), {}
         for index, grid in enumerate(haystack):
-            names |= {(index, *divmod(at, side)): name for at, name in enumerate(grid)}
+            names |= {(index, *divmod(at, isqrt(len(grid)))): name for at, name in enumerate(grid)}
         places = tuple(zip(*(listed(record[key]) for key in ("index", "row", "col")), strict=True))
         for place, target in zip(places, targets, strict=True):
             is_there = target not in names.values() if place == ABSENT else names.get(place) == target
             check(is_there, f"{quoted(target)} is not at {place}, take metadata and annotations of one release")
-        lost = [target for target in targets if Path(target).name not in described]
-        check(not lost, f"{shown(captions)} lacks a caption of {some(lost)}")
+            check(Path(target).name in described, f"{shown(captions)} lacks a caption of {quoted(target)}")
         check(isinstance(record["id"], int), f"id is {quoted(record['id'])}, expected a number")
-        texts = tuple(described[Path(target).name] for target in targets)
-        return NeedleTest(record["id"], haystack, places, tuple(targets), texts)
+        return NeedleTest(record["id"], haystack, places, targets, tuple(described[Path(t).name] for t in targets))
 
     tests = read(annotations, test)
     check_unique((test.id for test in tests), annotations)

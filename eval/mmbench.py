@@ -111,15 +111,15 @@ def read_lines(path: str) -> list[list[dict[str, str]]]:
     """
     (_, names), *table = rows_in(path, "\t") or [("", [])]
 
-    def line(row: list[str]) -> dict[str, str]:
+    def values_of(row: list[str]) -> dict[str, str]:
         values = {name: "" if value.strip() in ABSENT else value for name, value in zip(names, row, strict=True)}
         options, answer = options_of(values), values.get("answer")
         is_whole = values["index"].isdecimal() and values["question"] and values["image"] and len(options) > 1
-        check(is_whole, "expected an index, a question, two options and an image")
+        check(bool(is_whole), "expected an index, a question, two options and an image")
         check(not answer or answer in options, f"answer is {quoted(answer)}, not one of {', '.join(options)}")
         return values
 
-    lines, groups = read(path, line, table), defaultdict(list)
+    lines, groups = read(path, values_of, table), defaultdict(list)
     check_unique((line["index"] for line in lines), path)
     images = {line["index"]: line["image"] for line in lines}
     for line in lines:

@@ -12,6 +12,7 @@ Source: Li et al., "Evaluating Object Hallucination in Large Vision-Language Mod
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from eval import scenes
 from eval.bench import PROMPT_FLAG, Benchmark, limit_flag, means, run
@@ -53,7 +54,7 @@ class Pope(Benchmark):
         likely = [replace(q, id=f"{q.id}, P(yes)", choices=("yes", "no"), scored=True) for q in questions]
         return questions + likely * args.probability
 
-    def score(self, question, answer):
+    def score(self, question, answer: Any):
         if question.scored:
             return {f"P(yes), {question.kind}": float((question.truth == "yes") == (answer[0] >= answer[1]))}
         return {f"accuracy, {question.kind}": float(question.truth == parse_answer(answer))}
@@ -65,7 +66,7 @@ class Pope(Benchmark):
             said = [(row.question.truth, parse_answer(row.answer)) for row in answered if not row.question.scored]
             lines[kind] = score_answers(said)
             if likely := [row for row in answered if row.question.scored]:
-                lines[kind]["P(yes)"] = sum(means(likely).values())
+                lines[kind]["P(yes)"] = next(iter(means(likely).values()))
         if len(lines) > 1:
             lines["mean"] = {name: sum(line[name] for line in lines.values()) / len(lines) for name in lines[kind]}
         return lines

@@ -98,17 +98,15 @@ class Refusal:
 
 
 def read_data(source: str, images: str | Path | None = None, prompt: str = PROMPT) -> list[Record]:
-    """The records of `embedded`, `vqav2:DIR`, `jsonl:FILE` or `coco:FILE`.
+    """The records of `vqav2:DIR`, `jsonl:FILE` or `coco:FILE`. images: the folder of the pictures. prompt: of VQAv2.
 
-    images: the folder of the pictures. prompt: of VQAv2. Raises UserError, also for a file without any usable record.
+    Raises UserError, also for a file without any usable record.
     """
     kind, path = source_parts(source)
-    if kind == "shards":
+    readers = {"vqav2": partial(vqav2_records, prompt=prompt), "jsonl": read_examples, "coco": read_coco}
+    if kind not in readers:
         raise UserError(f"{source}: tar shards can be trained on, not asked: give what they were made of")
-    if kind == "embedded":
-        return embedded_records()
-    read = {"vqav2": partial(vqav2_records, prompt=prompt), "jsonl": read_examples, "coco": read_coco}[kind]
-    return read(path, images)
+    return readers[kind](path, images)
 
 
 def source_parts(source: str) -> tuple[str, Path]:
@@ -208,7 +206,7 @@ def picture_names(record: Mapping) -> list[str]:
     return [text({"image": name}, "image") for name in (names if isinstance(names, list) else [names])]
 
 
-def read_turns(record: Mapping) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+def read_turns(record: dict) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """The turns of a record, and all right answers of the last one where it gives several.
 
     Of LLaVA's conversations a first turn that is not from a human is left out, as there. Raises LookupError, TypeError

@@ -16,12 +16,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 from eval import scenes
 from eval.bench import PROMPT_FLAG, Benchmark, limit_flag, means, run
 from eval.data import PROMPT, Annotation, fill_prompt, find_picture, read_vqa
 from eval.question import Question, question_of
 from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record, groups_of, read_data, source_parts
+from eval.report import Row, Summary
 from eval.vqa_scoring import SCORERS, answerability, official, record_scores, summarize, truths_of
 from model.common import UserError, run_command, shown, write_text
 
@@ -29,9 +31,6 @@ NAMES = {"gqa": ("questionId", "prediction"), "vizwiz": ("image", "answer")}  # 
 EMBEDDED = 1200  # questions on the embedded scenes, by default
 TRAIN_QUESTIONS = 12_000  # embedded ones that the text-only guess knows
 GUESS = "text-only guess"
-GUESS_HELP = (
-    "score the best guess from the text, learned from QUESTIONS ANNOTATIONS or, without files, by question type"
-)
 
 
 class Vqa(Benchmark):
@@ -44,7 +43,7 @@ class Vqa(Benchmark):
         "--annotations": dict(help="annotations file (default: the questions file, if it has the answers too)"),
         "--images": dict(help="folder of the pictures (default: that of the file of --data)", metavar="DIR"),
         "--scoring": dict(help="scorer (default: the one that fits the annotations)", choices=SCORERS),
-        "--guess": dict(help=GUESS_HELP, nargs="*", metavar="FILE"),
+        "--guess": dict(help="also guess from the text: QUESTIONS ANNOTATIONS to learn from, or none", nargs="*"),
         "--answerability": dict(help="of VizWiz: also average precision and F1 of `unanswerable`", default=False),
         "--prompt": PROMPT_FLAG,
         "--limit": limit_flag(f"questions, the first N (default: all of files, {EMBEDDED} of the embedded scenes)"),
@@ -55,7 +54,7 @@ class Vqa(Benchmark):
         is_paired = bool(args.questions) == bool(args.images and not args.data)
         if not is_paired or (args.annotations or args.answerability) and not args.questions:
             raise UserError("--questions, --images, --annotations and --answerability go together: leave --data out")
-        if kind in ("jsonl", "coco"):
+        if kind not in ("embedded", "vqav2"):
             if args.prompt or args.scoring or args.guess is not None:
                 raise UserError(f"{shown(args.data)} has complete prompts: no --prompt, --scoring or --guess")
             records = read_data(args.data, args.images)[: args.limit]
@@ -80,7 +79,7 @@ class Vqa(Benchmark):
             questions += [replace(q, id=f"{q.id}, {word}", choices=(word,), scored=True) for q in questions]
         return questions
 
-    def score(self, question, answer):
+    def score(self, question, answer: Any):
         truth = question.truth
         if isinstance(truth, Record):
             return record_scores(truth, answer)
@@ -89,25 +88,25 @@ class Vqa(Benchmark):
         return {f"VQA accuracy, {self.scoring} scoring": SCORERS[self.scoring](truth, answer)}
 
     def summary(self, rows):
-        scored, lines = [row for row in rows if row.scores], {}
+        scored: Sequence[Row] = [row for row in rows if row.scores]
+        lines: Summary = {}
         if scored and isinstance(scored[0].question.truth, Record):
             lines = {"overall": means(scored)}
         elif scored:
-            values = summarize([(row.question.truth, *row.scores.values()) for row in scored])
+            values = summarize([(row.question.truth, sum(row.scores.values())) for row in scored])
             by_question = {f"  {name}": value for name, value in values["per_question_type"].items()}
             percents = {"overall": values["overall"], **values["per_answer_type"], **by_question}
             lines = {name: {"VQA accuracy": value} for name, value in percents.items()}
         if unsure := [row for row in rows if row.question.scored and row.answer is not None]:
             cannot = [row.question.truth.answerable == 0 for row in unsure]
-            lines["answerability"] = answerability(cannot, [math.exp(*row.answer) for row in unsure])
+            lines["answerability"] = {**answerability(cannot, [math.exp(*row.answer) for row in unsure])}
         return lines
 
     def baselines(self, rows):
         questions = [row.question for row in rows if row.answer is not None]
         if self.known is None or not questions:
             return {}
-        guesses = text_only_guesses(questions, self.known)
-        pairs = zip(questions, guesses, strict=True)
+        pairs = zip(questions, text_only_guesses(questions, self.known), strict=True)
         return {GUESS: self.rows(questions, [None if q.scored else guess for q, guess in pairs])}
 
     def write(self, rows, out, subject):

@@ -80,27 +80,11 @@ def test_official_files_without_annotations_and_with_a_broken_picture(tmp_path, 
     assert sum(sizes) == 2 and len(json.loads((tmp_path / "out/results.json").read_text())) == 6
 
 
-def test_blind_and_the_text_only_guess(source, workplace, monkeypatch, capsys):
-    """Gray pictures are not the only difference to the model, or the guess is called blind."""
-    asked = []
-
-    def ask_all(model, processor, questions, **options):
-        asked.append([(q.prefix, q.key) for q in questions])
-        return [q.truth.answer if len(asked) == 1 else "nothing" for q in questions]
-
-    monkeypatch.setattr(answer, "ask_all", ask_all)
-    vqa.main(["--model", source, *"--data embedded --limit 12 --blind --json".split()])
-    printed = json.loads(capsys.readouterr().out)
-    model, blind, guess = (of["summary"]["overall"]["VQA accuracy"] for of in printed.values())
-    assert list(printed) == ["random", "random, blind", "text-only guess"] and model == 100 > guess > blind == 0
-    assert [prefix for prefix, _ in asked[0]] == [prefix for prefix, _ in asked[1]]
-    assert len({key for _, key in asked[0]}) == 2 and len({key for _, key in asked[1]}) == 1
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--data own.jsonl", "does not say what kind"),
+        ("--data shards:a.tar", "not asked"),
         ("--data jsonl:own.jsonl --questions Q", "leave --data out"),
         ("--data jsonl:own.jsonl --guess Q A", "no --prompt, --scoring or --guess"),
         ("--images .", "go together"),
