@@ -9,9 +9,9 @@ import json
 import sysconfig
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 import sentencepiece
 import torch
@@ -28,8 +28,7 @@ HELD_OUT = 20  # one document in 20 is for validation, another one for testing
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "distutils"}
 
 
-@dataclass(frozen=True)
-class Corpus:
+class Corpus(NamedTuple):
     """ids (T,) int32 of each split, its documents concatenated, and where they start (documents + 1,)."""
 
     tokenizer: sentencepiece.SentencePieceProcessor
@@ -76,8 +75,7 @@ def split(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def sentencepiece_model(lines: Iterable[str], **options) -> bytes:
-    """A sentencepiece BPE model, serialised, with Gemma's settings: byte fallback, no normalisation, no space added or
-    removed. options: more settings of the trainer."""
+    """A sentencepiece BPE model with Gemma's settings, serialised. options: more settings of the trainer."""
     model, ids = io.BytesIO(), {"pad_id": PAD, "eos_id": EOS, "bos_id": BOS, "unk_id": UNK}
     rules = {"model_type": "bpe", "normalization_rule_name": "identity", "byte_fallback": True}
     spaces = {"add_dummy_prefix": False, "remove_extra_whitespaces": False, "num_threads": 1, "minloglevel": 2}

@@ -7,8 +7,6 @@ attention     share of the attention on the needle asked for, by its depth; atte
 examples      accuracy by the number of examples in context; examples-margin between the best and worst of their orders
 
 In: run folders of `train.systems.text`. Out: tables of each, with 95 % intervals over examples, on the test split.
-`train/studies/text.py` compares kinds of attention over several runs of each.
-
 Protocols: Ye et al. 2024, sections 3.3 (context), 3.4 (needles, attention) and 3.5 (examples), at a smaller size.
 """
 
@@ -54,8 +52,6 @@ class Scores(NamedTuple):
 
 
 Panels = dict[str, Scores]
-
-# The measurements
 
 
 @torch.no_grad()
@@ -171,8 +167,6 @@ def hits(model: TextModel, documents: Sequence[Document], name: str) -> list[flo
 
 
 MEASURES = {measure.__name__: measure for measure in (nll, recall, needle, attention, examples)}
-
-# The command
 
 
 def chance(panel: str, n: int) -> float:

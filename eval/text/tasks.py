@@ -10,7 +10,7 @@ layer of attention can find it. Three kinds of documents:
   lies at a chosen depth, the others anywhere.
 - Recall (Arora et al. 2023, "Zoology"): records without text.
 - Examples: many records of each of a few keys, whose values are right in `RELIABLE` of all cases. The answer is the
-  value that the key has most often: it takes many examples, in whatever order.
+  value that the key has most often, in whatever order.
 """
 
 import random
@@ -47,8 +47,7 @@ class Tasks:
     def __init__(self, corpus: Corpus, split: str):
         self.split, self.ids, self.id_of = split, corpus.ids[split], corpus.tokenizer.piece_to_id
         self.newline = self.id_of(NEWLINE)
-        # what no model can foresee, and none is trained to: which records there are, and which are asked for
-        self.unforeseen = [*map(self.id_of, (*RECORDS, *QUESTIONS))]
+        self.unforeseen = [*map(self.id_of, (*RECORDS, *QUESTIONS))]  # no model is trained to foresee them
 
     def record(self, record: Record) -> int:
         return self.id_of("«{}={}»".format(*record))

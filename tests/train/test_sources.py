@@ -98,7 +98,6 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
     [
         ("--data jsonl:few.jsonl --data shards:m-000.tar", "train.shard"),
         ("--data jsonl:few.jsonl@0.3", "@WEIGHT"),
-        ("--data jsonl:few.jsonl@0.01 --data jsonl:many.jsonl@1 --validation 0", "more weight"),
         ("--data jsonl:few.jsonl --fraction 0.01", "--validation and --fraction"),
     ],
 )

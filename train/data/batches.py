@@ -24,14 +24,13 @@ CHARACTERS = 4  # in a token, roughly
 
 
 class Movable:
-    """A dataclass whose tensors, and parts with tensors, go to a device together."""
+    """A dataclass whose tensors, and parts with tensors, go together to a device, or to page-locked memory, which
+    DataLoader asks for."""
 
     def to(self, device: str | torch.device):
-        """The same on `device`."""
         return replace(self, **{name: part.to(device) for name, part in vars(self).items() if hasattr(part, "to")})
 
     def pin_memory(self):
-        """The same in page-locked memory; DataLoader calls it."""
         parts = {name: part.pin_memory() for name, part in vars(self).items() if hasattr(part, "pin_memory")}
         return replace(self, **parts)
 
@@ -94,12 +93,11 @@ class MicroBatches(Dataset):
     epoch_seed: str = ""
 
     def __getitem__(self, numbers: Sequence[int]) -> MicroBatch:
-        records = []
-        for record in (self.records[number] for number in numbers):
+        records = [self.records[number] for number in numbers]
+        for place, record in enumerate(records):
             if record.sampled and record.answers:
                 answer = random.Random(f"{self.epoch_seed}/{record.name}").choice(record.answers)
-                record = replace(record, turns=(*record.turns[:-1], (record.prefix, answer)))
-            records.append(record)
+                records[place] = replace(record, turns=(*record.turns[:-1], (record.prefix, answer)))
         return collate(records, self.processor)
 
 
@@ -109,7 +107,6 @@ def load(batches: Dataset, plan: Iterable[Sequence], workers: int | None = 0, pi
     if workers is None:
         workers = min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if pin else 0
     own = torch.Generator()  # drawing from the global one would change what dropout draws
-    # batch_size None: each item is a whole batch
     return iter(DataLoader(batches, sampler=plan, batch_size=None, num_workers=workers, pin_memory=pin, generator=own))
 
 
@@ -119,8 +116,8 @@ def plan_epoch(
     """Record indices of every micro-batch of an epoch: each record once, shuffled, rows of a batch of similar length.
 
     keys: the picture of each record; up to `per_picture` records of one are kept together and share its encoding.
-    lengths: tokens of text of each record. Within a batch they differ by less than BUCKET, except in the last of a pool
-    of 50. Exact lengths would give batches of a single task, between which the loss oscillates.
+    lengths: tokens of text of each record, which differ by less than BUCKET within a batch, except in the last of a
+    pool of 50. Exact lengths would give batches of a single task, between which the loss oscillates.
     """
     rng = random.Random(f"plan/{seed}/{epoch}")
     by_picture = defaultdict(list)
@@ -204,12 +201,11 @@ class Order:
 
     def plan(self, epoch: int, first: int) -> Iterable[list[int]]:
         """The numbers of the records of an epoch's micro-batches, of all processes, from number `first` on."""
-        options = self.batch_size, self.seed, epoch, self.per_picture
-        if not isinstance(self.records, list):
-            return self.records.plan(*options, first, self.picture_tokens)
-        is_weighted = isinstance(self.records, Weighted)
-        drawn = self.records.numbers(self.seed, epoch) if is_weighted else range(len(self.records))
-        keys, lengths = [self.records[n].key for n in drawn], [self.lengths[n] for n in drawn]
+        records, options = self.records, (self.batch_size, self.seed, epoch, self.per_picture)
+        if not isinstance(records, list):
+            return records.plan(*options, first, self.picture_tokens)
+        drawn = records.numbers(self.seed, epoch) if isinstance(records, Weighted) else range(len(records))
+        keys, lengths = [records[n].key for n in drawn], [self.lengths[n] for n in drawn]
         return [[drawn[n] for n in batch] for batch in plan_epoch(keys, lengths, *options)[first:]]
 
     def steps(self, first: int, workers: int | None = 0, pin: bool = False) -> Iterator[list[MicroBatch]]:

@@ -108,8 +108,7 @@ def read_member(shard: Path, offset: int, size: int) -> BytesIO:
             member = tarfile.TarInfo.frombuf(file.read(BLOCK), "utf-8", "surrogateescape")
             content = BytesIO(file.read(size))
     except (OSError, tarfile.HeaderError) as error:
-        problem = f"no member at byte {offset:,} ({error}): delete its .index.safetensors if it was changed"
-        raise UserError(f"{shard}: {problem}") from None
+        raise UserError(f"{shard}: no member at byte {offset:,} ({error}): delete its .index.safetensors") from None
     content.name = f"{shard.name}/{shown(member.name, 1000)}"
     return content
 

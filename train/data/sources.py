@@ -21,10 +21,8 @@ WEIGHT = re.compile(r"(.+)@(\d+\.?\d*|\.\d+)")
 
 
 def read_records(settings: Settings, split: str = "train") -> Sequence[Record]:
-    """The records of the split "train" or "validation", which is --eval-data where it is given. Raises UserError.
-
-    Of several sources, no picture is in both splits. Those of --eval-data that are trained on are counted on stderr.
-    """
+    """The records of the split "train" or "validation", which is --eval-data where it is given; those of its pictures
+    that are trained on are counted on stderr. Raises UserError."""
     if not settings.eval_data:
         return read_sources("--data", settings.data, split, settings, settings.fraction, settings.validation)
     asked = read_sources("--eval-data", settings.eval_data, "train", settings)
@@ -77,9 +75,6 @@ def read_sources(
         left_out = {r.name for r in files} - {r.name for r in split_records(files, split, **share)}
         parts = [[r for r in part if r.name not in left_out] for part in parts]
         records = Weighted(parts, weights) if weights and split == "train" else list(chain(*parts))
-        if isinstance(records, Weighted) and not all(map(min, records.sizes, records.counts)):
-            few = f"{records.sizes} records and {records.counts} of an epoch's samples"
-            raise UserError(f"{given}: the sources have {few}: leave one out, or give it more weight")
-    if not len(records):
+    if not len(records) or isinstance(records, Weighted) and not all(records.sizes):
         raise UserError(f"{given}: no {split} records: check --validation and --fraction")
     return records

@@ -1,10 +1,9 @@
 """Make the embedded base from nothing: a PaliGemma of two million parameters, in minutes on two cores.
 
     python -m train.embedded.base --out runs/tiny
-    torchrun --nproc_per_node=2 -m train.embedded.base …      processes that share every batch
+    torchrun --nproc_per_node=2 -m train.embedded.base …      processes that share every batch: `weights/tiny`
 
-In: the scenes of `eval/scenes.py` and their tokenizer. Out: a model folder in the published format, with
-`pretraining.json` (accuracies, settings, the tokenizer's hash). `weights/tiny` is what this command writes.
+In: the scenes of `eval/scenes.py` and their tokenizer. Out: a model folder in the published format, with accuracies.
 
 Measured, each part is needed: dense tasks before questions; Muon on the matrices; a linear decay at the end; large
 initial position embeddings; no loss on answers that the picture does not determine. Two auxiliary losses make learning

@@ -3,8 +3,7 @@
     python -m train.embedded.mamba --out runs/tiny-mamba
 
 In: the scenes of `eval/scenes.py`, each described by the names in its 16 squares, in whose positions a Q-Mamba later
-reads the queries of a picture, and asked with the prompts of VQA and of the probes. Out: a folder that transformers
-opens too. `weights/tiny-mamba` is what this command writes.
+reads the queries of a picture, and asked with the prompts of VQA and of the probes. Out: what `weights/tiny-mamba` is.
 """
 
 import json

@@ -6,10 +6,8 @@ In: the words of `eval/scenes.py`. Out: tokenizer.model, by default `weights/tin
 needs new models: the order of its pieces is part of them.
 
 Its settings are Gemma's. Then come `<mask>`, which transformers would add otherwise, "\\n", and `<loc0000>` …
-`<loc1023>` as symbols. `<image>` is not a piece: its id is the first after the last piece.
-
-BPE learns the most frequent merges first, so the frequencies of the words fix the order. The vocabulary ends where the
-last word has become one piece.
+`<loc1023>` as symbols. `<image>` is not a piece: its id is the first after the last piece. BPE learns the most frequent
+merges first, so the frequencies of the words fix the order.
 """
 
 from collections.abc import Sequence
