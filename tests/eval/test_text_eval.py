@@ -37,10 +37,9 @@ def test_a_corpus_is_the_text_token_by_token(text_folder, corpus):
             assert ids[end - 1] == EOS and decode(corpus, ids[start : end - 1]) == texts[document]
             seen.append(document)
     assert list(parts) == list(SPLITS) and all(parts.values()) and sorted(seen) == sorted(texts)
-    strange = "a\tb\r\n\n   é 漢字 x_1234\n"
+    strange = "a\tb\r\n\n   é 漢字 x_12\n«Lisbon?»"
     assert corpus.tokenizer.decode(corpus.tokenizer.encode(strange)) == strange
-    pieces = corpus.tokenizer.encode("12\n\n«Lisbon?»", out_type=str)
-    assert pieces[-5:] == ["1", "2", "\n", "\n", "«Lisbon?»"]
+    assert corpus.tokenizer.encode(strange, out_type=str)[-4:] == ["1", "2", "\n", "«Lisbon?»"]
 
 
 def test_a_corpus_is_made_once(text_folder, tmp_path):
@@ -97,7 +96,7 @@ def test_recall_asks_for_records_that_are_unique(corpus, number):
         assert len(shown) == number and len(asked) == min(number, 8) and set(keys) <= set(CITIES)
         assert all(keys.count(city) == 1 and (city, letter) in shown for city, letter in asked)
         places |= {keys.index(city) for city, _ in asked}
-    assert len(places) > min(number - 1, 40)
+    assert len(places) > min(number - 1, 40) and chance("recall", number) == 1 / number + (1 - 1 / number) / 8
 
 
 @pytest.mark.parametrize("count", measures.EXAMPLES)
@@ -192,8 +191,6 @@ def test_attention_shares_by_hand(differential):
             shares.append([weights[:, 5:7].sum(-1), weights[:, 1:5].sum(-1) + weights[:, 7:20].sum(-1)])
             shares[-1] = [(part / weights.sum(-1)).mean().item() for part in shares[-1]]
     assert attention_shares(model, document) == pytest.approx(np.mean(shares, axis=0).tolist(), rel=1e-4)
-    assert [chance("needle", n) for n in (1, 4, 64)] == pytest.approx([1, 1 / 4 + 3 / 4 / 8, 1 / 64 + 63 / 64 / 8])
-    assert chance("examples", 64) == 0.25
 
 
 @pytest.mark.long
@@ -207,5 +204,3 @@ def test_the_command_measures_runs(text_folder, tmp_path, capsys):
     panels = "nll recall needle needle-map attention attention-noise examples examples-margin".split()
     assert re.findall(r"^\| ([a-z-]+) +\| chance", told, re.MULTILINE) == panels
     assert 6 < float(re.search(r"^\| all +\| +\| ([\d.]+)", told, re.MULTILINE)[1]) < 8
-    with pytest.raises(UserError):
-        measures.main(["nll", str(tmp_path)])

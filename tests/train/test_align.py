@@ -6,18 +6,12 @@ import pytest
 import torch
 from PIL import Image
 
-from eval.records import Record
-from model.common import UserError
+from eval.records import Record, Refusal
 from tests.runs import WORLD, refused
 from train import align as alignment
-from train.distributed import World
 from train.settings import parse
 from train.systems.open import open_model
 from weights.load import load_model
-
-
-def broken():
-    raise UserError("no picture")
 
 
 def records(number: int) -> list[Record]:
@@ -25,7 +19,7 @@ def records(number: int) -> list[Record]:
     result = []
     for index in range(number):
         name, color = ("red", "#d22") if index % 2 == 0 else ("green", "#2c4")
-        picture = broken if index == number - 1 else partial(Image.new, "RGB", (8, 8), color)
+        picture = Refusal("no picture") if index == number - 1 else partial(Image.new, "RGB", (8, 8), color)
         turns = (("which color", name), ("is it red", "yes" if name == "red" else "no"))
         result += [Record(f"{index}/{turn}", f"{index}", (picture,), (turn,)) for turn in turns]
     return result
@@ -41,15 +35,6 @@ def test_the_tower_alone_learns_the_answers():
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     tower = {name for name in before if name.startswith("vision_tower.")}
     assert changed <= tower and len(changed) > 0.9 * len(tower)
-
-
-def test_processes_take_the_tower_of_the_first(monkeypatch):
-    """Breaks when processes go on with towers that differ."""
-    sent = []
-    monkeypatch.setattr(alignment.dist, "broadcast", lambda tensor, source: sent.append((tensor.data_ptr(), source)))
-    model = load_model("tiny")
-    alignment.align(model, records(4), parse(["--recipe", "own"])[0], World(1, 2, torch.device("cpu")))
-    assert sent == [(parameter.data_ptr(), 0) for parameter in model.vision_tower.parameters()]
 
 
 def test_what_the_tower_has_learned_is_kept():

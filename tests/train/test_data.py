@@ -43,21 +43,16 @@ def test_a_batch_holds_similar_lengths_and_questions_of_one_picture():
 
 
 def test_a_batch_is_what_the_model_trains_on(processor):
-    """Breaks when targets are shifted twice or not at all, or a row gets another row's picture."""
+    """Breaks when targets are shifted twice or not at all, or a row gets another's picture or padding carries loss."""
     chosen = records(6, pictures=3)
     micro = collate(chosen, processor)
     assert micro.batch.pixel_values.shape[0] == 3 and micro.batch.image_index.tolist() == [0, 1, 2, 0, 1, 2]
     assert micro.tokens == int((micro.batch.labels != -100).sum())
-    for ids, positions, targets, record in zip(
-        micro.batch.input_ids, micro.positions, micro.targets, chosen, strict=True
-    ):
+    rows = micro.batch.input_ids, micro.positions, micro.targets, chosen
+    for ids, positions, targets, record in zip(*rows, strict=True):
         kept = targets != -100
         assert processor.decode(targets[kept]) == record.suffix and targets[kept][-1] == processor.config.eos_token_id
         assert torch.equal(ids[positions[kept] + 1], targets[kept])  # the token after each position
-
-
-def test_supervised_positions():
-    """Breaks when a position without a target carries loss."""
     positions, targets = supervised(torch.tensor([[-100, -100, 5, 6], [-100, 7, -100, -100], [-100] * 4]))
     assert targets.tolist() == [[5, 6], [7, -100], [-100, -100]]
     assert positions[0].tolist() == [1, 2] and positions[1, 0] == 0
@@ -68,7 +63,6 @@ def test_supervised_positions():
 def test_order_can_start_at_any_step(processor, workers):
     """Breaks when a resumed run reads other batches than the uninterrupted one would have."""
     order = Order(records(), processor, batch_size=4, accumulate=2, epochs=3, seed=5)
-    assert (order.steps_per_epoch, order.total) == (5, 15)
     state = torch.get_rng_state()
     whole, *parts = [[[m.names for m in step] for step in order.steps(n, workers)] for n in (0, 1, 5, 8, 14)]
     assert len(whole) == 15 and parts == [whole[first:] for first in (1, 5, 8, 14)]
@@ -84,10 +78,6 @@ def test_processes_share_the_steps_of_one(processor):
     refused(lambda: Order(records(4), processor, batch_size=4, accumulate=2), "--step-batch", "--batch-size")
 
 
-def problems(micro) -> list[str]:
-    return [line.split(": ")[0] for line in micro.bad]
-
-
 def test_bad_records_are_left_out_and_named(processor, tmp_path):
     """Breaks when one unreadable picture ends a night's run, or disappears without a word."""
     (tmp_path / "broken.jpg").write_bytes(b"not a picture")
@@ -95,9 +85,9 @@ def test_bad_records_are_left_out_and_named(processor, tmp_path):
     control = Record("q8", "p0", good[0].pictures, (("say <bos>", "a dog"),))
     micro = collate([good[0], bad, control, good[1]], processor)
     assert micro.names == ("r0", "r1")
-    assert problems(micro) == ["q7", "q8"] and "broken.jpg" in micro.bad[0]
+    assert [line[:4] for line in micro.bad] == ["q7: ", "q8: "] and "broken.jpg" in micro.bad[0]
     empty = collate([bad], processor)
-    assert (empty.names, empty.tokens, problems(empty)) == ((), 0, ["q7"]) and empty.targets.unique().tolist() == [-100]
+    assert (empty.names, empty.tokens, len(empty.bad)) == ((), 0, 1) and empty.targets.unique().tolist() == [-100]
 
 
 def test_vqav2_is_read_and_split_by_picture(tmp_path):

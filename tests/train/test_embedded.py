@@ -1,7 +1,4 @@
-"""The makers of embedded models: processes that share a batch do what one does, and each command leaves a model.
-
-How well the base sees after all stages is no test's matter: `weights/tiny/pretraining.json` has it.
-"""
+"""The makers of embedded models: processes that share a batch do what one does, and each command leaves a model."""
 
 import json
 from dataclasses import replace

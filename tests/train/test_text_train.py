@@ -1,4 +1,4 @@
-"""Language models from nothing: what rows are made of, that a run resumes to the bit, and what its user gets wrong."""
+"""Language models from nothing: what rows are made of, and that a run resumes to the bit."""
 
 import itertools
 import re
@@ -15,7 +15,7 @@ from model.language import new_model
 from tests.files import prose, write_prose
 from tests.pair import in_pair
 from tests.runs import metrics
-from train.systems.text import TextOrder, TextSettings, draw_row, main, make_optimizer, text_loss
+from train.systems.text import TextOrder, TextSettings, draw_row, main, make_optimizer
 from weights.load import load_model
 
 SETTINGS = TextSettings(preset="nano", length=128, batch_size=2, tokens=2000)
@@ -41,6 +41,9 @@ def test_rows_are_full_of_whole_documents(corpus):
             assert text in train if kind == "text" else document[-1] == EOS
             assert kind != "needles" or number >= 6, "the curriculum: 0.35 of 16 rows hold recall alone"
     assert min(kinds.values()) > 15
+    for length in (64, 66, 101):  # the last example's answer and the end fit into a short row
+        settings = replace(SETTINGS, length=length, needles=0.0, examples=1.0)
+        assert all(draw_row(corpus, tasks, settings, number)[0][-1] == EOS for number in range(200))
 
 
 def test_targets_are_the_next_tokens_of_the_same_document(corpus):
@@ -53,13 +56,6 @@ def test_targets_are_the_next_tokens_of_the_same_document(corpus):
     following = [[token for document in row for token in document[1:]] for row in rows]
     assert batch.targets.tolist() == [[-100 if t in unforeseen else t for t in row] for row in following]
     assert batch.tokens == (batch.targets != -100).sum() < 2 * SETTINGS.length
-
-
-@pytest.mark.parametrize("length", [64, 66, 101])
-def test_examples_are_never_cut(length, corpus):
-    """Breaks when the last example's answer, or the end, does not fit into a row that is nearly full."""
-    tasks, settings = Tasks(corpus, "train"), replace(SETTINGS, length=length, needles=0.0, examples=1.0)
-    assert all(draw_row(corpus, tasks, settings, number)[0][-1] == EOS for number in range(200))
 
 
 def test_the_order_starts_anywhere(corpus):
@@ -83,22 +79,13 @@ def test_processes_share_the_rows_of_a_step(corpus):
         TextOrder(corpus, settings, "train", 0, 4)
 
 
-def test_learning_lowers_the_loss(corpus):
+def test_decay_leaves_norms_scalars_and_the_embedding_alone():
     """Breaks when the optimizer leaves parameters out, or decay pulls norms, λ or the embedding."""
     model = new_model("nano", True)
-    optimizer = make_optimizer(model, replace(SETTINGS, lr=1e-2))
-    bare, decayed = optimizer.param_groups
+    bare, decayed = make_optimizer(model, SETTINGS).param_groups
     names = dict(model.named_parameters())
     assert {*bare["names"], *decayed["names"]} == names.keys() and bare["weight_decay"] == 0
     assert {*decayed["names"]} == {name for name in names if names[name].dim() == 2 and "embed_tokens" not in name}
-    batch, losses = TextOrder(corpus, SETTINGS)[range(2)], []
-    for _ in range(12):
-        loss = text_loss(model, batch) / batch.tokens
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0] and 6 < losses[0] < 9
 
 
 @pytest.mark.long
@@ -136,11 +123,3 @@ def test_two_processes_learn_what_one_does(text_folder, tmp_path):
         ours, theirs = weights_of(run), weights_of(alone)
         apart = torch.cat([(ours[name] - theirs[name]).abs().flatten() for name in theirs])
         assert apart.mean() < 1e-5  # AdamW moves a weight by a whole rate where rounding turns a gradient near 0
-
-
-@pytest.mark.parametrize("more", ["--length 32", "--text /nowhere"])
-def test_mistakes_are_told_before_a_step(text_folder, tmp_path, more):
-    """Breaks when a wrong flag ends in a traceback, or leaves a run folder."""
-    with pytest.raises(UserError, match=more.split()[0]):
-        main(f"{SMALL} --text {text_folder} {more} --out {tmp_path}/run".split())
-    assert not (tmp_path / "run").exists()
