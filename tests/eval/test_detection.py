@@ -76,9 +76,9 @@ def by_pycocotools(truths, found) -> list[float]:
 
 def test_the_measures_are_those_of_coco(capsys):
     """Any rule of COCO's is another: ties, crowds, sizes, ranks, classes without truth, empty pictures."""
-    compared = 0
-    for seed in range(16):
-        truths, found = drawn_case(seed)
+    compared, pair = 0, [Box("a", x, 0, 10, 10, 100) for x in (0, 2)]
+    ties = [([pair], [[Found("a", x, 0, 10, 10, 1 / (1 + n)) for n, x in enumerate((1, x))]]) for x in (0, 2)]
+    for seed, (truths, found) in enumerate([*map(drawn_case, range(16)), *ties]):
         if any(truths) and any(found):  # pycocotools itself takes no empty result
             ours = detection_scoring.score_boxes(truths, found)
             named = [-1 if ours[name] is None else ours[name] for name in STATS]
