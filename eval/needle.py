@@ -81,12 +81,9 @@ class Needle(Benchmark):
         elif args.captions or args.metadata or (args.pictures, args.side) != (1, 2):
             raise UserError("--captions, --metadata, --pictures and --side belong to --coco: give that too")
         else:
-            halves, trials = (False, True)[: 1 + args.negatives], {}
-            for kind in args.kind or scenes.NEEDLES:
-                drawn = (
-                    embedded_trials(kind, args.limit or LIMIT, needles=args.needles, absent=half) for half in halves
-                )
-                trials[kind] = [trial for half in drawn for trial in half]
+            drawn = partial(embedded_trials, count=args.limit or LIMIT, needles=args.needles)
+            halves, kinds = (False, True)[: 1 + args.negatives], args.kind or scenes.NEEDLES
+            trials = {kind: [trial for half in halves for trial in drawn(kind, absent=half)] for kind in kinds}
         return [question for kind, of_kind in trials.items() for question in asks_of(of_kind, args.protocol, kind)]
 
     def rows(self, questions, answers):
@@ -98,7 +95,8 @@ class Needle(Benchmark):
 
     def summary(self, rows):
         lines: dict[str, dict] = {}
-        for kind, of_kind in by_kind(rows).items():
+        for kind, group in groupby(rows, key=lambda row: row.question.kind):
+            of_kind = list(group)
             records, test = [row.answer for row in of_kind if row.answer], of_kind[0].question.truth
             by_place = accuracy_by_place(records)
             mean = sum(by_place.values()) / len(by_place) if by_place else None
@@ -114,7 +112,8 @@ class Needle(Benchmark):
 
     def write(self, rows, out, subject):
         grids = {}
-        for kind, of_kind in by_kind(rows).items():
+        for kind, group in groupby(rows, key=lambda row: row.question.kind):
+            of_kind = list(group)
             test = of_kind[0].question.truth
             title = f"{len(test.places)} needle(s) in {len(test.haystack)} picture(s) of {test.side}×{test.side}"
             title = scenes.NEEDLE_TITLES.get(kind, title)
@@ -127,11 +126,6 @@ class Needle(Benchmark):
                 heading = f"{subject.title}, {title}: {exact:.1f} % exact (blue: the needle)"
                 save(draw_sheet(scored, heading), out / f"sheet-{kind}.png")
         save(heatmaps(grids, f"{subject.title}: needles found, {self.protocol} protocol"), out / "heatmap.png")
-
-
-def by_kind(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    kinds = dict.fromkeys(row.question.kind for row in rows)
-    return {kind: [row for row in rows if row.question.kind == kind] for kind in kinds}
 
 
 # Tests
