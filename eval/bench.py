@@ -43,8 +43,7 @@ class Benchmark:
     max_new_tokens = 32
 
     def __init__(self, **prompts: str):
-        """prompts: by kind of model (`eval.open.kind_of`), for those whose training tells none. With one for `text`,
-        language models for text alone can be asked: all questions have choices that are `scored`."""
+        """prompts: by `eval.open.kind_of`, where the training tells none; one for `text` if these can be asked."""
         self.prompts = prompts
 
     def questions(self, args: Namespace) -> list[Question]:
@@ -57,8 +56,7 @@ class Benchmark:
 
     def rows(self, questions: Sequence[Question], answers: Sequence[Answer | None]) -> list[Row]:
         """A row for each question; overridden where several questions are scored together."""
-        pairs = zip(questions, answers, strict=True)
-        return [Row(question, a, {} if a is None else self.score(question, a)) for question, a in pairs]
+        return [Row(q, a, {} if a is None else self.score(q, a)) for q, a in zip(questions, answers, strict=True)]
 
     def blind(self, question: Question) -> Question:
         """The same question with every picture gray."""

@@ -46,7 +46,7 @@ def explored(subject: Subject, model: PaliGemma, processor: Processor, limit: in
     case, weight = Case(image, prompt), next(model.parameters())
     case.ask(subject.title, model, processor, limit)
     if subject.run is not None:
-        plain = load_model(subject.source, dtype=weight.dtype, device=weight.device, quantize=subject.quantize)
+        plain = load_model(subject.source, dtype=weight.dtype, device=str(weight.device), quantize=subject.quantize)
         case.add_plain(subject.title, plain)
     return page([case], f"{prompt} · {subject.title}")
 

@@ -114,7 +114,7 @@ def load(args: Namespace, subject: Subject) -> Any:
     """The model of a subject with its adapter, in eval mode. Raises UserError."""
     device = choose_device(args.device)
     dtype = args.dtype or ("bf16" if device.type == "cpu" and subject.quantize in BF16_KINDS else None)
-    model = load_model(subject.source, dtype=choose_dtype(dtype, device), device=device, quantize=subject.quantize)
+    model = load_model(subject.source, dtype=choose_dtype(dtype, device), device=str(device), quantize=subject.quantize)
     if subject.run is not None:
         adapter.load(model, subject.run)
     return model.eval()
