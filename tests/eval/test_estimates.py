@@ -29,6 +29,7 @@ def test_one_run_is_a_t_test():
     assert found.p == pytest.approx(0.005270757241602, rel=1e-9)
     assert found.equivalence(6) == pytest.approx(t_tail((6 - 3.875) / found.error, 7))
     assert found.equivalence(3) > 0.5  # the mean itself is outside
+    assert found._replace(mean=-3.875).equivalence(6) == found.equivalence(6)
     exact = estimate([[2.0, 2.0], [2.0, 2.0]])
     assert exact[:3] == (2, 2, 2) and exact.p == 0 and exact.equivalence(3) == 0 and exact.equivalence(1) == 1
 

@@ -198,7 +198,8 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
     """Without flags another model than the last one trained is measured, or nobody says which one it was."""
     monkeypatch.setattr("model.source.BUNDLED_FOLDER", Path(source))
     assert subjects("") == [open.Subject("embedded", None, "embedded")]
-    for name, base in (("old", "embedded"), ("other", "somewhere/else"), ("unfinished", "embedded")):
+    runs = {"first": "embedded", "old": "embedded", "other": "somewhere/else", "unfinished": "embedded"}
+    for name, base in runs.items():
         folder, model = workplace / "runs" / name, random_model()
         adapter.inject(model, adapter.DECODER_TARGETS, 2, 4.0)
         adapter.save(model, folder, base=base)
