@@ -1,13 +1,12 @@
-"""Checkpoints of a run: everything that the next step depends on, written atomically.
+"""Checkpoints of a run: everything that the next step depends on. Random numbers are seeded at every step.
 
-In: the trained parameters, the optimizer, the gradient scaler, and the progress of the loop; random numbers are seeded
-at every step. Out: `checkpoints/step-N/` with `trainable.safetensors`, `optimizer.safetensors` and `state.json`. Where
-FSDP2 has sharded the parameters, a `shard-R-….safetensors` of each process takes the place of the first two, so that no
-process holds a whole tensor. Any number of processes, with or without FSDP2, resumes from either kind.
+`checkpoints/step-N/` has `trainable.safetensors`, `optimizer.safetensors` and `state.json`. Where FSDP2 has sharded the
+parameters, a `shard-R-….safetensors` of each process takes the place of the first two, so that no process holds a whole
+tensor. Any number of processes, with or without FSDP2, resumes from either kind.
 
-Atomic: a checkpoint is written under another name, flushed to disk and renamed; a crash leaves the previous one intact.
-`manifest.json` has a digest of each file: what is missing, changed or of another checkpoint is refused. No pickles:
-torch's usual `.metadata` file is one, so torch's safetensors writer puts the places of parts into their own headers.
+A checkpoint is written under another name, flushed to disk and renamed; a crash leaves the previous one intact. By the
+digests in `manifest.json`, what is missing, changed or of another checkpoint is refused. No pickles: torch's usual
+`.metadata` is one, so torch's safetensors writer puts the places of parts into their own headers.
 """
 
 import contextlib

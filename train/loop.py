@@ -1,7 +1,4 @@
-"""The training loop: accumulate, unscale, clip, step, log, save.
-
-In: a model, its optimizer, the order of its micro-batches, and the loss of one. Out: the trained model, in place;
-metrics.jsonl and checkpoints in the run folder. It knows no command line and no data set.
+"""The training loop: accumulate, unscale, clip, step, log, save. It knows no command line and no data set.
 
 A micro-batch has `names` of its rows, `tokens` (how many are supervised), and `bad`, a line for each unusable record.
 An order has `total`, the number of steps, and `steps(first, workers, pin)`: this process's micro-batches of each.

@@ -4,8 +4,8 @@ In: the settings of a run. Out: a `PlanRow`: sizes, the memory of one GPU, disk,
 A sample of the data is opened as training opens it; of the weights headers alone are read, and no GPU is needed.
 
 A step is traced: it runs on tensors that have a shape and no memory, and every storage is counted while it is alive.
-On a CPU this is what the allocator reports, but Mamba scans, and weights in few bits are unpacked, as on a GPU.
-CUDA adds about 1 GiB of its own, and copies of keys and values for all heads where attention has a mask.
+Mamba scans, and weights in few bits are unpacked, as on a GPU. CUDA adds about 1 GiB of its own, and copies of keys and
+values for all heads where attention has a mask.
 """
 
 import weakref

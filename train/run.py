@@ -40,7 +40,6 @@ class Interrupted(Exception):
     """A signal, its first argument, asked the run to end; the run has been saved."""
 
     def end_program(self, advice: str) -> None:
-        """Print that the work is saved, with `advice`, and exit with the signal's code."""
         print(f"\nsaved; {advice}", file=sys.stderr)
         sys.exit(128 + self.args[0])
 
@@ -70,9 +69,8 @@ def catch_signals() -> Iterator[list[int]]:
 
 def check_empty(out: Path | None) -> None:
     """Raise UserError if `out` holds anything but a lock, which a killed run may have left."""
-    with file_errors(out or "."):
-        if out is not None and out.exists() and {path.name for path in out.iterdir()} - {LOCK}:
-            raise UserError(f"--out {shown(out)}: not empty: choose another folder, or --resume it")
+    if out is not None and out.exists() and {path.name for path in out.iterdir()} - {LOCK}:
+        raise UserError(f"--out {shown(out)}: not empty: choose another folder, or --resume it")
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
-"""`train.finetune --show-batch`: the first batch of a run as the model reads it; nothing is trained or kept.
-
-In: settings. Out: the text of every row, with what is learned between ⟦ and ⟧, and a sheet of the pictures.
-"""
+"""`train.finetune --show-batch`: the first batch of a run as the model reads it: the text of every row, with what is
+learned between ⟦ and ⟧, and a sheet of the pictures. Nothing is trained or kept."""
 
 from collections.abc import Iterator
 from dataclasses import replace

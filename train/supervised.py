@@ -37,9 +37,7 @@ def make_order(
     records: Sequence[Record], processor: Processor, settings: Settings, world: World, processes: int | None = None
 ) -> Order:
     """The order of a run. processes: the number that it began with; the micro-batches of its steps stay the same.
-
-    Raises UserError for steps that cannot be made.
-    """
+    Raises UserError for steps that cannot be made."""
     rows, micro_batches = step_layout(settings, processes or world.size)
     if micro_batches % world.size:
         problem = f"{world.size} processes cannot share {micro_batches} micro-batches"

@@ -130,9 +130,7 @@ class HeldOut:
 
 def open_held_out(settings: Settings, processor: Processor, world: World) -> HeldOut | None:
     """Up to --eval-limit held-out examples, drawn from all, of the embedded scenes a quarter of that; None without any.
-
-    Raises UserError for --eval-data that cannot be read.
-    """
+    Raises UserError for --eval-data that cannot be read."""
     most = settings.eval_limit // 4 if settings.is_embedded else settings.eval_limit
     source, records = [], []
     try:
