@@ -8,7 +8,6 @@ import pytest
 from tests.runs import refused, words
 from train import finetune
 from train.flags import flag_name, from_values
-from train.loop import LoopSettings
 from train.settings import Settings, parse
 from train.systems.text import TextSettings
 
@@ -22,26 +21,13 @@ def test_no_number_is_outside_its_range(settings):
             refused(lambda wrong={name: value}: from_values(settings, wrong), flag_name(name))
 
 
-@pytest.mark.parametrize("settings", [Settings, TextSettings])
-def test_the_loop_reads_the_flags_of_every_trainer(settings):
-    """Breaks when a renamed setting of the loop silently takes its default."""
-    fields = {field.name for field in dataclasses.fields(settings)}
-    assert {field.name for field in dataclasses.fields(LoopSettings)} <= fields
-
-
 def test_patience_needs_evaluations():
     """Breaks when a run that was to stop early never looks whether it should."""
     refused(lambda: parse(words("--patience 2 --eval-every 0")), "--patience 2")
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"r": "16"}, "--r"),
-        ({"evaluate": 1}, "--evaluate"),
-        ({"option": [1]}, "--option"),
-        ({"rate": 1}, "config.json"),
-    ],
+    ("change", "named"), [({"r": "16"}, "--r"), ({"option": [1]}, "--option"), ({"rate": 1}, "config.json")]
 )
 def test_a_run_s_config_is_checked_field_by_field(change, named, tmp_path):
     """Breaks when an edited config.json ends in a traceback, or in a run with other settings than it says."""

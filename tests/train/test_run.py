@@ -135,7 +135,6 @@ def test_a_folder_in_use_or_not_empty_is_refused(run):
     holder.join()
     refused(lambda: train(FLAGS, "--out run"), "--out run")
     assert contents(run) == before
-    refused(lambda: train("--resume base"), "base")  # no run folder
 
 
 def test_a_run_that_learns_nothing_leaves_no_folder(run):

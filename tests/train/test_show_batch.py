@@ -5,7 +5,7 @@ import json
 import pytest
 from PIL import Image
 
-from train import finetune, shard
+from train import finetune
 
 
 @pytest.fixture(scope="module")
@@ -15,8 +15,7 @@ def own(tmp_path_factory):
     turns = [("human", "Where is <image>\nthe dog?"), ("gpt", "top left"), ("human", "count cat"), ("gpt", "2")]
     talk = {"image": "a.png", "conversations": [{"from": role, "value": text} for role, text in turns]}
     (folder / "own.json").write_text(json.dumps([talk, {"image": "gone.png", "prefix": "a", "suffix": "b"}]))
-    shard.main([f"jsonl:{folder / 'own.json'}", "--out", str(folder / "s"), "--max-bad", "1"])
-    return folder
+    return folder / "own.json"
 
 
 REST = "⟦top left<eos>⟧count cat↵⟦2<eos>⟧"
@@ -25,22 +24,19 @@ PICTURE_INSIDE = f"<bos>Where is [picture 1]↵the dog?↵{REST}"
 
 
 @pytest.mark.parametrize(
-    ("data", "flags", "row", "tokens"),
+    ("flags", "row", "tokens"),
     [
-        ("jsonl:own.json", "", PICTURE_FIRST, "32 tokens, 5"),
-        ("shards:s-000.tar", "", PICTURE_FIRST, "32 tokens, 5"),
-        ("jsonl:own.json", "--arch wings --stage 1", PICTURE_INSIDE, "33 tokens, 5"),
-        ("jsonl:own.json", "--arch qmamba --stage 1", PICTURE_INSIDE, "25 tokens, 5"),
+        ("", PICTURE_FIRST, "32 tokens, 5"),
+        ("--arch wings --stage 1", PICTURE_INSIDE, "33 tokens, 5"),
+        ("--arch qmamba --stage 1", PICTURE_INSIDE, "25 tokens, 5"),
     ],
 )
-def test_a_batch_is_shown_as_it_is_learned(data, flags, row, tokens, own, tmp_path, monkeypatch, capsys):
+def test_a_batch_is_shown_as_it_is_learned(flags, row, tokens, own, tmp_path, monkeypatch, capsys):
     """Breaks when what is marked is not what carries loss, the picture is shown elsewhere, or a run begins."""
     monkeypatch.chdir(tmp_path)
-    kind, _, name = data.partition(":")
-    flags = ["--data", f"{kind}:{own / name}", "--validation", "0", "--batch-size", "2", *flags.split()]
-    finetune.main([*flags, "--device", "cpu", "--show-batch", "sheet.png"])
+    finetune.main(f"--data jsonl:{own} --batch-size 2 --device cpu --show-batch sheet.png {flags}".split())
     printed = capsys.readouterr().out
-    assert (kind == "jsonl") == ("left out own.json[1]: " in printed)
-    assert f"   {row}\n" in printed and f": {tokens} of them learned" in printed
+    assert "left out own.json[1]: " in printed and f"   {row}\n" in printed
+    assert f": {tokens} of them learned" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["sheet.png"]
     assert (200, 0, 0) in {color for _, color in Image.open("sheet.png").convert("RGB").getcolors(1 << 20)}
