@@ -23,37 +23,18 @@ from weights.load import load_model
 pytestmark = pytest.mark.long
 
 
-def mean_change(settings) -> float:
-    """The mean change of the trained weights after 40 steps of the run's optimizer at rate 1e-5.
-
-    The synthetic gradients have one sign: with Adam, each step moves each weight by about the rate.
-    """
-    model, optimizer = open_model(settings, WORLD.device)
-    weights, dice = list(trainable(model).values()), torch.Generator().manual_seed(0)
-    before = [p.detach().float().clone() for p in weights]
-    gradients = [torch.rand(p.shape, generator=dice) + 0.5 for p in weights]
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-5
-    for _ in range(40):
-        for p, gradient in zip(weights, gradients, strict=True):
-            p.grad = gradient.to(p.dtype)
-        optimizer.step()
-    changes = [(p.detach().float() - old).abs().flatten() for p, old in zip(weights, before, strict=True)]
-    return torch.cat(changes).mean().item()
-
-
 @pytest.mark.parametrize("run", ["full", "wings", "qmamba"])
-def test_trained_weights_move_on_a_gpu_as_they_do_in_fp32(run, monkeypatch, tmp_path):
+def test_trained_weights_are_in_fp32_on_a_gpu(run, monkeypatch, tmp_path):
     """Breaks when "auto" trains weights in bf16, where most updates of 1e-5 round to nothing."""
     resolve = systems.choose_dtype  # --dtype auto as on a GPU, and the model on the CPU
     monkeypatch.setattr(systems, "choose_dtype", lambda name, device: resolve(name, torch.device("cuda")))
-    flags = "--base tiny --full --attention softmax --weight-decay 0"
+    flags = "--base tiny --full --attention softmax"
     if run != "full":  # the second stage starts from the model of the first
         first = parse(words(f"--arch {run} --stage 1 --base embedded"))[0]
         export_model(open_model(first, WORLD.device)[0], tmp_path / "model")
-        flags = f"--arch {run} --stage 2 --base {tmp_path}/model --weight-decay 0"
-    given, exact = (parse(words(flags, dtype))[0] for dtype in ("", "--dtype fp32"))
-    assert mean_change(given) == pytest.approx(mean_change(exact), rel=0.02)
+        flags = f"--arch {run} --stage 2 --base {tmp_path}/model"
+    learned = trainable(open_model(parse(words(flags))[0], WORLD.device)[0])
+    assert learned and all(parameter.dtype == torch.float32 for parameter in learned.values())
 
 
 def test_a_sharded_model_reads_bf16_and_keeps_fp32(tmp_path):

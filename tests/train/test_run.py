@@ -143,6 +143,7 @@ def test_a_run_that_learns_nothing_leaves_no_folder(run):
     for number in range(6):
         Path(f"{number}.bmp").write_bytes(b"broken")
     refused(lambda: train(FLAGS, "--epochs 1 --out deep/new"), "6 records", "0.bmp")
+    refused(lambda: train(FLAGS, "--max-bad 3 --out deep/new"), "--max-bad 3", ".bmp")
     assert not Path("deep/new").exists()
 
 
