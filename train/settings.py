@@ -52,8 +52,6 @@ RECIPES: dict[str, dict] = {
     "own": _WHOLE | {"align": 16, "optimizer": "muon", "lr": 0.01} | {"epochs": 2, "batch_size": 64, "per_picture": 8},
 }
 
-# Stages
-
 
 @dataclass(frozen=True)
 class StageRecipe:

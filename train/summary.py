@@ -14,7 +14,7 @@ from model.common import write_text
 from model.differential import KINDS
 from train.checkpoint import Progress, Result
 from train.settings import Settings
-from train.validation import NO_ACCURACY, HeldOut, choose
+from train.validation import HeldOut, choose
 
 SCORES = {"loss": "loss, nats a token", "exact_match": "exact match, %", "vqa_accuracy": "VQA accuracy, %"}
 SHOWN = 12  # examples of answers.png
@@ -28,7 +28,7 @@ def trained(results: Results) -> Result:
 
 def summarize(settings: Settings, progress: Progress, results: Results, size: int, held_out: HeldOut | None) -> dict:
     """The content of summary.json. size: the number of trained parameters."""
-    summary = {"before": NO_ACCURACY, "after": NO_ACCURACY}
+    summary = dict.fromkeys(("before", "after"), {"vqa": None, "needle": None})
     summary |= {name: result.tests for name, result in results.items() if result.tests}
     summary |= {"trainable_parameters": size, "seconds": round(progress.seconds, 1), "samples": progress.samples}
     summary |= {"left_out": progress.bad, "empty_steps": progress.empty_steps}
@@ -85,9 +85,6 @@ def write_answers(run: Path, held_out: HeldOut, results: Results) -> list[str]:
     sheet = figures.contact_sheet(pictures, captions, hits, title=f"{run.name}: held-out examples", lines=7)
     figures.save(sheet, run / "answers.png")
     return ["answers.jsonl", "answers.png"]
-
-
-# What is printed
 
 
 def print_summary(summary: dict, results: Results, settings: Settings, run: Path, files: list[str]) -> None:

@@ -34,7 +34,6 @@ from train.systems.open import write_trained
 
 ASKED = 200  # examples that a model answers at an evaluation during training; the loss is of all
 LONGEST = 64  # tokens of an answer that is generated
-NO_ACCURACY = {"vqa": None, "needle": None}
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def evaluate(
     """The result on held-out examples, and as `tests` accuracies in percent: "vqa" and "needle", None where the data
     has no such questions, and of the embedded scenes their details. All processes share the questions."""
     result = Result() if held_out is None else held_out.evaluate(model, f"held-out, {title}")
-    result.tests = NO_ACCURACY | {"vqa": result.scores.get("vqa_accuracy")}
+    result.tests = {"vqa": result.scores.get("vqa_accuracy"), "needle": None}
     if settings.is_embedded:
         from eval import needle, scenes, vqa
 
