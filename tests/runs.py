@@ -1,7 +1,4 @@
-"""Runs of train.finetune that tests start, alone or under torchrun, and what they log.
-
-A command line is given in words, which are split at spaces.
-"""
+"""Runs of train.finetune that tests start, alone or under torchrun, and what they log."""
 
 import csv
 import json
@@ -30,13 +27,7 @@ SERVER = get_context("forkserver")  # imports everything once, and starts no thr
 SERVER.set_forkserver_preload(["tests.runs", "torch._dynamo"])
 spawn = partial(torch.multiprocessing.start_processes, start_method="forkserver")  # as torch.multiprocessing.spawn
 
-SCRIPT = """
-import torch
-from model.common import run_command
-from train import finetune
-torch.set_num_threads(1)
-run_command(finetune.main)
-"""
+SCRIPT = "import torch\nfrom train import finetune\ntorch.set_num_threads(1)\nfinetune.main()\n"
 
 
 def words(*arguments) -> list[str]:

@@ -105,14 +105,11 @@ def test_full_fine_tuning_writes_a_model(tmp_path, monkeypatch):
 def test_vqav2_is_trained_on_and_evaluated(tmp_path, capsys):
     """Breaks when the official files cannot be fine-tuned on, or held-out pictures are trained on."""
     write_vqav2(tmp_path / "vqav2")
-    flags = f"--base tiny --data vqav2:{tmp_path}/vqav2 --validation 0.2 --epochs 2 --recipe paper-1 --fraction 1"
-    rest = f"--answers sampled --warmup 2 --per-picture 2 --device cpu --out {tmp_path}/run"
-    finetune.main(words(flags, rest))
-    assert len(metrics(tmp_path / "run")) == 2 * 12  # 16 pictures of 3 questions, by 4
+    flags = f"--data vqav2:{tmp_path}/vqav2 --recipe paper-1 --validation 0.2 --fraction 1 --answers sampled --evaluate"
+    assert len(run(flags, "--per-picture 2 --batch-size 4", out=tmp_path / "run")) == 12  # 16 pictures of 3 questions
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["before"]["vqa"] is not None and summary["before"]["needle"] is None
-    assert {"before", "after", "blind"} <= summary["held_out"].keys() and summary["held_out"]["examples"] == 12
-    assert summary["held_out"]["after"]["vqa_accuracy"] == summary["after"]["vqa"]
+    assert summary["held_out"]["examples"] == 12 and summary["before"]["needle"] is None
+    assert summary["held_out"]["after"]["vqa_accuracy"] == summary["after"]["vqa"] is not None
     assert json.loads((tmp_path / "run/adapter_config.json").read_text())["prompt"] == "answer {question}"
     assert "--prompt 'answer Where is the dog?'" in capsys.readouterr().out
 

@@ -83,7 +83,6 @@ def measured_peak(settings) -> int:
         ({}, "--arch qmamba --stage 2 --base small --step-batch 8"),
         ({}, "--arch qmamba --stage 2 --base small --step-batch 8 --checkpointing"),
     ],
-    ids=["twin", "full, bf16, checkpointing", "swiglu-new, accumulation", "muon", "qmamba", "qmamba, checkpointing"],
 )
 def test_memory_is_what_steps_allocate(sizes, flags, monkeypatch):
     """Breaks when the memory that a plan promises is not that of a step, a part of it is counted twice, or a scan is
@@ -128,11 +127,9 @@ def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(tmp_path, monkeypa
     flags = "--base embedded --data vqav2:vqav2 --recipe paper-1 --validation 0 --fraction 1"
     Path("vqav2/train2014/COCO_train2014_000000000003.jpg").unlink()
     finetune.main([*flags.split(), "--plan", "--gpu", "A100"])
-    printed = capsys.readouterr().out
+    printed = "".join(capsys.readouterr().out.split(" "))
+    assert "|embedded-softmax|344,064|4|60|15|" in printed and "1×A100" in printed
     assert {path.name for path in Path().iterdir()} == {"vqav2"}
-    cells = [cell.strip() for cell in printed.splitlines()[2].strip("|").split("|")]
-    assert cells[:5] == ["embedded-softmax", "344,064", "4", "60", "15"]
-    assert "1 × A100" in printed
     refused(lambda: plan(parse(f"{flags} --max-bad 2".split())[0]), "3 of the first")
 
 

@@ -66,8 +66,7 @@ def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
         train(flags, "--eval-every 2 --out", tmp_path / "cut")
     train("--resume", tmp_path / "cut")
     assert metrics(tmp_path / "cut") == whole
-    pairs = [("cut", "open", ""), ("cut", "open", "best/"), ("closed", "open", "")]
-    for *names, folder in pairs:
+    for *names, folder in (("cut", "open", ""), ("cut", "open", "best/"), ("closed", "open", "")):
         ours, theirs = (load_file(tmp_path / name / folder / "adapter_model.safetensors") for name in names)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     cut, summary = (json.loads((tmp_path / name / "summary.json").read_text())["held_out"] for name in ("cut", "open"))
