@@ -149,7 +149,7 @@ def draw_sheet(rows: Sequence[Row], title: str):
         sheet = figures.draw_boxes(image, corners(truths, image, size), colors=[figures.HIT], width=5, least=448)
         names = [box.label for box in found]
         drawn.append(figures.draw_boxes(sheet, corners(found, sheet, size), names, colors=[figures.SERIES[1]]))
-        pairs = ([[b for b in boxes if b.label == name] for boxes in (truths, found)] for name in {*names})
+        pairs = (([t for t in truths if t.label == name], [f for f in found if f.label == name]) for name in {*names})
         matched = sum(int(match(*pair).hit[0].sum()) for pair in pairs)
         hits.append(matched == len(truths) == len(found))
         captions.append(f"{row.question.prefix}: {matched} of {len(truths)}, {len(found)} found")

@@ -24,7 +24,7 @@ SERIES = ((0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167), (86, 180,
 HIT, MISS = SERIES[2], SERIES[1]
 ACCURACIES = ((255, 247, 200), (102, 190, 186), (18, 78, 138))  # 0, 1/2 and 1: ever darker, also without color
 
-Color = tuple[int, int, int]
+Color = tuple[int, ...]
 Point = tuple[float, float]
 
 
@@ -68,7 +68,8 @@ class Canvas:
 
     def text(self, x: float, y: float, text: str, size: float = 12, color: Color = INK, anchor: str = "lm") -> None:
         """Text at (x, y); `anchor` is Pillow's: l, m or r, then a(scender), m or d(escender)."""
-        self.draw.text(self._px(x, y), printable(text), color, _font(*self._px(size)), anchor)
+        x, y = self._px(x, y)
+        self.draw.text((x, y), printable(text), color, _font(*self._px(size)), anchor)
 
     def upright(self, x: float, y: float, text: str, size: float = 12) -> None:
         """Text centered at (x, y), turned by 90 degrees to read upward."""

@@ -270,7 +270,7 @@ def asks_of(trials: Sequence[Trial], protocol: str, kind: str = "") -> list[Ques
     return questions
 
 
-def respond(test: NeedleTest, answers: Sequence[str | None], protocol: str) -> str | None:
+def respond(test: NeedleTest, answers: Sequence, protocol: str) -> str | None:
     """MMNeedle's response from the answers to `asks_of`; None if one is missing. An answer that is not exactly one of
     its words says that the needle is absent."""
     if protocol == "official" or None in answers:
@@ -284,7 +284,7 @@ def respond(test: NeedleTest, answers: Sequence[str | None], protocol: str) -> s
     return "; ".join(places)
 
 
-def rows_of(questions: Sequence[Question], answers: Sequence[str | None], protocol: str) -> list[Row]:
+def rows_of(questions: Sequence[Question], answers: Sequence, protocol: str) -> list[Row]:
     """The row of each test, from the answers to `asks_of`; its record has them as "said"."""
     rows, pairs = [], zip(questions, answers, strict=True)
     for _, group in groupby(pairs, key=lambda pair: id(pair[0].truth)):
@@ -318,7 +318,7 @@ def draw_sheet(rows: Sequence[Row], title: str) -> Image.Image:
         here = [(row, col, caption) for (at, row, col), caption in needles if at == index]
         boxes = [(col * size, row * size, (col + 1) * size, (row + 1) * size) for row, col, _ in here]
         picture = load_image(question.images()[index]).resize((512, 512))
-        labels = [caption for *_, caption in here] if len(test.places) > 1 else None
+        labels = [caption for *_, caption in here] if len(test.places) > 1 else ()
         pictures.append(draw_boxes(picture, boxes, labels, width=4))
         captions.append(f"said {', '.join(record['said'])} | {' | '.join(test.captions)}")
     return contact_sheet(pictures, captions, [True] * len(hits) + [False] * len(misses), title=title)

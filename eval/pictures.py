@@ -122,7 +122,7 @@ class Scene:
 
     squares: tuple[str, ...]
     objects: tuple[Placed, ...]
-    ground: tuple[tuple[int, int, int], ...]
+    ground: tuple[tuple[int, ...], ...]
 
     def render(self) -> np.ndarray:
         """The picture (112, 112, 3) uint8, RGB. Integer arithmetic only: it is the same on every machine."""

@@ -5,7 +5,6 @@ In: a task's name, a split and an index. Out: a `Sample` (picture, prefix, suffi
 them; `train/` learns from them. `eval/pictures.py` draws the pictures.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache, partial
@@ -130,7 +129,9 @@ def facts(squares: tuple[str, ...]) -> dict[str, list[tuple[str, str, str]]]:
         "category": [("yes" if names else "no", category, "") for category, names in members.items()],
         "position": [("yes" if other == place else "no", name, other) for place, name, _ in where for other in PLACES],
         "count": [(str(there[name]), name, "") for name in NAMES],
-        "count category": [(str(sum(map(there.get, names))), category, "") for category, names in members.items()],
+        "count category": [
+            (str(sum(map(there.__getitem__, names))), category, "") for category, names in members.items()
+        ],
         "total": [(str(sum(there.values())), "", "")],
         "where": where,
         "what": [(names[0], "", place) for place, names in held.items() if len(names) == 1],
@@ -244,7 +245,7 @@ def layout_of(kind: str) -> tuple[int, int, int]:
     object in the needle's and in 7 others. 3×3 fill the picture's upper left."""
     if kind in NEEDLES:
         return NEEDLES[kind]
-    n, distractors = map(int, re.fullmatch(r"n([234])d(\d{1,2})", kind).groups())
+    n, distractors = map(int, kind[1:].split("d"))
     return n, 1, distractors
 
 

@@ -25,9 +25,9 @@ from model.images import load_image
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
     """The questions that the flags name, not yet asked. Raises UserError."""
-    if (args.data is None) == (args.image is None or args.prompt is None):
+    if bool(args.data) == bool(args.image and args.prompt):
         raise UserError("give --image and --prompt, or --data with examples and their answers")
-    if args.data is None:
+    if not args.data:
         return [Case(load_image(args.image), args.prompt)]
     if args.data == "embedded":
         samples = [scenes.vqa_picture("test", n)[n % len(scenes.QUESTIONS)] for n in range(args.limit)]

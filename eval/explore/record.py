@@ -84,7 +84,7 @@ def answer(model: PaliGemma, processor: Processor, image: Image.Image, prompt: s
     ids = torch.cat((batch.input_ids[0], new)).tolist()
     slots = np.array(ids) == processor.config.image_token_id
     words = {int(number): spell_token(processor, ids[number]) for number in np.flatnonzero(~slots)}
-    return Said(batch, new, processor.decode(new), words, slots[:-1])
+    return Said(batch, new, processor.decode(new.tolist()), words, slots[:-1])
 
 
 def spell_token(processor: Processor, id_: int) -> str:
