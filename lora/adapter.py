@@ -1,9 +1,9 @@
 """LoRA: injected into a model by path, merged, switched off, and exchanged with PEFT as files.
 
-In: a model, plain or grafted. Out: the same model with `LoRALinear` in place of the matched layers and only the adapter
-trainable; on disk PEFT's adapter_config.json and adapter_model.safetensors. PEFT ignores what is added for this
-project: parameters of grafts as `differential.…` beside the LoRA tensors, the calls that repeat the grafts and the
-prompt under keys of the config, and the fingerprint of the base in the metadata of the tensor file.
+The matched layers become `LoRALinear`, and only the adapter is trainable. On disk are PEFT's adapter_config.json and
+adapter_model.safetensors. PEFT ignores what is added for this project: parameters of grafts as `differential.…` beside
+the LoRA tensors, the calls that repeat the grafts and the prompt under keys of the config, and the fingerprint of the
+base in the metadata of the tensor file.
 """
 
 import contextlib
@@ -41,10 +41,7 @@ _OTHERS = """target_modules exclude_modules layers_to_transform layers_pattern r
 
 class LoRALinear(nn.Module):
     """W x + (alpha / r)·B·A·dropout(x) (Hu et al. 2021, Eq. 3), x (…, in_features). `base_layer`, PEFT's name, holds W.
-
-    Differential attention with two branches does not call this layer: it calls `base_layer` once and adds `lora`, and
-    its second update, itself.
-    """
+    Differential attention with two branches calls `base_layer` once and adds `lora`, and its second update, itself."""
 
     def __init__(self, base_layer: nn.Linear, r: int, alpha: float, dropout: float = 0.0):
         super().__init__()
@@ -64,10 +61,8 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Add the update to the weight: summed in fp32 (fp64 for an fp64 base), rounded once to the weight's dtype.
-
-        (W + Δ) − Δ is not W in floating point, so W itself is kept in main memory.
-        """
+        """Add the update to the weight: summed in fp32 (fp64 for an fp64 base), rounded once to the weight's dtype. W
+        itself is kept in main memory: (W + Δ) − Δ is not W in floating point."""
         if not self.merged:
             weight = self.base_layer.weight
             exact = torch.promote_types(weight.dtype, torch.float32)
@@ -115,8 +110,8 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def inject(model: Adaptable, targets: str | list[str], r: int, alpha: float, dropout: float = 0.0) -> list[str]:
     """Put LoRA of rank `r`, scaled by alpha / r, on every linear layer that `targets` names; return their paths.
 
-    `targets`: see `matching`; a list like ["q_proj"] reaches the vision tower too. Afterwards only the adapter is
-    trainable: LoRA and all parameters of grafts. Raises UserError if no layer matches, or for values out of range.
+    `targets`: see `matching`; a list like ["q_proj"] reaches the vision tower too. Afterwards only LoRA and parameters
+    of grafts are trainable. Raises UserError if no layer matches, or for values out of range.
     """
     layers = free_layers(model)
     try:
@@ -180,11 +175,8 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
 
 def quantize(model: Adaptable, kind: str = "int8", head: bool = False) -> None:
-    """Turn every frozen linear layer of `model` into that of `lora.quantize.KINDS`, in place.
-
-    Frozen means `requires_grad` is off. Norms and trained parameters are unchanged; embedding and head, too, without
-    `head`. `load` quantizes the adapter's base in the same way. Raises UserError as `replaceable`, and for merged LoRA.
-    """
+    """Turn every frozen linear layer of `model` into that of `lora.quantize.KINDS`, in place; embedding and head only
+    with `head`. `load` quantizes its base in the same way. Raises UserError as `replaceable`, and for merged LoRA."""
     layers, trained = replaceable(model, kind, head), set(adapter_parameters(model).values())
     if any(layer.merged for layer in lora_layers(model).values()):
         raise UserError(f"LoRA is merged into the weights that are to be quantized to {kind}: unmerge it first")
@@ -261,8 +253,7 @@ def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[s
     """Put the adapter in `folder`, ours or PEFT's, on a plain `model`; return the paths that carry LoRA.
 
     Grafts are repeated first, and the base is quantized as in training. `force` skips the comparison of the base.
-    Raises UserError: no such files, a feature beyond plain LoRA, another base, a model that has an adapter already, or
-    tensors that do not fit. The model must then not be used any more.
+    Raises UserError for another base, and whatever does not fit; the model must then not be used any more.
     """
     folder = Path(folder)
     if adapter_parameters(model):

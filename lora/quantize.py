@@ -1,8 +1,7 @@
 """Weights in 8 or 4 bits: a half to an eighth of their memory, read faster in decoding, with LoRA trained around them.
 
-In: a linear layer, or the rows of its weight one piece after the other. Out: a layer of KINDS, which computes with
-weights that are put back for each product. `lora.adapter.quantize` replaces the frozen layers of a model, as
-`train.finetune --quantize nf4` does; `weights.load.load_model` all layers, while it reads them.
+A layer of KINDS computes with weights that are put back for each product. `lora.adapter.quantize` replaces the frozen
+layers of a model, as `train.finetune --quantize nf4` does; `weights.load.load_model` all layers, while it reads them.
 
 On a CPU, products of few rows of bf16, as in decoding, are PyTorch's own, which read the few bits only; larger ones put
 the weights back a block at a time. On a GPU all of them do so for a whole layer.
@@ -117,11 +116,8 @@ class _Product(torch.autograd.Function):
 
 
 class Int8Linear(QuantizedLinear):
-    """W = scale · weight: 8 bits of weight, −127 … 127, and one scale for each output channel (row).
-
-    The scale is the row's largest value / 127, rounded to bf16, so that it is the same in every dtype that a product is
-    computed in. W differs from the original by at most half a scale.
-    """
+    """W = scale · weight: 8 bits of weight, −127 … 127, and one scale for each output channel (row): its largest value
+    / 127, rounded to bf16, so that it is the same in every dtype of a product."""
 
     kind = "int8"
     scale: torch.Tensor

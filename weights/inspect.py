@@ -17,7 +17,7 @@ PARTS = {"vision": "vision_tower.", "projector": "multi_modal_projector.", "embe
 
 def describe(checkpoint: Checkpoint) -> str:
     """A short page. A stored head is a second copy of the embedding and counts once."""
-    entries, vision = checkpoint.entries, getattr(checkpoint.config, "vision", None)
+    entries, vision = checkpoint.entries, getattr(checkpoint.model.config, "vision", None)
     sizes: dict[str, int] = dict.fromkeys((*PARTS, "decoder"), 0)
     for ours, size in {ours: prod(entries[name].shape) for name, ours in checkpoint.names.items()}.items():
         sizes[next((part for part, prefix in PARTS.items() if ours.startswith(prefix)), "decoder")] += size

@@ -70,8 +70,7 @@ class Checkpoint:
 
     folder: Path
     entries: dict[str, Entry]  # by the name in the file
-    config: Any  # that `kind_of` knows
-    model: Any  # of that configuration, on the meta device
+    model: Any  # of its configuration, on the meta device
     dialect: str  # of `weights.mapping`
     names: dict[str, str]  # {the file's name: ours}
     problems: list[str]  # each tensor that does not fit
@@ -101,8 +100,8 @@ def find_files(folder: Path) -> list[Path]:
             return [folder / Path(file).name for file in sorted(set(read_json(index)["weight_map"].values()))]
     if len(arrays := sorted(folder.glob("*.npz"))) == 1:
         return arrays
-    problem = f"holds neither {SINGLE_FILE} nor {INDEX_FILE} nor one .npz"
-    raise UserError(f"{folder}: {problem}: give a model's own folder, not an adapter, a run or pickles")
+    remedy = "give a model's own folder, not an adapter, a run or pickles"
+    raise UserError(f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE} nor one .npz: {remedy}")
 
 
 def read_headers(file: Path) -> dict[str, Entry]:
@@ -152,7 +151,7 @@ def compare(folder: Path, entries: dict[str, Entry], config: Any) -> Checkpoint:
         fits = entry.shape == shape or is_padded and 0 <= shape[0] - entry.shape[0] <= MAX_PADDING
         if not fits or entry.dtype not in STORED_DTYPES:
             problems.append(f"{shown(name)} is {entry.dtype} {entry.shape}, expected floats {shape}")
-    return Checkpoint(folder, entries, config, model, dialect, names, problems)
+    return Checkpoint(folder, entries, model, dialect, names, problems)
 
 
 def read_model(

@@ -109,8 +109,10 @@ def test_layout_by_hand(processor):
     prompt, answer = [2, *encode("caption en\n")], [*encode("a cow"), 1]
     assert batch.input_ids[1].tolist() == [0] * TOKENS + prompt + answer  # text alone, padded before bos
     assert batch.token_type_ids[0].tolist() == [0] * (TOKENS + len(prompt)) + [1] * len(answer)
-    marked = processor.row_of(2, [("one <image> two\n<image>", "a cow"), ("caption en", None)])[0]
-    assert marked == [config.image_token_id] * 2 * TOKENS + [2, *encode("one two\n"), *answer, *encode("caption en\n")]
+    ids, types, learned = processor.row_of(2, [("one <image> two\n<image>", "a cow"), ("caption en", None)])
+    first, later = [config.image_token_id] * 2 * TOKENS + [2, *encode("one two\n")], encode("caption en\n")
+    assert ids == first + answer + later and types == [0] * len(first) + [1] * len(answer + later)
+    assert learned == [0] * len(first) + [1] * len(answer) + [0] * len(later)
 
 
 def test_random_text_encodes_as_transformers_does(processor, hf):

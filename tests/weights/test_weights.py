@@ -5,7 +5,7 @@ import pickle
 import re
 from fnmatch import fnmatch
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -334,17 +334,13 @@ def test_files_that_are_not_there_or_pickles_are_refused(hf1, tmp_path, monkeypa
 
 def test_only_what_is_needed_is_fetched(hf1, tmp_path, monkeypatch):
     """Breaks when a hub id fetches pickles or other gigabytes that are never opened, or another revision."""
-    folder = save(tmp_path, hf1, tensors_of(hf1))
-
-    def snapshot_download(repo_id, revision, allow_patterns):
-        assert (repo_id, revision) == ("google/paligemma-3b-pt-224", "float16")
-        files = SINGLE_FILE, INDEX_FILE, SHARD2, "config.json", "pytorch_model.bin", "consolidated.safetensors"
-        fetched = [file for file in files if any(fnmatch(file, pattern) for pattern in allow_patterns)]
-        assert fetched == [SINGLE_FILE, INDEX_FILE, SHARD2, "config.json"]
-        return str(folder)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    download = Mock(return_value=str(save(tmp_path, hf1, tensors_of(hf1))))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert_same(load_model("google/paligemma-3b-pt-224", revision="float16"), hf1)
+    patterns = download.call_args.kwargs.pop("allow_patterns")
+    assert download.call_args == call("google/paligemma-3b-pt-224", revision="float16")
+    files = SINGLE_FILE, INDEX_FILE, SHARD2, "config.json", "pytorch_model.bin", "consolidated.safetensors"
+    assert [any(fnmatch(file, pattern) for pattern in patterns) for file in files] == [True] * 4 + [False] * 2
 
 
 @pytest.mark.long
