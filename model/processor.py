@@ -154,7 +154,8 @@ class Processor:
         elsewhere, the batch has no pixels, and its image_index counts the slots. Raises UserError, naming the file.
         """
         slots = sum(ids.count(self.config.image_token_id) for ids, *_ in rows) // self.config.num_image_tokens
-        assert pictures is None or len(pictures) == slots  # a model on a GPU does not count them
+        if pictures is not None and len(pictures) != slots:  # a model on a GPU does not count them
+            raise UserError(f"{len(pictures)} pictures for {slots} image slots: give each slot a picture")
         keys = [os.fspath(p) if isinstance(p, str | os.PathLike) else id(p) for p in pictures or ()]
         distinct = dict(zip(keys, pictures or (), strict=True))
         index = list(range(slots)) if pictures is None else [list(distinct).index(key) for key in keys]

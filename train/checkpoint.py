@@ -185,10 +185,10 @@ def load_checkpoint(run: Path, progress: Progress, model: nn.Module, optimizer: 
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
-def file_digest(path: Path) -> str:
-    """Size and SHA-256 of a file; of one above 256 MiB, of 1,024 evenly spaced blocks of 256 KiB."""
+def file_digest(path: Path, most: int = 1024) -> str:
+    """Size and SHA-256 of a file; of one of more than `most` blocks of 256 KiB, of so many evenly spaced ones."""
     size, digest = path.stat().st_size, hashlib.sha256()
-    count = min(1024, -(-size // BLOCK))
+    count = min(most, -(-size // BLOCK))
     with path.open("rb") as file:
         for number in range(count):
             file.seek(number * max(0, size - BLOCK) // max(1, count - 1))

@@ -73,7 +73,7 @@ def zero_base():
 
 CHANGES = {
     "records": lambda: edit("data.jsonl", "picture 3", "picture 4"),
-    "pictures": lambda: Image.new("RGB", (9, 8), (140, 0, 0)).save("3.bmp"),
+    "pictures": lambda: Image.new("RGB", (8, 8), (140, 0, 0)).save("3.bmp"),  # of the same size in bytes
     "base": zero_base,
     "--lr": lambda: edit("run/config.json", '"lr": 0.0015', '"lr": 0.5'),
 }
