@@ -1,16 +1,14 @@
 """The paper's experiment in one command: its parts, its choice, its data, and its tables beside those published."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from model.common import UserError
-from tests.files import write_captions, write_mmneedle, write_vqav2
+from tests.files import write_mmneedle, write_vqav2
 from train.settings import RECIPES
-from train.studies.measures import coco_needles
 from train.studies.paper import PART_2, VQA_SCORES, main, on_share, read_models
 
 SMALL = "--samples 20 --vqa-limit 12 --needle-limit 6 --device cpu --jobs 1".split()
@@ -38,15 +36,13 @@ def test_the_plan_in_miniature(tmp_path):
     cells = run(tmp_path, *SMALL)
     assert cells.keys() == {"baseline", *VQA_SCORES, *PART_2}
     assert {steps(cells[name][0]) for name in VQA_SCORES} == {2}  # 8 of 20 samples, four rows a step
-    report = (tmp_path / "comparison.md").read_text()
     for row, candidates in PART_2.items():
         folder, cell = cells[row]
         best = max(candidates, key=lambda name: vqa(cells[name][1]))
         assert cell["facts"]["chosen"] == best and steps(folder) == 5
         assert cell["facts"]["parameters"] == cells[best][1]["facts"]["parameters"]
-    table_1, table_2 = (
-        next(line.split() for line in report.splitlines() if text in line) for text in ("53.21", "28.75")
-    )
+    lines = (tmp_path / "comparison.md").read_text().splitlines()
+    table_1, table_2 = (next(line.split() for line in lines if text in line) for text in ("53.21", "28.75"))
     assert table_1[-4:-1] == ["53.21", "|", f"{vqa(cells['paper-1'][1]):.2f}"]
     assert f"{100 * np.mean(cells['baseline'][1]['scores']['test']['needle']):.2f}" in table_2
     times = {file: file.stat().st_mtime for file in tmp_path.glob("cells/*/*")}
@@ -87,21 +83,6 @@ def test_a_flag_overrides_a_recipe(tmp_path):
         recipe = RECIPES[name] | {"diff_in": "decoder", "fraction": 1.0}
         assert {field: getattr(own, field) for field in recipe} == recipe
         assert (on_share(own).fraction, on_share(own).samples) == (0.4, 20)
-
-
-def test_needles_are_drawn_from_cocos_own_captions(tmp_path):
-    """Breaks when COCO's captions_val2014.json is not read, a needle has the caption of another picture, or a picture
-    that is not there, or has no caption, is stitched in."""
-    coco = write_mmneedle(tmp_path / "coco")
-    names = sorted(path.name for path in (coco / "val2014").iterdir())
-    captions = write_captions(coco / "captions_val2014.json", [*names[:10], "COCO_val2014_000000000099.jpg"])
-    tests = [trial.test for trial in coco_needles(8, str(coco), str(captions))[1]]
-    assert Counter(test.places[0][1:] for test in tests) == dict.fromkeys(((0, 0), (0, 1), (1, 0), (1, 1)), 2)
-    for test in tests:
-        (row, column), (target,), (grid,) = test.places[0][1:], test.targets, test.haystack
-        number = int(target.rpartition("_")[2].removesuffix(".jpg"))
-        assert test.captions == (f"Caption 2 of {number}. ",) and grid[2 * row + column] == target  # the last one
-        assert {Path(name).name for name in grid} <= set(names[:10]) and len(set(grid)) == 4
 
 
 @pytest.mark.parametrize("flags", ["--fraction 0.1", "--coco C", "--from paper-1=/nowhere"])

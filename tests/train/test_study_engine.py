@@ -17,7 +17,6 @@ from model.common import UserError
 from tests.runs import read_cells
 from train.loop import Diverged
 from train.studies import cells, engine, report, rules
-from train.studies.cells import Job
 from train.studies.engine import MEAN, Study, StudyOptions
 from train.studies.rules import Measure
 
@@ -30,7 +29,7 @@ MEASURES = {
 POOLED, SIZED = "the mean of all plain rows", "plain"
 
 
-def make(job, folder, *needed):
+def make(job, folder):
     """Scores that are drawn: "better" is 30 points above "plain", and 0.02 is the best rate."""
     time.sleep(dict(job.changes).get("sleep", 0))
     level, scores = 0.5 + 0.3 * (job.row == "better") - abs(np.log2(job.rate / 0.02)) / 20, {}
@@ -39,7 +38,7 @@ def make(job, folder, *needed):
         first, loss = (draw.random(40) < level).astype(float), 1 - level + draw.random(40)
         perfect = [float(split == "validation" or level > 0.7)] * 40
         scores[split] = {"first": first.tolist(), "loss": loss.tolist(), "perfect": perfect}
-    return {"scores": scores, "facts": {"seconds": 2.0 + (job.row == "better"), "needed": [str(f) for f in needed]}}
+    return {"scores": scores, "facts": {"seconds": 2.0 + (job.row == "better")}}
 
 
 def study(**changes) -> Study:
@@ -82,11 +81,9 @@ def test_the_tables_can_be_computed_from_the_csv(done):
     assert len(lines) == (4 * 5 + 3 * 3 * 2) * (3 + 4)  # rungs of a measure on test; three more rows of three seeds
     gaps = []
     for seed in range(5):
-        of_row = {row: [] for row in done.rates}
-        for line in lines:
-            if (line.seed, line.measure, line.split, line.rate) == (seed, "first", "test", 0.02):
-                of_row[line.row].append(line)
-        mean = {row: 100 * sum(of.right for of in rungs) / sum(of.n for of in rungs) for row, rungs in of_row.items()}
+        place = (seed, "first", "test", 0.02)
+        of_seed = [line for line in lines if (line.seed, line.measure, line.split, line.rate) == place]
+        mean = {row: 100 * sum(line.right for line in of_seed if line.row == row) / 40 for row in done.rates}
         gaps.append(mean["better"] - (mean["plain"] + mean["plain too"]) / 2)
     gap = done.tables[POOLED]["better", "first"]
     assert gap["mean"] == pytest.approx(np.mean(gaps), abs=1e-12)
@@ -134,20 +131,10 @@ def test_rates_are_chosen_in_the_unit_of_the_score(tmp_path):
     """Breaks when rates that differ by 0.05 nats are equally good, a single rate is searched for, or 0 is one."""
     made = run(tmp_path, main="loss", rates=(0.005, 0.01, 0.02, 0.04), seeds=3)
     assert set(made.rates.values()) == {0.02} and max(made.tried["better"].values()) < 0
-    made.lock.close()
-    assert set(run(tmp_path, rates=(0.01,), seeds=3).rates.values()) == {0.01}
+    assert set(run(tmp_path / "one", rates=(0.01,), seeds=3).rates.values()) == {0.01}
     for rates in ((1e-3, 0.0), (float("nan"),), (-1.0,)):
         with pytest.raises(UserError, match="--rates"):
-            run(tmp_path / "never", rates=rates)
-    assert not (tmp_path / "never").exists()
-
-
-def test_stages_are_shared_and_come_first(tmp_path):
-    """Breaks when a stage is trained twice, or a cell is not told where it is."""
-    made = run(tmp_path, needs=lambda job: [] if job.row == "stage" else [Job("stage", (), 1.0, job.seed)], seeds=2)
-    folders = {row: [cell["facts"]["needed"] for cell in cells] for row, cells in made.cells.items()}
-    assert folders["plain"] == folders["better"] and len({str(f) for f in folders["plain"]}) == 2
-    assert all((Path(folder) / "cell.json").exists() for (folder,) in folders["plain"])
+            run(tmp_path, rates=rates)
 
 
 @pytest.mark.long

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.qmamba import QMamba
 from tests.files import write_vqav2
 from train.settings import parse
 from train.studies import qmamba
@@ -15,38 +14,29 @@ from train.studies.qmamba import ROWS, needs, open_row
 from weights.export import export_model
 from weights.load import load_model
 
-SMALL = ["--option", "hidden_size=16", "--option", "num_blocks=1", "--device", "cpu"]
-
-
-def first() -> tuple:
-    return parse(["--arch", "qmamba", "--stage", "1", *SMALL])[0]
-
-
-def parts_of(model: QMamba) -> dict[str, torch.Tensor]:
-    return {name: part for name, part in model.state_dict().items() if not name.startswith("vision_tower.")}
+SMALL = "--option hidden_size=16 --option num_blocks=1 --device cpu".split()
+FIRST = parse(["--arch", "qmamba", "--stage", "1", *SMALL])[0]
 
 
 def test_rows_differ_in_what_they_name_alone():
     """Breaks when a row starts from other weights than the row beside it, beyond its change."""
     names = ("from scratch", "global", "half the queries", "all queries", "connector")
-    models = {name: open_row(first(), ROWS[name], 3) for name in names}
-    scratch = parts_of(models["from scratch"])
+    models = {name: open_row(FIRST, ROWS[name], 3) for name in names}
+    scratch, queries = models["from scratch"].state_dict(), "multi_modal_projector.queries"
     for name, model in models.items():
-        for key, value in parts_of(model).items():
-            if key != "multi_modal_projector.queries" or name == "global":
-                assert torch.equal(value, scratch[key]), (name, key)
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, scratch[key]) or key == queries and name != "global", (name, key)
     projectors = {name: model.config.projector for name, model in models.items()}
     assert [projectors[name].queries for name in names[1:4]] == [8, 4, 16]  # of 16 features
     assert projectors["from scratch"].local_attention and not projectors["global"].local_attention
-    other = parts_of(open_row(first(), ROWS["from scratch"], 4))
-    assert not torch.equal(other["multi_modal_projector.queries"], scratch["multi_modal_projector.queries"])
+    assert not torch.equal(open_row(FIRST, ROWS["from scratch"], 4).state_dict()[queries], scratch[queries])
 
 
 def test_a_trained_connector_is_the_one_that_was_trained(tmp_path):
     """Breaks when Table 3 compares two connectors from scratch, or takes over more than the connector."""
-    donor = open_row(first(), ROWS["connector"], 9)
+    donor = open_row(FIRST, ROWS["connector"], 9)
     export_model(donor, tmp_path / "model")
-    model, scratch = (open_row(first(), ROWS[name], 0, tmp_path) for name in ("local", "from scratch"))
+    model, scratch = (open_row(FIRST, ROWS[name], 0, tmp_path) for name in ("local", "from scratch"))
     taken = ("vision_proj.", "vision_norm.", "connector.")
     for name, parameter in model.multi_modal_projector.state_dict().items():
         source = donor if name.startswith(taken) else scratch
@@ -64,8 +54,8 @@ def test_rows_need_the_models_that_they_start_from():
 
 def study_folder(out: Path, *flags: str) -> dict[str, Path]:
     """Run a study of one seed; the folders of its cells by row."""
-    small = ["--steps", "1", "--batch-size", "4", "--step-batch", "4", "--seeds", "1", "--rates", "1", "--jobs", "1"]
-    qmamba.main([*SMALL, *small, "--limit", "4", "--out", str(out), *flags])
+    small = "--steps 1 --batch-size 4 --step-batch 4 --seeds 1 --rates 1 --jobs 1 --limit 4".split()
+    qmamba.main([*SMALL, *small, "--out", str(out), *flags])
     return {json.loads(file.read_text())["row"]: file.parent for file in out.glob("cells/*/cell.json")}
 
 
@@ -76,12 +66,10 @@ def test_the_study_from_end_to_end_and_again(tmp_path):
     made = {file: file.stat().st_mtime_ns for file in tmp_path.glob("cells/*/*.json")}
     assert set(cells) == {*ROWS}
     models = {row: load_model(folder / "model") for row, folder in cells.items() if not ROWS[row].order}
-    queries = {
-        8: ("local", "global", "from scratch"),
-        16: ("all queries", "connector", "linear"),
-        4: ("half the queries",),
-    }
-    assert all(models[row].config.num_image_tokens == number for number, rows in queries.items() for row in rows)
+    queries = {row: model.config.num_image_tokens for row, model in models.items()}
+    assert queries == {"local": 8, "global": 8, "from scratch": 8, "half the queries": 4} | dict.fromkeys(
+        ("all queries", "connector", "linear"), 16
+    )
     projector = models["all queries"].multi_modal_projector
     features, read = torch.randn(1, 16, 128, generator=torch.Generator().manual_seed(0)), set()
     for projector.connector.order in ("bidirectional", "forward", "backward"):

@@ -4,12 +4,10 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 from eval.text.corpus import kept_corpus
 from eval.text.measures import Scores, chance, examples, nll, recall
 from model.common import UserError
-from model.language import new_model
 from tests.runs import read_cells
 from train.studies.text import equal_loss, hardest, main, window_losses
 from weights.load import load_model
@@ -41,9 +39,6 @@ def test_the_study_runs_end_to_end_and_each_cell_once(text_folder, tmp_path, cap
     tried = summary["rates"]["differential, nano"]["tried"]["0.001"]
     validation = [line.right / line.n for line in lines if (line.split, line.measure) == ("validation", "loss")]
     assert tried == pytest.approx(-np.mean(validation)) and len(validation) == 2
-    assert cells[folder]["scores"]["validation"]["loss"] == pytest.approx(
-        window_losses(nll(model, corpus, 128, 5, "validation")["nll"])
-    )
     cell = cells[folder]["scores"]["test"]
     assert cell["recall"] == hardest(recall(model, corpus, 128, 5)["recall"]) and len(cell["recall"]) == 5
     assert cell["order"] == [1 - margin for margin in hardest(examples(model, corpus, 128, 5)["examples-margin"])]
@@ -55,25 +50,13 @@ def test_the_study_runs_end_to_end_and_each_cell_once(text_folder, tmp_path, cap
     assert [file.name for file, then in times.items() if file.stat().st_mtime != then] == ["comparison.json"]
 
 
-@pytest.mark.parametrize("preset", ["nano", "0.2m"])
-def test_a_pair_starts_with_the_same_weights(preset):
-    """Breaks when a pair differs in more than its attention: any weight that both kinds have is equal to the bit."""
-    plain, ours = (new_model(preset, differential, seed=3).state_dict() for differential in (False, True))
-    only = {name.rpartition(".")[2] if "lambda" in name else name.split(".")[-2] for name in ours.keys() - plain.keys()}
-    assert only == {"lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln"} and plain.keys() < ours.keys()
-    assert all(torch.equal(value, ours[name]) for name, value in plain.items())
-
-
-def test_the_loss_is_that_of_a_token():
-    """Breaks when the few tokens with little context weigh as much as all others."""
+def test_the_loss_is_that_of_a_token_and_a_task_is_asked_at_its_largest_number():
+    """Breaks when the few tokens with little context weigh as much as all others, tests that plain attention solves
+    dilute a difference, or guessing is that of another number."""
     values = [1.0] * 5 + [2.0] * 5
     values[0], values[5] = 2.0, 5.0  # of 16 in 256 tokens, in two windows
     panel = Scores([16, 32, 64, 128, 256] * 2, ["a"] * 5 + ["b"] * 5, values)
     assert window_losses(panel) == [1 + 1 / 16, 2 + 3 / 16]
-
-
-def test_a_task_is_asked_at_its_largest_number():
-    """Breaks when tests that plain attention solves dilute a difference, or guessing is that of another number."""
     assert hardest(Scores([4, 64, 4, 64], list("abcd"), [1.0, 0.0, 1.0, 0.5])) == [0.0, 0.5]
     assert chance("needle", 64) == pytest.approx(1 / 64 + 63 / 64 / 8)
 
@@ -90,14 +73,12 @@ def test_a_task_is_asked_at_its_largest_number():
 )
 def test_a_share_for_equal_loss_needs_losses_that_support_it(gap, falls, words):
     """Breaks when a gap is turned into another share, or into one where size does not matter or beyond all sizes."""
-    plain = np.array(
-        [np.array([[5.0, 3.0], [5.0, 3.0]]) - falls * step for step in (2, 1, 0)]
-    )  # two seeds, two windows
+    plain = np.array([[[5.0, 3.0]] * 2] * 3) - falls * np.array([2, 1, 0])[:, None, None]  # two seeds, two windows
     assert words in equal_loss([4e6, 2e6, 1e6], np.stack([plain, plain + gap], axis=1), ["a", "b"])
 
 
-@pytest.mark.parametrize("more", [("--length", "8"), ("--text", "/nowhere"), ("--seed", "2")])
+@pytest.mark.parametrize("more", ["--length 8", "--text /nowhere", "--seed 2"])
 def test_mistakes_are_told_in_a_line(text_folder, tmp_path, more):
     """Breaks when a wrong flag costs a run or ends in a traceback."""
-    with pytest.raises(UserError, match=more[0]):
-        run(text_folder, tmp_path, *more)
+    with pytest.raises(UserError, match=more.split()[0]):
+        run(text_folder, tmp_path, *more.split())

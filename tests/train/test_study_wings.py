@@ -34,8 +34,8 @@ def read(task: str, prefix: str) -> str:
 
 
 @pytest.mark.parametrize("task", sentences.TASKS)
-def test_sentences_have_one_right_answer(task, processor):
-    """Breaks when an answer is wrong, a word is no piece of the tokenizer, or a test prompt was learned."""
+def test_sentences_have_one_right_answer(task):
+    """Breaks when an answer is wrong, or a test prompt was learned."""
     drawn = {split: [sentences.sentence(task, split, i) for i in range(300)] for split in ("train", "test")}
     for s in drawn["train"] + drawn["test"]:
         assert s.suffix == read(task, s.prefix), s
@@ -43,8 +43,6 @@ def test_sentences_have_one_right_answer(task, processor):
     if task not in sentences.BY_HEART:
         assert not prompts["train"] & prompts["test"] and len(prompts["test"]) > 290
         assert Counter(s.suffix for s in drawn["test"]).most_common(1)[0][1] < 15  # no answer can be guessed
-    pieces = processor.tokenizer.encode(drawn["train"][0].prefix, out_type=str)
-    assert len(pieces) <= len(drawn["train"][0].prefix.split()) + 6  # words are pieces, not letters
 
 
 def test_the_share_of_named_objects():

@@ -52,8 +52,6 @@ HEAD = "work, ours, transformers, time ÷, our peak, transformers, our weights, 
 
 @dataclass(frozen=True)
 class Options:
-    """The flags."""
-
     sections: tuple[str, ...] = flag(tuple(SECTIONS), "(default: all)", choices=[*SECTIONS], nargs="+")
     base: str = flag("mini", "a preset (random weights), a folder, a hub id or embedded")
     device: str = flag("cpu", "cpu, cuda, auto")
@@ -89,9 +87,7 @@ class Process(subprocess.Popen):
 @dataclass
 class Row:
     """One work, done by both sides once in each round. Pairs are (ours, peer): seconds by round, bytes of the peaks.
-
-    quantize: the kind of our weights. same: how many numbers of both sides are equal, and of how many.
-    """
+    quantize: the kind of our weights. same: how many numbers of both sides agree, within 1e-4, and of how many."""
 
     work: str
     batch: int
@@ -102,10 +98,8 @@ class Row:
     same: tuple[int, int] = (0, 0)
 
     def ratio(self) -> tuple[float, float, float]:
-        """Median of ours ÷ peer, and the order statistics that enclose the true one in 95 % of cases.
-
-        They assume no distribution. Fewer than six rounds have no such pair: the smallest and the largest stand there.
-        """
+        """Median of ours ÷ peer, and the order statistics that enclose the true one in 95 % of cases; of fewer than six
+        rounds the smallest and the largest."""
         ratios, n = sorted(ours / peer for ours, peer in self.seconds), len(self.seconds)
         cuts = [k for k in range(n // 2) if sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n]
         cut = max(cuts, default=0)
@@ -118,10 +112,7 @@ class Row:
         return [title, *times, interval_text(self.ratio()), *sizes, "{} of {}".format(*self.same)]
 
     def measure(self, settings: dict, rounds: int) -> None:
-        """Add `rounds`, in two new processes. A round before them warms up; of a first forward pass there is none.
-
-        Tokens and texts of both sides are equal if they are the same, losses and logits within 1e-4.
-        """
+        """Add `rounds`, in two new processes. A round before them warms up; of a first forward pass there is none."""
         is_load = self.work == "load"
         with Process("ours") as ours, Process("peer") as peer:
 
@@ -142,17 +133,6 @@ class Row:
                     self.seconds.append((before[0] + a["seconds"], before[1] + b["seconds"]))
 
 
-def plan(options: Options) -> list[Row]:
-    """The rows that the flags ask for."""
-    rows = []
-    for section in options.sections:
-        if section == "quantize":
-            rows += [Row(*row, kind) for kind in KINDS for row in (("load", 1), ("decode", 1), ("train", 4))]
-        else:
-            rows += [Row(section, batch) for batch in options.batch or SECTIONS[section]]
-    return rows
-
-
 def write_folder(base: str, folder: Path, dtype: torch.dtype) -> None:
     """Export `base` with its tokenizer, and the questions of the section eval, to a folder that both sides open."""
     model, files = load_model(base, dtype=dtype), companions(base)
@@ -165,8 +145,11 @@ def write_folder(base: str, folder: Path, dtype: torch.dtype) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = read_flags(Options, "train.benchmark", __doc__, argv)
-    rows, device = plan(options), choose_device(options.device)
-    dtype = choose_dtype(options.dtype, device)
+    device = choose_device(options.device)
+    dtype, chosen = choose_dtype(options.dtype, device), [name for name in options.sections if name != "quantize"]
+    rows = [Row(name, batch) for name in chosen for batch in options.batch or SECTIONS[name]]
+    for kind in KINDS if "quantize" in options.sections else ():
+        rows += [Row("load", 1, kind), Row("decode", 1, kind), Row("train", 4, kind)]
     settings = {"device": str(device), "dtype": str(dtype).removeprefix("torch.")}
     settings |= {"tokens": options.tokens, "compiled": options.compile}
     try:
@@ -181,10 +164,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for number, row in enumerate(rows, 1):
             for _ in range(options.rounds if row.work == "load" else 1):
                 row.measure(settings, 1 if row.work == "load" else options.rounds)
-            head = ["# Benchmark", "", ", ".join(f"{name} {value}" for name, value in about.items()), ""]
-            table = markdown_table(HEAD, [row.cells() for row in rows[:number]])
-            record = about | {"rows": [asdict(row) | {"ratio": row.ratio()} for row in rows[:number]]}
-            write_text(options.out.with_suffix(".md"), "\n".join([*head, *table, ""]))
+            head, done = ", ".join(f"{name} {value}" for name, value in about.items()), rows[:number]
+            table, record = markdown_table(HEAD, [row.cells() for row in done]), about | {"rows": [*map(asdict, done)]}
+            write_text(options.out.with_suffix(".md"), "\n".join(["# Benchmark", "", head, "", *table, ""]))
             write_text(options.out.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
             print(" · ".join(row.cells()), flush=True)
             if dtype == torch.float32 and device.type == "cpu" and not row.quantize and row.same[0] < row.same[1]:

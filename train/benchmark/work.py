@@ -45,13 +45,11 @@ class Side:
         self.size = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
 
     def prompts(self, rows: int, suffix: int = 0) -> dict[str, Any]:
-        """Prompts of equal length S = picture + PREFIX + suffix, the same on both sides.
-
-        Out: input_ids, token_type_ids and attention_mask (rows, S), pixel_values (rows, 3, R, R).
-        """
+        """Prompts of equal length S = picture + PREFIX + suffix, the same on both sides: input_ids, token_type_ids and
+        attention_mask (rows, S), pixel_values (rows, 3, R, R)."""
         config = json.loads((Path(self.folder) / "config.json").read_text())
-        size, patch = (config["vision_config"][name] for name in ("image_size", "patch_size"))
-        image, generator = (size // patch) ** 2, torch.Generator().manual_seed(rows)
+        size, generator = config["vision_config"]["image_size"], torch.Generator().manual_seed(rows)
+        image = (size // config["vision_config"]["patch_size"]) ** 2
         text = torch.randint(3, 1000, (rows, PREFIX + suffix), generator=generator)
         ids = torch.cat((torch.full((rows, image), config["image_token_index"]), text), dim=1)
         inputs = {

@@ -1,7 +1,4 @@
-"""What fine-tuning studies train on, and what they ask: VQA by the official scorer, needles, and own examples.
-
-In: the settings of a base and its data, and a split. Out: training records, and tasks. On disk, questions are held out.
-"""
+"""What fine-tuning studies train on, and what they ask: VQA by the official scorer, needles, and own examples."""
 
 import argparse
 import random
@@ -95,10 +92,10 @@ def accuracy(scoring: str, truth: Annotation | Record, answer: str) -> float:
 
 
 def held_out_vqa(settings: Settings, split: str, limit: int | None) -> list[Question]:
-    """`limit` questions on disk, drawn at random; of a conversation the last answer is asked.
+    """`limit` questions on disk, drawn at random, about the pictures held out from training, one half for each split.
 
-    They are about the pictures held out from training, one half for each split. If VQAv2's val2014 files are in the
-    same folder, those are the test split. Raises UserError if no pictures are held out.
+    Of a conversation the last answer is asked. If VQAv2's val2014 files are in the same folder, those are the test
+    split. Raises UserError if no pictures are held out.
     """
     kind, _, path = settings.data[0].partition(":")
     files = [Path(path, name) for name in VAL_FILES]

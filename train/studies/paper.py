@@ -109,10 +109,7 @@ def tasks_of(options: Options) -> dict[str, Task]:
 
 
 def make(models: Mapping[str, Options], tasks: Tasks, job: Job, folder: Path, *part_1: Path) -> dict:
-    """Train the adapter of a cell in its folder, and ask it VQA and needles.
-
-    part_1: the cells of which Part 2 trains the best on all pictures.
-    """
+    """Train the adapter of a cell in its folder, and ask it. part_1: the cells of which Part 2 trains the best."""
     base, name = models["paper-1"], job.row
     run = base.finished.get(name)
     if name == "baseline" or run:

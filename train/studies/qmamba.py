@@ -43,11 +43,9 @@ TASKS = ("vqa", "locate", "count", "exist")  # of the embedded scenes
 
 
 class Row(NamedTuple):
-    """A row of the paper's `table`, beside another one.
-
-    options: of the projector; queries may be "all" (one a feature) or "half" (of the default). trained: starts from the
-    connector of row `connector`. order: the row `beside` is not trained again, but scans in this direction alone.
-    """
+    """A row of the paper's `table`, beside another one. options: of the projector; queries may be "all" (one a feature)
+    or "half" (of the default). trained: starts from the connector of row `connector`. order: the row `beside` is not
+    trained again, but scans in this direction alone."""
 
     table: int
     beside: str

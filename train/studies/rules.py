@@ -65,8 +65,7 @@ def judge(
 ) -> dict[tuple[str, str], dict]:
     """{"p", "visible", "verdict"} of each difference by (row, column); p-values are Holm's over those `inside`.
 
-    A difference that is shown to be within its margin is "equivalent" also where it is not 0. visible: the true
-    difference that 80 % of such studies would find.
+    A difference within its margin is "equivalent" also where it is not 0. visible: what 80 % of studies would find.
     """
     usable = {place: difference for place, difference in differences.items() if place in inside}
     unequal = dict(zip(usable, holm([gap.p for gap in usable.values()]), strict=True))
