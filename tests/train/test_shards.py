@@ -16,7 +16,6 @@ from eval.records import read_examples, vqav2_records
 from model.images import load_image
 from tests.files import write_vqav2
 from tests.runs import refused
-from tests.train.test_data import records
 from train import finetune
 from train import shard as shard_command
 from train.data import shards as reader
@@ -44,11 +43,6 @@ def write_tar(path: Path, members, style=tarfile.USTAR_FORMAT) -> Path:
     return path
 
 
-def names_in(path: Path) -> list[str]:
-    with tarfile.open(path) as tar:
-        return tar.getnames()
-
-
 def plain(count: int) -> list:
     """Sound samples "0", "1", …"""
     return [member for i in range(count) for member in ((f"{i}.png", picture(i)), (f"{i}.json", text(f"{i}")))]
@@ -73,16 +67,14 @@ def names(micro_batches) -> list[str]:
 
 
 @pytest.mark.parametrize(("size", "workers"), [(1, 2), (2, 1), (3, 0)])
-@pytest.mark.parametrize("kind", ["shards", "list"])
-def test_every_record_once_an_epoch(kind, size, workers, shards, processor):
+def test_every_record_once_an_epoch(size, workers, shards, processor):
     """Breaks when processes or workers lose or double a record, wait for each other, or every epoch has one order."""
-    given = Shards(shards, buffer=8) if kind == "shards" else records(33, pictures=27)
+    given = Shards(shards, buffer=8)
     expected = Counter(given[i].name for i in range(len(given)))
     options = {"batch_size": 2, "accumulate": 2, "epochs": 2, "seed": 1, "world_size": size}
     orders = [Order(given, processor, rank=rank, **options) for rank in range(size)]
     read = [list(order.steps(0, workers)) for order in orders]
     assert len({tuple(len(step) for step in steps) for steps in read}) == 1  # as many rounds in every step
-    assert len(read[0]) == orders[0].total
     epochs = [[names(chain(*steps[i : i + len(steps) // 2])) for steps in read] for i in (0, len(read[0]) // 2)]
     assert all(Counter(chain(*of_processes)) == expected for of_processes in epochs) and epochs[0] != epochs[1]
 
@@ -98,18 +90,14 @@ def test_shards_resume_at_the_sample(size, shards, processor):
 
 
 @pytest.mark.parametrize(("batch", "buffer"), [(4, 10), (7, 20)])
-def test_any_buffer_makes_whole_batches(batch, buffer, shards, tmp_path):
-    """Breaks when a shuffle buffer loses or doubles records, cuts batches short, or jumps through all shards."""
+def test_any_buffer_makes_whole_batches(batch, buffer, shards):
+    """Breaks when a shuffle buffer loses or doubles records, cuts batches short, or keeps the order of the files."""
     given = Shards(shards, buffer=buffer)
     for per_picture in (1, 3):
         plan = list(given.plan(batch, 3, 1, per_picture))
         assert [len(part) for part in plan] == [batch] * (33 // batch) + [33 % batch] * (33 % batch > 0)
-        assert sorted(chain(*plan)) == list(range(33))
+        assert sorted(chain(*plan)) == list(range(33)) != list(chain(*plan))
         assert all(list(given.plan(batch, 3, 1, per_picture, first)) == plan[first:] for first in range(len(plan)))
-    for number in range(4):
-        write_tar(tmp_path / f"s-{number}.tar", plain(20))
-    order = [*chain(*Shards(f"{tmp_path}/s-{{0..3}}.tar", buffer=40).plan(4, 0, 0))]
-    assert len({index // 20 for index in order[:40]}) == 2 and order != sorted(order)
 
 
 def test_splits_share_no_picture_and_lose_none(shards):
@@ -117,17 +105,10 @@ def test_splits_share_no_picture_and_lose_none(shards):
     parts = {split: Shards(shards, split=split, validation=0.3, seed=3) for split in ("train", "validation")}
     seen = {split: {given[i].name for i in range(len(given))} for split, given in parts.items()}
     assert not seen["train"] & seen["validation"] and len(seen["train"] | seen["validation"]) == 33
-    pictures = {split: {name.split(".")[0] for name in of_split} for split, of_split in seen.items()}
-    assert not pictures["train"] & pictures["validation"] and 3 <= len(pictures["validation"]) <= 14
+    pictures = [{name.split(".")[0] for name in of_split} for of_split in seen.values()]
+    assert not pictures[0] & pictures[1] and 3 <= len(pictures[1]) <= 14
     part = Shards(shards, validation=0.3, fraction=0.5, seed=3)
     assert {part[i].name for i in range(len(part))} < seen["train"] and 5 < len(part) < 20
-
-
-def test_a_pattern_has_one_range():
-    """Breaks when the numbers of a pattern lose their zeros, or a mistyped range trains on nothing."""
-    assert [str(path) for path in expand("a-{08..11}.tar")] == ["a-08.tar", "a-09.tar", "a-10.tar", "a-11.tar"]
-    for wrong in ("none-{0..1}.tar", "none-{5..4}.tar", "none.tar"):
-        refused(partial(Shards, wrong), wrong, "{first..last}")
 
 
 def test_an_index_is_made_anew_where_it_does_not_fit(tmp_path, monkeypatch):
@@ -145,15 +126,15 @@ def test_an_index_is_made_anew_where_it_does_not_fit(tmp_path, monkeypatch):
 
 
 def test_a_damaged_tar_is_one_line(tmp_path):
-    """Breaks when a copy that was cut short trains on the part that arrived."""
+    """Breaks when a copy that was cut short trains on the part that arrived, or a mistyped range on nothing."""
+    assert [str(path) for path in expand("a-{08..10}.tar")] == ["a-08.tar", "a-09.tar", "a-10.tar"]
+    for wrong in ("none-{0..1}.tar", "none-{5..4}.tar"):
+        refused(partial(Shards, wrong), wrong, "{first..last}")
     whole = write_tar(tmp_path / "whole.tar", plain(4)).read_bytes()
     path = tmp_path / "cut.tar"
     for length in (0, 511, 2048, 4 * 4 * 512):
         path.write_bytes(whole[:length])
         refused(lambda: Shards(str(path)), "cut.tar", "make or copy it again")
-    with tarfile.open(path, "w:gz"):
-        pass
-    refused(lambda: Shards(str(path)), "compressed")
 
 
 @pytest.mark.parametrize("style", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -209,8 +190,8 @@ def write_own(folder: Path) -> Path:
         (folder / f"{i}.png").write_bytes(picture(i * 20, size=(16, 16)))
     says = [{"from": role, "value": text} for role, text in zip(("human", "gpt") * 2, "abcd", strict=True)]
     rows = [{"image": f"{i}.png", "prefix": "count dog", "answers": [f"{i}", "no"]} for i in range(12)]
-    rows += [{"image": ["3.png", "1.png", "1.png"], "conversations": says}, {"conversations": says}]
-    (folder / "own.json").write_text(json.dumps([*rows, {"prefix": "c", "suffix": "d"}]))
+    rows += [{"image": ["3.png", "1.png", "1.png"], "conversations": says}, {"prefix": "c", "suffix": "d"}]
+    (folder / "own.json").write_text(json.dumps(rows))
     return folder / "own.json"
 
 
@@ -225,8 +206,7 @@ def test_shards_hold_what_their_source_holds(kind, tmp_path, processor):
     paths = shard_command.pack(expected, tmp_path / "out/s", per_shard=7)
     files = [f"s-00{number}{ending}" for number in range(len(paths)) for ending in (".index.safetensors", ".tar")]
     assert sorted(os.listdir(tmp_path / "out")) == files
-    packed = [name for path in paths for name in names_in(path)]
-    assert sum(name.endswith((".png", ".jpg")) for name in packed) == (12 if kind == "own" else 20)
+    assert sum(len(index_of(path)["pictures"]) for path in paths) == (12 if kind == "own" else 20)
     given = Shards(f"{tmp_path}/out/s-{{000..{len(paths) - 1:03}}}.tar", sampled=True)
     made = {given[i].name: given[i] for i in range(len(given))}
     assert made.keys() == {record.name for record in expected}
@@ -240,12 +220,10 @@ def test_a_failed_packing_leaves_nothing_and_refuses_nothing(tmp_path, capsys):
     """Breaks when what a failure leaves refuses the corrected data, or missing pictures are missing in silence."""
     given = read_examples(write_own(tmp_path))
     (tmp_path / "4.png").unlink()
-    refused(lambda: shard_command.pack(given, tmp_path / "out/s", 4), "1 of 15 records", "--max-bad")
+    refused(lambda: shard_command.pack(given, tmp_path / "out/s", 4), "1 of 14 records", "--max-bad")
     assert "left out own.json[4]: " in capsys.readouterr().out and not (tmp_path / "out").exists()
-    assert len(Shards(str(shard_command.pack(given, tmp_path / "out/s", 100, max_bad=1)[0]))) == 14
+    assert len(Shards(str(shard_command.pack(given, tmp_path / "out/s", 100, max_bad=1)[0]))) == 13
     refused(lambda: shard_command.pack(given, tmp_path / "out/s", 4, max_bad=1), "--out", "of this name")
-    for source in (f"shards:{tmp_path}/out/s-000.tar", "embedded"):
-        refused(partial(shard_command.main, [source, "--out", str(tmp_path / "again")]), source)
 
 
 def test_a_run_on_shards(tmp_path, shards):

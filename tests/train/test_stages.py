@@ -44,8 +44,7 @@ def test_each_stage_trains_what_it_names_at_its_rates():
     assert rates == pytest.approx(wanted) and trainable(model).keys() == rates.keys()
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.5}
     settings = parse("--arch probe --stage 1 --lr 0.5".split())[0]
-    assert (settings.lr, settings.optimizer) == (0.5, "radam")
-    assert isinstance(open_model(settings, torch.device("cpu"))[1], torch.optim.RAdam)
+    assert settings.lr == 0.5 and isinstance(open_model(settings, torch.device("cpu"))[1], torch.optim.RAdam)
 
 
 def test_a_stage_leaves_a_model_that_the_next_starts_from(tmp_path):

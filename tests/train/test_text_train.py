@@ -22,10 +22,6 @@ SETTINGS = TextSettings(preset="nano", length=128, batch_size=2, tokens=2000)
 SMALL = "--preset nano --length 128 --batch-size 2 --tokens 2000 --checkpoint-every 3"
 
 
-def weights_of(run) -> dict[str, torch.Tensor]:
-    return load_model(run / "model").state_dict()
-
-
 def test_rows_are_full_of_whole_documents(corpus):
     """Breaks when a row has padding, a task document is cut, text crosses a file's end, or the curriculum is lost."""
     tasks, kinds = Tasks(corpus, "train"), {"text": 0, "needles": 0, "examples": 0}
@@ -98,7 +94,7 @@ def test_a_run_resumes_to_the_bit(tmp_path, kind):
     assert [step.name for step in (cut / "checkpoints").iterdir()] == ["step-6"]  # 2000 tokens are 8 steps of 256
     (text / "0.txt").write_text(prose(1000))
     main(["--resume", str(cut)])
-    ours, theirs = weights_of(cut), weights_of(whole)
+    ours, theirs = (load_model(run / "model").state_dict() for run in (cut, whole))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert metrics(cut) == metrics(whole)
 
@@ -120,6 +116,6 @@ def test_two_processes_learn_what_one_does(text_folder, tmp_path):
         for ours, theirs in zip(metrics(run), metrics(alone), strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-6)
             assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-4)
-        ours, theirs = weights_of(run), weights_of(alone)
+        ours, theirs = (load_model(folder / "model").state_dict() for folder in (run, alone))
         apart = torch.cat([(ours[name] - theirs[name]).abs().flatten() for name in theirs])
         assert apart.mean() < 1e-5  # AdamW moves a weight by a whole rate where rounding turns a gradient near 0
