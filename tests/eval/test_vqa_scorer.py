@@ -166,7 +166,6 @@ def test_summary_by_type_rounds_once():
 
 # Files
 
-QUESTIONS = [(70, 7, "Is it red?"), (71, 7, "How many?"), (80, 8, "What is it?")]
 SAID = {70: ("yes/no", "is it", ["yes"] * 10), 71: ("number", "how many", ["2"] * 3 + ["3"] * 7)}
 SAID[80] = "other", "what is", ["dog"] * 2 + ["cat"] * 8
 RESULTS = [{"question_id": n, "answer": text} for n, text in ((80, "A dog."), (70, "yes"), (71, "two"))]
@@ -181,7 +180,9 @@ def annotated(id_, kind, first, answers):
 @pytest.fixture
 def scores(workplace, capsys):
     """A function that scores RESULTS, or others, with --json."""
-    asked = [{"image_id": image, "question": text, "question_id": id_} for id_, image, text in QUESTIONS]
+    asked = [
+        {"image_id": id_ // 10, "question": f"{first}?", "question_id": id_} for id_, (_, first, _) in SAID.items()
+    ]
     (workplace / "Q").write_text(json.dumps({"data_subtype": "val2014", "questions": asked}))
     (workplace / "A").write_text(json.dumps({"annotations": [annotated(id_, *rest) for id_, rest in SAID.items()]}))
     for image in (7, 8):
@@ -214,36 +215,20 @@ def test_a_results_file(scores, workplace):
     assert list(scores()["R"]["measures"]) == ["VQA accuracy, gqa scoring"]
 
 
-def of_gqa(question: str, image: str, answer: str, structural: str, balanced: bool = True) -> dict:
-    types = {"types": {"structural": structural}, "isBalanced": balanced}
-    return {"question": question, "imageId": image, "answer": answer} | types
-
-
-GQA = {"1": of_gqa("Is it?", "7", "yes", "verify"), "2": of_gqa("What?", "7", "dog", "query")}
-GQA |= {"3": of_gqa("What?", "8", "cat", "verify", False)}  # not scored
-GQA_SAID = [{"questionId": n, "prediction": p} for n, p in (("1", "Yes."), ("2", "cat"), ("3", "cat"))]
-GQA_VALUES = {"overall": 50.0, "binary": 100.0, "open": 0.0, "  verify": 100.0, "  query": 0.0}
-TEXTVQA = {"data": [{"question_id": 1, "image_id": "7", "question": "Who?", "answers": ["Joe's"] * 10}]}
-GIVEN = [{"answer": a, "answer_confidence": "yes"} for a in ["dog"] * 2 + ["cat"] * 8]
-VIZWIZ = [{"image": "7.jpg", "question": "What?", "answer_type": "other", "answers": GIVEN}]
-
-
-@pytest.mark.parametrize(
-    ("scoring", "questions", "results", "expected"),
-    [
-        ("gqa", GQA, GQA_SAID, GQA_VALUES),
-        ("textvqa", TEXTVQA, [{"question_id": 1, "answer": "joe's"}], {"overall": 100.0}),
-        ("vizwiz", VIZWIZ, [{"image": "7.jpg", "answer": "A dog"}], {"overall": 60.0, "other": 60.0}),
-    ],
-)
-def test_one_file_layouts(scores, workplace, scoring, questions, results, expected):
-    """GQA, TextVQA and VizWiz publish questions and answers in one file each, in layouts of their own."""
+def test_gqa_in_its_own_layouts(scores, workplace):
+    """GQA publishes questions and answers in one file, and scores the balanced ones alone."""
+    rows = ("Is it?", "yes", "verify", True), ("What?", "dog", "query", True), ("What?", "cat", "verify", False)
+    questions = {
+        str(n): {"question": q, "imageId": "7", "answer": a, "types": {"structural": of}, "isBalanced": balanced}
+        for n, (q, a, of, balanced) in enumerate(rows, 1)
+    }
     (workplace / "Q").write_text(json.dumps(questions))
-    for image in (7, 8):
-        (workplace / f"{image}.jpg").write_bytes(b"")
-    found = scores(results=results, files="--questions Q --guess Q")
+    (workplace / "7.jpg").write_bytes(b"")
+    said = [{"questionId": n, "prediction": p} for n, p in (("1", "Yes."), ("2", "cat"), ("3", "cat"))]
+    found = scores(results=said, files="--questions Q --guess Q")
+    expected = {"overall": 50.0, "binary": 100.0, "open": 0.0, "  verify": 100.0, "  query": 0.0}
     assert values(found) == expected and vqa.GUESS in found
-    assert list(found["R"]["measures"]) == [f"VQA accuracy, {scoring} scoring"]
+    assert list(found["R"]["measures"]) == ["VQA accuracy, gqa scoring"]
 
 
 def test_scoring_does_not_load_torch():
