@@ -128,7 +128,7 @@ def boxes_of(row: Row) -> tuple[list[Found], Counter]:
     names = {name.lower(): name for name in asked} | {name: name for name in asked}  # some differ by case alone
     for number, part in enumerate(answer.split(";")):
         problem = "not four locations and a name" if part.strip() else None
-        for label, (left, top, right, bottom) in parse_boxes(part, truth.width, truth.height):
+        for label, (left, top, right, bottom) in parse_boxes(part, truth.width, truth.height, as_said=True):
             name = names.get(label, names.get(label.lower()))
             problem = "" if name else "a name that was not asked for"
             problem = problem if right > left and bottom > top else "an empty box"
