@@ -16,17 +16,19 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
+import torch
+
 from eval import figures
-from eval.answer import ask_all
-from eval.command import add_flag, command_parser, positive
+from eval.command import add_flag, command_parser, positive, whole
 from eval.data import fill_prompt
 from eval.open import add_model_flags, kind_of, load, model_of, open_model, stored_prompt
-from eval.question import Question
 from model.chat import load_text_tokenizer
 from model.common import UserError, run_command, shown
-from model.generate import ask_text
+from model.generate import NonFiniteError, ask, ask_text, check_options
 from model.images import load_image
 from model.processor import parse_boxes
+
+BATCH = 16  # prompts at a time
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -37,9 +39,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flag(parser, "--question", "questions, put into the prompt of the training", [], nargs="+", metavar="TEXT")
     add_flag(parser, "--chat", "put the prompt into the turns that the language model was trained with", False)
     add_flag(parser, "--max-new-tokens", "limit of an answer's tokens", 64, type=positive, metavar="N")
+    add_flag(parser, "--temperature", "0 is greedy", 0.0, type=float)
+    add_flag(parser, "--top-p", "nucleus to sample from", 1.0, type=float)
+    add_flag(parser, "--seed", "of sampling", 0, type=whole(0, 2**63 - 1))
     add_flag(parser, "--draw", "draw the boxes of all answers on their pictures", type=Path, metavar="OUT.png")
     add_flag(parser, "--json", "print one JSON list", False)
     args = parser.parse_args(argv)
+    check_options(args.max_new_tokens, args.temperature, args.top_p)
+    images = {name: load_image(name) for name in args.image}  # before a large model is read
+    if args.draw:
+        figures.check_name(args.draw)
     subject = model_of(args)
     prompts = args.prompt + [fill_prompt(stored_prompt(subject), question) for question in args.question]
     if not prompts:
@@ -50,23 +59,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not is_text and (args.chat or not args.image):
         raise UserError(f"{shown(subject.name)} answers about pictures: give --image FILE, and leave out --chat")
     print(f"{shown(subject.name)} answers", file=sys.stderr)
+    sampling = {"temperature": args.temperature, "top_p": args.top_p}
     if is_text:
         model, tokenizer = load(args, subject), load_text_tokenizer(subject.source, max_length=args.max_length)
-        texts = ask_text(model, tokenizer, prompts, args.max_new_tokens, args.chat)
+        sampling["generator"] = torch.Generator(next(model.parameters()).device).manual_seed(args.seed)
+        texts = ask_text(model, tokenizer, prompts, args.max_new_tokens, args.chat, **sampling)
         answers = [{"prompt": prompt, "answer": text} for prompt, text in zip(prompts, texts, strict=True)]
     else:
-        asked, answers = [Question(name, name, Path(name), text) for name, text in product(args.image, prompts)], []
-        texts = ask_all(*open_model(args, subject), asked, max_new_tokens=args.max_new_tokens, batch_size=16)
-        for question, text in zip(asked, texts, strict=True):
-            boxes = parse_boxes(str(text), *load_image(question.key).size)
-            boxes = [{"label": label, "box": [round(side, 1) for side in box]} for label, box in boxes]
-            answers.append({"image": question.key, "prompt": question.prefix, "answer": text, "boxes": boxes})
+        (model, processor), asked, answers = open_model(args, subject), list(product(args.image, prompts)), []
+        sampling["generator"] = torch.Generator(next(model.parameters()).device).manual_seed(args.seed)
+        for start in range(0, len(asked), BATCH):
+            names, texts = zip(*asked[start : start + BATCH], strict=True)
+            try:
+                said = ask(model, processor, [images[name] for name in names], texts, args.max_new_tokens, **sampling)
+            except NonFiniteError as error:
+                raise NonFiniteError(error.rows, f"question {shown(names[error.rows[0]])}") from None
+            for name, prompt, text in zip(names, texts, said, strict=True):
+                boxes = parse_boxes(text, *images[name].size)
+                boxes = [{"label": label, "box": [round(side, 1) for side in box]} for label, box in boxes]
+                answers.append({"image": name, "prompt": prompt, "answer": text, "boxes": boxes})
     if args.draw:
         drawn = []
         for name in args.image:
             boxes = [box for answer in answers if answer["image"] == name for box in answer["boxes"]]
             sides, labels = [box["box"] for box in boxes], [box["label"] for box in boxes]
-            drawn.append(figures.draw_boxes(load_image(name), sides, labels, least=448))
+            drawn.append(figures.draw_boxes(images[name], sides, labels, least=448))
         titles = [Path(name).name for name in args.image]
         figures.save(drawn[0] if len(drawn) == 1 else figures.contact_sheet(drawn, titles, size=448), args.draw)
     if args.json:

@@ -112,6 +112,7 @@ def read_lines(path: str) -> list[list[dict[str, str]]]:
     (_, names), *table = rows_in(path, "\t") or [("", [])]
 
     def values_of(row: list[str]) -> dict[str, str]:
+        check(len(row) == len(names), f"{len(row)} values for {len(names)} columns")
         values = {name: "" if value.strip() in ABSENT else value for name, value in zip(names, row, strict=True)}
         options, answer = options_of(values), values.get("answer")
         is_whole = values["index"].isdecimal() and values["question"] and values["image"] and len(options) > 1

@@ -60,9 +60,11 @@ class Pope(Benchmark):
         return {f"accuracy, {question.kind}": float(question.truth == parse_answer(answer))}
 
     def summary(self, rows):
-        lines, rows = {}, [row for row in rows if row.answer is not None]
+        lines = {}
         for kind in dict.fromkeys(row.question.kind for row in rows):
-            answered = [row for row in rows if row.question.kind == kind]
+            answered = [row for row in rows if row.question.kind == kind and row.answer is not None]
+            if not answered:  # a mean without it would be of other questions
+                raise UserError(f"no question of {quoted(kind)} could be asked: mend its pictures, or leave it out")
             said = [(row.question.truth, parse_answer(row.answer)) for row in answered if not row.question.scored]
             lines[kind] = score_answers(said)
             if likely := [row for row in answered if row.question.scored]:

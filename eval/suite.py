@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     plan, values, comparisons = [], defaultdict(dict), []
     for name in tasks:
         benchmark, flags = BENCHMARKS[name], parser_of(BENCHMARKS[name]).parse_args([*words[name], *others])
+        if flags.results:
+            raise UserError("--results: give the file to the benchmark's own command, such as eval.vqa")
         flags.prompt, flags.wording = args.prompt, args.wording
         flags.out = (flags.out or Path("runs/eval/suite")) / name
         if args.plan:

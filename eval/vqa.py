@@ -69,6 +69,9 @@ class Vqa(Benchmark):
             files = files if files[0].is_file() else [folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE]
         fitting, asked = read_vqa(*files)
         questions = questions_of(asked[: args.limit], args.images or folder, args.template)
+        if fitting == "gqa" and args.scoring not in (None, "gqa", "paper"):
+            problem = f"{args.scoring} scoring cannot apply to one answer a question: take --scoring gqa"
+            raise UserError(f"{shown(files[1] or files[0])}: {problem}")
         self.scoring, self.known = args.scoring or fitting, args.guess
         if args.guess:
             self.known = questions_of(read_vqa(*args.guess)[1])

@@ -122,6 +122,9 @@ class Processor:
         Raises UserError for another number of marks, and for text that cannot be encoded or is too long.
         """
         turns: list[Turn] = [*before, (prefix, suffix)]
+        said = " ".join(text or "" for turn in turns for text in turn)
+        if beyond := re.search(r"<loc(?!0|10[01]|102[0-3])\d{4}>", said):
+            raise UserError(f"{beyond[0]} is no place in a picture: they end at <loc1023>")
         is_chat = isinstance(self.text, TextTokenizer) and self.config.chat
         if not check_turns(n_images, turns) and n_images:
             first = -1 if is_chat else 0

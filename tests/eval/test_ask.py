@@ -4,16 +4,17 @@ import json
 
 import pytest
 
-from eval import answer, ask, scenes
+from eval import ask, scenes
+from model import generate
 
 pytestmark = pytest.mark.long
 
 
 def test_many_pictures_are_asked_in_batches(workplace, monkeypatch, capsys):
     """Breaks when `--image *.jpg` fills the memory, or an answer stands at another picture."""
-    rows, whole = [], answer.generate
+    rows, whole = [], generate.generate
     monkeypatch.setattr(
-        answer, "generate", lambda *args, **options: rows.append(len(args[1])) or whole(*args, **options)
+        generate, "generate", lambda *args, **options: rows.append(len(args[1])) or whole(*args, **options)
     )
     names = [f"{number}.png" for number in range(9)]
     for number, name in enumerate(names):
@@ -25,3 +26,8 @@ def test_many_pictures_are_asked_in_batches(workplace, monkeypatch, capsys):
     assert [(a["image"], a["prompt"]) for a in answers] == [(name, prompt) for name in names for prompt in prompts]
     ask.main([*flags, "--image", names[4], "--prompt", *prompts])
     assert json.loads(capsys.readouterr().out) == answers[8:10]
+    sampled = []
+    for seed in (0, 0, 1):
+        ask.main([*flags, "--image", names[4], "--prompt", "caption en", *f"--temperature 3 --seed {seed}".split()])
+        sampled.append(json.loads(capsys.readouterr().out)[0]["answer"])
+    assert sampled[0] == sampled[1] != sampled[2]
