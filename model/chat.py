@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from model.common import UserError, read_json, read_text
 from model.source import resolve
@@ -47,7 +48,7 @@ class Texts:
             ids += [*(slot if place else ()), *self.encode(part)]
         return ids
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Any) -> str:
         """The text of answer ids (T,) up to the first that ends it, without control tokens and ids of no piece."""
         said = takewhile(lambda id_: id_ not in self.ends, map(int, ids))
         return self.tokenizer.decode([id_ for id_ in said if 0 <= id_ < self.pieces and id_ not in self.control])
