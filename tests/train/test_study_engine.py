@@ -138,7 +138,7 @@ def test_rates_are_chosen_in_the_unit_of_the_score(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL])
 def test_a_killed_study_goes_on_in_other_processes(number, tmp_path, done):
     """Breaks when a finished cell is lost or half-written, a process goes on alone, or processes change a result."""
     slow = "import sys; from pathlib import Path; from tests.train import test_study_engine as t\n"
