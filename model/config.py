@@ -226,6 +226,8 @@ class PaliGemmaConfig(Config):
     @classmethod
     def from_dict(cls, raw: dict) -> "PaliGemmaConfig":
         text, ids = raw.get("text_config") or {}, dict(CONTROL_TOKENS)
+        is_causal = text.get("use_bidirectional_attention") is False
+        require(not is_causal, "use_bidirectional_attention is false, but PaliGemma's prefix is bidirectional")
         ids |= {name: part[name] for part in (text, raw) for name in ids if part.get(name) is not None}
         ids["image_token_id"] = raw.get("image_token_index") or raw.get("image_token_id") or 256000
         text = {"vocab_size": raw.get("vocab_size"), **text, "tie_word_embeddings": True}

@@ -13,6 +13,7 @@ environment variable DMT_CPU_PATH overrides it: "torch" takes none, "onednn" the
 import contextlib
 import os
 import platform
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,11 @@ def lacks_bf16(machine: str, multiplies: bool, limit: str = "") -> bool:
     return machine.lower() in ("x86_64", "amd64") and (narrow or not multiplies)
 
 
-def _vendor() -> str:
-    """The name that the processor has for its maker, such as "AuthenticAMD"; "" where the system does not tell it."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
-    return platform.processor().rpartition(" ")[2]  # Windows ends its processor's name with the vendor
+def cpuinfo(entry: str) -> str:
+    """What Linux tells of the processor, such as its "vendor_id"; "" where the system does not."""
+    file = Path("/proc/cpuinfo")
+    told = re.search(rf"^{entry}\s*:\s*(\S.*)", file.read_text(encoding="utf-8"), re.M) if file.exists() else None
+    return told[1] if told else ""
 
 
 # Read once, at import: torch.compile cannot trace these queries. A mistake is raised by the first `uses`.
@@ -63,7 +63,8 @@ mistake: UserError | None = None
 try:
     _multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     _lacks = lacks_bf16(platform.machine(), _multiplies, os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
-    ways = choose(_vendor(), torch.backends.cpu.get_cpu_capability(), _lacks, os.environ.get("DMT_CPU_PATH", ""))
+    _vendor = cpuinfo("vendor_id") or platform.processor().rpartition(" ")[2]  # Windows ends the name with the vendor
+    ways = choose(_vendor, torch.backends.cpu.get_cpu_capability(), _lacks, os.environ.get("DMT_CPU_PATH", ""))
 except UserError as error:
     ways, mistake = frozenset(), error
 

@@ -1,8 +1,6 @@
 """Devices and dtypes by the names that the flags `--device`, `--dtype` and `--autocast` take."""
 
 import platform
-import re
-from pathlib import Path
 
 import torch
 
@@ -45,6 +43,4 @@ def autocast_of(name: str, device: torch.device) -> torch.autocast:
 
 def processor_name() -> str:
     """The CPU's model."""
-    file = Path("/proc/cpuinfo")
-    name = re.search(r"^model name\s*:\s*(\S.*)", file.read_text(), re.M) if file.exists() else None
-    return name[1] if name else platform.processor() or platform.machine()
+    return cpu.cpuinfo("model name") or platform.processor() or platform.machine()

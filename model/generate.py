@@ -220,10 +220,8 @@ def pad_left(rows: Sequence[Sequence[int]], pad: int | None) -> tuple[torch.Tens
 def check_options(max_new_tokens: int, temperature: float, top_p: float) -> None:
     """Raise UserError for options that `generate` does not take."""
     if max_new_tokens < 1 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
-        raise UserError(
-            f"max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}: expected at least 1, "
-            "at least 0 and finite, and in (0, 1]"
-        )
+        given = f"max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}"
+        raise UserError(f"{given}: expected at least 1, at least 0 and finite, and in (0, 1]")
 
 
 def last_valid(attention_mask: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """Language models for text alone: Gemma, Gemma 2, Qwen1.5 or Qwen2, and the Differential Transformer.
 
 In: token ids (B, S), and the document of each token where rows are packed. Out: float32 logits (B, S, V), or the loss
-against targets. Every position is causal. `embed` and `decode` are the two halves, between which `model/wings.py` puts
-the features of pictures.
+against targets. Every position is causal.
 
 `TextModel` is trained from nothing: the Differential Transformer (Ye et al. 2024) or its plain counterpart. Both are
 Gemma's layers with a silu gate (pre-norm, RMSNorm, SwiGLU of 8/3·H, a tied head); the variant `split` with fresh RoPE
@@ -52,28 +51,13 @@ class LanguageModel(Adaptable):
         only. unused: token_type_ids, and what `generate` passes as None to a model without pictures.
         """
         assert unused.get("pixel_values") is None, "a language model takes no pictures"
-        hidden = self.decode(self.embed(input_ids), attention_mask, cache, positions_to_keep, documents)
-        head = self.language_model.head
-        return head(hidden) if targets is None else summed_loss(head, self.config.text.vocab_size, hidden, targets)
-
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """ids (B, S) to embeddings (B, S, H), scaled as the decoder expects them."""
-        return self.language_model.embed(input_ids)
-
-    def decode(
-        self,
-        embeddings: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        cache: list[LayerCache] | None = None,
-        positions_to_keep: int | torch.Tensor | None = None,
-        documents: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Embeddings (B, S, H) to hidden states (B, S, H) after the final norm, which `language_model.head` reads."""
+        x = self.language_model.embed(input_ids)
         if attention_mask is None:
-            length = embeddings.shape[1] + (cache[0].length if cache else 0)
-            attention_mask = torch.ones(len(embeddings), length, dtype=torch.int64, device=embeddings.device)
-        causal = torch.ones_like(attention_mask)
-        return self.language_model(embeddings, attention_mask.bool(), causal, cache, positions_to_keep, documents)
+            length = x.shape[1] + (cache[0].length if cache else 0)
+            attention_mask = torch.ones(len(x), length, dtype=torch.int64, device=x.device)
+        causal, head = torch.ones_like(attention_mask), self.language_model.head
+        hidden = self.language_model(x, attention_mask.bool(), causal, cache, positions_to_keep, documents)
+        return head(hidden) if targets is None else summed_loss(head, self.config.text.vocab_size, hidden, targets)
 
 
 class TextModel(LanguageModel):

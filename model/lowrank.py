@@ -11,8 +11,6 @@ from torch import nn
 from model.common import UserError
 from model.linear import Linear
 
-MAX_RANK, MAX_ALPHA = 4096, 1e6
-
 
 class LowRank(nn.Module):
     """ΔW = (alpha / r) · B·A, LoRA's update (Hu et al. 2021, Eq. 3).
@@ -24,8 +22,8 @@ class LowRank(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, r: int, alpha: float, dropout: float = 0.0, device=None):
         super().__init__()
-        if not (1 <= r <= MAX_RANK and 0 < alpha <= MAX_ALPHA and 0 <= dropout < 1):
-            limits = f"1 ≤ r ≤ {MAX_RANK}, 0 < alpha ≤ {MAX_ALPHA:.0f} and 0 ≤ dropout < 1"
+        if not (1 <= r <= 4096 and 0 < alpha <= 1e6 and 0 <= dropout < 1):
+            limits = "1 ≤ r ≤ 4096, 0 < alpha ≤ 1000000 and 0 ≤ dropout < 1"
             raise UserError(f"r {r}, alpha {alpha}, dropout {dropout}: expected {limits}")
         self.r, self.scaling, self.dropout = r, alpha / r, dropout
         self.enabled = True

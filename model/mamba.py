@@ -69,7 +69,7 @@ class MambaMixer(nn.Module):
         if valid is None:
             state.conv = inputs[:, steps:].clone()
         else:  # the last inputs before the padding
-            state.conv = _take(inputs, valid.sum(1)[:, None] + torch.arange(past, device=x.device))
+            state.conv = keep_positions(inputs, valid.sum(1)[:, None] + torch.arange(past, device=x.device))
         out = self.conv1d.get_parameter("bias").float()
         for shift, weight in enumerate(self.conv1d.weight[:, 0].unbind(1)):
             out = torch.addcmul(out, inputs[:, shift : shift + steps], weight)
@@ -114,14 +114,14 @@ class Mamba(nn.Module):
         if valid is not None:
             # padding is moved to the end of its row: in the recurrence and the convolution, tokens must be neighbours
             order = (~valid).long().argsort(dim=1, stable=True)
-            x, valid = _take(x, order), valid.gather(1, order)
+            x, valid = keep_positions(x, order), valid.gather(1, order)
         for index, layer in enumerate(self.layers):
             if self.checkpointing and torch.is_grad_enabled() and cache is None:
                 x = checkpoint(layer, x, valid, use_reentrant=False)
             else:
                 x = layer(x, valid, None if cache is None else cache[index])
         x = self.norm_f(x)
-        return keep_positions(x if order is None else _take(x, order.argsort(dim=1)), positions_to_keep)
+        return keep_positions(x if order is None else keep_positions(x, order.argsort(dim=1)), positions_to_keep)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states (…, H) to float32 logits (…, V)."""
@@ -152,11 +152,6 @@ class MambaLM(nn.Module):
 
     def new_cache(self, capacity: int | None = None) -> list[MambaState]:
         return self.backbone.new_cache()
-
-
-def _take(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The positions (B, T) of x (B, S, H), as (B, T, H)."""
-    return x.gather(1, positions[..., None].expand(-1, -1, x.shape[2]))
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ token_type_ids and attention_mask (B, S). Out: float32 logits (B, S, V).
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,6 @@ from model.gemma import Adaptable, Gemma, RMSNorm
 from model.linear import Linear
 from model.siglip import Siglip
 from model.system_configs import QMambaConfig
-
-ModelT = TypeVar("ModelT", bound=nn.Module)
 
 MAX_LOGITS = 1 << 25  # that the loss holds at a time: 130 positions of PaliGemma's vocabulary
 
@@ -145,7 +143,7 @@ def summed_loss(
 
 
 @torch.no_grad()
-def initialize(model: ModelT, seed: int = 0, position_std: float = 0.02) -> ModelT:
+def initialize(model: Any, seed: int = 0, position_std: float = 0.02) -> Any:
     """Fill a model with random weights: unit variance through every layer, norms as the identity.
 
     Embeddings have a standard deviation of H^-½: the factor √H makes it 1 at the input, and the logits of the tied head

@@ -220,7 +220,7 @@ class WingsGemma(Gemma):
                 if first == 0:  # there is room for new text, and pictures are complete
                     setattr(layer, name, LearnerCache(n + kind * (layer.main.capacity - steps)))
                 getattr(layer, name).columns = columns[name]
-            keys = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+            keys = keep_positions(x, index)
             mask = columns[name][:, None, None] <= query[:, None]
             setattr(rope, name, LearnerInput(keys, Rope(rope.positions.gather(1, index), rope.theta), mask))
         if self.routed:

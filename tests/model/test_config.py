@@ -108,6 +108,7 @@ REFUSED = [
     (changed(PUBLISHED_1, "text_config", model_type="llama"), "'llama'"),
     (changed(PUBLISHED_1, "text_config", hidden_activation="relu"), "'relu'"),
     (changed(PUBLISHED_1, "text_config", attention_bias=True), "attention_bias"),
+    (changed(PUBLISHED_2, "text_config", use_bidirectional_attention=False), "use_bidirectional_attention"),
     (changed(PUBLISHED_1, "text_config", rope_parameters={"rope_type": "default"}, rope_scaling=LINEAR), "linear"),
     (changed(PUBLISHED_2, "text_config", layer_types=["full_attention"] * 26), "layer_types"),
     (changed(PUBLISHED_1, "text_config", num_hidden_layers=10**9), "num_hidden_layers"),
