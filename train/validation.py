@@ -25,7 +25,7 @@ from model.differential import lambdas, map_distance, variants_of
 from model.paligemma import MAX_LOGITS, PaliGemma
 from model.processor import Processor
 from train.checkpoint import Best, Progress, Result, atomic_folder
-from train.data.batches import MicroBatch, MicroBatches, load
+from train.data.batches import MicroBatches, load
 from train.data.sources import read_records
 from train.distributed import World, ask_together, is_sharded
 from train.settings import Settings
@@ -121,10 +121,15 @@ class HeldOut:
             best.since += 1
             progress.stopped = step if 0 < settings.patience <= best.since else None
         record = {"held_out_loss": loss} | ({} if exact is None else {"exact_match": exact})
-        if self.world.is_first and not is_sharded(model) and variants_of(model):
-            micro = MicroBatches(self.records, self.processor)[self.plan[0]]
-            record |= maps_of(model, micro.to(self.world.device))
-        return record
+        return record | (self.maps_of(model) if self.world.is_first and not is_sharded(model) else {})
+
+    def maps_of(self, model: PaliGemma) -> dict[str, dict]:
+        """λ or μ by layer, and of variants with two maps the distance between them on the first batch."""
+        values = {"lambda": lambdas(model)}
+        if any(variant.maps == 2 for variant in variants_of(model).values()):
+            micro = MicroBatches(self.records, self.processor)[self.plan[0]].to(self.world.device)
+            values["map_distance"] = map_distance(model.eval(), **inputs(micro))
+        return {name: {path: v.tolist() for path, v in layers.items()} for name, layers in values.items() if layers}
 
 
 def open_held_out(settings: Settings, processor: Processor, world: World) -> HeldOut | None:
@@ -180,9 +185,3 @@ def evaluate(
 def choose(items: Sequence[int], most: int) -> list[int]:
     """Up to `most` of the items, in their order: drawn, since neighbours may be of a kind, and tasks come in turn."""
     return list(items) if len(items) <= most else sorted(random.Random(0).sample(items, most))
-
-
-def maps_of(model: PaliGemma, micro: MicroBatch) -> dict[str, dict]:
-    """λ or μ, and the distance between the two maps, by layer, on a batch."""
-    values = {"lambda": lambdas(model), "map_distance": map_distance(model.eval(), **inputs(micro))}
-    return {name: {path: v.tolist() for path, v in layers.items()} for name, layers in values.items() if layers}

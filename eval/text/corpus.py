@@ -6,6 +6,7 @@ kept in a folder (tokenizer.model, tokens.safetensors, corpus.json) and read fro
 
 import io
 import json
+import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -50,6 +51,8 @@ def read_texts(paths: Sequence[str | Path]) -> dict[str, str]:
         read = {str(file): text for file in files if (text := _decoded(file))}
         if not read:
             raise UserError(f"--text {path}: not found, empty, or not UTF-8 text: give files of text, or their folder")
+        if left_out := len(files) - len(read):
+            print(f"--text {path}: left out {left_out} files that are empty or not UTF-8 text", file=sys.stderr)
         texts |= read
     if len(texts) >= HELD_OUT:
         return texts

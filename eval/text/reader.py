@@ -15,8 +15,8 @@ from model.chat import load_text_tokenizer
 from model.common import UserError
 from model.generate import pad_left
 from model.processor import Batch, TokenRow
-from model.source import local_path, preset_of, resolve
-from model.system_configs import LanguageConfig, TextModelConfig, read_config
+from model.source import resolve
+from model.system_configs import LanguageConfig, read_config
 from model.tokenizer import find_tokenizer, load_tokenizer
 
 
@@ -48,17 +48,9 @@ class TextReader:
         return Batch(ids, torch.empty(0, 3, 1, 1), types, valid, labels, torch.empty(0, dtype=torch.int64))
 
 
-def config_of(source: str) -> LanguageConfig | TextModelConfig | None:
-    """The configuration of a language model for text alone; None for any other model."""
-    if preset_of(source) or local_path(source).is_file():
-        return None
-    config = read_config(resolve(source, ["config.json"]) / "config.json")
-    return config if isinstance(config, LanguageConfig | TextModelConfig) else None
-
-
 def open_reader(source: str, max_length: int) -> TextReader:
     """The reader of a language model. Raises UserError."""
-    config = config_of(source)
+    config = read_config(resolve(source, ["config.json"]) / "config.json")
     if isinstance(config, LanguageConfig):
         tokenizer = load_text_tokenizer(source)
         begin = tokenizer.prompt("a")[: -len(tokenizer.encode("a"))]
