@@ -201,9 +201,9 @@ def marks_of(model, processor: Processor, questions: Sequence[Question], max_new
 
 
 @contextlib.contextmanager
-def open_log(path: Path) -> Iterator[tuple[BinaryIO, dict[str, Answer]]]:
+def open_log(path: Path, anew: bool = False) -> Iterator[tuple[BinaryIO, dict[str, Answer]]]:
     """A log of answers, to be appended to by one command at a time, and its answers by mark; an incomplete last line is
-    cut off. Raises UserError, also for a file of another kind."""
+    cut off. anew: empty it. Raises UserError, also for a file of another kind."""
     with file_errors(path):
         file = path.open("a+b")
     with file:
@@ -211,6 +211,8 @@ def open_log(path: Path) -> Iterator[tuple[BinaryIO, dict[str, Answer]]]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{shown(path)}: another command writes its answers here: give another --out") from None
+        if anew:
+            file.truncate(0)
         file.seek(0)
         content, answers = file.read(), {}
         whole = content.rfind(b"\n") + 1

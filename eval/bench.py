@@ -122,7 +122,7 @@ def flags_for(benchmark: Benchmark, args: Namespace, subject) -> Namespace:
 def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
     """The rows of the models that the flags name, on gray pictures too with --blind, and of the baselines; writes the
     files of each model. Raises UserError."""
-    from eval.answer import ask_all
+    from eval.answer import ask_all, open_log
     from eval.open import models_of, open_model, out_folder
     from model.generate import CompiledStep
 
@@ -137,8 +137,8 @@ def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
         folder = args.out / title if args.out and len(subjects) > 1 else args.out
         out = out_folder(folder, title, benchmark.name)
         opened = open_model(args, subject, text="text" in benchmark.prompts)
-        if not args.resume:
-            (out / "answers.jsonl").unlink(missing_ok=True)
+        with open_log(out / "answers.jsonl", anew=not args.resume):
+            pass
         options = {"batch_size": args.batch_size, "compiled": CompiledStep(opened[0]) if args.compile else None}
         options |= {"max_new_tokens": args.max_new_tokens, "log": out / "answers.jsonl", "left_out": {}}
         rows: Results = {}

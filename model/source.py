@@ -37,6 +37,10 @@ def resolve(source: str | Path, patterns: list[str], revision: str | None = None
     """
     folder = local_path(source)
     if folder.is_dir() or source == EMBEDDED:
+        if revision is not None:
+            raise UserError(
+                f"--revision {shown(revision)} belongs to a hub id, {shown(source)} is a folder: leave it out"
+            )
         return folder if folder.is_dir() else BUNDLED_FOLDER
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source), re.ASCII) or folder.exists():
         remedy = "give a model's folder, 'embedded', a preset of model/config.py, or a hub id such as owner/name"

@@ -172,13 +172,16 @@ def test_answers_of_another_model_prompt_or_picture_are_not_taken(model, process
     assert sum(sizes) == 3 * len(calls) + 3
 
 
-def test_a_log_has_one_writer_and_is_no_other_file(model, processor, tmp_path):
+def test_a_log_has_one_writer_and_is_no_other_file(model, processor, source, tmp_path):
     """Two commands mix their lines, a file of something else is overwritten, or likelihoods come back as text."""
     log, asked = tmp_path / "log.jsonl", [Question(1, "1", noise(1), "count", ("top", "dog"), scored=True)]
     first = answer.ask_all(model, processor, asked, log=log)
     assert isinstance(first[0], list) and answer.ask_all(model, processor, asked, log=log) == first
     with answer.open_log(log):
         refused(lambda: answer.ask_all(model, processor, asked, log=log), "log.jsonl", "--out")
+    anew = ["--model", source, "--limit", "1", "--no-resume", "--out", str(tmp_path)]
+    with answer.open_log(tmp_path / "answers.jsonl"):  # nor is it taken away from a command that writes to it
+        refused(lambda: vqa.main(anew), "answers.jsonl", "--out")
     for line in ("7", "{"):
         log.write_text(f'{{"mark": "x", "answer": "y"}}\n{line}\n')
         refused(lambda: answer.ask_all(model, processor, asked, log=log), "log.jsonl:2: ")

@@ -215,6 +215,7 @@ def test_what_is_asked_of_the_hub(folder, processor, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert Processor.from_source("some/model", revision="v1").config == processor.config
+    refused(lambda: Processor.from_source("embedded", revision="v1"), "--revision v1", "embedded")
     (*given, names), *_ = asked
     assert given == ["some/model", "v1"] and not [name for name in names if "safetensors" in name or "*" in name]
     refused(lambda: resolve("some/model", ["config.json"], "v9"), "some/model: ", "offline")
