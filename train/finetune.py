@@ -31,6 +31,8 @@ from train.supervised import make_order, train_on
 from train.systems.open import load_start, open_model, open_processor, open_trained, write_trained
 from train.validation import evaluate, open_held_out
 
+OWN = ": own pictures, so that every weight learns, after a new vision tower; --recipe lora trains LoRA with a graft"
+
 
 def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
     """The whole run: data, model, loop, summary."""
@@ -90,6 +92,8 @@ def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
     """The first process prints the base, its size, the share of it that is trained, and the device."""
     if not world.is_first:
         return
+    if settings.recipe:
+        print(f"recipe {settings.recipe}{OWN * (settings.recipe == 'own')}")
     total, trained = count(outline.parameters()), count(trainable(outline).values())
     size = f"{total:,} parameters, {trained:,} of them trainable ({100 * trained / total:.2f} %)"
     kind = f"attention {settings.attention}" if settings.stage is None else f"{settings.arch}, stage {settings.stage}"

@@ -92,7 +92,7 @@ def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
     disk = (4 * trained + costs[0].moments) * (settings.keep + 1) + result * (2 if settings.keep_best else 1)
     if gpus > 1:
         costs = [spread_cost(cost, gpus, model, settings.shard, autocast) for cost in costs]
-    samples = min(order.total * rows * micro_batches, settings.epochs * len(records))
+    samples = min(order.total * rows * micro_batches, order.epochs * len(records))
     tokens = samples * sum(m.batch.input_ids.numel() for m in micros) / sum(len(m.names) for m in micros)
     flops = costs[settings.checkpointing].flops * tokens / widest.batch.input_ids.numel()
     sizes = (trained, rows, rows * micro_batches, samples, order.total, round(tokens))

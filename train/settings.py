@@ -1,6 +1,5 @@
 """The settings of a fine-tuning run: the flags of `train.finetune`, recipes, and the stages of each system."""
 
-import argparse
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
@@ -48,9 +47,16 @@ RECIPES: dict[str, dict] = {
     | {"lr": 1e-5, "beta2": 0.999, "schedule": "cosine", "warmup": 0.05, "clip": 1.0}
     | {"epochs": 10, "batch_size": 16, "step_batch": 256, "prompt": "answer en {question}", "answers": "sampled"},
     # The embedded base on other pictures than its own. Its vision tower knows 40 emojis by patches of a fixed grid:
-    # every weight must learn. Questions of one picture in one batch make the picture matter, and share its encoding.
-    "own": _WHOLE | {"align": 16, "optimizer": "muon", "lr": 0.01} | {"epochs": 2, "batch_size": 64, "per_picture": 8},
+    # it starts anew, and every weight learns. Questions of one picture in one batch make the picture matter, and share
+    # its encoding.
+    "own": _WHOLE
+    | {"new_tower": True, "align": 750, "optimizer": "muon", "lr": 0.01, "batch_size": 64, "per_picture": 8},
+    # LoRA and differential attention as by default on the embedded scenes, also on own pictures
+    "lora": {},
 }
+# Flags that ask for another way of training than the recipe "own", which own pictures take on the embedded base
+_NOT_OWN = {"recipe", "attention", "diff_in", "feed_forward", "option", "full", "targets", "r", "alpha", "dropout"}
+_NOT_OWN |= {"quantize", "align", "arch", "shard", "dtype"}
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,12 @@ def stage_defaults(arch: str | None, stage: int | None, is_embedded: bool) -> di
 class Settings(LoopSettings):
     """All settings of a run. Each is a flag of the same name; see `train.flags.flag`."""
 
+    recipe: str = flag(
+        "",
+        "other defaults: of the paper's Table 1, of PaliGemma's authors, or for own pictures on the embedded base, "
+        "which take `own` by themselves unless a flag, such as `--recipe lora`, asks for LoRA or a graft",
+        choices=["", *RECIPES],
+    )
     base: str = flag("embedded", "model: a folder, a hub id, or `embedded`")
     data: tuple[str, ...] = flag(
         EMBEDDED,
@@ -136,7 +148,8 @@ class Settings(LoopSettings):
     r: int = flag(16, "LoRA rank, also of a variant's second branch", least=1, most=65536)
     alpha: float = flag(32.0, "LoRA alpha: updates are scaled by alpha / r", least=1e-6, most=1e6)
     dropout: float = flag(0.0, "LoRA dropout", least=0, most=0.9999)
-    align: int = flag(0, "with --full: passes in which the vision tower learns alone, see train/align.py", least=0)
+    align: int = flag(0, "with --full: steps in which the vision tower learns alone, see train/align.py", least=0)
+    new_tower: bool = flag(False, "with --align: the tower starts anew, on 8×8 patches of pictures of 64 pixels")
     lr: float = flag(1.5e-3, "peak learning rate", least=0, most=1e6)
     scalar_lr: float | None = flag(
         None, "of λ, μ and norms (default: --lr); with muon of all but matrices (default: --lr / 10)", least=0, most=1e6
@@ -146,7 +159,11 @@ class Settings(LoopSettings):
     beta2: float = flag(0.98, "AdamW's second momentum", least=0, most=0.9999999)
     batch_size: int = flag(32, "rows of a micro-batch, at most", least=1)
     step_batch: int | None = flag(None, "rows of a step over all processes (default: --batch-size on each)", least=1)
-    epochs: int = flag(1, "passes over the data", least=1)
+    epochs: int | None = flag(
+        None,
+        "passes over the data (default: 1; of other data than the scenes as many as make 500 steps, at most 32)",
+        least=1,
+    )
     steps: int | None = flag(None, "stop after so many steps (default: all epochs)", least=1)
     samples: int = flag(16000, "size of an epoch of the embedded data", least=1, most=10**8)
     tasks: str = flag(",".join(EMBEDDED_TASKS), "tasks of the embedded data, in turn, see eval/scenes.py")
@@ -222,12 +239,13 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
     """The settings and the run folder of a command line; a recipe changes defaults, a flag overrides both."""
 
     def defaults(given: dict) -> dict:
-        is_embedded, recipe = tuple(given.get("data", EMBEDDED)) == EMBEDDED, given.pop("recipe", "")
-        return stage_defaults(given.get("arch"), given.get("stage"), is_embedded) | RECIPES.get(recipe, {})
+        is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
+        is_own = not is_embedded and given.get("base", "embedded") == "embedded" and not _NOT_OWN & given.keys()
+        recipe = given.get("recipe", "own" if is_own else "")
+        stage = stage_defaults(given.get("arch"), given.get("stage"), is_embedded)
+        return stage | RECIPES.get(recipe, {}) | {"recipe": recipe}
 
     parser = FlagParser(prog="python -m train.finetune", description=description)
-    about = "settings of the paper's Table 1, of PaliGemma's authors, or for own pictures on the embedded base"
-    parser.add_argument("--recipe", choices=list(RECIPES), default=argparse.SUPPRESS, help=about)
     settings, arguments = read_run(parser, Settings, Arguments, argv, defaults)
     if arguments.resume is None:
         check(settings)
@@ -243,6 +261,7 @@ def check(settings: Settings) -> None:
         raise UserError(f"--arch {s.arch} --stage {s.stage}: expected one of {choices}")
     for is_wrong, message in (
         (whole and s.dtype not in ("auto", "fp32"), f"--dtype {s.dtype} loses updates of weights: use --autocast"),
+        (s.new_tower and not s.align, "--new-tower knows nothing: add --align N"),
         (s.align and not s.full, f"--align {s.align} trains the vision tower, which no adapter holds: add --full"),
         (s.full and s.is_grafted, "--full trains plain weights: add --attention softmax, leave --feed-forward at mlp"),
         (s.patience and not (s.evaluate and s.eval_every != 0), f"--patience {s.patience} needs evaluations"),

@@ -43,6 +43,7 @@ def make_order(
         problem = f"{world.size} processes cannot share {micro_batches} micro-batches"
         raise UserError(f"{problem}: start a number that divides them")
     chosen = {name: getattr(settings, name) for name in ("epochs", "steps", "seed", "per_picture")}
+    chosen["epochs"] = chosen["epochs"] or (1 if settings.is_embedded else None)
     chosen |= {"batch_size": rows, "accumulate": micro_batches // world.size}
     return Order(records, processor, rank=world.rank, world_size=world.size, **chosen)
 

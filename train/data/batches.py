@@ -19,6 +19,7 @@ from eval.records import Record, gray_picture
 from model.common import UserError, shown
 from model.processor import Batch, Processor
 
+LEAST_STEPS, MOST_EPOCHS = 500, 32  # of a run whose --epochs is not given
 BUCKET = 32  # tokens of text: rows of one batch have lengths of the same bucket
 CHARACTERS = 4  # in a token, roughly
 
@@ -168,7 +169,8 @@ class Weighted(list):
 class Order:
     """Which micro-batches a process reads at each of `total` steps: a pure function of the seed, so a run can start
     anywhere. A step takes `accumulate` micro-batches on each of `world_size` processes, an epoch's last step what is
-    left. records: a list, or `Shards`, which plan themselves. Raises UserError if they are too few for one step."""
+    left. records: a list, or `Shards`, which plan themselves. epochs: None for as many as make LEAST_STEPS steps.
+    Raises UserError if the records are too few for one step."""
 
     def __init__(
         self,
@@ -177,7 +179,7 @@ class Order:
         *,
         batch_size: int,
         accumulate: int = 1,
-        epochs: int = 1,
+        epochs: int | None = 1,
         steps: int | None = None,
         seed: int = 0,
         per_picture: int = 1,
@@ -197,7 +199,8 @@ class Order:
             problem = f"{len(records)} records make {self.micro_batches} micro-batches, but a step takes {of_step}"
             raise UserError(f"{problem}: lower --step-batch or --batch-size, or give more data")
         self.steps_per_epoch = -(-self.micro_batches // of_step)
-        self.total = steps or self.steps_per_epoch * epochs
+        self.epochs = epochs or min(MOST_EPOCHS, -(-LEAST_STEPS // self.steps_per_epoch))
+        self.total = steps or self.steps_per_epoch * self.epochs
 
     def plan(self, epoch: int, first: int) -> Iterable[list[int]]:
         """The numbers of the records of an epoch's micro-batches, of all processes, from number `first` on."""

@@ -52,7 +52,12 @@ def load_base(settings: Settings, device: torch.device) -> PaliGemma:
 def load_start(settings: Settings, device: torch.device) -> PaliGemma:
     """What training starts from: the base, without graft and adapter, or the model of a stage."""
     if settings.stage is None:
-        return load_base(settings, device)
+        model = load_base(settings, device)
+        if settings.new_tower:
+            from train.align import new_tower
+
+            new_tower(model, settings.seed)
+        return model
     return open_stage(settings, weights_dtype(settings, device), device)
 
 
@@ -123,7 +128,9 @@ def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, lis
         from weights.export import companions
 
         files = companions(settings.base)
-    return Processor.from_source(settings.base, **options), files
+    processor = Processor.from_source(settings.base, **options)
+    processor.config = model.config  # of a new tower
+    return processor, files
 
 
 def write_trained(model: PaliGemma, folder: Path, settings: Settings, world: World, files: Sequence[Path]) -> None:
