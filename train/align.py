@@ -29,6 +29,7 @@ from model.siglip import Siglip
 from train.distributed import World
 from train.optim import MuonAdamW, Rule, make_adamw, matching, parameter_groups, rate_factor, set_rates
 from train.settings import Settings
+from train.supervised import shifted
 
 PICTURES = 64  # of a step
 COMMON = 1000  # questions, and answers, that have a number of their own
@@ -121,7 +122,7 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
             continue
         rows = [(place, *pair) for place, key in enumerate(opened) for pair in asked[key]]
         place, question, answer = torch.tensor(rows, device=device).T
-        pixels = torch.stack([shifted(image, rng) for image in opened.values()])
+        pixels = shifted(torch.stack([*opened.values()]))
         with autocast_of(autocast, device):
             features = model.encode_images(pixels.to(device)).mean(1).float()
         loss = F.cross_entropy(head(features[place], question), answer)
@@ -139,13 +140,6 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
     for parameter in tower.parameters() if world.size > 1 else ():  # GPUs need not agree to the bit
         dist.broadcast(parameter.detach(), 0)
     return losses
-
-
-def shifted(pixels: torch.Tensor, rng: random.Random) -> torch.Tensor:
-    """A picture (3, R, R) moved by up to a sixteenth of its side; its border is repeated."""
-    size = pixels.shape[-1]
-    rows, columns = ((torch.arange(size) + rng.randint(-(size // 16), size // 16)).clamp(0, size - 1) for _ in "yx")
-    return pixels[:, rows[:, None], columns]
 
 
 def examples(records: Sequence[Record]) -> dict[str, list[tuple[int, int]]]:

@@ -50,7 +50,15 @@ RECIPES: dict[str, dict] = {
     # it starts anew, and every weight learns. Questions of one picture in one batch make the picture matter, and share
     # its encoding.
     "own": _WHOLE
-    | {"new_tower": True, "align": 750, "optimizer": "muon", "lr": 0.01, "batch_size": 64, "per_picture": 8},
+    | {
+        "new_tower": True,
+        "shift": True,
+        "align": 750,
+        "optimizer": "muon",
+        "lr": 0.01,
+        "batch_size": 64,
+        "per_picture": 8,
+    },
     # LoRA and differential attention as by default on the embedded scenes, also on own pictures
     "lora": {},
 }
@@ -149,6 +157,7 @@ class Settings(LoopSettings):
     alpha: float = flag(32.0, "LoRA alpha: updates are scaled by alpha / r", least=1e-6, most=1e6)
     dropout: float = flag(0.0, "LoRA dropout", least=0, most=0.9999)
     align: int = flag(0, "with --full: steps in which the vision tower learns alone, see train/align.py", least=0)
+    shift: bool = flag(False, "move the pictures of training by up to a sixteenth of their side, at random")
     new_tower: bool = flag(False, "with --align: the tower starts anew, on 8×8 patches of pictures of 64 pixels")
     lr: float = flag(1.5e-3, "peak learning rate", least=0, most=1e6)
     scalar_lr: float | None = flag(

@@ -4,6 +4,7 @@ In: an opened model, its processor, and records. Out: the trained model, in plac
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,7 +29,10 @@ def train_on(
     """Train `model` in place on `order`; returns the run's progress. options: `validate` and `progress` of `fit`."""
 
     def loss(called: nn.Module, micro: MicroBatch) -> torch.Tensor:
-        return supervised_loss(called, micro.to(world.device))
+        micro = micro.to(world.device)
+        if settings.shift:
+            micro = replace(micro, batch=replace(micro.batch, pixel_values=shifted(micro.batch.pixel_values)))
+        return supervised_loss(called, micro)
 
     return fit(model, optimizer, order, loss, settings, run, world, **options)
 
@@ -46,6 +50,15 @@ def make_order(
     chosen["epochs"] = chosen["epochs"] or (1 if settings.is_embedded else None)
     chosen |= {"batch_size": rows, "accumulate": micro_batches // world.size}
     return Order(records, processor, rank=world.rank, world_size=world.size, **chosen)
+
+
+def shifted(pixels: torch.Tensor) -> torch.Tensor:
+    """Pictures (B, 3, R, R), each moved by up to a sixteenth of its side; borders are repeated."""
+    size = pixels.shape[-1]
+    moves = torch.randint(-(size // 16), size // 16 + 1, (2, len(pixels), 1)).to(pixels.device)
+    rows, columns = (torch.arange(size, device=pixels.device) + moves).clamp(0, size - 1)  # (B, R)
+    pictures = torch.arange(len(pixels), device=pixels.device)[:, None, None]
+    return pixels[pictures, :, rows[:, :, None], columns[:, None]].movedim(-1, 1)
 
 
 def supervised_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
