@@ -31,7 +31,7 @@ from train.optim import MuonAdamW, Rule, make_adamw, matching, parameter_groups,
 from train.settings import Settings
 from train.supervised import shifted
 
-PICTURES = 64  # of a step
+PICTURES, MOST_PASSES = 64, 50  # of a step; over the data
 COMMON = 1000  # questions, and answers, that have a number of their own
 MUON_LR, ADAMW_RATIO, HEAD_LR = 0.02, 0.05, 1e-2
 
@@ -93,7 +93,8 @@ class AnswerHead(nn.Module):
 
 
 def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world: World) -> list[float]:
-    """Train the vision tower for `settings.align` steps of PICTURES pictures of `records`, in place.
+    """Train the vision tower for `settings.align` steps of PICTURES pictures of `records`, or for MOST_PASSES passes if
+    these are fewer, in place.
 
     Returns the loss of each step. Records without exactly one picture, and pictures that cannot be read, are left out.
     Every process does the same work and takes the tower of the first. Raises UserError for a loss that is not finite.
@@ -109,9 +110,8 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
         make_adamw(parameter_groups(head, [Rule(matching(head, ".*"), HEAD_LR)]), (0.9, 0.98)),
     ]
     rng, losses = random.Random(f"align/{settings.seed}"), []
-    passes = -(-settings.align * PICTURES // max(1, len(asked)))
-    order = [key for _ in range(passes if asked else 0) for key in rng.sample(sorted(asked), len(asked))]
-    steps = [order[number * PICTURES : (number + 1) * PICTURES] for number in range(settings.align if asked else 0)]
+    order = [key for _ in range(MOST_PASSES) for key in rng.sample(sorted(asked), len(asked))]
+    steps = [order[start : start + PICTURES] for start in range(0, len(order), PICTURES)][: settings.align]
     bar = tqdm(steps, "alignment", disable=not world.is_first)
     for step, keys in enumerate(bar):
         opened = {}

@@ -50,15 +50,8 @@ RECIPES: dict[str, dict] = {
     # it starts anew, and every weight learns. Questions of one picture in one batch make the picture matter, and share
     # its encoding.
     "own": _WHOLE
-    | {
-        "new_tower": True,
-        "shift": True,
-        "align": 750,
-        "optimizer": "muon",
-        "lr": 0.01,
-        "batch_size": 64,
-        "per_picture": 8,
-    },
+    | {"new_tower": True, "shift": True, "align": 750, "validation": 0.05}
+    | {"optimizer": "muon", "lr": 0.01, "batch_size": 64, "per_picture": 8},
     # LoRA and differential attention as by default on the embedded scenes, also on own pictures
     "lora": {},
 }
@@ -170,7 +163,7 @@ class Settings(LoopSettings):
     step_batch: int | None = flag(None, "rows of a step over all processes (default: --batch-size on each)", least=1)
     epochs: int | None = flag(
         None,
-        "passes over the data (default: 1; of other data than the scenes as many as make 500 steps, at most 32)",
+        "passes over the data (default: 1; of other data than the scenes as many as make 400 steps, at most 32)",
         least=1,
     )
     steps: int | None = flag(None, "stop after so many steps (default: all epochs)", least=1)

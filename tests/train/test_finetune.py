@@ -204,10 +204,10 @@ def write_own(folder, count: int, broken: int) -> str:
     return f"--data jsonl:{folder}/own.jsonl --validation 0"
 
 
-@pytest.mark.parametrize("flags", ["", "--full --attention softmax --optimizer muon"])
+@pytest.mark.parametrize("flags", ["--recipe lora", "--full --attention softmax --optimizer muon"])
 def test_a_step_without_a_usable_record_changes_nothing(flags, tmp_path, capsys):
     """Breaks when momentum or decay moves the weights in a step that learns nothing, or its loss is logged as 0."""
-    saved = "--checkpoint-every 1 --keep 9 --batch-size 1 --weight-decay 0.1 --seed 1"
+    saved = "--epochs 1 --checkpoint-every 1 --keep 9 --batch-size 1 --weight-decay 0.1 --seed 1"
     logged = run(write_own(tmp_path, 4, 1), saved, flags, out=tmp_path / "run")
     (empty,) = [record["step"] for record in logged if "loss" not in record]
     assert len(logged) == 4 and empty > 0 and logged[empty]["lr"] > 0
