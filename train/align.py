@@ -110,7 +110,8 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
         make_adamw(parameter_groups(head, [Rule(matching(head, ".*"), HEAD_LR)]), (0.9, 0.98)),
     ]
     rng, losses = random.Random(f"align/{settings.seed}"), []
-    order = [key for _ in range(MOST_PASSES) for key in rng.sample(sorted(asked), len(asked))]
+    passes = min(MOST_PASSES, -(-settings.align * PICTURES // max(1, len(asked))))
+    order = [key for _ in range(passes) for key in rng.sample(sorted(asked), len(asked))]
     steps = [order[start : start + PICTURES] for start in range(0, len(order), PICTURES)][: settings.align]
     bar = tqdm(steps, "alignment", disable=not world.is_first)
     for step, keys in enumerate(bar):
@@ -143,8 +144,10 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
 
 
 def examples(records: Sequence[Record]) -> dict[str, list[tuple[int, int]]]:
-    """For each picture its questions and answers, by number. Question 0 stands for all that are not common."""
-    usable = [record for record in records if len(record.pictures) == 1 and record.suffix]
+    """For each picture its questions and answers, by number. Question 0 stands for all that are not common.
+
+    Boxes are no classes, and are left out."""
+    usable = [r for r in records if len(r.pictures) == 1 and r.suffix and "<loc" not in r.suffix]
     questions, answers = Counter(record.prefix for record in usable), Counter(record.suffix for record in usable)
     question = {text: number for number, (text, _) in enumerate(questions.most_common(COMMON), 1)}
     answer = {text: number for number, (text, _) in enumerate(answers.most_common(COMMON))}

@@ -72,15 +72,18 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
                 del model, optimizer, validate
                 model = open_trained(settings, result, world.device)
             results["after"] = evaluate(model, processor, settings, "after", world, held_out)
+        from train.summary import print_summary, recommends_best, summarize, write_answers
+
         if held_out:
             if settings.keep_best and progress.best and progress.best.since:
                 model = optimizer = validate = None  # one model at a time: it may be as large as the memory
                 model = open_trained(settings, run / "best", world.device)
                 results["best"] = held_out.evaluate(model, "held-out, best")
+                if not recommends_best(results):
+                    model = None
+                    model = open_trained(settings, result, world.device)
             results["blind"] = held_out.evaluate(model, "held-out, blind", without_pictures=True)
         if world.is_first:
-            from train.summary import print_summary, summarize, write_answers
-
             summary = summarize(settings, progress, results, count(trainable(outline).values()), held_out)
             write_text(run / "summary.json", json.dumps(summary, indent=1) + "\n")
             draw_loss(run)
@@ -94,6 +97,8 @@ def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
         return
     if settings.recipe:
         print(f"recipe {settings.recipe}{OWN * (settings.recipe == 'own')}")
+    if settings.base == "embedded" and any(source.startswith("coco:") for source in settings.data):
+        print("boxes: the embedded base finds its forty emoji alone, and does not learn others: take a published base")
     total, trained = count(outline.parameters()), count(trainable(outline).values())
     size = f"{total:,} parameters, {trained:,} of them trainable ({100 * trained / total:.2f} %)"
     kind = f"attention {settings.attention}" if settings.stage is None else f"{settings.arch}, stage {settings.stage}"

@@ -242,7 +242,8 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
 
     def defaults(given: dict) -> dict:
         is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
-        is_own = not is_embedded and given.get("base", "embedded") == "embedded" and not _NOT_OWN & given.keys()
+        has_own = not is_embedded and not any(source.startswith("coco:") for source in given["data"])
+        is_own = has_own and given.get("base", "embedded") == "embedded" and not _NOT_OWN & given.keys()
         recipe = given.get("recipe", "own" if is_own else "")
         stage = stage_defaults(given.get("arch"), given.get("stage"), is_embedded)
         return stage | RECIPES.get(recipe, {}) | {"recipe": recipe}

@@ -14,7 +14,7 @@ from model.common import write_text
 from model.differential import KINDS
 from train.checkpoint import Progress, Result
 from train.settings import Settings
-from train.validation import HeldOut, choose
+from train.validation import HeldOut, choose, is_better
 
 SCORES = {"loss": "loss, nats a token", "exact_match": "exact match, %", "vqa_accuracy": "VQA accuracy, %"}
 SHOWN = 12  # examples of answers.png
@@ -22,8 +22,16 @@ Results = Mapping[str, Result]
 
 
 def trained(results: Results) -> Result:
-    """Of the weights that the run ends with: the best, or the last."""
-    return results.get("best", results["after"])
+    """Of the weights that the run recommends: the best or the last, by all held-out examples."""
+    return results["best"] if recommends_best(results) else results["after"]
+
+
+def recommends_best(results: Results) -> bool:
+    """Whether the weights of RUN/best are better than the last ones, see `is_better`."""
+    if "best" not in results:
+        return False
+    best, after = results["best"], results["after"]
+    return is_better(best.scores, after.scores, sum(match is not None for match in after.matches))
 
 
 def summarize(settings: Settings, progress: Progress, results: Results, size: int, held_out: HeldOut | None) -> dict:
@@ -95,13 +103,15 @@ def print_summary(summary: dict, results: Results, settings: Settings, run: Path
     if step := held_out.get("stopped"):
         print(f"stopped early, after step {step}: {settings.patience} evaluations without a better score")
     if step := held_out.get("best_step"):
-        by = "loss" if held_out["after"]["exact_match"] is None else "exact match, then loss"
+        by = "loss" if held_out["after"]["exact_match"] is None else "exact match, or within its noise by loss"
         print(f"best, by {by}: after step {step}" + (f", in {run / 'best'}" if settings.keep_best else ""))
     if (gain := held_out.get("over_blind")) and gain["low"] <= 0:
         print(
             "not shown to use the picture: with every picture gray the trained model loses "
             f"{gain['mean']:.2f} {gain['measure']} (±{(gain['high'] - gain['low']) / 2:.2f}, a 95 % interval)"
         )
+    if not settings.is_embedded and (is_rising(run) or gain and gain["low"] <= 0):
+        print("still learning, or not enough: try" if is_rising(run) else "try", longer(settings, run))
     if left_out := summary["left_out"]:
         print(f"left out {len(left_out)} records: {left_out[0]} …")
     if steps := summary["empty_steps"]:
@@ -110,7 +120,25 @@ def print_summary(summary: dict, results: Results, settings: Settings, run: Path
     names += ["metrics.jsonl", "loss.png", "summary.json", *files, "checkpoints/"]
     names += ["best/"] * (run / "best").is_dir()
     print(f"\n{summary['samples']:,} samples in {summary['seconds']:.0f} s; in {run}: {', '.join(names)}")
-    print("next:", "\n      ".join(next_commands(settings, run, "best" in results)))
+    print("next:", "\n      ".join(next_commands(settings, run, recommends_best(results))))
+
+
+def is_rising(run: Path) -> bool:
+    """Whether the second half of a run's evaluations lowered the held-out loss by a tenth, to its least value."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    losses = [record["held_out_loss"] for record in records if "held_out_loss" in record]
+    return len(losses) > 2 and losses[-1] == min(losses) < 0.9 * losses[(len(losses) - 1) // 2]
+
+
+def longer(settings: Settings, run: Path) -> str:
+    """The command of a run of twice as many steps; of LoRA on the embedded base and own data, with the recipe `own`."""
+    s, steps = settings, 2 * len((run / "metrics.jsonl").read_text().splitlines())
+    is_toy = s.base == "embedded" and not s.is_embedded and not s.writes_model
+    recipe = "own" if is_toy else s.recipe
+    given = [("--base", s.base), ("--recipe", recipe), ("--images", s.images or "")]
+    given += [("--data", source) for source in s.data] + [("--eval-data", source) for source in s.eval_data]
+    given += [] if is_toy else [("--steps", str(steps))]
+    return shlex.join(["python", "-m", "train.finetune", *(word for pair in given if pair[1] for word in pair)])
 
 
 def print_accuracies(summary: dict, results: Results, settings: Settings) -> None:
@@ -144,10 +172,10 @@ def lines_of(scores: Mapping, tests: Mapping) -> dict[str, float]:
     return lines | {f"needle, {NEEDLE_TITLES[kind]}, %": value for kind, value in tests["needle_details"].items()}
 
 
-def next_commands(settings: Settings, run: Path, is_best_kept: bool) -> list[str]:
+def next_commands(settings: Settings, run: Path, takes_best: bool) -> list[str]:
     """The commands that go on from a run. Of the embedded data they ask the last weights, as the table has done."""
     s, last = settings, "model" if settings.writes_model else ""
-    folder = shlex.quote(str(run / ("best" if is_best_kept and not s.is_embedded else last)))
+    folder = shlex.quote(str(run / ("best" if takes_best and not s.is_embedded else last)))
     model, prompt, commands = f"--{last or 'adapter'} {folder}", s.question_prompt or PROMPT, []
     # an adapter stores its prompt, a model does not
     vqa = f"{model} --prompt {shlex.quote(prompt)}" if last and prompt != PROMPT else model

@@ -10,7 +10,7 @@ import contextlib
 import math
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -101,8 +101,7 @@ class HeldOut:
     ) -> dict[str, Any]:
         """Evaluate every --eval-every of `total` steps and after the last; returns loss, exact match and `maps_of`.
 
-        `progress.best` becomes this step if its exact match is the highest so far, or equal and its loss the lowest
-        (where no answer is generated, by the loss alone), and then RUN/best is written, with the `files` of the base.
+        `progress.best` becomes this step if it `is_better`, and then RUN/best is written, with the `files` of the base.
         `progress.stopped` becomes this step when --patience is used up.
         """
         settings, every = self.settings, self.settings.eval_every
@@ -116,7 +115,8 @@ class HeldOut:
         loss, exact = scores["loss"], scores["exact_match"]
         if loss is None or not math.isfinite(loss):  # no example could be used
             return {}
-        if best is None or (exact or 0, -loss) > (best.exact_match or 0, -best.loss):
+        asked = min(ASKED, len(self.asked))
+        if best is None or is_better(scores, {"loss": best.loss, "exact_match": best.exact_match}, asked):
             progress.best = Best(step, loss, exact)
             if settings.keep_best:
                 with atomic_folder(run / "best", self.world) as folder:
@@ -134,6 +134,14 @@ class HeldOut:
             micro = MicroBatches(self.records, self.processor)[self.plan[0]].to(self.world.device)
             values["map_distance"] = map_distance(model.eval(), **inputs(micro))
         return {name: {path: v.tolist() for path, v in layers.items()} for name, layers in values.items() if layers}
+
+
+def is_better(scores: Mapping[str, Any], others: Mapping[str, Any], asked: int) -> bool:
+    """Whether `scores` beat others on the same examples: by exact match, of `asked` answers, where it differs by more
+    than two standard errors of one of them, else by the loss, which tells more of few examples."""
+    ours, theirs = (of["exact_match"] or 0.0 for of in (scores, others))
+    noise = 200 * math.sqrt(theirs / 100 * (1 - theirs / 100) / max(1, asked))
+    return scores["loss"] < others["loss"] if abs(ours - theirs) <= noise else ours > theirs
 
 
 def open_held_out(settings: Settings, processor: Processor, world: World) -> HeldOut | None:
