@@ -1,9 +1,9 @@
 """LoRA: injected into a model by path, merged, switched off, and exchanged with PEFT as files.
 
 The matched layers become `LoRALinear`, and only the adapter is trainable. On disk are PEFT's adapter_config.json and
-adapter_model.safetensors. PEFT ignores what is added for this project: parameters of grafts as `differential.…` beside
-the LoRA tensors, the calls that repeat the grafts and the prompt under keys of the config, and the fingerprint of the
-base in the metadata of the tensor file.
+adapter_model.safetensors. PEFT ignores the prompt, a key of the config, and the fingerprint of the base in the metadata
+of the tensor file. With a graft, its parameters stand as `differential.…` beside the LoRA tensors, and the calls that
+repeat it in the config: PEFT would leave them out, so `peft_type` is another one, which PEFT refuses.
 """
 
 import contextlib
@@ -32,8 +32,13 @@ DECODER_TARGETS = r"language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(g
 # Keys of PEFT that are read, or that change nothing of what the saved tensors compute. A value under any other is a
 # feature that would be lost without notice.
 _TEXTS = {"base_model_name_or_path", "prompt", "quantized"}
+GRAFTED = "DIFFERENTIAL_LORA"  # the peft_type beside a graft; earlier files have LORA there too
 # Values of plain LoRA, the default first. Other initial values ("pissa", "olora", …) change the base too.
-_PLAIN = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, False, "gaussian", "eva", "orthogonal"]}
+_PLAIN = {
+    "peft_type": ["LORA", GRAFTED],
+    "bias": ["none"],
+    "init_lora_weights": [True, False, "gaussian", "eva", "orthogonal"],
+}
 _OTHERS = """target_modules exclude_modules layers_to_transform layers_pattern r lora_alpha rank_pattern alpha_pattern
     use_rslora lora_dropout differential inference_mode auto_mapping eva_config megatron_core peft_version
     qalora_group_size revision runtime_config task_type"""
@@ -174,6 +179,15 @@ def disabled(model: nn.Module) -> Iterator[None]:
             layer.merge()
 
 
+def unload(model: Adaptable) -> None:
+    """Take LoRA off: each layer is again the one that it wrapped. Raises UserError for a graft, which stays."""
+    if model.grafts:
+        raise UserError("a graft cannot be taken off: load the base anew")
+    for path, layer in lora_layers(model).items():
+        layer.unmerge()
+        model.set_submodule(path, layer.base_layer)
+
+
 def quantize(model: Adaptable, kind: str = "int8", head: bool = False) -> None:
     """Turn every frozen linear layer of `model` into that of `lora.quantize.KINDS`, in place; embedding and head only
     with `head`. `load` quantizes its base in the same way. Raises UserError as `replaceable`, and for merged LoRA."""
@@ -205,23 +219,28 @@ def save(model: Adaptable, folder: str | Path, base: str | None = None, prompt: 
     """Write the adapter of `model` to `folder` in PEFT's format: the config, which names `base`, last.
 
     prompt: the template of the questions that it was trained on, for evaluation. Where FSDP2 has sharded the model,
-    every process must call this; one of them with `write`. Raises UserError if the model has no adapter.
+    every process must call this; one of them with `write`. Raises UserError if the model has no adapter, or if other
+    parameters are trained too.
     """
+    parameters = adapter_parameters(model)
+    if not parameters:
+        raise UserError("the model has no adapter to save: inject LoRA, or graft a variant, first")
+    held = set(parameters.values())
+    if other := [name for name, p in model.named_parameters() if p.requires_grad and p not in held]:
+        raise UserError(f"{len(other)} parameters outside the adapter are trained ({other[0]}, …): freeze them")
     tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in adapter_parameters(model).items():
+    for name, parameter in parameters.items():
         whole = gathered(parameter).detach()  # one at a time, and kept only where it is written
         tensors[name] = whole.cpu().contiguous() if write else torch.empty(0)
     metadata = {"format": "pt", "base_fingerprint": fingerprint(model)}
-    if not tensors:
-        raise UserError("the model has no adapter to save: inject LoRA, or graft a variant, first")
     layers = {HF + path: layer for path, layer in lora_layers(model).items()}  # an ending would match more layers
     sizes = [(layer.lora.r, layer.alpha, layer.lora.dropout) for layer in layers.values()]
     r, alpha, dropout = sizes[0] if sizes else (1, 1, 0.0)
-    config = {"peft_type": "LORA", "base_model_name_or_path": base, "r": r, "lora_alpha": alpha}
+    grafts = [record.arguments() for record in model.grafts]
+    config = {"peft_type": GRAFTED if grafts else "LORA", "base_model_name_or_path": base, "r": r, "lora_alpha": alpha}
     config |= {"lora_dropout": dropout, "bias": "none", "inference_mode": True, "target_modules": list(layers)}
     config["rank_pattern"] = {path: layer.lora.r for path, layer in layers.items() if layer.lora.r != r}
     config["alpha_pattern"] = {path: layer.alpha for path, layer in layers.items() if layer.alpha != alpha}
-    grafts = [record.arguments() for record in model.grafts]
     added = {"prompt": prompt, "quantized": model.quantized, "differential": grafts or None}
     config |= {key: value for key, value in added.items() if value is not None}
     if write:

@@ -118,6 +118,11 @@ PEFT_CONFIGS = {
         "alpha_pattern": {"layers": 90, r"^model\.language_model\..*k_proj": 11, r"q_pro": 80, "gate_proj": 1},
     },
     "rank-stabilised": {"target_modules": ["o_proj"], "use_rslora": True},
+    "rank-stabilised, ranks by pattern": {
+        "target_modules": ["o_proj", "q_proj"],
+        "use_rslora": True,
+        "rank_pattern": {"o_proj": 9},
+    },
     "excluded": {"target_modules": ["q_proj", "k_proj"], "exclude_modules": r".*vision_tower.*"},
     "chosen layers": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
 }
@@ -270,6 +275,28 @@ def test_merge_and_unmerge(hf, inputs, dtype):
     assert torch.equal(model(**inputs), logits)
 
 
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_unload(inputs, model, is_merged):
+    """Breaks when a layer of LoRA stays, or the base is not what it was, to the bit."""
+    before, names = model(**inputs), list(model.state_dict())
+    randomize(model) if inject(model, SEVEN, r=4, alpha=6) else None
+    if is_merged:
+        merge(model)
+    assert not torch.equal(model(**inputs), before)
+    adapter.unload(model)
+    assert list(model.state_dict()) == names and torch.equal(model(**inputs), before)
+    graft(model, "twin")
+    refused(lambda: adapter.unload(model), "graft")
+
+
+def test_what_is_trained_beside_the_adapter_is_not_dropped(tmp_path, model):
+    """Breaks when weights that were trained too are left out of the file without a word."""
+    inject(model, SEVEN, r=4, alpha=6)
+    model.multi_modal_projector.requires_grad_(True)
+    refused(lambda: save(model, tmp_path), "multi_modal_projector.linear.weight")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("kind", "targets", "shared"),
     [
@@ -339,6 +366,11 @@ def test_saved_and_loaded_here_is_the_same_to_the_bit(tmp_path, hf, inputs, mode
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     extra = {name for name in tensors if not name.startswith("base_model.model.")}
     assert extra == {f"differential.{name}" for name in new_parameters(model)}
+    if extra:  # which PEFT would leave out; before, such a file said LORA
+        with pytest.raises(KeyError, match="DIFFERENTIAL_LORA"):
+            peft.PeftModel.from_pretrained(copy.deepcopy(hf), str(tmp_path))
+        config = json.loads((tmp_path / "adapter_config.json").read_text())
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "LORA"}))
     again = ours(hf)
     assert load(again, tmp_path) == list(lora_layers(model))
     assert torch.equal(again(**inputs), model(**inputs))

@@ -26,7 +26,8 @@ PICTURE_INSIDE = f"<bos>Where is [picture 1]↵the dog?↵{REST}"
 @pytest.mark.parametrize(
     ("flags", "row", "tokens"),
     [
-        ("", PICTURE_FIRST, "32 tokens, 5"),
+        ("", PICTURE_FIRST, "80 tokens, 5"),
+        ("--recipe lora", PICTURE_FIRST, "32 tokens, 5"),
         ("--arch wings --stage 1", PICTURE_INSIDE, "33 tokens, 5"),
         ("--arch qmamba --stage 1", PICTURE_INSIDE, "25 tokens, 5"),
     ],
