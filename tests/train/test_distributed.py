@@ -32,9 +32,9 @@ def spread_run(tmp_path_factory):
     """A run of two processes that spread all weights. Its 21 micro-batches make 4 steps of 6, the last one short."""
     folder = tmp_path_factory.mktemp("spread")
     write_vqav2(folder / "vqav2")
-    data = f"--base tiny --data vqav2:{folder}/vqav2 --validation 0.2 --fraction 0.9 --batch-size 2 --step-batch 12 --epochs 1"
-    rest = "--full --attention softmax --shard --lr 1e-3 --warmup 0 --checkpoint-every 2 --device cpu --out"
-    torchrun(2, data, rest, folder / "run")
+    data = f"--base tiny --data vqav2:{folder}/vqav2 --validation 0.2 --fraction 0.9 --batch-size 2 --step-batch 12"
+    rest = "--full --attention softmax --shard --lr 1e-3 --warmup 0 --checkpoint-every 2 --device cpu"
+    torchrun(2, data, rest, "--epochs 1 --eval-every 1 --out", folder / "run")
     return folder / "run"
 
 
