@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from model import cpu
 from model.common import UserError, quoted
 from model.gemma import Adaptable, Gemma
-from model.linear import BLOCK_ROWS, Embedding, Linear, block_rows, by_blocks, linear
+from model.linear import BLOCK_ROWS, Embedding, Linear, block_rows, by_blocks, fp32_is_faster, linear
 from weights.fingerprint import sample
 
 GROUP, NESTED_BLOCK = 64, 256  # weights with one scale, scales with one scale of their own
@@ -100,7 +100,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx, x, unpack, shape, *stored):
         ctx.save_for_backward(*stored)
         ctx.unpack, ctx.shape = unpack, shape
-        dtype = torch.float32 if cpu.fp32_is_faster(x) else x.dtype
+        dtype = torch.float32 if fp32_is_faster(x) else x.dtype
         rows = partial(unpack, stored, shape, dtype)
         if x.device.type != "cpu" or isinstance(x, FakeTensor) or torch.compiler.is_compiling():
             return linear(x, rows(0, shape[0]))
@@ -110,7 +110,7 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad):
         stored = ctx.saved_tensors  # once: checkpointing gives them a single time
-        dtype = torch.float32 if cpu.fp32_is_faster(grad) else grad.dtype
+        dtype = torch.float32 if fp32_is_faster(grad) else grad.dtype
         weight = ctx.unpack(stored, ctx.shape, dtype, 0, ctx.shape[0])
         return linear(grad.to(dtype), weight.T).to(grad.dtype), None, None, *[None] * len(stored)
 

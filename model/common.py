@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import secrets
 import sys
 from collections.abc import Callable, Iterator
@@ -42,6 +43,13 @@ def keep_memory() -> None:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(mmap_threshold, 32 << 20)  # the maximum of glibc
         mallopt(trim_threshold, 1 << 30)
+
+
+def cpuinfo(entry: str) -> str:
+    """What Linux tells of the processor, such as its "vendor_id"; "" where the system does not."""
+    file = Path("/proc/cpuinfo")
+    told = re.search(rf"^{entry}\s*:\s*(\S.*)", file.read_text(encoding="utf-8"), re.M) if file.exists() else None
+    return told[1] if told else ""
 
 
 def shown(value: Any, width: int = 200) -> str:

@@ -13,16 +13,14 @@ environment variable DMT_CPU_PATH overrides it: "torch" takes none, "onednn" the
 import contextlib
 import os
 import platform
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from model.common import UserError, shown
+from model.common import UserError, cpuinfo, shown
 
 ONEDNN = ("products", "gelu", "rows", "reversed")
 # Multiplications from which oneDNN is faster than MKL. Below, its set-up costs more than it saves, unless the weight
@@ -30,49 +28,31 @@ ONEDNN = ("products", "gelu", "rows", "reversed")
 MIN_OPERATIONS = 1 << 21
 MAX_DECODE_ROWS, MIN_WEIGHT_ELEMENTS = 4, 1 << 16  # rows of x, and elements of a weight, of a reversed product
 MAX_MAP_ELEMENTS = 1 << 18  # queries times keys of `row_attention`, which holds all maps
-MIN_WIDE_ROWS = 16  # rows of x from which bf16 products are faster in fp32
 # oneDNN's x·Wᵀ + b, with an optional activation. A private operator: PyTorch's compiler emits it too.
 onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def choose(vendor: str, capability: str, lacks_bf16: bool, forced: str = "") -> frozenset[str]:
-    """The ways to take on a processor. forced: DMT_CPU_PATH; UserError for a name in it that is none."""
-    bf16 = ("bf16",) * lacks_bf16
-    by_processor = (*ONEDNN * ((vendor, capability) == ("AuthenticAMD", "AVX512")), *bf16)
-    names = {"": by_processor, "torch": (), "onednn": (*ONEDNN, *bf16)}.get(forced, forced.split(","))
-    if not set(names) <= {*ONEDNN, "bf16"}:
-        raise UserError(f"DMT_CPU_PATH={shown(forced)}: expected torch, onednn, or some of {','.join(ONEDNN)},bf16")
-    return frozenset(names)
+    """The ways to take on a processor. forced: DMT_CPU_PATH."""
+    on_amd, bf16 = (vendor, capability) == ("AuthenticAMD", "AVX512"), ("bf16",) * lacks_bf16
+    named = {"": (*ONEDNN * on_amd, *bf16), "torch": (), "onednn": (*ONEDNN, *bf16)}
+    return frozenset(named.get(forced, forced.split(",")))
 
 
-def lacks_bf16(machine: str, multiplies: bool, limit: str = "") -> bool:
-    """Whether a processor is an x86 without instructions for bf16, or ONEDNN_MAX_CPU_ISA keeps oneDNN from them."""
-    narrow = limit.upper() in ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
-    return machine.lower() in ("x86_64", "amd64") and (narrow or not multiplies)
+# Read once, at import: torch.compile cannot trace these queries.
+ways = choose(
+    cpuinfo("vendor_id") or platform.processor().rpartition(" ")[2],  # Windows ends the name with the vendor
+    torch.backends.cpu.get_cpu_capability(),
+    platform.machine().lower() in ("x86_64", "amd64")
+    and not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()),
+    os.environ.get("DMT_CPU_PATH", ""),
+)
 
 
-def cpuinfo(entry: str) -> str:
-    """What Linux tells of the processor, such as its "vendor_id"; "" where the system does not."""
-    file = Path("/proc/cpuinfo")
-    told = re.search(rf"^{entry}\s*:\s*(\S.*)", file.read_text(encoding="utf-8"), re.M) if file.exists() else None
-    return told[1] if told else ""
-
-
-# Read once, at import: torch.compile cannot trace these queries. A mistake is raised by the first `uses`.
-mistake: UserError | None = None
-try:
-    _multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    _lacks = lacks_bf16(platform.machine(), _multiplies, os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
-    _vendor = cpuinfo("vendor_id") or platform.processor().rpartition(" ")[2]  # Windows ends the name with the vendor
-    ways = choose(_vendor, torch.backends.cpu.get_cpu_capability(), _lacks, os.environ.get("DMT_CPU_PATH", ""))
-except UserError as error:
-    ways, mistake = frozenset(), error
-
-
-def uses(way: str) -> bool:
-    if mistake is not None:
-        raise mistake
-    return way in ways
+def check() -> None:
+    """Raise UserError for a name in DMT_CPU_PATH that is none."""
+    if wrong := ways - {*ONEDNN, "bf16"}:
+        raise UserError(f"DMT_CPU_PATH={shown(min(wrong))}: expected torch, onednn, or some of {','.join(ONEDNN)},bf16")
 
 
 @contextlib.contextmanager
@@ -88,8 +68,8 @@ def using(names: str) -> Iterator[None]:
 
 def is_fp32(*tensors: torch.Tensor) -> bool:
     """Whether all are fp32 on a CPU, and stay so: autocast would make their products bf16."""
-    on_cpu = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
-    return on_cpu and not torch.is_autocast_enabled("cpu")
+    fit = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
+    return fit and not torch.is_autocast_enabled("cpu")
 
 
 def needs_gradient(*tensors: torch.Tensor | None) -> bool:
@@ -103,7 +83,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         doubled = torch.cat((rows, rows)) if len(rows) == 1 else rows  # it is not faster for one
         return F.linear(weight, doubled).T[: len(rows)].contiguous().view(*x.shape[:-1], -1)
     # the compiler chooses a product itself; a test of sizes would make it recompile for every new size
-    if torch.compiler.is_compiling() or not (uses("products") and onednn_can(x, weight)):
+    if torch.compiler.is_compiling() or not ("products" in ways and onednn_can(x, weight)):
         return F.linear(x, weight, bias)
     if needs_gradient(x, weight, bias):
         return _Linear.apply(x, weight, bias)
@@ -124,10 +104,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
-        grad_x = None if weight is None else linear(grad, weight.T)
-        grad_weight = None
+        (x, weight), rows = ctx.saved_tensors, grad.flatten(0, -2)
+        grad_x, grad_weight = None if weight is None else linear(grad, weight.T), None
         if x is not None:  # oneDNN copies a transposed first operand, so the narrower matrix is put first
             x = x.flatten(0, -2)
             grad_weight = linear(x.T, rows.T).T if x.shape[1] < rows.shape[1] else linear(rows.T, x.T)
@@ -137,36 +115,26 @@ class _Linear(torch.autograd.Function):
 def onednn_can(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether oneDNN multiplies x (…, in) by weight (out, in), and they are large enough. It raises for no rows."""
     large = x.numel() * weight.shape[0] >= MIN_OPERATIONS or weight.numel() >= MIN_OPERATIONS >> 3
-    can = onednn_linear is not None and torch.backends.mkldnn.enabled
-    return bool(x.numel() > 0 and large and is_fp32(x, weight) and can)
+    return bool(x.numel() > 0 and large and is_fp32(x, weight) and torch.backends.mkldnn.enabled and onednn_linear)
 
 
 def is_reversed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether a product is one of few rows, whose time is spent reading the weights."""
     few = bias is None and 0 < x.numel() <= MAX_DECODE_ROWS * x.shape[-1] and weight.numel() >= MIN_WEIGHT_ELEMENTS
-    return few and not torch.is_grad_enabled() and uses("reversed") and is_fp32(x, weight)
+    return few and not torch.is_grad_enabled() and "reversed" in ways and is_fp32(x, weight)
 
 
 def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
     """gelu(x·weightᵀ + bias), tanh approximation, in one kernel; None where it does not pay or gradients are needed."""
-    if torch.compiler.is_compiling() or not uses("gelu") or needs_gradient(x, weight, bias):
-        return None
-    if is_reversed(x, weight, bias) or not onednn_can(x, weight):
-        return None
-    return onednn_linear(x, weight, bias, "gelu", [], "tanh")
-
-
-def fp32_is_faster(x: torch.Tensor) -> bool:
-    """Whether x (…, in), in bf16, is multiplied faster with x and the weights in fp32, which costs a pass over both."""
-    many = x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.numel() >= MIN_WIDE_ROWS * x.shape[-1]
-    return many and uses("bf16") and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
+    can = "gelu" in ways and not (torch.compiler.is_compiling() or needs_gradient(x, weight, bias))
+    can = can and onednn_can(x, weight) and not is_reversed(x, weight, bias)
+    return onednn_linear(x, weight, bias, "gelu", [], "tanh") if can else None
 
 
 def rows_are_faster(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether `row_attention` is faster than the fused kernel, for queries (B, N, S, D) and keys (B, K, Sk, D)."""
-    if torch.compiler.is_compiling() or not (uses("rows") and uses("products")):
-        return False
-    fits = q.shape[2] > 1 and q.shape[2] * k.shape[2] <= MAX_MAP_ELEMENTS
+    can = {"rows", "products"} <= ways and not torch.compiler.is_compiling()
+    fits = can and q.shape[2] > 1 and q.shape[2] * k.shape[2] <= MAX_MAP_ELEMENTS
     return fits and onednn_can(q[0, : q.shape[1] // k.shape[1]], k[0, 0])
 
 

@@ -5,7 +5,7 @@ import platform
 import torch
 
 from model import cpu
-from model.common import UserError, shown
+from model.common import UserError, cpuinfo, shown
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -13,7 +13,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def choose_device(name: str = "auto") -> torch.device:
     """The device called `name`; "auto" is CUDA if available, else MPS, else the CPU. Nothing has run on MPS yet.
     Raises UserError for an absent device, or a DMT_CPU_PATH that is not understood."""
-    cpu.uses("products")
+    cpu.check()
     # cuDNN's attention comes first on an H100, and plans anew for each shape: in decoding, at every token
     torch.backends.cuda.enable_cudnn_sdp(False)
     if name == "auto":
@@ -43,4 +43,4 @@ def autocast_of(name: str, device: torch.device) -> torch.autocast:
 
 def processor_name() -> str:
     """The CPU's model."""
-    return cpu.cpuinfo("model name") or platform.processor() or platform.machine()
+    return cpuinfo("model name") or platform.processor() or platform.machine()

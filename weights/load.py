@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lora.quantize import pack, replaceable
+from model import cpu
 from model import system_configs as configs
 from model.common import UserError, file_errors, read_json, shown
 from model.config import PRESETS, PaliGemmaConfig, VisionConfig, config_errors
@@ -60,6 +61,7 @@ class _SkipInit(TorchFunctionMode):
 
 def empty_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     """The model of a configuration on the meta device, in eval mode: names, shapes and dtype without memory."""
+    cpu.check()
     with torch.device("meta"), _SkipInit():
         return kind_of(config)[0](config).to(dtype).eval()
 
