@@ -50,7 +50,7 @@ RECIPES: dict[str, dict] = {
     # it starts anew, and every weight learns. Questions of one picture in one batch make the picture matter, and share
     # its encoding.
     "own": _WHOLE
-    | {"new_tower": True, "shift": True, "align": 750, "validation": 0.05}
+    | {"new_tower": True, "shift": True, "align": 750, "validation": 0.05, "warmup": 0.04}
     | {"optimizer": "muon", "lr": 0.01, "batch_size": 64, "per_picture": 8},
     # LoRA and differential attention as by default on the embedded scenes, also on own pictures
     "lora": {},

@@ -1,5 +1,6 @@
 """The alignment stage: the vision tower, and nothing else, learns from the answers."""
 
+from argparse import Namespace
 from functools import partial
 
 import pytest
@@ -7,8 +8,11 @@ import torch
 from PIL import Image
 
 from eval.records import Record, Refusal
+from model.processor import Processor
 from tests.runs import WORLD, refused
 from train import align as alignment
+from train import supervised
+from train.data.batches import collate
 from train.settings import parse
 from train.systems.open import open_model
 from weights.load import load_model
@@ -27,11 +31,11 @@ def records(number: int) -> list[Record]:
 
 def test_the_tower_alone_learns_the_answers():
     """Breaks when the stage trains the decoder, learns nothing, or ends at a picture that cannot be read."""
-    settings = parse(["--recipe", "own", "--align", "12"])[0]
+    settings = parse(["--recipe", "own", "--align", "16"])[0]
     model = load_model("tiny")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     losses = alignment.align(model, records(70), settings, WORLD)
-    assert len(losses) == 12 and losses[-1] < 0.2 < losses[0]
+    assert len(losses) == 16 and losses[-1] < 0.2 < losses[0]
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     tower = {name for name in before if name.startswith("vision_tower.")}
     assert changed <= tower and len(changed) > 0.9 * len(tower)
@@ -58,6 +62,44 @@ def test_a_new_tower_reads_what_is_near():
 
 def attention_inputs(layer) -> tuple:
     return layer.self_attn.q_proj, layer.self_attn.k_proj
+
+
+def test_pictures_are_moved_and_boxes_are_not(monkeypatch, tmp_path):
+    """Breaks when a row is moved as a column, pictures move together, a border is torn, or a box leaves its object."""
+    pictures = torch.arange(2 * 3 * 32 * 32.0).view(2, 3, 32, 32)
+    torch.manual_seed(0)
+    moved = supervised.shifted(pictures)
+    flat = moved.flatten(1).tolist()
+    for picture, got in zip(pictures, moved, strict=True):
+        padded = torch.nn.functional.pad(picture[None], (2, 2, 2, 2), mode="replicate")[0]
+        assert sum(torch.equal(padded[:, y : y + 32, x : x + 32], got) for y in range(5) for x in range(5)) == 1
+    assert flat[0] != [value - 3072 for value in flat[1]]
+    seen, settings = [], parse(["--recipe", "own"])[0]
+    monkeypatch.setattr(supervised, "fit", lambda model, optimizer, order, loss, *args, **options: loss)
+    monkeypatch.setattr(supervised, "supervised_loss", lambda model, micro: seen.append(micro.batch.pixel_values))
+    processor = Processor.from_source("tiny")
+    loss = supervised.train_on(Namespace(processor=processor), None, None, settings, tmp_path, WORLD)
+    for answer, is_moved in (("red", True), ("<loc0001><loc0002><loc0003><loc0004> dog", False)):
+        picture = partial(Image.radial_gradient, "L")
+        micro = collate([Record("a", "a", (picture,), (("detect dog", answer),))], processor)
+        loss(None, micro)
+        assert torch.equal(seen[-1], micro.batch.pixel_values) is not is_moved
+
+
+def test_own_pictures_on_the_embedded_base_take_their_recipe():
+    """Breaks when a user's own data is trained as the scenes are, or a flag that asks for LoRA is overruled."""
+    own = "--data jsonl:a.jsonl --data csv:b"
+    for flags in (own, f"{own} --epochs 3 --seed 1", f"{own} --base embedded"):
+        settings = parse(flags.split())[0]
+        assert (settings.recipe, settings.full, settings.new_tower) == ("own", True, True)
+    others = ["", "--data coco:a.json", "--data jsonl:a --recipe lora", "--data jsonl:a --attention twin"]
+    for flags in (
+        *others,
+        "--data jsonl:a --base tiny",
+        "--data jsonl:a --r 4",
+        "--data jsonl:a --arch wings --stage 1",
+    ):
+        assert not parse(flags.split())[0].new_tower, flags
 
 
 def test_what_the_tower_has_learned_is_kept():

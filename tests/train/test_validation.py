@@ -144,6 +144,21 @@ def test_a_picture_whose_use_is_not_shown_is_reported(trained, blind, line, caps
     assert line in printed and ("not shown to use the picture" in printed) == bool(line)
 
 
+@pytest.mark.parametrize(
+    ("losses", "is_rising"),
+    [([3.0, 2.0, 1.0], True), ([3.0, 1.0, 0.95], False), ([3, 1, 0.2, 0.3], False), ([2, 1], False)],
+)
+def test_a_run_that_still_learns_says_what_to_try(losses, is_rising, tmp_path, capsys):
+    """Breaks when a run that ends too early looks finished, or a finished one is sent on."""
+    lines = [{"step": 0}] + [{"step": step, "held_out_loss": loss} for step, loss in enumerate(losses, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = {"left_out": [], "empty_steps": 0, "samples": 1, "seconds": 1.0}
+    settings = Settings(data=("jsonl:a b.jsonl",), base="some/base", recipe="paligemma")
+    print_summary(summary, {}, settings, tmp_path, [])
+    command = "python -m train.finetune --base some/base --recipe paligemma --data 'jsonl:a b.jsonl'"
+    assert (f"{command} --steps {2 * len(lines)}\n" in capsys.readouterr().out) is is_rising
+
+
 def test_what_is_held_out(tmp_path, processor, monkeypatch, capsys):
     """Breaks when held-out examples are the first of a file, those of training, or more than asked for."""
     settings = parse(words(write_colors(tmp_path, 40), "--validation 0.5 --eval-limit 8"))[0]
