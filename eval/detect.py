@@ -6,19 +6,15 @@
 
 In: pictures with true boxes, and a model, which is asked `detect a ; b` for the classes that are there; or an earlier
 results.json. Out: AP and AR (`eval/detection_scoring.py`), also by class, the share of malformed boxes, results.json,
-and detect.png with true and found boxes. An answer has no score: it is 1 for every box, or with --confidence the
-geometric mean of the probabilities of its name's tokens.
+and detect.png with true and found boxes. An answer has no score: it is 1 for every box, unless results.json has others.
 """
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-
-import torch
 
 from eval import figures
 from eval.bench import Benchmark, limit_flag, run
@@ -28,7 +24,6 @@ from eval.question import Question, question_of
 from eval.records import Box, Detection, embedded_records, read_data
 from eval.report import Row
 from model.common import UserError, run_command, shown, write_text
-from model.generate import check_finite
 from model.images import load_image
 from model.processor import parse_boxes
 
@@ -44,7 +39,6 @@ class Detect(Benchmark):
     flags = {
         "--data": dict(help="coco:ANNOTATIONS.json or embedded (default: embedded)", metavar="SRC"),
         "--images": dict(help="folder of the pictures of --data (default: that of its file)", metavar="DIR"),
-        "--confidence": dict(help="score boxes by the probability of their names, in one more pass", default=False),
         "--limit": limit_flag(f"pictures, the first N (default: all of a file, {EMBEDDED} of the embedded scenes)"),
     }
 
@@ -58,8 +52,7 @@ class Detect(Benchmark):
         return [question_of(record, truth=record.detection) for record in records]
 
     def refine(self, model, processor, questions, answers, args):
-        scores, pairs = partial(confidences, model, processor), zip(questions, answers, strict=True)
-        return [a if a is None else (a, scores(q, a) if args.confidence and a.strip() else []) for q, a in pairs]
+        return [answer if answer is None else (answer, []) for answer in answers]
 
     def score(self, question, answer):
         return {}
@@ -96,26 +89,6 @@ def row_of(record: dict) -> Row:
     check(math.isfinite(sum(numbers) + truth.width + truth.height), "a number is not finite")
     check(len(record["scores"]) in (0, len(answer.split(";"))), "scores: give one for each part of the answer, or none")
     return Row(Question(id_, id_, (), prefix, truth=truth), (answer, record["scores"]), {})
-
-
-@torch.no_grad()
-def confidences(model, processor, question: Question, answer: str) -> list[float]:
-    """Of each part of an answer between semicolons, the geometric mean of the probabilities of its name's tokens; 0
-    without a name. Raises NonFiniteError."""
-    batch = processor([question.images()], [question.prefix], [answer]).to(next(model.parameters()).device)
-    places = (batch.labels[0] != -100).nonzero()[:-1, 0]  # without the end token
-    inputs = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
-    logits = model(*inputs, positions_to_keep=places[None] - 1)[0]
-    check_finite(logits, f"question {question.id}")
-    ids = batch.input_ids[0, places]
-    chances = logits.float().softmax(-1).gather(-1, ids[:, None])[:, 0].tolist()
-    parts: list[list[float]] = [[]]
-    for piece, chance in zip(map(processor.tokenizer.id_to_piece, ids.tolist()), chances, strict=True):
-        if piece.strip("▁ ") in (";", "<0x3B>"):  # the last is a byte, in a vocabulary without semicolon
-            parts.append([])
-        elif not re.fullmatch(r"<loc\d{4}>|[▁ ]*", piece):
-            parts[-1].append(math.log(max(chance, 1e-30)))
-    return [math.exp(sum(part) / len(part)) if part else 0.0 for part in parts]
 
 
 def boxes_of(row: Row) -> tuple[list[Found], Counter]:

@@ -4,8 +4,9 @@
     python -m eval.mmbench --tsv mmbench_dev_en.tsv --results results.json
 
 In: the official TSV, and a model, or its answers. Out: CircularEval's accuracy by split and category, results.json, and
-submission.xlsx for the evaluation server. Rows of equal index mod 1,000,000 are one question with its options rotated;
-it is right if all are. An answer is read as VLMEvalKit does where no other model judges it; undecided ones are wrong:
+submission.tsv for the evaluation server, which takes it as .xlsx from any spreadsheet. Rows of equal index mod
+1,000,000 are one question with its options rotated; it is right if all are. An answer is read as VLMEvalKit does where
+no other model judges it; undecided ones are wrong:
 
 1. One of REFUSALS in it: no option. FAILED in it: go on at 4.
 2. The marks .()[],:;!*#{} become blanks. Exactly one option's letter among the words, a capital, first seen in the last
@@ -18,6 +19,7 @@ Sources: Liu et al., "MMBench: Is Your Multi-modal Model an All-around Player?",
 """
 
 import base64
+import csv
 import hashlib
 import io
 import re
@@ -28,8 +30,7 @@ from functools import partial
 from eval.bench import Benchmark, Row, limit_flag, means, run
 from eval.data import check, check_unique, read, rows_in
 from eval.question import Question
-from eval.spreadsheet import write_xlsx
-from model.common import UserError, quoted, run_command, shown
+from model.common import UserError, atomic_path, quoted, run_command, shown
 
 BASE = 1_000_000
 FAILED = "Failed to obtain answer via API"
@@ -101,7 +102,8 @@ class MMBench(Benchmark):
         names = [name for name in rows[0].question.truth if name not in NOT_SUBMITTED]
         names.insert(6, "prediction")
         lines = [{**r.question.truth, "index": r.question.id, "prediction": r.answer or ""} for r in rows]
-        write_xlsx(out / "submission.xlsx", [names, *([line[name] for name in names] for line in lines)])
+        with atomic_path(out / "submission.tsv") as path, path.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, delimiter="\t").writerows([names, *([line[name] for name in names] for line in lines)])
 
 
 def read_lines(path: str) -> list[list[dict[str, str]]]:

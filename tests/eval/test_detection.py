@@ -1,18 +1,16 @@
 """Detection: COCO's measures against its own evaluation code, the answers that are parsed, and the command."""
 
 import json
-import math
 import random
 
 import pytest
-import torch
 from PIL import Image
 from pycocotools import coco
 from pycocotools.cocoeval import COCOeval
 
 from eval import detect, detection_scoring
 from eval.detection_scoring import Found
-from eval.question import Question, question_of
+from eval.question import Question
 from eval.records import Box, Detection, embedded_records
 from eval.report import Row
 from tests.runs import refused
@@ -121,18 +119,8 @@ def test_answers_are_parsed_strictly(text, boxes, problems):
     assert counts == problems
 
 
-@torch.no_grad()
-def test_confidence_by_hand(model, processor):
-    """The probability is that of the next token, or of the end; or locations or separators count."""
-    question = question_of(embedded_records(("detect",), "test", 1)[0])
-    start = f"{WHOLE} ; {WHOLE}"
-    batch = processor(question.images(), [question.prefix], [f"{start} two cats"])
-    logits = model(batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask)[0].log_softmax(-1)
-    name = batch.input_ids[0, -3:-1].tolist()  # then the end
-    assert "".join(map(processor.tokenizer.id_to_piece, name)) == "▁two▁cats"
-    expected = math.exp(sum(float(logits[at, token]) for at, token in zip((-4, -3), name, strict=True)) / 2)
-    said = detect.confidences(model, processor, question, f"{start} two cats")
-    assert said == [0, pytest.approx(expected, rel=1e-4)] and expected > 0
+def test_scores_of_a_results_file_are_those_of_its_boxes():
+    """A score goes to another part of its answer."""
     found, _ = parsed(f"{WHOLE} cat ; ; {WHOLE} dog", [0.6, 0, 0.7])
     assert [box.score for box in found] == [0.6, 0.7]
 
@@ -150,7 +138,7 @@ def test_the_command_on_the_embedded_scenes(source, workplace, monkeypatch, caps
 
     monkeypatch.setattr("eval.answer.ask_all", ask_all)
     monkeypatch.setattr(detect, "DRAWN", 2)
-    detect.main(["--model", source, *"--limit 14 --blind --confidence --json".split()])
+    detect.main(["--model", source, *"--limit 14 --blind --json".split()])
     printed = {title: of["summary"] for title, of in json.loads(capsys.readouterr().out).items()}
     seeing, blind = ({line: v["COCO"] for line, v in of.items()} for of in printed.values())
     assert blind["AP"] == 0 and blind["answers without a box"] == 100

@@ -19,7 +19,7 @@ from eval.records import Record, gray_picture
 from model.common import UserError, shown
 from model.processor import Batch, Processor
 
-LEAST_STEPS, MOST_EPOCHS = 500, 32  # of a run whose --epochs is not given
+LEAST_STEPS, MOST_EPOCHS = 400, 32  # of a run whose --epochs is not given
 BUCKET = 32  # tokens of text: rows of one batch have lengths of the same bucket
 CHARACTERS = 4  # in a token, roughly
 
