@@ -71,10 +71,6 @@ class Benchmark:
         """The rows of answers that need no model, by title, to the questions of `rows`."""
         return {}
 
-    def refine(self, model, processor, questions: Sequence[Question], answers: list, args: Namespace) -> list:
-        """The answers with what else is to be known of the open model."""
-        return answers
-
     def read(self, file: str, args: Namespace) -> list[Row]:
         """The rows of a file of answers (--results)."""
         questions = self.questions(args)
@@ -148,7 +144,7 @@ def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
             if answers.count(None) == len(asked):
                 reason = next(iter(options["left_out"].values()), "there are none")
                 raise UserError(f"{benchmark.name}: none of {len(asked)} questions could be asked: {reason}")
-            rows[name] = benchmark.rows(asked, benchmark.refine(*opened, shown_to, answers, args))
+            rows[name] = benchmark.rows(asked, answers)
         del opened  # before the next model is read
         for reason, count in Counter(options["left_out"].values()).most_common(5):
             print(f"left out {count} of {len(asked)} questions: {shown(reason, 500)}", file=sys.stderr)

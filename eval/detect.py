@@ -51,11 +51,8 @@ class Detect(Benchmark):
             raise UserError(f"{shown(args.data)}: {shown(bare[0])} has no boxes: give coco:ANNOTATIONS.json")
         return [question_of(record, truth=record.detection) for record in records]
 
-    def refine(self, model, processor, questions, answers, args):
-        return [answer if answer is None else (answer, []) for answer in answers]
-
-    def score(self, question, answer):
-        return {}
+    def rows(self, questions, answers):
+        return [Row(q, a if a is None else (a, []), {}) for q, a in zip(questions, answers, strict=True)]
 
     def read(self, file, args):
         return read(file, row_of)

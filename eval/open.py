@@ -53,7 +53,7 @@ def model_of(args: Namespace) -> Subject:
     title = f"{path.parent.name}-best" if path.name == "best" else path.name
     title += f"-{kind}" if kind else ""
     if run is None or not Path(run, "model").is_dir():
-        source = source or (run and adapter.base_of(run)) or EMBEDDED
+        source = source or (run and adapter.read_config(run).get("base_model_name_or_path")) or EMBEDDED
         return Subject(source, Path(run) if run else None, title, kind)
     if source is not None:
         raise UserError(f"--adapter {shown(run)} is a whole model, written by --full: leave --model out")

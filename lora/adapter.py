@@ -250,7 +250,7 @@ def save(model: Adaptable, folder: str | Path, base: str | None = None, prompt: 
 
 
 def read_config(folder: str | Path) -> dict:
-    """The config of the adapter in `folder`, without keys that are null. Raises UserError for all but plain LoRA."""
+    """The config of the adapter in `folder`, without null keys. Raises UserError for all but plain LoRA and grafts."""
     path = Path(folder) / CONFIG_FILE
     config = {key: value for key, value in read_json(path).items() if value is not None}
     known = _TEXTS | _PLAIN.keys() | set(_OTHERS.split())
@@ -261,11 +261,6 @@ def read_config(folder: str | Path) -> dict:
         features = ", ".join(f"{shown(key, 80)} {quoted(config[key])}" for key in strange[:8])
         raise UserError(f"{shown(path)}: uses {features}, but only plain LoRA can be loaded: convert it with PEFT")
     return config
-
-
-def base_of(folder: str | Path) -> str | None:
-    """The base that the adapter in `folder` names, if it names one. Raises UserError if there is no adapter."""
-    return read_config(folder).get("base_model_name_or_path")
 
 
 def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[str]:

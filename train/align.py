@@ -43,9 +43,9 @@ TOWER_SIDE, TOWER_PATCH = 64, 8  # pixels of a new tower's pictures and patches
 def new_tower(model: PaliGemma, seed: int = 0) -> None:
     """Give `model` a vision tower that has seen nothing, and whose layers read neighbouring patches, as a convolution.
 
-    Positions are sines and cosines of row and column, q·k is near the identity and o·v near minus the identity, so
-    that a patch attends to what is near and like it (mimetic initialization, Trockman & Kolter 2023). From 1,500
-    pictures such a tower learns letters (93 % after two CPU minutes) where random weights do not (42 %).
+    Positions are waves of row and column, q·k is near the identity and o·v near minus the identity: a patch attends to
+    what is near and like it (mimetic initialization, Trockman & Kolter 2023). From 1,500 pictures of letters such a
+    tower reads 93 % of others after two CPU minutes, random weights 42 %.
     """
     vision = replace(model.config.vision, image_size=TOWER_SIDE, patch_size=TOWER_PATCH)
     width, heads, side = vision.hidden_size, vision.num_attention_heads, TOWER_SIDE // TOWER_PATCH
@@ -71,8 +71,8 @@ def new_tower(model: PaliGemma, seed: int = 0) -> None:
         attention.v_proj.weight.copy_(right)
     angles = torch.arange(side)[:, None] * math.pi / side * torch.linspace(0.25, side / 2, width // 4)
     waves = torch.cat((angles.sin(), angles.cos()), 1)  # (side, width / 2)
-    rows_and_columns = torch.cat((waves.repeat_interleave(side, 0), waves.repeat(side, 1)), 1)
-    model.vision_tower.embeddings.position_embedding.weight.copy_(rows_and_columns)
+    places = torch.cat((waves.repeat_interleave(side, 0), waves.repeat(side, 1)), 1)
+    model.vision_tower.embeddings.position_embedding.weight.copy_(places)
 
 
 class AnswerHead(nn.Module):
@@ -85,16 +85,14 @@ class AnswerHead(nn.Module):
         super().__init__()
         self.heads = heads
         self.key, self.value, self.mean = (nn.Linear(width, inner) for _ in range(3))
-        self.query = nn.Embedding(questions, inner)
-        self.question = nn.Embedding(questions, inner)
+        self.query, self.question = nn.Embedding(questions, inner), nn.Embedding(questions, inner)
         self.prior = nn.Embedding(questions, answers)
         self.answer = nn.Linear(inner, answers)
         nn.init.normal_(self.question.weight, 1.0, 0.5)
         nn.init.zeros_(self.prior.weight)
 
     def forward(self, patches: torch.Tensor, pictures: torch.Tensor, questions: torch.Tensor) -> torch.Tensor:
-        query = self.query(questions)[:, None]  # (N, 1, inner)
-        parts = (query, self.key(patches)[pictures], self.value(patches)[pictures])
+        parts = self.query(questions)[:, None], self.key(patches)[pictures], self.value(patches)[pictures]
         q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
         seen = F.scaled_dot_product_attention(q, k, v).flatten(1) + self.mean(patches.mean(1))[pictures]
         return self.answer(F.gelu(seen) * self.question(questions)) + self.prior(questions)
@@ -152,9 +150,7 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
 
 
 def examples(records: Sequence[Record]) -> dict[str, list[tuple[int, int]]]:
-    """For each picture its questions and answers, by number. Question 0 stands for all that are not common.
-
-    Boxes are no classes, and are left out."""
+    """For each picture its questions and answers, by number, boxes left out. Question 0 are all that are not common."""
     usable = [r for r in records if len(r.pictures) == 1 and r.suffix and "<loc" not in r.suffix]
     questions, answers = Counter(record.prefix for record in usable), Counter(record.suffix for record in usable)
     question = {text: number for number, (text, _) in enumerate(questions.most_common(COMMON), 1)}

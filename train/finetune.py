@@ -31,8 +31,6 @@ from train.supervised import make_order, train_on
 from train.systems.open import load_start, open_model, open_processor, open_trained, write_trained
 from train.validation import evaluate, open_held_out
 
-OWN = ": own pictures, so that every weight learns, after a new vision tower; --recipe lora trains LoRA with a graft"
-
 
 def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
     """The whole run: data, model, loop, summary."""
@@ -72,14 +70,14 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
                 del model, optimizer, validate
                 model = open_trained(settings, result, world.device)
             results["after"] = evaluate(model, processor, settings, "after", world, held_out)
-        from train.summary import print_summary, recommends_best, summarize, write_answers
+        from train.summary import print_summary, summarize, trained, write_answers
 
         if held_out:
             if settings.keep_best and progress.best and progress.best.since:
                 model = optimizer = validate = None  # one model at a time: it may be as large as the memory
                 model = open_trained(settings, run / "best", world.device)
                 results["best"] = held_out.evaluate(model, "held-out, best")
-                if not recommends_best(results):
+                if trained(results) is results["after"]:
                     model = None
                     model = open_trained(settings, result, world.device)
             results["blind"] = held_out.evaluate(model, "held-out, blind", without_pictures=True)
@@ -95,8 +93,10 @@ def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
     """The first process prints the base, its size, the share of it that is trained, and the device."""
     if not world.is_first:
         return
-    if settings.recipe:
-        print(f"recipe {settings.recipe}{OWN * (settings.recipe == 'own')}")
+    if settings.recipe == "own":
+        print(
+            "recipe own: own pictures, so that every weight learns after a new vision tower; --recipe lora has a graft"
+        )
     if settings.base == "embedded" and any(source.startswith("coco:") for source in settings.data):
         print("boxes: the embedded base finds its forty emoji alone, and does not learn others: take a published base")
     total, trained = count(outline.parameters()), count(trainable(outline).values())

@@ -46,14 +46,12 @@ RECIPES: dict[str, dict] = {
     "paligemma": _WHOLE
     | {"lr": 1e-5, "beta2": 0.999, "schedule": "cosine", "warmup": 0.05, "clip": 1.0}
     | {"epochs": 10, "batch_size": 16, "step_batch": 256, "prompt": "answer en {question}", "answers": "sampled"},
-    # The embedded base on other pictures than its own. Its vision tower knows 40 emojis by patches of a fixed grid:
-    # it starts anew, and every weight learns. Questions of one picture in one batch make the picture matter, and share
-    # its encoding.
+    # The embedded base on other pictures than its 40 emojis: its vision tower starts anew, and every weight learns.
+    # Questions of one picture in one batch make the picture matter, and share its encoding.
     "own": _WHOLE
     | {"new_tower": True, "shift": True, "align": 750, "validation": 0.05, "warmup": 0.04}
     | {"optimizer": "muon", "lr": 0.01, "batch_size": 64, "per_picture": 8},
-    # LoRA and differential attention as by default on the embedded scenes, also on own pictures
-    "lora": {},
+    "lora": {},  # with a graft, as by default on the embedded scenes, also on own pictures
 }
 # Flags that ask for another way of training than the recipe "own", which own pictures take on the embedded base
 _NOT_OWN = {"recipe", "attention", "diff_in", "feed_forward", "option", "full", "targets", "r", "alpha", "dropout"}
@@ -122,8 +120,8 @@ class Settings(LoopSettings):
 
     recipe: str = flag(
         "",
-        "other defaults: of the paper's Table 1, of PaliGemma's authors, or for own pictures on the embedded base, "
-        "which take `own` by themselves unless a flag, such as `--recipe lora`, asks for LoRA or a graft",
+        "other defaults: the paper's Table 1, PaliGemma's authors', or `own`, which own pictures on the embedded base "
+        "take unless a flag, such as --recipe lora, asks for LoRA or a graft",
         choices=["", *RECIPES],
     )
     base: str = flag("embedded", "model: a folder, a hub id, or `embedded`")
@@ -264,7 +262,7 @@ def check(settings: Settings) -> None:
         raise UserError(f"--arch {s.arch} --stage {s.stage}: expected one of {choices}")
     for is_wrong, message in (
         (whole and s.dtype not in ("auto", "fp32"), f"--dtype {s.dtype} loses updates of weights: use --autocast"),
-        (s.new_tower and not s.align, "--new-tower knows nothing: add --align N"),
+        (s.new_tower and not s.full, "--new-tower knows nothing: add --full and --align N"),
         (s.align and not s.full, f"--align {s.align} trains the vision tower, which no adapter holds: add --full"),
         (s.full and s.is_grafted, "--full trains plain weights: add --attention softmax, leave --feed-forward at mlp"),
         (s.patience and not (s.evaluate and s.eval_every != 0), f"--patience {s.patience} needs evaluations"),

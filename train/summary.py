@@ -23,15 +23,9 @@ Results = Mapping[str, Result]
 
 def trained(results: Results) -> Result:
     """Of the weights that the run recommends: the best or the last, by all held-out examples."""
-    return results["best"] if recommends_best(results) else results["after"]
-
-
-def recommends_best(results: Results) -> bool:
-    """Whether the weights of RUN/best are better than the last ones, see `is_better`."""
-    if "best" not in results:
-        return False
-    best, after = results["best"], results["after"]
-    return is_better(best.scores, after.scores, sum(match is not None for match in after.matches))
+    after, best = results["after"], results.get("best")
+    asked = sum(match is not None for match in after.matches)
+    return best if best is not None and is_better(best.scores, after.scores, asked) else after
 
 
 def summarize(settings: Settings, progress: Progress, results: Results, size: int, held_out: HeldOut | None) -> dict:
@@ -120,7 +114,10 @@ def print_summary(summary: dict, results: Results, settings: Settings, run: Path
     names += ["metrics.jsonl", "loss.png", "summary.json", *files, "checkpoints/"]
     names += ["best/"] * (run / "best").is_dir()
     print(f"\n{summary['samples']:,} samples in {summary['seconds']:.0f} s; in {run}: {', '.join(names)}")
-    print("next:", "\n      ".join(next_commands(settings, run, recommends_best(results))))
+    print(
+        "next:",
+        "\n      ".join(next_commands(settings, run, "best" in results and trained(results) is results["best"])),
+    )
 
 
 def is_rising(run: Path) -> bool:
@@ -132,12 +129,11 @@ def is_rising(run: Path) -> bool:
 
 def longer(settings: Settings, run: Path) -> str:
     """The command of a run of twice as many steps; of LoRA on the embedded base and own data, with the recipe `own`."""
-    s, steps = settings, 2 * len((run / "metrics.jsonl").read_text().splitlines())
-    is_toy = s.base == "embedded" and not s.is_embedded and not s.writes_model
-    recipe = "own" if is_toy else s.recipe
-    given = [("--base", s.base), ("--recipe", recipe), ("--images", s.images or "")]
+    s, steps = settings, str(2 * len((run / "metrics.jsonl").read_text().splitlines()))
+    is_toy = s.base == "embedded" and not s.writes_model
+    given = [("--base", s.base), ("--recipe", "own" if is_toy else s.recipe), ("--images", s.images or "")]
     given += [("--data", source) for source in s.data] + [("--eval-data", source) for source in s.eval_data]
-    given += [] if is_toy else [("--steps", str(steps))]
+    given += [] if is_toy else [("--steps", steps)]
     return shlex.join(["python", "-m", "train.finetune", *(word for pair in given if pair[1] for word in pair)])
 
 

@@ -56,11 +56,10 @@ def make_order(
 
 def shifted(pixels: torch.Tensor) -> torch.Tensor:
     """Pictures (B, 3, R, R), each moved by up to a sixteenth of its side; borders are repeated."""
-    size = pixels.shape[-1]
-    moves = torch.randint(-(size // 16), size // 16 + 1, (2, len(pixels), 1)).to(pixels.device)
-    rows, columns = (torch.arange(size, device=pixels.device) + moves).clamp(0, size - 1)  # (B, R)
-    pictures = torch.arange(len(pixels), device=pixels.device)[:, None, None]
-    return pixels[pictures, :, rows[:, :, None], columns[:, None]].movedim(-1, 1)
+    count, size = len(pixels), pixels.shape[-1]
+    moves = torch.randint(-(size // 16), size // 16 + 1, (2, count, 1))
+    rows, columns = (torch.arange(size) + moves).clamp(0, size - 1).to(pixels.device)  # (B, R)
+    return pixels[torch.arange(count)[:, None, None], :, rows[:, :, None], columns[:, None]].movedim(-1, 1)
 
 
 def supervised_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:

@@ -115,8 +115,7 @@ class HeldOut:
         loss, exact = scores["loss"], scores["exact_match"]
         if loss is None or not math.isfinite(loss):  # no example could be used
             return {}
-        asked = min(ASKED, len(self.asked))
-        if best is None or is_better(scores, {"loss": best.loss, "exact_match": best.exact_match}, asked):
+        if best is None or is_better(scores, vars(best), min(ASKED, len(self.asked))):
             progress.best = Best(step, loss, exact)
             if settings.keep_best:
                 with atomic_folder(run / "best", self.world) as folder:

@@ -133,7 +133,7 @@ def locate(source: str, update: Path | None = None) -> Origin:
     UserError for an adapter that names no base."""
     folder = local_path(source)
     if update is None and (folder / adapter.CONFIG_FILE).is_file():
-        update, source = folder, adapter.base_of(folder) or ""
+        update, source = folder, adapter.read_config(folder).get("base_model_name_or_path", "")
         if not source:
             raise UserError(f"{folder}: names no base: export its base, with this as --adapter and --merge")
     elif update is None and (folder / "model" / "config.json").is_file():  # which `--full` writes

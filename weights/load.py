@@ -142,8 +142,10 @@ def compare(folder: Path, entries: dict[str, Entry], config: Any) -> Checkpoint:
     entries = {name: entry for name, entry in entries.items() if not name.startswith(kind.ignored)}
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     is_array = any(entry.path.suffix == ".npz" for entry in entries.values())
-    dialect = mapping.NPZ if is_array else mapping.detect_dialect(entries, expected, kind.dialects)
-    allowed = kind.aliases | mapping.dialect_names(expected, dialect)
+    spellings = {dialect: mapping.dialect_names(expected, dialect) for dialect in (*kind.dialects, mapping.NPZ)}
+    likely = [mapping.NPZ] if is_array else kind.dialects
+    dialect = max(likely, key=lambda name: len(spellings[name].keys() & entries.keys()))
+    allowed = kind.aliases | spellings[dialect]
     names = {name: allowed[name] for name in entries if name in allowed}
     problems = [f"missing {name}" for name in sorted(expected.keys() - names.values())]
     problems += [f"unexpected {shown(name)}" for name in sorted(entries.keys() - allowed.keys())]

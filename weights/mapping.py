@@ -78,11 +78,6 @@ def dialect_names(ours: Iterable[str], dialect: str) -> dict[str, str]:
     return names
 
 
-def detect_dialect(names: Collection[str], ours: Collection[str], dialects: tuple[str, ...]) -> str:
-    """The one of `dialects` that most of a checkpoint's names are in."""
-    return max(dialects, key=lambda dialect: len(dialect_names(ours, dialect).keys() & set(names)))
-
-
 Rule = Callable[[Tensor], Tensor]
 
 # big_vision (https://github.com/google-research/big_vision) computes x @ kernel where torch computes x @ weight.T, and
