@@ -169,7 +169,7 @@ class Weighted(list):
 class Order:
     """Which micro-batches a process reads at each of `total` steps: a pure function of the seed, so a run can start
     anywhere. A step takes `accumulate` micro-batches on each of `world_size` processes, an epoch's last step what is
-    left. records: a list, or `Shards`, which plan themselves. epochs: None makes LEAST_STEPS. Raises UserError for too few."""
+    left. `Shards` plan themselves. epochs: None makes LEAST_STEPS. Raises UserError for too few records for a step."""
 
     def __init__(
         self,
