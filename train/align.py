@@ -60,8 +60,7 @@ def new_tower(model: PaliGemma, seed: int = 0) -> None:
         root = values[:rank].sqrt()
         return left[:, :rank] * root, right[:rank] * root[:, None]
 
-    for layer in model.vision_tower.encoder.layers:
-        attention = layer.self_attn
+    for attention in [layer.self_attn for layer in model.vision_tower.encoder.layers]:
         for q, k in zip(attention.q_proj.weight.chunk(heads), attention.k_proj.weight.chunk(heads), strict=True):
             left, right = factors(0.7, 0.7, width // heads)
             q.copy_(left.T)
@@ -86,8 +85,7 @@ class AnswerHead(nn.Module):
         self.heads = heads
         self.key, self.value, self.mean = (nn.Linear(width, inner) for _ in range(3))
         self.query, self.question = nn.Embedding(questions, inner), nn.Embedding(questions, inner)
-        self.prior = nn.Embedding(questions, answers)
-        self.answer = nn.Linear(inner, answers)
+        self.prior, self.answer = nn.Embedding(questions, answers), nn.Linear(inner, answers)
         nn.init.normal_(self.question.weight, 1.0, 0.5)
         nn.init.zeros_(self.prior.weight)
 
@@ -127,8 +125,8 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
                 opened[key] = to_pixels(pictures[key], model.config.vision.image_size)
         if not opened:
             continue
-        rows = [(place, *pair) for place, key in enumerate(opened) for pair in asked[key]]
-        place, question, answer = torch.tensor(rows, device=device).T
+        triples = [(place, *pair) for place, key in enumerate(opened) for pair in asked[key]]
+        place, question, answer = torch.tensor(triples, device=device).T
         pixels = shifted(torch.stack([*opened.values()]))
         with autocast_of(autocast, device):
             patches = model.encode_images(pixels.to(device)).float()

@@ -129,11 +129,10 @@ def is_rising(run: Path) -> bool:
 
 def longer(settings: Settings, run: Path) -> str:
     """The command of a run of twice as many steps; of LoRA on the embedded base and own data, with the recipe `own`."""
-    s, steps = settings, str(2 * len((run / "metrics.jsonl").read_text().splitlines()))
-    is_toy = s.base == "embedded" and not s.writes_model
+    s, is_toy = settings, settings.base == "embedded" and not settings.writes_model
     given = [("--base", s.base), ("--recipe", "own" if is_toy else s.recipe), ("--images", s.images or "")]
     given += [("--data", source) for source in s.data] + [("--eval-data", source) for source in s.eval_data]
-    given += [] if is_toy else [("--steps", steps)]
+    given += [] if is_toy else [("--steps", str(2 * len((run / "metrics.jsonl").read_text().splitlines())))]
     return shlex.join(["python", "-m", "train.finetune", *(word for pair in given if pair[1] for word in pair)])
 
 

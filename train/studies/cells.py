@@ -68,9 +68,7 @@ def source_hash(make: Callable) -> str:
 
 def compute_all(calls: Sequence[tuple], processes: int) -> None:
     """`compute` with the arguments of each call, in so many processes; each result is a line on stderr."""
-    spawn, run = multiprocessing.get_context("spawn"), map
-    if processes > 1:
-        run = ProcessPoolExecutor(processes, spawn, initializer=prepare_process).map
+    run = map if processes == 1 else pool_of(processes).map
     try:
         for number, line in enumerate(run(compute, calls), 1):
             print(f"{number} of {len(calls)}: {line}", file=sys.stderr, flush=True)
@@ -99,6 +97,11 @@ def compute(call: tuple[Callable[..., dict], Job, Path, Sequence[Path]]) -> str:
 
 
 @cache
+def pool_of(processes: int) -> ProcessPoolExecutor:
+    """Processes that compute cells."""
+    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=prepare_process)
+
+
 def prepare_process() -> None:
     torch.set_num_threads(1)
     os.setpgrp()  # Ctrl-C on a terminal reaches the first process alone, which ends the others
