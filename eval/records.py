@@ -1,17 +1,21 @@
 """Records: pictures, prompts and right answers, as training learns from them and evaluation asks them.
 
-In: the embedded scenes, VQAv2's files, or your own: examples and LLaVA's conversations as JSON, and COCO's boxes. Out:
-a list of `Record`. Pictures are not opened here. An entry that cannot be used becomes a record that says why when it is
-opened. Tar shards of records are read by `train/data/shards.py`.
+In: the embedded scenes, VQAv2's files, or your own: examples and conversations as JSON, CSV or from Python, and COCO's
+boxes. Out: a list of `Record`. Pictures in files are not opened here. An entry that cannot be used becomes a record
+that says why when it is opened. Tar shards of records are read by `train/data/shards.py`.
 """
 
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from hashlib import sha256
+from io import BytesIO
+from itertools import zip_longest
+from os import PathLike
 from os.path import realpath
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,11 +31,17 @@ QUESTIONS_FILE = "v2_OpenEnded_mscoco_train2014_questions.json"
 ANNOTATIONS_FILE = "v2_mscoco_train2014_annotations.json"
 EMBEDDED_TASKS = ("vqa", "n2o1", "vqa", "n2o2")  # in turn; without questions the model forgets how to answer them
 ROLES = ("human", "gpt")  # of LLaVA's conversations, in turn
-SOURCES = (
-    "embedded, vqav2:DIR (official files), jsonl:FILE (image with prefix and suffix, or LLaVA's conversations; lines "
-    "or a list), coco:FILE (boxes to detect)"
+SPEAKERS = {"user": "human", "assistant": "gpt"}  # of messages, in these words
+DIALOGUES = (("conversations", "from", "value"), ("messages", "role", "content"))  # LLaVA's; TRL's and ms-swift's
+LAYOUTS = (
+    '{"image", "prefix", "suffix"}, {"image", "conversations": [{"from": "human", "value"}, {"from": "gpt", …}]} or '
+    '{"images", "messages": [{"role": "user", "content"}, {"role": "assistant", …}]}'
 )
-Picture = Path | Callable[[], Any]  # a file, or a function that draws or opens one
+SOURCES = (
+    "embedded, vqav2:DIR (official files), jsonl:FILE (lines or a list: image with prefix and suffix, LLaVA's "
+    "conversations, or messages as TRL's and ms-swift's), csv:FILE (image,prefix,suffix), coco:FILE (boxes to detect)"
+)
+Picture = Path | Image.Image | Callable[[], Any]  # a file, an image, or a function that draws or opens one
 gray_picture = partial(Image.new, "RGB", (64, 64), (127, 127, 127))  # of whatever size, a model sees the same
 
 
@@ -65,7 +75,8 @@ class Record:
     pictures: in the order in which they are shown; none for text alone. turns: (prompt, answer) pairs; `<image>` in a
     prompt marks the place of a picture. A record without turns stands for data that cannot be used: its picture raises
     the UserError that says why. answers: of the last turn where the data give several, one by each annotator.
-    sampled: each epoch learns one of `answers`, drawn anew. detection: the objects to be found.
+    sampled: each epoch learns one of `answers`, drawn anew. detection: the objects to be found. kind: of the question,
+    for a line of a table.
     """
 
     name: str
@@ -75,6 +86,7 @@ class Record:
     answers: tuple[str, ...] = ()
     sampled: bool = False
     detection: Detection | None = None
+    kind: str = ""
 
     @property
     def prefix(self) -> str:
@@ -98,21 +110,22 @@ class Refusal:
 
 
 def read_data(source: str, images: str | Path | None = None, prompt: str = PROMPT) -> list[Record]:
-    """The records of `vqav2:DIR`, `jsonl:FILE` or `coco:FILE`. images: the folder of the pictures. prompt: of VQAv2.
+    """The records of a source in files, see `SOURCES`. images: the folder of the pictures. prompt: of VQAv2.
 
     Raises UserError, also for a file without any usable record.
     """
     kind, path = source_parts(source)
-    readers = {"vqav2": partial(vqav2_records, prompt=prompt), "jsonl": read_examples, "coco": read_coco}
+    readers = {"jsonl": read_examples, "csv": partial(read_examples, is_table=True), "coco": read_coco}
+    readers |= {"vqav2": partial(vqav2_records, prompt=prompt)}
     if kind not in readers:
         raise UserError(f"{source}: tar shards can be trained on, not asked: give what they were made of")
     return readers[kind](path, images)
 
 
 def source_parts(source: str) -> tuple[str, Path]:
-    """The kind of a source and its path. Raises UserError."""
-    kind, _, path = source.partition(":")
-    if source != "embedded" and not (kind in ("vqav2", "jsonl", "coco", "shards") and path):
+    """The kind of a source, which the ending of a file may tell, and its path. Raises UserError."""
+    kind, path = source.split(":", 1) if ":" in source else (Path(source).suffix[1:] or source, source)
+    if source != "embedded" and not (kind in ("vqav2", "jsonl", "csv", "coco", "shards") and path):
         raise UserError(f"{quoted(source)} does not say what kind of data it is: give {SOURCES}")
     return kind, Path(path)
 
@@ -168,61 +181,117 @@ def vqav2_records(folder: Path, images: str | Path | None = None, prompt: str = 
 # Your own: examples and conversations
 
 
+def records_of(examples: Iterable[Mapping], folder: str | Path = ".") -> list[Record]:
+    """The records of examples as of `record_of`: a list of dicts, or a Hugging Face dataset. Raises UserError."""
+    return read_records("data", partial(record_of, folder=folder), [(f"[{n}]", e) for n, e in enumerate(examples)])
+
+
+def read_examples(path: str | Path, images: str | Path | None = None, is_table: bool = False) -> list[Record]:
+    """The examples of a file: JSON lines, a JSON list, or a CSV table, whose first row names the columns.
+
+    images: the folder of the pictures, by default the file's. Raises UserError for a file without any usable entry.
+    """
+    if not is_table:
+        places = data.records_in(path)
+    else:  # an empty cell is absent; cells without a column are at None
+        (_, names), *rows = data.rows_in(path) or [("", [])]
+        places = [(p, {name: cell for name, cell in zip_longest(names, row) if cell}) for p, row in rows]
+    return read_records(path, partial(record_of, folder=images or Path(path).parent), places)
+
+
 def read_records(path: str | Path, make: Callable[[dict], Record], places: data.Places) -> list[Record]:
     """The records of a file, with names by their places and keys by their pictures, also of what cannot be used."""
+
+    def name_of(picture: Picture) -> str:
+        is_file = not isinstance(picture, Image.Image)
+        return str(picture) if is_file else sha256(repr(picture.size).encode() + picture.tobytes()).hexdigest()
+
     records = data.read(path, make, places, lambda problem: Record("", "", (Refusal(problem),), ()))
     named = []
     for record, (place, _) in zip(records, places, strict=True):
-        key = "\n".join(map(str, record.pictures)) or f"{path}{place}"
+        key = "\n".join(map(name_of, record.pictures)) or f"{path}{place}"
         named.append(replace(record, name=f"{Path(path).name}{place}", key=key))
     return named
 
 
-def read_examples(path: str | Path, images: str | Path | None = None) -> list[Record]:
-    """{"image", "prefix", "suffix"} or LLaVA's {"image", "conversations"}, line by line or from a JSON list.
+def record_of(example: Mapping, folder: str | Path = ".") -> Record:
+    """The record of an example in one of `LAYOUTS`, still without its name and key.
 
-    "image" may be absent, for text alone, or a list of names, relative to `images`, by default the file's folder.
-    "answers", a list, may stand beside or instead of "suffix", which then is the most frequent of them.
-    Raises UserError for a file without any usable entry.
+    A picture is a path, a relative one in `folder`, a Pillow image or an array, uint8 (height, width, 3). "answers", a
+    list, may stand beside or instead of "suffix", which then is the most frequent of them. "type" is the kind of the
+    question. Raises LookupError, TypeError and ValueError.
     """
-    folder = Path(images or Path(path).parent)
-
-    def example(record: dict) -> Record:
-        names, (turns, answers) = picture_names(record), read_turns(record)
-        check_turns(len(names), turns)
-        return Record("", "", tuple(find_picture(folder, name) for name in names), turns, answers)
-
-    return read_records(path, example, data.records_in(path))
+    check(None not in example, "more cells than columns: a text with a comma stands between quotes")
+    example = {key: value for key, value in example.items() if value is not None}
+    pictures, (turns, answers) = picture_names(example), read_turns(example)
+    check_turns(len(pictures), turns)
+    pictures = tuple(picture_of(picture, folder) for picture in pictures)
+    return Record("", "", pictures, turns, answers, kind=str(example.get("type", "")))
 
 
-def picture_names(record: Mapping) -> list[str]:
-    """The names of a record's pictures under "image": one, a list, or none. Raises ValueError.
+def picture_of(picture: Any, folder: str | Path) -> Picture:
+    """The file that a text, {"path"} or {"url"} names, or the image of an array or of {"bytes"}. Raises ValueError."""
+    from model.images import load_image
 
-    A key of nearly this name is a mistake: the record would be asked without its picture.
+    if isinstance(picture, Mapping):
+        content, path = picture.get("bytes"), picture.get("path") or picture.get("url")
+        picture = BytesIO(content) if content else path
+    is_path = isinstance(picture, str | PathLike)
+    return find_picture(folder, str(picture).removeprefix("file://")) if is_path else load_image(picture)
+
+
+def picture_names(record: Mapping) -> list[Any]:
+    """A record's pictures in order: under "image" or "images", one or a list, or in parts of its messages.
+
+    Raises ValueError, also for a key of nearly this name: the record would be asked without its picture.
     """
-    similar = [key for key in record if re.match("image|img|picture|photo", key, re.IGNORECASE)]
-    check("image" in record or not similar, f"has {data.some(similar)}, but no 'image', which names the pictures")
-    names = record.get("image") or []
-    return [text({"image": name}, "image") for name in (names if isinstance(names, list) else [names])]
+    named = [key for key in ("image", "images") if key in record]
+    unread = "video|audio|objects" + "|image|img|picture|photo" * (not named)
+    strange = [key for key in record if re.match(unread, key, re.IGNORECASE) and record[key]]
+    check(not strange, f"has {data.some(strange)}: 'image' or 'images' names the pictures, other media are not learned")
+    parts = [part for _, said in dialogue(record) if isinstance(said, list) for part in said]
+    own = [part[k] for part in parts for k in ("image", "image_url", "url", "path") if part.get(k) is not None]
+    order = [part["index"] for part in parts if part.get("index") is not None]
+    check(order == [*range(len(order))], "its messages show the pictures in another order than 'images'")
+    lists = [*(record[key] for key in named if record[key] is not None), *[own] * bool(own)]
+    check(len(lists) < 2, "names its pictures in two places")
+    return list(lists[0]) if lists and isinstance(lists[0], list | tuple) else lists
 
 
-def read_turns(record: dict) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+def dialogue(record: Mapping) -> list[tuple[str, Any]]:
+    """(role, content) of each turn of a conversation, LLaVA's or messages; none where a record is no conversation."""
+    for key, role, content in DIALOGUES:
+        if key in record:
+            return [(SPEAKERS.get(turn[role], turn[role]), turn[content]) for turn in record[key]]
+    return []
+
+
+def read_turns(record: Mapping) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """The turns of a record, and all right answers of the last one where it gives several.
 
-    Of LLaVA's conversations a first turn that is not from a human is left out, as there. Raises LookupError, TypeError
+    Of a conversation a first turn that is not from a human is left out, as LLaVA does. Raises LookupError, TypeError
     and ValueError for another layout.
     """
-    if "conversations" in record:
-        said = record["conversations"]
-        said = said[said[0]["from"] != ROLES[0] :]
-        speakers, texts = [turn["from"] for turn in said], [text(turn, "value") for turn in said]
-        takes_turns = len(said) > 1 and speakers == list(ROLES) * (len(said) // 2)
-        check(takes_turns, "conversations: human and gpt take turns, and the last one is gpt's")
-        check(SLOT not in "".join(texts[1::2]), f"{SLOT} in an answer: it marks the place of a picture in a prompt")
-        return tuple(zip(texts[::2], texts[1::2], strict=True)), ()
-    answers = tuple(text({"answers": answer}, "answers") for answer in record.get("answers", ()))
-    most = {"suffix": Counter(answers).most_common(1)[0][0]} if answers else {}
-    return ((text(record, "prefix"), text(most | record, "suffix")),), answers
+    answers = record.get("answers") or ()
+    check(not isinstance(answers, str), "answers is a text, expected a list")
+    answers = tuple(text({"answers": answer}, "answers") for answer in answers)
+    if not (said := dialogue(record)):
+        check("prefix" in record, f"has {data.some(list(record))}, which is none of the layouts {LAYOUTS}")
+        most = {"suffix": Counter(answers).most_common(1)[0][0]} if answers else {}
+        said = list(zip(ROLES, (text(record, "prefix"), text(most | dict(record), "suffix")), strict=True))
+    said = said[said[0][0] != ROLES[0] :]
+    takes_turns = len(said) > 1 and [role for role, _ in said] == list(ROLES) * (len(said) // 2)
+    check(takes_turns, "human (user) and gpt (assistant) take turns, and the last one is gpt's")
+    texts = [text_of(content) for _, content in said]
+    return tuple(zip(texts[::2], texts[1::2], strict=True)), answers
+
+
+def text_of(content: Any) -> str:
+    """The text of a message, in which `<image>` stands for each picture among its parts. Raises ValueError."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    kinds = [part["type"] for part in parts]
+    check({"text", "image", "image_url"}.issuperset(kinds), f"has parts {data.some(kinds)}: give text and image")
+    return "".join(text(part, "text") if part["type"] == "text" else SLOT for part in parts)
 
 
 # COCO's boxes

@@ -3,12 +3,14 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from eval.answer import layout
 from eval.question import question_of
-from eval.records import Box, embedded_records, read_coco, read_data, read_examples, split_records
+from eval.records import Box, embedded_records, read_coco, read_data, read_examples, records_of, split_records
 from model.processor import Processor
 from model.system_configs import MambaConfig, ProjectorConfig, QMambaConfig, WingsConfig
 from tests.runs import refused
@@ -31,6 +33,11 @@ def draw(folder, *names, size=(8, 8)):
 def says(*texts):
     """A conversation in LLaVA's layout: human and gpt in turn."""
     return [{"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate(texts)]
+
+
+def chat(*contents):
+    """A conversation in the layout of TRL and ms-swift: user and assistant in turn."""
+    return [{"role": ("user", "assistant")[number % 2], "content": value} for number, value in enumerate(contents)]
 
 
 def shown(processor, record):
@@ -73,6 +80,7 @@ def processors(processor):
     }
 
 
+IMAGE, A = {"type": "image"}, {"type": "text", "text": "a"}
 CONVERSATION = says("Where is <image> the dog?", "top left", "count cat", "2")
 # PaliGemma: pictures first, and the first prompt with them both ways; all after it is causal
 FRONT = "0:P 0:<bos> 0:Where 0:▁is 0:▁the 0:▁dog 0:? 0:\\n"
@@ -125,8 +133,14 @@ def test_a_later_question_is_asked_as_it_is_learned(processors, tmp_path):
         {"conversations": says("<image>", "a")},
         {"image": "a.png", "conversations": says("a", "<image>")},
         {"image": ["a.png", "c.png"], "prefix": "a", "suffix": "b"},
-        {"images": "a.png", "prefix": "a", "suffix": "b"},
+        {"image_path": "a.png", "prefix": "a", "suffix": "b"},
+        {"image": "a.png", "images": ["a.png"], "prefix": "a", "suffix": "b"},
+        {"messages": chat([IMAGE, {"type": "text", "text": "a"}], "b")},
+        {"images": ["a.png"], "messages": chat([{"type": "video"}, {"type": "text", "text": "a"}], "b")},
+        {"images": ["a.png"] * 2, "messages": chat([IMAGE | {"index": 1}, IMAGE | {"index": 0}, A], "b")},
+        {"images": ["a.png"], "messages": chat("<image>a", "<bbox>"), "objects": {"bbox": [[1, 2, 3, 4]]}},
         {"prefix": "a", "answers": ["b", 2]},
+        {"prefix": "a", "answers": "bb"},
         {"prefix": "a"},
     ],
 )
@@ -137,6 +151,60 @@ def test_a_malformed_record_is_named_left_out_and_counted(record, processor, tmp
     micro = collate(read_examples(write(tmp_path, "own.json", [good, record])), processor)
     assert micro.names == ("own.json[0]",)
     assert len(micro.bad) == 1 and micro.bad[0].startswith("own.json[1]: ")
+
+
+def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
+    """Breaks when a file of TRL, ms-swift or a spreadsheet, or examples from Python, give other turns or pictures."""
+    draw(tmp_path, "x/a.png", "x/b.png")
+    (tmp_path / "link.png").symlink_to(tmp_path / "x/b.png")
+    a, b = tmp_path / "x/a.png", tmp_path / "link.png"
+    system = {"role": "system", "content": "Be brief."}
+    parts = [{"index": None, "text": "count dog\n", "type": "text"}, {"index": 0, "text": None, "type": "image"}]
+    own = [IMAGE | {"image": "x/a.png"}, {"type": "image_url", "image_url": {"url": f"file://{b}"}}, A]
+    rows = [
+        # ms-swift's documentation: marks in texts, absolute paths, a system's message
+        {"messages": [system, *chat("<image><image>a", "b", "c", "d")], "images": [str(a), str(b)]},
+        # TRL's llava-instruct-mix-vsft, and its texts without marks
+        {"messages": chat(parts, [{"index": None, "text": "2", "type": "text"}]), "images": ["x/a.png"]},
+        {"messages": chat("count cat", "1"), "images": ["x/a.png", "link.png"], "type": "count", "image": None},
+        {"messages": chat(own, "b")},
+    ]
+    made = read_data(f"jsonl:{write(tmp_path, 'own.jsonl', rows)}")
+    expected = [
+        ((a, b), (("<image><image>a", "b"), ("c", "d"))),
+        ((a,), (("count dog\n<image>", "2"),)),
+        ((a, b), (("count cat", "1"),)),
+        ((a, b), (("<image><image>a", "b"),)),
+    ]
+    assert [(record.pictures, record.turns) for record in made] == expected
+    assert [record.kind for record in made] == ["", "", "count", ""]
+    table = 'image,prefix,suffix,type\r\nx/a.png,"Is it red, or blue?",red,colour\r\n,a,2,\r\nx/a.png,a,b,c,d\r\n'
+    (tmp_path / "own.csv").write_bytes(b"\xef\xbb\xbf" + table.encode())  # as Excel writes it
+    for source in (f"csv:{tmp_path}/own.csv", f"{tmp_path}/own.csv"):
+        red, text, bad = read_data(source)
+        assert (red.pictures, red.turns, red.kind) == ((a,), (("Is it red, or blue?", "red"),), "colour")
+        assert (text.pictures, text.turns, text.kind) == ((), (("a", "2"),), "")
+        assert not bad.turns
+    assert "prefix" in refused(
+        lambda: read_data(f"jsonl:{write(tmp_path, 'o.json', [{'query': 'a', 'response': 'b'}])}")
+    )
+
+
+def test_pictures_from_python_are_those_of_their_files(tmp_path, processor):
+    """Breaks when an image or array in memory becomes another picture, or one picture is on both sides of a split."""
+    draw(tmp_path, "a.png", "b.png")
+    content = {"bytes": (tmp_path / "b.png").read_bytes(), "path": None}  # as datasets keep it
+    pictures = [tmp_path / "b.png", Image.open(tmp_path / "b.png"), np.asarray(Image.open(tmp_path / "b.png")), content]
+    made = records_of([{"image": picture, "prefix": "a", "suffix": "b"} for picture in pictures])
+    assert [record.name for record in made] == [f"data[{number}]" for number in range(4)]
+    assert len({record.key for record in made}) == 2
+    micro = collate(made, processor)
+    assert not micro.bad and all(
+        torch.equal(picture, micro.batch.pixel_values[0]) for picture in micro.batch.pixel_values
+    )
+    other, shares = Image.open(tmp_path / "a.png"), np.zeros((8, 8, 3))
+    *_, more, bad = records_of([{"image": p, "prefix": "a", "suffix": "b"} for p in (*pictures, other, shares)])
+    assert more.key not in {record.key for record in made} and not bad.turns
 
 
 def test_several_answers(tmp_path):
@@ -247,5 +315,5 @@ def test_no_picture_is_on_both_sides(tmp_path):
 
 def test_a_source_without_its_kind_is_refused(tmp_path):
     """Breaks when a user who gives a file is not told how to name it."""
-    for source in ("own.jsonl", "jsonl:", "csv:a", "shards:a.tar"):
+    for source in ("own.json", "jsonl:", "tsv:a", "shards:a.tar", "a.tar"):
         refused(lambda source=source: read_data(source), source)
