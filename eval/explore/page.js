@@ -5,8 +5,8 @@ const $ = (selector, root = document) => root.querySelector(selector);
 const state = { case: 0, token: 0, hover: null, layer: null, head: -1, kind: null };
 const NAMES = { A: "A", A1: "A₁", A2: "A₂", mix: "result", change: "change", plain: "plain" };
 const HINTS = {
-  A: "the attention", A1: "the first map", A2: "the second map, subtracted", mix: "what is left of both",
-  change: "result − A₁: what the subtraction adds and removes", plain: "the base model without adapter",
+  A: "the attention map", A1: "the first map", A2: "the second map, subtracted", mix: "what is left of both",
+  change: "result − A₁: what the subtraction adds and removes", plain: "the map of the base model without adapter",
 };
 const SIGNED = new Set(["mix", "change"]);
 const percent = (value, digits = 1) => (100 * value).toFixed(digits) + " %";
@@ -266,6 +266,7 @@ function buildPanel(entry, model) {
   const panel = { root, entry, model, image, side: Math.round(Math.sqrt(entry.picture[1])), patch: null, bases: new Map() };
   $("h2", root).textContent = model.name;
   $(".formula", root).textContent = model.formula || "A";
+  $(".hint", root).textContent = kindsOf(model).map((kind) => `${NAMES[kind]}: ${HINTS[kind]}`).join(" · ");
   $(".tokens", root).append(...model.tokens.map((token, n) => tokenButton(token, n)));
   const big = $(".big", root);
   big.onpointermove = (event) => {
@@ -317,11 +318,12 @@ async function openCase(number) {
   [...$("#cases").children].forEach((button) => button.setAttribute("aria-pressed", +button.dataset.number === number));
   const last = Math.min($("#layer").max, layers) - 1;
   Object.assign(state, { case: number, token: 0, hover: null, layer: state.layer === null ? null : Math.min(state.layer, last), head: Math.min(state.head, heads - 1), kind: kinds.includes(state.kind) ? state.kind : kinds.includes("mix") ? "mix" : kinds[0] });
-  if (state.layer === null) { // begin where the first token takes most from the picture
-    const [{ model }] = panels, token = model.tokens[0];
-    await load(panels[0], token);
-    const shares = Array.from({ length: last + 1 }, (_, layer) => mapOf(model, token, shownKind(model), layer, -1).sums[0]);
-    state.layer = shares.indexOf(Math.max(...shares));
+  if (state.layer === null) { // begin where the first token takes most from one place
+    const [panel] = panels, { model } = panel, token = model.tokens[0];
+    await load(panel, token);
+    const rows = Array.from({ length: (last + 1) * heads }, (_, n) => (token.heads ? [Math.floor(n / heads), n % heads] : [n % (last + 1), -1]));
+    const peaks = rows.map((row) => Math.max(...patches(panel, weights(model, token, shownKind(model), ...row))));
+    [state.layer, state.head] = rows[peaks.indexOf(Math.max(...peaks))];
   }
   await draw();
 }

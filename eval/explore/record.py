@@ -23,6 +23,8 @@ from model.paligemma import PaliGemma
 from model.processor import Batch, Processor, parse_boxes
 from model.tokenizer import SPACE
 
+ONE_MAP = {"dex": "A, one map: dex changes outputs, o − λ·o·W_D", "shared": "A, one map: shared scales it by 1 − λ"}
+
 
 @dataclass(frozen=True)
 class Said:
@@ -149,7 +151,8 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
     )
     first, second = (np.stack(rows, axis=1) for rows in (first, second))
     if not factors:
-        return Maps({"A": first}, {"A": np.array(share)}, chosen)
+        kind = getattr(decoder_layers(model)[-1], "kind", "")
+        return Maps({"A": first}, {"A": np.array(share)}, chosen, formula=ONE_MAP.get(kind, ""))
     none = np.zeros((count, first.shape[2]), np.float32)
     factor = np.stack([factors.get(layer, none) for layer in maps], axis=1)
     weight, kinds = factor[..., None], {"A1": first, "A2": second}

@@ -60,6 +60,14 @@ def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
         assert maps.laws[first][number] == pytest.approx(float(share), rel=1e-4)
 
 
+def test_dex_has_one_map_and_says_so(processor):
+    """Breaks when a reader looks for the second map of a model that subtracts from its outputs."""
+    model = random_model()
+    graft(model, "dex")
+    maps = maps_of(model, answer(model, processor, PICTURE, PROMPT, 1), "it")
+    assert set(maps.kinds) == {"A"} and "one map" in maps.formula
+
+
 def random_case(tokens: int, models: int = 1, layers=18, heads=8, slots=256) -> Case:
     """A case of the geometry of PaliGemma 3B at 224 pixels, with random attention, which compresses worst."""
     dice, length = np.random.default_rng(0), slots + 24
