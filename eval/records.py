@@ -123,8 +123,8 @@ def read_data(source: str, images: str | Path | None = None, prompt: str = PROMP
 
 
 def source_parts(source: str) -> tuple[str, Path]:
-    """The kind of a source, which the ending of a file may tell, and its path. Raises UserError."""
-    kind, path = source.split(":", 1) if ":" in source else (Path(source).suffix[1:] or source, source)
+    """The kind of a source and its path. Raises UserError."""
+    kind, _, path = source.partition(":")
     if source != "embedded" and not (kind in ("vqav2", "jsonl", "csv", "coco", "shards") and path):
         raise UserError(f"{quoted(source)} does not say what kind of data it is: give {SOURCES}")
     return kind, Path(path)
@@ -191,7 +191,7 @@ def read_examples(path: str | Path, images: str | Path | None = None, is_table: 
 
     images: the folder of the pictures, by default the file's. Raises UserError for a file without any usable entry.
     """
-    if not is_table:
+    if not is_table and Path(path).suffix != ".csv":
         places = data.records_in(path)
     else:  # an empty cell is absent; cells without a column are at None
         (_, names), *rows = data.rows_in(path) or [("", [])]

@@ -179,8 +179,9 @@ def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
     assert [(record.pictures, record.turns) for record in made] == expected
     assert [record.kind for record in made] == ["", "", "count", ""]
     table = 'image,prefix,suffix,type\r\nx/a.png,"Is it red, or blue?",red,colour\r\n,a,2,\r\nx/a.png,a,b,c,d\r\n'
-    (tmp_path / "own.csv").write_bytes(b"\xef\xbb\xbf" + table.encode())  # as Excel writes it
-    for source in (f"csv:{tmp_path}/own.csv", f"{tmp_path}/own.csv"):
+    for name in ("own.csv", "own.txt"):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + table.encode())  # as Excel writes it
+    for source in (f"csv:{tmp_path}/own.txt", f"jsonl:{tmp_path}/own.csv"):
         red, text, bad = read_data(source)
         assert (red.pictures, red.turns, red.kind) == ((a,), (("Is it red, or blue?", "red"),), "colour")
         assert (text.pictures, text.turns, text.kind) == ((), (("a", "2"),), "")
@@ -315,5 +316,5 @@ def test_no_picture_is_on_both_sides(tmp_path):
 
 def test_a_source_without_its_kind_is_refused(tmp_path):
     """Breaks when a user who gives a file is not told how to name it."""
-    for source in ("own.json", "jsonl:", "tsv:a", "shards:a.tar", "a.tar"):
+    for source in ("own.jsonl", "jsonl:", "tsv:a", "shards:a.tar"):
         refused(lambda source=source: read_data(source), source)
