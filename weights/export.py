@@ -180,15 +180,14 @@ def main(argv: list[str] | None = None) -> None:
             files |= {file.name: file for file in companions(origin.base) if file.name == "tokenizer.json"}
         if "tokenizer.json" not in files:
             print("AutoProcessor will not open it: the source has no tokenizer.json, copy PaliGemma's", file=sys.stderr)
-        card = model_card(model.config, count, args.out.name, origin.base, origin.run)
+        step = "best" if Path(origin.update or origin.source).name == "best" else "last"
+        card = model_card(model.config, count, args.out.name, origin.base, origin.run, step)
         texts = processor_files(model.config) | {"README.md": card}
         if "processor_config.json" in files:
             texts.pop("preprocessor_config.json")
-    texts = {name: text for name, text in texts.items() if name not in files}
-    options = {"dialect": args.dialect, "dtype": wanted, "max_shard_gb": args.max_shard_gb}
-    export_model(model, args.out, companions=files.values(), texts=texts, **options)
-    size = sum(file.stat().st_size for file in args.out.iterdir())
-    print(f"{args.out}: {size:,} bytes")
+    written = {"companions": files.values(), "texts": {name: texts[name] for name in texts if name not in files}}
+    export_model(model, args.out, dialect=args.dialect, dtype=wanted, max_shard_gb=args.max_shard_gb, **written)
+    print(f"{args.out}: {sum(file.stat().st_size for file in args.out.iterdir()):,} bytes")
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ from weights.load import load_model
 
 PROMPTS = ["answer en Where is the dog?", "detect dog", "caption en  \tétang 日本 🐮"]
 SUMMARY = {
-    "before": {"vqa": 12.5, "needle": None, "vqa_details": {"overall": 12.5}},
-    "held_out": {"examples": 40, "before": {"loss": 2.25}, "best": {"loss": 0.5}, "over_blind": None},
+    "before": {"vqa": 12.5, "needle": None, "vqa_details": {"per_answer_type": {"number": 7.5}}},
+    "held_out": {"examples": 40, "before": {"loss": 2.25}, "best": {"loss": 0.5}, "over_blind": {"low": 3.0}},
 }
+ANSWERS = [{"question": "What is\n it?", "right": False}, {"question": 'Is it "red"?<image>', "right": True}]
 
 
 def learned(model: PaliGemma, folder: Path, kind: str) -> Path:
@@ -40,7 +41,10 @@ def learned(model: PaliGemma, folder: Path, kind: str) -> Path:
         if "lora_B" in name or "w_d" in name:
             torch.nn.init.normal_(parameter, std=0.05)
     adapter.save(model, folder, "embedded")
-    (folder / "config.json").write_text(json.dumps({"base": "embedded", "data": "jsonl:a|b.jsonl", "lr": 0.1}))
+    (folder / "config.json").write_text(
+        json.dumps({"base": "embedded", "data": ["jsonl:/home/me and/a|b.jsonl"], "tasks": "vqa", "r": 4, "workers": 2})
+    )
+    (folder / "answers.jsonl").write_text("\n".join(map(json.dumps, ANSWERS)))
     (folder / "summary.json").write_text(json.dumps(SUMMARY))
     return folder
 
@@ -136,7 +140,8 @@ def test_the_best_step_of_whole_weights_has_its_run(tmp_path):
 
 
 def test_the_card_says_what_it_was_made_of(tmp_path):
-    """Breaks when a card loses base, data, settings or scores, or a merge rounds twice."""
+    """Breaks when a card loses base, data, settings or scores, tells paths or settings without use, shows a prompt that
+    was never trained, or a merge rounds twice."""
     model = load_model("embedded")
     learned(model, tmp_path / "run", "softmax")
     (tmp_path / "run" / "best").mkdir()
@@ -144,9 +149,12 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
         (tmp_path / "run" / name).rename(tmp_path / "run" / "best" / name)
     weights.export.main([str(tmp_path / "run" / "best"), str(tmp_path / "out"), "--dtype", "fp32"])
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    lines = ["license: apache-2.0", "| before | vqa | 12.5 |", "| best | held-out loss | 0.5 |"]
-    for line in (*lines, "| data | jsonl:a\\|b.jsonl |"):
+    lines = ["license: apache-2.0", "| before | vqa | 12.5 |", "| best | held-out loss | 0.5 |", "| r | 4 |"]
+    lines += ["| before | vqa_details per_answer_type number | 7.5 |", "| over_blind | held-out low | 3 |"]
+    for line in (*lines, '| data | ["jsonl:a\\|b.jsonl"] |'):
         assert f"\n{line}\n" in card, line
+    assert r'text="<image>Is it \"red\"?"' in card and "to its best step" in card
+    assert not re.search(r"home|tasks|workers|dog", card)
     assert "base_model: google/x\n" in model_card(model.config, 7, "x", "google/x")
     adapter.merge(model)  # in fp32, although the base is stored in bf16
     merged = load_model(tmp_path / "out").language_model.layers[1].self_attn.q_proj.weight
