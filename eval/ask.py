@@ -21,7 +21,7 @@ import torch
 from eval import figures
 from eval.command import add_flag, command_parser, positive, whole
 from eval.data import fill_prompt
-from eval.open import add_model_flags, kind_of, load, model_of, open_model, stored_prompt
+from eval.open import add_model_flags, kind_of, load, model_of, open_model, stored_prompt, toy_note
 from model.chat import load_text_tokenizer
 from model.common import UserError, run_command, shown
 from model.generate import NonFiniteError, ask, ask_text, check_options
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"{shown(subject.name)} reads text alone: leave out --image, --question, --draw and --adapter")
     if not is_text and (args.chat or not args.image):
         raise UserError(f"{shown(subject.name)} answers about pictures: give --image FILE, and leave out --chat")
-    print(f"{shown(subject.name)} answers", file=sys.stderr)
+    print(f"{shown(subject.name)} answers{toy_note(subject)}", file=sys.stderr)
     sampling = {"temperature": args.temperature, "top_p": args.top_p}
     if is_text:
         model, tokenizer = load(args, subject), load_text_tokenizer(subject.source, max_length=args.max_length)

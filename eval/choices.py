@@ -37,6 +37,7 @@ from eval.report import Row
 from model.common import UserError, quoted, read_json, run_command, shown, write_text
 
 LETTERS = tuple("ABCD")
+TEXT_PROMPT = "Question: {question}\nAnswer:"
 EMBEDDED = 600  # questions, by default
 
 
@@ -196,7 +197,7 @@ class Choices(Benchmark):
         "--shots": dict(
             help="of mmlu and cmmlu, examples before a question", default=5, type=whole(0, 100), metavar="K"
         ),
-        "--prompt": PROMPT_FLAG,
+        "--prompt": dict(help=f"{PROMPT_FLAG['help'][:-1]}; of language models {TEXT_PROMPT!r})"),
         "--limit": limit_flag(
             f"questions, the first N, of each subject of an exam (default: all, {EMBEDDED} embedded)"
         ),
@@ -242,7 +243,7 @@ class Choices(Benchmark):
         return read(file, row)
 
 
-main = partial(run, Choices(text="Question: {question}\nAnswer:"))
+main = partial(run, Choices(text=TEXT_PROMPT))
 
 if __name__ == "__main__":
     run_command(main)

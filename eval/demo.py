@@ -21,7 +21,7 @@ from eval import figures, scenes
 from eval.command import add_flag, command_parser, positive, whole
 from eval.explore.page import page
 from eval.explore.record import Case
-from eval.open import Subject, add_model_flags, model_of, open_model
+from eval.open import Subject, add_model_flags, model_of, open_model, toy_note
 from model.common import UserError, run_command, shown
 from model.generate import ask
 from model.images import load_image
@@ -85,7 +85,9 @@ def serve(
         return text, gradio.update(value=image, visible=bool(boxes)), ""
 
     with gradio.Blocks(title="Ask the model", analytics_enabled=False, delete_cache=(600, 1800)) as blocks:
-        gradio.Markdown(f"# Ask about a picture\n`{shown(subject.name)}` answers, on this machine alone.")
+        gradio.Markdown(
+            f"# Ask about a picture\n`{shown(subject.name)}` answers on this machine alone{toy_note(subject)}."
+        )
         with gradio.Row():
             with gradio.Column():
                 picture = gradio.Image(type="filepath", sources=["upload", "clipboard"], label="Picture", height=380)

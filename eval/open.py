@@ -18,6 +18,8 @@ from model.source import EMBEDDED, local_path, preset_of, resolve
 from model.system_configs import LanguageConfig, QMambaConfig, TextModelConfig, WingsConfig, read_config
 from weights.load import load_model
 
+TOY = ": a toy that knows forty emoji, and prompts such as 'answer en Where is the dog?', 'detect dog' and 'caption en'"
+
 
 class Subject(NamedTuple):
     """A model that is asked; title: in tables; run: that of its adapter; quantize: None as --dtype."""
@@ -50,7 +52,7 @@ def model_of(args: Namespace) -> Subject:
     source, run = args.model, last_run() if args.adapter is None and args.model is None else args.adapter
     run, kind = None if run == "none" else run, None if args.quantize == "none" else args.quantize
     path = Path(run or source or EMBEDDED).absolute()
-    title = f"{path.parent.name}-best" if path.name == "best" else path.name
+    title = {"best": f"{path.parent.name}-best", "model": path.parent.name}.get(path.name, path.name)
     title += f"-{kind}" if kind else ""
     if run is None or not Path(run, "model").is_dir():
         source = source or (run and adapter.read_config(run).get("base_model_name_or_path")) or EMBEDDED
@@ -101,6 +103,16 @@ def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
         if "prompt" in stored:
             return check_prompt(str(stored["prompt"]))
     return default
+
+
+def toy_note(subject: Subject) -> str:
+    """TOY for the embedded base and its runs on the embedded scenes alone, "" for other models. Raises UserError."""
+    if subject == (EMBEDDED, None, *subject[2:]):
+        return TOY
+    folder = subject.run or Path(subject.source)
+    files = [path / "config.json" for path in (folder, folder.parent)]  # RUN/best and RUN/model have it beside them
+    stored = [read_json(file) for file in files if file.is_file()]
+    return TOY * any((made.get("base"), made.get("data")) == (EMBEDDED, [EMBEDDED]) for made in stored)
 
 
 def open_model(args: Namespace, subject: Subject, text: bool = False) -> tuple[Any, Any]:

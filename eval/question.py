@@ -52,4 +52,5 @@ class Question:
 
 def question_of(record: Record, **more: Any) -> Question:
     """The question of a record's last turn."""
-    return Question(record.name, record.key, record.pictures, record.prefix, before=record.turns[:-1], **more)
+    more |= {"before": record.turns[:-1], "kind": record.kind}
+    return Question(record.name, record.key, record.pictures, record.prefix, **more)

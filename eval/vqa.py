@@ -19,7 +19,7 @@ from functools import cache, partial
 from typing import Any
 
 from eval import scenes
-from eval.bench import PROMPT_FLAG, Benchmark, limit_flag, means, run
+from eval.bench import PROMPT_FLAG, Benchmark, limit_flag, run
 from eval.data import PROMPT, Annotation, fill_prompt, find_picture, read_vqa
 from eval.question import Question, question_of
 from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record, groups_of, read_data, source_parts
@@ -94,7 +94,7 @@ class Vqa(Benchmark):
         scored: Sequence[Row] = [row for row in rows if row.scores]
         lines: Summary = {}
         if scored and isinstance(scored[0].question.truth, Record):
-            lines = {"overall": means(scored)}
+            lines = super().summary(scored)
         elif scored:
             values = summarize([(row.question.truth, sum(row.scores.values())) for row in scored])
             by_question = {f"  {name}": value for name, value in values["per_question_type"].items()}

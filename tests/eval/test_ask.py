@@ -1,10 +1,12 @@
 """`eval.ask`: many pictures and prompts are asked in batches, and each answer is of its picture and prompt."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from eval import ask, scenes
+from eval.open import Subject, toy_note
 from model import generate
 
 pytestmark = pytest.mark.long
@@ -31,3 +33,14 @@ def test_many_pictures_are_asked_in_batches(workplace, monkeypatch, capsys):
         ask.main([*flags, "--image", names[4], "--prompt", "caption en", *f"--temperature 3 --seed {seed}".split()])
         sampled.append(json.loads(capsys.readouterr().out)[0]["answer"])
     assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_the_toy_and_no_other_says_what_it_knows(workplace):
+    """Breaks when the embedded base answers a photograph without a warning, or a model of own data gets the warning."""
+    for name, base, data in (("toy", "embedded", "embedded"), ("own", "embedded", "csv:a"), ("big", "a/b", "embedded")):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "config.json").write_text(json.dumps({"base": base, "data": [data]}))
+    runs = [(run, "embedded", run) for run in ("toy", "toy/best", "own", "own/best", "big")]
+    runs += [("base", "embedded", None), ("full", "runs/toy/model", None), ("full own", "runs/own/model", None)]
+    noted = {name for name, model, run in runs if toy_note(Subject(model, run and Path("runs", run), name))}
+    assert noted == {"toy", "toy/best", "base", "full"}

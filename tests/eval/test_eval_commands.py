@@ -214,6 +214,7 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
     assert subjects("--adapter runs/other")[0].source == "somewhere/else"
     (workplace / "full" / "model").mkdir(parents=True)
     assert subjects("--adapter full") == [open.Subject("full/model", None, "full")]
+    assert subjects("--model full/model")[0].title == "full"
     refused(lambda: subjects("--adapter full --model embedded"), "full is a whole model", "--model")
     pope.main(["--limit", "6", *FAST])
     printed = capsys.readouterr()

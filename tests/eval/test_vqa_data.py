@@ -37,7 +37,7 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
     for number in range(6):
         noise(90 + number).save(f"{number // 2}.png")
         prefix = ("count cat", "count dog dog")[number % 2]
-        lines.append({"image": f"{number // 2}.png", "prefix": prefix, "suffix": "?"})
+        lines.append({"image": f"{number // 2}.png", "prefix": prefix, "suffix": "?", "type": prefix[6:9]})
     lines[5] |= {"image": ["link.png"]}  # another name of a picture is not another picture
     (workplace / "link.png").symlink_to("2.png")
     (workplace / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -50,6 +50,7 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
     said, gray = ({(e["answer"], int(e["id"][-1]) % 2) for e in part} for part in (logged[:6], logged[6:]))
     assert len(logged) == 12 and len(gray) == 2 < len(said)  # gray: one answer a prompt
     assert printed["random"]["measures"]["exact_match"]["mean"] == 0
+    assert set(printed["random"]["summary"]) == {"overall", "cat", "dog"}
     assert printed["random, blind"]["measures"]["exact_match"]["questions"] == 6
     for line, result in zip(lines, results, strict=True):  # now every answer is right, in capitals
         line["suffix"] = f" {result['answer'].upper()}\n"
