@@ -18,7 +18,7 @@ from model.source import EMBEDDED, local_path, preset_of, resolve
 from model.system_configs import LanguageConfig, QMambaConfig, TextModelConfig, WingsConfig, read_config
 from weights.load import load_model
 
-TOY = ": a toy that knows forty emoji, and prompts such as 'answer en Where is the dog?', 'detect dog' and 'caption en'"
+TOY = ", a toy that knows forty emoji, and prompts such as 'answer en Where is the dog?', 'detect dog' and 'caption en'"
 
 
 class Subject(NamedTuple):
@@ -107,12 +107,11 @@ def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
 
 def toy_note(subject: Subject) -> str:
     """TOY for the embedded base and its runs on the embedded scenes alone, "" for other models. Raises UserError."""
-    if subject == (EMBEDDED, None, *subject[2:]):
-        return TOY
     folder = subject.run or Path(subject.source)
     files = [path / "config.json" for path in (folder, folder.parent)]  # RUN/best and RUN/model have it beside them
-    stored = [read_json(file) for file in files if file.is_file()]
-    return TOY * any((made.get("base"), made.get("data")) == (EMBEDDED, [EMBEDDED]) for made in stored)
+    made = [read_json(file) for file in files if file.is_file()]
+    made += [{"base": subject.source, "data": [EMBEDDED]}] * (subject.run is None)
+    return TOY * any((run.get("base"), run.get("data")) == (EMBEDDED, [EMBEDDED]) for run in made)
 
 
 def open_model(args: Namespace, subject: Subject, text: bool = False) -> tuple[Any, Any]:

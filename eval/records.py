@@ -5,6 +5,7 @@ boxes. Out: a list of `Record`. Pictures in files are not opened here. An entry 
 that says why when it is opened. Tar shards of records are read by `train/data/shards.py`.
 """
 
+import itertools
 import random
 import re
 from collections import Counter, defaultdict
@@ -13,8 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from hashlib import sha256
-from io import BytesIO
-from itertools import zip_longest
 from os import PathLike
 from os.path import realpath
 from pathlib import Path
@@ -110,16 +109,14 @@ class Refusal:
 
 
 def read_data(source: str, images: str | Path | None = None, prompt: str = PROMPT) -> list[Record]:
-    """The records of a source in files, see `SOURCES`. images: the folder of the pictures. prompt: of VQAv2.
-
-    Raises UserError, also for a file without any usable record.
-    """
+    """The records of a source in files, see `SOURCES`. images: the folder of the pictures. prompt: of VQAv2. Raises
+    UserError, also for a file without any usable record."""
     kind, path = source_parts(source)
-    readers = {"jsonl": read_examples, "csv": partial(read_examples, is_table=True), "coco": read_coco}
-    readers |= {"vqav2": partial(vqav2_records, prompt=prompt)}
-    if kind not in readers:
+    if kind == "vqav2":
+        return vqav2_records(path, images, prompt)
+    if kind == "shards":
         raise UserError(f"{source}: tar shards can be trained on, not asked: give what they were made of")
-    return readers[kind](path, images)
+    return read_coco(path, images) if kind == "coco" else read_examples(path, images, kind)
 
 
 def source_parts(source: str) -> tuple[str, Path]:
@@ -139,12 +136,9 @@ def embedded_records(
     """`count` records of the embedded scenes, the tasks in turn; a task that is listed twice comes twice as often."""
     from eval import scenes
 
-    records, drawn = [], Counter()
-    for number in range(count):
-        task = tasks[number % len(tasks)]
-        records.append(sample_record(scenes.sample(task, split, drawn[task], seed), split))
-        drawn[task] += 1
-    return records
+    drawn = {task: itertools.count() for task in tasks}
+    asked = itertools.islice(itertools.cycle(tasks), count)
+    return [sample_record(scenes.sample(task, split, next(drawn[task]), seed), split) for task in asked]
 
 
 def sample_record(s: Any, split: str) -> Record:
@@ -167,9 +161,7 @@ def squares(suffix: str) -> Detection:
 
 def vqav2_records(folder: Path, images: str | Path | None = None, prompt: str = PROMPT) -> list[Record]:
     """Questions of VQAv2's train2014, in their official layout under `folder`; pictures there or under `images`.
-
-    prompt: a template with {question}. The suffix is multiple_choice_answer. Raises UserError.
-    """
+    prompt: a template with {question}. The suffix is multiple_choice_answer. Raises UserError."""
     records, find = [], cache(partial(data.find_image, images or folder))
     data.check_prompt(prompt)
     for q in data.read_vqa(folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE)[1]:
@@ -186,26 +178,25 @@ def records_of(examples: Iterable[Mapping], folder: str | Path = ".") -> list[Re
     return read_records("data", partial(record_of, folder=folder), [(f"[{n}]", e) for n, e in enumerate(examples)])
 
 
-def read_examples(path: str | Path, images: str | Path | None = None, is_table: bool = False) -> list[Record]:
-    """The examples of a file: JSON lines, a JSON list, or a CSV table, whose first row names the columns.
-
-    images: the folder of the pictures, by default the file's. Raises UserError for a file without any usable entry.
-    """
-    if not is_table and Path(path).suffix != ".csv":
+def read_examples(path: str | Path, images: str | Path | None = None, kind: str = "jsonl") -> list[Record]:
+    """The examples of JSON lines, a JSON list, or a CSV table (kind csv, or *.csv), whose first row names the columns.
+    images: the folder of the pictures, by default the file's. Raises UserError for a file without any usable entry."""
+    if kind != "csv" and Path(path).suffix != ".csv":
         places = data.records_in(path)
     else:  # an empty cell is absent; cells without a column are at None
         (_, names), *rows = data.rows_in(path) or [("", [])]
-        places = [(p, {name: cell for name, cell in zip_longest(names, row) if cell}) for p, row in rows]
+        places = [(p, {name: cell for name, cell in itertools.zip_longest(names, row) if cell}) for p, row in rows]
     return read_records(path, partial(record_of, folder=images or Path(path).parent), places)
+
+
+def name_of(picture: Picture) -> str:
+    """The path of a picture; of an open one a fingerprint."""
+    is_open = isinstance(picture, Image.Image)
+    return sha256(f"{picture.width} ".encode() + picture.tobytes()).hexdigest() if is_open else str(picture)
 
 
 def read_records(path: str | Path, make: Callable[[dict], Record], places: data.Places) -> list[Record]:
     """The records of a file, with names by their places and keys by their pictures, also of what cannot be used."""
-
-    def name_of(picture: Picture) -> str:
-        is_file = not isinstance(picture, Image.Image)
-        return str(picture) if is_file else sha256(repr(picture.size).encode() + picture.tobytes()).hexdigest()
-
     records = data.read(path, make, places, lambda problem: Record("", "", (Refusal(problem),), ()))
     named = []
     for record, (place, _) in zip(records, places, strict=True):
@@ -215,11 +206,9 @@ def read_records(path: str | Path, make: Callable[[dict], Record], places: data.
 
 
 def record_of(example: Mapping, folder: str | Path = ".") -> Record:
-    """The record of an example in one of `LAYOUTS`, still without its name and key.
-
-    A picture is a path, a relative one in `folder`, a Pillow image or an array, uint8 (height, width, 3). "answers", a
-    list, may stand beside or instead of "suffix", which then is the most frequent of them. "type" is the kind of the
-    question. Raises LookupError, TypeError and ValueError.
+    """The record of an example in one of `LAYOUTS`, still without name and key. A picture is a path, a relative one in
+    `folder`, a Pillow image or an array, uint8 (height, width, 3). "answers", a list, may stand beside or instead of
+    "suffix", which then is the most frequent. "type" is a kind of question. Raises LookupError, TypeError, ValueError.
     """
     check(None not in example, "more cells than columns: a text with a comma stands between quotes")
     example = {key: value for key, value in example.items() if value is not None}
@@ -230,21 +219,17 @@ def record_of(example: Mapping, folder: str | Path = ".") -> Record:
 
 
 def picture_of(picture: Any, folder: str | Path) -> Picture:
-    """The file that a text, {"path"} or {"url"} names, or the image of an array or of {"bytes"}. Raises ValueError."""
+    """The file that a text or {"url"} names, or the RGB image of an image or an array. Raises ValueError."""
     from model.images import load_image
 
-    if isinstance(picture, Mapping):
-        content, path = picture.get("bytes"), picture.get("path") or picture.get("url")
-        picture = BytesIO(content) if content else path
+    picture = picture["url"] if isinstance(picture, Mapping) else picture
     is_path = isinstance(picture, str | PathLike)
     return find_picture(folder, str(picture).removeprefix("file://")) if is_path else load_image(picture)
 
 
 def picture_names(record: Mapping) -> list[Any]:
-    """A record's pictures in order: under "image" or "images", one or a list, or in parts of its messages.
-
-    Raises ValueError, also for a key of nearly this name: the record would be asked without its picture.
-    """
+    """A record's pictures in order: under "image" or "images", one or a list, or in parts of its messages. Raises
+    ValueError, also for a key of nearly this name: the record would be asked without its picture."""
     named = [key for key in ("image", "images") if key in record]
     unread = "video|audio|objects" + "|image|img|picture|photo" * (not named)
     strange = [key for key in record if re.match(unread, key, re.IGNORECASE) and record[key]]
@@ -267,11 +252,8 @@ def dialogue(record: Mapping) -> list[tuple[str, Any]]:
 
 
 def read_turns(record: Mapping) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """The turns of a record, and all right answers of the last one where it gives several.
-
-    Of a conversation a first turn that is not from a human is left out, as LLaVA does. Raises LookupError, TypeError
-    and ValueError for another layout.
-    """
+    """The turns of a record, and all right answers of the last one where it gives several. A first turn that is not
+    from a human is left out, as in LLaVA. Raises LookupError, TypeError and ValueError for another layout."""
     answers = record.get("answers") or ()
     check(not isinstance(answers, str), "answers is a text, expected a list")
     answers = tuple(text({"answers": answer}, "answers") for answer in answers)
@@ -298,11 +280,9 @@ def text_of(content: Any) -> str:
 
 
 def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record]:
-    """COCO's detection annotations: one record for each picture with an object, `detect a ; b` and its boxes.
-
-    Crowds are not part of the answer, but of `detection`. Pictures are in the order of their ids, which in COCO's
-    scorer decides between boxes of one score. Raises UserError.
-    """
+    """COCO's detection annotations: one record for each picture with an object, `detect a ; b` and its boxes. Crowds
+    are not part of the answer, but of `detection`. Pictures are in the order of their ids, which in COCO's scorer
+    decides between boxes of one score. Raises UserError."""
     value, folder, objects = read_json(path), Path(images or Path(path).parent), defaultdict(list)
     with data.problems_at(path):
         labels = {entry["id"]: " ".join(text(entry, "name").split()) for entry in value["categories"]}
@@ -341,11 +321,9 @@ def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record
 
 
 def detection_turn(detection: Detection, order: list[str]) -> tuple[str, str]:
-    """PaliGemma's prompt and answer: `detect a ; b`, and `<locY1><locX1><locY2><locX2> a ; …`.
-
-    Boxes go by class in this `order`, then from top to bottom and left to right. A coordinate v, a share of the side,
-    is the bin round(1023·v), within 0 … 1023 (big_vision, pp/proj/paligemma/segmentation.py).
-    """
+    """PaliGemma's prompt and answer: `detect a ; b`, and `<locY1><locX1><locY2><locX2> a ; …`. Boxes go by class in
+    this `order`, then from top to bottom and left to right. A coordinate v, a share of the side, is the bin
+    round(1023·v), within 0 … 1023 (big_vision, pp/proj/paligemma/segmentation.py)."""
     boxes = sorted((b for b in detection.boxes if not b.is_crowd), key=lambda b: (order.index(b.label), b.y, b.x))
     parts = []
     for box in boxes:
@@ -362,12 +340,10 @@ def detection_turn(detection: Detection, order: list[str]) -> tuple[str, str]:
 def split_records(
     records: Sequence[Record], split: str, fraction: float, validation: float, seed: int = 0
 ) -> list[Record]:
-    """The records of the split "train" or "validation": all records of a picture are in the same one.
-
-    The share `validation` of the pictures is held out; the share `fraction` of the others is used (the paper's Part 1:
-    0.4). Records with several pictures are kept together with all other records of these. Records that cannot be used
-    are in "train".
-    """
+    """The records of the split "train" or "validation": all records of a picture are in the same one. The share
+    `validation` of the pictures is held out; the share `fraction` of the others is used (the paper's Part 1: 0.4).
+    Records with several pictures are kept together with all other records of these. Records that cannot be used are in
+    "train"."""
     groups = groups_of(records)
     names = sorted(set(groups.values()))
     random.Random(f"split/{seed}").shuffle(names)
@@ -379,19 +355,19 @@ def split_records(
 
 def groups_of(records: Sequence[Record]) -> dict[str, str]:
     """The group of each record that can be used, by name: the smallest key of records with pictures in common."""
-    usable = [record for record in records if record.turns]
-    resolve = cache(realpath)  # a picture may have several names
-    groups: dict[tuple, set] = {}  # of each key and each file, all keys and files of its group
+    usable, resolve = [record for record in records if record.turns], cache(realpath)  # a picture has several names
+    root: dict[tuple, tuple] = {}  # of each key and each file, a smaller one of its group, or itself
+
+    def find(link: tuple) -> tuple:
+        while root.setdefault(link, link) != link:
+            root[link] = link = root[root[link]]
+        return link
+
     for record in usable:
-        links = {("", record.key), *(("file", resolve(file)) for file in record.pictures if isinstance(file, Path))}
-        parts = [links, *(groups[link] for link in links if link in groups)]
-        group = max(parts, key=len)
-        for part in parts:
-            if part is links or part is not group:
-                group |= part
-                groups |= dict.fromkeys(part, group)
-    smallest = {id_: min(group)[1] for id_, group in {id(group): group for group in groups.values()}.items()}
-    return {record.name: smallest[id(groups["", record.key])] for record in usable}
+        files = [("file", resolve(file)) for file in record.pictures if isinstance(file, Path)]
+        first, *others = sorted({find(link) for link in [("", record.key), *files]})
+        root |= dict.fromkeys(others, first)
+    return {record.name: find(("", record.key))[1] for record in usable}
 
 
 def blind(records: Sequence[Record]) -> list[Record]:

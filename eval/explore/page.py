@@ -24,12 +24,10 @@ TEMPLATE = Path(__file__).parent
 
 
 def quantized(maps: np.ndarray, slots: np.ndarray, prompt: int, signed: bool) -> tuple[bytes, bytes]:
-    """Maps (…, S) as 6 float32 numbers and S bytes each: byte q is the weight scale·q/255, scale·q/127 if signed.
-
-    The numbers: the scale of the picture's keys, that of the others, which a sink among them would make coarse; and,
-    since small weights are rounded to nothing, the exact sums over picture, prompt (its first `prompt` keys) and
-    answer, and the weight of the first key. slots (S,): the picture's keys.
-    """
+    """Maps (…, S) as 6 float32 numbers and S bytes each: byte q is the weight scale·q/255, scale·q/127 if signed. The
+    numbers: the scale of the picture's keys, that of the others, which a sink among them would make coarse; and, since
+    small weights are rounded to nothing, the exact sums over picture, prompt (its first `prompt` keys) and answer, and
+    the weight of the first key. slots (S,): the picture's keys."""
     is_prompt = ~slots & (np.arange(len(slots)) < prompt)
     parts = [maps[..., keys] for keys in (slots, is_prompt, ~slots & ~is_prompt)]
     scales = [np.abs(maps[..., keys]).max(-1) for keys in (slots, ~slots)]

@@ -106,11 +106,9 @@ def decoder_maps(
     model: PaliGemma | LanguageModel, reduce: Callable[[torch.Tensor], Any], name: str, *, keep: int = 1, **batch
 ) -> tuple[dict[Attention, list], torch.Tensor]:
     """What `reduce` makes of the one or two maps (B, N, Sq, Sk) of each decoder layer, A₁ first, in a forward pass; and
-    the logits of the last `keep` positions. batch: the model's arguments.
-
-    Each map is reduced at once: whole maps of a long prompt would fill the memory. Raises UserError for a decoder
-    without attention, and NonFiniteError, which `name`s the question.
-    """
+    the logits of the last `keep` positions. batch: the model's arguments. Each map is reduced at once: whole maps of a
+    long prompt would fill the memory. Raises UserError for a decoder without attention, and NonFiniteError, which
+    `name`s the question."""
     layers = decoder_layers(model)
     if not layers:
         raise UserError(f"{name}: the model has no attention in its decoder, and no maps: take a PaliGemma or a WINGS")
