@@ -211,11 +211,10 @@ def record_of(example: Mapping, folder: str | Path = ".") -> Record:
     "suffix", which then is the most frequent. "type" is a kind of question. Raises LookupError, TypeError, ValueError.
     """
     check(None not in example, "more cells than columns: a text with a comma stands between quotes")
-    example = {key: value for key, value in example.items() if value is not None}
     pictures, (turns, answers) = picture_names(example), read_turns(example)
     check_turns(len(pictures), turns)
     pictures = tuple(picture_of(picture, folder) for picture in pictures)
-    return Record("", "", pictures, turns, answers, kind=str(example.get("type", "")))
+    return Record("", "", pictures, turns, answers, kind=str(example.get("type") or ""))
 
 
 def picture_of(picture: Any, folder: str | Path) -> Picture:
@@ -246,7 +245,7 @@ def picture_names(record: Mapping) -> list[Any]:
 def dialogue(record: Mapping) -> list[tuple[str, Any]]:
     """(role, content) of each turn of a conversation, LLaVA's or messages; none where a record is no conversation."""
     for key, role, content in DIALOGUES:
-        if key in record:
+        if record.get(key):
             return [(SPEAKERS.get(turn[role], turn[role]), turn[content]) for turn in record[key]]
     return []
 

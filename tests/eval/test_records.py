@@ -134,7 +134,7 @@ def test_a_later_question_is_asked_as_it_is_learned(processors, tmp_path):
         {"image": "a.png", "conversations": says("a", "<image>")},
         {"image": ["a.png", "c.png"], "prefix": "a", "suffix": "b"},
         {"image_path": "a.png", "prefix": "a", "suffix": "b"},
-        {"image": "a.png", "images": ["a.png"], "prefix": "a", "suffix": "b"},
+        {"image": ["a.png"], "images": ["a.png"], "prefix": "a", "suffix": "b"},
         {"messages": chat([IMAGE, {"type": "text", "text": "a"}], "b")},
         {"images": ["a.png"], "messages": chat([{"type": "video"}, {"type": "text", "text": "a"}], "b")},
         {"images": ["a.png"] * 2, "messages": chat([IMAGE | {"index": 1}, IMAGE | {"index": 0}, A], "b")},
@@ -166,8 +166,14 @@ def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
         {"messages": [system, *chat("<image><image>a", "b", "c", "d")], "images": [str(a), str(b)]},
         # TRL's llava-instruct-mix-vsft, and its texts without marks
         {"messages": chat(parts, [{"index": None, "text": "2", "type": "text"}]), "images": ["x/a.png"]},
-        {"messages": chat("count cat", "1"), "images": ["x/a.png", "link.png"], "type": "count", "image": None},
-        {"messages": chat(own, "b")},
+        {
+            "messages": chat("count cat", "1"),
+            "images": ["x/a.png", "link.png"],
+            "type": "count",
+            "image": None,
+            "conversations": None,
+        },
+        {"messages": chat(own, "b"), "type": None},
     ]
     made = read_data(f"jsonl:{write(tmp_path, 'own.jsonl', rows)}")
     expected = [
@@ -185,7 +191,7 @@ def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
         red, text, bad = read_data(source)
         assert (red.pictures, red.turns, red.kind) == ((a,), (("Is it red, or blue?", "red"),), "colour")
         assert (text.pictures, text.turns, text.kind) == ((), (("a", "2"),), "")
-        assert not bad.turns
+        assert not bad.turns and "cells" in bad.pictures[0].problem
     assert "prefix" in refused(
         lambda: read_data(f"jsonl:{write(tmp_path, 'o.json', [{'query': 'a', 'response': 'b'}])}")
     )
