@@ -89,14 +89,23 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
             print_summary(summary, results, settings, run, answers)
 
 
+def print_recipe(settings: Settings) -> None:
+    """The recipe that the base or the data have chosen, and what it means."""
+    notes = {
+        "own": "own pictures, so that every weight learns after a new vision tower; --recipe lora has a graft",
+        "one-gpu": "a base of published size, so {step_batch} rows a step, {batch_size} at a time, rate {lr:g}, "
+        "warm-up {warmup:g}, checkpointing {checkpointing}, {dtype}; a flag changes each",
+        "paligemma": "every weight, {step_batch} rows a step, rate {lr:g}, {epochs} epochs, as its authors",
+    }
+    if note := notes.get(settings.recipe):
+        print(f"recipe {settings.recipe}: {note.format_map(vars(settings))}", flush=True)
+
+
 def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
-    """The first process prints the base, its size, the share of it that is trained, and the device."""
+    """The first process prints the recipe, the base, its size, the share of it that is trained, and the device."""
     if not world.is_first:
         return
-    if settings.recipe == "own":
-        print(
-            "recipe own: own pictures, so that every weight learns after a new vision tower; --recipe lora has a graft"
-        )
+    print_recipe(settings)
     if settings.base == "embedded" and any(source.startswith("coco:") for source in settings.data):
         print("boxes: the embedded base finds its forty emoji alone, and does not learn others: take a published base")
     total, trained = count(outline.parameters()), count(trainable(outline).values())
@@ -109,9 +118,10 @@ def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     settings, arguments = parse(argv, __doc__)
     if arguments.plan:
-        from train.plan import plan, plan_table
+        from train.plan import report
 
-        print(plan_table([plan(settings, gpus=arguments.gpus)], arguments.gpu))
+        print_recipe(settings)
+        print(report(settings, arguments.gpu, arguments.gpus))
         return
     if arguments.show_batch:
         from train.show_batch import show_batch

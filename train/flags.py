@@ -32,8 +32,11 @@ def flag_name(name: str) -> str:
     return "--" + name.rstrip("_").replace("_", "-")
 
 
-def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
-    """Add a flag for each field of the dataclass `settings`; one that is not given is absent from the result."""
+def add_flags(
+    parser: argparse.ArgumentParser, settings: type, groups: Mapping[str, argparse._ArgumentGroup] = {}
+) -> None:
+    """Add a flag for each field of the dataclass `settings`; one that is not given is absent from the result.
+    groups: of --help, by field."""
     for field in dataclasses.fields(settings):
         kind, help, argument = field_kind(settings, field), field.metadata["help"], field.metadata["argument"]
         if "default" not in help:
@@ -42,7 +45,9 @@ def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
         if {"nargs", "type"} & argument.keys():
             kinds[tuple] = {"type": str}
         named = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%"), "dest": field.name}
-        parser.add_argument(flag_name(field.name), **named | kinds.get(kind, {"type": kind}) | argument)
+        groups.get(field.name, parser).add_argument(
+            flag_name(field.name), **named | kinds.get(kind, {"type": kind}) | argument
+        )
 
 
 def field_kind(settings: type, field: dataclasses.Field) -> type:
@@ -106,14 +111,17 @@ def read_run(
     arguments: type[Arguments],
     argv: Sequence[str] | None,
     defaults: Callable[[dict], dict] = lambda given: {},
+    groups: Mapping[str, str] = {},
 ) -> tuple[Settings, Arguments]:
     """The settings of a run, from its flags or from the folder that is resumed, and its other flags.
 
-    parser: of the command. defaults(flags): settings that take the place of the fields' defaults. Raises UserError for
-    flags that exclude each other, values out of range, and a folder that the command has not written.
+    parser: of the command. defaults(flags): settings that take the place of the fields' defaults. groups: the fields of
+    each group of --help. Raises UserError for flags that exclude each other, values out of range, and a folder that the
+    command has not written.
     """
+    titled = [(fields.split(), parser.add_argument_group(title)) for title, fields in groups.items()]
     for kind in (arguments, settings):
-        add_flags(parser, kind)
+        add_flags(parser, kind, {name: group for names, group in titled for name in names})
     given = vars(parser.parse_args(argv))
     names = [field.name for field in dataclasses.fields(arguments) if field.name in given]
     chosen = from_values(arguments, {name: given.pop(name) for name in names})

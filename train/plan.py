@@ -4,14 +4,15 @@ In: the settings of a run. Out: a `PlanRow`: sizes, the memory of one GPU, disk,
 A sample of the data is opened as training opens it; of the weights headers alone are read, and no GPU is needed.
 
 A step is traced: it runs on tensors that have a shape and no memory, and every storage is counted while it is alive.
-Mamba scans, and weights in few bits are unpacked, as on a GPU. CUDA adds about 1 GiB of its own, and copies of keys and
-values for all heads where attention has a mask.
+Mamba scans, and weights in few bits are unpacked, as on a GPU. Sizes are printed in GB, 10⁹ bytes, those of a GPU with
+CUDA's own; CUDA also copies keys and values for all heads where attention has a mask.
 """
 
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice, product
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from eval.report import markdown_table
 from model.common import UserError
-from model.device import DTYPES, autocast_dtype
+from model.device import DTYPES, autocast_dtype, processor_name
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.source import preset_of
@@ -38,6 +39,8 @@ from train.systems.open import open_model, open_processor, system_of, weights_dt
 aten = torch.ops.aten
 SHARES = (0.5, 0.3)  # of the peak, which a training step may reach
 SAMPLE = 128  # rows that are opened
+CUDA = 1e9  # bytes of its own, about
+CARDS = {16: "T4", 24: "RTX4090", 48: "L40S", 80: "A100"}  # GB of memory, and a GPU that has it
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,13 @@ class PlanRow:
     checkpointed: StepCost  # the same with `--checkpointing`
     disk: int  # bytes
     flops: float
+
+    def memory(self, checkpointing: bool) -> float:
+        """GB of one GPU, with CUDA's own."""
+        return ((self.checkpointed if checkpointing else self.plain).memory + CUDA) / 1e9
+
+    def hours(self, gpu: str) -> str:
+        return " – ".join(f"{self.flops / (share * GPUS[gpu][0] * self.gpus) / 3600:,.2f}" for share in SHARES)
 
 
 def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
@@ -201,21 +211,91 @@ class _Counter(TorchDispatchMode):
 # The table
 
 
-def plan_table(rows: Sequence[PlanRow], gpu: str = "H100") -> str:
-    """The runs as a Markdown table; below it what the numbers mean."""
-    peak, capacity = GPUS[gpu]
-    head = ("run", "trained", "rows a step", "samples", "steps", "tokens", "GPU memory", "disk", "FLOPs", "hours")
+def report(settings: Settings, gpu: str | None, gpus: int) -> str:
+    """What `--plan` prints: sizes, and where the run fits; of the bundled toy model CPU seconds."""
+    if gpu is None and settings.base == "embedded" and settings.stage is None:
+        table, seconds = plan_table([plan(replace(settings, device="cpu"))], None), cpu_seconds(settings)
+        return f"{table}\n\nabout {seconds:,.0f} CPU seconds on {processor_name()}, and a third more for evaluations"
+    row, sizes = plan(settings, gpus=gpus), [GPUS[gpu][1]] if gpu else list(CARDS)
+    ways = {"": {row.rows: row.memory(settings.checkpointing)}}
+    if gpu is None or not largest(ways[""], sizes[0]):
+        ways |= ways_of(settings, row)
+    parts = [plan_table([row], gpu), verdict(row, ways, sizes)]
+    if gpu is None:
+        head = ("fits, with rows of a micro-batch", *(f"{size} GB ({name})" for size, name in CARDS.items()))
+        lines = [["hours", *map(row.hours, CARDS.values())]]
+        for flags, memory in reversed(ways.items()):
+            most = [largest(memory, size) for size in sizes]
+            lines.insert(0, [flags or "as it is", *(f"{n} ({memory[n]:.1f} GB)" if n else "no" for n in most)])
+        parts.insert(1, "\n".join(markdown_table(head, lines)))
+    return "\n\n".join(parts)
+
+
+def ways_of(settings: Settings, row: PlanRow) -> dict[str, dict[int, float]]:
+    """Other ways to take the steps of `row`: by flags, the GB of one GPU by rows of a micro-batch.
+
+    One row and all rows of a step are traced. A peak is convex in rows, so none between is above the line of both.
+    """
+    share, ways = row.step_rows // row.gpus, {}
+    is_fixed = settings.quantize or settings.writes_model or settings.shard
+    for quantize, note in ((settings.quantize, ""), ("nf4", "--quantize nf4 "))[: 1 if is_fixed else 2]:
+        chosen = replace(settings, quantize=quantize, step_batch=row.step_rows)
+        few, many = (plan(replace(chosen, batch_size=rows), gpus=row.gpus) for rows in (1, share))
+        for on, flag in ((False, "--no-checkpointing"), (True, "--checkpointing")):
+            slope = (many.memory(on) - few.memory(on)) / max(1, share - 1)
+            memory = {n: few.memory(on) + slope * (n - 1) for n in range(1, share + 1) if share % n == 0}
+            ways[(note + flag * (on != settings.checkpointing)).strip()] = memory
+    return ways
+
+
+def largest(memory: dict[int, float], size: float) -> int:
+    """The most rows that fit on `size` GB; 0 if none."""
+    return max((rows for rows, needed in memory.items() if needed <= size), default=0)
+
+
+def verdict(row: PlanRow, ways: dict[str, dict[int, float]], sizes: Sequence[float]) -> str:
+    """One line: the smallest GPU on which the run fits, and with which flags."""
+    for size, (flags, memory) in product(sizes, ways.items()):
+        if rows := largest(memory, size):
+            flags += f" --batch-size {rows} --step-batch {row.step_rows}" * (rows != row.rows)
+            how = f"with {flags.strip()}" if flags else "as it is"
+            return f"fits on {size} GB {how} ({memory[rows]:.1f} GB of {size})"
+    least = min(needed for memory in ways.values() for needed in memory.values())
+    return f"does not fit on {sizes[-1]} GB: it takes {least:.1f} GB or more; spread it over GPUs with --shard"
+
+
+def cpu_seconds(settings: Settings) -> float:
+    """CPU seconds of a run of the bundled toy model, from four steps here with random weights of its sizes."""
+    from train.align import align
+
+    settings, world = replace(settings, base="tiny", device="cpu"), World(0, 1, torch.device("cpu"))
+    (model, optimizer), records = open_model(settings, world.device), read_records(settings)
+    order, start = make_order(records, processor_of(settings, model), settings, world), time.process_time()
+    for micro in chain.from_iterable(islice(order.steps(0, 0), 4)):
+        (supervised_loss(model, micro) / max(1, micro.tokens)).backward()
+        optimizer.step()
+    seconds, start = order.total * (time.process_time() - start) / min(4, order.total), time.process_time()
+    if settings.align:
+        align(model, records, replace(settings, align=4), world)
+    return seconds + settings.align * (time.process_time() - start) / 4
+
+
+def plan_table(rows: Sequence[PlanRow], gpu: str | None) -> str:
+    """The runs as a Markdown table, with hours on `gpu`; below it what the numbers mean."""
+    head = ["run", "trained", "rows a step", "samples", "steps", "tokens", "memory, GB", "disk, GB", "FLOPs"]
     cells = []
     for row in rows:
         counts = (f"{n:,}" for n in (row.trained, row.step_rows, row.samples, row.steps, row.tokens))
-        sizes = [row.plain.memory, row.checkpointed.memory]
-        memory = " / ".join(f"{size / 2**30:,.2f}" + "!" * (size > capacity * 1e9) for size in sizes)
-        hours = " – ".join(f"{row.flops / (share * peak * row.gpus) / 3600:,.2f}" for share in SHARES)
-        cells.append((row.name, *counts, memory, f"{row.disk / 2**30:,.2f}", f"{row.flops:.2e}", hours))
+        sizes = row.memory(False), row.memory(True)
+        memory = " / ".join(f"{size:,.1f}" + "!" * bool(gpu and size > GPUS[gpu][1]) for size in sizes)
+        cells.append([row.name, *counts, memory, f"{row.disk / 1e9:,.2f}", f"{row.flops:.2e}"])
+        cells[-1] += [row.hours(gpu)] if gpu else []
     gpus, batches = (" or ".join(dict.fromkeys(str(getattr(row, name)) for row in rows)) for name in ("gpus", "rows"))
     about = (
-        f"Memory and disk in GiB. Memory: of one GPU, for micro-batches of {batches} rows, without / with "
-        f"`--checkpointing`; CUDA takes about 1 GiB more; ! is more than {capacity} GB. Hours: at {SHARES[0]:.0%} to "
-        f"{SHARES[1]:.0%} of the {peak / 1e12:.0f} TFLOP/s (bf16) of {gpus} × {gpu}, without evaluation."
+        f"Memory: of one GPU, for micro-batches of {batches} rows, without / with `--checkpointing`, "
+        f"{CUDA / 1e9:.0f} GB of CUDA's own included"
     )
-    return "\n".join([*markdown_table(head, cells), "", about])
+    if gpu:
+        about += f"; ! is more than {GPUS[gpu][1]} GB. Hours: at {SHARES[0]:.0%} to {SHARES[1]:.0%} of "
+        about += f"{GPUS[gpu][0] / 1e12:.0f} TFLOP/s (bf16) of {gpus} × {gpu}, without evaluation"
+    return "\n".join([*markdown_table(head + ["hours"] * bool(gpu), cells), "", about + "."])

@@ -11,16 +11,22 @@ from eval.records import EMBEDDED_TASKS, SOURCES
 from lora.adapter import DECODER_TARGETS
 from lora.quantize import KINDS as QUANTIZED
 from model.common import UserError, shown
+from model.config import PRESETS
 from model.device import DTYPES
 from model.differential import FEED_FORWARDS, KINDS
+from model.source import local_path, preset_of
+from model.system_configs import read_config
 from train.flags import FlagParser, RunArguments, flag, read_run
 from train.loop import LoopSettings
 from train.optim import OPTIMIZERS
 
 EMBEDDED = ("embedded",)
 
-# Dense bf16 FLOP/s (the data sheets' figures with sparsity are twice as high), and GB of memory
+# Dense bf16 FLOP/s (the data sheets' figures with sparsity are twice as high), and GB of memory; a T4 has fp16 alone
 GPUS = {
+    "T4": (65e12, 16),
+    "A10": (125e12, 24),
+    "RTX3090": (71e12, 24),
     "A100": (312e12, 80),
     "H100": (989e12, 80),
     "H200": (989e12, 141),
@@ -52,7 +58,13 @@ RECIPES: dict[str, dict] = {
     | {"new_tower": True, "shift": True, "align": 750, "validation": 0.05, "warmup": 0.04}
     | {"optimizer": "muon", "lr": 0.01, "batch_size": 64, "per_picture": 8},
     "lora": {},  # with a graft, as by default on the embedded scenes, also on own pictures
+    # LoRA on a base of published size; it was never run. The rate is ten times the authors' for whole weights, by the
+    # rule of "LoRA Without Regret" (Schulman et al. 2025). Hugging Face's script (merveenoyan/smol-vision)
+    # has 2e-5, 4 × 4 rows a step and bf16, Roboflow's maestro (paligemma_2/core.py) 1e-5 and 4 × 8.
+    "one-gpu": {"lr": 1e-4, "warmup": 0.05, "batch_size": 16, "step_batch": 16, "beta2": 0.999}
+    | {"checkpointing": True, "dtype": "bf16"},
 }
+PUBLISHED_WIDTH = 2048  # of the smallest published decoder, Gemma 2B
 # Flags that ask for another way of training than the recipe "own", which own pictures take on the embedded base
 _NOT_OWN = {"recipe", "attention", "diff_in", "feed_forward", "option", "full", "targets", "r", "alpha", "dropout"}
 _NOT_OWN |= {"quantize", "align", "arch", "shard", "dtype"}
@@ -120,11 +132,14 @@ class Settings(LoopSettings):
 
     recipe: str = flag(
         "",
-        "other defaults: the paper's Table 1, PaliGemma's authors', or `own`, which own pictures on the embedded base "
-        "take unless a flag, such as --recipe lora, asks for LoRA or a graft",
+        "other defaults: the paper's Table 1, PaliGemma's authors', `one-gpu`, which a base of published size takes "
+        "(with --full `paligemma`), or `own`, which own pictures on the embedded base take unless a flag, such as "
+        "--recipe lora, asks for LoRA or a graft",
         choices=["", *RECIPES],
     )
-    base: str = flag("embedded", "model: a folder, a hub id, or `embedded`")
+    base: str = flag(
+        "embedded", f"model: a folder, a hub id, `embedded`, or random weights of a preset ({', '.join(PRESETS)})"
+    )
     data: tuple[str, ...] = flag(
         EMBEDDED,
         f"{SOURCES}, or tar shards of train.shard, shards:'NAME-{{000..127}}.tar'. May be given several times; "
@@ -230,9 +245,29 @@ class Arguments(RunArguments):
     show_batch: Path | None = flag(
         None, "print a batch, and draw it (default: batch.png)", nargs="?", const=Path("batch.png"), metavar="FILE"
     )
-    plan: bool = flag(False, "train nothing: print what the run takes (memory, disk, hours)")
-    gpu: str = flag("H100", "GPU of --plan", choices=list(GPUS))
+    plan: bool = flag(False, "train nothing: print what the run takes (memory, disk, hours), and on which GPU it fits")
+    gpu: str | None = flag(None, "GPU of --plan (default: what fits on 16, 24, 48 and 80 GB)", choices=list(GPUS))
     gpus: int = flag(1, "number of them", least=1)
+
+
+# The flags of --help by subject; those of the run itself come first
+GROUPS = {
+    "data": "data eval_data validation images samples tasks fraction prompt answers per_picture shuffle_buffer shift",
+    "model": "base arch stage attention diff_in feed_forward option full new_tower align dtype quantize max_length",
+    "LoRA": "targets r alpha dropout",
+    "schedule": "lr scalar_lr optimizer weight_decay beta2 schedule warmup clip batch_size step_batch epochs steps",
+    "evaluation": "evaluate eval_limit eval_every keep_best patience",
+    "machine": "device autocast checkpointing shard compile workers checkpoint_every keep seed max_bad",
+}
+
+
+def is_published_size(base: str) -> bool:
+    """Whether a base is as large as a published one, by its name or config.json. Raises UserError for a damaged one."""
+    config, file = preset_of(base), local_path(base) / "config.json"
+    if base.startswith("embedded"):
+        return False
+    config = read_config(file) if config is None and file.is_file() else config
+    return config is None or getattr(config, "text", config).hidden_size >= PUBLISHED_WIDTH  # None: of the hub
 
 
 def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, Arguments]:
@@ -242,12 +277,14 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
         is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
         has_own = not is_embedded and not any(source.startswith("coco:") for source in given["data"])
         is_own = has_own and given.get("base", "embedded") == "embedded" and not _NOT_OWN & given.keys()
-        recipe = given.get("recipe", "own" if is_own else "")
+        is_large = not {"arch", "stage"} & given.keys() and is_published_size(given.get("base", "embedded"))
+        large = "paligemma" if given.get("full") else "one-gpu"
+        recipe = given.get("recipe", large if is_large else "own" if is_own else "")
         stage = stage_defaults(given.get("arch"), given.get("stage"), is_embedded)
         return stage | RECIPES.get(recipe, {}) | {"recipe": recipe}
 
     parser = FlagParser(prog="python -m train.finetune", description=description)
-    settings, arguments = read_run(parser, Settings, Arguments, argv, defaults)
+    settings, arguments = read_run(parser, Settings, Arguments, argv, defaults, GROUPS)
     if arguments.resume is None:
         check(settings)
     return settings, arguments

@@ -5,10 +5,11 @@ import json
 
 import pytest
 
+from model.config import PRESETS
 from tests.runs import refused, words
 from train import finetune
 from train.flags import flag_name, from_values
-from train.settings import Settings, parse
+from train.settings import GROUPS, Settings, parse
 from train.systems.text import TextSettings
 
 
@@ -35,3 +36,33 @@ def test_a_run_s_config_is_checked_field_by_field(change, named, tmp_path):
     refused(lambda: finetune.main(["--resume", str(tmp_path)]), str(tmp_path), named)
     (tmp_path / "config.json").write_text("{")
     refused(lambda: finetune.main(["--resume", str(tmp_path)]), str(tmp_path))
+
+
+def test_a_base_of_published_size_has_defaults_of_its_own(tmp_path, capsys):
+    """Breaks when 3B is trained at the toy's rate, a flag or a recipe is overruled, or the recipe is not named."""
+
+    def chosen(flags):
+        settings = parse(words(flags))[0]
+        return settings.recipe, settings.lr, settings.checkpointing
+
+    one_gpu = ("one-gpu", 1e-4, True)
+    assert (
+        chosen("--base google/paligemma-3b-pt-224 --data jsonl:a.jsonl") == one_gpu == chosen("--base paligemma-3b-448")
+    )
+    assert chosen("--base paligemma-3b-224 --lr 0.5 --no-checkpointing") == ("one-gpu", 0.5, False)
+    assert chosen("--base paligemma-3b-224 --recipe paper-1") == ("paper-1", 4e-4, False)
+    assert chosen("--base paligemma-3b-224 --full --attention softmax") == ("paligemma", 1e-5, False)
+    for flags in ("", "--base tiny", "--arch qmamba --stage 2 --base qmamba-2.8b"):
+        assert chosen(flags)[0] == ""
+    for name, recipe in (("paligemma2-3b-224", "one-gpu"), ("mini", "")):  # a folder is known by its config.json
+        (tmp_path / "config.json").write_text(json.dumps(PRESETS[name].to_dict()))
+        assert chosen(f"--base {tmp_path}")[0] == recipe
+    finetune.print_recipe(parse(words("--base paligemma-3b-224 --lr 0.5"))[0])
+    assert capsys.readouterr().out.count("0.5") == 1
+
+
+def test_help_has_groups():
+    """Breaks when a flag of training stands in no group of --help, or in two, or a group is too long to read."""
+    names = [name for fields in GROUPS.values() for name in fields.split()]
+    assert sorted(["recipe", *names]) == sorted(field.name for field in dataclasses.fields(Settings))
+    assert all(len(fields.split()) < 16 for fields in GROUPS.values())

@@ -20,7 +20,7 @@ from train import finetune
 from train.data.sources import read_records
 from train.distributed import World
 from train.optim import count, trainable
-from train.plan import StepCost, open_sample, plan, processor_of, spread_cost, step_costs
+from train.plan import CUDA, PlanRow, StepCost, cpu_seconds, open_sample, plan, processor_of, spread_cost, step_costs
 from train.settings import parse, step_layout
 from train.supervised import make_order, supervised_loss
 from train.systems.open import open_model
@@ -131,6 +131,37 @@ def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(tmp_path, monkeypa
     assert "|embedded-softmax|344,064|4|60|15|" in printed and "1×A100" in printed
     assert {path.name for path in Path().iterdir()} == {"vqav2"}
     refused(lambda: plan(parse(f"{flags} --max-bad 2".split())[0]), "3 of the first")
+
+
+def test_where_a_run_fits(monkeypatch, capsys):
+    """Breaks when a plan recommends what does not fit or changes the steps, or says nothing of what does not fit."""
+    sizes = {"few": 10.0, "many": 40.0}  # GB of one row and of 16, without checkpointing; with it half
+
+    def planned(settings, name=None, gpus=1):
+        total = sizes["few" if settings.batch_size == 1 else "many"] / (4 if settings.quantize else 1) * 1e9 - CUDA
+        costs = [StepCost(total, 0, 0, 0, 1e12), StepCost(total / 2, 0, 0, 0, 1e12)]
+        return PlanRow("run", gpus, 1, settings.batch_size, 16, 16, 1, 100, *costs, 0, 1e15)
+
+    monkeypatch.setattr("train.plan.plan", planned)
+
+    def verdict(flags):
+        finetune.main(f"--base mini --batch-size 16 --plan {flags}".split())
+        return capsys.readouterr().out.splitlines()[-1]
+
+    assert verdict("") == "fits on 16 GB with --batch-size 4 --step-batch 16 (16.0 GB of 16)"
+    assert verdict("--gpu RTX4090 --checkpointing") == "fits on 24 GB as it is (20.5 GB of 24)"
+    assert verdict("--gpu A10") == "fits on 24 GB with --batch-size 8 --step-batch 16 (24.0 GB of 24)"
+    sizes.update(few=30.0, many=30.9)
+    assert verdict("--gpu T4") == "fits on 16 GB with --checkpointing (15.9 GB of 16)"
+    sizes.update(few=34.0, many=34.0)
+    assert verdict("--gpu T4") == "fits on 16 GB with --quantize nf4 (8.5 GB of 16)"
+    assert verdict("--gpu T4 --shard").startswith("does not fit on 16 GB: it takes 17.5 GB")
+
+
+def test_the_toy_s_seconds_grow_with_its_steps():
+    """Breaks when a laptop's plan counts the steps that it measures instead of those of the run."""
+    short, long = (cpu_seconds(parse(f"--batch-size 2 --samples {samples}".split())[0]) for samples in (20, 2000))
+    assert 20 * short < long
 
 
 def test_the_paper_s_model_has_611_million_parameters_to_train():
