@@ -15,13 +15,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+if sys.argv[:1] == ["-m"]:  # Python imports a command's modules: Ctrl-C ends that without a traceback
+    sys.excepthook = lambda kind, *more: None if kind is KeyboardInterrupt else sys.__excepthook__(kind, *more)
+
 
 class UserError(ValueError):
     """A mistake in the input, described in one line: what, where, and the remedy."""
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command's `main`: a mistake, also an OSError, is one line on stderr and exit code 2, Ctrl-C code 130."""
+    """Run a command's `main`: a mistake, an OSError or too little memory is one line on stderr and exit code 2.
+
+    Ctrl-C is exit code 130, a closed stdout, as of `| head`, 141. What a stream cannot take is lost in silence.
+    """
     keep_memory()
     for stream in (sys.stdout, sys.stderr):  # an answer may hold characters that the terminal's encoding lacks
         if hasattr(stream, "reconfigure"):
@@ -29,11 +35,24 @@ def run_command(main: Callable[[], None]) -> None:
     try:
         with file_errors():
             main()
+            sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
-    except UserError as error:
-        print(f"error: {shown(error, 4000)}", file=sys.stderr)
+    except BrokenPipeError:
+        sys.exit(141)
+    except BaseException as error:
+        is_memory = isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error))
+        if not (is_memory or isinstance(error, UserError) or type(error).__name__ == "PanicException"):  # of Rust
+            raise
+        with contextlib.suppress(OSError):
+            print(f"error: {'too little memory: ' * bool(is_memory)}{shown(error, 4000)}", file=sys.stderr)
         sys.exit(2)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:  # Python would say at its end that it cannot
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def keep_memory() -> None:
@@ -73,8 +92,10 @@ def file_errors(path: str | os.PathLike | None = None) -> Iterator[None]:
     """Turn what the system refuses within the block into a UserError that names `path`, or the error's own file."""
     try:
         yield
+    except (UserError, BrokenPipeError):
+        raise
     except Exception as error:
-        if isinstance(error, UserError) or not (isinstance(error, OSError) or "(os error" in str(error)):  # or in Rust
+        if not (isinstance(error, OSError) or "(os error" in str(error)):  # the second in Rust
             raise
         reason = str(getattr(error, "strerror", None) or error)
         reason = "not found" if isinstance(error, FileNotFoundError) else reason[:1].lower() + reason[1:]

@@ -2,6 +2,10 @@
 
 import errno
 import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +80,9 @@ def test_a_written_file_has_the_mode_of_the_users_mask(tmp_path):
     [
         (UserError("a.json: \x1b[31mred\nline"), "error: a.json: \\x1b[31mred\\nline"),
         (OSError(errno.ENOSPC, "No space left", "/out/\x07a"), "error: /out/\\x07a: no space left"),
+        (MemoryError("9 GiB"), "error: too little memory: 9 GiB"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"), "error: too little memory: DefaultCPU"),
+        (type("PanicException", (BaseException,), {})("in Rust"), "error: in Rust"),  # as the package tokenizers raises
     ],
 )
 def test_commands_end_in_one_line(error, line, capsys):
@@ -89,6 +96,30 @@ def test_commands_end_in_one_line(error, line, capsys):
         run_command(main)
     out, err = capsys.readouterr()
     assert caught.value.code == 2 and err.startswith(line) and err.strip().isprintable() and out == "half \\ud800\n"
+
+
+def test_a_lost_stream_or_ctrl_c_leaves_no_traceback(tmp_path):
+    """Breaks when `| head -1`, a full disk behind a stream, or Ctrl-C before a command begins prints a traceback."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    start = "from model.common import UserError, run_command\ndef main():\n    print('x')\n"
+
+    def run(*arguments, **streams) -> tuple[int, str]:
+        environment = os.environ | {"PYTHONUNBUFFERED": "", "PYTHONPATH": str(tmp_path)}
+        options = {"stderr": subprocess.PIPE, "env": environment, "cwd": Path(__file__).parents[2]} | streams
+        done = subprocess.run([sys.executable, *arguments], text=True, **options)
+        return done.returncode, done.stderr or ""
+
+    reading, pipe = os.pipe()
+    os.close(reading)
+    with open("/dev/full", "w") as full:
+        for end, codes in {"": (141, 2, 0), "raise SystemExit": (0, 0, 0), "raise UserError": (2, 2, 2)}.items():
+            command = "-c", f"{start}    {end}\nrun_command(main)"
+            (closed, first), (no_space, second) = run(*command, stdout=pipe), run(*command, stdout=full)
+            assert (closed, no_space, run(*command, stdout=subprocess.DEVNULL, stderr=full)[0]) == codes
+            assert [first, second] == ["error: \n" * (closed == 2), second] and second.count("\n") == (no_space == 2)
+    os.close(pipe)
+    for module in ("train.finetune", "eval.ask", "weights.inspect"):
+        assert run("-m", module) == (-signal.SIGINT, ""), module
 
 
 @pytest.mark.parametrize("name", ["nonsense", "meta", "cuda:998", "\x1b[2J", "x" * 10_000])
