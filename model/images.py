@@ -20,6 +20,7 @@ Picture = Image.Image | np.ndarray | str | os.PathLike | BinaryIO | Callable[[],
 
 # Formats that Pillow decodes by itself; other readers of it start programs (EPS: Ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
+MOST_PIXELS = 89_000_000  # of a picture, 1.4 GB with alpha, whose copies take 16 bytes each; above this Pillow warns
 
 
 def load_image(source: Picture) -> Image.Image:
@@ -66,14 +67,17 @@ def to_pixels(source: Picture, size: int) -> torch.Tensor:
 
 
 def pad_to_square(image: Image.Image) -> Image.Image:
-    """The picture in the middle of a gray square of its longer side, as LLaVA and WINGS are trained."""
-    side = max(image.size)
+    """The picture in the middle of a gray square of its longer side, as LLaVA and WINGS train. Raises UserError."""
+    if (side := max(image.size)) ** 2 > 4 * MOST_PIXELS:  # as much memory
+        raise UserError(f"a picture of {image.width} × {image.height} pixels is too long to be padded: crop it")
     square = Image.new("RGB", (side, side), (127, 127, 127))
     square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
     return square
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.width * image.height > MOST_PIXELS:
+        raise ValueError(f"{image.width} × {image.height} pixels, more than {MOST_PIXELS:,}: scale it down")
     image.load()  # while its file is open
     if image.mode[0] in "FI" or 0 in image.size:
         raise ValueError("16 or 32 bits of grey, or no pixels")

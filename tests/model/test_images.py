@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from model.images import load_image, to_pixels
+from model.images import fit, load_image, to_pixels
 from tests.runs import refused
 
 SIDE = 56
@@ -160,3 +160,5 @@ def test_what_is_no_picture_is_one_line(tmp_path):
     refused(lambda: load_image(tmp_path / "none.jpg"), "none.jpg", "not found")
     refused(lambda: load_image(Image.fromarray(np.array([[0, 65535]], np.uint16))), "grey")  # would become white
     refused(lambda: load_image(np.zeros((4, 4, 3), np.float32)), "float32")
+    refused(lambda: load_image(Image.new("1", (9440, 9440))), "9440 × 9440 pixels")  # with alpha of 1.4 GB
+    refused(lambda: fit(Image.new("1", (1, 18_900)), SIDE, square=True), "1 × 18900 pixels")
