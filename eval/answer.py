@@ -105,10 +105,17 @@ def ask_window(model, processor, window, left_out, max_new_tokens, batch_size, c
 
 
 def layout(processor: Processor, question: Question, n_images: int) -> TokenRow:
-    """The row of a question, with the turns before it, as the model of `processor` reads it."""
+    """The row of a question, with the turns before it, as the model of `processor` reads it. Raises UserError, also for
+    a choice that is too long."""
     if isinstance(processor, TextReader):
-        return processor.row(question)
-    return processor.row_of(n_images, [*question.before, (question.prefix, None)])
+        row = processor.row(question)
+    else:
+        row = processor.row_of(n_images, [*question.before, (question.prefix, None)])
+    longest = max((len(processor.continuation(question.prefix, choice)) for choice in question.choices), default=1)
+    if (length := len(row[0]) + longest - 1) > processor.max_length:
+        problem = f"{length} tokens with the longest choice, more than {processor.max_length}"
+        raise UserError(f"{problem}: raise --max-length, or give fewer --shots")
+    return row
 
 
 def encode(model, processor, questions: list[Question], batch_size: int) -> dict[str, Any]:

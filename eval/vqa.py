@@ -54,6 +54,8 @@ class Vqa(Benchmark):
         is_paired = bool(args.questions) == bool(args.images and not args.data)
         if not is_paired or (args.annotations or args.answerability) and not args.questions:
             raise UserError("--questions, --images, --annotations and --answerability go together: leave --data out")
+        if len(args.guess or ()) > (2 if args.questions or kind != "embedded" else 0):
+            raise UserError(f"--guess {shown(' '.join(args.guess))}: give two files, and none on the embedded scenes")
         if kind not in ("embedded", "vqav2"):
             if args.prompt or args.scoring or args.guess is not None:
                 raise UserError(f"{shown(args.data)} has complete prompts: no --prompt, --scoring or --guess")

@@ -11,7 +11,7 @@ import torch
 
 from eval.question import Question
 from eval.text.corpus import BOS, PAD
-from model.chat import load_text_tokenizer
+from model.chat import Texts, load_text_tokenizer
 from model.common import UserError
 from model.generate import pad_left
 from model.processor import Batch, TokenRow
@@ -31,11 +31,8 @@ class TextReader:
         raise UserError("the model reads text alone, no pictures: take other questions, or another model")
 
     def row(self, question: Question) -> TokenRow:
-        """The tokens of a prompt. Raises UserError for one that is too long."""
+        """The tokens of a prompt."""
         ids = self.begin + self.encode(question.prefix.rstrip())
-        longest = max((len(self.continuation(question.prefix, choice)) for choice in question.choices), default=1)
-        if (length := len(ids) + longest - 1) > self.max_length:
-            raise UserError(f"{length} tokens with the longest choice, more than {self.max_length}: give fewer --shots")
         return ids, [1] * len(ids), [0] * len(ids)
 
     def continuation(self, prefix: str, answer: str) -> list[int]:
@@ -55,4 +52,5 @@ def open_reader(source: str, max_length: int) -> TextReader:
         tokenizer = load_text_tokenizer(source)
         begin = tokenizer.prompt("a")[: -len(tokenizer.encode("a"))]
         return TextReader(tokenizer.encode, begin, config.pad_token_id, min(max_length, config.max_position_embeddings))
-    return TextReader(load_tokenizer(find_tokenizer(source)).encode, [BOS], PAD, max_length)
+    texts = Texts(load_tokenizer(find_tokenizer(source)), config.text.vocab_size, (), ())
+    return TextReader(texts.encode, [BOS], PAD, max_length)

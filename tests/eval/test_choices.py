@@ -15,8 +15,9 @@ from eval import answer, choices
 from eval.command import add_flag, command_parser
 from eval.question import Question
 from model.config import TextConfig
-from model.language import LanguageModel
+from model.language import LanguageModel, new_model
 from model.paligemma import initialize
+from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.system_configs import LanguageConfig
 from tests.eval.conftest import TOKENIZER
@@ -92,6 +93,22 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
     choices.main([*flags, "--max-length", "40", "--no-resume"])
     assert len(json.loads((tmp_path / "out" / "results.json").read_text())) == 2
     assert "tokens with the longest choice, more than 40" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_a_choice_that_is_too_long_is_left_out(scored, model):
+    """Breaks when one choice of a user's file takes the memory of all, or one with a control token ends the command."""
+    processor, choices_of = Processor.from_source("embedded", max_length=40), [("yes", "no"), ("yes", "no " * 99)]
+    choices_of.append(("yes", "<eos>"))
+    asks = [Question(n, "text", (), "is it?", of_one, scored=scored) for n, of_one in enumerate(choices_of)]
+    found = answer.ask_all(model, processor, asks, left_out=(left_out := {}))
+    assert found[0] and found[1:] == [None, None] and "more than 40" in left_out[1] and "<eos>" in left_out[2]
+
+
+def test_a_tokenizer_with_more_pieces_than_rows_is_refused(tmp_path):
+    """Breaks when an id beyond the embedding ends a command of our own text models with a traceback."""
+    export_model(new_model("nano", False, 0), tmp_path / "nano", companions=[TOKENIZER])
+    refused(lambda: choices.main(["--model", f"{tmp_path}/nano", "--out", f"{tmp_path}/out"]), "only 1024 rows")
 
 
 def test_accuracies_by_hand():
