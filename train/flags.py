@@ -127,9 +127,9 @@ def read_run(
     chosen = from_values(arguments, {name: given.pop(name) for name in names})
     if chosen.resume is None:
         return from_values(settings, {**defaults(given), **given}), chosen
-    if chosen.out is not None or given:
-        raise UserError("--resume goes on with the run's own settings: leave the other flags out")
+    if chosen.out is not None or given.keys() - {"max_bad"}:
+        raise UserError("--resume goes on with the run's own settings: leave all flags but --max-bad out")
     values, where = read_json(chosen.resume / RUN_CONFIG), f"--resume {shown(chosen.resume)}: {RUN_CONFIG}"
     if values.keys() != {field.name for field in dataclasses.fields(settings)}:
         raise UserError(f"{where} is not of this version of `{parser.prog}`: give a folder that it has written")
-    return from_values(settings, values, f"{where}: "), chosen
+    return from_values(settings, values | given, f"{where}: "), chosen

@@ -131,7 +131,7 @@ def count_records(micros: Sequence, progress: Progress, max_bad: int, world: Wor
     if count:  # every epoch reports a record again
         progress.bad = list(dict.fromkeys([*progress.bad, *chain.from_iterable(world.gather(bad))]))
     if len(progress.bad) > max_bad:
-        raise UserError(f"more unusable records than --max-bad {max_bad}; the last: {progress.bad[-1]}")
+        raise UserError(f"more unusable records than --max-bad {max_bad}: raise it; the last: {progress.bad[-1]}")
     return int(tokens)
 
 

@@ -77,8 +77,8 @@ def check_empty(out: Path | None) -> None:
 def run_folder(arguments: RunArguments, settings, stem: str, program: str, world: World) -> Iterator[Path]:
     """The folder of a run for the block, locked: the resumed one, or a new `--out` or runs/STEM-NUMBER.
 
-    If the block raises UserError before anything is learned, the new folder is deleted. An interrupted block ends the
-    program, with advice. Raises UserError if another process writes to the folder, or if it is not empty.
+    If the block raises before anything is learned, the new folder is deleted. An interrupted block ends the program,
+    with advice. Raises UserError if another process writes to the folder, if it is not empty, and as `lock_folder`.
     """
     run = None
     if world.is_first:
@@ -95,7 +95,7 @@ def run_folder(arguments: RunArguments, settings, stem: str, program: str, world
         yield run
     except Interrupted as interrupted:
         interrupted.end_program(f"go on with: python -m {program} --resume {run}")
-    except UserError:
+    except BaseException:
         log = run / "metrics.jsonl"
         if world.is_first and not arguments.resume and not (log.exists() and '"loss"' in log.read_text()):
             lock.close()
@@ -104,9 +104,12 @@ def run_folder(arguments: RunArguments, settings, stem: str, program: str, world
 
 
 def lock_folder(run: Path) -> IO:
-    """An open file that holds the lock of `run`. A killed process loses its lock, and workers do not inherit it."""
+    """An open file that holds the lock of `run`. A killed process loses its lock, and workers do not inherit it. Raises
+    UserError for a folder with links: what is written and deleted through them is not the run's."""
     with file_errors(run):
-        lock = (run / LOCK).open("w")
+        if link := next((path for path in run.rglob("*") if path.is_symlink()), None):
+            raise UserError(f"{shown(link)}: is a link: put what it leads to in its place")
+        lock = (run / LOCK).open("a")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

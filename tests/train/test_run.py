@@ -137,14 +137,41 @@ def test_a_folder_in_use_or_not_empty_is_refused(run):
     assert contents(run) == before
 
 
-def test_a_run_that_learns_nothing_leaves_no_folder(run):
+@pytest.mark.parametrize("name", [".lock", "checkpoints", "checkpoints/step-4/state.json"])
+def test_a_link_in_a_run_is_refused(name, run):
+    """Breaks when the run of somebody else empties, overwrites or deletes files outside of its folder."""
+    elsewhere = (run / name).rename("elsewhere")
+    (run / name).symlink_to(elsewhere.absolute())
+    before = contents(Path())
+    refused(lambda: train("--resume run"), name, "link")
+    assert contents(Path()) == before
+
+
+def test_a_run_that_learns_nothing_leaves_no_folder(run, monkeypatch):
     """Breaks when an untrained adapter is written, exit code 0, or the corrected command finds its folder taken."""
     refused(lambda: train(FLAGS, "--step-batch 50 --out deep/new"), "--step-batch")
+    for error in (OSError(errno.EIO, "I/O"), MemoryError(), KeyboardInterrupt()):
+        with monkeypatch.context() as patch, pytest.raises(type(error)):
+            patch.setattr(finetune, "load_start", Mock(side_effect=error))
+            train(FLAGS, "--out deep/new")
     for number in range(6):
         Path(f"{number}.bmp").write_bytes(b"broken")
     refused(lambda: train(FLAGS, "--epochs 1 --out deep/new"), "6 records", "0.bmp")
     refused(lambda: train(FLAGS, "--max-bad 3 --out deep/new"), "--max-bad 3", ".bmp")
     assert not Path("deep/new").exists()
+
+
+def test_a_run_with_too_many_known_bad_records_does_not_start(run, monkeypatch):
+    """Breaks when a run that cannot end is started, its corrected command finds a folder, or no flag lets it go on."""
+    Path("3.bmp").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "load_start", None)
+        refused(lambda: train(FLAGS, "--max-bad 0 --out new"), "1 records", "--max-bad 0", "data.jsonl:4", "3.bmp")
+    assert not Path("new").exists()
+    edit("run/config.json", '"max_bad": 20', '"max_bad": 0')
+    refused(lambda: train("--resume run --allow-changed"), "1 records")
+    train("--resume run --allow-changed --max-bad 1")
+    assert metrics(run)[-1]["step"] == 5
 
 
 @pytest.mark.parametrize("victim", ["train.checkpoint.save_file", "train.run.os.fsync"])

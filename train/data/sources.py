@@ -44,7 +44,10 @@ def read_records(settings: Settings, split: str = "train") -> Sequence[Record]:
 def read_sources(
     flag: str, sources: Sequence[str], split: str, settings: Settings, fraction: float = 1.0, validation: float = 0.0
 ) -> Sequence[Record]:
-    """The records of all sources in a split; files are split together, so that a picture is in one split of all."""
+    """The records of all sources in a split; files are split together, so that a picture is in one split of all.
+
+    Raises UserError for more than --max-bad records of which their files already say that they cannot be used.
+    """
     given = " ".join([flag, *sources])
     matches = [WEIGHT.fullmatch(source) for source in sources]
     weights = [float(match[2]) for match in matches if match]
@@ -75,6 +78,12 @@ def read_sources(
         left_out = {r.name for r in files} - {r.name for r in split_records(files, split, **share)}
         parts = [[r for r in part if r.name not in left_out] for part in parts]
         records = Weighted(parts, weights) if weights and split == "train" else list(chain(*parts))
+    bad = [r for r in records if not r.turns] if isinstance(records, list) else []  # shards say it when they are read
+    if len(bad) > settings.max_bad:
+        problem = (
+            f"{len(bad)} records cannot be used, more than --max-bad {settings.max_bad}: correct them, or raise it"
+        )
+        raise UserError(f"{given}: {problem}; the first: {bad[0].name}: {bad[0].pictures[0].problem}")
     if not len(records) or isinstance(records, Weighted) and not all(records.sizes):
         raise UserError(f"{given}: no {split} records: check --validation and --fraction")
     return records
