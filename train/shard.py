@@ -82,7 +82,7 @@ def write_shard(path: Path, samples: Sequence[Sequence[Record]], first: int) -> 
             places = [f".{place}" for place in range(len(pictures))] if len(pictures) > 1 else [""]
             files = [(place + p.suffix.lower(), p.read_bytes()) for place, p in zip(places, pictures, strict=False)]
             questions = [question(record, pictures) for record in sample]
-            files.append((".json", json.dumps(questions, ensure_ascii=False).encode()))
+            files.append((".json", json.dumps(questions, ensure_ascii=False).encode("utf-8", "backslashreplace")))
             for name, content in files:
                 member = tarfile.TarInfo(f"{number:09d}{name}")
                 member.size = len(content)

@@ -121,6 +121,13 @@ def test_an_index_is_made_anew_where_it_does_not_fit(tmp_path, monkeypatch):
     for wrong in (b"", b"nonsense", sound):
         index.write_bytes(wrong)
         assert len(index_of(path)["records"]) == 20
+    members = plain(20)
+    write_tar(path, [members[2], members[3], *members[:2], *members[4:]])  # corrected: of the same size
+    os.utime(index, ns=(0, 0))
+    assert [Shards(str(path))[i].suffix for i in (0, 1)] == ["1", "0"]
+    write_tar(path, members)
+    os.utime(path, ns=(0, 0))
+    index_of(path)
     monkeypatch.setattr(reader, "build_index", lambda shard: pytest.fail("it is there"))
     assert Shards(str(path))[1].suffix == "1"
 
@@ -130,6 +137,8 @@ def test_a_damaged_tar_is_one_line(tmp_path):
     assert [str(path) for path in expand("a-{08..10}.tar")] == ["a-08.tar", "a-09.tar", "a-10.tar"]
     for wrong in ("none-{0..1}.tar", "none-{5..4}.tar"):
         refused(partial(Shards, wrong), wrong, "{first..last}")
+    for wrong in ("a-{0..999}{0..1001}.tar", "a-{0..1000000}.tar", f"a-{{{'1' * 5000}..{'2' * 5000}}}.tar"):
+        refused(partial(expand, wrong), "a-{", ".tar", "below a million")
     whole = write_tar(tmp_path / "whole.tar", plain(4)).read_bytes()
     path = tmp_path / "cut.tar"
     for length in (0, 511, 2048, 4 * 4 * 512):

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from io import BytesIO
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from pathlib import Path
 
 import numpy as np
@@ -37,19 +37,23 @@ BLOCK = tarfile.BLOCKSIZE
 
 
 def expand(pattern: str) -> list[Path]:
-    """The paths of a pattern, which may have one range {first..last}; numbers have as many digits as `first`."""
-    if not (match := re.search(r"\{(\d{1,6})\.\.(\d{1,6})\}", pattern)):
+    """The paths of a pattern, which may have one range {first..last}; numbers have as many digits as `first`. Raises
+    UserError for several ranges, and for numbers of more than six digits."""
+    before, *ranges = re.split(r"\{(\d+)\.\.(\d+)\}", pattern)
+    if not ranges:
         return [Path(pattern)]
-    numbers = range(int(match[1]), int(match[2]) + 1)
-    return [Path(pattern.replace(match[0], f"{number:0{len(match[1])}}")) for number in numbers]
+    first, last, after, *more = ranges
+    if more or max(len(first), len(last)) > 6:
+        raise UserError(f"{shown(pattern)}: expected one range {{first..last}}, of numbers below a million")
+    return [Path(f"{before}{number:0{len(first)}}{after}") for number in range(int(first), int(last) + 1)]
 
 
 def index_of(shard: Path) -> dict[str, np.ndarray]:
-    """The index of a shard, see `build_index`; where there is none for its size, it is made and written beside it."""
+    """The index of a shard, see `build_index`; where none is as new and for its size, it is made and written beside."""
     path = shard.with_suffix(".index.safetensors")
     with suppress(OSError, SafetensorError, KeyError):
         index = load_file(path)
-        if index["tar"][0] == shard.stat().st_size:
+        if index["tar"][0] == shard.stat().st_size and path.stat().st_mtime_ns >= shard.stat().st_mtime_ns:
             return index
     index = build_index(shard)
     with suppress(UserError), atomic_path(path) as temporary:  # the folder may be read-only
@@ -121,7 +125,7 @@ class Shards(Sequence):
         self, *patterns: str, split="train", fraction=1.0, validation=0.0, seed=0, buffer=10_000, sampled=False
     ):
         self.paths, self.buffer, self.sampled = [*chain(*map(expand, patterns))], buffer, sampled
-        absent = [str(path) for path in self.paths if not path.is_file()]
+        absent = [*islice((str(path) for path in self.paths if not path.is_file()), 6)]
         if absent or not self.paths:
             raise UserError(f"{' '.join(patterns)}: not found ({some(absent)}): check {{first..last}}")
         self.pictures, rows, samples = [], [], 0
