@@ -14,6 +14,7 @@ import hashlib
 import json
 import shutil
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,12 +28,14 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
+from eval.data import problems_at
 from model.common import UserError, file_errors, read_json, shown, sync_files, sync_folder
 from train.distributed import World, is_sharded
 from train.optim import trainable
 
 STATE, MANIFEST = "state.json", "manifest.json"
 BLOCK = 1 << 18  # bytes that are hashed at a time
+MOMENTS = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}  # of a parameter, all or none: Adam's, Muon's
 
 
 @dataclass
@@ -157,21 +160,26 @@ def newest_progress(run: Path) -> Progress | None:
     if names:
         remedy = f"delete this folder to go on from {before[-1].name}" if before else "there is none before: start anew"
         raise UserError(f"{shown(folder)}: {', '.join(names)}: missing, changed, or of another checkpoint: {remedy}")
-    progress = Progress(**read_json(folder / STATE))
-    progress.best = progress.best and Best(**progress.best)
-    progress.results = {name: Result(**result) for name, result in progress.results.items()}
+    with problems_at(folder / STATE):
+        progress = Progress(**read_json(folder / STATE))
+        progress.best = progress.best and Best(**progress.best)
+        progress.results = {name: Result(**result) for name, result in progress.results.items()}
     return progress
 
 
 def load_checkpoint(run: Path, progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
     """Restore model and optimizer in place from the checkpoint of `progress`; every process must call it. Raises
-    UserError if it belongs to other parameters."""
+    UserError if it belongs to other parameters, or is not whole."""
     folder, parameters = run / "checkpoints" / f"step-{progress.step}", trainable(model)
     reader = HuggingFaceStorageReader(str(folder))
     sizes = {name: tensor.size for name, tensor in reader.read_metadata().state_dict_metadata.items()}
     moments = [name for name in sizes if "/" in name]
-    if {name: sizes[name] for name in sizes.keys() - moments} != {name: p.shape for name, p in parameters.items()}:
-        raise UserError(f"{folder}: holds other parameters than this run trains: resume with the run's own settings")
+    shapes, kinds = {name: parameter.shape for name, parameter in parameters.items()}, defaultdict(set)
+    for name, _, kind in (moment.rpartition("/") for moment in moments):
+        kinds[name].add(kind)
+        shapes[f"{name}/{kind}"] = torch.Size() if kind == "step" else shapes.get(name)
+    if sizes != shapes or not all(of_parameter in MOMENTS for of_parameter in kinds.values()):
+        raise UserError(f"{folder}: holds other parameters than this run trains, or not all of them: start anew")
     fused = {name: group.get("fused", False) for group in optimizer.param_groups for name in group["names"]}
     tensors: dict[str, torch.Tensor] = dict(parameters)
     for moment in moments:

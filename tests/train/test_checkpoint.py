@@ -2,13 +2,15 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.runs import WORLD
-from train.checkpoint import Progress, checkpoints, load_checkpoint, newest_progress, save_checkpoint
+from tests.runs import WORLD, refused
+from train.checkpoint import Progress, checkpoints, file_digest, load_checkpoint, newest_progress, save_checkpoint
 from train.optim import OPTIMIZERS, MuonAdamW, Rule, make_adamw, parameter_groups
 
 
@@ -42,6 +44,32 @@ def test_resumed_equals_uninterrupted_to_the_bit(make_optimizer, tmp_path):
     for number in range(3, 5):
         step(resumed, resumed_optimizer, number)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
+
+
+DAMAGES = {
+    "lost": lambda moments: moments.pop("0.weight/exp_avg"),
+    "short": lambda moments: moments.update({"0.weight/exp_avg": torch.zeros(8, 3)}),
+    "strange": lambda moments: moments.update({"9.weight/exp_avg": torch.zeros(8, 4)}),
+    "state": None,
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_state_that_does_not_fit_is_one_line(name, tmp_path):
+    """Breaks when a run goes on with a fresh moment in place of a lost one, or a manifest made anew hides damage."""
+    model, optimizer = make()
+    step(model, optimizer)
+    save_checkpoint(tmp_path, Progress(step=1), model, optimizer, WORLD)
+    folder: Path = tmp_path / "checkpoints/step-1"
+    if damage := DAMAGES[name]:
+        moments = load_file(folder / "optimizer.safetensors")
+        damage(moments)
+        save_file(moments, folder / "optimizer.safetensors")
+    else:
+        (folder / "state.json").write_text('{"steps": 1}')
+    digests = {file.name: file_digest(file) for file in folder.iterdir() if file.name != "manifest.json"}
+    (folder / "manifest.json").write_text(json.dumps(digests))
+    refused(lambda: load_checkpoint(tmp_path, newest_progress(tmp_path), model, optimizer), "step-1")
 
 
 def test_the_newest_are_kept_in_numeric_order(tmp_path):
