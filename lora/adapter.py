@@ -232,7 +232,7 @@ def save(model: Adaptable, folder: str | Path, base: str | None = None, prompt: 
     for name, parameter in parameters.items():
         whole = gathered(parameter).detach()  # one at a time, and kept only where it is written
         tensors[name] = whole.cpu().contiguous() if write else torch.empty(0)
-    metadata = {"format": "pt", "base_fingerprint": fingerprint(model)}
+    metadata = {"base_fingerprint": fingerprint(model)}  # one entry: the package writes several in random order
     layers = {HF + path: layer for path, layer in lora_layers(model).items()}  # an ending would match more layers
     sizes = [(layer.lora.r, layer.alpha, layer.lora.dropout) for layer in layers.values()]
     r, alpha, dropout = sizes[0] if sizes else (1, 1, 0.0)
