@@ -116,8 +116,8 @@ def test_accuracies_by_hand():
     rows = [
         (["no", "maybe"], 0, "a", [-4.0, -6.0]),  # by character −2 against −1.2: right, wrong
         (["no", "maybe"], 1, "a", [-4.0, -6.0]),  # wrong, right
-        (["one", "two"], 0, "a", [-3.0, -3.0]),  # a tie: the first, by both
-        (["two", "one"], 1, "a", [-3.0, -3.0]),
+        (["one", "two", "six"], 0, "a", [-3.0] * 3),  # a tie: the first, by both
+        (["two", "one", "six"], 1, "a", [-3.0] * 3),
         (["学", "éé"], 1, "b", [-2.0, -3.0]),  # characters, not bytes: −2 against −1.5
     ]
     asked = [Question(n, "", (), "", tuple(c), truth=right, kind=kind) for n, (c, right, kind, _) in enumerate(rows)]

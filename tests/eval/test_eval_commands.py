@@ -89,8 +89,8 @@ def likelihood_by_hand(model, processor, picture, prefix, choice) -> float:
 @pytest.mark.long
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [None, "twin", "split"])
-def test_the_likeliest_choice_is_the_answer(processor, kind):
-    """Likelihoods are of other tokens, leave out the end token, or read another prompt's cache."""
+def test_the_likeliest_choice_is_the_answer(processor, kind, monkeypatch):
+    """Likelihoods are of other tokens, without the end token, of another prompt; or the last of equals counts."""
     model = random_model(2)
     if kind is not None:
         graft(model, kind)
@@ -108,6 +108,8 @@ def test_the_likeliest_choice_is_the_answer(processor, kind):
     # of five rows a batch, one prompt's choices
     answers = answer.ask_all(model, processor, asked, batch_size=5)
     assert answers == [choices[row.index(max(row))] for row in expected]
+    monkeypatch.setattr(answer, "log_likelihoods", lambda *args, **options: [torch.tensor([-2.0, -1, -1, -1])])
+    assert answer.choose(model, processor, asked[:1], batch, {}) == ["bottom left"]
 
 
 # The log

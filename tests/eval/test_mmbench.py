@@ -18,15 +18,15 @@ HEAD = ["index", "question", "hint", "A", "B", "C", "D", "answer", "category", "
 # rightly, by letter.
 RULES = {
     "a letter of the last four words": """
-        B → B | B. → B | (B) → B | C → C | Answer: B → B | The answer is B → B | A dog → A""",
-    "no capital and no option's text; a letter that stands too early, and a text in wHAT": """
-        b → | B is what I think it is → D | →""",
+        B → B | B. → B | (B) → B | C → C | B is what fits → B | The answer is B → B | A dog → A""",
+    "no capital and no option's text; a letter one word too early, and a text in wHAT": """
+        b → | B is what I think → D | →""",
     "two letters, then the phrase": """
         A or B → | A or B, but the answer is B → B | A or B. The correct answer is **b** → B
         A or B. The answer is D or C → D""",
-    "one text, also in a word; 43 characters, where 2·18 are allowed": """
-        dog → B | It is a Dog! → B | dogs → B | a red bus → C | dog and cat →
-        the dog of my neighbour who lives next door →""",
+    "one text, also in a word; 36 characters, where 2·18 are allowed, and 37": """
+        dog → B | It is a Dog! → B | the dogs of my neighbour, next doors → B | a red bus → C | dog and cat →
+        it is the dog of the men who sit here →""",
     "refusals; a letter goes before Z": """
         Z → Z | Z dog → Z | B Z → B | Cannot determine the answer: B → Z
         I'm sorry, but without the image provided, dog → Z""",

@@ -66,10 +66,10 @@ def test_a_missing_response_leaves_the_denominator():
 
 
 def test_accuracy_by_place():
-    """A cell of the heatmap counts another place, swaps rows and columns, or counts negatives or missing responses."""
+    """A cell of the heatmap counts another place or needle, swaps rows and columns, or counts negatives or silence."""
     pairs = [("1, 1, 2", "1, 1, 2"), ("1, 1, 2", "1, 2, 1"), ("1, 2, 1", "-1"), ("1, 2, 2", None), ("0, 0, 0", "-1")]
-    records = [record(*pair) for pair in [*pairs, ("2, 1, 1; 1, 1, 2", "2, 1, 1; 2, 1, 2")]]
-    assert needle_scoring.accuracy_by_place(records) == {(1, 1): 1, (1, 2): 1 / 3, (2, 1): 0}
+    records = [record(*pair) for pair in [*pairs, ("2, 1, 1; 1, 1, 2; 1, 2, 2", "2, 1, 1; 1, 2, 2; 1, 1, 2")]]
+    assert needle_scoring.accuracy_by_place(records) == {(1, 1): 1, (1, 2): 1 / 3, (2, 1): 0, (2, 2): 0}
 
 
 # Prompts and answers

@@ -29,13 +29,17 @@ def records(number: int) -> list[Record]:
     return result
 
 
-def test_the_tower_alone_learns_the_answers():
-    """Breaks when the stage trains the decoder, learns nothing, or ends at a picture that cannot be read."""
+def test_the_tower_alone_learns_the_answers(monkeypatch):
+    """Breaks when the stage trains the decoder, learns nothing, ends at a picture that cannot be read, shows all in one
+    order, or does not move them."""
+    seen = []
+    monkeypatch.setattr(alignment, "shifted", lambda pictures: seen.extend(pictures[:, 0, 0, 0]) or pictures)
     settings = parse(["--recipe", "own", "--align", "16"])[0]
     model = load_model("tiny")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     losses = alignment.align(model, records(70), settings, WORLD)
     assert len(losses) == 16 and losses[-1] < 0.2 < losses[0]
+    assert seen[:69] != seen[69:138]  # two passes over the pictures
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     tower = {name for name in before if name.startswith("vision_tower.")}
     assert changed <= tower and len(changed) > 0.9 * len(tower)

@@ -13,10 +13,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from eval.records import Record
 from model.source import BUNDLED_FOLDER
 from tests.runs import SERVER, metrics, refused, words
 from train import finetune
-from train.run import lock_folder
+from train.run import data_fingerprints, lock_folder
 from weights.export import export_model
 from weights.load import load_model
 
@@ -91,6 +92,28 @@ def test_what_has_changed_is_named_and_can_be_allowed(named, run, capsys):
     assert named in capsys.readouterr().err
     train("--resume run")  # what was allowed is the run's from then on
     assert [record["step"] for record in metrics(run)] == [*range(6)]
+
+
+def test_fingerprints_see_answers_files_and_their_ends(tmp_path):
+    """Breaks when a resumed run goes on although an annotator's answer, a file's end, or the size of one of many files
+    is another; or stops for an answer that is not learned."""
+    for number in range(2048):  # every second one is read
+        (tmp_path / f"{number:04}").write_bytes(b"x")
+    (tmp_path / "0000").write_bytes(bytes(5 << 18))
+    paths = tuple(sorted(tmp_path.iterdir()))
+
+    def seen(answers=("a", "b"), sampled=True, shown=paths) -> tuple:
+        return tuple(data_fingerprints([Record("r", "k", shown, (("q", "a"),), answers, sampled)]).values())
+
+    records, pictures = seen()
+    for other in (seen(("a", "c")), seen(sampled=False)):
+        assert other[0] != records and other[1] == pictures
+    assert seen(("a", "c"), sampled=False) == seen(sampled=False)
+    assert seen(shown=paths[::-1]) == (records, pictures)  # sorted
+    for place, content in ((0, bytes((5 << 18) - 1) + b"y"), (2, b"z"), (1, b"xx")):
+        paths[place].write_bytes(content)
+        assert seen()[0] == records and seen()[1] != pictures
+        pictures = seen()[1]
 
 
 STEP_2, STEP_4 = Path("run/checkpoints/step-2"), Path("run/checkpoints/step-4")

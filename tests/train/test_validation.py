@@ -17,7 +17,7 @@ from lora import adapter
 from model.processor import Processor
 from tests.runs import WORLD, metrics, words
 from train import finetune, supervised, validation
-from train.checkpoint import Progress, Result
+from train.checkpoint import Progress, Result, newest_progress
 from train.data.batches import collate
 from train.data.sources import read_records
 from train.settings import Settings, parse
@@ -91,6 +91,7 @@ def test_a_run_without_progress_stops_and_is_finished(flags, tmp_path):
     logged = metrics(tmp_path / "run")
     train("--resume", tmp_path / "run")
     assert len(logged) == 4 and metrics(tmp_path / "run") == logged
+    assert newest_progress(tmp_path / "run").stopped == 4
     assert json.loads((tmp_path / "run/summary.json").read_text())["held_out"]["stopped"] == 4
 
 
