@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -30,15 +31,18 @@ def test_an_epoch_holds_every_record_once():
 
 
 def test_a_batch_holds_similar_lengths_and_questions_of_one_picture():
-    """Breaks when a batch is mostly padding or has one length only, or every question pays for its picture."""
+    """Breaks when a batch is mostly padding or has one length only, short ones come first, every question pays for its
+    picture, or the same ones always meet."""
     lengths = [(37 * i) % 320 for i in range(4000)]
     plan = [[lengths[i] for i in batch] for batch in plan_epoch([*range(4000)], lengths, 16, 0, 0)]
     assert sum(max(batch) * len(batch) for batch in plan) < 1.15 * sum(lengths)
     assert sum(len(set(batch)) for batch in plan) > 8 * len(plan)
+    assert sum(max(a) > max(b) for a, b in pairwise(plan)) > len(plan) / 3
     keys = [i // 6 for i in range(600)]
     plans = [plan_epoch(keys, [10] * 600, 12, 0, 0, per_picture) for per_picture in (1, 2, 6)]
     pictures = [sum(len({keys[i] for i in batch}) for batch in plan) for plan in plans]
     assert pictures[0] > 500 and 250 < pictures[1] <= 300 and pictures[2] == 100
+    assert any(abs(a - b) > 1 for batch in plans[1] for a, b in zip(batch[::2], batch[1::2], strict=True))
 
 
 def test_a_batch_is_what_the_model_trains_on(processor):
@@ -54,7 +58,7 @@ def test_a_batch_is_what_the_model_trains_on(processor):
         assert torch.equal(ids[positions[kept] + 1], targets[kept])  # the token after each position
     positions, targets = supervised(torch.tensor([[-100, -100, 5, 6], [-100, 7, -100, -100], [-100] * 4]))
     assert targets.tolist() == [[5, 6], [7, -100], [-100, -100]]
-    assert positions[0].tolist() == [1, 2] and positions[1, 0] == 0
+    assert positions.tolist() == [[1, 2], [0, 0], [0, 0]]
 
 
 @pytest.mark.long
@@ -69,12 +73,16 @@ def test_order_can_start_at_any_step(processor, workers):
 
 
 def test_processes_share_the_steps_of_one(processor):
-    """Breaks when two processes together do not read exactly what one process reads, or no whole step ends as a run."""
+    """Breaks when two processes together do not read exactly what one process reads, no whole step ends as a run, the
+    questions of a picture are parted, or a run without --epochs is shorter or longer than 400 steps or 32 epochs."""
     alone = Order(records(), processor, batch_size=4, accumulate=2, seed=5)
     pair = [Order(records(), processor, batch_size=4, seed=5, rank=rank, world_size=2) for rank in range(2)]
     for whole, *halves in zip(alone.steps(0), *(order.steps(0) for order in pair), strict=True):
         assert sorted(m.names for m in whole) == sorted(m.names for half in halves for m in half)
     refused(lambda: Order(records(4), processor, batch_size=4, accumulate=2), "--step-batch", "--batch-size")
+    together = Order(records(), processor, batch_size=4, per_picture=4).steps(0)
+    assert [len(micro.batch.pixel_values) for step in together for micro in step] == [1] * 10
+    assert [Order(records(), processor, batch_size=size, epochs=None).epochs for size in (1, 3, 4)] == [10, 29, 32]
 
 
 def test_bad_records_are_left_out_and_named(processor, tmp_path):
@@ -100,13 +108,15 @@ def test_vqav2_is_read_and_split_by_picture(tmp_path):
 
 
 def test_sampled_answers_follow_the_annotators_and_the_seed(tmp_path, processor):
-    """Breaks when `--answers sampled` always says the common answer, or resumes with other draws."""
+    """Breaks when `--answers sampled` always says the common answer, or each equally often, or resumes with other
+    draws; or answers are drawn without it."""
     write_vqav2(tmp_path)
     made = [replace(record, sampled=True) for record in vqav2_records(tmp_path, prompt="{question}")]
 
-    def answers(epoch):
+    def answers(epoch, made=made):
         micro = MicroBatches(made, processor, f"0/{epoch}")[range(len(made))]
         return [processor.decode(row[row != -100]) for row in micro.targets]
 
     assert answers(0) == answers(0) != answers(1)
-    assert 5 < answers(0).count("no") < 35  # 18 expected of 60
+    assert 66 < sum(answers(epoch).count("no") for epoch in range(5)) < 114  # 90 expected of 300
+    assert {*answers(0, [replace(record, sampled=False) for record in made])} == {"yes"}

@@ -26,6 +26,8 @@ def test_rates_and_decay_reach_only_their_group():
     # a parameter belongs to the first rule that names it, and the rest is frozen
     assert [group["names"] for group in optimizer.param_groups] == [["scale.mu"], ["head.weight", "head.bias"]]
     assert set(trainable(model)) == {"scale.mu", "head.weight", "head.bias"}
+    with pytest.raises(AssertionError, match="no parameter"):
+        matching(model, "tower")  # whole names
     set_rates(optimizer, 0.5)
     set_rates(optimizer, 0.2)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.02])
@@ -37,6 +39,17 @@ def test_rates_and_decay_reach_only_their_group():
     assert torch.allclose(trainable(model)["head.weight"], before["head.weight"] * (1 - 0.02 * 0.5))
 
 
+@pytest.mark.parametrize(("kind", "left"), [("adamw", 0.95**2), ("adam", 0.8004468), ("radam", 0.95**2)])
+def test_decay_is_a_part_of_the_gradient_in_adam_alone(kind, left):
+    """Breaks when an optimizer is another, or gets other betas: 1 with a decay of 0.5, two steps without a gradient."""
+    groups = parameter_groups(nn.ParameterDict({"a": nn.Parameter(torch.ones(1))}), [Rule(["a"], 0.1, 0.5)])
+    optimizer = optim.OPTIMIZERS[kind](groups, (0.8, 0.9))
+    for _ in range(2):
+        groups[0]["params"][0].grad = torch.zeros(1)
+        optimizer.step()
+    assert groups[0]["params"][0].item() == pytest.approx(left) and optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+
+
 def test_schedules():
     """Breaks when warm-up, decay or the end of training are off by a step, or one step of warm-up is the whole run."""
     linear = [rate_factor(step, 10, 2, "linear") for step in range(10)]
@@ -45,7 +58,7 @@ def test_schedules():
     cosine = [rate_factor(step, 100, 0, "cosine") for step in (0, 25, 50, 75)]
     assert cosine == pytest.approx([1.0, 0.853553, 0.5, 0.146447], abs=1e-6)
     assert [rate_factor(step, 10, 1, "constant") for step in range(10)] == [0.5] + [1.0] * 9
-    assert [rate_factor(step, 10, 0.2, "constant") for step in range(3)] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert [rate_factor(step, 10, 0.29, "constant") for step in range(3)] == pytest.approx([1 / 3, 2 / 3, 1.0])
 
 
 def test_the_rate_of_scalars_is_applied_once():

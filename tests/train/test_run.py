@@ -17,6 +17,7 @@ from eval.records import Record
 from model.source import BUNDLED_FOLDER
 from tests.runs import SERVER, metrics, refused, words
 from train import finetune
+from train.checkpoint import file_digest
 from train.run import data_fingerprints, lock_folder
 from weights.export import export_model
 from weights.load import load_model
@@ -110,10 +111,13 @@ def test_fingerprints_see_answers_files_and_their_ends(tmp_path):
         assert other[0] != records and other[1] == pictures
     assert seen(("a", "c"), sampled=False) == seen(sampled=False)
     assert seen(shown=paths[::-1]) == (records, pictures)  # sorted
-    for place, content in ((0, bytes((5 << 18) - 1) + b"y"), (2, b"z"), (1, b"xx")):
+    for place, content in ((0, bytes(6 << 18)), (0, bytes((6 << 18) - 1) + b"y"), (2, b"z"), (1, b"xx")):
         paths[place].write_bytes(content)
         assert seen()[0] == records and seen()[1] != pictures
         pictures = seen()[1]
+    whole = file_digest(paths[0])  # as a checkpoint's, to the middle
+    paths[0].write_bytes(bytes(3 << 18) + b"y" + bytes((3 << 18) - 2) + b"y")
+    assert file_digest(paths[0]) != whole and seen()[1] == pictures
 
 
 STEP_2, STEP_4 = Path("run/checkpoints/step-2"), Path("run/checkpoints/step-4")

@@ -91,13 +91,16 @@ def test_shards_resume_at_the_sample(size, shards, processor):
 
 @pytest.mark.parametrize(("batch", "buffer"), [(4, 10), (7, 20)])
 def test_any_buffer_makes_whole_batches(batch, buffer, shards):
-    """Breaks when a shuffle buffer loses or doubles records, cuts batches short, or keeps the order of the files."""
-    given = Shards(shards, buffer=buffer)
+    """Breaks when a shuffle buffer loses or doubles records, cuts batches short, keeps the order of the files, or parts
+    the questions of a picture."""
+    given, pictures = Shards(shards, buffer=buffer), []
     for per_picture in (1, 3):
         plan = list(given.plan(batch, 3, 1, per_picture))
         assert [len(part) for part in plan] == [batch] * (33 // batch) + [33 % batch] * (33 % batch > 0)
         assert sorted(chain(*plan)) == list(range(33)) != list(chain(*plan))
         assert all(list(given.plan(batch, 3, 1, per_picture, first)) == plan[first:] for first in range(len(plan)))
+        pictures.append(sum(len({given[n].key for n in part}) for part in plan))
+    assert pictures[1] < pictures[0]
 
 
 def test_splits_share_no_picture_and_lose_none(shards):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
+from tests.files import write_vqav2
 from tests.runs import refused
 from train import shard
 from train.data import batches
@@ -71,10 +72,29 @@ def test_each_record_of_several_sources_comes_once(folder, processor):
 
 def test_a_picture_of_two_sources_is_on_one_side(folder):
     """Breaks when a picture is held out of one file and learned from another."""
+    asked = set()
     for seed in range(3):
         given = settings(folder, "jsonl:few.jsonl", "jsonl:many.jsonl", validation=0.5, seed=seed)
         sides = [{r.pictures[0].resolve() for r in read_records(given, split)} for split in ("train", "validation")]
         assert len(sides[0] | sides[1]) == 41 and not sides[0] & sides[1] and len(sides[1]) == 20  # or 21
+        asked |= sides[1]
+    assert len(asked) > 20  # other seeds, other pictures
+
+
+def test_flags_reach_the_readers(folder, tmp_path):
+    """Breaks when a source is read without a flag, --eval-data embedded asks what was trained on, or keys collide."""
+    for name in "ab":
+        write_vqav2(tmp_path / name, images=4)
+    flags = (
+        f"--data vqav2:{tmp_path}/a --data vqav2:{tmp_path}/b --images {tmp_path}/b --answers sampled --validation 0"
+    )
+    made = read_records(parse([*flags.split(), "--prompt", "say {question}"])[0])
+    assert len(made) == 24 and len({r.key for r in made}) == 8
+    assert all(r.sampled and r.prefix[:8] == "say What" and r.pictures[0].parts[-3] == "b" for r in made)
+    assert read_records(settings(folder, "shards:f-000.tar", shuffle_buffer=7, validation=0)).buffer == 7
+    given = [settings(folder, "jsonl:few.jsonl", eval_data="embedded", samples=20, seed=seed) for seed in (0, 1)]
+    first, second = (read_records(of_seed, "validation") for of_seed in given)
+    assert all("/validation/" in r.name for r in first) and [r.turns for r in first] != [r.turns for r in second]
 
 
 def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
