@@ -76,7 +76,11 @@ def test_the_measures_are_those_of_coco(capsys):
     """Any rule of COCO's is another: ties, crowds, sizes, ranks, classes without truth, empty pictures."""
     compared, pair = 0, [Box("a", x, 0, 10, 10, 100) for x in (0, 2)]
     ties = [([pair], [[Found("a", x, 0, 10, 10, 1 / (1 + n)) for n, x in enumerate((1, x))]]) for x in (0, 2)]
-    for seed, (truths, found) in enumerate([*map(drawn_case, range(16)), *ties]):
+    bounds = [[Box("a", at, at, at, at, at * at) for at in (32, 96)]]  # of small, medium and large, both inclusive
+    wrong = [[Found("a", place, 0, at, at) for place in (0, 300) for at in (32, 96)] + [Found("a", *[32] * 4, 0.9)]]
+    equal = [[Found("a", 1000, 0, 10, 10)] * 19 + [Found("a", 0, 0, 10, 10)] + [Found("a", 500, 0, 10, 10)] * 20]
+    cases = [*map(drawn_case, range(16)), *ties, (bounds, wrong), ([pair], equal)]
+    for seed, (truths, found) in enumerate(cases):
         if any(truths) and any(found):  # pycocotools itself takes no empty result
             ours = detection_scoring.score_boxes(truths, found)
             named = [-1 if ours[name] is None else ours[name] for name in STATS]

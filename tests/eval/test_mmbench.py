@@ -18,11 +18,11 @@ HEAD = ["index", "question", "hint", "A", "B", "C", "D", "answer", "category", "
 # rightly, by letter.
 RULES = {
     "a letter of the last four words": """
-        B → B | B. → B | (B) → B | C → C | B is what fits → B | The answer is B → B | A dog → A""",
-    "no capital and no option's text; a letter one word too early, and a text in wHAT": """
-        b → | B is what I think → D | →""",
+        B → B | B. → B | (B) → B | B is what fits → B | The answer is B → B | A dog → A""",
+    "no capital and no option's text; a letter one word too early, one also behind, and a text in wHAT": """
+        b → | B is what I think → D | B, I think it is a cat: B → A | →""",
     "two letters, then the phrase": """
-        A or B → | A or B, but the answer is B → B | A or B. The correct answer is **b** → B
+        A or B Z → | A or B, but the answer is B → B | A or B. The correct answer is **b** → B
         A or B. The answer is D or C → D""",
     "one text, also in a word; 36 characters, where 2·18 are allowed, and 37": """
         dog → B | It is a Dog! → B | the dogs of my neighbour, next doors → B | a red bus → C | dog and cat →
@@ -36,7 +36,7 @@ CASES = [case for rule in RULES.values() for case in rule.replace("\n", "|").spl
 BY_HAND = [(said.strip(), FOUR, named.strip(), "") for said, named in (case.split("→") for case in CASES)]
 BY_HAND += [
     ("B", FOUR, "B", "A"),  # right at first, wrong when the options have changed places
-    ("Failed to obtain answer via API. B", ("yes", "Failed to obtain answer via API"), "B", ""),  # by text
+    ("Failed to obtain answer via API. A", ("yes", "Failed to obtain answer via API"), "B", ""),  # by text
     ("D", ("yes", "no"), "", ""),  # no option
     ("no", ("yes", "no"), "B", ""),
     ("B", ("yes", "no", "both"), "B", ""),

@@ -23,7 +23,7 @@ TWO, NEITHER = "1, 2, 1; 3, 1, 1", "0, 0, 0; 0, 0, 0"
 @pytest.mark.parametrize(
     ("truth", "verdict", "responses"),  # right in (existence, index, exact)
     [
-        ("1, 2, 1", (True, True, True), ["1, 2, 1", "1, 2, 1.", " 1, 2, 1 .\n", "...1, 2, 1", "1,\n 2, 1"]),
+        ("1, 2, 1", (True, True, True), ["1, 2, 1", "1, 2, 1.", " 1, 2, 1 . \n", "...1, 2, 1", "1,\n 2, 1"]),
         ("1, 2, 1", (True, True, False), ["1, 2, 2", "1", "1, 2, 1, 1", "1, 2, 1; 1, 2, 1"]),
         ("1, 2, 1", (True, False, False), ["2, 2, 1", "top left", "", "1,2,1", "'1, 2, 1'"]),
         ("10, 2, 1", (True, False, False), ["1, 2, 1"]),

@@ -1,11 +1,15 @@
 """POPE: the answer parse, the measures and the files, against cases worked out by hand."""
 
 import json
+from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 from PIL import Image
 
 from eval import pope
+from eval.question import Question
+from eval.report import Row
 from tests.runs import refused
 
 PARSED = {
@@ -70,6 +74,20 @@ def test_a_file_of_answers(score):
     refused(lambda: score(ANSWERS[:3]), "A: 1 questions have no answer")
     refused(lambda: score([*ANSWERS, {"question_id": 9, "answer": "x"}]), "A:5: id 9")
     refused(lambda: score([{"question": "Is it?", "answer": "no"}] * 4), "A:1: ")  # POPE's files share their ids
+
+
+def test_probabilities_sets_and_limits_by_hand(score):
+    """P(yes) is read as P(no), or a tie as no; sets are mixed, or their mean is another; or --limit is not of each."""
+    benchmark, likely = pope.Pope(), Question("q", "k", (), "p", ("yes", "no"), scored=True, kind="A")
+    for truth, scores, right in (("yes", (-1, -2), 1), ("yes", (-2, -1), 0), ("yes", (-1, -1), 1), ("no", (-1, -1), 0)):
+        assert benchmark.score(replace(likely, truth=truth), scores) == {"P(yes), A": right}
+    said = [("A", "yes", "yes"), ("A", "no", None), ("B", "yes", "no"), ("B", "no", "no")]
+    asked = [Question("q", "k", (), "p", truth=truth, kind=kind) for kind, truth, _ in said]
+    summary = benchmark.summary([Row(q, answer, {}) for q, (*_, answer) in zip(asked, said, strict=True)])
+    assert {kind: line["accuracy"] for kind, line in summary.items()} == {"A": 100, "B": 50, "mean": 75}
+    for files, count in (({"questions": ["Q"], "images": "."}, 3), ({"questions": None, "images": None}, 9)):
+        given = Namespace(**files, limit=3, probability=False, template="{question}")
+        assert len(benchmark.questions(given)) == count
 
 
 @pytest.mark.long

@@ -78,6 +78,7 @@ def test_pictures_are_moved_and_boxes_are_not(monkeypatch, tmp_path):
         padded = torch.nn.functional.pad(picture[None], (2, 2, 2, 2), mode="replicate")[0]
         assert sum(torch.equal(padded[:, y : y + 32, x : x + 32], got) for y in range(5) for x in range(5)) == 1
     assert flat[0] != [value - 3072 for value in flat[1]]
+    assert len({*map(tuple, supervised.shifted(pictures[:1].expand(400, -1, -1, -1)).flatten(1).tolist())}) == 25
     seen, settings = [], parse(["--recipe", "own"])[0]
     monkeypatch.setattr(supervised, "fit", lambda model, optimizer, order, loss, *args, **options: loss)
     monkeypatch.setattr(supervised, "supervised_loss", lambda model, micro: seen.append(micro.batch.pixel_values))

@@ -10,7 +10,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.runs import WORLD, refused
-from train.checkpoint import Progress, checkpoints, file_digest, load_checkpoint, newest_progress, save_checkpoint
+from train.checkpoint import (
+    Best,
+    Progress,
+    Result,
+    checkpoints,
+    file_digest,
+    load_checkpoint,
+    newest_progress,
+    save_checkpoint,
+)
 from train.optim import OPTIMIZERS, MuonAdamW, Rule, make_adamw, parameter_groups
 
 
@@ -30,16 +39,17 @@ def step(model, optimizer, number: int = 0) -> None:
 
 @pytest.mark.parametrize("make_optimizer", [*OPTIMIZERS.values(), partial(MuonAdamW, ratio=0.5)])
 def test_resumed_equals_uninterrupted_to_the_bit(make_optimizer, tmp_path):
-    """Breaks when a moment, a step count or a weight is not restored."""
+    """Breaks when a moment, a step count, a weight, the best score or a result is not restored."""
     model, optimizer = make(optimizer=make_optimizer)
+    saved = Progress(step=3, bad=["a"], best=Best(2, 1.0, None, 1), results={"before": Result([None], ["b"])})
     for number in range(5):
         step(model, optimizer, number)
         if number == 2:
-            save_checkpoint(tmp_path, Progress(step=3, bad=["a"]), model, optimizer, WORLD)
+            save_checkpoint(tmp_path, saved, model, optimizer, WORLD)
     resumed, resumed_optimizer = make(seed=1, optimizer=make_optimizer)
     resumed[2].bias.data.copy_(model[2].bias)  # frozen: not in the checkpoint
     progress = newest_progress(tmp_path)
-    assert progress == Progress(step=3, bad=["a"])
+    assert progress == saved
     load_checkpoint(tmp_path, progress, resumed, resumed_optimizer)
     for number in range(3, 5):
         step(resumed, resumed_optimizer, number)
