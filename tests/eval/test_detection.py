@@ -78,8 +78,8 @@ def test_the_measures_are_those_of_coco(capsys):
     ties = [([pair], [[Found("a", x, 0, 10, 10, 1 / (1 + n)) for n, x in enumerate((1, x))]]) for x in (0, 2)]
     bounds = [[Box("a", at, at, at, at, at * at) for at in (32, 96)]]  # of small, medium and large, both inclusive
     wrong = [[Found("a", place, 0, at, at) for place in (0, 300) for at in (32, 96)] + [Found("a", *[32] * 4, 0.9)]]
-    equal = [[Found("a", 1000, 0, 10, 10)] * 19 + [Found("a", 0, 0, 10, 10)] + [Found("a", 500, 0, 10, 10)] * 20]
-    cases = [*map(drawn_case, range(16)), *ties, (bounds, wrong), ([pair], equal)]
+    at = [[Found("a", 99 * (n != hit), 0, 10, 10, (0.9, 0.5)[n > 1]) for n in range(5)] for hit in range(4)]
+    cases = [*map(drawn_case, range(16)), *ties, (bounds, wrong), ([pair] * 4, at)]
     for seed, (truths, found) in enumerate(cases):
         if any(truths) and any(found):  # pycocotools itself takes no empty result
             ours = detection_scoring.score_boxes(truths, found)

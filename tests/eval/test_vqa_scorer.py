@@ -12,6 +12,7 @@ import pytest
 from eval import vqa, vqa_scoring
 from eval.data import Annotation
 from eval.question import Question
+from eval.records import Record
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -149,6 +150,14 @@ def test_exact_match_ignores_case_and_outer_space_only():
     wrong = {"red.": ["red"], "dark  red": ["dark red"], "re": ["red"], "": []}
     assert all(vqa_scoring.exact_match(*pair) for pair in right.items())
     assert not any(vqa_scoring.exact_match(*pair) for pair in wrong.items())
+
+
+def test_own_examples_are_scored_as_vqav2_where_four_or_more_have_answered():
+    """Equal answers of several people count as one, three people make an accuracy, or a right answer is not taken."""
+    given = Record("r", "k", (), (("q", "red"),), ("red", "blue", "blue", "blue"))
+    assert vqa_scoring.record_scores(given, "blue") == {"exact_match": 1, "vqa_accuracy": pytest.approx(0.75)}
+    assert vqa_scoring.record_scores(replace(given, answers=given.answers[1:]), "red") == {"exact_match": 1}
+    assert vqa_scoring.truths_of(replace(given, answers=("blue", " "))) == ["blue", "red"]
 
 
 def test_summary_by_type_rounds_once():
