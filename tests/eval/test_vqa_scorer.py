@@ -34,7 +34,7 @@ NORMALISED = {
         red/blue → red blue | red / blue → red blue | t-shirt → t shirt | is it -1 → is it 1 | a-b -c → ab c
         x-y;-z → x y z | (left) → left | what?! → what | "stop" → stop | {x}[y]<z>@`w`=+\\_; → x y z w""",
     "with digit, comma, digit anywhere every mark goes": """
-        1,000 → 1000 | 1,000-2 → 10002 | red,blue → red blue | 1, 2 → 1 2""",
+        1,000 → 1000 | red-1,000-2 → red10002 | red,blue → red blue | 1, 2 → 1 2""",
     "periods go unless a digit follows": """
         yes. → yes | u.s. → us | 3.5 → 3.5 | .5 → .5 | 5. → 5 | 5.. → 5 | a.b → ab""",
     "other marks stay": """
@@ -121,6 +121,7 @@ OTHERS = {
     "textvqa": [
         ({"yes": 10}, "Yes. → 1"),
         ({"Joe's": 10}, "joe 's → 1"),  # "'s" is a word of its own
+        ({"is?it": 10}, "isit → 1"),
         ({"red,blue": 10}, "redblue → 1"),  # commas go first, so they never become a space
         ({"coca-cola": 10}, "coca cola → 1"),
         ({"yes": 4, "no": 6}, "yes → 1"),
@@ -130,7 +131,11 @@ OTHERS = {
     "vizwiz": [({"yes": 10}, "Yes. → 1"), ({"Yes": 10}, "Yes → 0"), ({"the dog": 10}, "the dog → 0")]
     + [({"dog": 10}, "the dog → 1"), ({"yes": 2, "no": 8}, "yes → 0.6")],
     # GQA is exact match without case, and without blanks and periods at the ends
-    "gqa": [({" yes\n": 1}, "Yes. → 1 | yes it is → 0"), ({"t-shirt": 1}, "t shirt → 0"), ({"two": 1}, "2 → 0")],
+    "gqa": [
+        ({" yes\n": 1}, 'Yes. → 1 | "Yes. " → 1 | yes it is → 0'),
+        ({"t-shirt": 1}, "t shirt → 0"),
+        ({"two": 1}, "2 → 0"),
+    ],
 }
 
 
