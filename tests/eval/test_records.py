@@ -135,8 +135,8 @@ def test_a_later_question_is_asked_as_it_is_learned(processors, tmp_path):
         {"image": ["a.png", "c.png"], "prefix": "a", "suffix": "b"},
         {"image_path": "a.png", "prefix": "a", "suffix": "b"},
         {"image": ["a.png"], "images": ["a.png"], "prefix": "a", "suffix": "b"},
-        {"messages": chat([IMAGE, {"type": "text", "text": "a"}], "b")},
-        {"images": ["a.png"], "messages": chat([{"type": "video"}, {"type": "text", "text": "a"}], "b")},
+        {"messages": chat([IMAGE, A], "b")},
+        {"images": ["a.png"], "messages": chat([{"type": "video"}, A], "b")},
         {"images": ["a.png"] * 2, "messages": chat([IMAGE | {"index": 1}, IMAGE | {"index": 0}, A], "b")},
         {"images": ["a.png"], "messages": chat("<image>a", "<bbox>"), "objects": {"bbox": [[1, 2, 3, 4]]}},
         {"prefix": "a", "answers": ["b", 2]},
@@ -154,63 +154,50 @@ def test_a_malformed_record_is_named_left_out_and_counted(record, processor, tmp
 
 
 def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
-    """Breaks when a file of TRL, ms-swift or a spreadsheet, or examples from Python, give other turns or pictures."""
+    """Breaks when a file of TRL, ms-swift or a spreadsheet gives other turns or pictures than it shows."""
     draw(tmp_path, "x/a.png", "x/b.png")
     (tmp_path / "link.png").symlink_to(tmp_path / "x/b.png")
-    a, b = tmp_path / "x/a.png", tmp_path / "link.png"
+    a, b, none = tmp_path / "x/a.png", tmp_path / "link.png", {"image": None, "conversations": None}
     system = {"role": "system", "content": "Be brief."}
-    parts = [{"index": None, "text": "count dog\n", "type": "text"}, {"index": 0, "text": None, "type": "image"}]
+    parts = [{"index": None, "text": "dog\n", "type": "text"}, {"index": 0, "text": None, "type": "image"}]
     own = [IMAGE | {"image": "x/a.png"}, {"type": "image_url", "image_url": {"url": f"file://{b}"}}, A]
-    rows = [
-        # ms-swift's documentation: marks in texts, absolute paths, a system's message
-        {"messages": [system, *chat("<image><image>a", "b", "c", "d")], "images": [str(a), str(b)]},
-        # TRL's llava-instruct-mix-vsft, and its texts without marks
-        {"messages": chat(parts, [{"index": None, "text": "2", "type": "text"}]), "images": ["x/a.png"]},
-        {
-            "messages": chat("count cat", "1"),
-            "images": ["x/a.png", "link.png"],
-            "type": "count",
-            "image": None,
-            "conversations": None,
-        },
-        {"messages": chat(own, "b"), "type": None},
+    cases = [  # ms-swift's documentation: marks in texts, absolute paths; TRL's llava-instruct-mix-vsft; others
+        (chat("<image><image>a", "b", "c", "d"), [a, b], (("<image><image>a", "b"), ("c", "d"))),
+        (chat(parts, [A]), [a], (("dog\n<image>", "a"),)),
+        (chat("cat", "1"), [a, b], (("cat", "1"),)),
+        (chat(own, "b"), [a, b], (("<image><image>a", "b"),)),
     ]
+    rows = [none | {"messages": said, "images": list(map(str, pictures))} for said, pictures, _ in cases]
+    rows[0]["messages"], rows[2]["type"], rows[3]["images"] = [system, *rows[0]["messages"]], "count", None
     made = read_data(f"jsonl:{write(tmp_path, 'own.jsonl', rows)}")
-    expected = [
-        ((a, b), (("<image><image>a", "b"), ("c", "d"))),
-        ((a,), (("count dog\n<image>", "2"),)),
-        ((a, b), (("count cat", "1"),)),
-        ((a, b), (("<image><image>a", "b"),)),
-    ]
-    assert [(record.pictures, record.turns) for record in made] == expected
+    assert [(list(record.pictures), record.turns) for record in made] == [case[1:] for case in cases]
     assert [record.kind for record in made] == ["", "", "count", ""]
-    table = 'image,prefix,suffix,type\r\nx/a.png,"Is it red, or blue?",red,colour\r\n,a,2,\r\nx/a.png,a,b,c,d\r\n'
-    for name in ("own.csv", "own.txt"):
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + table.encode())  # as Excel writes it
-    for source in (f"csv:{tmp_path}/own.txt", f"jsonl:{tmp_path}/own.csv"):
-        red, text, bad = read_data(source)
-        assert (red.pictures, red.turns, red.kind) == ((a,), (("Is it red, or blue?", "red"),), "colour")
-        assert (text.pictures, text.turns, text.kind) == ((), (("a", "2"),), "")
-        assert not bad.turns and "cells" in bad.pictures[0].problem
-    assert "prefix" in refused(
-        lambda: read_data(f"jsonl:{write(tmp_path, 'o.json', [{'query': 'a', 'response': 'b'}])}")
-    )
+    refused(lambda: read_data(f"jsonl:{write(tmp_path, 'o.json', [{'query': 'a'}])}"), "query", '"messages"')
+
+
+@pytest.mark.parametrize(("kind", "name"), [("csv", "own.txt"), ("jsonl", "own.csv")])
+def test_a_table_is_read_as_its_rows(kind, name, tmp_path):
+    """Breaks when a comma ends a text in quotes, a row with too many cells loses one, or an empty cell is a picture."""
+    draw(tmp_path, "a.png")
+    table = 'image,prefix,suffix,type\r\na.png,"Is it red, or blue?",red,colour\r\n,a,2,\r\na.png,a,b,c,d\r\n'
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + table.encode())  # as Excel writes it
+    red, blank, bad = read_data(f"{kind}:{tmp_path / name}")
+    assert (red.pictures, red.turns, red.kind) == ((tmp_path / "a.png",), (("Is it red, or blue?", "red"),), "colour")
+    assert (blank.pictures, blank.turns, blank.kind) == ((), (("a", "2"),), "")
+    assert not bad.turns and "cells" in bad.pictures[0].problem
 
 
 def test_pictures_from_python_are_those_of_their_files(tmp_path, processor):
-    """Breaks when an image or array in memory becomes another picture, or one picture is on both sides of a split."""
+    """Breaks when an image or array in memory becomes another picture, or equal ones have two keys."""
     draw(tmp_path, "a.png", "b.png")
-    pictures = [tmp_path / "b.png", Image.open(tmp_path / "b.png"), np.asarray(Image.open(tmp_path / "b.png"))]
+    other, image = (Image.open(tmp_path / name) for name in ("a.png", "b.png"))
+    pictures = [tmp_path / "b.png", image, np.asarray(image), other, np.zeros((8, 8, 3))]
     made = records_of([{"image": picture, "prefix": "a", "suffix": "b"} for picture in pictures])
-    assert [record.name for record in made] == [f"data[{number}]" for number in range(3)]
-    assert len({record.key for record in made}) == 2
+    assert made[1].key == made[2].key and len({record.key for record in made}) == 4
     micro = collate(made, processor)
-    assert not micro.bad and all(
-        torch.equal(picture, micro.batch.pixel_values[0]) for picture in micro.batch.pixel_values
-    )
-    other, shares = Image.open(tmp_path / "a.png"), np.zeros((8, 8, 3))
-    *_, more, bad = records_of([{"image": p, "prefix": "a", "suffix": "b"} for p in (*pictures, other, shares)])
-    assert more.key not in {record.key for record in made} and not bad.turns
+    assert micro.names == ("data[0]", "data[1]", "data[2]", "data[3]") and len(micro.bad) == 1
+    first, *others, last = micro.batch.pixel_values
+    assert all(torch.equal(first, pixels) for pixels in others) and not torch.equal(first, last)
 
 
 def test_several_answers(tmp_path):

@@ -41,9 +41,8 @@ def learned(model: PaliGemma, folder: Path, kind: str) -> Path:
         if "lora_B" in name or "w_d" in name:
             torch.nn.init.normal_(parameter, std=0.05)
     adapter.save(model, folder, "embedded")
-    (folder / "config.json").write_text(
-        json.dumps({"base": "embedded", "data": ["jsonl:/home/me and/a|b.jsonl"], "tasks": "vqa", "r": 4, "workers": 2})
-    )
+    data = {"data": ["jsonl:/home/me and/a|b.jsonl"], "tasks": "vqa"}
+    (folder / "config.json").write_text(json.dumps({"base": "embedded", "r": 4, "workers": 2, **data}))
     (folder / "answers.jsonl").write_text("\n".join(map(json.dumps, ANSWERS)))
     (folder / "summary.json").write_text(json.dumps(SUMMARY))
     return folder
