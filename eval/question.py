@@ -1,15 +1,12 @@
 """One question to a model about pictures. Benchmarks make it, `eval/answer.py` asks it, and the scorers read it."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from eval.records import Picture, Record, gray_picture
 
-from eval.records import Record, gray_picture
-
-Picture = Path | Image.Image | Callable[[], Any]  # a file, an image, or a function that draws or opens one
 Answer = str | list[float]  # a text; or, of a question whose choices are `scored`, their log-probabilities in nats
 
 
@@ -52,5 +49,5 @@ class Question:
 
 def question_of(record: Record, **more: Any) -> Question:
     """The question of a record's last turn."""
-    more |= {"before": record.turns[:-1], "kind": record.kind}
-    return Question(record.name, record.key, record.pictures, record.prefix, **more)
+    about = record.name, record.key, record.pictures, record.prefix
+    return Question(*about, before=record.turns[:-1], kind=record.kind, **more)

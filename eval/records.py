@@ -143,20 +143,18 @@ def embedded_records(
 
 def sample_record(s: Any, split: str) -> Record:
     """The record of a `scenes.Sample`; its picture is rendered when it is needed."""
-    truth = squares(s.suffix) if s.task == "detect" else None
+    truth = squares(s) if s.task == "detect" else None
     name, key = f"{s.task}/{split}/{s.question_id}", f"{s.task}/{s.image_id}"
     return Record(name, key, (s.scene.render,), ((s.prefix, s.suffix),), detection=truth)
 
 
-def squares(suffix: str) -> Detection:
-    """The squares of the grid that an answer to `detect` names."""
+def squares(s: Any) -> Detection:
+    """The squares of the grid with what a sample of the task `detect` asks for."""
     from eval.pictures import GRID, SIDE
 
-    side, boxes = SIDE // GRID, []
-    for part in suffix.split(" ; "):
-        y, x = (int(number) * GRID // 1024 * side for number in re.findall(r"<loc(\d{4})>", part)[:2])
-        boxes.append(Box(part.rpartition("> ")[2], x, y, side, side, side * side))
-    return Detection(SIDE, SIDE, tuple(boxes))
+    name, side = s.prefix.removeprefix("detect "), SIDE // GRID
+    places = [divmod(number, GRID) for number, shown in enumerate(s.scene.squares) if shown == name]
+    return Detection(SIDE, SIDE, tuple(Box(name, x * side, y * side, side, side, side * side) for y, x in places))
 
 
 def vqav2_records(folder: Path, images: str | Path | None = None, prompt: str = PROMPT) -> list[Record]:

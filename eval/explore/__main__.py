@@ -36,8 +36,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
         records = [r for r in read_data(args.data, args.images) if len(r.pictures) == len(r.turns) == 1]
     if not records:
         raise UserError(f"--data {args.data}: no example has one picture and one prompt: maps are drawn over it")
-    truths = [() if r.detection else (*r.answers, r.suffix) for r in records]  # boxes are not judged
-    pairs = list(zip(records, truths, strict=True))[: args.limit]
+    pairs = [(r, () if r.detection else (*r.answers, r.suffix)) for r in records[: args.limit]]  # boxes are not judged
     return [Case(load_image(record.pictures[0]), record.prefix, truth) for record, truth in pairs]
 
 
