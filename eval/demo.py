@@ -85,7 +85,7 @@ def serve(
         return text, gradio.update(value=image, visible=bool(boxes)), ""
 
     with gradio.Blocks(title="Ask the model", analytics_enabled=False, delete_cache=(600, 1800)) as blocks:
-        gradio.Markdown(f"# Ask about a picture\nHere answers `{shown(subject.name)}`{toy_note(subject)}.")
+        gradio.Markdown(f"# Ask about a picture\n`{shown(subject.name)}` answers on this machine{toy_note(subject)}.")
         with gradio.Row():
             with gradio.Column():
                 picture = gradio.Image(type="filepath", sources=["upload", "clipboard"], label="Picture", height=380)
