@@ -38,9 +38,7 @@ class Vqa(Benchmark):
     scoring = "official"
     known: Sequence[Question] | None = None  # the text-only guess learns from them, or else from the questions
     flags = {
-        "--data": dict(
-            help="own examples, jsonl:FILE, csv:FILE, vqav2:DIR or embedded (default: embedded)", metavar="SRC"
-        ),
+        "--data": dict(help="jsonl:FILE, csv:FILE, vqav2:DIR or embedded (default: embedded)", metavar="SRC"),
         "--questions": dict(help="questions file of VQAv2, GQA, TextVQA or VizWiz (default: the embedded scenes)"),
         "--annotations": dict(help="annotations file (default: the questions file, if it has the answers too)"),
         "--images": dict(help="folder of the pictures (default: that of the file of --data)", metavar="DIR"),

@@ -45,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_model_flags(parser, many=True)
     add_flag(parser, "--image", "a picture", metavar="FILE")
     add_flag(parser, "--prompt", "such as 'answer en Where is the dog?'", metavar="TEXT")
-    data = (
-        "instead of --image and --prompt: embedded, jsonl:FILE, csv:FILE, vqav2:DIR or coco:FILE; shows hits and misses"
-    )
+    data = "in place of both: embedded, jsonl:FILE, csv:FILE, vqav2:DIR or coco:FILE; shows hits and misses"
     add_flag(parser, "--data", data, metavar="SRC")
     add_flag(parser, "--images", "folder of the pictures of --data (default: that of its file)", metavar="DIR")
     add_flag(parser, "--limit", "examples of --data, the first N", 12, type=positive, metavar="N")
