@@ -277,7 +277,9 @@ def test_boxes_in_other_units_are_refused(change, message, tmp_path):
 
 
 def test_embedded_boxes_are_the_squares_of_the_answer():
-    """Breaks when the truth that eval.detect scores is not what the answer says."""
+    """Breaks when the truth that eval.detect scores is not what the answer says, or tasks do not come in turn."""
+    mixed, alone = embedded_records(("detect", "vqa"), count=6), embedded_records(("detect",), count=3)
+    assert [r.name for r in mixed[::2]] == [r.name for r in alone] and all(r.name[:3] == "vqa" for r in mixed[1::2])
     for record in embedded_records(("detect",), count=5):
         boxes = record.detection.boxes
         assert len(boxes) == record.suffix.count(";") + 1 and record.prefix == f"detect {boxes[0].label}"
