@@ -70,26 +70,6 @@ def test_the_trainable_set_by_name(flags, linears, names, processor):
 
 
 @pytest.mark.long
-def test_accumulation_is_one_large_batch(processor):
-    """Breaks when micro-batches are weighted by their number, not by their supervised tokens."""
-    model, _ = open_model(parse(words(QUICK, "--dropout 0"))[0], WORLD.device)
-    for module in model.modules():
-        if hasattr(module, "lora_B"):
-            torch.nn.init.normal_(module.lora_B.weight, std=0.02)
-    records = embedded_records(("vqa", "caption", "detect"), count=6)  # answers of different length
-    small, large = [collate([record], processor) for record in records], collate(records, processor)
-    assert len({micro.tokens for micro in small}) > 1 and sum(micro.tokens for micro in small) == large.tokens
-    gradients = []
-    for micros in ([large], small):
-        model.zero_grad()
-        for micro in micros:
-            supervised.supervised_loss(model, micro).div(large.tokens).backward()
-        gradients.append({name: p.grad.clone() for name, p in trainable(model).items()})
-    for name, gradient in gradients[0].items():
-        assert torch.allclose(gradients[1][name], gradient, rtol=1e-4, atol=1e-7), name
-
-
-@pytest.mark.long
 def test_full_fine_tuning_writes_a_model(tmp_path, monkeypatch):
     """Breaks when a run of all weights gives no model folder, or cannot end after a kill that came behind the model."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

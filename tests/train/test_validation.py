@@ -21,7 +21,7 @@ from train.checkpoint import Progress, Result, newest_progress
 from train.data.batches import collate
 from train.data.sources import read_records
 from train.settings import Settings, parse
-from train.summary import gain_over_blind, print_summary
+from train.summary import gain_over_blind, print_summary, trained
 from train.validation import HeldOut, choose, open_held_out
 from weights.load import load_model
 
@@ -119,6 +119,27 @@ def test_the_best_is_kept(tmp_path, monkeypatch):
         best = progress.best
         assert (best and best.step, best and best.since, progress.stopped) == expected
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    low, high = (Result(matches=[1.0], scores={"loss": loss, "exact_match": None}) for loss in (1.0, 2.0))
+    assert trained({"after": high, "best": low}) is low  # which the run recommends
+    assert trained({"after": low, "best": high}) is low is trained({"after": low})
+
+
+@pytest.mark.parametrize(
+    ("flags", "total", "steps"),
+    [
+        ({"eval_every": 3}, 8, [3, 6, 8]),
+        # by default three to ten; 60 records cost 20 + 120 samples, a share of 0.15 of 100 steps of 45 are 675
+        ({"batch_size": 45}, 100, [25, 50, 75, 100]),
+        ({"batch_size": 2}, 100, [34, 68, 100]),
+        ({"step_batch": 999, "batch_size": 2}, 100, [*range(10, 101, 10)]),
+    ],
+)
+def test_evaluations_take_a_seventh_of_the_time(flags, total, steps, tmp_path, monkeypatch):
+    """Breaks when the last step is not evaluated, or a small run is evaluated all the time or hardly ever."""
+    monkeypatch.setattr(HeldOut, "evaluate", lambda *args, **options: Result(scores={"loss": 1.0, "exact_match": None}))
+    held_out = HeldOut([None] * 60, [], [], [*range(60)], None, Settings(keep_best=False, **flags), WORLD)
+    run = torch.nn.Module(), tmp_path, total, ()
+    assert [step for step in range(1, total + 1) if held_out.validate(*run, step, Progress())] == steps
 
 
 @pytest.mark.parametrize(
