@@ -271,7 +271,7 @@ def test_text_only_guesses_by_hand(scores, workplace):
     accuracy = vqa.guess_accuracy(vqa.embedded(600))
     assert set(accuracy) == {"overall", "yes/no", "number", "other"} and 25 < accuracy["overall"] < 45
     # of models that are asked in other words it is the same
-    benchmark, names = vqa.Vqa(), "data questions annotations images answerability scoring"
+    benchmark, names = vqa.Vqa(), "data questions annotations images answerability scoring guess"
     flags = dict.fromkeys(names.split()) | {"limit": 300}
     asked = [benchmark.questions(Namespace(**flags, template=words)) for words in ("Q: {question}", vqa.PROMPT)]
     rows = [benchmark.baselines(benchmark.rows(of, [""] * len(of)))[vqa.GUESS] for of in asked]
