@@ -31,17 +31,14 @@ PEFT, HF, GRAFT = "base_model.model.", "model.", "differential."  # PEFT's wrapp
 DECODER_TARGETS = r"language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 # Keys of PEFT that are read, or that change nothing of what the saved tensors compute. A value under any other is a
 # feature that would be lost without notice.
-_TEXTS = {"base_model_name_or_path", "prompt", "quantized"}
+_TEXTS = {"base_model_name_or_path", "prompt", "quantized", "peft_version", "revision", "task_type"}
+_NUMBERS = {"r", "lora_alpha", "lora_dropout"}  # null is none of them; for other keys it means the default
 GRAFTED = "DIFFERENTIAL_LORA"  # the peft_type beside a graft; earlier files have LORA there too
 # Values of plain LoRA, the default first. Other initial values ("pissa", "olora", …) change the base too.
-_PLAIN = {
-    "peft_type": ["LORA", GRAFTED],
-    "bias": ["none"],
-    "init_lora_weights": [True, False, "gaussian", "eva", "orthogonal"],
-}
-_OTHERS = """target_modules exclude_modules layers_to_transform layers_pattern r lora_alpha rank_pattern alpha_pattern
-    use_rslora lora_dropout differential inference_mode auto_mapping eva_config megatron_core peft_version
-    qalora_group_size revision runtime_config task_type"""
+_PLAIN = {"peft_type": ["LORA", GRAFTED], "bias": ["none"]}
+_PLAIN |= {"init_lora_weights": [True, False, "gaussian", "eva", "orthogonal"]}
+_OTHERS = """target_modules exclude_modules layers_to_transform layers_pattern rank_pattern alpha_pattern use_rslora
+    differential inference_mode auto_mapping eva_config megatron_core qalora_group_size runtime_config"""
 
 
 class LoRALinear(nn.Module):
@@ -80,14 +77,14 @@ class LoRALinear(nn.Module):
             self.base_layer.weight.data, self.original = self.original.to(self.base_layer.weight), None
 
 
-def matching(targets: str | list[str], paths: Iterable[str]) -> set[str]:
+def matching(targets: str | list[str], paths: Iterable[str]) -> list[str]:
     """Those of our `paths` that PEFT's target_modules name, with or without transformers' leading "model.".
 
     A string is a regular expression for whole paths, a list names their endings, at dots.
     """
     if isinstance(targets, str):
-        return {path for path in paths if re.fullmatch(targets, path) or re.fullmatch(targets, HF + path)}
-    return {path for path in paths if f".{HF}{path}".endswith(tuple(f".{ending}" for ending in targets))}
+        return [path for path in paths if re.fullmatch(targets, path) or re.fullmatch(targets, HF + path)]
+    return [path for path in paths if f".{HF}{path}".endswith(tuple(f".{ending}" for ending in targets))]
 
 
 def free_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -120,13 +117,12 @@ def inject(model: Adaptable, targets: str | list[str], r: int, alpha: float, dro
     """
     layers = free_layers(model)
     try:
-        matched = matching(targets, layers)
+        paths = matching(targets, layers)
     except re.error as error:
         raise UserError(f"LoRA targets: {quoted(targets)} is no regular expression ({error}): correct it") from None
-    if not matched:
+    if not paths:
         known = ", ".join(list(layers)[-7:]) or "(none is left)"
         raise UserError(f"LoRA targets {targets!r} match no free linear layer: paths look like {known}")
-    paths = [path for path in layers if path in matched]
     for path in paths:
         model.set_submodule(path, LoRALinear(layers[path], r, alpha, dropout))
     model.requires_grad_(False)
@@ -208,10 +204,8 @@ def fingerprint(model: Adaptable) -> str:
     adapter = set(adapter_parameters(model).values())
     base: dict[str, Any] = {name: p for name, p in model.named_parameters() if p not in adapter}
     for path, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
-            base[f"{path}.weight"] = module.original
-        elif isinstance(module, LoRALinear) and module.merged:
-            base[f"{path}.base_layer.weight"] = module.original
+        if isinstance(module, QuantizedLinear | LoRALinear) and module.original is not None:
+            base[f"{path}.weight"] = module.original  # behind that of base_layer, which it replaces below
     return tensor_fingerprint({name.replace(".base_layer.", "."): tensor for name, tensor in base.items()})
 
 
@@ -252,9 +246,9 @@ def save(model: Adaptable, folder: str | Path, base: str | None = None, prompt: 
 def read_config(folder: str | Path) -> dict:
     """The config of the adapter in `folder`, without null keys. Raises UserError for all but plain LoRA and grafts."""
     path = Path(folder) / CONFIG_FILE
-    config = {key: value for key, value in read_json(path).items() if value is not None}
-    known = _TEXTS | _PLAIN.keys() | set(_OTHERS.split())
-    strange = [key for key, value in config.items() if value and key not in known]
+    config = {key: value for key, value in read_json(path).items() if value is not None or key in _NUMBERS}
+    known = _TEXTS | _NUMBERS | _PLAIN.keys() | set(_OTHERS.split())
+    strange = [key for key, value in config.items() if value and key not in known or value is None]
     strange += [key for key in _TEXTS & config.keys() if not isinstance(config[key], str)]
     strange += [key for key, plain in _PLAIN.items() if config.get(key, plain[0]) not in plain]
     if strange:
@@ -314,8 +308,8 @@ def _put_lora(model: Adaptable, config: dict, tensors: dict[str, torch.Tensor]) 
                 spelt[path], name = match[1], f"{PEFT}{HF}{path}.{match[2]}.weight"
         renamed[name] = tensor
     if "layers_to_transform" not in config:  # layers that are named and missing in the file, too
-        named = matching(config.get("target_modules", []), layers) - matching(config.get("exclude_modules", []), layers)
-        spelt = {path: HF + path for path in named} | spelt
+        named, excluded = (matching(config.get(f"{key}_modules", []), layers) for key in ("target", "exclude"))
+        spelt = {path: HF + path for path in named if path not in excluded} | spelt
 
     def value(patterns: str, default: str, path: str) -> Any:
         """Of the first pattern that matches an ending of the path at a dot, as in PEFT, or the default."""

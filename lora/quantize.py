@@ -127,8 +127,7 @@ class Int8Linear(QuantizedLinear):
         steps = rows.to(torch.float32, copy=True)
         largest = steps.abs().amax(dim=1)
         scale = (largest / 127).bfloat16().float()
-        steps.div_(torch.where(largest > 0, scale, 1.0)[:, None])
-        return steps.round_().to(torch.int8), scale
+        return steps.div_(torch.where(largest > 0, scale, 1.0)[:, None]).round_().to(torch.int8), scale
 
     @staticmethod
     def unpack(stored, shape, dtype, start, end):
@@ -188,8 +187,9 @@ class Int4Linear(QuantizedLinear):
         codes[:, :, :, 0], codes[:, :, :, 1] = packed & 15, packed >> 4
         scale, zero = scales[:, None, start : start + rows].float().unbind(-1)  # (groups, 1, rows)
         lowest, scale = (zero - 8 * scale).to(dtype), scale.to(dtype)
-        whole = torch.addcmul(lowest, codes.view(-1, GROUP, rows), scale)  # (groups, 64, rows)
-        return whole.view(columns, rows)[: shape[1], : end - start].T
+        return (
+            torch.addcmul(lowest, codes.view(-1, GROUP, rows), scale).view(columns, rows)[: shape[1], : end - start].T
+        )
 
     def multiply_few(self, x):
         if _int4_product is None or int4_layout() is None:
@@ -305,9 +305,8 @@ def replaceable(model: Adaptable, kind: str, head: bool = False) -> dict[str, tu
     if not isinstance(model.language_model, Gemma):
         raise UserError(f"{type(model).__name__} cannot be quantized to {kind}: its scans need whole weights")
     layers: dict[str, tuple[Any, type[QuantizedLinear]]] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
-            continue
+    whole = ((path, m) for path, m in model.named_modules() if not isinstance(m, QuantizedLinear))
+    for path, module in whole:
         if isinstance(module, Embedding) or module is model.language_model.lm_head:
             eight_bits = Int8Embedding if isinstance(module, Embedding) else Int8Linear
             layers |= {path: (module, eight_bits)} if head and kind in BF16_KINDS else {}

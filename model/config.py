@@ -141,7 +141,7 @@ class TextConfig(Config):
     head_dim: int = 256
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    hidden_activation: Literal["gelu_pytorch_tanh", "silu"] = "gelu_pytorch_tanh"
+    hidden_activation: Literal["gelu_pytorch_tanh", "gelu", "silu"] = "gelu_pytorch_tanh"
     tie_word_embeddings: bool = True  # False: the head has a matrix of its own
     query_pre_attn_scalar: float | None = None  # this and the next three: _GEMMA2_ONLY; None switches each off
     attn_logit_softcapping: float | None = None
@@ -166,22 +166,29 @@ class TextConfig(Config):
     def from_dict(cls, raw: dict) -> "TextConfig":
         """The decoder of a config.json, or of its text_config. Raises UserError for one that is computed otherwise."""
         kind, defaults, windows = raw.get("model_type"), {}, ["full_attention"]
-        activation = raw.get("hidden_activation") or raw.get("hidden_act")
+        activation = raw.get(
+            "hidden_activation" if kind == "gemma2" else "hidden_act"
+        )  # transformers ignores the other
         if kind == "qwen2":
             heads, width = raw["num_attention_heads"], raw["hidden_size"]
             defaults = {"num_key_value_heads": heads, "head_dim": width // heads, "tie_word_embeddings": False}
             activation = activation or "silu"
+        elif kind == "gemma2":
+            defaults, windows = vars(_DECODERS["paligemma2-3b"]), ["sliding_attention", "full_attention"]
         elif activation == "gelu":  # the first files say so, but the model was trained with the tanh approximation
             activation = "gelu_pytorch_tanh"
-        if kind == "gemma2":
-            defaults, windows = vars(_DECODERS["paligemma2-3b"]), ["sliding_attention", "full_attention"]
-        # null switches the caps and the window off; for other fields it means the default
+        needed = ["rms_norm_eps", "rope_theta"] + ["sliding_window", "query_pre_attn_scalar"] * (kind == "gemma2")
+        null = [name for name in needed if raw.get(name, 0) is None]
+        require(not null, f"{' and '.join(null)} is null, which transformers does not compute: give the number")
+        # null switches the caps off; for other fields it means the default
         raw = defaults | {name: value for name, value in raw.items() if value is not None or name in _GEMMA2_ONLY}
         if kind != "gemma2":  # the others have none of them, whatever the file says
             raw |= dict.fromkeys(_GEMMA2_ONLY)
         layers = raw.get("layer_types", [])
         require(layers == (windows * len(layers))[: len(layers)], f"layer_types differs from {' and '.join(windows)}")
         rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+        by_layer = [name for name, value in rope.items() if isinstance(value, dict)]
+        require(not by_layer, f"rope differs by layer type ({quoted(by_layer)}), which is not computed here")
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         require(rope_type == "default", f"rope type {quoted(rope_type)} is not computed here, expected 'default'")
         raw |= {"rope_theta": rope.get("rope_theta") or raw.get("rope_theta"), "hidden_activation": activation}
@@ -229,7 +236,9 @@ class PaliGemmaConfig(Config):
         is_causal = text.get("use_bidirectional_attention") is False
         require(not is_causal, "use_bidirectional_attention is false, but PaliGemma's prefix is bidirectional")
         ids |= {name: part[name] for part in (text, raw) for name in ids if part.get(name) is not None}
-        ids["image_token_id"] = raw.get("image_token_index") or raw.get("image_token_id") or 256000
+        image = [raw[name] for name in ("image_token_index", "image_token_id") if name in raw]
+        require(None not in image, "image_token_index is null, expected the id of <image>")
+        ids["image_token_id"] = (image or [256000])[0]
         text = {"vocab_size": raw.get("vocab_size"), **text, "tie_word_embeddings": True}
         return super().from_dict(raw | ids | {"text_config": text})
 

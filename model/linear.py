@@ -14,7 +14,7 @@ from model import cpu
 BLOCK_ELEMENTS = 1 << 20  # of a weight that is unpacked in blocks on a CPU: as many as stay in its cache
 BLOCK_ROWS = 64  # at least, and a multiple of this
 MIN_WIDE_ROWS = 16  # rows of x from which bf16 products are faster in fp32
-ACTIVATIONS = {"gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
+ACTIVATIONS = {"gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu, "silu": F.silu}
 
 
 class Linear(nn.Linear):

@@ -228,7 +228,8 @@ def test_targets_are_matched_as_in_peft(model):
         (DECODER_TARGETS, [p for p in layers if p.startswith("language_model.layers.") and p.split(".")[-1] in SEVEN]),
     ):
         assert sorted(inject(copy.deepcopy(model), targets, 2, 4)) == sorted(paths)
-    for targets, r, says in ((["embed_tokens"], 2, "match no free"), ("(", 2, "expression"), (["q_proj"], 0, "r 0")):
+    refusals = (["embed_tokens"], 2, "match no free"), ("(", 2, "expression"), (["q_proj"], 0, "r 0")
+    for targets, r, says in (*refusals, (r".*\.layers\.\d+\.self", 2, "match no free")):  # a beginning
         refused(lambda targets=targets, r=r: inject(model, targets, r, 4), says)
     inject(model, DECODER_TARGETS, 2, 4)
     refused(lambda: inject(model, r"language_model\..*", 2, 4), "match no free")  # neither a base nor LoRA's own
@@ -273,6 +274,11 @@ def test_merge_and_unmerge(hf, inputs, dtype):
         adapter.unmerge(model)
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(model(**inputs), logits)
+    merge(model)
+    adapter.unmerge(model.to(torch.float16))  # the kept weights are of the dtype before
+    assert all(
+        torch.equal(t, before[name].to(t.dtype)) and t.dtype == torch.float16 for name, t in model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("is_merged", [False, True])
@@ -424,6 +430,7 @@ def test_what_is_no_adapter(tmp_path, hf, model):
     path = tmp_path / "adapter_config.json"
     config = json.loads(path.read_text())
     changes = {"use_dora": True, "bias": "lora_only", "init_lora_weights": "olora", "a_new_invention": 1, "r": 8}
+    changes |= {"lora_alpha": None}
     for name, value in (changes | {"quantized": "fp3"}).items():
         path.write_text(json.dumps(config | {name: value}))
         refused(lambda: load(copy.deepcopy(model), tmp_path), "fp3" if name == "quantized" else str(tmp_path))

@@ -98,6 +98,18 @@ def test_int4_groups_by_hand(monkeypatch):
         assert torch.equal(Int4Linear(linear).weight, pack(filled.int(), 1))
 
 
+def test_int4_takes_the_nearest_of_the_sixteen_values(seeded):
+    """Breaks when a code beyond them spills into the other row of its byte: both ends are rounded to bf16, too."""
+    linear = Linear(64, 64, bias=False).requires_grad_(False)
+    linear.weight.mul_(8).add_(100.2)  # the nearest of bf16 is off by more than a step
+    layer = Int4Linear(linear)
+    scale, zero = layer.scales[0, :, :, None].float().unbind(1)  # (64, 1) of the rows' only groups
+    values = zero + scale * (torch.arange(16) - 8)
+    off = (values[:, None] - linear.weight[..., None]).abs().amin(-1)
+    torch.testing.assert_close((layer.put_back().weight - linear.weight).abs(), off, atol=1e-4, rtol=0)
+    assert off.max() > scale.max()  # some lie beyond
+
+
 def test_each_weight_is_off_by_at_most_half_a_step_of_its_channel():
     """Breaks when a scale belongs to another channel, a value wraps around, or rounding is not to the nearest."""
     torch.manual_seed(0)

@@ -4,11 +4,15 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import AutoConfig
 from transformers import PaliGemmaConfig as HFConfig
+from transformers.activations import ACT2FN
 
 from model import system_configs as configs
 from model.common import UserError
 from model.config import PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
+from model.linear import ACTIVATIONS
 
 # what the hub's files hold, shortened to what matters; both leave out whatever equalled the defaults of their day
 IDS = {"image_token_index": 257152, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
@@ -21,7 +25,8 @@ GEMMA2 |= {"num_image_tokens": 256, "num_key_value_heads": 4, "query_pre_attn_sc
 GEMMA2 |= {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "vocab_size": 257216}
 PUBLISHED_1 = {"model_type": "paligemma", "vocab_size": 257216, "text_config": GEMMA, "vision_config": TOWER} | IDS
 PUBLISHED_2 = {"model_type": "paligemma", "text_config": GEMMA2, "vision_config": TOWER} | IDS
-LINEAR = {"rope_type": "linear", "factor": 2.0}
+LINEAR, LAYERS = {"rope_type": "linear", "factor": 2.0}, ["sliding_attention", "full_attention"]
+NEVER_NULL = ["rms_norm_eps", "rope_theta", "sliding_window", "query_pre_attn_scalar"]  # transformers refuses it, too
 
 
 def changed(raw: dict, part: str, **values) -> dict:
@@ -45,7 +50,9 @@ CONFIGS = {
     "differential": configs.TextModelConfig.of(TextConfig(num_key_value_heads=2), True),
     "mamba": configs.MambaConfig(vocab_size=60, hidden_size=40, time_step_rank=7, eos_token_id=1),
     "gemma": configs.LanguageConfig(TINY.text, (1, 107), 0, 2),
-    "gemma2 without caps": configs.LanguageConfig(TextConfig("gemma2", query_pre_attn_scalar=256.0), (1,), 0, 2),
+    "gemma2 without caps": configs.LanguageConfig(
+        TextConfig("gemma2", query_pre_attn_scalar=256.0, sliding_window=8), (1,), 0, 2
+    ),
     "qwen2 without a stop token": configs.LanguageConfig(QWEN),
 }
 
@@ -77,17 +84,27 @@ def test_transformers_reads_and_writes_the_same_model(name, tmp_path):
 
 
 def test_what_a_file_says_otherwise_than_it_means():
-    """Breaks when "gelu" of the first files is believed, a cap that is null comes back, or Gemma 1 gets Gemma 2's."""
-    raw = changed(PUBLISHED_1, "text_config", hidden_act="gelu")
-    assert PaliGemmaConfig.from_dict(raw) == PRESETS["paligemma-3b-224"]
-    raw = changed(PUBLISHED_2, "text_config", attn_logit_softcapping=None, sliding_window=None, head_dim=None)
-    text = PaliGemmaConfig.from_dict(raw).text
-    assert text.attn_logit_softcapping is None and text.sliding_window is None
-    assert (text.final_logit_softcapping, text.head_dim) == (30.0, 256)
+    """Breaks when a cap that is null comes back, or Gemma 1 gets those of Gemma 2."""
+    text = PaliGemmaConfig.from_dict(
+        changed(PUBLISHED_2, "text_config", attn_logit_softcapping=None, head_dim=None)
+    ).text
+    assert (text.attn_logit_softcapping, text.final_logit_softcapping, text.head_dim) == (None, 30.0, 256)
     for kind in ("gemma", "qwen2"):
         plain = GEMMA | {"model_type": kind}
         given = {"attn_logit_softcapping": 50.0, "sliding_window": 8, "query_pre_attn_scalar": 144}
         assert TextConfig.from_dict(plain | given) == TextConfig.from_dict(plain)
+
+
+@pytest.mark.parametrize("kind", configs.CLASSES)
+@pytest.mark.parametrize("hidden_act", ["gelu", "silu", None])
+@pytest.mark.parametrize("hidden_activation", ["gelu", "silu", None])
+def test_the_activation_is_that_of_transformers(kind, hidden_act, hidden_activation):
+    """Breaks when the name that a family ignores is read, or "gelu" of Gemma 1, which means the tanh, is believed."""
+    names = {"hidden_act": hidden_act, "hidden_activation": hidden_activation}
+    raw = {"model_type": kind, "hidden_size": 16, "num_attention_heads": 2} | {k: v for k, v in names.items() if v}
+    hf, x = AutoConfig.for_model(**raw), torch.linspace(-4, 4, 99)
+    theirs = ACT2FN[hf.hidden_activation if kind == "gemma2" else hf.hidden_act](x)
+    assert torch.equal(ACTIVATIONS[TextConfig.from_dict(raw).hidden_activation](x), theirs)
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"])
@@ -106,11 +123,14 @@ QMAMBA = configs.QMambaConfig().to_dict()
 REFUSED = [
     ({"model_type": "llava"}, "'llava'"),
     (changed(PUBLISHED_1, "text_config", model_type="llama"), "'llama'"),
-    (changed(PUBLISHED_1, "text_config", hidden_activation="relu"), "'relu'"),
+    (changed(PUBLISHED_1, "text_config", hidden_act="relu"), "'relu'"),
     (changed(PUBLISHED_1, "text_config", attention_bias=True), "attention_bias"),
     (changed(PUBLISHED_2, "text_config", use_bidirectional_attention=False), "use_bidirectional_attention"),
     (changed(PUBLISHED_1, "text_config", rope_parameters={"rope_type": "default"}, rope_scaling=LINEAR), "linear"),
+    (changed(PUBLISHED_2, "text_config", rope_parameters=dict.fromkeys(LAYERS, LINEAR | {"factor": 1.0})), "by layer"),
     (changed(PUBLISHED_2, "text_config", layer_types=["full_attention"] * 26), "layer_types"),
+    *((changed(PUBLISHED_2, "text_config", **{name: None}), f"{name} is null") for name in NEVER_NULL),
+    (PUBLISHED_1 | {"image_token_index": None}, "image_token_index"),
     (changed(PUBLISHED_1, "text_config", num_hidden_layers=10**9), "num_hidden_layers"),
     (changed(PUBLISHED_1, "vision_config", model_type="clip"), "siglip_vision_model"),
     (configs.WingsConfig(**vars(TINY)).to_dict() | {"rotary": False}, "rotary"),

@@ -217,7 +217,7 @@ REFUSED = {
     "gemma2": [({"layer_types": ["full_attention"] * 4}, "layer_types")],
     "qwen2": [
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"hidden_act": "gelu"}, "hidden_activation"),
+        ({"hidden_act": "relu"}, "hidden_activation"),
         ({"vocab_size": 129}, "2 tensors do not fit"),
     ],
 }

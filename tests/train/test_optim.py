@@ -21,6 +21,8 @@ def small_model() -> nn.ModuleDict:
 def test_rates_and_decay_reach_only_their_group():
     """Breaks when weight decay pulls at λ and μ, whose zero means nothing, or a schedule overwrites a group's peak."""
     model = small_model()
+    assert matching(model, r".*\.(mu|w)") == ["scale.mu"]  # whole names
+    assert optim.is_inner_matrix("a.multi.weight", model["head"].weight)
     rules = [Rule(matching(model, r".*\.mu"), 0.5), Rule(matching(model, r"(head|scale).*"), 0.1, 0.5)]
     optimizer = make_adamw(parameter_groups(model, rules), (0.9, 0.98))
     # a parameter belongs to the first rule that names it, and the rest is frozen
