@@ -85,11 +85,10 @@ class QuantizedLinear(Linear):
 
     def put_back(self) -> nn.Module:
         """A plain layer of the weights that this one computes with, in the dtype that they had before."""
-        shape = (self.out_features, self.in_features)
-        whole = self.unpack(self.stored(), shape, self.dtype, 0, self.out_features).contiguous()
+        whole = self.unpack(self.stored(), (self.out_features, self.in_features), self.dtype, 0, self.out_features)
         with torch.device("meta"):
             plain = Linear(self.in_features, self.out_features, bias=False)
-        plain.weight, plain.bias = nn.Parameter(whole, requires_grad=False), self.bias
+        plain.weight, plain.bias = nn.Parameter(whole.contiguous(), requires_grad=False), self.bias
         return plain.train(self.training)
 
 
@@ -187,9 +186,8 @@ class Int4Linear(QuantizedLinear):
         codes[:, :, :, 0], codes[:, :, :, 1] = packed & 15, packed >> 4
         scale, zero = scales[:, None, start : start + rows].float().unbind(-1)  # (groups, 1, rows)
         lowest, scale = (zero - 8 * scale).to(dtype), scale.to(dtype)
-        return (
-            torch.addcmul(lowest, codes.view(-1, GROUP, rows), scale).view(columns, rows)[: shape[1], : end - start].T
-        )
+        whole = torch.addcmul(lowest, codes.view(-1, GROUP, rows), scale)  # (groups, 64, rows)
+        return whole.view(columns, rows)[: shape[1], : end - start].T
 
     def multiply_few(self, x):
         if _int4_product is None or int4_layout() is None:

@@ -2,18 +2,18 @@
 
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
+from tests.runs import SERVER
 from train.run import peak_bytes
 from weights.load import load_model
 
 
 def in_own_process(function: Callable, *arguments):
-    """What `function(*arguments)` returns in a new process."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+    """What `function(*arguments)` returns in a new process, which a server forks that has read nothing but modules."""
+    with ProcessPoolExecutor(1, SERVER) as pool:
         return pool.submit(function, *arguments).result()
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import pytest
 
 from eval.statistics import estimate
 from model.common import UserError
-from tests.runs import read_cells
+from tests.runs import SERVER, read_cells, refused
 from train.loop import Diverged
+from train.run import lock_folder
 from train.studies import cells, engine, report, rules
 from train.studies.engine import MEAN, Study, StudyOptions
 from train.studies.rules import Measure
@@ -46,6 +48,9 @@ def study(**changes) -> Study:
     given = {"name": "made-up", "title": "A study", "rows": rows, "make": make, "key": "base", "measures": MEASURES}
     given["beside"] = {POOLED: {"better": ("plain", "plain too")}, SIZED: {"better": ("plain",)}}
     return Study(**given | {"rates": (0.01, 0.02), "plain": ("plain", "plain too")} | changes)
+
+
+SLOW = {name: (*changes, ("sleep", 0.1)) for name, changes in study().rows.items()}
 
 
 def run(out: Path, jobs: int = 1, seeds: int = 5, **changes) -> engine.Run:
@@ -96,9 +101,8 @@ def test_a_folder_has_one_call_whose_cells_name_what_made_them(tmp_path, monkeyp
     for seeds, commit in enumerate(("old", "new"), 1):
         monkeypatch.setattr(cells, "provenance", lambda: {"commit": commit, "processor": "p", "torch": "t"})  # noqa: B023
         text = report.write(made := run(tmp_path, seeds=seeds))
-        code = f"from pathlib import Path\nfrom train.run import lock_folder\nlock_folder(Path({str(tmp_path)!r}))"
-        locked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert "another process" in locked.stderr
+        with ProcessPoolExecutor(1, SERVER) as pool:
+            refused(pool.submit(lock_folder, tmp_path).result, "another process")
         made.lock.close()
     assert "commit new, p, PyTorch t; commit old, p, PyTorch t" in text
     assert {line.commit for line in read_cells(tmp_path / "comparison.csv") if line.seed == 1} == {"new"}
@@ -141,15 +145,14 @@ def test_rates_are_chosen_in_the_unit_of_the_score(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGKILL])
 def test_a_killed_study_goes_on_in_other_processes(number, tmp_path, done):
     """Breaks when a finished cell is lost or half-written, a process goes on alone, or processes change a result."""
-    slow = "import sys; from pathlib import Path; from tests.train import test_study_engine as t\n"
-    slow += "rows = {name: (*changes, ('sleep', 0.5)) for name, changes in t.study().rows.items()}\n"
-    slow += "if __name__ == '__main__': t.report.write(t.run(Path(sys.argv[1]), jobs=2, rows=rows))"
     script, out = tmp_path / "slow.py", tmp_path / "out"
-    script.write_text(slow)
+    script.write_text(
+        "import sys; from pathlib import Path; from tests.train import test_study_engine as t\n"
+        "if __name__ == '__main__': t.run(Path(sys.argv[1]), jobs=2, rows=t.SLOW)"
+    )
     start = [sys.executable, str(script), str(out)]
-    path = os.environ | {"PYTHONPATH": "."}
-    with subprocess.Popen(start, env=path, stderr=subprocess.PIPE) as first:
-        while len(list(out.glob("cells/*/cell.json"))) < 3:
+    with subprocess.Popen(start, env=os.environ | {"PYTHONPATH": "."}, stderr=subprocess.PIPE) as first:
+        while len(list(out.glob("cells/*/cell.json"))) < 8:
             assert first.poll() is None
             time.sleep(0.05)
         first.send_signal(number)
@@ -157,7 +160,7 @@ def test_a_killed_study_goes_on_in_other_processes(number, tmp_path, done):
     before = {file: file.read_text() for file in out.glob("cells/*/cell.json")}
     assert len(before) < len(list(done.out.glob("cells/*/cell.json")))  # it was interrupted
     assert all(json.loads(text)["scores"] for text in before.values())
-    subprocess.run(start, env=path, check=True)
+    report.write(run(out, rows=SLOW))
     assert all(file.read_text() == text for file, text in before.items())
     tables, alone = (json.loads((folder / "comparison.json").read_text())["tables"] for folder in (out, done.out))
     assert tables == {title: alone[title] for title in tables}
