@@ -1,4 +1,4 @@
-"""Files that several tests write: the official layouts of VQAv2, COCO's captions and MMNeedle, and plain text."""
+"""Files of several tests: the official layouts of VQAv2, COCO's captions and MMNeedle, plain text, and a picture."""
 
 import json
 import random
@@ -91,3 +91,10 @@ def write_prose(folder: Path) -> Path:
     for number in range(40):
         (folder / f"{number}.txt").write_text(prose(number))
     return folder
+
+
+def picture(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
+    """Noise over a gradient, so that filters, channels and orientations all show."""
+    noise = np.random.default_rng(seed).integers(0, 120, (height, width, 3))
+    ramp = np.linspace(0, 135, width).astype(int)[None, :, None]
+    return Image.fromarray((noise + ramp).astype(np.uint8))

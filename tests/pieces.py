@@ -1,12 +1,25 @@
-"""Tokenizers that several tests make: a sentencepiece model with Gemma's settings, and transformers' of its pieces."""
+"""Tokenizers and texts of several tests: a sentencepiece model with Gemma's settings, transformers' of its pieces, and
+Qwen's."""
 
+import json
+import random
 from pathlib import Path
 
 import sentencepiece
-from transformers import AddedToken, GemmaTokenizer
+import tokenizers
+from transformers import AddedToken, GemmaTokenizer, Qwen2Tokenizer
 from transformers.tokenization_utils_base import generate_merges
 
 CONTROL = ("pad", "eos", "bos", "unk")
+TEXTS = ["Where is the dog?", "  two blanks, then\ttabs\n\n\nand lines \n", "it's I'LL 1234567 x86 ...!? (brackets)[]"]
+TEXTS += ["日本語のテキスト, été e\u0301 🐮🏽 \u200d", "<|im_ start|> <start_of turn> <b>bold</b>"]
+TEXTS += ["\n\na", "a\n\n", " a ", "a\n", "\u2581", "\r\n \r"]
+ASKED = ["where is the dog? it's at the gate; 12 and 345\n\nand so on, isn't it, I'll say", *TEXTS] * 3
+SENTENCES = """caption en the cow is standing in the green field beside two dogs
+the cat is on the mat, and the dog isn't; 12 34 567. <b>bold</b> <unused0> <table>
+日本語のテキスト と 絵 un éléphant gris près de l'étang aaaa abab aabbaa""".splitlines()
+ODD = ["<", "<<b>", "</", "<unused", "<unused1", "<0x41>", "<0x09>", "<loc00011>", "<seg>", "▁▁a▁", "\u200d", "\ufeff"]
+ODD += ["\0", "\r\n", "e\u0301", "🐮🏽", "👩‍🚀", "日本語", "<unused0><b>\n\n", "> </", "aab", "a b", "cow stand"]
 
 
 def train_pieces(prefix: Path, corpus: list[str], size: int, symbols: list[str]) -> Path:
@@ -32,3 +45,27 @@ def gemma_tokenizer(file: Path, symbols: list[str] = (), renamed: dict[str, str]
     tokenizer = GemmaTokenizer(vocab=vocabulary, merges=generate_merges(vocabulary))
     tokenizer.add_tokens([AddedToken(piece, normalized=False, special=False) for piece in symbols])
     return tokenizer
+
+
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    """Merges that the package `tokenizers` has learned of bytes, cut by Qwen's regular expression."""
+    learner = Qwen2Tokenizer().backend_tokenizer
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
+    learner.train_from_iterator(ASKED, trainer)
+    model = json.loads(learner.to_str())["model"]
+    return Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
+
+
+def texts(count: int, pieces: list[str]) -> list[str]:
+    """Random texts: words, pieces, runs of white space, any code point, fragments of reserved pieces."""
+    draw = random.Random(0)
+    kinds = [
+        lambda: draw.choice(draw.choice(SENTENCES).split()) + draw.choice(" ,\n\t"),
+        lambda: draw.choice(" \t\n▁") * draw.choice([1, 2, 3, 30, 31, 32, 33, 62, 63, 64, 100]),
+        lambda: draw.choice(pieces).replace("▁", draw.choice("▁ ")),
+        lambda: chr(draw.choice([draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)])),
+        lambda: draw.choice(ODD),
+        lambda: "".join(draw.choices("ab ", k=12)),
+    ]
+    return ["".join(draw.choice(kinds)() for _ in range(draw.randrange(1, 25))) for _ in range(count)]

@@ -11,6 +11,8 @@ import torch
 from transformers import (
     Gemma2Config,
     GemmaConfig,
+    MambaConfig,
+    MambaForCausalLM,
     PaliGemmaConfig,
     PaliGemmaForConditionalGeneration,
     SiglipVisionConfig,
@@ -18,8 +20,9 @@ from transformers import (
 from transformers.utils import logging
 
 from model.attention import set_attention_backend
+from model.mamba import MambaLM
 from model.paligemma import PaliGemma
-from weights.load import load_model
+from weights.load import load_mamba, load_model
 
 IMAGE_TOKEN = 127
 logging.disable_progress_bar()  # of files that are written and read in milliseconds
@@ -88,6 +91,23 @@ def ours(hf, backend: str = "eager", dtype: torch.dtype = torch.float32) -> Pali
         model = load_model(folder, dtype=dtype)
     set_attention_backend(model, backend)
     return model
+
+
+def hf_mamba(seed: int = 0, **sizes) -> MambaForCausalLM:
+    """A random transformers model whose every parameter matters: three layers, state size and kernel not the usual."""
+    sizes = {"hidden_size": 36, "state_size": 5, "conv_kernel": 3, "num_hidden_layers": 3, "vocab_size": 60} | sizes
+    config = MambaConfig(**sizes, layer_norm_epsilon=1e-3, pad_token_id=0, bos_token_id=2, eos_token_id=1)
+    torch.manual_seed(seed)
+    model = MambaForCausalLM(config).eval()
+    randomize(model)
+    return model
+
+
+def our_mamba(hf, dtype: torch.dtype = torch.float32) -> MambaLM:
+    """The same model through the production path."""
+    with tempfile.TemporaryDirectory() as folder:
+        hf.save_pretrained(folder)
+        return load_mamba(folder, dtype)
 
 
 def reload_hf(hf, backend: str, dtype: torch.dtype):

@@ -21,8 +21,7 @@ from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.system_configs import LanguageConfig
 from tests.eval.conftest import TOKENIZER
-from tests.model.test_chat import qwen_tokenizer
-from tests.pieces import gemma_tokenizer
+from tests.pieces import gemma_tokenizer, qwen_tokenizer
 from tests.runs import refused
 from weights.export import export_model
 

@@ -15,9 +15,7 @@ from torch import nn
 from lora import adapter
 from lora.adapter import DECODER_TARGETS, LoRALinear, disabled, fingerprint, inject, load, lora_layers, merge, save
 from model import cpu
-from model.config import PRESETS
 from model.differential import graft, new_parameters
-from model.paligemma import PaliGemma
 from tests.reference import batch, hf_forward, hf_model, ours, relative_error
 from tests.runs import refused
 
@@ -117,12 +115,7 @@ PEFT_CONFIGS = {
         "rank_pattern": {r"layers\.0\.self_attn\.q_proj": 7, "down_proj": 2},
         "alpha_pattern": {"layers": 90, r"^model\.language_model\..*k_proj": 11, r"q_pro": 80, "gate_proj": 1},
     },
-    "rank-stabilised": {"target_modules": ["o_proj"], "use_rslora": True},
-    "rank-stabilised, ranks by pattern": {
-        "target_modules": ["o_proj", "q_proj"],
-        "use_rslora": True,
-        "rank_pattern": {"o_proj": 9},
-    },
+    "rank-stabilised": {"target_modules": ["o_proj", "q_proj"], "use_rslora": True, "rank_pattern": {"o_proj": 9}},
     "excluded": {"target_modules": ["q_proj", "k_proj"], "exclude_modules": r".*vision_tower.*"},
     "chosen layers": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
 }
@@ -236,15 +229,6 @@ def test_targets_are_matched_as_in_peft(model):
 
 
 @pytest.mark.long
-def test_trainable_parameters_of_the_published_size():
-    """Breaks when the paper's recipe trains more, or less, than 39,223,296 parameters at r = 32."""
-    with torch.device("meta"):
-        model = PaliGemma(PRESETS["paligemma-3b-224"])
-    inject(model, DECODER_TARGETS, r=32, alpha=64)
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 39_223_296
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_merge_and_unmerge(hf, inputs, dtype):
     """Breaks when a merge is not the sum rounded once, is applied twice, or cannot be taken back to the bit."""
@@ -309,8 +293,7 @@ def test_what_is_trained_beside_the_adapter_is_not_dropped(tmp_path, model):
         ("twin", ["v_proj", "k_proj"], "k_proj"),
         ("v2", ["q_proj"], "q_proj"),
         ("twin", ["v_proj", "o_proj", "down_proj"], None),
-        ("v2", ["k_proj", "v_proj"], None),
-        *((kind, SEVEN, None) for kind in ("shared", "split", "dex", "softmax")),
+        *((kind, SEVEN, None) for kind in ("split", "dex")),
     ],
 )
 def test_merge_of_grafts(inputs, model, kind, targets, shared):

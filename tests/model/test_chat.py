@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
-from transformers import AutoTokenizer, Qwen2Tokenizer
+from transformers import AutoTokenizer
 
 from eval.ask import main
 from model.chat import TextTokenizer, load_text_tokenizer
@@ -18,7 +17,7 @@ from model.language import LanguageModel
 from model.paligemma import initialize
 from model.source import BUNDLED_FOLDER
 from model.system_configs import LanguageConfig
-from tests.pieces import gemma_tokenizer
+from tests.pieces import TEXTS, gemma_tokenizer, qwen_tokenizer
 from tests.runs import refused
 from weights.export import export_model
 from weights.load import load_text
@@ -38,20 +37,6 @@ QWEN = (
 )
 TEMPLATES = {"gemma2": GEMMA, "qwen2": QWEN}
 MARKS = {"gemma2": ["<start_of_turn>", "<end_of_turn>"], "qwen2": ["<|im_start|>", "<|im_end|>"]}
-TEXTS = ["Where is the dog?", "  two blanks, then\ttabs\n\n\nand lines \n", "it's I'LL 1234567 x86 ...!? (brackets)[]"]
-TEXTS += ["日本語のテキスト, été e\u0301 🐮🏽 \u200d", "<|im_ start|> <start_of turn> <b>bold</b>"]
-TEXTS += ["\n\na", "a\n\n", " a ", "a\n", "\u2581", "\r\n \r"]
-CORPUS = ["where is the dog? it's at the gate; 12 and 345\n\nand so on, isn't it, I'll say", *TEXTS] * 3
-
-
-def qwen_tokenizer() -> Qwen2Tokenizer:
-    """Merges that the package `tokenizers` has learned of bytes, cut by Qwen's regular expression."""
-    learner = Qwen2Tokenizer().backend_tokenizer
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
-    learner.train_from_iterator(CORPUS, trainer)
-    model = json.loads(learner.to_str())["model"]
-    return Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
@@ -62,7 +47,7 @@ def folder(request, tmp_path_factory) -> Path:
     tokenizer = gemma_tokenizer(BUNDLED_FOLDER / "tokenizer.model") if kind == "gemma2" else qwen_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS[kind]})
     sizes = {"head_dim": 8, "num_key_value_heads": 1, "num_attention_heads": 2, "num_hidden_layers": 2}
-    sizes |= {} if kind == "gemma2" else {"hidden_activation": "silu", "tie_word_embeddings": False}
+    sizes |= {"sliding_window": 8} if kind == "gemma2" else {"hidden_activation": "silu", "tie_word_embeddings": False}
     text, ends = TextConfig(kind, len(tokenizer) + 4, 16, 32, **sizes), (tokenizer.eos_token_id,)
     config = LanguageConfig(text, ends, tokenizer.pad_token_id, tokenizer.bos_token_id, 512)
     export_model(initialize(LanguageModel(config)), folder)

@@ -40,7 +40,7 @@ def test_published_files_are_the_presets():
 
 
 QWEN = replace(PRESETS["tiny"].text, model_type="qwen2", hidden_activation="silu", tie_word_embeddings=False)
-TINY = PRESETS["tiny"]
+TINY, UNCAPPED = PRESETS["tiny"], TextConfig("gemma2", query_pre_attn_scalar=256.0, sliding_window=8)
 CONFIGS = {
     **PRESETS,
     **configs.QMAMBA_PRESETS,
@@ -50,9 +50,7 @@ CONFIGS = {
     "differential": configs.TextModelConfig.of(TextConfig(num_key_value_heads=2), True),
     "mamba": configs.MambaConfig(vocab_size=60, hidden_size=40, time_step_rank=7, eos_token_id=1),
     "gemma": configs.LanguageConfig(TINY.text, (1, 107), 0, 2),
-    "gemma2 without caps": configs.LanguageConfig(
-        TextConfig("gemma2", query_pre_attn_scalar=256.0, sliding_window=8), (1,), 0, 2
-    ),
+    "gemma2 without caps": configs.LanguageConfig(UNCAPPED, (1,), 0, 2),
     "qwen2 without a stop token": configs.LanguageConfig(QWEN),
 }
 
@@ -119,7 +117,7 @@ def test_a_size_that_is_left_out_is_that_of_transformers(name):
         assert getattr(vision, name) == getattr(theirs, name)
 
 
-QMAMBA = configs.QMambaConfig().to_dict()
+QMAMBA, QWEN_FILE = configs.QMambaConfig().to_dict(), CONFIGS["qwen2 without a stop token"].to_dict()
 REFUSED = [
     ({"model_type": "llava"}, "'llava'"),
     (changed(PUBLISHED_1, "text_config", model_type="llama"), "'llama'"),
@@ -133,6 +131,9 @@ REFUSED = [
     (PUBLISHED_1 | {"image_token_index": None}, "image_token_index"),
     (changed(PUBLISHED_1, "text_config", num_hidden_layers=10**9), "num_hidden_layers"),
     (changed(PUBLISHED_1, "vision_config", model_type="clip"), "siglip_vision_model"),
+    (QWEN_FILE | {"use_sliding_window": True}, "use_sliding_window"),
+    (QWEN_FILE | {"hidden_act": "relu"}, "hidden_activation"),
+    (CONFIGS["gemma"].to_dict() | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     (configs.WingsConfig(**vars(TINY)).to_dict() | {"rotary": False}, "rotary"),
     (QMAMBA | {"projector_config": {"queries": 730}}, "730 queries"),
     (QMAMBA | {"projector_config": {"num_attention_heads": 5}}, "5 heads"),

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from model import paligemma
 from model.config import PaliGemmaConfig, TextConfig, VisionConfig
 from model.differential import graft
 from model.generate import generate
@@ -153,8 +155,8 @@ def test_checkpointed_gradients_are_the_same(model):
 
 
 @torch.no_grad()
-def test_positions_to_keep_are_rows_of_all_logits(model):
-    """Breaks when the head runs on other positions than those to keep, on either side of the padding."""
+def test_positions_to_keep_are_rows_of_all_logits(model, monkeypatch):
+    """Breaks when head or loss, whole or in chunks, are of other positions than those to keep; −100 is no target."""
     for inputs in (batch(model), right_padded(batch(model))):
         logits, mask = model(**inputs), inputs["token_type_ids"].bool() & inputs["attention_mask"].bool()
         index = torch.tensor([[3, 5], [4, 10], [0, 7]])
@@ -162,3 +164,9 @@ def test_positions_to_keep_are_rows_of_all_logits(model):
         picks = [(mask, logits[mask]), (2, logits[:, -2:]), (index[0], logits[:, index[0]]), (index, each)]
         for positions, expected in picks:
             assert relative_error(model(**inputs, positions_to_keep=positions), expected) <= 2e-6
+        targets = torch.tensor([[5, 6], [-100, 8], [9, 10]])
+        loss = F.cross_entropy(each.flatten(0, 1), targets.flatten(), reduction="sum")
+        for chunk in (1 << 20, 100) if not isinstance(model, MambaLM) else ():  # which is trained through a Q-Mamba
+            monkeypatch.setattr(paligemma, "MAX_LOGITS", chunk)
+            found = model(**inputs, positions_to_keep=index, targets=targets)
+            assert found.item() == pytest.approx(loss.item(), rel=1e-5)

@@ -1,8 +1,8 @@
 """Every variant against its equation written out in fp64, and what makes a graft safe: exact starts, caches, names."""
 
 import contextlib
-import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,26 +76,14 @@ def inputs(rows=2, width=9, hidden=24, start=1) -> tuple[torch.Tensor, Rope, tor
     return torch.randn(rows, width, hidden), Rope(positions, THETA), attention_mask(valid, types)
 
 
-def tiny(generation: int = 1, dtype=torch.float32, seed: int = 0, device="cpu") -> PaliGemma:
+def tiny(generation: int = 1, dtype=torch.float32) -> PaliGemma:
     """Two layers a tower; heads of 20 in the vision tower, so that their halves (10) need filling up."""
-    text = {"vocab_size": 128, "hidden_size": 72, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
-    if generation == 1:
-        text |= {"num_attention_heads": 4, "num_key_value_heads": 1}
-    else:
-        text |= {
-            "model_type": "gemma2",
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "sliding_window": 6,
-            "query_pre_attn_scalar": 24,
-            "attn_logit_softcapping": 5.0,
-        }
-    vision = VisionConfig(40, 56, 2, 2, 14, 28)
-    with torch.device(device):
-        model = PaliGemma(PaliGemmaConfig(vision, TextConfig(**text), image_token_id=IMAGE))
-    if device != "meta":
-        initialize(model, seed, position_std=0.5)
-    return model.to(dtype).eval()
+    text = TextConfig("gemma", 128, 72, 96, 2, 4, 1, head_dim=16)
+    if generation == 2:
+        caps = {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 24, "sliding_window": 6}
+        text = replace(text, model_type="gemma2", num_key_value_heads=2, **caps)
+    model = PaliGemma(PaliGemmaConfig(VisionConfig(40, 56, 2, 2, 14, 28), text, image_token_id=IMAGE))
+    return initialize(model, position_std=0.5).to(dtype).eval()
 
 
 def batch(rows=((5, 4), (2, 3))) -> dict[str, torch.Tensor]:
@@ -234,19 +222,6 @@ def test_exact_variants_start_at_the_base_to_the_bit(variant, dtype, backend, ge
         assert torch.equal(model(**batch()), base)
         adapter.inject(model, TARGETS, 4, 8.0, dropout=0.5)
         assert torch.equal(model.train()(**batch()), base)
-
-
-@torch.no_grad()  # with gradients PyTorch computes by other kernels
-def test_twin_is_exact_with_its_branches_off():
-    """Breaks when the second branch leaks into a model whose adapters are switched off."""
-    model = tiny()
-    base = model(**batch())
-    graft(model, "twin", where="both", mu=3.0)
-    adapter.inject(model, TARGETS, 4, 8.0)
-    stir(model, set(tiny().state_dict()) | {n for n, _ in model.named_parameters() if "lora" not in n})
-    assert relative_error(model(**batch()), base) > 0.1
-    with adapter.disabled(model):
-        assert torch.equal(model(**batch()), base)
 
 
 def test_how_far_each_variant_starts():
@@ -442,28 +417,14 @@ def test_the_branches_of_twin_part_by_themselves():
     backward()
     pairs = [(module.q_proj.lora, module.q2), (module.k_proj.lora, module.k2)]
     for first, second in pairs:
-        a, b = first.lora_B.weight.grad.flatten(), second.lora_B.weight.grad.flatten()
-        assert nn.functional.cosine_similarity(a, b, dim=0) < -0.9999
-        assert torch.allclose(a, -2 * b, rtol=1e-3, atol=1e-7)  # (1 + μ) against −μ
+        a, b = first.lora_B.weight.grad, second.lora_B.weight.grad
+        assert torch.allclose(a, -2 * b, rtol=1e-3, atol=1e-7) and a.any()  # (1 + μ) against −μ
     assert (module.mu.grad == 0).all()
     with torch.no_grad():
         for low_rank in sum(pairs, ()):
             low_rank.lora_B.weight -= 0.01 * low_rank.lora_B.weight.grad
     backward()
     assert (module.mu.grad != 0).all()
-
-
-def test_the_records_repeat_the_grafts():
-    """Breaks when a saved run can no longer be rebuilt from its records."""
-    model = tiny()
-    names = graft(model, "dex", where="vision", heads=[1])
-    names += graft(model, "split", feed_forward="swiglu-new", rope_pairs="fresh", seed=4)
-    again = tiny()
-    for call in json.loads(json.dumps([record.arguments() for record in model.grafts])):
-        graft(again, **call)
-    assert again.grafts == model.grafts and list(new_parameters(again)) == list(new_parameters(model)) == names
-    assert torch.equal(again(**batch()), model(**batch()))
-    assert model.grafts[1].options == {"rope_pairs": "fresh", "lambda_init": "layer", "norm": True}
 
 
 def test_mistakes_are_named_and_change_nothing():

@@ -72,19 +72,6 @@ def test_backends_agree(ours_backend, hf_backend, bound):
     assert relative_error(ours(hf, ours_backend)(**inputs)[valid], hf_forward(hf, inputs)[valid]) <= bound
 
 
-def test_the_window_and_the_caps_bite():
-    """Breaks when sliding window or soft-caps have no effect at the lengths tested above, so that nothing is proven."""
-    hf = hf_model(2)
-    inputs = batch(hf, ROWS["long"])
-    valid = is_valid(inputs)
-    model = ours(hf)
-    exact = model(**inputs)[valid]
-    for module in model.modules():
-        if hasattr(module, "softcap"):
-            module.softcap = None
-    assert relative_error(model(**inputs)[valid], exact) > 1e-3
-
-
 @pytest.mark.parametrize("generation", [1, 2])
 @pytest.mark.parametrize("path", ["onednn", "torch"])
 def test_gradients(path, generation, monkeypatch):
@@ -120,17 +107,6 @@ def test_bf16_is_equal_to_the_bit(generation, backend, monkeypatch):
     with torch.no_grad():
         mine, theirs = model(**inputs)[valid], hf_forward(hf, inputs)[valid].float()
     assert torch.equal(mine, theirs), relative_error(mine, theirs)
-
-
-def test_a_suffix_token_never_changes_earlier_logits():
-    """Breaks when the answer leaks into the positions that predict it."""
-    hf = hf_model(1)
-    model, inputs = ours(hf), batch(hf, ((5, 6),))
-    before = model(**inputs)
-    inputs["input_ids"][0, -3] += 1
-    after = model(**inputs)
-    assert torch.equal(before[0, :-3], after[0, :-3])
-    assert relative_error(after[0, -3:], before[0, -3:]) > 1e-2
 
 
 @pytest.mark.long
@@ -181,3 +157,22 @@ def test_pictures_that_do_not_fit_are_refused(change):
     inputs["pixel_values"] = inputs["pixel_values"][:1] if change == "fewer pictures" else torch.zeros(2, 3, 28, 28)
     with pytest.raises(ValueError, match="pictures"):
         model(**inputs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("pixels", "generation"), [(224, 1), (448, 1), (896, 1), (896, 2)])
+def test_published_geometries(pixels, generation):
+    """Breaks when a sequence of 256, 1024 or 4096 image tokens is laid out, masked or windowed wrongly."""
+    # 896 px and Gemma 2: the suffix reaches past the window of 4096, and must lose sight of the first patches
+    window = {"sliding_window": 4096} if generation == 2 else {}
+    # a head more at 4096 tokens takes a second more, and no other place
+    heads = {"vision_heads": 1, "num_attention_heads": 2, "num_key_value_heads": 1} if pixels == 896 else {}
+    hf = hf_model(generation, pixels, num_hidden_layers=2, **window, **heads)
+    inputs = batch(hf, ((3, 5),))
+    model = ours(hf)
+    with torch.no_grad():
+        kept = inputs["token_type_ids"].shape[1] - torch.arange(8, 0, -1)
+        theirs = hf_forward(hf, inputs)[:, kept]
+        for path, bound in (("onednn", 1e-5), ("torch", 1e-6)):  # oneDNN brings a GELU of its own
+            with cpu.using(path):
+                assert relative_error(model(**inputs, positions_to_keep=kept), theirs) <= bound

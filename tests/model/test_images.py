@@ -8,20 +8,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from model.images import fit, load_image, to_pixels
+from model.images import fit, load_image, pad_to_square, to_pixels
+from tests.files import picture
 from tests.runs import refused
 
 SIDE = 56
 HF = SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE})
-
-
-def picture(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
-    """Noise over a gradient, so that filters, channels and orientations all show."""
-    noise = np.random.default_rng(seed).integers(0, 120, (height, width, 3))
-    ramp = np.linspace(0, 135, width).astype(int)[None, :, None]
-    return Image.fromarray((noise + ramp).astype(np.uint8))
 
 
 def theirs(image) -> torch.Tensor:
@@ -34,6 +29,13 @@ def test_pixels_equal_transformers(size):
     image = picture(*size)
     pixels = to_pixels(image, SIDE)
     assert pixels.dtype == torch.float32 and pixels.is_contiguous() and torch.equal(pixels, theirs(image))
+
+
+@pytest.mark.parametrize("size", [(5, 2), (2, 5), (6, 2), (3, 3)])
+def test_squares_are_llavas(size):
+    """Breaks when the odd row or column of the gray goes to the other side than in training."""
+    theirs = LlavaImageProcessorPil().pad_to_square(np.asarray(picture(*size)).transpose(2, 0, 1), (127,) * 3)
+    assert np.array_equal(np.asarray(pad_to_square(picture(*size))), theirs.transpose(1, 2, 0))
 
 
 def test_all_byte_values_scale_as_in_transformers():

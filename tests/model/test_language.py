@@ -175,9 +175,6 @@ def test_files_of_all_layouts_are_opened(folder, hf, tmp_path):
     change(stored, tie_word_embeddings=True)
     tied = load_text(stored).language_model
     assert tied.lm_head is None and torch.equal(tied.embed_tokens.weight, embedding)
-    save_file(whole | {"lm_head.weight": embedding + 1}, stored / SINGLE_FILE)
-    with pytest.raises(UserError, match="ties the two"):
-        load_text(stored)
 
 
 @torch.no_grad()
@@ -207,29 +204,14 @@ def test_an_export_is_opened_by_transformers(hf, folder, tmp_path):
     assert torch.equal(load_text(tmp_path / "again")(**inputs), model(**inputs))
 
 
-REFUSED = {
-    "gemma": [
-        ({"model_type": "gemma3_text"}, "gemma3_text"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "linear"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ({"tie_word_embeddings": False}, "missing language_model.lm_head.weight"),
-    ],
-    "gemma2": [({"layer_types": ["full_attention"] * 4}, "layer_types")],
-    "qwen2": [
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"hidden_act": "relu"}, "hidden_activation"),
-        ({"vocab_size": 129}, "2 tensors do not fit"),
-    ],
-}
-
-
 def test_what_is_not_computed_is_refused(kind, folder, tmp_path):
-    """Breaks when a model that computes something else is opened, or one without a vision tower is asked for one."""
-    for number, (changes, message) in enumerate(REFUSED[kind]):
-        shutil.copytree(folder, tmp_path / str(number))
-        change(tmp_path / str(number), **changes)
-        with pytest.raises(UserError, match=message):
-            load_text(tmp_path / str(number))
+    """Breaks when a model of other sizes is opened, or one without a vision tower is asked for one."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    change(tmp_path, **({"vocab_size": 129} if kind == "qwen2" else {"tie_word_embeddings": False}))
+    with pytest.raises(
+        UserError, match="2 tensors do not fit" if kind == "qwen2" else "missing language_model.lm_head"
+    ):
+        load_text(tmp_path)
     for call in (load_siglip, Processor.from_source):
         with pytest.raises(UserError, match="a language model for text alone"):
             call(folder)

@@ -1,7 +1,6 @@
 """The scan equals a loop in fp64, the language model equals transformers, and its state is all that it remembers."""
 
 import math
-import tempfile
 from functools import partial
 
 import pytest
@@ -15,8 +14,7 @@ from model.generate import generate
 from model.mamba import Mamba, MambaLM, initialize_mamba
 from model.scan import BLOCK, selective_scan
 from model.system_configs import MambaConfig
-from tests.reference import randomize, relative_error
-from weights.load import load_mamba
+from tests.reference import hf_mamba, our_mamba, relative_error
 
 
 def loop(x, delta, A, B, C, state):
@@ -75,19 +73,6 @@ def test_a_large_batch_is_read_by_rows(monkeypatch):
     assert max(errors(selective_scan, scan_inputs(20, batch=5), torch.float64)) <= 1e-12
 
 
-def test_scan_goes_on_from_its_state():
-    """Breaks when a sequence read in two parts, or token by token, gives another result than in one."""
-    *sequences, state = scan_inputs(40)
-    whole, last = selective_scan(*sequences, state)
-    parts, A = [], sequences[2]
-    for part in (slice(0, 13), slice(13, 30), *(slice(t, t + 1) for t in range(30, 40))):
-        with torch.set_grad_enabled(part.start < 30):  # a decoding step has a shorter way
-            y, state = selective_scan(*(t if t is A else t[:, part] for t in sequences), state)
-        parts.append(y)
-    assert relative_error(torch.cat(parts, dim=1), whole) <= 1e-12
-    assert relative_error(state, last) <= 1e-12
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_recurrence_is_computed_in_fp32(autocast):
     """Breaks when bf16 inputs or autocast round the state at every step, forward or backward."""
@@ -96,23 +81,6 @@ def test_the_recurrence_is_computed_in_fp32(autocast):
         y, last, *gradients = errors(selective_scan, inputs, torch.float32 if autocast else torch.bfloat16)
     # the gradient of a bf16 input is rounded once, at the end
     assert max(y, last) <= 2e-6 and max(gradients) <= 2e-6 + (0.0 if autocast else 2**-8)
-
-
-def hf_mamba(seed: int = 0, **sizes) -> transformers.MambaForCausalLM:
-    """A random transformers model whose every parameter matters: three layers, state size and kernel not the usual."""
-    sizes = {"hidden_size": 36, "state_size": 5, "conv_kernel": 3, "num_hidden_layers": 3, "vocab_size": 60} | sizes
-    config = transformers.MambaConfig(**sizes, layer_norm_epsilon=1e-3, pad_token_id=0, bos_token_id=2, eos_token_id=1)
-    torch.manual_seed(seed)
-    model = transformers.MambaForCausalLM(config).eval()
-    randomize(model)
-    return model
-
-
-def ours(hf, dtype: torch.dtype = torch.float32) -> MambaLM:
-    """The same model through the production path."""
-    with tempfile.TemporaryDirectory() as folder:
-        hf.save_pretrained(folder)
-        return load_mamba(folder, dtype)
 
 
 def prompts(lengths=(9, 4, 1), seed: int = 1) -> dict[str, torch.Tensor]:
@@ -127,7 +95,7 @@ def prompts(lengths=(9, 4, 1), seed: int = 1) -> dict[str, torch.Tensor]:
 def test_logits_and_gradients_equal_transformers(lengths):
     """Breaks when convolution, scan, gate, norm, residual, padding or head depart from the published computation."""
     hf = hf_mamba()
-    model, inputs = ours(hf), prompts(lengths)
+    model, inputs = our_mamba(hf), prompts(lengths)
     valid = inputs["attention_mask"].bool()
     mine, theirs = model(**inputs), hf(**inputs, use_cache=False).logits
     assert mine.dtype == torch.float32 and relative_error(mine[valid], theirs[valid]) <= 1e-6
@@ -143,7 +111,7 @@ def test_logits_and_gradients_equal_transformers(lengths):
 def test_a_bf16_layer_rounds_only_what_it_must(monkeypatch):
     """Breaks when residual, step size, or the convolution's sum are rounded to bf16, or the norm rounds elsewhere."""
     hf, inputs, seen = hf_mamba(conv_kernel=4), prompts((24, 24)), []
-    model, h = ours(hf, torch.bfloat16), torch.randn(2, 30, 36, generator=torch.Generator().manual_seed(0))
+    model, h = our_mamba(hf, torch.bfloat16), torch.randn(2, 30, 36, generator=torch.Generator().manual_seed(0))
     exact, mine, theirs = hf(**inputs).logits, model(**inputs), hf.to(torch.bfloat16)(**inputs).logits
     assert relative_error(mine, exact) <= 1.1 * relative_error(theirs, exact)
     layer, mixer = model.backbone.layers[0], model.backbone.layers[0].mixer
@@ -164,7 +132,7 @@ def test_a_bf16_layer_rounds_only_what_it_must(monkeypatch):
 @pytest.mark.parametrize("places", [[4, 5], [0, 1], [0, 5]], ids=["left", "right", "middle"])
 def test_padding_within_what_follows_changes_nothing(places):
     """Breaks when a state fades over the padding of a later part, or the last inputs before it are lost."""
-    model, generator = ours(hf_mamba()), torch.Generator().manual_seed(5)
+    model, generator = our_mamba(hf_mamba()), torch.Generator().manual_seed(5)
     first, second, last = (torch.randint(0, 60, (1, width), generator=generator) for width in (6, 2, 3))
     ids, mask, cache = torch.full((1, 6), 9), torch.zeros(1, 6, dtype=torch.long), model.new_cache()
     ids[:, places], mask[:, places] = second, 1
@@ -182,7 +150,7 @@ def test_greedy_equals_transformers():
     hf, inputs = hf_mamba(), prompts()
     theirs = hf.generate(**inputs, max_new_tokens=15, do_sample=False)[:, inputs["input_ids"].shape[1] :]
     ids, valid = inputs.values()
-    mine = generate(ours(hf), ids, None, valid, valid, 15)
+    mine = generate(our_mamba(hf), ids, None, valid, valid, 15)
     for a, b in zip(mine, theirs, strict=True):
         ends = (b == 1).nonzero()
         assert a.tolist() == b[: int(ends[0]) + 1 if len(ends) else None].tolist()
@@ -192,7 +160,7 @@ def test_greedy_equals_transformers():
 @torch.no_grad()
 def test_memory_and_work_of_a_step_are_constant():
     """Breaks when what is remembered, or what a new token costs, grows with what has been read."""
-    model, work = ours(hf_mamba()), set()
+    model, work = our_mamba(hf_mamba()), set()
     for tokens in (1, 10, 300):
         cache = model.new_cache(tokens + 1)
         model(torch.ones(1, tokens, dtype=torch.long), cache=cache)

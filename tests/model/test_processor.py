@@ -24,11 +24,11 @@ from model.images import load_image, to_pixels
 from model.processor import Batch, Processor, load_tokenizer, parse_boxes
 from model.source import BUNDLED_FOLDER, resolve
 from model.tokenizer import LOCATIONS
-from tests.model.test_images import SIDE, picture
+from tests.files import picture
 from tests.pieces import gemma_tokenizer, train_pieces
 from tests.runs import refused
 
-TOKENS, SIDES = 16, {"height": SIDE, "width": SIDE}
+TOKENS, SIDE, SIDES = 16, 56, {"height": 56, "width": 56}
 SYMBOLS = ["<mask>", "\n", "\n\n", "▁▁", "▁▁▁", *LOCATIONS]
 CORPUS = """answer en where is the cow standing?
 answer en how many dogs are in the picture?

@@ -16,23 +16,18 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.tokenizer import LOCATIONS, find_tokenizer, load_tokenizer
-from tests.pieces import gemma_tokenizer, train_pieces
+from tests.pieces import SENTENCES, gemma_tokenizer, texts, train_pieces
 from tests.runs import refused
 
 pytestmark = pytest.mark.long
 
-CORPUS = """caption en the cow is standing in the green field beside two dogs
-the cat is on the mat, and the dog isn't; 12 34 567. <b>bold</b> <unused0> <table>
-日本語のテキスト と 絵 un éléphant gris près de l'étang aaaa abab aabbaa""".splitlines()
 RESERVED = ["<mask>", "[multimodal]", *(f"<unused{i}>" for i in range(12)), "<b>", "</b>", "<table>", "<h1>"]
 RUNS = [character * length for character in "\n\t▁" for length in range(1 if character == "\n" else 2, 32)]
-ODD = ["<", "<<b>", "</", "<unused", "<unused1", "<0x41>", "<0x09>", "<loc00011>", "<seg>", "▁▁a▁", "\u200d", "\ufeff"]
-ODD += ["\0", "\r\n", "e\u0301", "🐮🏽", "👩‍🚀", "日本語", "<unused0><b>\n\n", "> </", "aab", "a b", "cow stand"]
 
 
 def gemma(folder: Path) -> GemmaTokenizer:
     """Gemma's settings, and its published vocabulary's way with byte 9, whose piece is a tab in place of <0x09>."""
-    file = train_pieces(folder / "drawn", CORPUS * 3, 1900, [*RESERVED, *RUNS, *LOCATIONS])
+    file = train_pieces(folder / "drawn", SENTENCES * 3, 1900, [*RESERVED, *RUNS, *LOCATIONS])
     return gemma_tokenizer(file, [*RESERVED, *RUNS], {"<0x09>": "\t"})
 
 
@@ -42,7 +37,7 @@ def learned(folder: Path) -> GemmaTokenizer:
     learner.normalizer = tokenizers.normalizers.Replace(" ", "▁")
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=700, special_tokens=special, show_progress=False)
-    learner.train_from_iterator([*CORPUS * 3, "ababab baba aaaaaa", " of the  of the"], trainer)
+    learner.train_from_iterator([*SENTENCES * 3, "ababab baba aaaaaa", " of the  of the"], trainer)
     model = json.loads(learner.to_str())["model"]
     tokenizer = GemmaTokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
     tokenizer.add_tokens([AddedToken("a b", normalized=True), AddedToken("a", normalized=False), "dog s", "cow stand"])
@@ -63,20 +58,6 @@ def folder(request, tmp_path_factory) -> Path:
     raw["text_config"]["vocab_size"] = len(tokenizer) + 8
     (folder / "config.json").write_text(json.dumps(raw))
     return folder
-
-
-def texts(count: int, pieces: list[str]) -> list[str]:
-    """Random texts: words, pieces, runs of white space, any code point, fragments of reserved pieces."""
-    draw = random.Random(0)
-    kinds = [
-        lambda: draw.choice(draw.choice(CORPUS).split()) + draw.choice(" ,\n\t"),
-        lambda: draw.choice(" \t\n▁") * draw.choice([1, 2, 3, 30, 31, 32, 33, 62, 63, 64, 100]),
-        lambda: draw.choice(pieces).replace("▁", draw.choice("▁ ")),
-        lambda: chr(draw.choice([draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)])),
-        lambda: draw.choice(ODD),
-        lambda: "".join(draw.choices("ab ", k=12)),
-    ]
-    return ["".join(draw.choice(kinds)() for _ in range(draw.randrange(1, 25))) for _ in range(count)]
 
 
 def test_any_text_has_the_ids_of_transformers_and_any_ids_the_text(folder):

@@ -13,7 +13,7 @@ from model.attention import set_attention_backend
 from model.processor import Processor
 from model.tokenizer import load_tokenizer
 from model.wings import route
-from tests.model.test_chat import qwen_tokenizer
+from tests.pieces import qwen_tokenizer
 from train import finetune
 from train.settings import parse
 from train.systems.open import open_model

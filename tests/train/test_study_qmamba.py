@@ -54,7 +54,7 @@ def test_rows_need_the_models_that_they_start_from():
 
 def study_folder(out: Path, *flags: str) -> dict[str, Path]:
     """Run a study of one seed; the folders of its cells by row."""
-    small = "--steps 1 --batch-size 4 --step-batch 4 --seeds 1 --rates 1 --jobs 1 --limit 4".split()
+    small = "--steps 1 --batch-size 4 --step-batch 4 --seeds 1 --rates 1 --jobs 1 --limit 4 --samples 40".split()
     qmamba.main([*SMALL, *small, "--out", str(out), *flags])
     return {json.loads(file.read_text())["row"]: file.parent for file in out.glob("cells/*/cell.json")}
 

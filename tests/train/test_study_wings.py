@@ -18,7 +18,7 @@ from train.studies import wings
 from train.studies.wings import DECODER, LEARNERS, PROJECTOR, ROWS, lora_rank, open_first, share_named
 from weights.load import load_model
 
-SMALL = "--device cpu --steps 1 --batch-size 4 --step-batch 4 --seeds 1 --rates 1 --limit 8 --jobs 1"
+SMALL = "--device cpu --steps 1 --batch-size 4 --step-batch 4 --seeds 1 --rates 1 --limit 8 --jobs 1 --samples 40"
 
 
 def read(task: str, prefix: str) -> str:
@@ -79,8 +79,9 @@ def test_the_miniature_starts_from_the_text_base_of_its_seed(tmp_path):
 
 
 @pytest.mark.long
-def test_the_study_from_end_to_end_and_again(tmp_path):
+def test_the_study_from_end_to_end_and_again(tmp_path, monkeypatch):
     """Breaks when a small study fails, trains another number of parameters, or computes finished cells again."""
+    monkeypatch.setattr(wings, "LOOKED_AT", 4)  # pictures whose attention is measured
     command = f"--base embedded {SMALL} --out {tmp_path}".split()
     wings.main(command)
     made = {file: file.stat().st_mtime_ns for file in tmp_path.glob("cells/*/*.json")}

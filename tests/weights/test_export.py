@@ -19,7 +19,7 @@ from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.tokenizer import load_tokenizer
-from tests.model.test_tokenizer import texts
+from tests.pieces import texts
 from weights.card import model_card
 from weights.export import Origin, companions, locate
 from weights.load import load_model

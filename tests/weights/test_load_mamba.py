@@ -13,7 +13,7 @@ from model.mamba import MambaLM
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.system_configs import MambaConfig, ProjectorConfig, QMambaConfig
-from tests.model.test_mamba import hf_mamba
+from tests.reference import hf_mamba
 from tests.runs import refused
 from weights.load import INDEX_FILE, SINGLE_FILE, load_mamba
 
@@ -49,19 +49,11 @@ def test_several_files(hf, tmp_path, dtype):
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "backbone.embedding.weight"])
 def test_other_names_of_the_embedding(published, name):
-    """Breaks when a file that has the tied matrix under another of its published names is not opened."""
+    """Breaks when a file that has the tied matrix under another of its published names is not opened, or loses one."""
     embedding = load_file(published / SINGLE_FILE)["backbone.embeddings.weight"]
     change_tensors(published, {"backbone.embeddings.weight": None, name: embedding})
     assert torch.equal(load_mamba(published).backbone.embeddings.weight, embedding)
-
-
-def test_tensors_that_do_not_fit_are_refused(published):
-    """Breaks when a layer stays as it was initialised, or a tensor or a head of its own is dropped in silence."""
-    norm = load_file(published / SINGLE_FILE)["backbone.norm_f.weight"]
-    change_tensors(published, {"backbone.norm_f.weight": None, "backbone.layers.3.norm.weight": norm})
-    refused(lambda: load_mamba(published), "missing backbone.norm_f.w", "unexpected backbone.layers.3.norm.weight")
-    change_tensors(published, {"backbone.norm_f.weight": norm, "backbone.layers.3.norm.weight": None})
-    change_tensors(published, {"lm_head.weight": torch.ones(60, 36)})
+    change_tensors(published, {"backbone.embeddings.weight": embedding + 1})
     refused(lambda: load_mamba(published), "differs from")
 
 
