@@ -177,9 +177,8 @@ class TextConfig(Config):
             defaults, windows = vars(_DECODERS["paligemma2-3b"]), ["sliding_attention", "full_attention"]
         elif activation == "gelu":  # the first files say so, but the model was trained with the tanh approximation
             activation = "gelu_pytorch_tanh"
-        needed = ["rms_norm_eps", "rope_theta"] + ["sliding_window", "query_pre_attn_scalar"] * (kind == "gemma2")
-        null = [name for name in needed if raw.get(name, 0) is None]
-        require(not null, f"{' and '.join(null)} is null, which transformers does not compute: give the number")
+        for name in ["rms_norm_eps", "rope_theta"] + ["sliding_window", "query_pre_attn_scalar"] * (kind == "gemma2"):
+            require(raw.get(name, 0) is not None, f"{name} is null, expected a number, as in transformers")
         # null switches the caps off; for other fields it means the default
         raw = defaults | {name: value for name, value in raw.items() if value is not None or name in _GEMMA2_ONLY}
         if kind != "gemma2":  # the others have none of them, whatever the file says
@@ -187,9 +186,8 @@ class TextConfig(Config):
         layers = raw.get("layer_types", [])
         require(layers == (windows * len(layers))[: len(layers)], f"layer_types differs from {' and '.join(windows)}")
         rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-        by_layer = [name for name, value in rope.items() if isinstance(value, dict)]
-        require(not by_layer, f"rope differs by layer type ({quoted(by_layer)}), which is not computed here")
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        by_layer = any(isinstance(value, dict) for value in rope.values())
+        rope_type = "by layer" if by_layer else rope.get("rope_type", rope.get("type", "default"))
         require(rope_type == "default", f"rope type {quoted(rope_type)} is not computed here, expected 'default'")
         raw |= {"rope_theta": rope.get("rope_theta") or raw.get("rope_theta"), "hidden_activation": activation}
         return super().from_dict(raw)
@@ -236,9 +234,8 @@ class PaliGemmaConfig(Config):
         is_causal = text.get("use_bidirectional_attention") is False
         require(not is_causal, "use_bidirectional_attention is false, but PaliGemma's prefix is bidirectional")
         ids |= {name: part[name] for part in (text, raw) for name in ids if part.get(name) is not None}
-        image = [raw[name] for name in ("image_token_index", "image_token_id") if name in raw]
-        require(None not in image, "image_token_index is null, expected the id of <image>")
-        ids["image_token_id"] = (image or [256000])[0]
+        ids["image_token_id"] = raw.get("image_token_index", raw.get("image_token_id", 256000))
+        require(ids["image_token_id"] is not None, "image_token_index is null, expected the id of <image>")
         text = {"vocab_size": raw.get("vocab_size"), **text, "tie_word_embeddings": True}
         return super().from_dict(raw | ids | {"text_config": text})
 
